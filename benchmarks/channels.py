@@ -24,7 +24,8 @@ import numpy as np
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from slipstream.core.addresses import AddressBook, LocalAddresses, StoreAddresses
-from slipstream.core.channel import ChannelSpec, Kind, Ports, connect_by_book, make_transport_dir, wait
+from slipstream.core.channel import Ports, connect_by_book, make_transport_dir, wait
+from slipstream.core.channel_spec import ChannelSpec, Kind
 from slipstream.core.keys import RunKeys
 from slipstream.core.types import Message, Segment, Stop
 from slipstream.observe.hardware import describe

@@ -17,19 +17,20 @@ from pathlib import Path
 from slipstream.core.recipes import resolve
 from slipstream.observe.hardware import describe
 from slipstream.observe.summary import versions
-from slipstream.trainer.policy import WholePolicy
+from slipstream.trainer.policy import Policy
 
 REPEATS = 10
 
 
 def main(recipe: str = "quickstart", folder: str | None = None) -> None:
     config = resolve(recipe)
-    policy = WholePolicy(config)
+    policy = Policy(config)
     seconds = []
     with tempfile.TemporaryDirectory(dir=folder) as name:
         for step in range(REPEATS):
             started_s = time.perf_counter()
             policy.save(Path(name) / f"step_{step}", step=step, extra={}, critic=None)
+            policy.saved(wait=True)
             seconds.append(time.perf_counter() - started_s)
         newest = Path(name) / f"step_{REPEATS - 1}"
         size = sum(file.stat().st_size for file in newest.iterdir())

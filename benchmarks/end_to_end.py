@@ -38,7 +38,8 @@ from trl_call import INSTALL, TRL_PYTHON, TrlFailed, call_trl, trl_version
 import slipstream
 from slipstream.core.run_log import read_metrics
 from slipstream.core.sections import ModelConfig
-from slipstream.models.hf import new_model, save_model
+from slipstream.models.hf import save_model
+from slipstream.models.initialise import new_model
 from slipstream.models.linear import linear
 from slipstream.models.tokenizer import char_tokenizer
 from slipstream.observe.hardware import describe

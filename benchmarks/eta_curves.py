@@ -129,7 +129,7 @@ def trainer_under_test(job: Job) -> Callable[[int], tuple[float, float]]:
     from slipstream.core.rank_group import RankGroup
     from slipstream.core.recipes import resolve
     from slipstream.core.types import Completion, Group, Prompt, Rollout, Segment, VersionSpan
-    from slipstream.trainer.executor import new_policy
+    from slipstream.trainer.policy import Policy
     from slipstream.trainer.step import train_on_batch
 
     torch.set_num_threads(job.devices if job.device == "cpu" else 1)
@@ -159,7 +159,7 @@ def trainer_under_test(job: Job) -> Callable[[int], tuple[float, float]]:
             }
         )
 
-    policy = new_policy(config_for(1), ranks, *ranks.split(1))
+    policy = Policy(config_for(1), ranks, *ranks.split(1))
     vocabulary = policy.model.config.vocab_size
     updates_s: list[float] = []
     update = policy.optimizer.step

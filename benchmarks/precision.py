@@ -25,9 +25,11 @@ from slipstream.core.sections import ModelConfig
 from slipstream.generator.engine import Engine
 from slipstream.generator.native import native_engine
 from slipstream.generator.requests import Request
-from slipstream.models.hf import load_model, load_tokenizer, new_model
+from slipstream.models.hf import load_model
+from slipstream.models.initialise import new_model
 from slipstream.models.quantized import FORMATS, Packer, WeightLayout
 from slipstream.models.served import ServedWeights
+from slipstream.models.tokenizer import load_tokenizer
 from slipstream.models.transformer import Transformer
 from slipstream.observe.hardware import describe
 from slipstream.weight_sync.copying import bytes_of, copy_bytes, pack_bytes

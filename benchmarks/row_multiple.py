@@ -21,7 +21,7 @@ from slipstream.core.sections import ModelConfig
 from slipstream.models import linear, packed
 from slipstream.models.initialise import new_model
 from slipstream.observe.hardware import describe
-from slipstream.trainer.logprobs import microbatch_logprobs
+from slipstream.trainer.measure import microbatch_logprobs
 
 QUICKSTART = ModelConfig(hidden_size=128, intermediate_size=384, num_layers=3, num_heads=4, num_kv_heads=4)
 VOCAB_SIZE = 100

@@ -42,7 +42,8 @@ from contenders.ours import new_engine
 
 from slipstream.algorithms.logprobs import probe_logprobs
 from slipstream.controller.placement import thread_environment
-from slipstream.core.channel import ChannelSpec, Kind, connect, make_transport_dir, wait
+from slipstream.core.channel import connect, make_transport_dir, wait
+from slipstream.core.channel_spec import ChannelSpec, Kind
 from slipstream.core.scratch import cleanup
 from slipstream.generator.requests import Finished, GenerationEngine, Request
 from slipstream.models.flat import FlatParameters

@@ -159,14 +159,14 @@ def measure_tokens() -> None:
     from slipstream.models.flat import FlatParameters
     from slipstream.models.tokenizer import TokenTexts
     from slipstream.observe.tokens import TokenRecorder, token_line
-    from slipstream.trainer.optim import FlatAdamW
+    from slipstream.trainer.optim import AdamW
+    from slipstream.trainer.records import TokenSample
     from slipstream.trainer.step import train_on_batch
-    from slipstream.trainer.token_sample import TokenSample
 
     torch.set_num_threads(1)
     config = resolve("quickstart")
     model, tokenizer = build_policy(config.model, seed=0)
-    optimizer = FlatAdamW(model, FlatParameters(model), config.trainer.optimizer, total_updates=10**6)
+    optimizer = AdamW(FlatParameters(model), config.trainer.optimizer, total_updates=10**6)
     rng, texts = np.random.default_rng(0), TokenTexts(tokenizer)
 
     def groups(step: int) -> list[Group]:

@@ -43,7 +43,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from slipstream.core.channel import ChannelSpec, Kind, Ports, connect, make_transport_dir, wait
+from slipstream.core.channel import Ports, connect, make_transport_dir, wait
+from slipstream.core.channel_spec import ChannelSpec, Kind
 from slipstream.core.peer_messages import Holding
 from slipstream.core.rank_group import RankGroup
 from slipstream.core.scratch import cleanup

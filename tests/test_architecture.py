@@ -7,8 +7,8 @@ core < algorithms, models, observe < nodes and edges < evals < controller < plan
 from __future__ import annotations
 
 import ast
-from collections import Counter
 import graphlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path

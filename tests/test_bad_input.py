@@ -16,6 +16,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -46,8 +47,9 @@ from slipstream.observe.summary import (
     WeightSync,
     write_summary,
 )
-from slipstream.trainer.checkpoint import crc32, save_checkpoint
-from slipstream.trainer.optim import FlatAdamW
+from slipstream.trainer.checkpoint import Checkpoints
+from slipstream.trainer.checkpoint_folder import crc32
+from slipstream.trainer.optim import AdamW
 
 TRIES_TEXT = "slipstream.models.foreign_text"  # processes that a check may start
 CALLS_REWARDS = "slipstream.rewards.worker"
@@ -947,7 +949,7 @@ RUNS = [
         ),
     ),
     refused("run --resume run", "belongs to another model", prepare=in_config("hidden_size = 16", "hidden_size = 32")),
-    refused("run --resume run", "step_1", "torn", "policy.safetensors", prepare=cut(f"{STEP}/policy.safetensors", -1)),
+    refused("run --resume run", "step_1", "torn", "rank_00000", prepare=cut(f"{STEP}/rank_00000.safetensors", -1)),
     refused("run --resume run", "step_1", "torn", "state.json", prepare=remove(f"{STEP}/state.json")),
     refused("run --resume run", "step_1", "torn", "manifest", prepare=text(f"{STEP}/manifest.json", "{")),
     refused("run --resume run", "step_1", "unknown format", prepare=change_json(f"{STEP}/manifest.json", format=99)),
@@ -1217,12 +1219,12 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = resolve(BASE)
     policy, tokenizer = build_policy(config.model, seed=0)
     save_model(policy, shelf / "model", tokenizer)
-    flat = FlatParameters(policy)
-    optimizer = FlatAdamW(policy, flat, OptimizerConfig(), total_updates=2)
+    optimizer = AdamW(FlatParameters(policy), OptimizerConfig(), total_updates=2)
     snapshot = msgspec.to_builtins(schedule_for(config).snapshot())
     extra = {"schedule": snapshot, "num_events": 0}
     (shelf / "run").mkdir()
-    save_checkpoint(shelf / "run" / "checkpoints" / "step_1", flat, optimizer, step=1, extra=extra)
+    with closing(Checkpoints()) as checkpoints:
+        checkpoints.save(shelf / "run" / "checkpoints" / "step_1", {"policy": (policy, optimizer)}, step=1, extra=extra)
     for name in ("ledger.jsonl", "events.jsonl", "metrics.jsonl", "rollouts.jsonl"):
         (shelf / "run" / name).touch()
     save_config(config, shelf / "run" / "config.toml")

@@ -19,8 +19,6 @@ from shown import DOCUMENTS, ROOT, Block, anchors, blocks, command_blocks, files
 
 from slipstream import cli
 from slipstream.cli import COMMANDS, LaunchOptions, PlanOptions, SimulateOptions
-from slipstream.controller.build import check_loss
-from slipstream.cli import COMMANDS, PlanOptions, _launch_options, _simulate_options, as_overrides
 from slipstream.controller.checks import check_loss
 from slipstream.core.config import PRESETS, RunConfig
 from slipstream.core.recipes import list_recipes, merge, resolve

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from slipstream.core.errors import SlipstreamError
+from slipstream.core.errors import CheckpointError, SlipstreamError
 from slipstream.models.hf import load_model
-from slipstream.trainer.checkpoint import CheckpointError, read_manifest
+from slipstream.trainer.checkpoint_folder import read_manifest
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -107,16 +107,20 @@ def test_an_index_reaches_no_files_but_its_own(folder: Path, tmp_path: Path, nam
         load_model(folder)
 
 
+ENTRY = {"bytes": 1, "crc32": 0}
+
+
 @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "sub/x", "..", ".", "", "a\0b", "x" * 300])
 def test_a_manifest_names_files_beside_it_only(tmp_path: Path, name: str) -> None:
-    (tmp_path / "manifest.json").write_text(json.dumps({"format": 1, "step": 1, "files": {name: {}}}))
+    (tmp_path / "manifest.json").write_text(json.dumps({"format": 1, "step": 1, "files": {name: ENTRY}}))
     with pytest.raises(CheckpointError, match="not its own"):
         read_manifest(tmp_path)
 
 
 def test_a_manifest_follows_no_links(tmp_path: Path) -> None:
     (tmp_path / "policy.safetensors").symlink_to("/etc/passwd")
-    (tmp_path / "manifest.json").write_text(json.dumps({"format": 1, "step": 1, "files": {"policy.safetensors": {}}}))
+    manifest = {"format": 1, "step": 1, "files": {"policy.safetensors": ENTRY}}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(CheckpointError, match="not its own"):
         read_manifest(tmp_path)
 

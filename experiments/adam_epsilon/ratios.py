@@ -21,12 +21,10 @@ from slipstream.evals.sampling import sample_completions
 from slipstream.evals.scoring import score_by
 from slipstream.prompts import build_prompts
 from slipstream.trainer.batch import train_sequence
-from slipstream.trainer.logprobs import microbatch_logprobs
-from slipstream.trainer.measure import Auxiliary, measure
-from slipstream.trainer.optim import FlatAdamW
-from slipstream.trainer.policy import WholePolicy
+from slipstream.trainer.measure import Auxiliary, measure, microbatch_logprobs
+from slipstream.trainer.policy import Policy
+from slipstream.trainer.records import TokenSample
 from slipstream.trainer.step import train_on_batch
-from slipstream.trainer.token_sample import TokenSample
 
 TRAIN_STREAM = 0
 
@@ -75,7 +73,7 @@ def batch_config(*, policy: str, reward_model: str, adam: str, epochs: int, comp
     )
 
 
-def sampled_groups(config: RunConfig, policy: WholePolicy) -> list[Group]:
+def sampled_groups(config: RunConfig, policy: Policy) -> list[Group]:
     """A scored completion each of the first training prompts: a batch as the run's first step has it."""
     prompts = build_prompts(config, policy.tokenizer).train.prompts[: config.groups_per_step]
     completions = sample_completions(
@@ -112,7 +110,7 @@ def after_epochs(
                 completions=completions,
                 seed=seed,
             )
-            trained = WholePolicy(config)
+            trained = Policy(config)
             batch = sampled_groups(config, trained) if batch is None else batch
             tokens = TokenSample(every=1)
             train_on_batch(
@@ -134,7 +132,7 @@ def after_epochs(
 
 
 def _columns(
-    config: RunConfig, trained: WholePolicy, batch: Sequence[Group], tokens: TokenSample
+    config: RunConfig, trained: Policy, batch: Sequence[Group], tokens: TokenSample
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """New and old logprobs and advantages of all tokens; the old ones are the policy's before its first update."""
     read = partial(_logprobs, trained, config.logprob_temperature)
@@ -146,14 +144,13 @@ def _columns(
     return np.concatenate([new[key] for key in keys]), old, advantages
 
 
-def _logprobs(trained: WholePolicy, temperature: float, microbatch: PackedMicrobatch) -> torch.Tensor:
+def _logprobs(trained: Policy, temperature: float, microbatch: PackedMicrobatch) -> torch.Tensor:
     return microbatch_logprobs(trained.model, microbatch, temperature=temperature)[0]
 
 
-def weights_below(trained: WholePolicy, eps: float) -> dict[str, float]:
+def weights_below(trained: Policy, eps: float) -> dict[str, float]:
     """Of the optimizer's second moments: how many roots lie below `eps`, the middle one, and how many there are."""
-    assert isinstance(trained.optimizer, FlatAdamW), "a whole policy has made it"
-    roots = trained.optimizer.state_dict()["exp_avg_sq"].sqrt()
+    roots = torch.cat([view.flatten() for view in trained.optimizer.named_moments()["exp_avg_sq"].values()]).sqrt()
     return {
         "count": float(roots.numel()),
         "small_share": float((roots < eps).double().mean()),

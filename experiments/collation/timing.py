@@ -19,8 +19,8 @@ from slipstream.core.training_sections import OptimizerConfig
 from slipstream.models.flat import FlatParameters
 from slipstream.models.initialise import new_model
 from slipstream.models.transformer import Transformer
-from slipstream.trainer.logprobs import microbatch_logprobs
-from slipstream.trainer.optim import FlatAdamW
+from slipstream.trainer.measure import microbatch_logprobs
+from slipstream.trainer.optim import AdamW
 
 VOCAB_SIZE = 64
 PROMPT_TOKENS = 8
@@ -121,7 +121,7 @@ class Step:
         )
         self.model: Transformer = new_model(config, VOCAB_SIZE, 0)
         self.flat = FlatParameters(self.model)
-        self.optimizer = FlatAdamW(self.model, self.flat, OptimizerConfig(lr=1e-6), total_updates=1)
+        self.optimizer = AdamW(self.flat, OptimizerConfig(lr=1e-6), total_updates=1)
         self.loss = loss_named("grpo", {"eps_low": 0.2, "eps_high": 0.28})
 
     def run(self, microbatches: Sequence[PackedMicrobatch]) -> float:

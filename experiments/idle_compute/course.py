@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
-
-import torch
-from safetensors.torch import load_file
 
 from slipstream.core.recipes import resolve
 from slipstream.core.types import Completion
@@ -19,7 +17,9 @@ from slipstream.prompts import build_prompts
 from slipstream.rewards.functions import word_overlap
 from slipstream.rewards.protocol import RewardJob
 from slipstream.stages.completions import reference_completions
-from slipstream.trainer.checkpoint import checkpoint_path
+from slipstream.trainer.checkpoint import Checkpoints
+from slipstream.trainer.checkpoint_folder import checkpoint_path
+from slipstream.trainer.optim import AdamW
 
 
 def course(run: str, steps: list[int]) -> list[dict[str, float]]:
@@ -33,14 +33,12 @@ def course(run: str, steps: list[int]) -> list[dict[str, float]]:
     reference = load_model(config.model.path)
     prompts = build_prompts(config, tokenizer).eval[: config.evaluation.num_prompts]
     theirs = [gold(completion) for completion in reference_completions(config, prompts, tokenizer)]
-    weights = FlatParameters(model).named_views()
+    optimizer = AdamW(FlatParameters(model), config.trainer.optimizer, total_updates=1)
     found = []
     for step in steps:
         if step:
-            stored = load_file(checkpoint_path(Path(run) / "checkpoints", step) / "policy.safetensors")
-            with torch.no_grad():
-                for name, view in weights.items():
-                    view.copy_(stored[name])
+            with closing(Checkpoints()) as checkpoints:
+                checkpoints.load(checkpoint_path(Path(run) / "checkpoints", step), {"policy": (model, optimizer)})
         completions = sample_completions(
             config,
             model,

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.torch import load_file
 
 from slipstream.core.recipes import resolve
 from slipstream.core.sections import ModelConfig
+from slipstream.core.training_sections import OptimizerConfig
 from slipstream.evals.drift import Sample, sampled_token_logprobs
 from slipstream.generator.engine import Engine
 from slipstream.generator.native import native_engine
 from slipstream.generator.requests import Finished, KvOnUpdate, Request
 from slipstream.models.build import build_policy
+from slipstream.models.flat import FlatParameters
 from slipstream.models.initialise import new_model
 from slipstream.models.transformer import Transformer
 from slipstream.prompts import build_prompts
-from slipstream.trainer.checkpoint import checkpoint_path
+from slipstream.trainer.checkpoint import Checkpoints
+from slipstream.trainer.checkpoint_folder import checkpoint_path
+from slipstream.trainer.optim import AdamW
 
 KEEP: KvOnUpdate = "keep"
 RECOMPUTE: KvOnUpdate = "recompute"
@@ -64,11 +68,9 @@ def swap_errors(swapped: Sequence[Swapped]) -> dict[str, float]:
 
 def load_version(model: Transformer, run: Path, version: int) -> None:
     """Give `model` the weights of a run's checkpoint."""
-    path = checkpoint_path(run / "checkpoints", version) / "policy.safetensors"
-    missing, unexpected = model.load_state_dict(load_file(path), strict=False)
-    own = {name for name, _ in model.named_parameters()}
-    assert not own & set(missing), f"{path} lacks {own & set(missing)}"
-    assert not unexpected, f"{path} has {unexpected}"
+    optimizer = AdamW(FlatParameters(model), OptimizerConfig(), total_updates=1)
+    with closing(Checkpoints()) as checkpoints:
+        checkpoints.load(checkpoint_path(run / "checkpoints", version), {"policy": (model, optimizer)})
 
 
 def drain(engine: Engine) -> list[Finished]:

@@ -13,9 +13,7 @@ from loss_cases import evaluate, finite_differences, random_inputs
 
 import slipstream
 from slipstream.algorithms.losses import LOSSES, Loss
-from slipstream.controller.build import check_loss
 from slipstream.controller.checks import check_loss
-from slipstream.core.config import LossConfig
 from slipstream.core.recipes import resolve
 from slipstream.core.training_sections import LossConfig
 

@@ -9,8 +9,8 @@ import torch
 
 from slipstream.controller.build import default_pipeline
 from slipstream.controller.checks import check
-from slipstream.core.channel import ROUTES, Kind, connect_local
-from slipstream.core.channel_spec import ChannelSpec
+from slipstream.core.channel import connect_local
+from slipstream.core.channel_spec import ROUTES, ChannelSpec, Kind
 from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import resolve
 from slipstream.core.types import Completion, Prompt, Rollout

@@ -11,7 +11,8 @@ import torch
 
 from slipstream.controller.host import CHECK_TETHER_EVERY_S, Host, report, serve
 from slipstream.controller.pipeline import MEMBERSHIP, Node, Pipeline
-from slipstream.core.channel import ChannelSpec, Kind, Ports, connect_local
+from slipstream.core.channel import Ports, connect_local
+from slipstream.core.channel_spec import ChannelSpec, Kind
 from slipstream.core.clock import VirtualClock
 from slipstream.core.errors import ChannelClosed, ChannelTimeout, RankError, ShapeError
 from slipstream.core.executor import Context, Executor

@@ -23,7 +23,7 @@ from slipstream.controller.meeting import (
     read_spec,
 )
 from slipstream.controller.pipeline import Node, Pipeline
-from slipstream.core.channel import ChannelSpec, Kind
+from slipstream.core.channel_spec import ChannelSpec, Kind
 from slipstream.core.errors import ConfigError, SlipstreamError
 from slipstream.core.keys import RunKeys
 

@@ -21,7 +21,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, 
 from slipstream.controller.groups import SealedState
 from slipstream.controller.meeting import Listen, Meeting, RunSpec, host_store
 from slipstream.controller.pipeline import Node
-from slipstream.core.channel import ChannelSpec, Kind
+from slipstream.core.channel_spec import ChannelSpec, Kind
 from slipstream.core.keys import RunKeys
 
 KEYS = RunKeys(b"k" * 32)

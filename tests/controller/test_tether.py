@@ -14,7 +14,8 @@ from torch.distributed import HashStore
 
 from slipstream.controller.process import LeaseTether
 from slipstream.core.addresses import StoreAddresses
-from slipstream.core.channel import ChannelSpec, Kind, Ports, connect_by_book, wait
+from slipstream.core.channel import Ports, connect_by_book, wait
+from slipstream.core.channel_spec import ChannelSpec, Kind
 from slipstream.core.keys import RunKeys
 from slipstream.core.types import Stop
 

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import pytest
 
-from slipstream.core.channel import ChannelSpec, Kind, Ports, connect, connect_local, make_transport_dir, wait
+from slipstream.core.channel import Ports, connect, connect_local, make_transport_dir, wait
+from slipstream.core.channel_spec import ChannelSpec, Kind
 from slipstream.core.errors import ChannelClosed, ChannelError, ChannelTimeout
 from slipstream.core.ranks import Dealt
 from slipstream.core.types import Admit, CheckpointSaved, Completion, Exported, Message, Prompt, Rollout, Stop

@@ -24,11 +24,13 @@ from torch.distributed import HashStore, TCPStore
 
 from slipstream.core import frames, links, wire
 from slipstream.core.addresses import Address, StoreAddresses, grant_incarnation, numeric_address
-from slipstream.core.channel import ChannelSpec, Inbox, Kind, Ports, connect_by_book, make_transport_dir, wait
+from slipstream.core.channel import Ports, connect_by_book, make_transport_dir, wait
+from slipstream.core.channel_spec import ChannelSpec, Kind
 from slipstream.core.clock import WallClock
 from slipstream.core.errors import ChannelClosed, ChannelError, ChannelTimeout, ConfigError
 from slipstream.core.keys import RunKeys
 from slipstream.core.lease import Lease
+from slipstream.core.ports import Inbox
 from slipstream.core.types import CheckpointSaved, Exported, Message, Stop
 
 SPECS = [ChannelSpec("c", Kind.GATHER, "a.out", "b.in", capacity=64, deadline_s=5.0)]

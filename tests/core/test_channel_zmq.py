@@ -14,18 +14,10 @@ import zmq
 
 from slipstream.core import frames, wire
 from slipstream.core.addresses import LocalAddresses
-from slipstream.core.channel import (
-    ChannelSpec,
-    Inbox,
-    Kind,
-    Ports,
-    connect,
-    connect_by_book,
-    connect_local,
-    make_transport_dir,
-    wait,
-)
+from slipstream.core.channel import Ports, connect, connect_by_book, connect_local, make_transport_dir, wait
+from slipstream.core.channel_spec import ChannelSpec, Kind
 from slipstream.core.errors import ChannelClosed, ChannelError
+from slipstream.core.ports import Inbox
 from slipstream.core.types import CheckpointSaved, Message, Stop
 
 SPECS = [ChannelSpec("c", Kind.BROADCAST, "a.out", "b.in", capacity=64, deadline_s=5.0)]

@@ -28,7 +28,7 @@ from experiments.collation.timing import LAYOUTS, Step, as_rectangle, filled_to,
 from experiments.lab import Lab
 from experiments.section import render
 from slipstream.algorithms.logprobs import probe_logprobs
-from slipstream.trainer.logprobs import microbatch_logprobs
+from slipstream.trainer.measure import microbatch_logprobs
 
 
 def test_without_packing_rows_are_padded_to_the_longest_of_their_rectangle():

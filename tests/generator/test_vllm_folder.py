@@ -11,7 +11,8 @@ from slipstream.core.errors import WeightSyncError
 from slipstream.core.scratch import cleanup, file_prefix
 from slipstream.core.sections import ModelConfig
 from slipstream.generator.vllm.folder import WeightFolder, save_for_vllm
-from slipstream.models.hf import load_model, new_model
+from slipstream.models.hf import load_model
+from slipstream.models.initialise import new_model
 from slipstream.models.transformer import Transformer
 
 

@@ -26,8 +26,10 @@ from torch.distributed import HashStore, TCPStore
 
 from slipstream.controller.meeting import Listen, host_store
 from slipstream.core.addresses import StoreAddresses
-from slipstream.core.channel import ChannelSpec, Inbox, Kind, connect_by_book, wait
+from slipstream.core.channel import connect_by_book, wait
+from slipstream.core.channel_spec import ChannelSpec, Kind
 from slipstream.core.keys import RunKeys
+from slipstream.core.ports import Inbox
 from slipstream.core.types import CheckpointSaved
 from slipstream.launch import MAX_DESCRIPTORS
 from slipstream.observe.watch.server import Watch

@@ -8,9 +8,7 @@ import pytest
 
 import slipstream
 from slipstream.core.errors import ConfigError
-from slipstream.core.recipes import resolve
 from slipstream.core.run_log import read_metrics
-from slipstream.observe.metrics import read_metrics
 from slipstream.stages.named import resolve
 
 

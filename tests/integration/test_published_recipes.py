@@ -13,7 +13,8 @@ import slipstream
 from slipstream.core.jsonl import JsonlWriter
 from slipstream.core.recipes import resolve
 from slipstream.core.sections import ModelConfig
-from slipstream.models.hf import new_model, save_model
+from slipstream.models.hf import save_model
+from slipstream.models.initialise import new_model
 from slipstream.models.scalar import new_scalar_model, save_scalar_model
 from slipstream.models.tokenizer import char_tokenizer
 

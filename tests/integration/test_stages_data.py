@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import slipstream
 from slipstream.core.errors import ConfigError
 from slipstream.core.sections import ModelConfig
-from slipstream.models.hf import load_tokenizer, new_model, save_model
-from slipstream.models.tokenizer import char_tokenizer
+from slipstream.models.hf import save_model
+from slipstream.models.initialise import new_model
+from slipstream.models.tokenizer import char_tokenizer, load_tokenizer
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2}
 CHAT_TEMPLATE = (

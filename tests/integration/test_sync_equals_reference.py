@@ -22,7 +22,7 @@ from slipstream.models.build import build_policy
 from slipstream.models.flat import FlatParameters
 from slipstream.models.hf import save_model
 from slipstream.prompts import build_prompts, demonstrations
-from slipstream.trainer.optim import FlatAdamW
+from slipstream.trainer.optim import AdamW
 from slipstream.trainer.step import train_on_batch
 from slipstream.trainer.supervised import supervised_updates
 
@@ -36,7 +36,7 @@ def reference_run(config: RunConfig, out: Path) -> None:
     pairs = demonstrations(config.warm_start, prompts.train.prompts, tokenizer, seed=config.seed)
     for _ in supervised_updates(
         model,
-        FlatAdamW(model, parameters, config.warm_start.optimizer, total_updates=config.warm_start.steps),
+        AdamW(parameters, config.warm_start.optimizer, total_updates=config.warm_start.steps),
         pairs,
         config=config.warm_start,
         microbatch_tokens=config.trainer.microbatch_tokens,
@@ -46,9 +46,7 @@ def reference_run(config: RunConfig, out: Path) -> None:
         pass
     task = config.prompts.tasks[0]
     scorer = reasoning_gym.create_dataset(task.name, size=1, seed=0, **task.params)
-    optimizer = FlatAdamW(
-        model, parameters, config.trainer.optimizer, total_updates=config.steps * config.updates_per_step
-    )
+    optimizer = AdamW(parameters, config.trainer.optimizer, total_updates=config.steps * config.updates_per_step)
     ordinal = 0
     for step in range(config.steps):
         groups: list[Group] = []

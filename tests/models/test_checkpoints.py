@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from slipstream.core.errors import ConfigError
 from slipstream.core.sections import ModelConfig
 from slipstream.models.attention import PackedAttention
-from slipstream.models.hf import load_model, load_tokenizer, logical_tensors, new_model, save_model
-from slipstream.models.tokenizer import char_tokenizer
+from slipstream.models.hf import load_model, logical_tensors, save_model
+from slipstream.models.initialise import new_model
+from slipstream.models.tokenizer import char_tokenizer, load_tokenizer
 
 TOKENS = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6])
 FRESH = {"hidden_size": 16, "intermediate_size": 24, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1}

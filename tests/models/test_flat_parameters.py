@@ -9,7 +9,8 @@ from slipstream.core.errors import ShapeError
 from slipstream.core.sections import ModelConfig
 from slipstream.models.attention import PackedAttention
 from slipstream.models.flat import FlatParameters
-from slipstream.models.hf import logical_tensors, new_model
+from slipstream.models.hf import logical_tensors
+from slipstream.models.initialise import new_model
 
 CONFIG = ModelConfig(hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2, num_kv_heads=1, max_positions=16)
 

@@ -28,8 +28,8 @@ from slipstream.models.flat import FlatParameters
 from slipstream.models.hf import load_model
 from slipstream.models.initialise import new_model
 from slipstream.models.transformer import Transformer
-from slipstream.trainer.logprobs import microbatch_logprobs
-from slipstream.trainer.optim import FlatAdamW
+from slipstream.trainer.measure import microbatch_logprobs
+from slipstream.trainer.optim import AdamW
 
 PADDING = 50259  # of the recorded queries
 TOKENS = [23073, 11, 339, 561]  # "usually, he would"
@@ -122,7 +122,7 @@ def after_one_update(
         )
     (microbatch,) = batching.collate(sequences, 1 << 20)
     config = OptimizerConfig.model_validate({"lr": lr, "eps": eps, "adam": adam, "max_grad_norm": 1e9})
-    optimizer = FlatAdamW(model, FlatParameters(model), config, total_updates=10)
+    optimizer = AdamW(FlatParameters(model), config, total_updates=10)
     behaviour: torch.Tensor | None = None
     metrics: dict[str, float] = {}
     for _ in range(2):

@@ -12,7 +12,8 @@ import torch
 import transformers
 
 from slipstream.models.attention import PackedAttention
-from slipstream.models.hf import load_model, load_tokenizer
+from slipstream.models.hf import load_model
+from slipstream.models.tokenizer import load_tokenizer
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "import_smollm2.py"
 

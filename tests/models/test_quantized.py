@@ -8,7 +8,7 @@ import torch
 from slipstream.core.errors import ShapeError
 from slipstream.core.sections import ModelConfig
 from slipstream.models.flat import FlatParameters
-from slipstream.models.hf import new_model
+from slipstream.models.initialise import new_model
 from slipstream.models.quantized import FORMATS, FP8, Packer, WeightLayout, scales_of
 from slipstream.models.transformer import Transformer
 

@@ -14,7 +14,8 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.sections import ModelConfig
 from slipstream.models.attention import PackedAttention
 from slipstream.models.flat import FlatParameters
-from slipstream.models.hf import load_model, new_model
+from slipstream.models.hf import load_model
+from slipstream.models.initialise import new_model
 from slipstream.models.scalar import (
     ScalarModel,
     initialise_head,

@@ -36,10 +36,6 @@ from slipstream.observe.report import write_report
 from slipstream.observe.report.data import READ_AHEAD, by_side, flat
 from slipstream.observe.report.page import differing
 from slipstream.observe.report.timing import read_row, read_window
-from slipstream.observe.summary import write_summary
-from slipstream.observe.report.setup import differing
-from slipstream.observe.report.times import by_side
-from slipstream.observe.report.window import READ_AHEAD, read_row, read_window
 from slipstream.observe.summary import Evaluation, Evaluations, read_summary, write_summary
 from slipstream.observe.timeline import Slice
 

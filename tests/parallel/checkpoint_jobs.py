@@ -6,7 +6,6 @@ import os
 import random
 import signal
 import threading
-import time
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,16 +24,19 @@ from torch.profiler import ProfilerActivity, profile
 
 from slipstream.core.errors import CheckpointError, DiskError
 from slipstream.core.rank_group import RankGroup
+from slipstream.core.training_sections import OptimizerConfig
 from slipstream.models.config import TransformerConfig, local_config
 from slipstream.models.export import export_sharded
+from slipstream.models.flat import FlatParameters
 from slipstream.models.hf import logical_tensors
 from slipstream.models.scalar import ScalarModel
 from slipstream.models.sharded import Division, ShardedParameters, divide
-from slipstream.models.shards import Shard, load_shard, local_shards, whole_shapes
+from slipstream.models.shards import load_shard, local_shards, whole_shapes
 from slipstream.models.transformer import Transformer
-from slipstream.trainer import shard_storage
-from slipstream.trainer.checkpoint import newest_whole
-from slipstream.trainer.sharded_checkpoint import MOMENTS, Saved, ShardedCheckpoints, module_shards, trained_parts
+from slipstream.trainer import checkpoint_boxes
+from slipstream.trainer.checkpoint import Checkpoints, Saved, Trained, trained_shards
+from slipstream.trainer.checkpoint_folder import newest_whole
+from slipstream.trainer.optim import AdamW
 
 Layout = tuple[int, int]
 """(data-parallel, tensor-parallel) ranks."""
@@ -90,43 +92,51 @@ def part_of(rank: Rank, config: TransformerConfig, layout: Layout) -> tuple[Tran
     return model, division
 
 
-def parts_of(rank: Rank, config: TransformerConfig, layout: Layout, *, critic: bool = False) -> dict[str, Any]:
-    """Weights and moments of a policy, and of a critic beside it, all NaN."""
+def trained_on(
+    rank: Rank, config: TransformerConfig, layout: Layout, *, critic: bool = False, filled: bool = True
+) -> dict[str, Trained]:
+    """A policy, and a critic beside it: weights and moments as `fill` makes them, or all NaN."""
     model, division = part_of(rank, config, layout)
-    parts = _trained("policy", model, division)
+    trained = {"policy": trained_of(model, division)}
     if critic:
         scalar = ScalarModel(config)
         scalar.backbone = part_of(rank, scalar.config, layout)[0]
-        parts |= _trained("critic", scalar, division)
-    return parts
+        trained["critic"] = trained_of(scalar, division)
+    for shard in trained_shards(trained):
+        shard.view.fill_(float("nan"))
+    if filled:
+        fill(trained)
+    return trained
 
 
-def _trained(name: str, module: nn.Module, division: Division) -> dict[str, Sequence[Shard]]:
-    weights = ShardedParameters(module, division).named_views()
-    moments = {moment: {n: torch.full_like(view, float("nan")) for n, view in weights.items()} for moment in MOMENTS}
-    return trained_parts(name, module, weights, moments)
+def trained_of(module: nn.Module, division: Division | None = None) -> Trained:
+    """`module` and an optimizer: of a rank's part in `division`, or of a whole model, stored flat."""
+    parameters = FlatParameters(module) if division is None else ShardedParameters(module, division)
+    return module, AdamW(parameters, OptimizerConfig(), total_updates=20)
 
 
-def fill(parts: dict[str, Sequence[Shard]]) -> None:
-    for part, shards in parts.items():
-        for shard in shards:
-            shard.view.copy_(expected(f"{part}/{shard.box.name}", shard.box.shape)[shard.box.slices])
+def fill(trained: dict[str, Trained]) -> None:
+    """Give every tensor the content `expected` of its name, and count the updates as UPDATES says."""
+    for shard in trained_shards(trained):
+        shard.view.copy_(expected(shard.box.name, shard.box.shape)[shard.box.slices])
+    for name, (_, optimizer) in trained.items():
+        optimizer.resumed(UPDATES[name])
 
 
-def wrong(parts: dict[str, Sequence[Shard]]) -> list[str]:
-    """The shards that are not what `fill` makes them."""
-    return [
-        f"{part}/{shard.box}"
-        for part, shards in parts.items()
-        for shard in shards
-        if not torch.equal(shard.view, expected(f"{part}/{shard.box.name}", shard.box.shape)[shard.box.slices])
+def wrong(trained: dict[str, Trained]) -> list[str]:
+    """The shards, and the counts of updates, that are not what `fill` makes them."""
+    shards = [
+        str(shard.box)
+        for shard in trained_shards(trained)
+        if not torch.equal(shard.view, expected(shard.box.name, shard.box.shape)[shard.box.slices])
     ]
+    return shards + [name for name, (_, optimizer) in trained.items() if optimizer.num_updates != UPDATES[name]]
 
 
 @contextmanager
-def checkpoints(rank: Rank) -> Iterator[ShardedCheckpoints]:
+def checkpoints(rank: Rank) -> Iterator[Checkpoints]:
     group = RankGroup.alone() if rank.world == 1 else RankGroup.over(rank.group)
-    together = ShardedCheckpoints(group, timeout_s=20.0, is_private=True)
+    together = Checkpoints(group, timeout_s=20.0, is_private=True)
     try:
         yield together
     finally:
@@ -142,13 +152,12 @@ def draws() -> tuple[float, float, float]:
 
 def save(rank: Rank, config: TransformerConfig, layout: Layout, path: str, critic: bool = False) -> tuple[float, ...]:
     """Save step 3; what this rank's random generators give next."""
-    parts = parts_of(rank, config, layout, critic=critic)
-    fill(parts)
+    trained = trained_on(rank, config, layout, critic=critic)
     torch.manual_seed(rank.rank)
     np.random.seed(rank.rank)
     random.seed(rank.rank)
     with checkpoints(rank) as together:
-        together.save(Path(path), parts, step=3, updates=UPDATES, extra={"rank": rank.rank, "cursor": 7})
+        together.save(Path(path), trained, step=3, extra={"rank": rank.rank, "cursor": 7})
         expected_draws = draws()
         saved = together.wait()
         assert saved == Saved(Path(path), 3)
@@ -158,43 +167,38 @@ def save(rank: Rank, config: TransformerConfig, layout: Layout, path: str, criti
 
 def load(rank: Rank, config: TransformerConfig, layout: Layout, path: str, critic: bool = False) -> Any:
     """(shards that are wrong, draws, step, updates, extra) after loading into NaN."""
-    parts = parts_of(rank, config, layout, critic=critic)
-    assert wrong(parts), "nothing to load"
-    wholes: dict[str, nn.Module] = {}
-    with torch.device("meta"):
-        wholes = {"policy": Transformer(config), "critic": ScalarModel(config)}
+    trained = trained_on(rank, config, layout, critic=critic, filled=False)
+    assert wrong(trained), "nothing to load"
     with checkpoints(rank) as together:
-        restored = together.load(Path(path), parts, wholes=wholes)
-    return wrong(parts), draws(), restored.step, restored.updates, restored.extra
+        restored = together.load(Path(path), trained)
+    return wrong(trained), draws(), restored.step, restored.updates, restored.extra
 
 
 def load_newest(rank: Rank, config: TransformerConfig, layout: Layout, root: str) -> tuple[list[str], int]:
     """Of the newest whole checkpoint under `root`: shards that are wrong after loading it, and its step."""
-    parts = parts_of(rank, config, layout)
+    trained = trained_on(rank, config, layout, filled=False)
     newest, _ = newest_whole(Path(root))
     assert newest is not None
     with checkpoints(rank) as together:
-        restored = together.load(newest, parts)
-    return wrong(parts), restored.step
+        restored = together.load(newest, trained)
+    return wrong(trained), restored.step
 
 
 def change_while_saving(rank: Rank, config: TransformerConfig, layout: Layout, path: str) -> None:
     """Weights and moments change between `save` and the first byte that is written."""
-    parts = parts_of(rank, config, layout)
-    fill(parts)
+    trained = trained_on(rank, config, layout)
     may_write = threading.Event()
 
     def held_up(*args: Any, **kwargs: Any) -> Any:
         assert may_write.wait(20.0)
         return write(*args, **kwargs)
 
-    write, shard_storage.write_safetensors = shard_storage.write_safetensors, held_up
+    write, checkpoint_boxes.write_safetensors = checkpoint_boxes.write_safetensors, held_up
     try:
         with checkpoints(rank) as together:
-            together.save(Path(path), parts, step=3, updates=UPDATES)
-            for shards in parts.values():
-                for shard in shards:
-                    shard.view.fill_(float("nan"))
+            together.save(Path(path), trained, step=3)
+            for shard in trained_shards(trained):
+                shard.view.fill_(float("nan"))
             assert together.poll() is None
             assert not Path(path).exists()
             with pytest.raises(CheckpointError, match="still being written"):
@@ -202,18 +206,17 @@ def change_while_saving(rank: Rank, config: TransformerConfig, layout: Layout, p
             may_write.set()
             assert together.wait() is not None
     finally:
-        shard_storage.write_safetensors = write
+        checkpoint_boxes.write_safetensors = write
 
 
 def collectives_while_saving(rank: Rank, config: TransformerConfig, layout: Layout, path: str) -> list[float]:
     """Sums in the trainer's group while the ranks save, over a group that the checkpoints make for themselves."""
-    parts = parts_of(rank, config, layout)
-    fill(parts)
+    trained = trained_on(rank, config, layout)
     group = RankGroup.over(rank.group)
-    together = ShardedCheckpoints(group, timeout_s=20.0)
+    together = Checkpoints(group, timeout_s=20.0)
     sums = []
     for number in range(3):
-        together.save(Path(path), parts, step=3, updates=UPDATES)
+        together.save(Path(path), trained, step=3)
         for _ in range(20):
             sums.append(float(group.sum(torch.tensor([float(number + rank.rank)]))))
     assert together.wait() == Saved(Path(path), 3)
@@ -223,31 +226,29 @@ def collectives_while_saving(rank: Rank, config: TransformerConfig, layout: Layo
 
 def fail_once(rank: Rank, config: TransformerConfig, layout: Layout, root: str) -> tuple[str, list[str]]:
     """A save that fails on the last rank: what the next call raises, and what lies there after a third."""
-    parts = parts_of(rank, config, layout)
-    fill(parts)
+    trained = trained_on(rank, config, layout)
 
     def no_space(*args: Any, **kwargs: Any) -> Any:
         raise OSError(28, "No space left on device")
 
-    write = shard_storage.write_safetensors
+    write = checkpoint_boxes.write_safetensors
     with checkpoints(rank) as together:
-        together.save(Path(root) / "step_3", parts, step=3, updates=UPDATES)
+        together.save(Path(root) / "step_3", trained, step=3)
         assert together.wait() is not None
         if rank.rank == rank.world - 1:
-            shard_storage.write_safetensors = no_space
-        together.save(Path(root) / "step_4", parts, step=4, updates=UPDATES)
+            checkpoint_boxes.write_safetensors = no_space
+        together.save(Path(root) / "step_4", trained, step=4)
         with pytest.raises(DiskError) as failure:
-            together.save(Path(root) / "step_5", parts, step=5, updates=UPDATES)
-        shard_storage.write_safetensors = write
-        together.save(Path(root) / "step_6", parts, step=6, updates=UPDATES, keep=2)
+            together.save(Path(root) / "step_5", trained, step=5)
+        checkpoint_boxes.write_safetensors = write
+        together.save(Path(root) / "step_6", trained, step=6, keep=2)
         assert together.wait() is not None
         return str(failure.value), sorted(path.name for path in Path(root).iterdir())
 
 
 def die_while_saving(rank: Rank, config: TransformerConfig, layout: Layout, root: str) -> None:
     """Rank 1 is killed with its file half written; rank 0 sees that it is gone."""
-    parts = parts_of(rank, config, layout)
-    fill(parts)
+    trained = trained_on(rank, config, layout)
 
     def half(file: Path, *args: Any, **kwargs: Any) -> Any:
         written = write(file, *args, **kwargs)
@@ -258,10 +259,10 @@ def die_while_saving(rank: Rank, config: TransformerConfig, layout: Layout, root
         return written
 
     with checkpoints(rank) as together:
-        together.save(Path(root) / "step_3", parts, step=3, updates=UPDATES)
+        together.save(Path(root) / "step_3", trained, step=3)
         together.wait()
-        write, shard_storage.write_safetensors = shard_storage.write_safetensors, half
-        together.save(Path(root) / "step_4", parts, step=4, updates=UPDATES)
+        write, checkpoint_boxes.write_safetensors = checkpoint_boxes.write_safetensors, half
+        together.save(Path(root) / "step_4", trained, step=4)
         together.wait()
 
 
@@ -310,20 +311,3 @@ def fail_to_export(rank: Rank, config: TransformerConfig, layout: Layout, path: 
     model, _ = part_of(rank, config, layout)
     shards = local_shards(model)
     export_sharded(shards, path if rank.rank != 1 else path + "/absent", everyone(rank), config)
-
-
-def time_of_save(rank: Rank, config: TransformerConfig, layout: Layout, path: str) -> tuple[float, float, int]:
-    """(seconds on the critical path, seconds in all, bytes staged here)."""
-    parts = parts_of(rank, config, layout)
-    fill(parts)
-    with checkpoints(rank) as together:
-        for _ in range(2):
-            start = time.perf_counter()
-            together.save(Path(path), parts, step=3, updates=UPDATES)
-            blocked = time.perf_counter() - start
-            together.wait()
-        return blocked, time.perf_counter() - start, sum(s.view.nbytes for shards in parts.values() for s in shards)
-
-
-def filled(module: nn.Module, name: str, views: dict[str, Tensor]) -> None:
-    fill({name: module_shards(module, views)})

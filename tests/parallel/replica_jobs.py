@@ -25,7 +25,8 @@ from rank_models import LLAMA, whole_model
 from rank_pool import Rank
 
 from slipstream.algorithms.logprobs import probe_logprobs
-from slipstream.core.channel import ChannelSpec, Kind, connect, wait
+from slipstream.core.channel import connect, wait
+from slipstream.core.channel_spec import ChannelSpec, Kind
 from slipstream.core.clock import VirtualClock
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import RankError, WeightSyncError
@@ -36,7 +37,6 @@ from slipstream.core.rank_group import RankGroup
 from slipstream.core.ranks import rank_name
 from slipstream.core.sections import ModelConfig
 from slipstream.core.spans import Spans
-from slipstream.core.types import Admit, Completion, Evaluate, Message, Prompt, Stop, Wake
 from slipstream.core.types import Admit, Completion, Evaluate, Message, Prompt, Stop
 from slipstream.core.weights import FlatWeights, Swap
 from slipstream.generator.executor import Generator

@@ -16,12 +16,11 @@ from rank_pool import Rank
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from slipstream.core.channel import ChannelSpec, Kind, Ports, connect, wait
+from slipstream.core.channel import Ports, connect, wait
+from slipstream.core.channel_spec import ChannelSpec, Kind
 from slipstream.core.fields import Precision
-from slipstream.core.rank_group import RankGroup
-from slipstream.core.types import Export, Stop, WeightsLinked
 from slipstream.core.peer_messages import WeightsLinked
-from slipstream.core.sections import Precision
+from slipstream.core.rank_group import RankGroup
 from slipstream.core.types import Export, Stop
 from slipstream.models.config import TransformerConfig
 from slipstream.models.hf import logical_tensors

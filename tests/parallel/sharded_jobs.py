@@ -35,11 +35,9 @@ from slipstream.models.sharded import (
 )
 from slipstream.models.shards import Box, load_shard, local_parts, whole_tensors
 from slipstream.models.transformer import Transformer
-from slipstream.trainer.critic import Critic, ValueFunction
-from slipstream.trainer.logprobs import microbatch_logprobs
-from slipstream.trainer.optim import FlatAdamW, Optimizer
-from slipstream.trainer.sharded_critic import ShardedCritic
-from slipstream.trainer.sharded_optim import ShardedAdamW
+from slipstream.trainer.critic import Critic
+from slipstream.trainer.measure import microbatch_logprobs
+from slipstream.trainer.optim import AdamW
 
 Boxes = list[tuple[Box, np.ndarray]]
 _GROUPS: dict[tuple[int, int], tuple[RankGroup, RankGroup]] = {}
@@ -82,7 +80,9 @@ def division_of(rank: Rank, layout: Layout) -> Division:
             _GROUPS[key] = RankGroup.alone(), everyone
         else:
             _GROUPS[key] = everyone.split(layout.tensor_parallel)
-    return Division(*_GROUPS[key], precision=layout.precision, recomputes=layout.recomputes)
+    return Division(
+        *_GROUPS[key], precision=layout.precision, recomputes=layout.recomputes, reduce_once=layout.reduce_once
+    )
 
 
 def part_of(config: TransformerConfig, division: Division) -> Transformer:
@@ -118,11 +118,11 @@ def loss_of(model: Transformer, microbatch: PackedMicrobatch, states: Tensor, nu
 
 def update_from(
     model: Transformer,
-    optimizer: Optimizer,
+    optimizer: AdamW,
     sequences: Sequence[TrainSequence],
     layout: Layout,
     ranks: RankGroup,
-    critic: ValueFunction | None = None,
+    critic: Critic | None = None,
 ) -> float:
     """Gradients of all `sequences`, of which this rank reads its own; this rank's part of the loss."""
     num_tokens = sum(sequence.num_targets for sequence in sequences)
@@ -179,9 +179,7 @@ def train(rank: Rank, config: TransformerConfig, layout: Layout, settings: dict[
     division = division_of(rank, layout)
     model = part_of(config, division)
     parameters = ShardedParameters(model, division)
-    optimizer = ShardedAdamW(
-        parameters, OptimizerConfig(**settings), total_updates=num_updates, reduce_once=layout.reduce_once
-    )
+    optimizer = AdamW(parameters, OptimizerConfig(**settings), total_updates=num_updates)
     seen = Trained()
     for update in range(num_updates):
         sequences = sequences_of(update, config.vocab_size)
@@ -197,19 +195,20 @@ def train(rank: Rank, config: TransformerConfig, layout: Layout, settings: dict[
 
 
 def train_alone(config: TransformerConfig, settings: dict[str, Any], num_updates: int) -> Trained:
-    """The oracle: one rank, the whole model, `FlatAdamW`."""
+    """The oracle: one rank with the whole model, stored flat."""
     model = whole_model(config)
     flat = FlatParameters(model)
-    optimizer = FlatAdamW(model, flat, OptimizerConfig(**settings), total_updates=num_updates)
+    optimizer = AdamW(flat, OptimizerConfig(**settings), total_updates=num_updates)
     seen = Trained()
     for update in range(num_updates):
         sequences = sequences_of(update, config.vocab_size)
         seen.losses.append(update_from(model, optimizer, sequences, Layout(1, 1), RankGroup.alone()))
         if update == 0:
-            seen.first_gradient = _whole(config, optimizer.grad)
+            seen.first_gradient = _whole(config, flat.grad)
         seen.grad_norms.append(optimizer.step())
     seen.weights = _whole(config, flat.flat)
-    seen.moments = _whole(config, optimizer.state_dict()["exp_avg"])
+    moments = optimizer.named_moments()["exp_avg"].values()
+    seen.moments = _whole(config, torch.cat([view.flatten() for view in moments]))
     return seen
 
 
@@ -259,14 +258,15 @@ def resume(rank: Rank, config: TransformerConfig, layout: Layout, settings: dict
         for start in starts:
             model = part_of(config, division)
             parameters = ShardedParameters(model, division)
-            optimizer = ShardedAdamW(parameters, OptimizerConfig(**settings), total_updates=8)
+            optimizer = AdamW(parameters, OptimizerConfig(**settings), total_updates=8)
             if kept is not None:
                 with torch.no_grad():
                     model(torch.arange(3), torch.arange(3), PackedAttention([3]))  # leaves old weights gathered
-                for name, view in parameters.named_views().items():
-                    view.copy_(kept[0][name])
-                parameters.reshard()
-                optimizer.resume(kept[1], kept[2])
+                live = {"weights": parameters.named_views(), **optimizer.named_moments()}
+                for kind, views in live.items():
+                    for name, view in views.items():
+                        view.copy_({"weights": kept[0], **kept[1]}[kind][name])
+                optimizer.resumed(kept[2])
             for update in range(start, 4 if len(starts) == 1 else start + 2):
                 update_from(model, optimizer, sequences_of(update, config.vocab_size), layout, division.data_parallel)
                 optimizer.step()
@@ -280,7 +280,7 @@ def measure_between(rank: Rank, config: TransformerConfig, layout: Layout) -> tu
     division = division_of(rank, layout)
     model = part_of(config, division)
     parameters = ShardedParameters(model, division)
-    optimizer = ShardedAdamW(parameters, OptimizerConfig(lr=0.05), total_updates=8)
+    optimizer = AdamW(parameters, OptimizerConfig(lr=0.05), total_updates=8)
     seen = [logits_of(model)]
     update_from(model, optimizer, sequences_of(0, config.vocab_size), layout, division.data_parallel)
     seen.append(logits_of(model))  # old weights stay gathered over the update
@@ -294,7 +294,7 @@ def poison(rank: Rank, config: TransformerConfig, layout: Layout, value: float) 
     division = division_of(rank, layout)
     model = part_of(config, division)
     parameters = ShardedParameters(model, division)
-    optimizer = ShardedAdamW(parameters, OptimizerConfig(weight_decay=0.1), total_updates=8)
+    optimizer = AdamW(parameters, OptimizerConfig(weight_decay=0.1), total_updates=8)
     for update in range(2):
         update_from(model, optimizer, sequences_of(update, config.vocab_size), layout, division.data_parallel)
         if update == 0:
@@ -315,7 +315,7 @@ def count_reductions(rank: Rank, config: TransformerConfig, layout: Layout) -> t
     division = division_of(rank, layout)
     model = part_of(config, division)
     parameters = ShardedParameters(model, division)
-    optimizer = ShardedAdamW(parameters, OptimizerConfig(), total_updates=1, reduce_once=layout.reduce_once)
+    optimizer = AdamW(parameters, OptimizerConfig(), total_updates=1)
     passes: list[Tensor] = []
     model.final_norm.register_full_backward_pre_hook(lambda _module, grads: passes.append(grads[0]))
     with profile(activities=[ProfilerActivity.CPU]) as seen:
@@ -330,8 +330,8 @@ def train_critic(
     """The critic after updates of policy and critic: its trunk, its other weights by name, and its gradients' norms."""
     division = division_of(rank, layout)
     model = part_of(config, division)
-    optimizer = ShardedAdamW(ShardedParameters(model, division), run.critic.optimizer, total_updates=num_updates)
-    critic = ShardedCritic(run, model, division)
+    optimizer = AdamW(ShardedParameters(model, division), run.critic.optimizer, total_updates=num_updates)
+    critic = Critic(run, model, division)
     norms = []
     for update in range(num_updates):
         sequences = sequences_of(update, config.vocab_size)
@@ -349,9 +349,9 @@ def train_critic(
 def train_critic_alone(
     config: TransformerConfig, run: RunConfig, num_updates: int
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], list[float]]:
-    """The oracle of `train_critic`: `Critic` beside a whole policy."""
+    """The oracle of `train_critic`: a critic beside a whole policy."""
     model = whole_model(config)
-    optimizer = FlatAdamW(model, FlatParameters(model), run.critic.optimizer, total_updates=num_updates)
+    optimizer = AdamW(FlatParameters(model), run.critic.optimizer, total_updates=num_updates)
     critic = Critic(run, model)
     norms = []
     for update in range(num_updates):

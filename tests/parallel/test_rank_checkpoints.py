@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
-from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,21 +16,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rank_models import CONFIGS, LLAMA, whole_model
 from rank_pool import RankPool
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from slipstream.core.errors import CheckpointError, ShapeError
-from slipstream.core.rank_group import RankGroup
-from slipstream.core.training_sections import OptimizerConfig
-from slipstream.models.flat import FlatParameters
+from slipstream.models.config import TransformerConfig
 from slipstream.models.hf import load_model, logical_tensors, save_model
 from slipstream.models.inventory import Held, givers
 from slipstream.models.scalar import ScalarModel
-from slipstream.models.shards import Box, Shard
+from slipstream.models.shards import Box
 from slipstream.models.transformer import Transformer
-from slipstream.trainer.checkpoint import load_checkpoint, save_checkpoint
-from slipstream.trainer.optim import FlatAdamW
-from slipstream.trainer.sharded_checkpoint import MOMENTS, Saved, ShardedCheckpoints, load_on_one_rank, trained_parts
+from slipstream.trainer.checkpoint import Checkpoints, Saved, Trained, policy_shapes, trained_shards
+from slipstream.trainer.checkpoint_boxes import random_state
+from slipstream.trainer.checkpoint_folder import crc32
 
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4)]
 FAMILIES = sorted(CONFIGS)
@@ -53,7 +51,7 @@ def round_trip(ranks: RankPool, path: Path, family: str, saved: jobs.Layout, loa
     outcomes = ranks.run(jobs.load, config, loaded, str(path), world=ranks_of(loaded))
     for rank, (wrong, drawn, step, updates, extra) in enumerate(outcomes):
         assert wrong == []
-        assert (step, updates, extra) == (3, jobs.UPDATES, {"rank": 0, "cursor": 7})
+        assert (step, updates, extra) == (3, {"policy": jobs.UPDATES["policy"]}, {"rank": 0, "cursor": 7})
         if rank < len(draws):
             assert drawn == draws[rank]
 
@@ -98,84 +96,118 @@ def test_files_are_of_about_one_size_and_hold_everything_once(ranks: RankPool, t
     assert max(sizes) < 1.15 * whole / 4
 
 
-# One CPU rank's own format
+# One CPU rank, and the format that it wrote before
 
 
-def flat(
-    module: torch.nn.Module, name: str
-) -> tuple[torch.nn.Module, FlatParameters, FlatAdamW, dict[str, torch.Tensor]]:
-    parameters = FlatParameters(module)
-    optimizer = FlatAdamW(module, parameters, OptimizerConfig(), total_updates=20)
-    moments = {moment: torch.zeros(parameters.num_params) for moment in MOMENTS}
-    jobs.filled(module, name, parameters.named_views())
-    for moment, tensor in moments.items():
-        jobs.filled(module, f"{name}.{moment}", parameters.views_of(tensor))
-    return module, parameters, optimizer, moments
+def alone(config: TransformerConfig, *, is_filled: bool) -> dict[str, Trained]:
+    """A policy and a critic that are whole and stored flat."""
+    trained = {"policy": jobs.trained_of(Transformer(config)), "critic": jobs.trained_of(ScalarModel(config))}
+    for _, optimizer in trained.values():
+        for view in optimizer.parameters.stored():
+            view.fill_(float("nan"))
+    if is_filled:
+        jobs.fill(trained)
+    return trained
+
+
+def write_first_format(path: Path, trained: dict[str, Trained]) -> tuple[float, ...]:
+    """Write a checkpoint as one CPU rank did in format 1; return what the random generators give next."""
+    path.mkdir(parents=True)
+    for name, (_, optimizer) in trained.items():
+        weights = {n: view.detach().clone() for n, view in optimizer.parameters.named_views().items()}
+        save_file(weights, path / f"{name}.safetensors")
+        moments = {m: torch.cat([view.flatten() for view in v.values()]) for m, v in optimizer.named_moments().items()}
+        file = "optimizer.safetensors" if name == "policy" else f"{name}_optimizer.safetensors"
+        save_file({**moments, "num_updates": torch.tensor(optimizer.num_updates)}, path / file)
+    tensors, generators = random_state()
+    save_file(dict(tensors), path / "random.safetensors")
+    updates = trained["policy"][1].num_updates
+    state = {"step": 3, "num_updates": updates, "random": generators, "extra": {"cursor": 7}}
+    (path / "state.json").write_text(json.dumps(state))
+    files = {file.name: {"bytes": file.stat().st_size, "crc32": crc32(file)} for file in sorted(path.iterdir())}
+    (path / "manifest.json").write_text(json.dumps({"format": 1, "step": 3, "files": files}))
+    return jobs.draws()
 
 
 @pytest.mark.parametrize("layout", [(1, 1), (2, 2), (4, 1)])
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "gpt2"])
-def test_several_ranks_read_what_one_wrote(ranks: RankPool, tmp_path: Path, family: str, layout: jobs.Layout) -> None:
-    trained = {}
-    for name, module in (("policy", Transformer(CONFIGS[family])), ("critic", ScalarModel(CONFIGS[family]))):
-        _, parameters, optimizer, moments = flat(module, name)
-        optimizer.load_state_dict(moments | {"num_updates": torch.tensor(jobs.UPDATES[name])})
-        trained[name] = parameters, optimizer
+def test_several_ranks_read_the_first_format(ranks: RankPool, tmp_path: Path, family: str, layout: jobs.Layout) -> None:
     path = tmp_path / "step_3"
-    save_checkpoint(path, *trained["policy"], step=3, critic=trained["critic"], extra={"cursor": 7})
+    draws = write_first_format(path, alone(CONFIGS[family], is_filled=True))
     outcomes = ranks.run(jobs.load, CONFIGS[family], layout, str(path), True, world=ranks_of(layout))
-    for wrong, _, step, updates, extra in outcomes:
+    for rank, (wrong, drawn, step, updates, extra) in enumerate(outcomes):
         assert (wrong, step, updates, extra) == ([], 3, jobs.UPDATES, {"cursor": 7})
+        assert (drawn == draws) == (rank == 0)
 
 
-@pytest.mark.parametrize("layout", [(2, 2), (4, 1)])
+@pytest.mark.parametrize("layout", [None, (2, 2), (4, 1)], ids=["first format", "2 x 2", "4 x 1"])
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "gpt2"])
-def test_one_rank_reads_what_several_wrote(ranks: RankPool, tmp_path: Path, family: str, layout: jobs.Layout) -> None:
+def test_one_rank_reads_the_first_format_and_several_ranks(
+    ranks: RankPool, tmp_path: Path, family: str, layout: jobs.Layout | None
+) -> None:
     path = tmp_path / "step_3"
-    ranks.run(jobs.save, CONFIGS[family], layout, str(path), True, world=ranks_of(layout))
-    fresh, expected = {}, {}
-    for name, kind in (("policy", Transformer), ("critic", ScalarModel)):
-        _, expected[name], _, moments = flat(kind(CONFIGS[family]), name)
-        expected[f"{name}.moments"] = moments
-        module = kind(CONFIGS[family])
-        parameters = FlatParameters(module)
-        fresh[name] = module, parameters, FlatAdamW(module, parameters, OptimizerConfig(), total_updates=20)
-    restored = load_on_one_rank(path, fresh["policy"], fresh["critic"])
-    assert (restored.step, restored.num_updates, restored.updates) == (3, 12, jobs.UPDATES)
-    for name, (_, parameters, optimizer) in fresh.items():
-        assert torch.equal(parameters.flat, expected[name].flat)
-        state = optimizer.state_dict()
-        assert int(state["num_updates"]) == jobs.UPDATES[name]
-        assert all(torch.equal(state[moment], expected[f"{name}.moments"][moment]) for moment in MOMENTS)
+    if layout is None:
+        write_first_format(path, alone(CONFIGS[family], is_filled=True))
+    else:
+        ranks.run(jobs.save, CONFIGS[family], layout, str(path), True, world=ranks_of(layout))
+    fresh = alone(CONFIGS[family], is_filled=False)
+    assert jobs.wrong(fresh)
+    with closing(Checkpoints()) as checkpoints:
+        restored = checkpoints.load(path, fresh)
+    assert (restored.step, restored.updates) == (3, jobs.UPDATES)
+    assert jobs.wrong(fresh) == []
+
+
+def test_a_first_format_of_another_model_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "step_3"
+    trained = alone(LLAMA, is_filled=True)
+    write_first_format(path, {"policy": trained["policy"]})
+    with closing(Checkpoints()) as checkpoints:
+        with pytest.raises(CheckpointError, match=r"(?s)another model.*critic\.safetensors"):
+            checkpoints.load(path, trained)
+        other = {"policy": jobs.trained_of(Transformer(replace(LLAMA, num_layers=1)))}
+        with pytest.raises(CheckpointError, match="another model"):
+            checkpoints.load(path, other)
+    shapes = policy_shapes(path, replace(LLAMA, intermediate_size=40))
+    assert {name.split(".")[-2] for name in shapes} == {"up", "down"}
+    assert policy_shapes(path, LLAMA) == {}
 
 
 def test_a_head_on_the_policys_states_is_saved_by_one_rank_alone(tmp_path: Path) -> None:
-    trained = {}
-    for name, module in (("policy", Transformer(LLAMA)), ("critic", torch.nn.Linear(32, 1))):
-        trained[name] = flat(module, name)
-    parts: dict[str, Sequence[Shard]] = {}
-    for name, (module, parameters, _, moments) in trained.items():
-        views = {moment: parameters.views_of(tensor) for moment, tensor in moments.items()}
-        parts |= trained_parts(name, module, parameters.named_views(), views)
-    alone = ShardedCheckpoints(RankGroup.alone())
-    alone.save(tmp_path / "step_3", parts, step=3, updates=jobs.UPDATES)
-    alone.close()
-    assert alone.poll() == Saved(tmp_path / "step_3", 3)
-    for _, parameters, _, moments in trained.values():
-        for tensor in (parameters.flat, *moments.values()):
-            tensor.zero_()
-    assert jobs.wrong(parts)
-    assert alone.load(tmp_path / "step_3", parts).updates == jobs.UPDATES
-    assert jobs.wrong(parts) == []
+    trained = alone(LLAMA, is_filled=True) | {"critic": jobs.trained_of(torch.nn.Linear(32, 1))}
+    jobs.fill(trained)
+    with closing(Checkpoints()) as checkpoints:
+        checkpoints.save(tmp_path / "step_3", trained, step=3)
+        assert checkpoints.poll() == Saved(tmp_path / "step_3", 3)
+        for shard in trained_shards(trained):
+            shard.view.zero_()
+        assert jobs.wrong(trained)
+        assert checkpoints.load(tmp_path / "step_3", trained).updates == jobs.UPDATES
+    assert jobs.wrong(trained) == []
+    assert policy_shapes(tmp_path / "step_3", LLAMA) == {}
+    assert policy_shapes(tmp_path / "step_3", replace(LLAMA, num_layers=1))
 
 
-def test_one_rank_reads_its_own_as_ever(tmp_path: Path) -> None:
-    module, parameters, optimizer, _ = flat(Transformer(LLAMA), "policy")
-    save_checkpoint(tmp_path / "step_1", parameters, optimizer, step=1)
-    before = parameters.flat.clone()
-    parameters.flat.zero_()
-    assert load_on_one_rank(tmp_path / "step_1", (module, parameters, optimizer)).step == 1
-    assert torch.equal(parameters.flat, before)
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("[0, [0", "[7, [0"), ("[0, [0", '["../../x", [0'), ('"F32"', '"P32"'), ("[0, [0, 0]", "[0, [0]")],
+    ids=["another file", "a path", "precision", "dimensions"],
+)
+def test_an_index_that_names_what_is_not_there_is_torn(tmp_path: Path, old: str, new: str) -> None:
+    path = tmp_path / "step_3"
+    trained = alone(LLAMA, is_filled=True)
+    with closing(Checkpoints()) as checkpoints:
+        checkpoints.save(path, trained, step=3)
+        index = path / "index.json"
+        text = index.read_text()
+        assert old in text
+        index.write_text(text.replace(old, new, 1))
+        manifest = json.loads((path / "manifest.json").read_text())
+        manifest["files"]["index.json"] = {"bytes": index.stat().st_size, "crc32": crc32(index)}
+        (path / "manifest.json").write_text(json.dumps(manifest))
+        with pytest.raises(CheckpointError, match="torn"):
+            checkpoints.load(path, trained)
+    assert jobs.wrong(trained) == []
 
 
 # What goes wrong
@@ -254,13 +286,6 @@ def test_another_model_is_refused_on_all_ranks(ranks: RankPool, tmp_path: Path, 
     for status, text in ranks.outcomes(jobs.load_newest, other, (2, 1), str(tmp_path), world=2):
         assert status == "failed"
         assert "belongs to another model" in text
-
-
-def test_one_rank_says_that_it_cannot_read_several_ranks_files_by_itself(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(jobs.save, LLAMA, (1, 1), str(tmp_path / "step_3"), world=1)
-    _, parameters, optimizer, _ = flat(Transformer(LLAMA), "policy")
-    with pytest.raises(CheckpointError, match="format"):
-        load_checkpoint(tmp_path / "step_3", parameters, optimizer)
 
 
 def test_there_is_no_pickle_in_it(ranks: RankPool, tmp_path: Path) -> None:

@@ -25,10 +25,8 @@ from reshard_jobs import DEADLINE_S, Trainer, links_of, some_news, specs, train,
 
 from slipstream.core.channel import Ports, connect, make_transport_dir, wait
 from slipstream.core.fields import Precision
-from slipstream.core.scratch import cleanup
-from slipstream.core.types import Export, Holding, Stop
 from slipstream.core.peer_messages import Holding
-from slipstream.core.sections import Precision
+from slipstream.core.scratch import cleanup
 from slipstream.core.types import Export, Stop
 from slipstream.models.config import TransformerConfig
 from slipstream.models.hf import logical_tensors

@@ -17,7 +17,7 @@ from slipstream.core.rank_group import RankGroup
 from slipstream.core.training_sections import OptimizerConfig
 from slipstream.models.sharded import Division, ShardedParameters
 from slipstream.models.shards import local_parts
-from slipstream.trainer.sharded_optim import ShardedAdamW
+from slipstream.trainer.optim import AdamW
 
 pytestmark = pytest.mark.gpu
 
@@ -41,7 +41,7 @@ def test_updates_are_those_of_a_cpu(case: str, precision: Any, gradient_error: f
     division = Division(RankGroup.alone(), RankGroup.alone(), device=device, precision=precision, recomputes=True)
     model = sharded_jobs.part_of(config, division)
     parameters = ShardedParameters(model, division)
-    optimizer = ShardedAdamW(parameters, OptimizerConfig(**SETTINGS), total_updates=4)
+    optimizer = AdamW(parameters, OptimizerConfig(**SETTINGS), total_updates=4)
 
     def on_cpu(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
         parts = [(part.box, part.of(tensors[part.parameter]).float().cpu().numpy()) for part in local_parts(model)]

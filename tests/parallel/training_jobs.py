@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,12 @@ from slipstream.core.ranks import data_parallel_rank
 from slipstream.core.sections import ModelConfig
 from slipstream.core.stage_sections import WarmStartConfig
 from slipstream.core.types import Group
+from slipstream.models.sharded import module_parts
 from slipstream.models.shards import Box
-from slipstream.trainer.dealing import dealt_by
+from slipstream.trainer.critic import Critic
 from slipstream.trainer.measure import Auxiliary
-from slipstream.trainer.policy import Policy, WholePolicy
-from slipstream.trainer.scores import head_of
-from slipstream.trainer.sharded_checkpoint import module_shards
-from slipstream.trainer.sharded_policy import ShardedPolicy
+from slipstream.trainer.policy import Policy
+from slipstream.trainer.scores import dealt_by, head_of
 from slipstream.trainer.step import train_on_batch
 from slipstream.trainer.supervised import supervised_updates
 
@@ -69,7 +68,7 @@ def batch_of(config: RunConfig, step: int) -> list[Group]:
 
 
 def share_of(groups: list[Group], config: RunConfig, ranks: RankGroup) -> list[Group]:
-    by = dealt_by(config)
+    by = dealt_by(config.loss)
     shares = []
     for group in groups:
         mine = [o for o in group.rollouts if data_parallel_rank(o.ordinal, o.sample, ranks.world, by=by) == ranks.rank]
@@ -79,29 +78,13 @@ def share_of(groups: list[Group], config: RunConfig, ranks: RankGroup) -> list[G
 
 def _boxes(prefix: str, module: nn.Module, views: Named) -> Boxes:
     return [
-        (Box(f"{prefix}/{one.box.name}", one.box.shape, one.box.start, one.box.stop), one.view.numpy().copy())
-        for one in module_shards(module, {name: view.detach() for name, view in views.items()})
+        (replace(one.box, name=f"{prefix}/{one.box.name}"), one.of(views[one.parameter].detach()).numpy().copy())
+        for one in module_parts(module)
     ]
 
 
-def _is_whole(model: Any) -> bool:
-    return hasattr(model, "flat") or isinstance(model, WholePolicy)
-
-
-def _weights(one: Any) -> Named:
-    """Of a policy or critic, whole or divided."""
-    parameters = one.flat if hasattr(one, "flat") else one.parameters
-    views: Named = parameters.named_views()
-    return views
-
-
-def _grads(one: Any) -> Named:
-    if not _is_whole(one):
-        divided: Named = one.parameters.named_grads()
-        return divided
-    flat = one.flat if hasattr(one, "flat") else one.parameters
-    whole: Named = flat.views_of(one.optimizer.grad)
-    return whole
+def _weights(one: Policy | Critic) -> Named:
+    return one.parameters.named_views()
 
 
 def _module(one: Any) -> nn.Module:
@@ -115,8 +98,7 @@ def _sharpen(policy: Policy) -> None:
     for view in _weights(policy).values():
         if view.ndim >= 2:
             view.mul_(8.0)
-    if isinstance(policy, ShardedPolicy):
-        policy.parameters.reshard()
+    policy.parameters.reshard()
 
 
 def _train(policy: Policy, config: RunConfig, span: Span, ranks: RankGroup) -> Seen:
@@ -129,7 +111,7 @@ def _train(policy: Policy, config: RunConfig, span: Span, ranks: RankGroup) -> S
     def step_and_note() -> float:
         policy.optimizer.finite_grad_norm()
         for name, one in trained.items():
-            seen.first_gradient.extend(_boxes(name, _module(one), _grads(one)))
+            seen.first_gradient.extend(_boxes(name, _module(one), one.parameters.named_grads()))
         vars(policy.optimizer).pop("step")
         return first()
 
@@ -147,7 +129,7 @@ def _train(policy: Policy, config: RunConfig, span: Span, ranks: RankGroup) -> S
             step=step,
             batching=collate,
             auxiliary=auxiliary,
-            heads=[head_of(rollout, config) for group in groups for rollout in group.rollouts],
+            heads=[head_of(rollout, config.rewards) for group in groups for rollout in group.rollouts],
             ranks=ranks,
         )
         seen.metrics.append(metrics)
@@ -188,9 +170,9 @@ def _warm_up(policy: Policy, config: RunConfig, ranks: RankGroup) -> Seen:
     return seen
 
 
-def _divided(rank: Rank, config: RunConfig, layout: Layout) -> tuple[ShardedPolicy, RankGroup]:
+def _divided(rank: Rank, config: RunConfig, layout: Layout) -> tuple[Policy, RankGroup]:
     division = division_of(rank, layout)
-    policy = ShardedPolicy(config, RankGroup.over(rank.group), division.data_parallel, division.tensor_parallel)
+    policy = Policy(config, RankGroup.over(rank.group), division.data_parallel, division.tensor_parallel)
     return policy, division.data_parallel
 
 
@@ -216,7 +198,7 @@ def warm_up(rank: Rank, layout: Layout) -> Seen:
 
 def alone(work: Callable[..., Seen], sections: dict[str, Any], *args: Any) -> Seen:
     config = config_of(sections)
-    return work(WholePolicy(config), config, *args, RankGroup.alone())
+    return work(Policy(config), config, *args, RankGroup.alone())
 
 
 def train_alone(sections: dict[str, Any], span: Span) -> Seen:

@@ -18,7 +18,8 @@ from shown import ROOT
 from small import QUICK
 
 from slipstream.core.sections import ModelConfig
-from slipstream.models.hf import new_model, save_model
+from slipstream.models.hf import save_model
+from slipstream.models.initialise import new_model
 from slipstream.models.tokenizer import char_tokenizer
 
 DEADLINE_S = 900.0

@@ -25,7 +25,7 @@ from typing import Any
 import pytest
 
 from slipstream.core import jsonl
-from slipstream.trainer import checkpoint
+from slipstream.trainer import checkpoint_boxes
 
 KINDS = ("killed", "renamed", "lost")
 CHANGING = ("rename", "replace", "mkdir", "rmdir", "unlink", "remove", "truncate", "ftruncate")
@@ -139,7 +139,7 @@ def watching(disk: FragileDisk) -> Iterator[FragileDisk]:
                 return _real(path, *args, **more)
 
             patch.setattr(os, name, changing)
-        real_fsync, real_open, real_save = os.fsync, io.open, checkpoint.save_file
+        real_fsync, real_open, real_save = os.fsync, io.open, checkpoint_boxes.write_safetensors
 
         def fsync(descriptor: int) -> None:
             path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
@@ -152,12 +152,12 @@ def watching(disk: FragileDisk) -> Iterator[FragileDisk]:
                 disk.before("open", file)
             return real_open(file, mode, *args, **more)
 
-        def save_file(tensors: Any, path: Path, *args: Any) -> None:
+        def save(path: Path, *args: Any, **more: Any) -> Any:
             def half(picture: Path) -> None:
                 (picture / Path(path).relative_to(disk.root)).write_bytes(b"half of a file")
 
             disk.before("save", path, half)
-            real_save(tensors, path, *args)
+            return real_save(path, *args, **more)
 
         real_append = jsonl.JsonlWriter._append
 
@@ -173,7 +173,7 @@ def watching(disk: FragileDisk) -> Iterator[FragileDisk]:
         patch.setattr(os, "fsync", fsync)
         patch.setattr(io, "open", opening)
         patch.setattr(builtins, "open", opening)
-        patch.setattr(checkpoint, "save_file", save_file)
+        patch.setattr(checkpoint_boxes, "write_safetensors", save)
         patch.setattr(jsonl.JsonlWriter, "_append", append)
         try:
             yield disk

@@ -28,18 +28,18 @@ from slipstream.models.flat import FlatParameters
 from slipstream.observe.metrics import MetricsWriter
 from slipstream.observe.recorder import EventRecorder, RolloutRecorder
 from slipstream.stages.resume import prepare_resume
-from slipstream.trainer.checkpoint import checkpoint_path, load_checkpoint, save_checkpoint
-from slipstream.trainer.optim import FlatAdamW
+from slipstream.trainer.checkpoint import Checkpoints, Trained
+from slipstream.trainer.checkpoint_folder import checkpoint_path
+from slipstream.trainer.optim import AdamW
 
 FATES = {0: "trained", 1: "skipped", 2: "trained", 3: "trained", 4: "failed", 5: "trained", 6: "trained", 7: "trained"}
 STEPS = {0: 0, 2: 0, 3: 1, 5: 1, 6: 2, 7: 2}
 ADMITTED_BY = {0: 4, 1: 7, 2: 9}  # by the end of each step: two or three are always under way
 
 
-def tiny() -> tuple[FlatParameters, FlatAdamW]:
+def tiny() -> Trained:
     model = torch.nn.Linear(2, 2)
-    flat = FlatParameters(model)
-    return flat, FlatAdamW(model, flat, OptimizerConfig(), total_updates=9)
+    return model, AdamW(FlatParameters(model), OptimizerConfig(), total_updates=9)
 
 
 @dataclass
@@ -78,7 +78,8 @@ def run(folder: Path, disk: FragileDisk, truth: Truth | None = None) -> Truth:
 
 
 def _run(folder: Path, disk: FragileDisk, truth: Truth, ends: ExitStack) -> None:
-    flat, optimizer = tiny()
+    model, optimizer = tiny()
+    checkpoints = ends.enter_context(closing(Checkpoints()))
     ledger = ends.enter_context(closing(Ledger(folder / "ledger.jsonl")))
     events = ends.enter_context(closing(EventRecorder(folder / "events.jsonl", VirtualClock())))
     metrics = ends.enter_context(closing(MetricsWriter(folder / "metrics.jsonl")))
@@ -106,7 +107,8 @@ def _run(folder: Path, disk: FragileDisk, truth: Truth, ends: ExitStack) -> None
             recorded.append((ordinal, step))
         rollouts.record([line(ordinal) for ordinal in trained], step=step)
         with torch.no_grad():
-            flat.flat.fill_(step + 1.0)
+            for parameter in model.parameters():
+                parameter.fill_(step + 1.0)
         snapshot = Snapshot(
             next_ordinal=next_ordinal,
             steps_done=step + 1,
@@ -123,9 +125,9 @@ def _run(folder: Path, disk: FragileDisk, truth: Truth, ends: ExitStack) -> None
             writer.sync()
         extra = msgspec.to_builtins(Cut(schedule=snapshot, num_events=events.num_events))
         for _ in range(2 if step == 2 else 1):
-            save_checkpoint(
-                checkpoint_path(folder / "checkpoints", step + 1), flat, optimizer, step=step + 1, keep=2, extra=extra
-            )
+            path = checkpoint_path(folder / "checkpoints", step + 1)
+            checkpoints.save(path, {"policy": (model, optimizer)}, step=step + 1, keep=2, extra=extra)
+            checkpoints.poll()
             truth.saved_by.append((disk.count, step + 1))
     events.record(StepDone(step=99, version=99, metrics={}), [])  # abandoned, whatever happens
     ledger.admit(next_ordinal)
@@ -143,9 +145,10 @@ def check(folder: Path, truth: Truth, operation: int, what: str) -> None:
         return
     step = int(resumed.checkpoint.name.removeprefix("step_"))
     assert newest is None or step >= newest, f"{what}: checkpoint {newest} was told of, {step} is the newest found"
-    flat, optimizer = tiny()
-    assert load_checkpoint(resumed.checkpoint, flat, optimizer).step == step
-    assert flat.flat.unique().tolist() == [float(step)], what
+    model, optimizer = tiny()
+    with closing(Checkpoints()) as checkpoints:
+        assert checkpoints.load(resumed.checkpoint, {"policy": (model, optimizer)}).step == step
+    assert {value for parameter in model.parameters() for value in parameter.flatten().tolist()} == {float(step)}, what
     fates = {line["ordinal"]: line["state"] for line in lines(folder / "ledger.jsonl")}
     assert fates == truth.ledger[step], what
     assert [line["version"] for line in lines(folder / "metrics.jsonl")] == truth.versions[step], what
@@ -185,7 +188,7 @@ def test_a_resume_finds_a_consistent_cut_after_a_crash_at_any_instant(folder: Pa
 def test_a_resume_may_be_cut_off_at_any_instant_as_well(folder: Path, tmp_path: Path) -> None:
     """From where the newest checkpoint is damaged, so that there is most to be done; and timelines are to be moved."""
     truth = run(folder, FragileDisk(folder))
-    (folder / "checkpoints" / "step_3" / "policy.safetensors").write_bytes(b"damaged")
+    (folder / "checkpoints" / "step_3" / "rank_00000.safetensors").write_bytes(b"damaged")
     (folder / "timeline").mkdir()
     (folder / "timeline" / "trainer.jsonl").write_text("{}")
     (tmp_path / "album").mkdir()

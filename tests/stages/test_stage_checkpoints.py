@@ -13,7 +13,8 @@ import slipstream
 from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import resolve, save_config
 from slipstream.core.sections import ModelConfig
-from slipstream.models.hf import new_model, save_model
+from slipstream.models.hf import save_model
+from slipstream.models.initialise import new_model
 from slipstream.models.scalar import new_scalar_model, save_scalar_model
 from slipstream.models.tokenizer import PRINTABLE, char_tokenizer
 from slipstream.stages.chain import check_stages

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from training_data import columns, make_rollout, prepared, run_config, sharing_prompts
+from training_data import columns, make_rollout, prepared, run_config, scored_group, sharing_prompts
 
 from slipstream.batching import collate as batching
 from slipstream.core.errors import StalenessError
 from slipstream.core.types import Group
-from slipstream.trainer.scores import has_signal, is_truncated, scored_group, selected
+from slipstream.trainer.scores import has_signal, is_truncated, selected
 
 REWARDS = [[1.0, 2.0, 6.0], [0.0, 0.0, 3.0]]
 
@@ -230,7 +230,7 @@ def test_the_end_of_a_completion_of_fixed_length_is_its_truncate_token():
     tokens[1] = 7
 
     def truncated(**rewards):
-        return is_truncated(rollout.completion, run_config(rewards=rewards))
+        return is_truncated(rollout.completion, run_config(rewards=rewards).rewards)
 
     assert truncated()
     assert not truncated(truncate_token=7)

@@ -7,7 +7,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from training_data import TINY, Recording, hugging_face_twin, make_groups, run_config, sharing_prompts, tiny_policy
+from training_data import (
+    TINY,
+    Recording,
+    hugging_face_twin,
+    load_checkpoint,
+    make_groups,
+    run_config,
+    save_checkpoint,
+    sharing_prompts,
+    tiny_policy,
+)
 
 from slipstream.algorithms.losses import LOSSES
 from slipstream.algorithms.losses.spec import RATIO_EDGES, ratio_shares
@@ -19,11 +29,10 @@ from slipstream.models.hf import save_model
 from slipstream.models.initialise import new_model
 from slipstream.models.scalar import new_scalar_model, save_scalar_model
 from slipstream.trainer.batch import train_sequence
-from slipstream.trainer.checkpoint import load_checkpoint, save_checkpoint
 from slipstream.trainer.critic import Critic
 from slipstream.trainer.measure import Auxiliary
 from slipstream.trainer.metric_names import SAME, published_names
-from slipstream.trainer.optim import FlatAdamW
+from slipstream.trainer.optim import AdamW
 from slipstream.trainer.step import train_on_batch
 
 UNCLIPPED = {"lr": 1e-3, "max_grad_norm": 1e9}
@@ -40,7 +49,7 @@ def actor_critic(*, seed=0, **changes):
     critic = {"optimizer": UNCLIPPED, "head_init": "reward", **sections.pop("critic", {})}
     config = run_config(critic=critic, **sections)
     model, flat = tiny_policy(seed)
-    optimizer = FlatAdamW(model, flat, config.trainer.optimizer, total_updates=100)
+    optimizer = AdamW(flat, config.trainer.optimizer, total_updates=100)
     reference = new_model(TINY, model.config.vocab_size, 7)
     return config, model, flat, optimizer, Auxiliary(reference, Critic(config, model) if config.has_critic else None)
 
@@ -155,21 +164,21 @@ def test_where_a_critic_starts(tmp_path):
     from_policy = critic_of(path=str(tmp_path / "policy"), head_init="reward")
     assert from_policy.module.head.weight.std().item() == pytest.approx(17**-0.5, rel=0.6)
     head = critic_of(model="head", head_init="reward")
-    assert head.flat.flat.numel() == 16 + 1
+    assert head.parameters.flat.numel() == 16 + 1
     again = critic_of(model="head", head_init="reward")
-    assert torch.equal(head.flat.flat, again.flat.flat)
+    assert torch.equal(head.parameters.flat, again.parameters.flat)
 
 
 @pytest.mark.parametrize("kind", ["own", "head"])
 def test_a_nan_in_the_critic_changes_no_weight_of_either(kind):
     config, model, flat, optimizer, auxiliary = actor_critic(critic={"model": kind})
     with torch.no_grad():
-        auxiliary.critic.flat.flat[-1] = math.nan
-    before = flat.flat.clone(), auxiliary.critic.flat.flat.clone()
+        auxiliary.critic.parameters.flat[-1] = math.nan
+    before = flat.flat.clone(), auxiliary.critic.parameters.flat.clone()
     with pytest.raises(NonFiniteError):
         step(config, model, optimizer, auxiliary, make_groups())
     assert torch.equal(before[0], flat.flat)
-    torch.testing.assert_close(before[1], auxiliary.critic.flat.flat, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(before[1], auxiliary.critic.parameters.flat, rtol=0, atol=0, equal_nan=True)
     assert optimizer.num_updates == auxiliary.critic.optimizer.num_updates == 0
 
 
@@ -186,26 +195,25 @@ def test_resumed_with_a_critic_equals_uninterrupted_bit_for_bit(kind, tmp_path):
     for number in range(2):
         step(config, model, optimizer, auxiliary, make_groups(seed=number, version=number), number=number)
     critic = auxiliary.critic
-    save_checkpoint(tmp_path / "step_2", flat, optimizer, step=2, critic=(critic.flat, critic.optimizer))
+    save_checkpoint(tmp_path / "step_2", (model, optimizer), step=2, critic=(critic.module, critic.optimizer))
     _, other_model, other_flat, other_optimizer, other = fresh(1)
-    load_checkpoint(
-        tmp_path / "step_2", other_flat, other_optimizer, critic=(other.critic.flat, other.critic.optimizer)
-    )
+    other_critic = other.critic.module, other.critic.optimizer
+    load_checkpoint(tmp_path / "step_2", (other_model, other_optimizer), critic=other_critic)
     for number in range(2, 4):
         groups = make_groups(seed=number, version=number)
         ours = step(config, model, optimizer, auxiliary, groups, number=number)
         theirs = step(config, other_model, other_optimizer, other, groups, number=number)
         assert {k: v for k, v in ours.items() if k != "train_s"} == {k: v for k, v in theirs.items() if k != "train_s"}
     assert torch.equal(flat.flat, other_flat.flat)
-    assert torch.equal(critic.flat.flat, other.critic.flat.flat)
+    assert torch.equal(critic.parameters.flat, other.critic.parameters.flat)
 
 
 def test_a_checkpoint_without_the_critic_is_refused(tmp_path):
-    _, _, flat, optimizer, auxiliary = actor_critic()
-    save_checkpoint(tmp_path / "step_1", flat, optimizer, step=1)
+    _, model, _, optimizer, auxiliary = actor_critic()
+    save_checkpoint(tmp_path / "step_1", (model, optimizer), step=1)
     critic = auxiliary.critic
-    with pytest.raises(CheckpointError, match=r"critic\.safetensors"):
-        load_checkpoint(tmp_path / "step_1", flat, optimizer, critic=(critic.flat, critic.optimizer))
+    with pytest.raises(CheckpointError, match="another model"):
+        load_checkpoint(tmp_path / "step_1", (model, optimizer), critic=(critic.module, critic.optimizer))
 
 
 # Every policy loss
@@ -224,7 +232,7 @@ def test_a_step_does_not_depend_on_its_microbatches(name):
             loss=settings_of(name), trainer={"optimizer": UNCLIPPED, "microbatch_tokens": capacity}
         )
         metrics = step(config, model, optimizer, auxiliary, groups)
-        found.append((metrics, optimizer.grad.clone()))
+        found.append((metrics, optimizer.parameters.grad.clone()))
     (whole, gradient), *others = found
     assert whole["num_microbatches"] == 1
     assert gradient.abs().max() > 0

@@ -17,7 +17,6 @@ from slipstream.batching.buffer import GroupBuffer
 from slipstream.core.clock import WallClock
 from slipstream.core.errors import SlipstreamError
 from slipstream.core.executor import Context
-from slipstream.core.executor import Context, NoSpans
 from slipstream.core.peer_messages import Arrived
 from slipstream.core.ranks import data_parallel_rank, rank_name
 from slipstream.core.run_log import read_rollouts
@@ -36,9 +35,9 @@ from slipstream.core.types import (
 )
 from slipstream.observe.tokens import read_tokens
 from slipstream.trainer import executor
-from slipstream.trainer.dealing import dealt_by
 from slipstream.trainer.executor import Trainer
-from slipstream.trainer.policy import WholePolicy
+from slipstream.trainer.policy import Policy
+from slipstream.trainer.scores import dealt_by
 
 NUM_STEPS = 3
 
@@ -80,7 +79,7 @@ class Offers:
         return True
 
 
-class SummedPolicy(WholePolicy):
+class SummedPolicy(Policy):
     """Whole on every rank; gradients are summed over data-parallel ones."""
 
     def __init__(self, config, data_ranks):
@@ -88,7 +87,7 @@ class SummedPolicy(WholePolicy):
         super().__init__(config)
 
     def new_optimizer(self, config, *, total_updates, updates_per_step=1):
-        return SummedAdamW(self.model, self.parameters, config, total_updates=total_updates).over(self.data_ranks)
+        return SummedAdamW(self.parameters, config, total_updates=total_updates).over(self.data_ranks)
 
 
 def demonstrations():
@@ -120,7 +119,7 @@ def run(monkeypatch, run_dir, config, world, tensor_parallel=1):
     """[rank]: (the trainer, its events, its publisher) after all steps."""
     divided = config.trainer.model_copy(update={"ranks": world, "tensor_parallel": tensor_parallel})
     config = config.model_copy(update={"trainer": divided})
-    monkeypatch.setattr(executor, "new_policy", lambda config, ranks, data, tensor: SummedPolicy(config, data))
+    monkeypatch.setattr(executor, "Policy", lambda config, ranks, data, tensor: SummedPolicy(config, data))
     commands, arrived = [Port() for _ in range(world)], Port()
     rollouts = [Port() for _ in range(world)]
     num_shares = world // tensor_parallel
@@ -131,7 +130,7 @@ def run(monkeypatch, run_dir, config, world, tensor_parallel=1):
         everything += everything[:5]  # some come twice
         for index in np.random.default_rng(seed).permutation(len(everything)):
             one = everything[index]
-            share = data_parallel_rank(one.ordinal, one.sample, num_shares, by=dealt_by(config))
+            share = data_parallel_rank(one.ordinal, one.sample, num_shares, by=dealt_by(config.loss))
             rollouts[share * tensor_parallel].put(one)
 
     def job(ranks):
@@ -285,7 +284,7 @@ def test_groups_of_which_a_rank_has_nothing_are_whole_there():
 def test_heads_are_told_in_one_message_for_all_that_has_come(monkeypatch, tmp_path):
     """As many messages as there are rollouts could fill the channel of a rank 0 that is busy, and block the rank."""
     config = run_config(steps=NUM_STEPS)
-    monkeypatch.setattr(executor, "new_policy", lambda config, ranks, data, tensor: SummedPolicy(config, data))
+    monkeypatch.setattr(executor, "Policy", lambda config, ranks, data, tensor: SummedPolicy(config, data))
 
     def job(ranks):
         rollouts, arrived = Port(), Port()

@@ -27,9 +27,8 @@ from slipstream.core.errors import ShapeError
 from slipstream.core.types import Completion, Group, Rollout, Segment
 from slipstream.models.initialise import new_model
 from slipstream.trainer.batch import train_sequence, without_targets
-from slipstream.trainer.logprobs import microbatch_logprobs
-from slipstream.trainer.measure import Auxiliary, measure
-from slipstream.trainer.optim import FlatAdamW
+from slipstream.trainer.measure import Auxiliary, measure, microbatch_logprobs
+from slipstream.trainer.optim import AdamW
 from slipstream.trainer.step import train_on_batch
 
 TEMPERATURE = 0.8
@@ -96,7 +95,7 @@ def test_logprobs_and_gradients_equal_a_loop_over_tokens_in_float64(
     capacity: int, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Packing, shared prompts, given segments between sampled ones, and a head in chunks."""
-    monkeypatch.setattr("slipstream.trainer.logprobs.MAX_LOGITS", at_once)
+    monkeypatch.setattr("slipstream.trainer.measure.MAX_LOGITS", at_once)
     groups = kept_groups(seed=5, given=True)
     completions = completions_of(groups)
     model, _ = tiny_policy()
@@ -162,7 +161,7 @@ def test_ratios_are_one_at_staleness_0_and_all_policies_are_read_over_the_sets()
         return with_segments(completion, [msgspec.structs.replace(segment, behaviour_logprobs=own)])
 
     groups = [with_completions(group, sampled) for group in groups]
-    optimizer = FlatAdamW(model, flat, config.trainer.optimizer, total_updates=10)
+    optimizer = AdamW(flat, config.trainer.optimizer, total_updates=10)
     recording = Recording()
     metrics = train_on_batch(
         model, optimizer, groups, config=config, step=0, batching=recording, auxiliary=Auxiliary(reference=reference)

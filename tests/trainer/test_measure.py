@@ -11,9 +11,8 @@ from slipstream.core.errors import ShapeError
 from slipstream.models.initialise import new_model
 from slipstream.trainer.batch import train_sequence, without_targets
 from slipstream.trainer.critic import Critic
-from slipstream.trainer.logprobs import microbatch_logprobs
-from slipstream.trainer.measure import Auxiliary, measure, needed_columns, with_columns
-from slipstream.trainer.optim import FlatAdamW
+from slipstream.trainer.measure import Auxiliary, measure, microbatch_logprobs, needed_columns, with_columns
+from slipstream.trainer.optim import AdamW
 from slipstream.trainer.step import train_on_batch
 
 SHORT = {"max_new_tokens": 16}
@@ -94,18 +93,18 @@ def test_the_proximal_policy_is_the_one_at_the_start_of_the_batch(minibatches):
     model, flat = tiny_policy()
     reference = new_model(config.model, model.config.vocab_size, 7)
     critic = Critic(config, model)
-    optimizer = FlatAdamW(model, flat, config.trainer.optimizer, total_updates=100)
+    optimizer = AdamW(flat, config.trainer.optimizer, total_updates=100)
     groups = make_groups()
     sequences = {sequence.key: sequence for sequence in sequences_of(groups)}
     before = {key: probe_logprobs(model, s.tokens)[s.mask[1:]] for key, s in sequences.items()}
     frozen = {key: probe_logprobs(reference, s.tokens)[s.mask[1:]] for key, s in sequences.items()}
-    start = flat.flat.clone(), critic.flat.flat.clone()
+    start = flat.flat.clone(), critic.parameters.flat.clone()
     recording = Recording()
     train_on_batch(
         model, optimizer, groups, config=config, step=0, batching=recording, auxiliary=Auxiliary(reference, critic)
     )
     assert not torch.equal(flat.flat, start[0])
-    assert not torch.equal(critic.flat.flat, start[1])
+    assert not torch.equal(critic.parameters.flat, start[1])
     trained = [m for packed in recording.packed for m in packed if m.returns is not None]
     assert len(trained) == 2 * minibatches
     values = {}
@@ -128,7 +127,7 @@ def test_at_another_temperature_behaviour_and_reference_are_read_at_it():
     )
     model, flat = tiny_policy()
     reference = new_model(config.model, model.config.vocab_size, 7)
-    optimizer = FlatAdamW(model, flat, config.trainer.optimizer, total_updates=100)
+    optimizer = AdamW(flat, config.trainer.optimizer, total_updates=100)
     groups = make_groups()
     sequences = {sequence.key: sequence for sequence in sequences_of(groups)}
     before, frozen = (
@@ -154,7 +153,7 @@ def test_the_first_update_of_decoupled_ppo_has_ratio_1_to_the_bit():
     """The proximal policy's logprobs and the policy's come from the same microbatches by the same kernels."""
     config = run_config(loss={"name": "decoupled_ppo", "params": {"eps_low": 0.2}})
     model, flat = tiny_policy()
-    optimizer = FlatAdamW(model, flat, config.trainer.optimizer, total_updates=100)
+    optimizer = AdamW(flat, config.trainer.optimizer, total_updates=100)
     metrics = train_on_batch(model, optimizer, make_groups(), config=config, step=0, batching=batching)
     assert metrics["proximal_ratio"] == 1.0
     assert metrics["clipped_frac"] == 0.0

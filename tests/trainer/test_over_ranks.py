@@ -17,10 +17,9 @@ from slipstream.core.ranks import data_parallel_rank
 from slipstream.core.types import Group
 from slipstream.models.initialise import new_model
 from slipstream.trainer.critic import Critic
-from slipstream.trainer.dealing import dealt_by
 from slipstream.trainer.measure import Auxiliary
-from slipstream.trainer.optim import FlatAdamW
-from slipstream.trainer.scores import head_of
+from slipstream.trainer.optim import AdamW
+from slipstream.trainer.scores import dealt_by, head_of
 from slipstream.trainer.step import train_on_batch
 
 PACKING = {"num_microbatches", "tokens_read", "padding_frac", "padded_layout_frac", "train_s"}
@@ -29,7 +28,7 @@ PACKING = {"num_microbatches", "tokens_read", "padding_frac", "padded_layout_fra
 
 def dealt(groups, config, world):
     """[rank]: what each rank gets of `groups`; groups of which it gets nothing are not there."""
-    by = dealt_by(config)
+    by = dealt_by(config.loss)
     shares = []
     for rank in range(world):
         mine = [
@@ -41,7 +40,7 @@ def dealt(groups, config, world):
 
 
 def heads_of(groups, config):
-    return [head_of(rollout, config) for group in groups for rollout in group.rollouts]
+    return [head_of(rollout, config.rewards) for group in groups for rollout in group.rollouts]
 
 
 def assert_same_metrics(found, expected, *, rel=1e-9, ignored=frozenset()):
@@ -183,7 +182,7 @@ def test_a_step_takes_few_meetings_of_the_ranks():
 # Updates
 
 
-class SummedAdamW(FlatAdamW):
+class SummedAdamW(AdamW):
     """One whole model per rank, whose gradients are summed over ranks before anybody looks at them."""
 
     def over(self, ranks):
@@ -196,7 +195,7 @@ class SummedAdamW(FlatAdamW):
 
     def finite_grad_norm(self):
         if not self.is_summed:
-            self.grad.copy_(self.ranks.sum(self.grad))
+            self.parameters.grad.copy_(self.ranks.sum(self.parameters.grad))
             self.is_summed = True
         return super().finite_grad_norm()
 
@@ -209,14 +208,12 @@ def reference():
 def trained(config, by_step, ranks=None, heads=None, num_steps=3):
     """(weights, the critic's, metrics of each step); `by_step[n]` and `heads[n]` are this rank's of step n."""
     model, flat = tiny_policy()
-    optimizer = FlatAdamW(model, flat, config.trainer.optimizer, total_updates=100)
+    optimizer = AdamW(flat, config.trainer.optimizer, total_updates=100)
     critic = Critic(config, model) if config.has_critic else None
     if ranks is not None:
-        optimizer = SummedAdamW(model, flat, config.trainer.optimizer, total_updates=100).over(ranks)
+        optimizer = SummedAdamW(flat, config.trainer.optimizer, total_updates=100).over(ranks)
         if critic is not None:
-            critic.optimizer = SummedAdamW(critic.module, critic.flat, config.critic.optimizer, total_updates=100).over(
-                ranks
-            )
+            critic.optimizer = SummedAdamW(critic.parameters, config.critic.optimizer, total_updates=100).over(ranks)
     metrics = []
     for step in range(num_steps):
         over = {} if ranks is None else {"heads": heads[step], "ranks": ranks}
@@ -232,7 +229,7 @@ def trained(config, by_step, ranks=None, heads=None, num_steps=3):
                 **over,
             )
         )
-    return flat.flat, None if critic is None else critic.flat.flat, metrics
+    return flat.flat, None if critic is None else critic.parameters.flat, metrics
 
 
 RATES = {"lr": 1e-3}
@@ -298,7 +295,7 @@ def test_what_is_not_finite_on_one_rank_stops_all_of_them_before_weights_change(
     def job(ranks):
         model, flat = tiny_policy()
         before = flat.flat.clone()
-        optimizer = SummedAdamW(model, flat, config.trainer.optimizer, total_updates=9).over(ranks)
+        optimizer = SummedAdamW(flat, config.trainer.optimizer, total_updates=9).over(ranks)
         with pytest.raises(NonFiniteError):
             train_on_batch(
                 model,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from test_executor_over_ranks import Offers, Port, Spans, demonstrations
-from training_data import make_groups, make_rollout, run_config, tiny_policy
+from training_data import make_groups, make_rollout, run_config, scored_group, tiny_policy
 
 from slipstream.batching import collate
 from slipstream.batching.buffer import GroupBuffer
@@ -21,8 +21,8 @@ from slipstream.observe.tokens import read_tokens
 from slipstream.trainer.critic import Critic
 from slipstream.trainer.executor import Trainer
 from slipstream.trainer.measure import Auxiliary
-from slipstream.trainer.optim import FlatAdamW
-from slipstream.trainer.scores import has_signal, scored_group, selected
+from slipstream.trainer.optim import AdamW
+from slipstream.trainer.scores import has_signal, selected
 from slipstream.trainer.step import train_on_batch
 
 
@@ -54,7 +54,7 @@ def replaced(groups, place, change):
 
 def trained(groups, config):
     model, flat = tiny_policy()
-    optimizer = FlatAdamW(model, flat, config.trainer.optimizer, total_updates=100)
+    optimizer = AdamW(flat, config.trainer.optimizer, total_updates=100)
     critic = Critic(config, model) if config.has_critic else None
     reference = tiny_policy(1)[0] if config.kl.coef else None
     metrics = train_on_batch(

@@ -17,7 +17,7 @@ from slipstream.models.hf import logical_tensors
 from slipstream.models.initialise import new_model
 from slipstream.trainer.critic import Critic
 from slipstream.trainer.measure import Auxiliary
-from slipstream.trainer.optim import FlatAdamW
+from slipstream.trainer.optim import AdamW
 from slipstream.trainer.step import train_on_batch
 
 TEMPERATURE, BETA, LAM, CLIP, COEF, EPS = 0.7, 0.3, 0.95, 0.2, 0.1, 1e-5
@@ -143,10 +143,10 @@ def test_a_step_of_policy_and_value_head_equals_the_equations(minibatches):
         trainer={"minibatches": minibatches, "epochs": 4, "optimizer": OPTIMIZER, "microbatch_tokens": 60},
     )
     model, flat = tiny_policy()
-    optimizer = FlatAdamW(model, flat, config.trainer.optimizer, total_updates=TOTAL_UPDATES)
+    optimizer = AdamW(flat, config.trainer.optimizer, total_updates=TOTAL_UPDATES)
     reference = new_model(TINY, model.config.vocab_size, 7)
     critic = Critic(config, model)
-    critic.optimizer = FlatAdamW(critic.module, critic.flat, config.critic.optimizer, total_updates=TOTAL_UPDATES)
+    critic.optimizer = AdamW(critic.parameters, config.critic.optimizer, total_updates=TOTAL_UPDATES)
     groups = sampled_near(make_groups(6, 4, seed=3), model)
 
     twin = hugging_face_twin(model)

@@ -36,7 +36,7 @@ from slipstream.models.hf import save_model
 from slipstream.models.initialise import new_model
 from slipstream.models.transformer import Transformer
 from slipstream.trainer.measure import Auxiliary
-from slipstream.trainer.optim import FlatAdamW
+from slipstream.trainer.optim import AdamW
 from slipstream.trainer.reference_executor import ReferencePolicy, reference_logprobs
 from slipstream.trainer.step import train_on_batch
 
@@ -134,7 +134,7 @@ def test_a_trainer_takes_them_instead_of_measuring(changes: dict[str, Any]) -> N
 
     def trained(config: RunConfig, groups: list[Group], auxiliary: Auxiliary) -> tuple[dict[str, float], np.ndarray]:
         model, flat = tiny_policy()
-        optimizer = FlatAdamW(model, flat, config.trainer.optimizer, total_updates=10)
+        optimizer = AdamW(flat, config.trainer.optimizer, total_updates=10)
         metrics = train_on_batch(model, optimizer, groups, config=config, step=0, batching=collate, auxiliary=auxiliary)
         metrics.pop("train_s")
         return metrics, flat.flat.detach().numpy().copy()

@@ -20,13 +20,13 @@ from slipstream.core.types import StepDone, TrainStep
 from slipstream.trainer import inbox
 from slipstream.trainer.critic import Critic
 from slipstream.trainer.measure import Auxiliary
-from slipstream.trainer.optim import FlatAdamW
+from slipstream.trainer.optim import AdamW
 from slipstream.trainer.step import train_on_batch
 from slipstream.trainer.supervised import supervised_updates
 from slipstream.trainer.update import Updater
 
 
-class Remembering(FlatAdamW):
+class Remembering(AdamW):
     """Keeps what weights and moments were after every update."""
 
     def remember(self, flat):
@@ -34,8 +34,8 @@ class Remembering(FlatAdamW):
         return self
 
     def now(self, flat):
-        state = self.state_dict()
-        return [flat.flat.clone(), state["exp_avg"].clone(), state["exp_avg_sq"].clone()]
+        moments = [torch.cat([view.flatten() for view in views.values()]) for views in self.named_moments().values()]
+        return [flat.flat.clone(), *moments]
 
     def step(self):
         norm = super().step()
@@ -46,18 +46,18 @@ class Remembering(FlatAdamW):
 def refused(groups, config, *, spoil=lambda model, critic: None):
     """The error, what weights and moments were after each update made, and what they are now."""
     model, flat = tiny_policy()
-    optimizer = Remembering(model, flat, config.trainer.optimizer, total_updates=100).remember(flat)
+    optimizer = Remembering(flat, config.trainer.optimizer, total_updates=100).remember(flat)
     critic = Critic(config, model) if config.has_critic else None
     reference = tiny_policy(1)[0] if config.kl.coef else None
     spoil(model, critic)
     optimizer.after = [optimizer.now(flat)]
-    values = None if critic is None else critic.flat.flat.clone()
+    values = None if critic is None else critic.parameters.flat.clone()
     with pytest.raises(NonFiniteError) as caught:
         train_on_batch(
             model, optimizer, groups, config=config, step=7, batching=collate, auxiliary=Auxiliary(reference, critic)
         )
     if critic is not None:
-        torch.testing.assert_close(critic.flat.flat, values, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(critic.parameters.flat, values, rtol=0, atol=0, equal_nan=True)
     return caught.value, optimizer.after, optimizer.now(flat)
 
 
@@ -130,7 +130,7 @@ def test_a_critic_that_is_not_finite_is_told_from_the_policy():
 
     def spoil(model, critic):
         with torch.no_grad():
-            critic.flat.flat[-1] = math.nan
+            critic.parameters.flat[-1] = math.nan
 
     error, after, now = refused(make_groups(version=7), config, spoil=spoil)
     assert_unchanged(after, now)
@@ -153,10 +153,10 @@ def test_a_gradient_that_overflows_names_its_parameters():
 
 
 def test_a_norm_that_overflows_without_any_bad_number_says_so():
-    model, flat = tiny_policy()
-    optimizer = FlatAdamW(model, flat, OptimizerConfig(), total_updates=1)
+    _, flat = tiny_policy()
+    optimizer = AdamW(flat, OptimizerConfig(), total_updates=1)
     optimizer.zero_grad()
-    optimizer.grad.fill_(1e30)
+    optimizer.parameters.grad.fill_(1e30)
     before = flat.flat.clone()
     with pytest.raises(NonFiniteError, match="their squares overflow"):
         optimizer.step()
@@ -173,7 +173,7 @@ def test_all_ranks_refuse_with_the_same_words(term):
 
     def job(ranks):
         model, flat = tiny_policy()
-        optimizer = SummedAdamW(model, flat, config.trainer.optimizer, total_updates=9).over(ranks)
+        optimizer = SummedAdamW(flat, config.trainer.optimizer, total_updates=9).over(ranks)
         if term == "gradient" and ranks.rank == 1:
             model.layers[0].qkv.weight.register_hook(lambda grad: torch.full_like(grad, math.nan))
         before = flat.flat.clone()
@@ -202,7 +202,7 @@ def test_a_demonstration_that_breaks_the_warm_start_is_named():
     model, flat = tiny_policy()
     with torch.no_grad():
         model.embedding.weight[5] = math.inf
-    optimizer = FlatAdamW(model, flat, OptimizerConfig(), total_updates=3)
+    optimizer = AdamW(flat, OptimizerConfig(), total_updates=3)
     before = flat.flat.clone()
     demonstrations = [(np.array([1, 2], np.int32), np.array([3, 5, 4], np.int32))] * 4
     updates = supervised_updates(

@@ -13,8 +13,8 @@ from slipstream.core.executor import Context
 from slipstream.core.ranks import data_parallel_rank, rank_name
 from slipstream.core.types import Checkpoint, GroupScored, Ready, Stop
 from slipstream.trainer import executor
-from slipstream.trainer.dealing import dealt_by
 from slipstream.trainer.executor import Trainer
+from slipstream.trainer.scores import dealt_by
 
 CUT = "a1"
 
@@ -49,7 +49,7 @@ def scored():
 def trainers(monkeypatch, run_dir, world, *, resume=None, control):
     """[rank]: (trainer, events, publisher), rank 0 `control`led."""
     config = run_config(trainer={"ranks": world})
-    monkeypatch.setattr(executor, "new_policy", lambda config, ranks, data, tensor: SavedByOne(config, data))
+    monkeypatch.setattr(executor, "Policy", lambda config, ranks, data, tensor: SavedByOne(config, data))
     commands, arrived, rollouts = [Port() for _ in range(world)], Port(), [Port() for _ in range(world)]
 
     def job(ranks):
@@ -85,7 +85,7 @@ def save(monkeypatch, run_dir, world, groups, dropped=()):
 
     def control(trainer, events, commands, rollouts):
         for one in everything:
-            rollouts[data_parallel_rank(one.ordinal, one.sample, world, by=dealt_by(config))].put(one)
+            rollouts[data_parallel_rank(one.ordinal, one.sample, world, by=dealt_by(config.loss))].put(one)
         while sum(isinstance(event, GroupScored) for event in events.messages) < 2:
             trainer.step()
         owed = [group.ordinal for group in groups[1:]]

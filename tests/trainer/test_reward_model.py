@@ -10,18 +10,16 @@ from slipstream.core.errors import ConfigError, NonFiniteError, ShapeError
 from slipstream.core.stage_sections import RewardModelConfig
 from slipstream.core.training_sections import OptimizerConfig
 from slipstream.models.attention import PackedAttention
-from slipstream.models.flat import FlatParameters
 from slipstream.models.initialise import new_model
 from slipstream.models.packed import at_targets
 from slipstream.models.scalar import new_scalar_model, save_scalar_model
-from slipstream.models.scoring import scored_sequence
+from slipstream.models.scoring import score, scored_sequence
 from slipstream.trainer.reward_model import (
     Preference,
     normalise,
     normalise_on_references,
     preference_accuracy,
     reward_model_updates,
-    score,
 )
 
 PLAIN = RewardModelConfig(normalise="none")
@@ -31,7 +29,7 @@ LIKED = 5  # completions with more of this token are preferred
 
 def tiny(head_init="reward", seed=0):
     model = new_scalar_model(new_model(TINY, VOCAB_SIZE, seed), head_init=head_init, seed=seed)
-    return model, FlatParameters(model)
+    return model
 
 
 def random_tokens(rng, low, high):
@@ -59,9 +57,9 @@ def samples(count, seed=7):
     return [(random_tokens(rng, 3, 8), random_tokens(rng, 1, 11)) for _ in range(count)]
 
 
-def updates(model, flat, data, config, *, seed=0, microbatch_tokens=256, **more):
+def updates(model, data, config, *, seed=0, microbatch_tokens=256, **more):
     return reward_model_updates(
-        model, flat, data, config=config, microbatch_tokens=microbatch_tokens, seed=seed, batching=batching, **more
+        model, data, config=config, microbatch_tokens=microbatch_tokens, seed=seed, batching=batching, **more
     )
 
 
@@ -77,7 +75,7 @@ def alone(model, prompt, completion):
 
 @pytest.mark.parametrize(("candidates", "steps"), [(2, 60), pytest.param(4, 80, marks=pytest.mark.slow)])
 def test_it_learns_a_planted_preference(candidates, steps):
-    model, flat = tiny()
+    model = tiny()
     config = RewardModelConfig(
         candidates=candidates,
         steps=steps,
@@ -87,7 +85,7 @@ def test_it_learns_a_planted_preference(candidates, steps):
     held_out = preferences(100, candidates, seed=1)
     drawn = samples(64)
     before = preference_accuracy(model, held_out, **READ)
-    done = list(updates(model, flat, preferences(32 * steps, candidates), config, samples=drawn))
+    done = list(updates(model, preferences(32 * steps, candidates), config, samples=drawn))
     assert preference_accuracy(model, held_out, **READ) > max(0.9, before)
     assert done[-1].loss < 0.5 * np.log(candidates)
     assert done[-1].accuracy > 0.9
@@ -98,7 +96,7 @@ def test_it_learns_a_planted_preference(candidates, steps):
 
 @pytest.mark.parametrize("candidates", [2, 4])
 def test_the_first_update_is_that_of_the_scores_read_alone(candidates):
-    model, flat = tiny()
+    model = tiny()
     data = preferences(6, candidates)
     scores = torch.stack([alone(model, p.prompt_tokens, c)[-1] for p in data for c in p.candidates]).view(6, -1)
     best = np.array([p.best for p in data])
@@ -112,7 +110,7 @@ def test_the_first_update_is_that_of_the_scores_read_alone(candidates):
         rejected = scores[np.arange(6), 1 - best]
         np.testing.assert_allclose(losses, np.log1p(np.exp(rejected - chosen)), rtol=1e-5)
     config = changed(PLAIN, candidates=candidates, batch_size=6)
-    (update,) = updates(model, flat, data, config)
+    (update,) = updates(model, data, config)
     assert update.loss == pytest.approx(losses.mean(), rel=1e-4)
     assert update.accuracy == np.mean(scores.argmax(axis=1) == best)
     assert update.chosen_mean == pytest.approx(chosen.mean(), rel=1e-3, abs=1e-6)
@@ -139,8 +137,8 @@ def test_microbatches_and_the_order_of_candidates_change_nothing(candidates):
     config = changed(PLAIN, candidates=candidates, batch_size=8)
     results = []
     for given, microbatch_tokens in [(data, 1), (data, 70), (data, 10_000), (turned, 70)]:
-        model, flat = tiny()
-        (update,) = updates(model, flat, given, config, microbatch_tokens=microbatch_tokens)
+        model = tiny()
+        (update,) = updates(model, given, config, microbatch_tokens=microbatch_tokens)
         results.append([update.loss, update.grad_norm, update.accuracy, update.chosen_mean])
     for other in results[1:]:
         assert other == pytest.approx(results[0], rel=1e-4)
@@ -161,9 +159,9 @@ class Watched:
 @pytest.mark.parametrize("candidates", [2, 4])
 def test_preferences_stay_whole_within_the_capacity_and_read_their_prompt_once(candidates):
     data, watched = preferences(12, candidates), Watched()
-    model, flat = tiny()
+    model = tiny()
     config = changed(PLAIN, candidates=candidates, batch_size=12)
-    list(reward_model_updates(model, flat, data, config=config, microbatch_tokens=150, seed=0, batching=watched))
+    list(reward_model_updates(model, data, config=config, microbatch_tokens=150, seed=0, batching=watched))
     assert len(watched.microbatches) > 1
     for microbatch in watched.microbatches:
         ordinals = [ordinal for ordinal, _ in microbatch.keys]
@@ -176,11 +174,9 @@ def test_preferences_stay_whole_within_the_capacity_and_read_their_prompt_once(c
 
 def test_one_epoch_uses_each_preference_once_and_anneals_to_zero():
     data, watched = preferences(22), Watched()
-    model, flat = tiny()
+    model = tiny()
     config = changed(PLAIN, batch_size=8)
-    done = list(
-        reward_model_updates(model, flat, data, config=config, microbatch_tokens=10_000, seed=0, batching=watched)
-    )
+    done = list(reward_model_updates(model, data, config=config, microbatch_tokens=10_000, seed=0, batching=watched))
     assert [update.num_preferences for update in done] == [8, 8, 6]
     completions = sorted(tuple(c) for p in data for c in p.candidates)
     seen = []
@@ -189,7 +185,7 @@ def test_one_epoch_uses_each_preference_once_and_anneals_to_zero():
             seen.append(tuple(microbatch.targets[microbatch.segment_ids == segment][:-1]))
     assert sorted(seen) == completions
     # lr * (1 - start / num_train), as published, where batches divide the data
-    assert [update.lr for update in updates(*tiny(), data[:16], changed(config, batch_size=4))] == (
+    assert [update.lr for update in updates(tiny(), data[:16], changed(config, batch_size=4))] == (
         pytest.approx([5e-5 * (1 - start / 16) for start in (0, 4, 8, 12)])
     )
 
@@ -197,33 +193,33 @@ def test_one_epoch_uses_each_preference_once_and_anneals_to_zero():
 def test_steps_and_epochs_set_the_number_of_updates():
     data = preferences(5)
     config = changed(PLAIN, batch_size=4)
-    sizes = [u.num_preferences for u in updates(*tiny(), data, changed(config, epochs=2))]
+    sizes = [u.num_preferences for u in updates(tiny(), data, changed(config, epochs=2))]
     assert sizes == [4, 1, 4, 1]
-    assert len(list(updates(*tiny(), data, changed(config, steps=3)))) == 3
+    assert len(list(updates(tiny(), data, changed(config, steps=3)))) == 3
 
 
 def test_the_seed_decides_the_order_and_nothing_else_does():
     weights = []
     for seed in (0, 0, 1):
         torch.manual_seed(len(weights))
-        model, flat = tiny()
-        list(updates(model, flat, preferences(9), changed(PLAIN, batch_size=2), seed=seed))
-        weights.append(flat.flat)
+        model = tiny()
+        list(updates(model, preferences(9), changed(PLAIN, batch_size=2), seed=seed))
+        weights.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2])
 
 
 def test_gain_is_trained_like_a_weight_and_a_shift_has_no_gradient():
-    model, flat = tiny()
+    model = tiny()
     config = changed(PLAIN, batch_size=4, optimizer=OptimizerConfig(lr=1e-3, eps=1e-5))
-    list(updates(model, flat, preferences(16), config))
+    list(updates(model, preferences(16), config))
     assert model.gain.item() != 1.0
     # exactly 0 only in exact arithmetic: softmax does not see a shift, rounding leaves ~1e-8, far below Adam's eps
     assert abs(model.bias.item()) < 1e-5
 
 
 def test_scores_are_those_of_each_sequence_alone_in_the_order_given():
-    model, _ = tiny()
+    model = tiny()
     rng = np.random.default_rng(3)
     prompts = [random_tokens(rng, 3, 8) for _ in range(4)]
     drawn = [(prompts[int(rng.integers(4))], random_tokens(rng, 1, 11)) for _ in range(20)]
@@ -237,7 +233,7 @@ def test_scores_are_those_of_each_sequence_alone_in_the_order_given():
 
 
 def test_values_are_those_of_the_states_before_each_token():
-    model, _ = tiny()
+    model = tiny()
     drawn = samples(4) + [(samples(1)[0][0], samples(9)[8][1])]
     sequences = [scored_sequence((0, index), *sample) for index, sample in enumerate(drawn)]
     (microbatch,) = batching.collate(sequences, 1000)
@@ -249,7 +245,7 @@ def test_values_are_those_of_the_states_before_each_token():
 
 
 def test_samples_of_one_prompt_read_it_once():
-    model, _ = tiny()
+    model = tiny()
     prompt = np.arange(2, 12, dtype=np.int32)
     watched = Watched()
     score(model, [(prompt, np.array([token])) for token in range(2, 8)], microbatch_tokens=64, batching=watched)
@@ -276,7 +272,7 @@ def test_scores_equal_transformers_on_a_padded_batch(tmp_path):
 @pytest.mark.parametrize("unbiased", [False, True])
 @pytest.mark.parametrize("target", [(0.0, 1.0), (2.0, 0.5)])
 def test_normalising_sets_mean_and_deviation(unbiased, target):
-    model, _ = tiny()
+    model = tiny()
     drawn = samples(30)
     raw = score(model, drawn, **READ).astype(np.float64)
     with torch.no_grad():
@@ -296,12 +292,12 @@ def test_normalising_sets_mean_and_deviation(unbiased, target):
 
 
 def test_normalising_happens_before_the_first_update_and_after_the_last():
-    model, flat = tiny()
+    model = tiny()
     drawn, data = samples(20), preferences(8)
     config = RewardModelConfig(batch_size=4, normalise_unbiased=True, optimizer=OptimizerConfig(lr=1e-2))
-    expected, _ = tiny()
+    expected = tiny()
     normalise(expected, drawn, unbiased=True, **READ)
-    started = updates(model, flat, data, config, samples=drawn)
+    started = updates(model, data, config, samples=drawn)
     first = next(started)
     order = np.random.default_rng(0).permutation(8)[:4]
     chosen = [alone(expected, data[i].prompt_tokens, data[i].candidates[data[i].best])[-1].item() for i in order]
@@ -312,7 +308,7 @@ def test_normalising_happens_before_the_first_update_and_after_the_last():
 
 
 def test_references_average_zero_and_differences_stay():
-    model, flat = tiny()
+    model = tiny()
     references = samples(25)
     with torch.no_grad():
         model.gain.fill_(2.0)
@@ -323,18 +319,18 @@ def test_references_average_zero_and_differences_stay():
     assert after.mean() == pytest.approx(0, abs=1e-5)
     np.testing.assert_allclose(after - after[0], before - before[0], atol=1e-5)
     config = RewardModelConfig(batch_size=4, normalise="reference_bias")
-    list(updates(model, flat, preferences(8), config, samples=references))
+    list(updates(model, preferences(8), config, samples=references))
     assert score(model, references, **READ).mean() == pytest.approx(0, abs=1e-5)
     assert model.gain.item() == pytest.approx(2.0, abs=1e-3)
 
 
 def test_a_tie_is_wrong():
-    model, _ = tiny(head_init="zero")
+    model = tiny(head_init="zero")
     assert preference_accuracy(model, preferences(5), **READ) == 0.0
 
 
 def test_what_cannot_be_normalised_is_refused():
-    model, flat = tiny(head_init="zero")
+    model = tiny(head_init="zero")
     with pytest.raises(ConfigError, match="score the same"):
         normalise(model, samples(4), **READ)
     with pytest.raises(ConfigError, match="at least 2"):
@@ -342,7 +338,7 @@ def test_what_cannot_be_normalised_is_refused():
     with pytest.raises(ConfigError, match="references"):
         normalise_on_references(model, [], **READ)
     with pytest.raises(ConfigError, match="nothing to normalise"):
-        next(updates(model, flat, preferences(2), RewardModelConfig()))
+        next(updates(model, preferences(2), RewardModelConfig()))
     with torch.no_grad():
         model.head.bias.fill_(float("nan"))
     with pytest.raises(NonFiniteError):
@@ -350,11 +346,11 @@ def test_what_cannot_be_normalised_is_refused():
     with pytest.raises(NonFiniteError):
         normalise_on_references(model, samples(4), **READ)
     with pytest.raises(NonFiniteError, match="weights were not changed"):
-        next(updates(model, flat, preferences(2), PLAIN))
+        next(updates(model, preferences(2), PLAIN))
 
 
 def test_preferences_that_do_not_fit_are_refused():
-    model, flat = tiny()
+    model = tiny()
     [pair] = preferences(1)
     prompt, candidates = pair.prompt_tokens, pair.candidates
     nothing = np.array([], dtype=np.int32)
@@ -367,7 +363,7 @@ def test_preferences_that_do_not_fit_are_refused():
         ([Preference(prompt, (nothing, candidates[0]), 0)], ShapeError, "empty prompt or candidate"),
     ]:
         with pytest.raises(error, match=message):
-            next(updates(model, flat, data, PLAIN))
+            next(updates(model, data, PLAIN))
     with pytest.raises(ConfigError, match="accuracy needs preferences"):
         preference_accuracy(model, [], **READ)
     with pytest.raises(ConfigError, match="another number"):
@@ -396,10 +392,10 @@ def rated_config(**changes):
 
 
 def test_it_learns_planted_ratings_and_ends_normalised():
-    model, flat = tiny()
+    model = tiny()
     config = rated_config(steps=80, batch_size=32, optimizer=OptimizerConfig(lr=1e-2, eps=1e-5, schedule="linear"))
     held_out, drawn = ratings(100, seed=1), samples(64)
-    done = list(updates(model, flat, ratings(32 * 80), config, samples=drawn))
+    done = list(updates(model, ratings(32 * 80), config, samples=drawn))
     assert done[-1].loss < 0.1 * done[0].loss
     assert preference_accuracy(model, held_out, **READ) > 0.9
     scores = score(model, drawn, **READ).astype(np.float64)
@@ -410,7 +406,7 @@ def test_it_learns_planted_ratings_and_ends_normalised():
 
 @pytest.mark.parametrize("capacity", [256, 30, 1])
 def test_the_first_update_on_ratings_is_the_squared_error_of_scores_read_alone(capacity):
-    model, flat = tiny()
+    model = tiny()
     data = ratings(6)
     scores = torch.stack([alone(model, one.prompt_tokens, one.candidates[0])[-1] for one in data])
     target = torch.tensor([one.rating for one in data])
@@ -418,7 +414,7 @@ def test_the_first_update_on_ratings_is_the_squared_error_of_scores_read_alone(c
     loss.backward()
     grad_norm = torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in model.parameters()])).item()
     config = rated_config(normalise="none", batch_size=6)
-    (update,) = updates(model, flat, data, config, microbatch_tokens=capacity)
+    (update,) = updates(model, data, config, microbatch_tokens=capacity)
     assert update.loss == pytest.approx(loss.item(), rel=1e-4)
     assert update.grad_norm == pytest.approx(grad_norm, rel=1e-3)
     pairs = [(i, j) for i in range(6) for j in range(6) if data[i].rating > data[j].rating]
@@ -429,10 +425,10 @@ def test_the_first_update_on_ratings_is_the_squared_error_of_scores_read_alone(c
 
 def test_scores_start_at_the_scale_of_the_ratings():
     """N, item 20: mean and population deviation of all labels before training."""
-    model, flat = tiny()
+    model = tiny()
     data, drawn = ratings(40), samples(64)
     config = rated_config(steps=1, optimizer=OptimizerConfig(lr=1e-12))
-    steps = updates(model, flat, data, config, samples=drawn)
+    steps = updates(model, data, config, samples=drawn)
     next(steps)
     labels = np.array([one.rating for one in data])
     scores = score(model, drawn, **READ).astype(np.float64)
@@ -444,16 +440,16 @@ def test_scores_start_at_the_scale_of_the_ratings():
 
 
 def test_ratings_that_do_not_fit_are_refused():
-    model, flat = tiny()
+    model = tiny()
     plain = rated_config(normalise="none")
     (one,) = ratings(1)
     for wrong in (None, float("nan"), float("inf")):
         with pytest.raises(ConfigError, match="not labelled"):
-            next(updates(model, flat, [Preference(one.prompt_tokens, one.candidates, rating=wrong)], plain))
+            next(updates(model, [Preference(one.prompt_tokens, one.candidates, rating=wrong)], plain))
     (pair,) = preferences(1)
     with pytest.raises(ConfigError, match="another number of candidates"):
-        next(updates(model, flat, [pair], plain))
+        next(updates(model, [pair], plain))
     with pytest.raises(ConfigError, match="not labelled"):
-        next(updates(model, flat, [Preference(pair.prompt_tokens, pair.candidates, rating=1.0)], PLAIN))
+        next(updates(model, [Preference(pair.prompt_tokens, pair.candidates, rating=1.0)], PLAIN))
     with pytest.raises(ConfigError, match="all equal"):
-        next(updates(model, flat, [one, one], rated_config(), samples=samples(4)))
+        next(updates(model, [one, one], rated_config(), samples=samples(4)))

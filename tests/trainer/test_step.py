@@ -10,6 +10,7 @@ from training_data import (
     make_rollout,
     prepared,
     run_config,
+    scored_group,
     sharing_prompts,
     tiny_policy,
 )
@@ -18,16 +19,15 @@ from slipstream.algorithms.logprobs import probe_logprobs
 from slipstream.batching import collate as batching
 from slipstream.core.errors import NonFiniteError, StalenessError
 from slipstream.core.types import Group
-from slipstream.trainer.logprobs import microbatch_logprobs
-from slipstream.trainer.measure import Auxiliary
-from slipstream.trainer.optim import FlatAdamW
-from slipstream.trainer.scores import rollout_advantages, scored_group
+from slipstream.trainer.measure import Auxiliary, microbatch_logprobs
+from slipstream.trainer.optim import AdamW
+from slipstream.trainer.scores import rollout_advantages
 from slipstream.trainer.step import train_on_batch
 
 
 def setup(config, seed=0):
     model, flat = tiny_policy(seed)
-    optimizer = FlatAdamW(model, flat, config.trainer.optimizer, total_updates=100)
+    optimizer = AdamW(flat, config.trainer.optimizer, total_updates=100)
     return model, flat, optimizer
 
 
@@ -51,7 +51,7 @@ def test_gradient_equals_a_plain_loop_over_sequences_in_float64():
     batch = prepared(groups, config=config, step=0)
     train_on_batch(model, optimizer, groups, config=config, step=0, batching=batching)
     # The optimizer clips in place; undo it by comparing directions, and norms through the metric below.
-    ours = optimizer.grad / optimizer.grad.norm()
+    ours = optimizer.parameters.grad / optimizer.parameters.grad.norm()
 
     num_tokens = sum(len(s.tokens) for g in groups for r in g.rollouts for s in r.completion.segments if s.is_sampled)
     loss = torch.zeros((), dtype=torch.float64)
@@ -247,7 +247,7 @@ def test_a_masked_minibatch_has_its_place_in_the_schedule():
         steps=10, loss={"truncated": "mask"}, trainer={"minibatches": 2, "epochs": 2, "optimizer": rates}
     )
     model, flat, _ = setup(config)
-    optimizer = FlatAdamW(model, flat, config.trainer.optimizer, total_updates=40, updates_per_step=4)
+    optimizer = AdamW(flat, config.trainer.optimizer, total_updates=40, updates_per_step=4)
     found = [
         train_on_batch(model, optimizer, [groups[0], second], config=config, step=step, batching=batching)
         for step in range(2)
@@ -304,14 +304,14 @@ def test_a_large_head_in_chunks_equals_the_whole(monkeypatch):
     config = run_config()
     results = []
     for limit in (1 << 26, 4 * VOCAB_SIZE):
-        monkeypatch.setattr("slipstream.trainer.logprobs.MAX_LOGITS", limit)
+        monkeypatch.setattr("slipstream.trainer.measure.MAX_LOGITS", limit)
         model, _, optimizer = setup(config)
         batch = prepared(groups, config=config, step=0)
         (microbatch,) = batching.collate(batch.of(groups), 10_000)
         optimizer.zero_grad()
         logprobs, entropies = microbatch_logprobs(model, microbatch, temperature=1.0)
         (logprobs.sum() + entropies.square().sum()).backward()
-        results.append((logprobs.detach(), entropies.detach(), optimizer.grad.clone()))
+        results.append((logprobs.detach(), entropies.detach(), optimizer.parameters.grad.clone()))
     for whole, chunked in zip(*results, strict=True):
         torch.testing.assert_close(whole, chunked, rtol=1e-4, atol=1e-4)
 

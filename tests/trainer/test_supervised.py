@@ -9,7 +9,7 @@ from slipstream.core.errors import ConfigError, ShapeError
 from slipstream.core.stage_sections import WarmStartConfig
 from slipstream.core.training_sections import OptimizerConfig
 from slipstream.trainer import supervised
-from slipstream.trainer.optim import FlatAdamW
+from slipstream.trainer.optim import AdamW
 from slipstream.trainer.supervised import measure_prediction, supervised_updates
 
 DEMONSTRATIONS = [(np.array([2, 3 + i], dtype=np.int32), np.array([3 + i, 10, 1], dtype=np.int32)) for i in range(6)]
@@ -18,7 +18,7 @@ DEMONSTRATIONS = [(np.array([2, 3 + i], dtype=np.int32), np.array([3 + i, 10, 1]
 def updates(model, flat, config, demonstrations=DEMONSTRATIONS, seed=0, microbatch_tokens=64):
     return supervised_updates(
         model,
-        FlatAdamW(model, flat, config.optimizer, total_updates=config.steps),
+        AdamW(flat, config.optimizer, total_updates=config.steps),
         demonstrations,
         config=config,
         microbatch_tokens=microbatch_tokens,

@@ -8,9 +8,9 @@ import torch
 from training_data import hugging_face_twin, make_groups, run_config, tiny_policy
 
 from slipstream.batching import collate as batching
-from slipstream.trainer.optim import FlatAdamW
+from slipstream.trainer.optim import AdamW
+from slipstream.trainer.records import TokenSample
 from slipstream.trainer.step import train_on_batch
-from slipstream.trainer.token_sample import TokenSample
 
 TEMPERATURE = 0.8
 
@@ -22,7 +22,7 @@ def trained(groups, sample, **changes):
         **changes,
     )
     model, flat = tiny_policy()
-    optimizer = FlatAdamW(model, flat, config.trainer.optimizer, total_updates=100)
+    optimizer = AdamW(flat, config.trainer.optimizer, total_updates=100)
     metrics = train_on_batch(model, optimizer, groups, config=config, step=0, batching=batching, tokens=sample)
     return metrics, flat.flat
 
@@ -86,6 +86,6 @@ def test_completions_that_are_masked_have_nothing():
     sample = TokenSample(every=1)
     config = run_config(loss={"truncated": "mask"})
     model, flat = tiny_policy()
-    optimizer = FlatAdamW(model, flat, config.trainer.optimizer, total_updates=100)
+    optimizer = AdamW(flat, config.trainer.optimizer, total_updates=100)
     train_on_batch(model, optimizer, groups, config=config, step=0, batching=batching, tokens=sample)
     assert sample.trained == {}

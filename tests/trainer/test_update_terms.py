@@ -9,7 +9,16 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from training_data import TINY, VOCAB_SIZE, hugging_face_twin, make_groups, prepared, run_config, tiny_policy
+from training_data import (
+    TINY,
+    VOCAB_SIZE,
+    hugging_face_twin,
+    make_groups,
+    prepared,
+    run_config,
+    scored_group,
+    tiny_policy,
+)
 
 from slipstream.batching import collate as batching
 from slipstream.core.errors import NonFiniteError
@@ -18,8 +27,8 @@ from slipstream.models.initialise import new_model
 from slipstream.trainer.batch import train_sequence
 from slipstream.trainer.critic import Critic
 from slipstream.trainer.measure import Auxiliary
-from slipstream.trainer.optim import FlatAdamW
-from slipstream.trainer.scores import key_of, rollout_advantages, scored_group, selected
+from slipstream.trainer.optim import AdamW
+from slipstream.trainer.scores import key_of, rollout_advantages, selected
 from slipstream.trainer.step import train_on_batch
 
 TEMPERATURE = 0.8
@@ -55,7 +64,7 @@ def update(groups, *, loss, kl):
     )
     model, flat = tiny_policy()
     twin = hugging_face_twin(model)
-    optimizer = FlatAdamW(model, flat, config.trainer.optimizer, total_updates=100)
+    optimizer = AdamW(flat, config.trainer.optimizer, total_updates=100)
     reference = new_model(TINY, VOCAB_SIZE, 7)
     auxiliary = Auxiliary(reference=reference)
     train_on_batch(model, optimizer, groups, config=config, step=0, batching=batching, auxiliary=auxiliary)
@@ -112,9 +121,9 @@ def test_a_critic_whose_gradient_alone_overflows_changes_no_weight_of_either(kin
     config = run_config(loss={"name": "ppo", "advantages": "gae"}, critic={"model": kind, "head_init": "reward"})
     config = config.model_copy(update={"critic": config.critic.model_copy(update={"coef": 1e37})})  # unchecked
     model, flat = tiny_policy()
-    optimizer = FlatAdamW(model, flat, config.trainer.optimizer, total_updates=100)
+    optimizer = AdamW(flat, config.trainer.optimizer, total_updates=100)
     critic = Critic(config, model)
-    before = flat.flat.clone(), critic.flat.flat.clone()
+    before = flat.flat.clone(), critic.parameters.flat.clone()
     with pytest.raises(NonFiniteError, match="gradient"):
         train_on_batch(
             model,
@@ -126,7 +135,7 @@ def test_a_critic_whose_gradient_alone_overflows_changes_no_weight_of_either(kin
             auxiliary=Auxiliary(critic=critic),
         )
     assert torch.equal(flat.flat, before[0])
-    assert torch.equal(critic.flat.flat, before[1])
+    assert torch.equal(critic.parameters.flat, before[1])
 
 
 def test_a_completion_that_spans_versions_is_in_no_lag():
@@ -146,7 +155,7 @@ def test_a_completion_that_spans_versions_is_in_no_lag():
     ]
     model, flat = tiny_policy()
     config = run_config()
-    optimizer = FlatAdamW(model, flat, config.trainer.optimizer, total_updates=100)
+    optimizer = AdamW(flat, config.trainer.optimizer, total_updates=100)
     metrics = train_on_batch(model, optimizer, groups, config=config, step=1, batching=batching)
     assert metrics["logprob_diff_max"] > 30
     assert 0 < metrics["logprob_diff_max/lag_1"] < 30

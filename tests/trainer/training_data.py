@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,6 +20,8 @@ from slipstream.models.hf import logical_tensors
 from slipstream.models.initialise import new_model
 from slipstream.models.transformer import Transformer
 from slipstream.trainer.batch import PreparedBatch, prepare_batch, select_batch
+from slipstream.trainer.checkpoint import Checkpoints, Restored, Saved, Trained
+from slipstream.trainer.scores import ScoredGroup, head_of, scored_groups
 
 VOCAB_SIZE = 19
 TINY = ModelConfig(
@@ -40,6 +44,24 @@ def tiny_policy(seed: int = 0) -> tuple[Transformer, FlatParameters]:
             if parameter.ndim >= 2:
                 parameter.mul_(8.0)
     return model, FlatParameters(model)
+
+
+def save_checkpoint(path: Path, policy: Trained, *, step: int, critic: Trained | None = None, **more: Any) -> None:
+    """Save as a single CPU rank does."""
+    with closing(Checkpoints()) as checkpoints:
+        checkpoints.save(path, {"policy": policy} | ({"critic": critic} if critic else {}), step=step, **more)
+        assert checkpoints.poll() == Saved(path, step)
+
+
+def load_checkpoint(path: Path, policy: Trained, *, critic: Trained | None = None) -> Restored:
+    with closing(Checkpoints()) as checkpoints:
+        return checkpoints.load(path, {"policy": policy} | ({"critic": critic} if critic else {}))
+
+
+def scored_group(group: Group, config: RunConfig) -> ScoredGroup:
+    """The heads of `group`, all of whose rollouts are here."""
+    [scored] = scored_groups(head_of(rollout, config.rewards) for rollout in group.rollouts)
+    return scored
 
 
 def hugging_face_twin(model: Transformer) -> Any:

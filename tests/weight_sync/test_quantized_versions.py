@@ -13,12 +13,13 @@ import torch
 from file_handles import ipc
 
 from slipstream.algorithms.logprobs import probe_logprobs
-from slipstream.core.channel import ChannelSpec, Kind, connect_local, wait
+from slipstream.core.channel import connect_local, wait
+from slipstream.core.channel_spec import ChannelSpec, Kind
 from slipstream.core.errors import WeightSyncError
 from slipstream.core.fields import Precision
 from slipstream.core.sections import PROBE_TOLERANCES, ModelConfig
 from slipstream.models.flat import FlatParameters
-from slipstream.models.hf import new_model
+from slipstream.models.initialise import new_model
 from slipstream.models.quantized import FORMATS, Packer, WeightLayout
 from slipstream.models.served import ServedLinear, ServedWeights
 from slipstream.weight_sync.copying import bytes_of

@@ -16,7 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slipstream.core.channel import ChannelSpec, Kind, connect_local, wait
+from slipstream.core.channel import connect_local, wait
+from slipstream.core.channel_spec import ChannelSpec, Kind
 from slipstream.core.errors import WeightSyncError
 from slipstream.core.peer_messages import Holding, WeightsLinked, WeightsOffered
 from slipstream.weight_sync.copying import HOST

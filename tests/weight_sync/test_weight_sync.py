@@ -12,7 +12,8 @@ from file_handles import ipc
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.core.channel import ChannelSpec, Kind, connect_local, wait
+from slipstream.core.channel import connect_local, wait
+from slipstream.core.channel_spec import ChannelSpec, Kind
 from slipstream.core.errors import WeightSyncError
 from slipstream.weight_sync.publisher import Publisher, SlotLedger
 from slipstream.weight_sync.segment import SharedMemory

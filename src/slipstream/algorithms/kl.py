@@ -54,6 +54,6 @@ class AdaptiveKL:
     horizon: float = 10_000.0
 
     def updated(self, kl: float, num_episodes: int) -> AdaptiveKL:
-        """The controller after a training step on `num_episodes` whose KL, summed per completion, had mean `kl`."""
+        """Return the controller after a step on `num_episodes` whose KL, summed per completion, had mean `kl`."""
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)
         return replace(self, coef=self.coef * (1.0 + error * num_episodes / self.horizon))

@@ -18,7 +18,7 @@ from slipstream.core.errors import ShapeError
 
 
 class Decoder(Protocol):
-    """What this module needs of a model: packed tokens to hidden states, hidden states to logits."""
+    """A model as this module needs it: packed tokens to hidden states, hidden states to logits."""
 
     def __call__(self, tokens: Tensor, positions: Tensor, attention: Any) -> Tensor: ...
 

@@ -89,17 +89,17 @@ Metrics = dict[str, Mean | Max]
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Mean:
-    """The parts of the mean of `values` [T] where `mask` [T]; summed in float64."""
+    """Return the parts of the mean of `values` [T] where `mask` [T]; summed in float64."""
     return Mean(torch.where(mask, values, 0.0).sum(dtype=torch.float64), mask.sum())
 
 
 def masked_share(flags: Tensor, mask: Tensor) -> Mean:
-    """The parts of the share of True in bool `flags` [N] where `mask` [N]."""
+    """Return the parts of the share of True in bool `flags` [N] where `mask` [N]."""
     return Mean((flags & mask).sum(), mask.sum())
 
 
 def masked_max(values: Tensor, mask: Tensor) -> Max:
-    """The largest of `values` [T] >= 0 where `mask` [T]; 0 of nothing."""
+    """Return the largest of `values` [T] >= 0 where `mask` [T]; 0 of nothing."""
     return Max(torch.where(mask, values, 0.0).amax() if values.numel() else values.new_zeros(()))
 
 

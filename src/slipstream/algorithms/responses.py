@@ -1,4 +1,4 @@
-"""What a score sees of a response, and whether it has ended: rules on arrays of tokens, no tensors.
+"""The end of a response, and the part of it that is scored: rules on arrays of tokens, no tensors.
 
 Responses are int [T], sampled tokens only. The policy is trained on the whole response; only what is scored is cut
 (N, item 25).

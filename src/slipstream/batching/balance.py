@@ -1,4 +1,4 @@
-"""Which data-parallel rank trains on which atom (M3)."""
+"""Assignment of atoms to the data-parallel ranks that train on them (M3)."""
 
 from __future__ import annotations
 

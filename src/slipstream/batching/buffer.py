@@ -1,4 +1,4 @@
-"""Where finished rollouts wait for the rest of their group, and groups for their step."""
+"""The buffer in which finished rollouts wait for the rest of their group, and groups for their step."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from slipstream.core.packed import AnySample, Expects
 
 
 class GroupBuffer(Generic[AnySample]):
-    """Rollouts in, or their heads; whole groups out.
+    """Collect rollouts, or their heads, into whole groups.
 
-    Of `completions_per_group` samples of a group, those come here that `expects` names, by default all: a trainer's
-    rank is dealt a part of each group, or none. A group is complete when they are here. A rollout arriving twice, or
+    `expects` names which of the `completions_per_group` samples of a group come here, by default all: a trainer's rank
+    is dealt a part of each group, or none. A group is complete when they are here. A rollout arriving twice, or
     after its group was taken or forgotten, is dropped and counted in `num_duplicates`. Memory is bounded: at most
     `max_groups` groups may be waiting (admission bounds them, so more is a bug), and retired ordinals are remembered as
     a floor and the few above it.
@@ -63,11 +63,11 @@ class GroupBuffer(Generic[AnySample]):
         return True
 
     def is_complete(self, ordinal: int) -> bool:
-        """Whether all of group `ordinal` that is to come here waits here; also where that is nothing."""
+        """Tell whether all of group `ordinal` that is to come here waits here; also where that is nothing."""
         return len(self._waiting.get(ordinal, ())) == len(self._expected(ordinal))
 
     def group(self, ordinal: int) -> tuple[AnySample, ...]:
-        """What of group `ordinal` waits here, by sample."""
+        """Return what waits here of group `ordinal`, by sample."""
         samples = self._waiting.get(ordinal, {})
         return tuple(samples[sample] for sample in sorted(samples))
 

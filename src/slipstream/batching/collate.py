@@ -34,7 +34,7 @@ def split_minibatches(
 
 @dataclass(frozen=True)
 class Atom:
-    """What collation has to know of what it never splits: a sequence, or several of one prompt (a pair).
+    """A sequence, or several of one prompt (a pair), that collation never splits.
 
     It reads `num_own` rows, and `num_prompt` that siblings may share. `prompt` is (ordinal, the prompt's tokens as
     bytes): equal tokens alone, in two groups, are not shared.
@@ -156,13 +156,13 @@ def _pack(sequences: Sequence[TrainSequence]) -> PackedMicrobatch:
 
 
 def _joined_sets(sequences: Sequence[TrainSequence]) -> np.ndarray | None:
-    """int64: the kept sets of all sequences, one behind the other; each has sets on its targets alone."""
+    """Return int64: the kept sets of all sequences, one behind the other; each has sets on its targets alone."""
     sets = [sequence.kept_tokens for sequence in sequences if sequence.kept_tokens is not None]
     return np.concatenate(sets).astype(np.int64) if sets else None
 
 
 def _optional_of(sequences: Sequence[TrainSequence]) -> tuple[str, ...]:
-    """The optional columns and kept sets that the sequences carry: all of them the same ones."""
+    """Return the optional columns and kept sets that the sequences carry: all of them the same ones."""
     names = (*OPTIONAL_COLUMNS, "kept_tokens", "kept_counts")
     carried = {tuple(name for name in names if vars(sequence)[name] is not None) for sequence in sequences}
     if len(carried) > 1:
@@ -171,7 +171,7 @@ def _optional_of(sequences: Sequence[TrainSequence]) -> tuple[str, ...]:
 
 
 def padding_frac(microbatches: Sequence[PackedMicrobatch]) -> float:
-    """Share of padding if all microbatches were filled up to the fullest one: what greedy collation keeps small (M8).
+    """Return the share of padding if all microbatches were filled up to the fullest one (M8 keeps it small).
 
     Sizes are rows really read, so a shared prompt counts once per microbatch. Nothing is really padded; it is the idle
     share of ranks that run one microbatch each. One microbatch gives 0.
@@ -181,9 +181,9 @@ def padding_frac(microbatches: Sequence[PackedMicrobatch]) -> float:
 
 
 def padded_layout_frac(microbatches: Sequence[PackedMicrobatch]) -> float:
-    """Share of padding in the rectangular layout [sequences, longest] of the same microbatches: what packing saves.
+    """Return the share of padding in the rectangular layout [sequences, longest] of the same microbatches.
 
-    Every sequence counts with its own copy of the prompt, as in that layout; what sharing saves comes on top.
+    Packing saves it. Every sequence counts with its own copy of the prompt, as in that layout; sharing saves more.
     """
     slots = sum(len(microbatch.lengths) * max(microbatch.lengths) for microbatch in microbatches)
     return 1.0 - sum(sum(microbatch.lengths) for microbatch in microbatches) / slots if slots else 0.0

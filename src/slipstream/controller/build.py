@@ -15,30 +15,20 @@ from slipstream.controller.checks import has_functions
 from slipstream.controller.controller import RunInput
 from slipstream.controller.pipeline import Node, Pipeline, gather, scatter, weights
 from slipstream.controller.placement import num_cores, place
-from slipstream.core.channel import ChannelSpec
-from slipstream.core.channel_spec import MAX_MESSAGE_BYTES
+from slipstream.core.channel_spec import MAX_MESSAGE_BYTES, ChannelSpec
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.executor import Executor
-from slipstream.core.other_names import sentence_of_value
 from slipstream.core.types import WarmStart
 from slipstream.generator.executor import Generator
 from slipstream.models.build import build_tokenizer
-from slipstream.generator.vllm.backend import check_vllm
-from slipstream.models.build import build_tokenizer, check_division
-from slipstream.models.device import check_gpus
-from slipstream.models.foreign_text import rehearse_tokenizer
-from slipstream.models.hub import check_model_path
-from slipstream.models.preflight import Head, check_checkpoint, check_policy
-from slipstream.models.sizes import check_sizes
-from slipstream.models.tokenizer import has_tokenizer, load_tokenizer
 from slipstream.prompts import PromptSet, build_prompts, demonstrations, task_table
 from slipstream.rewards.executor import Rewards
 from slipstream.rewards.given import Functions
 from slipstream.rewards.model_executor import RewardModels
-from slipstream.trainer.dealing import dealt_by
 from slipstream.trainer.executor import Trainer
 from slipstream.trainer.reference_executor import ReferencePolicy
+from slipstream.trainer.scores import dealt_by
 
 
 def make_generator(config: RunConfig, replica: int = 0) -> Generator:
@@ -186,7 +176,7 @@ def _through_stations(config: RunConfig, made: Sequence[Node], leaders: Sequence
             yield from _dealt(config, sources, [f"{member}.{port_in}" for member in members], "rollouts/samples")
             sources = [f"{member}.{port_out}" for member in members]
     targets = [f"{leader}.rollouts" for leader in leaders]
-    yield from _dealt(config, sources, targets, f"rollouts/{dealt_by(config)}")
+    yield from _dealt(config, sources, targets, f"rollouts/{dealt_by(config.loss)}")
 
 
 def _dealt(config: RunConfig, sources: Sequence[str], targets: Sequence[str], route: str) -> Iterator[ChannelSpec]:

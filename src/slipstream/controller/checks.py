@@ -8,17 +8,17 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from slipstream.algorithms.losses import LOSSES, loss_named
-from slipstream.algorithms.losses.spec import Loss
+from slipstream.algorithms.losses.table import Loss
 from slipstream.controller.placement import check_processes, check_remote, computing_groups
 from slipstream.core.config import RunConfig, stage_of
 from slipstream.core.errors import ConfigError
-from slipstream.core.hub import check_model_path
 from slipstream.core.other_names import sentence_of_value
 from slipstream.generator.device import check_device
 from slipstream.generator.vllm.backend import check_vllm
 from slipstream.models.build import build_tokenizer, check_division
 from slipstream.models.device import check_gpus
 from slipstream.models.foreign_text import rehearse_tokenizer
+from slipstream.models.hub import check_model_path
 from slipstream.models.preflight import Head, check_checkpoint, check_policy
 from slipstream.models.sizes import check_sizes
 from slipstream.models.tokenizer import has_tokenizer, load_tokenizer

@@ -30,9 +30,9 @@ from slipstream.core.channel import Ports, connect_by_book, wait
 from slipstream.core.clock import Clock
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ChannelClosed, ExecutorDied, ExecutorLost, SlipstreamError
-from slipstream.core.spans import Spans
 from slipstream.core.peer_messages import Failed, Joined, Left
 from slipstream.core.ranks import RANK_MARK, split_rank_name
+from slipstream.core.spans import Spans
 from slipstream.core.types import CompletionFinished, Counters, Message, Ready, ReplicaLost, Stop, Swapped
 
 WAKE_EVERY_S = 1.0  # how often a silent run is looked at; decisions never wait for it

@@ -17,7 +17,8 @@ from slipstream.controller.pipeline import (
     replica_of,
     weight_readers,
 )
-from slipstream.core.channel import ChannelSpec, Ports, wait
+from slipstream.core.channel import Ports, wait
+from slipstream.core.channel_spec import ChannelSpec
 from slipstream.core.clock import Clock, WallClock
 from slipstream.core.errors import ChannelClosed, ChannelError, ChannelTimeout, RankError
 from slipstream.core.executor import Context

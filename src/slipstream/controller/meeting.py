@@ -24,7 +24,7 @@ from torch.distributed import DistError, Store, TCPStore  # type: ignore[attr-de
 
 from slipstream.controller.pipeline import Node, Pipeline, decode_channel, decode_node, encode_node
 from slipstream.core.addresses import AddressBook, StoreAddresses
-from slipstream.core.channel import ChannelSpec
+from slipstream.core.channel_spec import ChannelSpec
 from slipstream.core.clock import wall_minus_clock_s
 from slipstream.core.errors import ConfigError, SlipstreamError
 from slipstream.core.keys import RunKeys

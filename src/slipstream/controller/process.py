@@ -30,7 +30,8 @@ from slipstream.controller.pipeline import CONTROLLER, Node, decode_channel, dec
 from slipstream.controller.placement import thread_environment
 from slipstream.core import lifeline
 from slipstream.core.addresses import LOOPBACK, LocalAddresses, StoreAddresses, grant_incarnation
-from slipstream.core.channel import ChannelSpec, Ports, connect_by_book
+from slipstream.core.channel import Ports, connect_by_book
+from slipstream.core.channel_spec import ChannelSpec
 from slipstream.core.clock import ShiftedClock, WallClock, wall_minus_clock_s
 from slipstream.core.errors import ConfigError, SlipstreamError
 from slipstream.core.interrupts import LEAVING, leave_to_the_run

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.text import Text
 
-from slipstream.controller.replay import Replay
+from slipstream.controller.audit import Replay
 
 
 def show(found: Replay, wall_s: float, console: Console) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from slipstream.controller.pipeline import Node, replica_of, weight_readers
-from slipstream.core.channel import ChannelSpec, Kind, Ports
+from slipstream.core.channel import Ports
+from slipstream.core.channel_spec import ChannelSpec, Kind
 from slipstream.core.config import RunConfig
 from slipstream.core.rank_group import RankGroup
 from slipstream.generator.device import replica_device

@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from slipstream.core.spans import Spans
-from slipstream.core.types import Holding, Message
 from slipstream.core.peer_messages import Holding
+from slipstream.core.spans import Spans
 from slipstream.core.types import Message
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from slipstream.core.packed import TrainSequence
 from slipstream.core.types import Completion
 from slipstream.evals.spread import Spread, spread
 from slipstream.models.transformer import Transformer
-from slipstream.trainer.logprobs import microbatch_logprobs
+from slipstream.trainer.measure import microbatch_logprobs
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from pathlib import Path
 import msgspec
 
 from slipstream.batching import collate
-from slipstream.core.channel import ChannelSpec, Kind, connect_local, wait
+from slipstream.core.channel import connect_local, wait
+from slipstream.core.channel_spec import ChannelSpec, Kind
 from slipstream.core.clock import WallClock
 from slipstream.core.config import RunConfig
 from slipstream.core.executor import Context

@@ -18,7 +18,6 @@ from transformers import PreTrainedTokenizerBase
 from slipstream.algorithms.responses import truncate_at_token
 from slipstream.core.config import RunConfig
 from slipstream.core.executor import Context, Executor
-from slipstream.core.executor import Context, Executor, Spans
 from slipstream.core.peer_messages import Wake
 from slipstream.core.saved import SUFFIX, rollouts_dir
 from slipstream.core.spans import Spans

@@ -10,11 +10,11 @@ from transformers import PreTrainedTokenizerBase
 from slipstream.core.config import RunConfig, stage_of
 from slipstream.core.sections import GeneratorConfig, ModelConfig
 from slipstream.models.config import config_from_hf, local_config
-from slipstream.models.hf import load_model, load_tokenizer, logical_tensors, new_model, read_hf_config
-from slipstream.models.initialise import new_config
+from slipstream.models.hf import load_model, logical_tensors, read_hf_config
+from slipstream.models.initialise import new_config, new_model
 from slipstream.models.shards import load_parallel_model, load_shard
 from slipstream.models.tensor_parallel import TensorParallel
-from slipstream.models.tokenizer import char_tokenizer
+from slipstream.models.tokenizer import char_tokenizer, load_tokenizer
 from slipstream.models.transformer import Transformer
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cached_property
+
 import torch
 from torch import Tensor, nn
 
@@ -11,8 +14,9 @@ from slipstream.core.errors import ShapeError
 class FlatParameters:
     """Re-homes every parameter of `model` as a view into one contiguous fp32 tensor, `flat` [num_params].
 
-    A tied weight counts once. Parameters lie in `named_parameters` order without gaps. `flatten_grads` does the same
-    for gradients, so that clipping and the optimizer work on one tensor.
+    A tied weight counts once. Parameters lie in `named_parameters` order without gaps. In training their gradients are
+    views into one tensor as well, so that clearing, clipping and updating are one kernel each; `sharded.py` has the
+    counterpart for several ranks.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -55,12 +59,50 @@ class FlatParameters:
             self._parameters[name].data = view
         self.flat = flat
 
-    def flatten_grads(self) -> Tensor:
-        """Make every parameter's gradient a view into one zeroed tensor [num_params], which is returned.
+    # In training
 
-        Backward passes then add into it. Zero that tensor between updates; `zero_grad(set_to_none=True)` would undo it.
-        """
-        grad_flat = torch.zeros_like(self.flat)
-        for name, view in self.views_of(grad_flat).items():
+    @cached_property
+    def grad(self) -> Tensor:
+        """The gradient of `flat`, float32 [num_params]."""
+        return torch.zeros_like(self.flat)
+
+    @cached_property
+    def _grad_views(self) -> dict[str, Tensor]:
+        return self.views_of(self.grad)
+
+    def stored(self) -> list[Tensor]:
+        """Return the tensors in which the parameters lie: live, never copies."""
+        return [self.flat]
+
+    def stored_grads(self) -> list[Tensor]:
+        """Return the gradients of `stored`."""
+        return [self.grad]
+
+    def by_name(self, stored: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Return views into tensors like `stored`, by parameter name."""
+        [flat] = stored
+        return self.views_of(flat)
+
+    def named_grads(self) -> dict[str, Tensor]:
+        """Return the gradients by parameter name, as views into `grad`."""
+        return self._grad_views
+
+    def zero_grad(self) -> None:
+        """Zero the gradient, and point every parameter's `.grad` at its view: backward passes add into that."""
+        self.grad.zero_()
+        for name, view in self._grad_views.items():
             self._parameters[name].grad = view
-        return grad_flat
+
+    def before_backward(self, *, is_last: bool) -> None:
+        """Do nothing: there are no sums over ranks to put off."""
+
+    def grad_norm(self) -> float:
+        """Return the norm of the whole gradient; no backward pass may follow before `zero_grad`."""
+        return float(torch.linalg.vector_norm(self.grad))
+
+    def non_finite_grads(self) -> list[str]:
+        """Return the parameters whose gradient is NaN or inf somewhere."""
+        return [name for name, view in self._grad_views.items() if not bool(torch.isfinite(view).all())]
+
+    def reshard(self) -> None:
+        """Do nothing: the model computes with the stored weights themselves."""

@@ -92,12 +92,6 @@ def check_checkpoint(path: Path, head: Head) -> TransformerConfig:
     return shape
 
 
-def parameter_shapes(shape: TransformerConfig) -> dict[str, tuple[int, ...]]:
-    """Of our parameters, by their names in a model of this shape: what a run's checkpoint holds."""
-    with torch.device("meta"):
-        return {name: tuple(parameter.shape) for name, parameter in Transformer(shape).named_parameters()}
-
-
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, shape: TransformerConfig, path: Path) -> None:
     """Raise ConfigError for a tokenizer with ids that the model has no embedding for."""
     largest = max(tokenizer.get_vocab().values(), default=-1)

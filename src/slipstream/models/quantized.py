@@ -27,9 +27,7 @@ from torch import Tensor
 
 from slipstream.core.errors import ShapeError
 from slipstream.core.fields import Precision
-from slipstream.core.types import Holding
 from slipstream.core.peer_messages import Holding
-from slipstream.core.sections import Precision
 from slipstream.models.linear import Linear
 from slipstream.models.shards import Part, local_parts, local_tensor
 from slipstream.models.transformer import Transformer

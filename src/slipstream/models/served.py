@@ -22,10 +22,8 @@ from torch import Tensor, nn
 
 from slipstream.core.errors import ConfigError
 from slipstream.core.fields import Precision
-from slipstream.core.rank_group import RankGroup
-from slipstream.core.types import Holding
 from slipstream.core.peer_messages import Holding
-from slipstream.core.sections import Precision
+from slipstream.core.rank_group import RankGroup
 from slipstream.models.linear import Linear
 from slipstream.models.products import DenseProduct, Fp8Product, Product, WideProduct, cpu_dtype
 from slipstream.models.quantized import FP8, StoredWeight, WeightLayout

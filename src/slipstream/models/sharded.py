@@ -1,36 +1,36 @@
-"""A model divided over the ranks of a trainer: tensor parallel inside a layer, FSDP2 over the data-parallel ranks.
+"""A model in training: whole on one CPU rank, else divided; tensor parallel inside a layer, FSDP2 over data parallel.
 
-A rank's `Transformer` is its tensor-parallel share (`tensor_parallel.py`), whose parameters torch's `fully_shard` cuts
-by rows over the data-parallel ranks: each layer is a group that is gathered when it runs and given up again; embedding,
-final norm and head are the root's, gathered from a forward pass to the end of its backward pass. So `model(...)` comes
-first, then `model.logits(states)`, as everywhere; both work on whole (tensor-parallel shares of) parameters. Measure
-under `torch.no_grad()`: in `torch.inference_mode()` torch would gather into tensors that can never be trained on.
+On one CPU rank (`Division.is_whole`) a model is what `build.py` and `scalar.py` make, stored flat. Elsewhere a rank's
+`Transformer` is its tensor-parallel share (`tensor_parallel.py`), whose parameters torch's `fully_shard` cuts by rows
+over the data-parallel ranks: each layer is a group that is gathered when it runs and given up again; embedding, final
+norm and head are the root's, gathered from a forward pass to the end of its backward pass. So `model(...)` comes first,
+then `model.logits(states)`, as everywhere; both work on whole (tensor-parallel shares of) parameters. Measure under
+`torch.no_grad()`: in `torch.inference_mode()` torch would gather into tensors that can never be trained on.
 
-Gradients of the data-parallel ranks are summed, never averaged: losses are divided by counts over all ranks. What is
-left to sum over tensor-parallel ranks (`tensor_parallel.SharedRows`) is summed once per update, by
-`ShardedParameters.finish_gradients`.
+Gradients of the data-parallel ranks are summed, never averaged: losses are divided by counts over all ranks. Sums over
+tensor-parallel ranks that remain (`tensor_parallel.SharedRows`) are made once per update, by
+`ShardedParameters.grad_norm`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
 from slipstream.core.errors import ConfigError
 from slipstream.core.rank_group import RankGroup
 from slipstream.core.sections import ModelConfig
+from slipstream.models.build import build_policy
 from slipstream.models.config import TransformerConfig, config_from_hf, local_config
+from slipstream.models.flat import FlatParameters
 from slipstream.models.hf import logical_tensors, read_hf_config, write_tensor
 from slipstream.models.initialise import initialise, new_config
 from slipstream.models.scalar import (
@@ -39,39 +39,53 @@ from slipstream.models.scalar import (
     ScalarModel,
     head_tensor,
     initialise_head,
+    load_scalar_model,
+    new_scalar_model,
     restore_biases,
 )
-from slipstream.models.shards import checkpoint_slices, load_shard, local_tensor
+from slipstream.models.shards import Box, Part, checkpoint_slices, is_dtensor, load_shard, local_parts, local_tensor
 from slipstream.models.tensor_parallel import SharedRows, TensorParallel, shared_rows, whole_config
 from slipstream.models.transformer import OneRank, Ranks, Transformer
+
+if TYPE_CHECKING:  # torch's distributed parts take a second to import, and one rank needs none of them
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True)
 class Division:
-    """How a model lies on this rank and its peers: the two groups of `RankGroup.split`, and what it computes on and in.
+    """The division of a model over this rank and its peers, the two groups of `RankGroup.split`, and how it computes.
 
-    `precision` is that of products; parameters, gradients and their sums are float32. `recomputes` keeps only every
-    layer's input for the backward pass and runs the layer again there.
+    `precision` is that of products; parameters, gradients and their sums are float32. With `recomputes` every layer
+    keeps only its input for the backward pass and runs again there. With `reduce_once` gradients are summed over
+    data-parallel ranks in the last backward pass before an update only; until then each rank has one of all rows.
     """
 
-    data_parallel: RankGroup
-    tensor_parallel: RankGroup
+    data_parallel: RankGroup = field(default_factory=RankGroup.alone)
+    tensor_parallel: RankGroup = field(default_factory=RankGroup.alone)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     precision: Literal["float32", "bfloat16"] = "float32"
     recomputes: bool = False
+    reduce_once: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        """True on a single CPU rank, which divides nothing and computes in float32."""
+        return self.data_parallel.world == self.tensor_parallel.world == 1 and self.device.type == "cpu"
 
     def ranks_of(self, config: TransformerConfig) -> Ranks:
-        """The tensor-parallel ranks of a model of the whole `config`. ConfigError when it cannot be divided so."""
+        """Return the tensor-parallel ranks of a model of the whole `config`. ConfigError if it cannot be divided so."""
         pg = self.tensor_parallel.pg
         return OneRank() if pg is None else TensorParallel.over(pg, config)
 
     @property
     def uses_fsdp(self) -> bool:
-        """One data-parallel rank has nothing to gather, but FSDP also casts to the precision of products."""
+        """True where parameters are gathered, or cast to the precision of products."""
         return self.data_parallel.world > 1 or self.precision != "float32"
 
     def mesh(self) -> DeviceMesh:
-        """The data-parallel ranks, for torch. Process groups must have been initialised, also for one rank alone."""
+        """Return the data-parallel ranks, for torch. Process groups must be initialised, also for one rank alone."""
+        from torch.distributed.device_mesh import DeviceMesh
+
         pg = self.data_parallel.pg
         if pg is None:
             pg = dist.new_group([dist.get_rank()], use_local_synchronization=True)
@@ -85,19 +99,29 @@ def divide(model: Transformer, division: Division) -> None:
     """
     for layer in model.layers:
         layer.recomputes = division.recomputes
-    mesh = division.mesh() if division.uses_fsdp else None
-    is_float32 = division.precision == "float32"
+    if division.uses_fsdp:
+        _shard(model, division)
+        return
+    model.to(division.device)
+    _move_tables(model, division)
+
+
+def _move_tables(model: Transformer, division: Division) -> None:
+    model.cos, model.signed_sin = model.cos.to(division.device), model.signed_sin.to(division.device)
+
+
+def _shard(model: Transformer, division: Division) -> None:
+    """`divide`, by FSDP2."""
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+    mesh, is_float32 = division.mesh(), division.precision == "float32"
     policy = MixedPrecisionPolicy() if is_float32 else MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     for layer in model.layers:
-        layer.to(division.device)
-        if mesh is not None:
-            fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+        fully_shard(layer.to(division.device), mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     for name, child in model.named_children():
         if name != "layers":
             child.to(division.device)
-    model.cos, model.signed_sin = model.cos.to(division.device), model.signed_sin.to(division.device)
-    if mesh is None:
-        return
+    _move_tables(model, division)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):  # sums; the two together also spare gloo an operation that it lacks
@@ -106,7 +130,7 @@ def divide(model: Transformer, division: Division) -> None:
 
 
 def load_sharded(path: str | Path, division: Division, *, max_positions: int | None = None) -> Transformer:
-    """This rank's part of the model in folder `path`, of which only that part is read. Errors: as `hf.load_model`'s."""
+    """Return this rank's part of the model in folder `path`; only that is read. Errors: as `hf.load_model`'s."""
     path = Path(path)
     config = config_from_hf(read_hf_config(path), max_positions=max_positions)
     model = _unfilled(config, division)
@@ -116,9 +140,9 @@ def load_sharded(path: str | Path, division: Division, *, max_positions: int | N
 
 
 def new_sharded(config: TransformerConfig, seed: int, division: Division) -> Transformer:
-    """This rank's part of the model that `initialise` draws from `seed`: the same numbers in every division.
+    """Return this rank's part of the model that `initialise` draws from `seed`: the same numbers in every division.
 
-    For that, every rank draws the whole model and keeps its part.
+    Every rank draws the whole model and keeps its part.
     """
     whole = Transformer(config)
     initialise(whole, seed)
@@ -129,19 +153,20 @@ def new_sharded(config: TransformerConfig, seed: int, division: Division) -> Tra
 
 def _unfilled(config: TransformerConfig, division: Division) -> Transformer:
     """Nothing is written before it is divided, so a CPU gives memory for the parts only."""
-    model = Transformer(_local(config, division), division.ranks_of(config))
+    model = Transformer(local_config(config, division.tensor_parallel.world), division.ranks_of(config))
     divide(model, division)
     return model
-
-
-def _local(config: TransformerConfig, division: Division) -> TransformerConfig:
-    return local_config(config, division.tensor_parallel.world)
 
 
 def build_sharded_policy(
     config: ModelConfig, division: Division, *, seed: int, tokenizer: PreTrainedTokenizerBase
 ) -> Transformer:
-    """This rank's part of the policy that `build.build_policy` gives, with the same numbers."""
+    """Return this rank's part of the policy that `build.build_policy` gives, with the same numbers."""
+    if division.is_whole:
+        model, _ = build_policy(config, seed=seed, tokenizer=tokenizer)
+        for layer in model.layers:
+            layer.recomputes = division.recomputes
+        return model
     if config.path is not None:
         return load_sharded(config.path, division)
     whole = new_config(config, len(tokenizer), eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
@@ -152,7 +177,9 @@ def build_sharded_policy(
 def load_sharded_scalar(
     path: str | Path, division: Division, *, head_init: HeadInit, seed: int, max_positions: int | None = None
 ) -> ScalarModel:
-    """This rank's part of the scalar model in folder `path`; see `scalar.load_scalar_model`."""
+    """Return this rank's part of the scalar model in folder `path`; see `scalar.load_scalar_model`."""
+    if division.is_whole:
+        return load_scalar_model(path, head_init=head_init, seed=seed, max_positions=max_positions)
     path = Path(path)
     model = _unfilled_scalar(config_from_hf(read_hf_config(path), max_positions=max_positions), division)
     with checkpoint_slices(path, whole_config(model.backbone)) as whole:
@@ -170,7 +197,9 @@ def load_sharded_scalar(
 
 @torch.no_grad()
 def new_sharded_scalar(policy: Transformer, division: Division, *, head_init: HeadInit, seed: int) -> ScalarModel:
-    """A scalar model on a copy of `policy`, which lies in the same `division`, with a fresh head."""
+    """Return a scalar model on a copy of `policy`, which lies in the same `division`, with a fresh head."""
+    if division.is_whole:
+        return new_scalar_model(policy, head_init=head_init, seed=seed)
     model = _unfilled_scalar(whole_config(policy), division)
     weights = ShardedParameters(policy, division).named_views()
     for name, view in ShardedParameters(model.backbone, division).named_views().items():
@@ -181,14 +210,14 @@ def new_sharded_scalar(policy: Transformer, division: Division, *, head_init: He
 
 def _unfilled_scalar(config: TransformerConfig, division: Division) -> ScalarModel:
     config = replace(config, tie_embeddings=True)  # there is no head over the vocabulary
-    model = ScalarModel(_local(config, division), division.ranks_of(config))
+    model = ScalarModel(local_config(config, division.tensor_parallel.world), division.ranks_of(config))
     divide(model.backbone, division)
     return model.to(division.device)
 
 
 @dataclass(frozen=True)
 class _Local:
-    """What lies here of one parameter: `rows` of this rank's tensor-parallel share; `shared` are those others have."""
+    """The stored part of one parameter: `rows` of this rank's tensor-parallel share; other ranks hold `shared`, too."""
 
     parameter: nn.Parameter
     rows: range
@@ -206,21 +235,24 @@ class _Local:
         return local_tensor(self.parameter.grad.detach())
 
     def among(self, rows: range) -> slice:
-        """Where in `view` those of the share's `rows` are that lie here."""
+        """Return where in `view` those of the share's `rows` are that lie here."""
         start, stop = max(rows.start, self.rows.start), min(rows.stop, self.rows.stop)
         return slice(start - self.rows.start, max(start, stop) - self.rows.start)
 
 
 class ShardedParameters:
-    """What this rank stores of a model's parameters: the counterpart of `FlatParameters` for several ranks.
+    """The parameters that one of several ranks stores, with what `FlatParameters` has for training.
 
-    Of a parameter that is a range of rows, along its first dimension, of this rank's tensor-parallel share (where it
-    lies in the checkpoint: `shards.local_parts`); what FSDP does not manage is whole. `named_views` stay valid for the
-    model's life.
+    A parameter that FSDP2 manages is stored as a range of rows, along its first dimension, of this rank's
+    tensor-parallel share (where it lies in the checkpoint: `shards.local_parts`); any other is stored whole.
+    `named_views` stay valid for the model's life.
     """
 
     def __init__(self, model: nn.Module, division: Division) -> None:
+        from torch.distributed.fsdp import FSDPModule
+
         self._division = division
+        self._are_sums = False  # whether the gradients are sums over ranks already
         self._fsdp_modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self.reshard()
         shared = _shared_rows(model, division.tensor_parallel)
@@ -232,51 +264,72 @@ class ShardedParameters:
     def _rows_of(self, parameter: nn.Parameter) -> range:
         """FSDP2 cuts the first dimension as `torch.chunk` does: equal numbers of rows, the last ranks have fewer."""
         rows, group = _all_rows(parameter), self._division.data_parallel
-        if not isinstance(parameter, DTensor):
+        if not is_dtensor(parameter):
             return rows
         size = math.ceil(len(rows) / group.world)
         return rows[group.rank * size : (group.rank + 1) * size]
 
+    def stored(self) -> list[Tensor]:
+        self.reshard()
+        return [local.view for local in self._locals.values()]
+
+    def stored_grads(self) -> list[Tensor]:
+        return [local.grad for local in self._locals.values()]
+
+    def by_name(self, stored: Sequence[Tensor]) -> dict[str, Tensor]:
+        return dict(zip(self._locals, stored, strict=True))
+
     def named_views(self) -> dict[str, Tensor]:
-        """The weights that lie here, float32, by parameter name: live, never copies; some may have no rows.
+        """Return the weights that lie here, float32, by parameter name: live, never copies; some may have no rows.
 
         What is gathered is given up, so that the model's own parameters are those that lie here, and what is written
         into these is what it computes with.
         """
-        self.reshard()
-        return {name: local.view for name, local in self._locals.items()}
+        return self.by_name(self.stored())
 
     def named_grads(self) -> dict[str, Tensor]:
-        """The gradients of `named_views`; zeros where no backward pass has made any."""
-        return {name: local.grad for name, local in self._locals.items()}
+        """Return the gradients of `named_views`; zeros where no backward pass has made any."""
+        return self.by_name(self.stored_grads())
 
     def reshard(self) -> None:
-        """Give up all gathered parameters. Whoever writes into views taken before a pass of the model calls it, or the
-        next pass computes with the old embedding and head."""
+        """Give up all gathered parameters. Call it after writing into views that were taken before a pass of the model:
+        the next pass would compute with the old embedding and head."""
         for module in self._fsdp_modules:
             module.reshard()
-
-    def sum_gradients(self, enabled: bool) -> None:
-        """Whether backward passes from now on sum gradients over the data-parallel ranks: yes, unless told otherwise.
-
-        While they do not, each rank adds up a gradient of all rows of its tensor-parallel share.
-        """
-        for module in self._fsdp_modules:
-            module.set_requires_gradient_sync(enabled, recurse=False)
 
     def zero_grad(self) -> None:
         for local in self._locals.values():
             local.parameter.grad = None
+        self._are_sums = False
+
+    def before_backward(self, *, is_last: bool) -> None:
+        """Let the backward pass sum gradients over data-parallel ranks, with `reduce_once` only if it `is_last`."""
+        if self._division.reduce_once:
+            for module in self._fsdp_modules:
+                module.set_requires_gradient_sync(is_last, recurse=False)
 
     @torch.no_grad()
-    def finish_gradients(self) -> None:
-        """Sum what backward passes left as parts on several ranks. Call it once, after the last of them.
+    def grad_norm(self) -> float:
+        """Finish the sums over ranks; count every element of the gradient on one of the ranks that hold it."""
+        if not self._are_sums:
+            self._finish_gradients()
+            self._are_sums = True
+        counted = list(self._counted_grads())
+        total = torch.zeros(1, dtype=torch.float64)
+        if counted:
+            total += torch.stack(torch._foreach_norm(counted)).double().square().sum().cpu()
+        for group in (self._division.data_parallel, self._division.tensor_parallel):
+            total = group.sum(total)
+        return math.sqrt(float(total))
+
+    def _finish_gradients(self) -> None:
+        """Sum the parts that backward passes left on several ranks.
 
         Over data-parallel ranks: parameters that FSDP does not manage. Over tensor-parallel ranks: partial rows.
         """
         data_parallel, tensor_parallel = self._division.data_parallel, self._division.tensor_parallel
         if data_parallel.world > 1:
-            whole = [local for local in self._locals.values() if not isinstance(local.parameter, DTensor)]
+            whole = [local for local in self._locals.values() if not is_dtensor(local.parameter)]
             _sum_in_place([local.grad for local in whole], data_parallel)
         by_sharers: dict[range, list[Tensor]] = {}
         for local in self._locals.values():
@@ -286,32 +339,17 @@ class ShardedParameters:
         for sharers in sorted(by_sharers, key=len):
             _sum_in_place(by_sharers[sharers], tensor_parallel, sharers=sharers)
 
-    @torch.no_grad()
-    def grad_norm(self) -> float:
-        """Norm of the whole model's gradient, every element counted on one of the ranks that hold it.
-
-        The same number on every rank. Call it after `finish_gradients`.
-        """
-        counted = list(self._counted_grads())
-        total = torch.zeros(1, dtype=torch.float64)
-        if counted:
-            total += torch.stack(torch._foreach_norm(counted)).double().square().sum().cpu()
-        for group in (self._division.data_parallel, self._division.tensor_parallel):
-            total = group.sum(total)
-        return math.sqrt(float(total))
-
     def non_finite_grads(self) -> list[str]:
-        """Parameters whose gradient is NaN or inf somewhere, the same ones on every rank, which all call it."""
-        flags = torch.tensor([not bool(torch.isfinite(grad).all()) for grad in self.named_grads().values()])
+        flags = torch.tensor([not bool(torch.isfinite(grad).all()) for grad in self.stored_grads()])
         flags = flags.to(torch.int64)
         for group in (self._division.data_parallel, self._division.tensor_parallel):
             flags = group.max(flags)
-        return [name for name, flag in zip(self.named_grads(), flags.tolist(), strict=True) if flag]
+        return [name for name, flag in zip(self._locals, flags.tolist(), strict=True) if flag]
 
     def _counted_grads(self) -> Iterator[Tensor]:
-        """What this rank counts: of rows that several hold, the first of them does."""
+        """Yield the gradients that this rank counts: rows that several ranks hold are counted on the first of them."""
         for local in self._locals.values():
-            if self._division.data_parallel.rank > 0 and not isinstance(local.parameter, DTensor):
+            if self._division.data_parallel.rank > 0 and not is_dtensor(local.parameter):
                 continue
             grad = local.grad
             if local.shared is not None and local.shared.sharers.start != self._division.tensor_parallel.rank:
@@ -320,6 +358,15 @@ class ShardedParameters:
                 grad = grad[local.among(range(local.shared.rows.start))]  # shared rows are the last ones
             if grad.numel():
                 yield grad
+
+
+Parameters = FlatParameters | ShardedParameters
+"""The parameters that an optimizer updates, `stored` on this rank: all of them in one tensor, or a part of each."""
+
+
+def stored_parameters(model: nn.Module, division: Division) -> Parameters:
+    """Return the parameters of `model` that this rank stores."""
+    return FlatParameters(model) if division.is_whole else ShardedParameters(model, division)
 
 
 def _sum_in_place(parts: list[Tensor], group: RankGroup, sharers: range | None = None) -> None:
@@ -336,7 +383,7 @@ def _sum_in_place(parts: list[Tensor], group: RankGroup, sharers: range | None =
 
 
 def _shared_rows(model: nn.Module, tensor_parallel: RankGroup) -> dict[str, SharedRows]:
-    """`shared_rows` of the `Transformer` that `model` is or contains; what else it contains is alike on all ranks."""
+    """Return `shared_rows` of the `Transformer` that `model` is or contains; the rest of it is alike on all ranks."""
     if tensor_parallel.world == 1:
         return {}
     everyone = range(tensor_parallel.world)
@@ -351,3 +398,22 @@ def _shared_rows(model: nn.Module, tensor_parallel: RankGroup) -> dict[str, Shar
 
 def _all_rows(parameter: nn.Parameter) -> range:
     return range(parameter.shape[0] if parameter.ndim else 1)
+
+
+def module_parts(module: nn.Module) -> list[Part]:
+    """Return which part of which parameter of `module`, or of what a rank stores of it, holds which box.
+
+    `module` is a `Transformer`, `ScalarModel` or linear layer, whole or divided; it may be on "meta". Tensors without a
+    name of Hugging Face's (a critic's head, gain and bias), which nothing cuts, go by the parameter's.
+    """
+    prefix, backbone = ("backbone.", module.backbone) if isinstance(module, ScalarModel) else ("", module)
+    parts: list[Part] = []
+    done: set[str] = set()
+    if isinstance(backbone, Transformer):
+        parts = [replace(part, parameter=prefix + part.parameter) for part in local_parts(backbone)]
+        done = {prefix + name for name, _ in backbone.named_parameters()}
+    for name, parameter in module.named_parameters():
+        if name not in done:
+            shape, start = tuple(parameter.shape), (0,) * parameter.ndim
+            parts.append(Part(Box(name, shape, start, shape), name, start, tuple(range(parameter.ndim))))
+    return parts

@@ -40,7 +40,7 @@ class Box:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """What cuts the box out of the whole tensor."""
+        """Slices that cut the box out of the whole tensor."""
         return tuple(slice(start, stop) for start, stop in zip(self.start, self.stop, strict=True))
 
     @property
@@ -63,7 +63,7 @@ class Part:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """What cuts the part out of the parameter, or of what this rank holds of it."""
+        """Slices that cut the part out of the parameter, or of what this rank holds of it."""
         extent = self.box.extent
         sizes = [extent[self.order.index(dim)] for dim in range(len(self.start))]
         return tuple(slice(start, start + size) for start, size in zip(self.start, sizes, strict=True))
@@ -86,7 +86,7 @@ class Shard:
 
 
 def local_shards(model: Transformer) -> list[Shard]:
-    """What this rank holds of the checkpoint, of a whole model, one rank's of several, and either under FSDP2.
+    """Return what this rank holds of the checkpoint: of a whole model, one rank's of several, and either under FSDP2.
 
     In the order of `layout`. Views stay valid as long as the parameters' storage: take them again after
     `FlatParameters.rebind`. Every stored number is in exactly one shard; several ranks may hold the same box.
@@ -96,13 +96,13 @@ def local_shards(model: Transformer) -> list[Shard]:
 
 
 def local_parts(model: Transformer) -> list[Part]:
-    """Where `local_shards` lie in this rank's parameters; boxes without elements are left out."""
+    """Return where `local_shards` lie in this rank's parameters; boxes without elements are left out."""
     ranks = model.ranks
     if isinstance(ranks, TensorParallel):
         whole, rank, world = whole_shapes(ranks.config), ranks.rank, ranks.world
     else:
         whole, rank, world = whole_shapes(model.config), 0, 1
-    held = {name: _held(parameter) for name, parameter in model.named_parameters()}
+    held = {name: placed(name, parameter) for name, parameter in model.named_parameters()}
     with torch.device("meta"):
         undivided = Transformer(model.config, ranks)  # as FSDP2 found it: parameters are plain tensors
     parameters = dict(undivided.named_parameters())
@@ -119,7 +119,7 @@ def local_parts(model: Transformer) -> list[Part]:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """What this rank stores of `tensor`: itself, or of a DTensor the local part."""
+    """Return what this rank stores of `tensor`: itself, or of a DTensor the local part."""
     if not is_dtensor(tensor):
         return tensor
     local: Tensor = cast("DTensor", tensor).to_local()
@@ -132,24 +132,18 @@ def is_dtensor(tensor: Tensor) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def dtensor_boxes(name: str, tensor: DTensor) -> list[Shard]:
-    """The part of a DTensor that this rank stores, as a box of a tensor `name`; none where it stores nothing.
+def placed(name: str, parameter: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return (start, extent) of the part of a parameter that this rank stores: all of it, unless it is a DTensor.
 
-    For models that DTensor divides: `Shard` and `Replicate`, even or not, and FSDP2's `_StridedShard` over tensor
-    parallelism that divides rows evenly; of others torch does not know itself what lies where. Raises ShapeError for
-    these, for parts that are no box, and for partial sums, which are no values yet.
+    DTensors may have `Shard` and `Replicate`, even or not, and FSDP2's `_StridedShard` over tensor parallelism that
+    divides rows evenly; of others torch does not know itself what lies where. Raises ShapeError for these, for parts
+    that are no box, and for partial sums, which are no values yet.
     """
-    start, extent = _placed(name, tensor)
-    if 0 in extent:
-        return []
-    stop = tuple(first + size for first, size in zip(start, extent, strict=True))
-    return [Shard(Box(name, tuple(tensor.shape), start, stop), local_tensor(tensor.detach()))]
-
-
-def _placed(name: str, tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(start, extent) of what this rank stores of a DTensor."""
+    if not is_dtensor(parameter):
+        return (0,) * parameter.ndim, tuple(parameter.shape)
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # see `is_dtensor`
 
+    tensor = cast("DTensor", parameter)
     if any(placement.is_partial() for placement in tensor.placements):
         raise ShapeError(f"{name} is a partial sum", got=tensor.placements, allowed="Shard and Replicate")
     extent, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -164,7 +158,7 @@ def _placed(name: str, tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...
 
 
 def _is_scattered(tensor: DTensor) -> bool:
-    """Whether `_StridedShard` deals out rows in turns instead of ranges: unless it is undone by a later `Shard`."""
+    """Tell whether `_StridedShard` deals out rows in turns instead of ranges, undone by no later `Shard`."""
     from torch.distributed.tensor.placement_types import _StridedShard  # see `is_dtensor`
 
     for dim in range(tensor.ndim):
@@ -176,13 +170,6 @@ def _is_scattered(tensor: DTensor) -> bool:
                 return True
             factor *= size
     return False
-
-
-def _held(parameter: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(start, extent) of what this rank stores of a parameter, in it."""
-    if is_dtensor(parameter):
-        return _placed("a parameter", cast("DTensor", parameter))
-    return (0,) * parameter.ndim, tuple(parameter.shape)
 
 
 def _cut(part: LogicalTensor, whole: tuple[int, ...], rank: int, world: int) -> Iterator[tuple[Box, Tensor]]:
@@ -252,7 +239,7 @@ def whole_shapes(config: TransformerConfig) -> Mapping[str, tuple[int, ...]]:
 
 
 def shard_boxes(config: TransformerConfig, rank: int, world: int) -> list[Box]:
-    """What rank `rank` of `world` holds of a model of the whole `config`: any process may ask, for any rank."""
+    """Return what rank `rank` of `world` holds of a model of the whole `config`: any process may ask, for any rank."""
     with torch.device("meta"):
         model = TensorParallel(config, rank, world).new_model()
     return [part.box for part in local_parts(model)]

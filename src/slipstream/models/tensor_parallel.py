@@ -200,7 +200,7 @@ class SharedRows:
 
 
 def shared_rows(model: Transformer) -> dict[str, SharedRows]:
-    """By name the parameters of a rank's model that other ranks hold, too; all others it has for itself."""
+    """Return, by name, the parameters of a rank's model that other ranks hold, too; all others are its own."""
     ranks = model.ranks
     if not isinstance(ranks, TensorParallel) or ranks.world == 1:
         return {}

@@ -214,7 +214,7 @@ class CostModel:
     def train_memory(self, layout: TrainerLayout, *, served: Precision | None = "bfloat16") -> Parts:
         """Bytes on each of the trainer's devices; `served`: the precision that versions are staged in, None for none.
 
-        Float32 weights and moments, as `trainer/sharded_optim.py` keeps them, are 12 bytes a parameter in all.
+        Float32 weights and moments, as `trainer/optim.py` keeps them, are 12 bytes a parameter in all.
         """
         counts, model, workload = counts_of(self.model, layout.tensor_parallel), self.model, self.workload
         element = COMPUTED_BYTES[layout.precision]

@@ -19,8 +19,6 @@ from typing import TypeVar
 
 from slipstream.core.errors import ConfigError
 from slipstream.core.fields import Precision
-from slipstream.plan.colocated import best_synchronous
-from slipstream.core.sections import Precision
 from slipstream.plan.cost_model import CostModel
 from slipstream.plan.layouts import AsynchronousPlan, Frees, SynchronousPlan, Workload
 from slipstream.plan.reasons import against_synchronous, constraints, limits, losses, misfit_line, staleness

@@ -33,10 +33,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-
 from slipstream.controller.schedule import SchedulingPolicy
-from slipstream.controller.machine import SchedulingPolicy
 from slipstream.core.errors import ScheduleError
 from slipstream.core.run_log import Command, Event
 from slipstream.core.types import CompletionFinished, GroupScored, Skip, StartGroup, StepDone, Swapped, TrainStep

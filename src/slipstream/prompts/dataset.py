@@ -12,8 +12,6 @@ from typing import Any, BinaryIO
 from slipstream.core.errors import ConfigError, did_you_mean
 from slipstream.core.sections import PromptsConfig
 from slipstream.models.hub import reached_for_dataset
-from slipstream.prompts.rows import Row, to_json_types
-from slipstream.core.hub import reached_for_dataset
 from slipstream.prompts.rows import PromptRow, to_json_types
 from slipstream.prompts.template import Template
 

@@ -23,8 +23,6 @@ import numpy as np
 
 from slipstream.core.errors import ConfigError, did_you_mean
 from slipstream.core.sections import TaskConfig
-from slipstream.prompts.posts import Posts
-from slipstream.prompts.rows import Row, to_json_types
 from slipstream.prompts.rows import PromptRow, to_json_types
 from slipstream.prompts.template import Template
 

@@ -8,8 +8,7 @@ from functools import lru_cache
 import msgspec
 
 from slipstream.core.errors import ConfigError
-from slipstream.core.sections import FROM_PYTHON, RewardsConfig, TaskConfig, names_of
-from slipstream.core.sections import names_of
+from slipstream.core.sections import RewardsConfig, TaskConfig, names_of
 from slipstream.core.types import Prompt
 from slipstream.rewards.functions import BUILTINS, UNSAFE_VERIFIERS, make_term
 from slipstream.rewards.given import check_given, is_from_python

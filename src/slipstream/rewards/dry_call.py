@@ -15,8 +15,7 @@ import numpy as np
 from slipstream.core.clock import WallClock
 from slipstream.core.errors import ConfigError
 from slipstream.core.plain import shortened
-from slipstream.core.sections import RewardsConfig, TaskConfig
-from slipstream.core.sections import FROM_PYTHON
+from slipstream.core.sections import FROM_PYTHON, RewardsConfig, TaskConfig
 from slipstream.core.types import Completion, Prompt, Segment
 from slipstream.rewards.assembly import Assembly, ScoreEntry
 from slipstream.rewards.given import Functions

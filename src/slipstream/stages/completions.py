@@ -13,8 +13,8 @@ from slipstream.algorithms.responses import truncate_at_token
 from slipstream.controller.pipeline import resolve_import
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
-from slipstream.core.types import Completion, Prompt, Segment
 from slipstream.core.stage_sections import JudgeConfig
+from slipstream.core.types import Completion, Prompt, Segment
 from slipstream.evals.judge import EndpointJudge, Judge
 from slipstream.evals.sampling import sample_completions
 from slipstream.models.transformer import Transformer

@@ -11,8 +11,8 @@ import torch
 from slipstream.controller.placement import num_cores
 from slipstream.core.config import RunConfig
 from slipstream.core.disk import HeldFolder
-from slipstream.core.hub import with_folders
 from slipstream.core.recipes import with_stage_paths
+from slipstream.models.hub import with_folders
 from slipstream.observe.display import duration
 from slipstream.stages.evaluate import run_evaluation
 from slipstream.stages.preferences import run_preferences

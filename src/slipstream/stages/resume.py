@@ -36,7 +36,7 @@ from slipstream.core.jsonl import cut_jsonl
 from slipstream.core.run_log import DecisionHead, MetricsHead, RolloutFate
 from slipstream.core.saved import saved_partials
 from slipstream.core.types import Partial
-from slipstream.trainer.checkpoint import Found, settle
+from slipstream.trainer.checkpoint_folder import Found, settle
 
 FILES = ("metrics.jsonl", "events.jsonl", "rollouts.jsonl", "tokens.jsonl", "alarms.jsonl", "ledger.jsonl")
 """Of RL. The ledger comes last: without one a run begins anew, beside whatever else is there."""

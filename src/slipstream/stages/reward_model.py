@@ -19,7 +19,6 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.jsonl import JsonlWriter, read_jsonl
 from slipstream.core.recipes import stage_dir
 from slipstream.models.build import build_policy
-from slipstream.models.flat import FlatParameters
 from slipstream.models.scalar import load_scalar_model, new_scalar_model, save_scalar_model
 from slipstream.models.scoring import Sample, score
 from slipstream.prompts import build_prompts, prompts_that_fit
@@ -61,7 +60,6 @@ def run_reward_model(config: RunConfig, run_dir: Path, progress: StageProgress) 
     with times.span("train"), closing(JsonlWriter(folder / "metrics.jsonl")) as metrics:
         for update in reward_model_updates(
             model,
-            FlatParameters(model),
             train,
             config=settings,
             microbatch_tokens=config.trainer.microbatch_tokens,

@@ -19,13 +19,9 @@ import msgspec
 from slipstream.controller.build import build_work, default_pipeline
 from slipstream.controller.checks import check_room
 from slipstream.controller.controller import Controller, RunInput
-from slipstream.controller.ledger import check_fits, read_cut
+from slipstream.controller.ledger import Cut, check_fits, read_cut
 from slipstream.controller.meeting import Cluster
 from slipstream.controller.observers import Observers, Screen
-from slipstream.controller.build import build_work, check_room, default_pipeline
-from slipstream.controller.cluster import Cluster
-from slipstream.controller.controller import Controller, Cut, Work, read_cut
-from slipstream.controller.ledger import check_fits
 from slipstream.controller.pipeline import Pipeline
 from slipstream.controller.policies import schedule_for
 from slipstream.controller.restarts import Restarts
@@ -39,10 +35,9 @@ from slipstream.core.interrupts import Interrupted, Interrupts
 from slipstream.core.recipes import resolve, save_config, with_stage_paths
 from slipstream.core.run_log import Snapshot, read_metrics
 from slipstream.core.staleness import last_step
-from slipstream.core.types import Partial, Prompt
-from slipstream.models.hub import with_folders
 from slipstream.core.types import Partial
-from slipstream.models.preflight import check_policy, parameter_shapes
+from slipstream.models.hub import with_folders
+from slipstream.models.preflight import check_policy
 from slipstream.observe.chrome_trace import merge_timelines
 from slipstream.observe.evaluation import EVALUATION_FILE
 from slipstream.observe.hardware import describe
@@ -56,10 +51,9 @@ from slipstream.rewards.dry_call import dry_call
 from slipstream.rewards.given import Functions
 from slipstream.stages.progress import watch
 from slipstream.stages.resume import FILES, Resumed, prepare_resume
-from slipstream.trainer import checkpoint as one_rank
-from slipstream.trainer.checkpoint import Found, newest_whole, policy_shapes, read_manifest
+from slipstream.trainer.checkpoint import policy_shapes
+from slipstream.trainer.checkpoint_folder import FORMATS, Found, newest_whole, read_manifest
 from slipstream.trainer.optim import lr_factor
-from slipstream.trainer.shard_storage import FORMAT as FORMAT_OF_RANKS
 
 log = logging.getLogger(__name__)
 
@@ -389,7 +383,7 @@ def _with_longest_prompt(config: RunConfig, report: PromptReport) -> RunConfig:
 
 
 def _checked_checkpoint(config: RunConfig, run_dir: Path) -> Found:
-    """The newest whole checkpoint, or None without any, and what is wrong with newer ones.
+    """Return the newest whole checkpoint, or None without any, and what is wrong with newer ones.
 
     ConfigError where all are damaged, as beginning anew is then the user's to decide; for one of another model; for one
     without the run's ledger; and for lines of a run that are no regular file.
@@ -406,21 +400,27 @@ def _checked_checkpoint(config: RunConfig, run_dir: Path) -> Found:
         )
     if checkpoint is None:
         return None, damages
-    formats = (one_rank.FORMAT, FORMAT_OF_RANKS)
-    if (found := read_manifest(checkpoint)["format"]) not in formats:
+    if (found := read_manifest(checkpoint).format) not in FORMATS:
         raise ConfigError(
             f"checkpoint {checkpoint} has an unknown format",
             got=found,
-            allowed=", ".join(map(str, formats)),
+            allowed=", ".join(map(str, FORMATS)),
             hint="was it written by a newer Slipstream?",
         )
-    stored, expected = policy_shapes(checkpoint), parameter_shapes(check_policy(with_folders(config)))
-    if stored is not None and stored != expected:
-        differing = [name for name in sorted(stored | expected) if stored.get(name) != expected.get(name)]
+    try:
+        _check_content(checkpoint, config, run_dir)
+    except CheckpointError as error:
+        raise ConfigError(error.what, got=error.got, allowed=error.allowed, hint=error.hint) from error
+    return checkpoint, damages
+
+
+def _check_content(checkpoint: Path, config: RunConfig, run_dir: Path) -> None:
+    """Raise ConfigError or CheckpointError unless the whole `checkpoint` fits the run's model and its ledger."""
+    if differing := list(policy_shapes(checkpoint, check_policy(with_folders(config))).items())[:3]:
         raise ConfigError(
             f"checkpoint {checkpoint} belongs to another model",
-            got=", ".join(f"{name} {stored.get(name)}" for name in differing[:3]),
-            allowed=", ".join(f"{name} {expected.get(name)}" for name in differing[:3]),
+            got=", ".join(f"{name} {found}" for name, (found, _) in differing),
+            allowed=", ".join(f"{name} {expected}" for name, (_, expected) in differing),
             hint=f"was {run_dir / 'config.toml'} changed? a resumed run keeps its configuration",
         )
     if not (run_dir / "ledger.jsonl").is_file():
@@ -430,11 +430,7 @@ def _checked_checkpoint(config: RunConfig, run_dir: Path) -> Found:
             allowed="ledger.jsonl beside checkpoints",
             hint="a run's folder is moved or copied as a whole",
         )
-    try:
-        check_fits(run_dir / "ledger.jsonl", read_cut(checkpoint).schedule)
-    except CheckpointError as error:
-        raise ConfigError(error.what, got=error.got, allowed=error.allowed, hint=error.hint) from error
-    return checkpoint, damages
+    check_fits(run_dir / "ledger.jsonl", read_cut(checkpoint).schedule)
 
 
 def _check_lines(path: Path) -> None:

@@ -16,7 +16,6 @@ from slipstream.batching import collate
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.jsonl import JsonlWriter
-from slipstream.core.recipes import stage_dir
 from slipstream.core.stage_sections import WarmStartConfig
 from slipstream.core.types import Prompt
 from slipstream.models.build import build_policy
@@ -28,7 +27,7 @@ from slipstream.prompts.template import Encoder, Template
 from slipstream.stages.completions import split_by_prompt
 from slipstream.stages.progress import StageProgress, StageTimes, fresh_folder, write_record
 from slipstream.trainer.metric_names import sft_names
-from slipstream.trainer.optim import FlatAdamW
+from slipstream.trainer.optim import AdamW
 from slipstream.trainer.supervised import Demonstration, Prediction, measure_prediction, supervised_updates
 
 
@@ -56,7 +55,7 @@ def run_sft(config: RunConfig, run_dir: Path, progress: StageProgress) -> dict[s
     with times.span("train"), closing(JsonlWriter(folder / "metrics.jsonl")) as metrics:
         for update in supervised_updates(
             model,
-            FlatAdamW(model, FlatParameters(model), settings.optimizer, total_updates=steps),
+            AdamW(FlatParameters(model), settings.optimizer, total_updates=steps),
             train,
             config=settings,
             microbatch_tokens=capacity,

@@ -14,13 +14,16 @@ from types import MappingProxyType
 import msgspec
 import numpy as np
 import torch
+from torch import Tensor
 
+from slipstream.algorithms.advantages import gae, place_scores, vtrace, whiten_parts
 from slipstream.algorithms.kl import KL_ESTIMATORS
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ShapeError
 from slipstream.core.packed import Numbered, TrainSequence, check_kept_sets
 from slipstream.core.rank_group import RankGroup
 from slipstream.core.staleness import check_bound, staleness_of, token_versions
+from slipstream.core.training_sections import CriticConfig, KLConfig, LossConfig
 from slipstream.core.types import Completion, Group, RolloutHead
 from slipstream.trainer.measure import Columns, Key, with_columns
 from slipstream.trainer.scores import (
@@ -34,44 +37,43 @@ from slipstream.trainer.scores import (
     selected,
     split_baseline,
 )
-from slipstream.trainer.shaping import Shaping, targets_of
 
 
 def train_sequence(completion: Completion) -> TrainSequence:
-    """Prompt and completion as one sequence, its advantages still 0; sampled tokens are trained on.
+    """Return prompt and completion as one sequence, its advantages still 0; sampled tokens are trained on.
 
     ShapeError for an empty prompt, and for kept sets that some sampled tokens have and others lack, or that do not
     contain their token.
     """
-    prompt = completion.prompt.tokens
+    prompt, segments = completion.prompt.tokens, completion.segments
     if not len(prompt):
         raise ShapeError(
             "a prompt needs at least one token for the first completion token to be predicted from",
             got=f"an empty prompt ({completion.prompt.prompt_id})",
         )
-    sampled = [np.zeros(len(prompt), dtype=bool)]
-    behaviour = [np.zeros(len(prompt), dtype=np.float32)]
-    for segment in completion.segments:
-        sampled.append(np.full(len(segment.tokens), segment.is_sampled))
-        if segment.behaviour_logprobs is None:
-            behaviour.append(np.zeros(len(segment.tokens), dtype=np.float32))
-        else:
-            behaviour.append(segment.behaviour_logprobs)
-    mask = np.concatenate(sampled)
-    versions = np.concatenate([np.full(len(prompt), -1, dtype=np.int32), token_versions(completion.segments)])
+    mask = _behind(prompt, [np.full(len(segment.tokens), segment.is_sampled) for segment in segments], bool)
+    behaviour = [
+        np.zeros(len(segment.tokens)) if segment.behaviour_logprobs is None else segment.behaviour_logprobs
+        for segment in segments
+    ]
     return TrainSequence(
         key=(completion.ordinal, completion.sample),
-        tokens=np.concatenate([prompt, *(segment.tokens for segment in completion.segments)]).astype(np.int32),
+        tokens=np.concatenate([prompt, *(segment.tokens for segment in segments)]).astype(np.int32),
         mask=mask,
-        behaviour_logprobs=np.where(mask, np.concatenate(behaviour), 0).astype(np.float32),
+        behaviour_logprobs=_behind(prompt, behaviour, np.float32),
         advantages=np.zeros(len(mask), dtype=np.float32),
-        versions=np.where(mask, versions, np.int32(-1)),
+        versions=np.where(mask, _behind(prompt, [token_versions(segments)], np.int32), np.int32(-1)),
         **_kept_sets(completion),
     )
 
 
+def _behind(prompt: np.ndarray, columns: Sequence[np.ndarray], dtype: type) -> np.ndarray:
+    """Return the column of a sequence: 0 on the prompt, then those of its segments."""
+    return np.concatenate([np.zeros(len(prompt), dtype=dtype), *columns]).astype(dtype)
+
+
 def _kept_sets(completion: Completion) -> dict[str, np.ndarray]:
-    """`kept_tokens` and `kept_counts` of the sequence: all sampled segments have them, or none."""
+    """Return `kept_tokens` and `kept_counts` of the sequence: all sampled segments have them, or none."""
     sampled = [segment for segment in completion.segments if segment.is_sampled]
     carrying = [segment for segment in sampled if segment.kept_tokens is not None and segment.kept_counts is not None]
     if not carrying:
@@ -82,7 +84,7 @@ def _kept_sets(completion: Completion) -> dict[str, np.ndarray]:
             got=f"{len(carrying)} of {len(sampled)} segments (ordinal {completion.ordinal})",
         )
     tokens: list[np.ndarray] = []
-    counts = [np.zeros(len(completion.prompt.tokens), dtype=np.int32)]
+    counts: list[np.ndarray] = []
     for segment in completion.segments:
         if segment.kept_tokens is None or segment.kept_counts is None:
             counts.append(np.zeros(len(segment.tokens), dtype=np.int32))
@@ -90,11 +92,11 @@ def _kept_sets(completion: Completion) -> dict[str, np.ndarray]:
             check_kept_sets(segment.tokens, segment.kept_tokens, segment.kept_counts)
             tokens.append(segment.kept_tokens)
             counts.append(segment.kept_counts)
-    return {"kept_tokens": np.concatenate(tokens), "kept_counts": np.concatenate(counts)}
+    return {"kept_tokens": np.concatenate(tokens), "kept_counts": _behind(completion.prompt.tokens, counts, np.int32)}
 
 
 def without_targets(sequence: TrainSequence) -> TrainSequence:
-    """`sequence` with no token to train on: collation leaves it out."""
+    """Return `sequence` with no token to train on: collation leaves it out."""
     nothing = np.zeros(len(sequence.tokens), dtype=np.float32)
     return replace(
         sequence,
@@ -147,7 +149,7 @@ def select_batch(
     """
     own = {(rollout.ordinal, rollout.sample): rollout.completion for group in groups for rollout in group.rollouts}
     if heads is None:
-        heads = [head_of(rollout, config) for group in groups for rollout in group.rollouts]
+        heads = [head_of(rollout, config.rewards) for group in groups for rollout in group.rollouts]
     scored = scored_groups(heads)
     # ReMax's greedy completions are consumed too: the bound holds for all that decides an update.
     lags = _lags(own.values(), config, step=step, ranks=ranks)
@@ -155,11 +157,114 @@ def select_batch(
     keys = {group.ordinal: tuple(key_of(head) for head in selected(group, config)) for group in scored}
     is_chosen = {key for chosen in keys.values() for key in chosen}
     masked = frozenset(key_of(head) for head in trainable if config.loss.truncated == "mask" and head.is_truncated)
-    measures_all = penalises_reward(config)
+    measures_all = penalises_reward(config.kl)
     measured = [key_of(head) for head in trainable if measures_all or key_of(head) in is_chosen - masked]
     needed = {*measured, *(masked & is_chosen)}
     sequences = {key: train_sequence(completion) for key, completion in own.items() if key in needed}
     return Selection(scored, trainable, keys, masked, measured, sequences, lags)
+
+
+@dataclass(frozen=True)
+class Shaping:
+    """The step from rewards to advantages of tokens: the KL penalty, GAE or V-trace, whitening.
+
+    `advantages` are those of whole completions, or None under GAE: then `scores` are placed on tokens, less `kl_coef`
+    times the KL of behaviour and reference policy where the penalty is a part of the reward. `has_slot` is False for
+    completions cut at the length limit: they have no step after their last token. All of these, and `num_targets`, the
+    tokens of each that are trained on, are of the whole batch, whichever of `ranks` has which sequence.
+    """
+
+    loss: LossConfig
+    critic: CriticConfig
+    kl: KLConfig
+    kl_coef: float
+    scores: Mapping[Key, float]
+    has_slot: Mapping[Key, bool]
+    num_targets: Mapping[Key, int]
+    advantages: Mapping[Key, float] | None
+    ranks: RankGroup
+
+    def apply(self, sequences: Sequence[TrainSequence], keys: Iterable[Key]) -> list[TrainSequence]:
+        """Return `sequences` with advantages, and returns under GAE, on their targets.
+
+        They are this rank's own among `keys`, the batch or minibatch over all ranks, which all call it.
+        """
+        part_of = _parts_of([key for key in keys if self.num_targets[key]], self.loss.whiten_parts)
+        if not part_of:
+            return list(sequences)
+        trained = [index for index, sequence in enumerate(sequences) if sequence.num_targets]
+        own = [sequences[index] for index in trained]
+        counts = [sequence.num_targets for sequence in own]
+        segment_ids = torch.repeat_interleave(torch.tensor(counts, dtype=torch.int64))
+        part_ids = torch.tensor([part_of[sequence.key] for sequence in own], dtype=torch.int64)[segment_ids]
+        columns: dict[str, Tensor] = {}
+        if self.advantages is None:
+            columns["advantages"], columns["returns"] = self._token_advantages(own, segment_ids, part_ids)
+        else:
+            whole = torch.tensor([self.advantages[sequence.key] for sequence in own], dtype=torch.float32)
+            columns["advantages"] = whole[segment_ids]
+        if self.loss.whiten_advantages != "no":
+            columns["advantages"] = self._whitened(columns["advantages"], part_ids)
+        shaped = list(sequences)
+        for name, column in columns.items():
+            pieces = np.split(column.numpy(), np.cumsum(counts, dtype=np.int64))[: len(trained)]
+            for index, values in zip(trained, pieces, strict=True):
+                shaped[index] = with_columns(shaped[index], **{name: values})
+        return shaped
+
+    def _whitened(self, values: Tensor, part_ids: Tensor, *, shift_mean: bool = True) -> Tensor:
+        return whiten_parts(
+            values,
+            part_ids,
+            num_parts=self.loss.whiten_parts,
+            shift_mean=shift_mean,
+            unbiased=self.loss.whiten_unbiased,
+            over_ranks=self.ranks.sum,
+        )
+
+    def _token_advantages(
+        self, sequences: Sequence[TrainSequence], segment_ids: Tensor, part_ids: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        critic, kl = self.critic, self.kl
+        behaviour, values = targets_of(sequences, "behaviour_logprobs"), targets_of(sequences, "values")
+        penalty = None
+        if self.kl_coef and kl.place == "reward":
+            penalty = KL_ESTIMATORS[kl.estimator](behaviour, targets_of(sequences, "reference_logprobs"))
+        rewards = place_scores(
+            torch.tensor([self.scores[sequence.key] for sequence in sequences], dtype=torch.float32),
+            penalty,
+            segment_ids,
+            kl_coef=self.kl_coef,
+            place=critic.score_place,
+            discount=critic.gamma * critic.lam,
+            has_slot=torch.tensor([self.has_slot[sequence.key] for sequence in sequences], dtype=torch.bool),
+        )
+        if critic.whiten_rewards:
+            rewards = self._whitened(rewards, part_ids, shift_mean=False)
+        if not critic.vtrace:
+            return gae(rewards, values, segment_ids, gamma=critic.gamma, lam=critic.lam)
+        ratios = (targets_of(sequences, "proximal_logprobs") - behaviour).exp()
+        return vtrace(
+            rewards,
+            values,
+            ratios,
+            segment_ids,
+            gamma=critic.gamma,
+            lam=critic.lam,
+            max_rho=critic.max_rho,
+            max_c=critic.max_c,
+        )
+
+
+def _parts_of(keys: Sequence[Key], num_parts: int) -> dict[Key, int]:
+    """Return the part of each sequence: contiguous shares of their canonical order, sizes at most one apart."""
+    return {key: index * num_parts // len(keys) for index, key in enumerate(sorted(keys))}
+
+
+def targets_of(sequences: Sequence[TrainSequence], name: str) -> Tensor:
+    """Return float32 [T]: column `name` of all targets, sequence after sequence."""
+    columns = [vars(sequence)[name][sequence.mask] for sequence in sequences]
+    return torch.from_numpy(np.concatenate(columns)) if columns else torch.zeros(0)
 
 
 @dataclass(frozen=True)
@@ -178,7 +283,7 @@ class PreparedBatch:
         """Return this rank's sequences of `groups`, in their order: its part of a minibatch. All ranks call it."""
         keys = [key for group in groups for key in self.keys[group.ordinal]]
         sequences = [self.sequences[key] for key in keys if key in self.sequences]
-        is_shaped = self.shaping.config.loss.whiten_advantages != "minibatch"
+        is_shaped = self.shaping.loss.whiten_advantages != "minibatch"
         return sequences if is_shaped else self.shaping.apply(sequences, keys)
 
 
@@ -203,20 +308,22 @@ def prepare_batch(
     }
     kl: dict[Key, float] = {}
     if "reference_logprobs" in columns:
-        of_all = _of_all_ranks(_reference_kl(measured, config), ranks)
+        of_all = _of_all_ranks(_reference_kl(measured, config.kl.estimator), ranks)
         kl = {key: of_all[key] for key in selection.measured}
-    penalties = {key: kl_coef * total for key, total in kl.items()} if penalises_reward(config) and kl else None
+    penalties = {key: kl_coef * total for key, total in kl.items()} if penalises_reward(config.kl) and kl else None
     num_sampled = {key_of(head): head.num_sampled for head in selection.trainable}
     shaping = Shaping(
-        config=config,
-        scores={key_of(head): effective_reward(head, config) for head in selection.trainable},
+        loss=config.loss,
+        critic=config.critic,
+        kl=config.kl,
+        kl_coef=kl_coef,
+        scores={key_of(head): effective_reward(head, config.loss) for head in selection.trainable},
         has_slot={key_of(head): head.is_stopped for head in selection.trainable},
         num_targets=num_sampled | dict.fromkeys(selection.masked, 0),
         advantages=None if config.has_critic else rollout_advantages(selection.groups, config, penalties),
-        kl_coef=kl_coef,
         ranks=ranks,
     )
-    metrics = _reward_metrics(selection.trainable, config) | _staleness_metrics(selection.lags)
+    metrics = _reward_metrics(selection.trainable, config.loss) | _staleness_metrics(selection.lags)
     if kl:
         metrics |= {
             "kl_reference": sum(kl.values()) / max(sum(num_sampled[key] for key in kl), 1),
@@ -233,7 +340,7 @@ def prepare_batch(
 
 
 def _token_metrics(sequences: Sequence[TrainSequence], names: Mapping[str, str], ranks: RankGroup) -> dict[str, float]:
-    """Means and deviations over the tokens that are trained on, before the first update; `names` of their columns."""
+    """Return means and deviations of columns over the tokens that are trained on, before the first update."""
     trained = [sequence for sequence in sequences if sequence.num_targets]
     metrics: dict[str, float] = {}
     for name, column in names.items():
@@ -247,9 +354,9 @@ def _token_metrics(sequences: Sequence[TrainSequence], names: Mapping[str, str],
     return metrics
 
 
-def _reference_kl(sequences: Mapping[Key, TrainSequence], config: RunConfig) -> dict[Key, float]:
-    """KL of behaviour policy and reference by `kl.estimator`, summed over each completion's sampled tokens."""
-    estimate = KL_ESTIMATORS[config.kl.estimator]
+def _reference_kl(sequences: Mapping[Key, TrainSequence], estimator: str) -> dict[Key, float]:
+    """Return the KL of behaviour policy and reference, summed over each completion's sampled tokens."""
+    estimate = KL_ESTIMATORS[estimator]
     return {
         key: float(
             estimate(targets_of([sequence], "behaviour_logprobs"), targets_of([sequence], "reference_logprobs"))
@@ -261,15 +368,15 @@ def _reference_kl(sequences: Mapping[Key, TrainSequence], config: RunConfig) -> 
 
 
 def _of_all_ranks(values: Mapping[Key, float], ranks: RankGroup) -> dict[Key, float]:
-    """`values` of every rank's own rollouts."""
+    """Return the `values` of all ranks, each of which has those of its own rollouts."""
     parts = ranks.gather(msgspec.msgpack.encode(list(values.items())))
     return dict(item for part in parts for item in msgspec.msgpack.decode(part, type=list[tuple[Key, float]]))
 
 
-def _reward_metrics(heads: Sequence[RolloutHead], config: RunConfig) -> dict[str, float]:
+def _reward_metrics(heads: Sequence[RolloutHead], loss: LossConfig) -> dict[str, float]:
     rewards = np.array([head.reward for head in heads], dtype=np.float64)
     metrics = {
-        "score_mean": float(np.mean([effective_reward(head, config) for head in heads])),
+        "score_mean": float(np.mean([effective_reward(head, loss) for head in heads])),
         "reward_mean": float(rewards.mean()),
         "reward_std": float(rewards.std()),
         "behaviour_surprisal_sum": float(np.mean([head.surprisal for head in heads])),
@@ -286,7 +393,7 @@ def _reward_metrics(heads: Sequence[RolloutHead], config: RunConfig) -> dict[str
 
 
 def _lags(completions: Iterable[Completion], config: RunConfig, *, step: int, ranks: RankGroup) -> np.ndarray:
-    """int64 [oldest + 1]: how many of the sampled tokens of all ranks are stale by 0, 1, ... steps.
+    """Return int64 [oldest + 1]: how many of the sampled tokens of all ranks are stale by 0, 1, ... steps.
 
     StalenessError, on every rank alike, when one of them is outside the bound.
     """

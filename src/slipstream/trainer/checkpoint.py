@@ -1,78 +1,82 @@
-"""Checkpoints that are either whole or not there: safetensors and JSON in one directory, the manifest last.
+"""Checkpoints of a trainer on any number of ranks, read by any other number. Nothing in them is a pickle.
 
-    step_<n>/  policy.safetensors     weights by parameter name
-               optimizer.safetensors  AdamW's moments, flat
-               critic*.safetensors    the same two of a critic, where there is one
-               random.safetensors     torch's generators and numpy's key
-               state.json             step, updates, python's generator, the caller's extra
-               manifest.json          size and CRC-32 of each of them; written last
+The tensors of a checkpoint are weights under Hugging Face's names, and AdamW's moments of each. A tensor is a set of
+boxes that fill it, cut as they lie on the ranks (`models/shards.py`): so a checkpoint fits every layout.
 
-A directory is filled beside its final name, synced, and renamed; one without a fitting manifest is torn and is passed
-over. Nothing is pickled.
+    step_<n>/  rank_<r>.safetensors   boxes that rank r wrote, "<part>/<tensor>@<start>"; its random generators
+               index.json             for every tensor its precision, shape, and boxes: [rank, start, extent]
+               state.json             step, updates, the caller's extra
+               manifest.json          size and CRC-32 of each of them; written last (`checkpoint_folder.py`)
 
-    .step_<n>.partial    is being written                             -> deleted by the next save
-    .step_<n>.replaced   gives way to a newer step_<n>                -> is step_<n> again, where that is not there
-    .step_<n>.gone       is being deleted                             -> deleted by the next save
-    .step_<n>.damaged    was passed over by a resume (`settle`)       -> deleted when step <n> or a later one is saved
-    step_<n>.rollouts/   what a resume need not sample again (`core/saved.py`)  -> goes with step_<n>
+Several ranks, and GPUs, save in two phases. On the critical path each rank copies the boxes that it is to write (equal
+boxes on several ranks are written once, spread over them), pinned where there is a GPU. Then a thread writes, and
+agrees with those of the other ranks over a gloo group of its own, since collectives of two threads must not meet in one
+group. A single CPU rank writes its live weights before `save` returns. torch's distributed checkpoint is not used: its
+ranks send each other pickles, over connections that nobody authenticates.
 """
 
 from __future__ import annotations
 
 import json
-import random
+import logging
 import shutil
-import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import msgspec
-import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from slipstream.core.disk import disk_errors, remove_tree, sync
-from slipstream.core.errors import CheckpointError, clip
-from slipstream.core.files import open_regular, read_json
-from slipstream.models.flat import FlatParameters
-from slipstream.models.safetensors_file import tensor_headers
-from slipstream.trainer.optim import FlatAdamW
+from slipstream.core.background import start_thread
+from slipstream.core.disk import HINTS, sync
+from slipstream.core.errors import CheckpointError, DiskError, RankError
+from slipstream.core.files import read_json
+from slipstream.core.links import WakeUp
+from slipstream.core.rank_group import RankGroup
+from slipstream.models.config import TransformerConfig
+from slipstream.models.inventory import Held, gather_holdings, givers, holdings
+from slipstream.models.sharded import module_parts
+from slipstream.models.shards import Box, Shard
+from slipstream.models.transformer import Transformer
+from slipstream.trainer import first_format
+from slipstream.trainer.checkpoint_boxes import (
+    INDEX,
+    Generators,
+    StoredBox,
+    fill,
+    index_of,
+    load_random_state,
+    random_state,
+    rank_file,
+    read_index,
+    set_random_state,
+    stored_boxes,
+    write_boxes,
+)
+from slipstream.trainer.checkpoint_folder import (
+    FIRST_FORMAT,
+    FORMAT,
+    FORMATS,
+    Manifest,
+    crc32,
+    new_partial,
+    partial_path,
+    publish,
+    read_manifest,
+    verify_file,
+)
+from slipstream.trainer.optim import AdamW
 
-FORMAT = 1
-"""Of this module; `sharded_checkpoint.py` writes another."""
-MANIFEST = "manifest.json"
-MAX_MANIFEST_BYTES = 16 * 1024**2
-PREFIX = "step_"
-Trained = tuple[FlatParameters, FlatAdamW]
-
-
-class _File(msgspec.Struct, frozen=True):
-    bytes: int
-    crc32: int
-
-
-class _Manifest(msgspec.Struct, frozen=True):
-    format: int
-    step: int
-    files: dict[str, _File]
-
-
-@dataclass(frozen=True)
-class Restored:
-    """What a loaded checkpoint says of itself: `step` steps are in its weights, which are policy version `step`.
-
-    `num_updates` have been made of the policy, `updates` of everything trained, by name ("policy", "critic").
-    """
-
-    path: Path
-    step: int
-    num_updates: int
-    extra: dict[str, Any] = field(default_factory=dict)
-    updates: dict[str, int] = field(default_factory=dict)
+Trained = tuple[nn.Module, AdamW]
+"""A trained model, or this rank's part of it, and the optimizer over its parameters."""
+POLICY, CRITIC = "policy", "critic"
+log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -83,322 +87,298 @@ class Saved:
     step: int
 
 
-def checkpoint_path(root: Path, step: int) -> Path:
-    return root / f"{PREFIX}{step}"
+@dataclass(frozen=True)
+class Restored:
+    """The state of a loaded checkpoint: `step` steps are in its weights, which are policy version `step`.
 
-
-def save_checkpoint(
-    path: Path,
-    flat: FlatParameters,
-    optimizer: FlatAdamW,
-    *,
-    step: int,
-    keep: int | None = None,
-    extra: Mapping[str, Any] | None = None,
-    critic: Trained | None = None,
-) -> None:
-    """Write policy, optimizer and random state after `step` steps under `path`; it appears there whole or not at all.
-
-    `critic` is what else is trained, `extra` (JSON) travels along. An existing checkpoint at `path` is replaced only
-    once the new one is on disk; then all but the `keep` newest beside it are deleted. DiskError where the disk refuses:
-    what was there before is still there, and nothing of the new one.
+    `updates` have been made of each trained model, by name ("policy", "critic").
     """
-    with writing(path) as partial:
-        tensors, python_state = random_state()
-        for names, (trained, adam) in _files((flat, optimizer), critic):
-            save_file({name: view.detach() for name, view in trained.named_views().items()}, partial / names[0])
-            save_file(adam.state_dict(), partial / names[1])
-        save_file(tensors, partial / "random.safetensors")
-        state = {"step": step, "num_updates": optimizer.num_updates, "random": python_state, "extra": dict(extra or {})}
-        (partial / "state.json").write_text(json.dumps(state))
-        files = {file.name: {"bytes": file.stat().st_size, "crc32": crc32(file)} for file in sorted(partial.iterdir())}
-        for name in files:
-            sync(partial / name)
-        publish(partial, path, {"format": FORMAT, "step": step, "files": files}, keep=keep)
+
+    step: int
+    updates: dict[str, int]
+    extra: dict[str, Any]
 
 
-@contextmanager
-def writing(path: Path) -> Iterator[Path]:
-    """`new_partial` of `path`, to be filled and published; removed if that fails, with a DiskError for what the disk
-    refused."""
-    partial = partial_path(path)
-    try:
-        with disk_errors(path):
-            yield new_partial(path)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+def trained_shards(trained: Mapping[str, Trained]) -> list[Shard]:
+    """Return what this rank stores of the tensors of a checkpoint: "policy/<tensor>", "policy.exp_avg/<tensor>", ..."""
+    shards = []
+    for name, (module, optimizer) in trained.items():
+        parts = module_parts(module)
+        moments = {f"{name}.{moment}": views for moment, views in optimizer.named_moments().items()}
+        for kind, views in ({name: optimizer.parameters.named_views()} | moments).items():
+            for part in parts:
+                shards.append(Shard(replace(part.box, name=f"{kind}/{part.box.name}"), part.of(views[part.parameter])))
+    return shards
 
 
-def new_partial(path: Path) -> Path:
-    """An empty directory beside `path`, in which that checkpoint is to be written; rests of interrupted ones go."""
-    path.parent.mkdir(exist_ok=True)  # not the run's folder: if that is gone, it stays so
-    sync(path.parent.parent)
-    recover(path.parent)
-    for kind in ("partial", "gone"):
-        for stale in path.parent.glob(f".{PREFIX}*.{kind}"):
-            shutil.rmtree(stale, ignore_errors=True)
-    partial = partial_path(path)
-    partial.mkdir()
-    return partial
+class Checkpoints:
+    """Save and load checkpoints together with all ranks of `group`; one save at a time."""
 
+    def __init__(
+        self, group: RankGroup = RankGroup.alone(), *, timeout_s: float = 1800.0, is_private: bool = False
+    ) -> None:
+        """`is_private` says that nobody else runs collectives of `group`; otherwise a gloo group of its ranks is made.
 
-def partial_path(path: Path) -> Path:
-    return path.with_name(f".{path.name}.partial")
+        For that they must be all that `torch.distributed` was initialised with.
+        """
+        self._timeout_s = timeout_s
+        self._group = group if is_private else _gloo_twin(group, timeout_s)
+        self._is_twin = self._group is not group
+        self._held: list[Held] = []
+        self._givers: dict[Held, int] = {}
+        self._running: Future[Saved] | None = None
+        self._wake = WakeUp()
 
+    # Saving
 
-def publish(partial: Path, path: Path, manifest: Mapping[str, Any], *, keep: int | None) -> None:
-    """Make the directory `partial`, whose files are on disk, the checkpoint `path`; then delete all but `keep`.
+    def save(
+        self,
+        path: Path,
+        trained: Mapping[str, Trained],
+        *,
+        step: int,
+        keep: int | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Copy what this rank writes of `trained`, return, and write it in the background; `poll` says when it is done.
 
-    Between the two renames of a replacement there is no `path`: `recover` finds the old one then.
-    """
-    (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
-    sync(partial / MANIFEST)
-    sync(partial)
-    replaced = _replaced_path(path)
-    if path.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
-        path.rename(replaced)
-    partial.rename(path)
-    sync(path.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
-    for damaged in path.parent.glob(f".{PREFIX}*.damaged"):
-        if _number(damaged.name.removeprefix(".").removesuffix(".damaged")) <= _number(path.name):
-            shutil.rmtree(damaged, ignore_errors=True)
-    if keep is not None:
-        prune_checkpoints(path.parent, keep=keep)
+        A single CPU rank writes it at once. `extra` (JSON) counts from rank 0. A checkpoint at `path` is replaced only
+        by a whole one; then all but the `keep` newest beside it are deleted. Waits for a save that still runs, and
+        raises what `poll` would of it.
+        """
+        self._finish(self._timeout_s)
+        updates = {name: optimizer.num_updates for name, (_, optimizer) in trained.items()}
+        state = {"step": step, "num_updates": updates[POLICY], "updates": updates, "extra": dict(extra or {})}
+        mine, generators = self._own_boxes(trained_shards(trained)), random_state()  # this thread's generators
+        is_at_once = self._group.world == 1 and not any(view.is_cuda for view in mine.values())
+        content = mine if is_at_once else _copied(mine)
+        running: Future[Saved] = Future()
+        self._running = running
 
+        def write() -> None:
+            failure: Exception | None = None
+            try:
+                self._write(path, state, keep, content, generators)
+            except Exception as error:  # noqa: BLE001 - it is raised by the next call
+                failure = error
+                if self._group.is_leader:  # nobody writes any more: all ranks were told
+                    shutil.rmtree(partial_path(path), ignore_errors=True)
+            self._wake.set()  # before the result, after which it may be cleared
+            if failure is None:
+                running.set_result(Saved(path, step))
+            else:
+                running.set_exception(failure)
 
-def _replaced_path(path: Path) -> Path:
-    return path.with_name(f".{path.name}.replaced")
-
-
-def recover(root: Path) -> None:
-    """Undo replacements under `root` that were interrupted between their two renames."""
-    for replaced in root.glob(f".{PREFIX}*.replaced"):
-        path = root / replaced.name.removeprefix(".").removesuffix(".replaced")
-        if path.exists():
-            shutil.rmtree(replaced, ignore_errors=True)
+        if is_at_once:
+            write()
         else:
-            replaced.rename(path)
-            sync(root)
+            start_thread(write, name=f"checkpoint-{step}")
 
+    def _own_boxes(self, shards: Sequence[Shard]) -> dict[Box, Tensor]:
+        """Return the boxes that this rank writes, in the order of its file, and the live views of them."""
+        held = holdings(shards)
+        if held != self._held:  # layouts change on all ranks or on none
+            self._held, self._givers = held, givers(gather_holdings(held, self._group))
+        views = {shard.box: shard.view.detach() for shard in shards}
+        mine = {one for one in held if self._givers[one] == self._group.rank}
+        ordered = sorted(mine, key=lambda one: (-one.dtype.itemsize, one.box.name, one.box.start))
+        return {one.box: views[one.box] for one in ordered}
 
-Found = tuple[Path | None, list[CheckpointError]]
-"""The newest whole checkpoint, and why newer ones are not it."""
+    def _write(
+        self, path: Path, state: Mapping[str, Any], keep: int | None, content: Mapping[Box, Tensor], random: Generators
+    ) -> None:
+        """Write the checkpoint with all other ranks: a folder, then every rank's file, then what makes it whole."""
+        group, what = self._group, f"checkpoint {path} could not be saved"
+        self._agreed(what, lambda: new_partial(path) if group.is_leader else None)
+        file = partial_path(path) / rank_file(group.rank)
+        written = self._gather(what, self._agreed(what, lambda: write_boxes(file, content, random)))
+        files = {rank_file(rank): entry for rank, entry in enumerate(written)}
+        self._agreed(what, lambda: self._publish(path, state, keep, files))
 
+    def _publish(
+        self, path: Path, state: Mapping[str, Any], keep: int | None, files: dict[str, dict[str, int]]
+    ) -> None:
+        """Add what is JSON to the ranks' `files`, and give the checkpoint its name, on rank 0.
 
-def newest_whole(root: Path) -> Found:
-    """The newest checkpoint under `root` all of whose files are as they were written, and why newer ones are not it.
+        CheckpointError for a file of a rank that is not here.
+        """
+        if not self._group.is_leader:
+            return
+        partial = partial_path(path)
+        for name, entry in files.items():
+            file = partial / name
+            if not file.is_file() or file.stat().st_size != entry["bytes"]:
+                raise CheckpointError(
+                    f"another rank wrote {name}, and it is not here",
+                    got=partial,
+                    hint="the run's directory must be on a file system that all of the trainer's machines share",
+                )
+        for name, content in ((INDEX, index_of(self._givers)), ("state.json", state)):
+            file = partial / name
+            file.write_text(json.dumps(content))
+            sync(file)
+            files[name] = {"bytes": file.stat().st_size, "crc32": crc32(file)}
+        manifest = {"format": FORMAT, "step": state["step"], "ranks": self._group.world, "files": files}
+        publish(partial, path, manifest, keep=keep)
 
-    Every byte of it is read. Those of one rank and of several are told apart by whoever loads them.
-    """
-    recover(root)
-    damages = []
-    for path in newest_first(root):
+    def _agreed(self, what: str, attempt: Callable[[], T]) -> T:
+        """Return `attempt()`. A failure on one rank is an error on all of them: its own CheckpointError, a DiskError
+        where it is the disk's, else the CheckpointError `what`."""
+        failure: Exception | None = None
+        told: dict[str, Any] = {}
+        result: list[T] = []
         try:
-            verify_checkpoint(path)
-        except CheckpointError as error:
-            damages.append(error)
-        else:
-            return path, damages
-    return None, damages
+            result.append(attempt())
+        except Exception as error:  # noqa: BLE001 - whatever it is, the others must not wait for this rank
+            failure, number = error, (error.errno or 0) if isinstance(error, OSError) else None
+            if isinstance(error, CheckpointError):
+                told = {"what": error.what, "got": error.got, "allowed": error.allowed, "hint": error.hint}
+            else:
+                text = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+                told = {"what": what, "got": f"rank {self._group.rank}: {text}", "hint": HINTS.get(number or 0)}
+            told = {name: value and str(value) for name, value in told.items()} | {"is_disk": number is not None}
+        for one in filter(None, self._gather(what, told)):
+            kind = DiskError if one.pop("is_disk") else CheckpointError
+            raise kind(one.pop("what"), **one) from failure
+        return result[0]
 
+    def _gather(self, what: str, told: Any) -> list[Any]:
+        """Return `told`, which must be JSON, of every rank."""
+        try:
+            return [json.loads(payload) for payload in self._group.gather(json.dumps(told).encode())]
+        except RankError as error:
+            raise CheckpointError(what, got=error, hint="another rank may have died: see its log") from error
 
-def settle(root: Path, found: Found | None = None) -> Found:
-    """`newest_whole`; newer ones are renamed to `.step_<n>.damaged`: nobody shall take them for part of what follows.
+    def poll(self) -> Saved | None:
+        """Return what has been finished since the last call, or None; does not wait.
 
-    They are kept until the run has saved that step again, for whoever wants to see what happened. Else the deletion of
-    old checkpoints would count them, and keep them instead of whole ones. `found` is what `newest_whole` has just said,
-    where it was asked: it reads every byte.
-    """
-    newest, damages = newest_whole(root) if found is None else found
-    for path in newest_first(root):
-        if newest is not None and path == newest:
-            break
-        target = path.with_name(f".{path.name}.damaged")
-        shutil.rmtree(target, ignore_errors=True)
-        path.rename(target)
-        sync(root)
-    return newest, damages
+        Raises CheckpointError or DiskError, once, for a save that failed: the checkpoint before it is untouched.
+        """
+        return self._finish(0.0) if self._running is not None and self._running.done() else None
 
+    def fileno(self) -> int:
+        """Return a descriptor that is readable once a save is over and `poll` has something to tell."""
+        return self._wake.fileno()
 
-def load_checkpoint(
-    path: Path, flat: FlatParameters, optimizer: FlatAdamW, *, critic: Trained | None = None
-) -> Restored:
-    """Restore policy, optimizer, `critic` and all random generators from `path`, bit for bit.
+    def wait(self, timeout_s: float | None = None) -> Saved | None:
+        """`poll`, once nothing runs any more. CheckpointError when that takes longer than `timeout_s`."""
+        return self._finish(self._timeout_s if timeout_s is None else timeout_s)
 
-    CheckpointError, with nothing changed, when the checkpoint is torn or belongs to another model.
-    """
-    if (found := read_manifest(path)["format"]) != FORMAT:
-        raise CheckpointError(f"checkpoint {path} has an unknown format", got=found, allowed=FORMAT)
-    verify_checkpoint(path)
-    stored = []
-    for names, (trained, adam) in _files((flat, optimizer), critic):
-        if not (path / names[0]).is_file():
-            raise CheckpointError(f"checkpoint {path} belongs to another model", got=f"no {names[0]}")
-        weights = load_file(path / names[0])
-        _check_shapes(path, trained, weights)
-        stored.append((trained, adam, weights, load_file(path / names[1])))
-    for trained, adam, weights, moments in stored:
-        adam.load_state_dict(moments)
+    def _finish(self, timeout_s: float) -> Saved | None:
+        running = self._running
+        if running is None:
+            return None
+        try:
+            return running.result(timeout_s)
+        except FutureTimeout as error:
+            if not running.done():
+                raise CheckpointError("a checkpoint is still being written", got=f"after {timeout_s:g} s") from error
+            raise
+        finally:
+            if running.done():
+                self._running = None
+                self._wake.clear()
+
+    def close(self) -> None:
+        """Wait for what is being written, and drop the process group; raises as `wait` does."""
+        try:
+            self._finish(self._timeout_s)
+        finally:
+            self._wake.close()
+            if self._is_twin and self._group.pg is not None:
+                dist.destroy_process_group(self._group.pg)
+
+    # Loading
+
+    def load(self, path: Path, trained: Mapping[str, Trained]) -> Restored:
+        """Go on from checkpoint `path`, whatever ranks wrote it: weights, moments, updates, random generators.
+
+        Random generators go to the ranks of the same number; ranks that there were not keep theirs. CheckpointError,
+        with nothing changed, when the checkpoint is torn or belongs to another model.
+        """
+        what = f"checkpoint {path} could not be read"
+        manifest, stored = self._agreed(what, lambda: self._open(path, trained))
+        shards = trained_shards(trained)
+        self._check_model(path, stored, shards)
         with torch.no_grad():
-            for name, view in trained.named_views().items():
-                view.copy_(weights[name])
-    state = read_json(path / "state.json")
-    set_random_state(load_file(path / "random.safetensors"), state["random"])
-    updates = {name: adam.num_updates for name, (_, adam, _, _) in zip(("policy", "critic"), stored, strict=False)}
-    return Restored(path, state["step"], state["num_updates"], state["extra"], updates)
-
-
-def _files(policy: Trained, critic: Trained | None) -> list[tuple[tuple[str, str], Trained]]:
-    """What is trained, with the files of its weights and of its optimizer."""
-    parts = [(("policy.safetensors", "optimizer.safetensors"), policy)]
-    if critic is not None:
-        parts.append((("critic.safetensors", "critic_optimizer.safetensors"), critic))
-    return parts
-
-
-def _check_shapes(path: Path, flat: FlatParameters, weights: Mapping[str, Tensor]) -> None:
-    shapes = {name: tuple(view.shape) for name, view in flat.named_views().items()}
-    found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    if shapes != found:
-        differing = sorted(n for n in shapes.keys() | found.keys() if shapes.get(n) != found.get(n))
-        raise CheckpointError(
-            f"checkpoint {path} belongs to another model",
-            got=", ".join(f"{name} {found.get(name)}" for name in differing[:4]),
-            allowed=", ".join(f"{name} {shapes.get(name)}" for name in differing[:4]),
-        )
-
-
-def verify_checkpoint(path: Path) -> None:
-    """Raise CheckpointError, saying which file is wrong, unless `path` is whole: of one rank or of several."""
-    files = read_manifest(path)["files"]
-    for name in files:
-        verify_file(path, name, files[name])
-
-
-def policy_shapes(path: Path) -> dict[str, tuple[int, ...]] | None:
-    """Shapes of the policy's parameters in the checkpoint `path`, from its header; None where ranks wrote it."""
-    file = path / "policy.safetensors"
-    if read_manifest(path)["format"] != FORMAT:
-        return None
-    return {name: tuple(entry.shape) for name, entry in tensor_headers(file).items()}
-
-
-def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of checkpoint `path`: `format`, `step` and `files`. CheckpointError when it is torn."""
-    try:
-        manifest: dict[str, Any] = read_json(path / MANIFEST, MAX_MANIFEST_BYTES)
-        _, names = manifest["format"], list(manifest["files"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"checkpoint {path} is torn: its manifest cannot be read", got=clip(error)) from error
-    if foreign := [
-        name
-        for name in names
-        if not name.isprintable()
-        or len(name) > 255
-        or name in ("", "..")
-        or name != Path(name).name
-        or (path / name).is_symlink()
-    ]:
-        raise CheckpointError(
-            f"the manifest of checkpoint {path} names what is not its own",
-            got=clip(foreign[0]),
-            allowed="files beside it",
-        )
-    try:
-        msgspec.convert(manifest, _Manifest)
-    except msgspec.ValidationError as error:
-        raise CheckpointError(f"checkpoint {path} is torn: its manifest is no manifest", got=clip(error)) from error
-    return manifest
-
-
-def verify_file(path: Path, name: str, expected: Mapping[str, int]) -> None:
-    """Raise CheckpointError unless file `name` of checkpoint `path` has the size and CRC-32 of its manifest."""
-    file = path / name
-    if not file.is_file():
-        raise CheckpointError(f"checkpoint {path} is torn: {name} is missing")
-    found = {"bytes": file.stat().st_size}
-    if found["bytes"] == expected["bytes"]:  # one of another size may be endless
-        found["crc32"] = crc32(file)
-    if found != expected:
-        raise CheckpointError(f"checkpoint {path} is torn: {name} is damaged", got=found, allowed=expected)
-
-
-def prune_checkpoints(root: Path, *, keep: int) -> list[Path]:
-    """Delete all but the `keep` newest whole checkpoints under `root` (and torn older ones); returns what went.
-
-    Whole are here those whose files have the sizes of their manifests: nothing is read again after every save.
-    """
-    kept, removed = 0, []
-    for path in newest_first(root):
-        if kept < keep:
-            kept += _looks_whole(path)
+            self._agreed(what, lambda: fill(shards, stored))
+        state = read_json(path / "state.json")
+        if manifest.format == FORMAT:
+            found, updates = load_random_state(path, self._group.rank), state["updates"]
         else:
-            remove_tree(path)
-            removed.append(path)
-    left = [path.name for path in newest_first(root)]
-    for path in root.glob(f"{PREFIX}*.rollouts"):
-        step = path.name.removesuffix(".rollouts")  # `core.saved.rollouts_dir`
-        if step not in left and _number(step) < _number(left[0]):  # a newer one's checkpoint is being written
-            remove_tree(path)
-    return removed
+            found = first_format.random_state(path, state) if self._group.is_leader else None
+            updates = first_format.updates(path)
+        if found is None:
+            log.info("checkpoint %s has no random state of rank %d: it goes on with its own", path, self._group.rank)
+        else:
+            set_random_state(*found)
+        for name, (_, optimizer) in trained.items():
+            optimizer.resumed(updates[name])
+        return Restored(state["step"], updates, state["extra"])
+
+    def _open(self, path: Path, trained: Mapping[str, Trained]) -> tuple[Manifest, list[StoredBox]]:
+        """Return manifest and boxes of `path`. Each rank verifies its share of the files."""
+        manifest = read_manifest(path)
+        if (found := manifest.format) not in FORMATS:
+            raise CheckpointError(f"checkpoint {path} has an unknown format", got=found, allowed=FORMATS)
+        for name in sorted(manifest.files)[self._group.rank :: self._group.world]:
+            verify_file(path, name, manifest.files[name])
+        if manifest.format == FORMAT:
+            return manifest, stored_boxes(path)
+        modules = {name: module for name, (module, _) in trained.items()}
+        return manifest, [StoredBox(one.box, one.view.__getitem__) for one in first_format.shards(path, modules)]
+
+    def _check_model(self, path: Path, stored: Sequence[StoredBox], shards: Sequence[Shard]) -> None:
+        """Raise, on all ranks alike, unless `shards` of all ranks are the tensors that are stored of their parts."""
+        shapes = {one.box.name: one.box.shape for one in stored}
+        problems = [f"{s.box.name} {s.box.shape}" for s in shards if shapes.get(s.box.name) != s.box.shape]
+        by_rank = self._gather("another model", [problems[:4], sorted({shard.box.name for shard in shards})])
+        wanted = {name for _, names in by_rank for name in names}
+        parts = {name.split("/")[0] for name in wanted}
+        left = sorted(name for name in shapes if name.split("/")[0] in parts and name not in wanted)
+        problems = [problem for found, _ in by_rank for problem in found]
+        if problems or left:
+            raise CheckpointError(
+                f"checkpoint {path} belongs to another model",
+                got=", ".join(f"{name} {shapes[name]}" for name in left[:4]) or "other tensors",
+                allowed=", ".join(problems[:4]) or None,
+            )
 
 
-def _number(name: str) -> int:
-    """The step in 'step_12'; -1 for other names."""
-    number = name.removeprefix(PREFIX)
-    return int(number) if name.startswith(PREFIX) and number.isdigit() else -1
+def _copied(boxes: Mapping[Box, Tensor]) -> dict[Box, Tensor]:
+    """Return copies of `boxes` in one piece of memory, pinned where they come from a GPU."""
+    is_cuda = any(view.is_cuda for view in boxes.values())
+    sizes = [view.nbytes for view in boxes.values()]
+    pieces = torch.split(torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=is_cuda), sizes)
+    copies: dict[Box, Tensor] = {}
+    for (box, view), piece in zip(boxes.items(), pieces, strict=True):
+        copies[box] = piece.view(view.dtype).view(view.shape)
+        copies[box].copy_(view, non_blocking=True)
+    if is_cuda:
+        torch.cuda.current_stream().synchronize()
+    return copies
 
 
-def _looks_whole(path: Path) -> bool:
-    try:
-        files = read_manifest(path)["files"]
-        return all((path / name).stat().st_size == entry["bytes"] for name, entry in files.items())
-    except (CheckpointError, OSError):
-        return False
+def _gloo_twin(group: RankGroup, timeout_s: float) -> RankGroup:
+    """Return a gloo group of the same ranks."""
+    if group.pg is None:
+        return group
+    members = dist.get_process_group_ranks(group.pg)
+    return RankGroup.over(dist.new_group(members, timedelta(seconds=timeout_s), "gloo"))
 
 
-def newest_first(root: Path) -> list[Path]:
-    """Every directory under `root` that is named like a checkpoint, whole or not."""
-    if not root.is_dir():
-        return []
-    numbered = [(_number(path.name), path) for path in root.iterdir()]
-    return [path for number, path in sorted(numbered, reverse=True) if number >= 0]
+def policy_shapes(path: Path, config: TransformerConfig) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Return (found, expected) of the policy's tensors in checkpoint `path` that a model of `config` has otherwise.
 
-
-def random_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Of torch's, numpy's and python's generators in this process: tensors, and the rest as JSON."""
-    tensors = {"torch": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        tensors |= {f"cuda_{index}": state for index, state in enumerate(torch.cuda.get_rng_state_all())}
-    kind, key, position, has_gauss, gauss = np.random.get_state(legacy=True)
-    tensors["numpy"] = torch.from_numpy(np.asarray(key).astype(np.int64))
-    version, internal, next_gauss = random.getstate()
-    return tensors, {
-        "numpy": [str(kind), int(position), int(has_gauss), float(gauss)],
-        "python": [version, list(internal), next_gauss],
-    }
-
-
-def set_random_state(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-    """Inverse of `random_state`."""
-    torch.set_rng_state(tensors["torch"])
-    if torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
-            if f"cuda_{index}" in tensors:
-                torch.cuda.set_rng_state(tensors[f"cuda_{index}"], index)
-    kind, position, has_gauss, gauss = state["numpy"]
-    np.random.set_state((kind, tensors["numpy"].numpy().astype(np.uint32), position, has_gauss, gauss))
-    version, internal, next_gauss = state["python"]
-    random.setstate((version, tuple(internal), next_gauss))
-
-
-def crc32(file: Path) -> int:
-    """Of a file's content."""
-    crc = 0
-    with open_regular(file) as stream:
-        while block := stream.read(1 << 20):
-            crc = zlib.crc32(block, crc)
-    return crc
+    () stands for a tensor that is not there. CheckpointError where the checkpoint's index cannot be read.
+    """
+    with torch.device("meta"):
+        model = Transformer(config)
+    if read_manifest(path).format == FIRST_FORMAT:
+        found, expected = first_format.shapes(path), {n: tuple(p.shape) for n, p in model.named_parameters()}
+    else:
+        stored = {name.partition("/"): tensor.shape for name, tensor in read_index(path).items()}
+        found = {name: shape for (part, _, name), shape in stored.items() if part == POLICY}
+        expected = {part.box.name: part.box.shape for part in module_parts(model)}
+    names = sorted(found | expected)
+    return {n: (found.get(n, ()), expected.get(n, ())) for n in names if found.get(n) != expected.get(n)}

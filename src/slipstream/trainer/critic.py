@@ -2,84 +2,54 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Protocol
-
 from torch import Tensor, nn
 
 from slipstream.core.config import RunConfig
 from slipstream.core.packed import PackedMicrobatch
-from slipstream.models.flat import FlatParameters
 from slipstream.models.packed import at_targets
-from slipstream.models.scalar import (
-    HeadInit,
-    ScalarModel,
-    initialise_linear,
-    load_scalar_model,
-    new_scalar_model,
-)
+from slipstream.models.scalar import ScalarModel, initialise_linear
+from slipstream.models.sharded import Division, load_sharded_scalar, new_sharded_scalar, stored_parameters
 from slipstream.models.transformer import Transformer
-from slipstream.trainer.optim import FlatAdamW, Optimizer
-
-
-class ValueFunction(Protocol):
-    """V(state before each target), with an optimizer of its own: `Critic`, or on several ranks `ShardedCritic`.
-
-    A head reads the policy's states, and its loss trains the policy's trunk too, as in OpenAI's code (N, item 22). A
-    model of its own may start from a reward model, head included, as in the TL;DR reproduction.
-    """
-
-    is_head: bool
-
-    @property
-    def optimizer(self) -> Optimizer: ...
-
-    def values(self, microbatch: PackedMicrobatch, states: Tensor) -> Tensor:
-        """float32 [M], differentiable; `states` [M, hidden] are the policy's at the rows that predict the targets."""
-        ...
+from slipstream.trainer.optim import AdamW
 
 
 class Critic:
-    """The value function beside a policy that is whole on one rank; implements `ValueFunction`."""
+    """V(state before each target), with an optimizer of its own.
 
-    def __init__(self, config: RunConfig, policy: Transformer) -> None:
+    A head reads the policy's states, and its loss trains the policy's trunk too, as in OpenAI's code (N, item 22). A
+    model of its own may start from a reward model, head included, as in the TL;DR reproduction. It is divided like the
+    policy; a head is whole on every rank. Identity: several ranks give the values of one, up to rounding.
+    """
+
+    def __init__(self, config: RunConfig, policy: Transformer, division: Division = Division()) -> None:
         critic = config.critic
         self.is_head = critic.model == "head"
         self.module: ScalarModel | nn.Linear
         if self.is_head:
-            self.module = value_head(policy, critic.head_init, config.seed)
+            head: nn.Linear = nn.utils.skip_init(nn.Linear, policy.config.hidden_size, 1)  # type: ignore[no-untyped-call]
+            initialise_linear(head, critic.head_init, config.seed)
+            self.module = head.to(policy.embedding.weight.device)
         elif critic.path is not None:
-            self.module = load_scalar_model(
-                Path(critic.path),
+            self.module = load_sharded_scalar(
+                critic.path,
+                division,
                 head_init=critic.head_init,
                 seed=config.seed,
                 max_positions=policy.config.max_positions,
             )
         else:
-            self.module = new_scalar_model(policy, head_init=critic.head_init, seed=config.seed)
-        self.flat = FlatParameters(self.module)
-        self.optimizer = FlatAdamW(
-            self.module,
-            self.flat,
+            self.module = new_sharded_scalar(policy, division, head_init=critic.head_init, seed=config.seed)
+        self.parameters = stored_parameters(self.module, division)
+        self.optimizer = AdamW(
+            self.parameters,
             critic.optimizer,
             total_updates=config.steps * config.updates_per_step,
             updates_per_step=config.updates_per_step,
         )
 
     def values(self, microbatch: PackedMicrobatch, states: Tensor) -> Tensor:
-        return read_values(self.module, microbatch, states)
-
-
-def read_values(module: ScalarModel | nn.Linear, microbatch: PackedMicrobatch, states: Tensor) -> Tensor:
-    """`ValueFunction.values` by a model of its own, or by a head."""
-    if isinstance(module, ScalarModel):
-        return at_targets(module, microbatch)
-    values: Tensor = module(states.float())
-    return values.squeeze(-1)
-
-
-def value_head(policy: Transformer, init: HeadInit, seed: int) -> nn.Linear:
-    """A linear head on `policy`'s states, where they are."""
-    head: nn.Linear = nn.utils.skip_init(nn.Linear, policy.config.hidden_size, 1)  # type: ignore[no-untyped-call]
-    initialise_linear(head, init, seed)
-    return head.to(policy.embedding.weight.device)
+        """Return float32 [M], differentiable; `states` [M, hidden] are the policy's at the rows before the targets."""
+        if isinstance(self.module, ScalarModel):
+            return at_targets(self.module, microbatch)
+        values: Tensor = self.module(states.float())
+        return values.squeeze(-1)

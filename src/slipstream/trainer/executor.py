@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -20,7 +19,6 @@ from slipstream.core.errors import NonFiniteError
 from slipstream.core.executor import Context, Executor
 from slipstream.core.packed import Batching, NewCollector
 from slipstream.core.peer_messages import WeightsLinked
-from slipstream.core.rank_group import RankGroup
 from slipstream.core.types import (
     Checkpoint,
     CheckpointSaved,
@@ -41,29 +39,16 @@ from slipstream.core.types import (
 from slipstream.core.vetting import Limits
 from slipstream.models.transformer import Transformer
 from slipstream.observe.timeline import TRAINED
-from slipstream.trainer.critic import ValueFunction
+from slipstream.trainer.critic import Critic
 from slipstream.trainer.inbox import Inbox
-from slipstream.trainer.measure import Auxiliary, brings_reference, needed_columns
-from slipstream.trainer.policy import Policy, WholePolicy
-from slipstream.trainer.records import Records
-from slipstream.trainer.reference import follows_warm_start, reference_path
+from slipstream.trainer.measure import Auxiliary, brings_reference, follows_warm_start, needed_columns, reference_path
+from slipstream.trainer.policy import Policy
+from slipstream.trainer.records import Records, TokenSample
 from slipstream.trainer.refused import write_report
 from slipstream.trainer.step import train_on_batch
 from slipstream.trainer.supervised import SupervisedUpdate, supervised_updates
-from slipstream.trainer.token_sample import TokenSample
 
 PROBE_TOKENS = 32
-
-log = logging.getLogger(__name__)
-
-
-def new_policy(config: RunConfig, ranks: RankGroup, data_ranks: RankGroup, tensor_ranks: RankGroup) -> Policy:
-    """Whole on one CPU rank, as bits do not change there; else divided, also on one GPU."""
-    if ranks.world == 1 and config.trainer.device == "cpu":
-        return WholePolicy(config)
-    from slipstream.trainer.sharded_policy import ShardedPolicy  # torch's distributed parts take a second to import
-
-    return ShardedPolicy(config, ranks, data_ranks, tensor_ranks)
 
 
 class Trainer(Executor):
@@ -93,23 +78,21 @@ class Trainer(Executor):
         self._ends = ExitStack()
 
     def init(self, context: Context) -> None:
-        self.context = context
-        config = self.config
+        self.context, self.ranks, config = context, context.group, self.config
         torch.set_num_threads(context.num_threads)
-        self.ranks = context.group
-        self.data_ranks, self.tensor_ranks = self.ranks.split(
-            config.trainer.tensor_parallel, timeout_s=config.deadline_s
-        )
-        self.policy = new_policy(config, self.ranks, self.data_ranks, self.tensor_ranks)
+        divided = self.ranks.split(config.trainer.tensor_parallel, timeout_s=config.deadline_s)
+        self.data_ranks, self.tensor_ranks = divided
+        self.policy = Policy(config, self.ranks, self.data_ranks, self.tensor_ranks)
         self._ends.callback(self.policy.close)
         self.version = 0
         assert context.publisher is not None, "a trainer needs a WEIGHTS channel"
         self.publisher = context.publisher
         self.policy.offer_to(self.publisher)
+        model = self.policy.model.config
         limits = Limits.of(
             config,
-            vocab_size=self.policy.model.config.vocab_size,
-            max_positions=self.policy.model.config.max_positions,
+            vocab_size=model.vocab_size,
+            max_positions=model.max_positions,
             brings_reference=brings_reference(config),
         )
         self.inbox = Inbox(
@@ -120,24 +103,14 @@ class Trainer(Executor):
             data_ranks=self.data_ranks,
             tensor_ranks=self.tensor_ranks,
         )
-        generator = np.random.default_rng(config.seed)
-        model = self.policy.model.config
         num_tokens = min(PROBE_TOKENS, model.max_positions)
-        self.probe_tokens = generator.integers(0, model.vocab_size, num_tokens, dtype=np.int32)
-        self.records = self._ends.enter_context(
-            closing(
-                Records(
-                    config,
-                    context.run_dir,
-                    self.policy.tokenizer,
-                    is_leader=self.ranks.is_leader,
-                    ranks=self.data_ranks,
-                )
-            )
-        )
+        self.probe_tokens = np.random.default_rng(config.seed).integers(0, model.vocab_size, num_tokens, dtype=np.int32)
+        is_leader, tokenizer = self.ranks.is_leader, self.policy.tokenizer
+        records = Records(config.observe, context.run_dir, tokenizer, is_leader=is_leader, ranks=self.data_ranks)
+        self.records = self._ends.enter_context(closing(records))
         self.warm_start: Iterator[SupervisedUpdate] | None = None
         self.reference: Transformer | None = None
-        self.critic: ValueFunction | None = None
+        self.critic: Critic | None = None
         self.kl = AdaptiveKL(config.kl.coef, config.kl.target or 1.0, config.kl.horizon)
         if self.resume is not None:
             self._resume(Path(self.resume))
@@ -150,7 +123,7 @@ class Trainer(Executor):
         return self._is_finished
 
     def step(self) -> bool:
-        """One update of the warm start; or all waiting rollouts, and commands up to one training step."""
+        """Make one update of the warm start; or take all waiting rollouts, and commands up to one training step."""
         if self.warm_start is not None:
             self._warm_up()
             return True
@@ -172,7 +145,7 @@ class Trainer(Executor):
         self._ends.close()
 
     def _tell(self, event: Message) -> None:
-        """Only rank 0 speaks with the controller; what it says holds for all ranks."""
+        """Send `event` to the controller, from rank 0 alone: it holds for all ranks."""
         if self.ranks.is_leader:
             self.context.outputs["events"].put(event)
 
@@ -204,15 +177,9 @@ class Trainer(Executor):
             with self.context.spans.span("start_up"):
                 self._be_ready()
         elif update.index % 10 == 9:
-            self._tell(
-                Progress(
-                    executor=self.context.name,
-                    phase="warm start",
-                    done=update.index + 1,
-                    total=self.config.warm_start.steps,
-                    metrics={"loss": update.loss},
-                )
-            )
+            name, total = self.context.name, self.config.warm_start.steps
+            metrics = {"loss": update.loss}
+            self._tell(Progress(executor=name, phase="warm start", done=update.index + 1, total=total, metrics=metrics))
 
     def _resume(self, path: Path) -> None:
         self._build_auxiliary()
@@ -223,7 +190,7 @@ class Trainer(Executor):
             self.inbox.restore(path, restored.extra, version=self.version)
 
     def _build_auxiliary(self) -> None:
-        """The reference and the critic, from the policy at version 0 where the config names nothing else."""
+        """Build the reference and the critic, from the policy at version 0 where the config names nothing else."""
         config = self.config
         if config.has_critic:
             self.critic = self.policy.new_critic()
@@ -245,7 +212,7 @@ class Trainer(Executor):
         self._publish()
 
     def _relayed(self, message: Message) -> Message:
-        """The command as all ranks get it: a step with the heads of its rollouts."""
+        """Return the command as all ranks get it: a step with the heads of its rollouts."""
         if not self.ranks.is_leader:
             return message
         if isinstance(message, TrainStep):
@@ -302,7 +269,7 @@ class Trainer(Executor):
                     self.records.write_tokens(groups, sample, step=command.step)
 
     def _trained(self, groups: Sequence[Group], command: TrainStep, sample: TokenSample) -> dict[str, float]:
-        """The metrics of the step. A step that is refused leaves a report in the run's folder, for a bug report."""
+        """Return the metrics of the step. A step that is refused leaves a report in the run's folder."""
         try:
             return train_on_batch(
                 self.policy.model,
@@ -330,14 +297,14 @@ class Trainer(Executor):
             ) from error
 
     def _export(self, path: Path) -> None:
-        """On the disk when it is told of: a run that is done has its model, whatever happens then."""
+        """Write the model; on return it is on the disk: a run that is done has it, whatever happens then."""
         with disk_errors(path):
             self.policy.export(path)
             if self.ranks.is_leader:
                 sync_files(path)
 
     def save_checkpoint(self, command: Checkpoint) -> None:
-        """Rollouts first: a checkpoint that is there has what waited for its step beside it."""
+        """Save the rollouts first: a checkpoint that is there has what waited for its step beside it."""
         self._report_saved(wait=True)
         extra = {
             "schedule": command.schedule,
@@ -354,7 +321,7 @@ class Trainer(Executor):
         self._report_saved()
 
     def _report_saved(self, *, wait: bool = False) -> None:
-        """Tell of a checkpoint once it is whole: a step counts as kept from then on."""
+        """Tell the controller of a checkpoint once it is whole: a step counts as kept from then on."""
         if not self.policy.is_saving:
             return
         with self.context.spans.span("checkpoint"):

@@ -1,4 +1,4 @@
-"""The rollouts that wait at the trainer for their step, and what the controller is told of their groups."""
+"""Rollouts that wait at the trainer for their step, and the events that tell the controller of their groups."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from slipstream.core.saved import SUFFIX, rollouts_dir, save_messages, saved_rol
 from slipstream.core.staleness import last_step
 from slipstream.core.types import Checkpoint, Counters, Group, GroupScored, Rollout, RolloutHead
 from slipstream.core.vetting import Limits, is_of_run, vetted
-from slipstream.trainer.dealing import dealt_by
-from slipstream.trainer.scores import ScoredGroup, effective_reward, has_signal, head_of
+from slipstream.trainer.scores import ScoredGroup, dealt_by, effective_reward, has_signal, head_of
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +42,7 @@ class Inbox:
     ) -> None:
         self._config, self._context, self._limits = config, context, limits
         self._ranks, self._data_ranks, self._tensor_ranks = context.group, data_ranks, tensor_ranks
-        self._dealt = dealt_by(config)
+        self._dealt = dealt_by(config.loss)
         self.rollouts: GroupCollector[Rollout] = new_buffer(expects=self._is_dealt_here)
         self.heads: GroupCollector[RolloutHead] = new_buffer()
         self._restored: list[RolloutHead] = []
@@ -82,7 +81,7 @@ class Inbox:
     def _taken(self, rollout: Rollout, newest_version: int) -> list[RolloutHead]:
         """Keep `rollout` until its step; return its head, unless it is a duplicate."""
         rollout = vetted(rollout, self._limits, newest_version=newest_version)
-        return [head_of(rollout, self._config)] if self.rollouts.add(rollout) else []
+        return [head_of(rollout, self._config.rewards)] if self.rollouts.add(rollout) else []
 
     def _count_in(self, heads: Iterable[RolloutHead]) -> None:
         """Tell the controller of groups that are whole with `heads`, which lie on some rank."""
@@ -155,7 +154,7 @@ class Inbox:
         self._restored = []
 
     def _may_still_be_trained(self, rollout: Rollout, dropped: Sequence[int]) -> bool:
-        """Whether the bound holds for it in any step that could train it, by the drops that the cut knows.
+        """Tell whether the bound holds for `rollout` in any step that could train it, by the drops that the cut knows.
 
         It does for all that was admitted before the cut. What came into the buffer between the cut and its saving may
         have started thanks to a drop that the resumed run need not repeat.
@@ -170,8 +169,8 @@ class Inbox:
 
 
 def group_scored(group: ScoredGroup, config: RunConfig) -> GroupScored:
-    """Return what the controller is told of a group whose rollouts are all scored."""
-    rewards = [effective_reward(head, config) for head in group.heads]
+    """Return the event that tells the controller of a group whose rollouts are all scored."""
+    rewards = [effective_reward(head, config.loss) for head in group.heads]
     failures = [head.failure for head in group.heads if head.failure is not None]
     sampled = [head for head in group.heads if head.num_sampled]  # poisoned ones have no version
     return GroupScored(

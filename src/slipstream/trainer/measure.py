@@ -8,12 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
+from slipstream.algorithms.logprobs import kept_token_logprobs, token_logprobs_and_entropy
 from slipstream.algorithms.losses import loss_named
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ShapeError
@@ -23,8 +26,7 @@ from slipstream.core.spans import Spans
 from slipstream.core.types import Group, Rollout
 from slipstream.models.packed import at_targets
 from slipstream.models.transformer import Transformer
-from slipstream.trainer.critic import ValueFunction
-from slipstream.trainer.logprobs import microbatch_logprobs
+from slipstream.trainer.critic import Critic
 
 Key = tuple[int, int]  # (ordinal, sample)
 Columns = dict[Key, np.ndarray]
@@ -48,8 +50,19 @@ class Auxiliary:
     """
 
     reference: Transformer | None = None
-    critic: ValueFunction | None = None
+    critic: Critic | None = None
     kl_coef: float | None = None
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """Step `number` of a run, and the ranks that make it together."""
+
+    config: RunConfig
+    number: int
+    batching: Batching
+    ranks: RankGroup
+    spans: Spans
 
 
 def needed_columns(config: RunConfig) -> tuple[str, ...]:
@@ -65,8 +78,18 @@ def needed_columns(config: RunConfig) -> tuple[str, ...]:
 
 
 def brings_reference(config: RunConfig) -> bool:
-    """Whether rollouts come with the reference's logprobs, measured by an executor of its own."""
+    """Tell whether rollouts come with the reference's logprobs, measured by an executor of its own."""
     return config.kl.executor == "own" and "reference_logprobs" in needed_columns(config)
+
+
+def follows_warm_start(config: RunConfig) -> bool:
+    """Tell whether the reference is what the warm start makes: no checkpoint has it before the trainer writes one."""
+    return config.kl.reference is None and config.warm_start.steps > 0
+
+
+def reference_path(config: RunConfig, run_dir: Path) -> str | None:
+    """Return the folder of the reference's checkpoint; None: the model that the policy starts from."""
+    return str(run_dir / "reference") if follows_warm_start(config) else config.kl.reference
 
 
 def measured_columns(
@@ -74,18 +97,14 @@ def measured_columns(
     auxiliary: Auxiliary,
     groups: Sequence[Group],
     sequences: Sequence[TrainSequence],
-    *,
-    config: RunConfig,
-    batching: Batching,
-    ranks: RankGroup,
-    spans: Spans,
-    step: int,
+    step: StepContext,
 ) -> dict[str, Columns]:
     """Return the columns that the config needs of `sequences`, rollouts of `groups`, under the present weights.
 
-    Those of a reference with an executor of its own are what the rollouts have brought. All `ranks` call it, each with
+    Those of a reference with an executor of its own are what the rollouts have brought. All ranks call it, each with
     its own sequences.
     """
+    config = step.config
     readers: dict[str, Read] = {
         "behaviour_logprobs": partial(_logprobs, model, config),  # at staleness 0, the only case, it sampled
         "reference_logprobs": partial(_logprobs, auxiliary.reference, config),
@@ -98,13 +117,10 @@ def measured_columns(
             rollouts = [rollout for group in groups for rollout in group.rollouts]
             columns[name] = brought(rollouts, sequences)
             continue
-        with spans.span(MEASURED_IN[name], step=step):
+        with step.spans.span(MEASURED_IN[name], step=step.number):
+            capacity = config.trainer.microbatch_tokens
             columns[name] = measure(
-                readers[name],
-                sequences,
-                microbatch_tokens=config.trainer.microbatch_tokens,
-                batching=batching,
-                ranks=ranks,
+                readers[name], sequences, microbatch_tokens=capacity, batching=step.batching, ranks=step.ranks
             )
     return columns
 
@@ -114,7 +130,7 @@ def _logprobs(model: Transformer | None, config: RunConfig, microbatch: PackedMi
     return microbatch_logprobs(model, microbatch, temperature=config.logprob_temperature)[0]
 
 
-def _values(model: Transformer, critic: ValueFunction | None, microbatch: PackedMicrobatch) -> Tensor:
+def _values(model: Transformer, critic: Critic | None, microbatch: PackedMicrobatch) -> Tensor:
     assert critic is not None, "the config needs a critic, and none was built"
     states = at_targets(model, microbatch) if critic.is_head else torch.empty(0)
     return critic.values(microbatch, states)
@@ -142,8 +158,40 @@ def measure(
     return columns
 
 
+# Logits held at once, in elements (256 MiB of float32); larger heads run in chunks that are recomputed backward.
+MAX_LOGITS = 1 << 26
+
+
+def microbatch_logprobs(
+    model: Transformer, microbatch: PackedMicrobatch, *, temperature: float, states: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the policy's logprobs of the microbatch's targets and its entropies there, float32 [M] each.
+
+    `states` are the final ones at those targets, for a caller who has them. Logits are computed only where a target
+    is predicted. Where the microbatch has kept sets, logprobs are those over the sets; entropies never are.
+    """
+    predicting = at_targets(model, microbatch) if states is None else states
+    columns = [predicting, torch.from_numpy(microbatch.targets).to(predicting.device)]
+    if (kept_sets := microbatch.kept_sets) is not None:
+        columns.append(torch.from_numpy(kept_sets).to(predicting.device))
+
+    def head(rows: Tensor, targets: Tensor, kept: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        logits = model.logits(rows)
+        logprobs, entropies = token_logprobs_and_entropy(logits, targets, temperature)
+        return logprobs if kept is None else kept_token_logprobs(logits, targets, kept, temperature), entropies
+
+    rows_at_once = max(1, MAX_LOGITS // model.config.vocab_size)
+    if microbatch.num_targets <= rows_at_once:
+        return head(*columns)
+    chunks = [
+        checkpoint(head, *chunk, use_reentrant=False)
+        for chunk in zip(*(torch.split(column, rows_at_once) for column in columns), strict=True)
+    ]
+    return torch.cat([chunk[0] for chunk in chunks]), torch.cat([chunk[1] for chunk in chunks])
+
+
 def brought(rollouts: Iterable[Rollout], sequences: Sequence[TrainSequence]) -> Columns:
-    """The reference logprobs that `rollouts` have come with, for `sequences` of theirs.
+    """Return the reference logprobs that `rollouts` have come with, for `sequences` of theirs.
 
     ShapeError where a rollout has none, or not one for each sampled token.
     """
@@ -162,26 +210,20 @@ def brought(rollouts: Iterable[Rollout], sequences: Sequence[TrainSequence]) -> 
 
 
 def in_step(microbatches: Sequence[PackedMicrobatch], ranks: RankGroup) -> list[PackedMicrobatch]:
-    """`microbatches`, and empty ones behind them until every rank has as many as the one with most."""
+    """Return `microbatches`, and empty ones behind them until every rank has as many as the one with most."""
     most = int(ranks.max(torch.tensor([len(microbatches)])))
     return filled(microbatches, most)
 
 
 def filled(microbatches: Sequence[PackedMicrobatch], count: int) -> list[PackedMicrobatch]:
-    """`microbatches` and empty ones, `count` in all."""
+    """Return `microbatches` and empty ones, `count` in all."""
     return [*microbatches, *(empty_microbatch() for _ in range(count - len(microbatches)))]
 
 
 def with_columns(sequence: TrainSequence, **columns: np.ndarray) -> TrainSequence:
-    """`sequence` with these columns, each given for its targets: float32 [num_targets]. Without any, itself."""
-    if not columns:
-        return sequence
-    spread: dict[str, Any] = {name: _spread(sequence, values) for name, values in columns.items()}
-    return replace(sequence, **spread)
-
-
-def _spread(sequence: TrainSequence, values: np.ndarray) -> np.ndarray:
-    """float32 [T]: `values` on the targets of `sequence`, 0 elsewhere."""
-    column = np.zeros(len(sequence.tokens), dtype=np.float32)
-    column[sequence.mask] = values
-    return column
+    """Return `sequence` with these columns, each given for its targets: float32 [num_targets]. Without any, itself."""
+    spread: dict[str, Any] = {}
+    for name, values in columns.items():
+        spread[name] = np.zeros(len(sequence.tokens), dtype=np.float32)
+        spread[name][sequence.mask] = values
+    return replace(sequence, **spread) if spread else sequence

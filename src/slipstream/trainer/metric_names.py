@@ -40,7 +40,7 @@ def published_names(
     max_new_tokens: int,
     num_eos_tokens: int,
 ) -> dict[str, float]:
-    """What of `metrics` the original RLHF code and its reproduction log, under their names.
+    """Return those of `metrics` that the original RLHF code and its reproduction log, under their names.
 
     OpenAI's lm-human-preferences (objective/*, ppo/*, elapsed/*) and lm-human-preference-details, N's own code, whose
     are the names with `_avg`, ppo/val/{ratio, advantage, num_eos_tokens, ratio_hist} and ppo/{lr, episode}.
@@ -88,7 +88,7 @@ def published_names(
 
 
 def count_tokens(groups: Iterable[Group], token_ids: Iterable[int]) -> int:
-    """How many of the tokens of all completions are among `token_ids`."""
+    """Count the tokens of all completions that are among `token_ids`."""
     wanted = list(token_ids)
     return sum(
         int(np.isin(segment.tokens, wanted).sum())
@@ -99,12 +99,12 @@ def count_tokens(groups: Iterable[Group], token_ids: Iterable[int]) -> int:
 
 
 def reward_model_names(*, loss: float, accuracy: float, chosen: float, rejected: float, lr: float) -> dict[str, float]:
-    """An update of the reward model under the names of lm-human-preference-details and of the TL;DR reproduction."""
+    """Name an update of the reward model as lm-human-preference-details and the TL;DR reproduction do."""
     shared = {"loss": loss, "accuracy": accuracy, "lr": lr}
     both = {f"{prefix}/{name}": value for prefix in ("train", "train/rm") for name, value in shared.items()}
     return both | {"train/rm/chosen_rewards": chosen, "train/rm/rejected_rewards": rejected}
 
 
 def sft_names(*, loss: float, lr: float) -> dict[str, float]:
-    """An update of supervised fine-tuning under the TL;DR reproduction's names."""
+    """Name an update of supervised fine-tuning as the TL;DR reproduction does."""
     return {"train/sft/loss": loss, "train/sft/lr": lr}

@@ -1,21 +1,33 @@
-"""AdamW over one flat tensor, and learning-rate schedules."""
+"""AdamW over the parameters that a rank stores, and learning-rate schedules."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from slipstream.core.errors import CheckpointError, NonFiniteError
+from slipstream.core.errors import NonFiniteError
 from slipstream.core.training_sections import OptimizerConfig
-from slipstream.models.flat import FlatParameters
+from slipstream.models.sharded import Parameters
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""AdamW's state of each parameter, by torch's names."""
+MAX_NAMED = 8
+"""Rollouts or parameters that a message names; a report has all."""
+
+
+def named(names: Iterable[Any]) -> str:
+    """Join at most MAX_NAMED of `names`, and say how many more there are."""
+    listed = [str(name) for name in names]
+    more = f" and {len(listed) - MAX_NAMED} more" if len(listed) > MAX_NAMED else ""
+    return ", ".join(listed[:MAX_NAMED]) + more
 
 
 def lr_factor(config: OptimizerConfig, *, update: int, total_updates: int) -> float:
-    """Share of the peak learning rate at 0-indexed `update`: linear warm-up, then the schedule's decay to 0.
+    """Return the share of the peak learning rate at 0-indexed `update`: linear warm-up, then the schedule's decay to 0.
 
     Update 0 of a warm-up of n has 1/n; the first update after the warm-up has 1, and update `total_updates` has 0.
     """
@@ -31,7 +43,7 @@ def lr_factor(config: OptimizerConfig, *, update: int, total_updates: int) -> fl
 
 
 def corrected_eps(config: OptimizerConfig, *, update: int) -> float:
-    """The epsilon with which torch's Adam makes the 1-indexed `update` of the configured formulation.
+    """Return the epsilon with which torch's Adam makes the 1-indexed `update` of the configured formulation.
 
         torch:       p -= lr / (1 - b1^t) * m / (sqrt(v) / sqrt(1 - b2^t) + eps)
         tensorflow:  p -= lr * sqrt(1 - b2^t) / (1 - b1^t) * m / (sqrt(v) + eps)
@@ -46,185 +58,111 @@ def corrected_eps(config: OptimizerConfig, *, update: int) -> float:
     return config.eps / math.sqrt(1.0 - config.betas[1] ** update)
 
 
-class LearningRates:
-    """The learning rate of every planned update: `updates_per_step` of them share one where `schedule_by` says so."""
-
-    def __init__(self, config: OptimizerConfig, *, total_updates: int, updates_per_step: int) -> None:
-        self._config, self._total_updates = config, total_updates
-        self._lr_every = updates_per_step if config.schedule_by == "step" else 1
-
-    def at(self, planned: int) -> float:
-        """Of the update whose place in the schedule is `planned`, 0-indexed."""
-        update = planned - planned % self._lr_every
-        return self._config.lr * lr_factor(self._config, update=update, total_updates=self._total_updates)
-
-
-MAX_NAMED = 8
-"""Rollouts or parameters that a message names; a report has all."""
-
-
-def named(names: Iterable[Any]) -> str:
-    """At most MAX_NAMED of them, and how many more there are."""
-    listed = [str(name) for name in names]
-    more = f" and {len(listed) - MAX_NAMED} more" if len(listed) > MAX_NAMED else ""
-    return ", ".join(listed[:MAX_NAMED]) + more
-
-
-def require_finite(grad_norm: float, *, num_updates: int, non_finite: Callable[[], list[str]]) -> float:
-    """`grad_norm`. NonFiniteError when it is NaN or inf, with the parameters that `non_finite` names then."""
-    if not math.isfinite(grad_norm):
-        names = non_finite()
+def require_finite_loss(loss: float, *, update: int, kind: str, chosen: Iterable[int]) -> None:
+    """Raise NonFiniteError for a loss of `update` on the `chosen` ones, by number, of `kind` that is NaN or inf."""
+    if not math.isfinite(loss):
+        numbers = sorted(chosen)
         raise NonFiniteError(
-            "the gradient is not finite; weights were not changed",
-            got=f"gradient norm {grad_norm} at update {num_updates}, not finite in "
-            + (named(names) or "any single parameter: their squares overflow"),
-            hint="lower trainer.optimizer.lr, or look at this batch's rewards and logprobs",
-            report={"parameters": names, "num_updates": num_updates},
+            f"the loss on {kind} is not finite; weights were not changed",
+            got=f"loss {loss} at update {update}, on {kind} {named(numbers)}",
+            hint=f"lower the learning rate of this stage, or look at these {kind}",
+            report={"update": update, kind: numbers},
         )
-    return grad_norm
 
 
-class Optimizer(Protocol):
-    """AdamW with clipping and a schedule, over a whole model (`FlatAdamW`) or one rank's part of it (`ShardedAdamW`).
+class AdamW:
+    """AdamW (Loshchilov and Hutter, arXiv:1711.05101) with clipping by global norm and a schedule.
 
-    On several ranks everything but `zero_grad` is called by all of them together, and gives all the same numbers.
-    """
-
-    num_updates: int
-    """Updates made."""
-
-    planned: int
-    """The next update's place in the schedule: beyond `num_updates` where planned ones had nothing to train on."""
-
-    @property
-    def lr(self) -> float:
-        """Learning rate of the next update."""
-        ...
-
-    def zero_grad(self) -> None:
-        """Clear the gradients: backward passes add to them until `step`."""
-        ...
-
-    def before_backward(self, *, is_last: bool) -> None:
-        """Say before a backward pass whether it is the last one until `step`; unless told, each is taken for it."""
-        ...
-
-    def finite_grad_norm(self) -> float:
-        """The norm of the whole model's gradient, each element once. NonFiniteError when it is NaN or inf."""
-        ...
-
-    def step(self) -> float:
-        """Clip by global norm and update; the gradient norm before clipping.
-
-        NonFiniteError, with weights and state unchanged, when that norm is NaN or inf.
-        """
-        ...
-
-
-class FlatAdamW:
-    """AdamW (Loshchilov and Hutter, arXiv:1711.05101) over all parameters as one tensor, with gradients alongside.
-
-    Every parameter's `.grad` is a view into one flat tensor: clearing, clipping and updating are one kernel each.
     Decoupled weight decay is applied to matrices only, not to norms or biases. `OptimizerConfig.adam` chooses where
     epsilon stands (`corrected_eps`), `OptimizerConfig.schedule_by` whether `updates_per_step` updates share a rate.
-    Implements `Optimizer`. Identity: equals torch.optim.AdamW with two parameter groups.
+    `num_updates` counts updates made; `planned` is the next update's place in the schedule, beyond `num_updates` where
+    planned ones had nothing to train on. On several ranks all of them call everything but `zero_grad` together.
+    Identities: equals torch.optim.AdamW with two parameter groups; several ranks get the weights of one, up to
+    rounding.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        flat: FlatParameters,
-        config: OptimizerConfig,
-        *,
-        total_updates: int,
-        updates_per_step: int = 1,
+        self, parameters: Parameters, config: OptimizerConfig, *, total_updates: int, updates_per_step: int = 1
     ) -> None:
-        self._flat = flat
-        self._config = config
-        self._rates = LearningRates(config, total_updates=total_updates, updates_per_step=updates_per_step)
-        self._parameter = nn.Parameter(flat.flat.detach())
-        self._parameter.grad = torch.zeros_like(flat.flat)
+        self.parameters, self._config, self._total_updates = parameters, config, total_updates
+        self._updates_per_rate = updates_per_step if config.schedule_by == "step" else 1
+        self._stored = [nn.Parameter(tensor) for tensor in parameters.stored()]
         self._adamw = torch.optim.AdamW(
-            [self._parameter], lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=0.0, fused=True
+            self._stored, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=0.0, fused=True
         )
-        grads = flat.views_of(self.grad)
-        self._parameters = [(parameter, grads[name]) for name, parameter in model.named_parameters()]
         self.num_updates = 0
         self.planned = 0
 
     @property
-    def grad(self) -> Tensor:
-        """The flat gradient, float32 [num_params]; parameters' `.grad` are views into it."""
-        assert self._parameter.grad is not None
-        return self._parameter.grad
-
-    @property
     def lr(self) -> float:
         """Learning rate of the next update."""
-        return self._rates.at(self.planned)
+        update = self.planned - self.planned % self._updates_per_rate
+        return self._config.lr * lr_factor(self._config, update=update, total_updates=self._total_updates)
 
     def zero_grad(self) -> None:
-        """Clear the gradient and point every parameter's `.grad` at it (another optimizer may have had them)."""
-        self.grad.zero_()
-        for parameter, grad in self._parameters:
-            parameter.grad = grad
+        """Clear the gradients: backward passes add to them until `step`."""
+        self.parameters.zero_grad()
 
     def before_backward(self, *, is_last: bool) -> None:
-        """Nothing is put off until the last backward pass."""
+        """Say before a backward pass whether it is the last one until `step`; unless told, each is taken for it."""
+        self.parameters.before_backward(is_last=is_last)
+
+    def finite_grad_norm(self) -> float:
+        """Return the norm of the whole model's gradient. NonFiniteError when it is NaN or inf."""
+        grad_norm = self.parameters.grad_norm()
+        if not math.isfinite(grad_norm):
+            names = self.parameters.non_finite_grads()
+            raise NonFiniteError(
+                "the gradient is not finite; weights were not changed",
+                got=f"gradient norm {grad_norm} at update {self.num_updates}, not finite in "
+                + (named(names) or "any single parameter: their squares overflow"),
+                hint="lower trainer.optimizer.lr, or look at this batch's rewards and logprobs",
+                report={"parameters": names, "num_updates": self.num_updates},
+            )
+        return grad_norm
 
     @torch.no_grad()
     def step(self) -> float:
-        """Clip by global norm and update; the gradient norm before clipping.
+        """Clip by global norm and update; return the gradient norm before clipping.
 
         NonFiniteError, with weights and state unchanged, when that norm is NaN or inf.
         """
         grad_norm = self.finite_grad_norm()
+        lr, grads = self.lr, self.parameters.stored_grads()
         if grad_norm > self._config.max_grad_norm:
-            self.grad.mul_(self._config.max_grad_norm / (grad_norm + 1e-6))
-        lr = self.lr
+            torch._foreach_mul_(grads, self._config.max_grad_norm / (grad_norm + 1e-6))
         if self._config.weight_decay:
-            for parameter, _ in self._parameters:
-                if parameter.ndim >= 2:
-                    parameter.mul_(1.0 - lr * self._config.weight_decay)
-        self._parameter.data = self._flat.flat
+            matrices = [view for view in self.parameters.named_views().values() if view.ndim >= 2]
+            torch._foreach_mul_(matrices, 1.0 - lr * self._config.weight_decay)
+        for tensor, grad in zip(self._stored, grads, strict=True):
+            tensor.grad = grad
         self._adamw.param_groups[0]["lr"] = lr
         self._adamw.param_groups[0]["eps"] = corrected_eps(self._config, update=self.num_updates + 1)
         self._adamw.step()
+        for tensor in self._stored:
+            tensor.grad = None
+        self.parameters.reshard()
         self.num_updates += 1
         self.planned += 1
         return grad_norm
 
-    def finite_grad_norm(self) -> float:
-        """The gradient's norm. NonFiniteError when it is NaN or inf."""
-        return require_finite(
-            float(torch.linalg.vector_norm(self.grad)), num_updates=self.num_updates, non_finite=self._non_finite
-        )
-
-    def _non_finite(self) -> list[str]:
-        views = self._flat.views_of(self.grad)
-        return [name for name, view in views.items() if not bool(torch.isfinite(view).all())]
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """`exp_avg` and `exp_avg_sq` float32 [num_params] (live, not copies) and `num_updates` int64 []."""
-        state = self._adamw.state[self._parameter]
-        zeros = torch.zeros_like(self._parameter) if not state else None
+    def named_moments(self) -> dict[str, dict[str, Tensor]]:
+        """Return each of MOMENTS by parameter name, like `Parameters.named_views`: live, never copies."""
+        for tensor in self._stored:
+            if not self._adamw.state[tensor]:
+                self._adamw.state[tensor] = {
+                    "step": torch.tensor(float(self.num_updates), device=tensor.device),
+                    **{moment: torch.zeros_like(tensor, requires_grad=False) for moment in MOMENTS},
+                }
         return {
-            "exp_avg": state["exp_avg"] if zeros is None else zeros,
-            "exp_avg_sq": state["exp_avg_sq"] if zeros is None else zeros.clone(),
-            "num_updates": torch.tensor(self.num_updates),
+            moment: self.parameters.by_name([self._adamw.state[tensor][moment] for tensor in self._stored])
+            for moment in MOMENTS
         }
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Continue exactly where `state_dict` was taken. CheckpointError when the sizes are another model's."""
-        if state["exp_avg"].shape != self._parameter.shape:
-            raise CheckpointError(
-                "the optimizer state belongs to another model",
-                got=f"{state['exp_avg'].numel()} parameters",
-                allowed=self._parameter.numel(),
-            )
-        self.num_updates = self.planned = int(state["num_updates"])
-        self._adamw.state[self._parameter] = {
-            "step": torch.tensor(float(self.num_updates), device=self._parameter.device),
-            "exp_avg": state["exp_avg"].to(self._parameter.device, copy=True),
-            "exp_avg_sq": state["exp_avg_sq"].to(self._parameter.device, copy=True),
-        }
+    def resumed(self, num_updates: int) -> None:
+        """Go on after `num_updates`, whose weights and moments were written into the live ones."""
+        self.named_moments()
+        self.num_updates = self.planned = num_updates
+        for state in self._adamw.state.values():
+            state["step"].fill_(float(num_updates))
+        self.parameters.reshard()

@@ -1,148 +1,128 @@
-"""The policy in training, as one rank of the trainer has it: its weights, and what is done with all of them."""
+"""The policy in training, as one rank of the trainer has it: model, optimizer, publishing, export, checkpoints."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+import torch
 
 from slipstream.core.config import RunConfig
+from slipstream.core.rank_group import RankGroup
 from slipstream.core.training_sections import OptimizerConfig
 from slipstream.core.weights import WeightsPublisher
-from slipstream.models.build import build_policy
+from slipstream.models.build import build_tokenizer
+from slipstream.models.export import export_sharded
 from slipstream.models.flat import FlatParameters
-from slipstream.models.hf import save_model
 from slipstream.models.quantized import Packer, WeightLayout
+from slipstream.models.sharded import Division, build_sharded_policy, module_parts, stored_parameters
+from slipstream.models.shards import Shard, whole_shapes
+from slipstream.models.tensor_parallel import whole_config
 from slipstream.models.transformer import Transformer
-from slipstream.trainer.checkpoint import Restored, Saved, Trained, save_checkpoint
-from slipstream.trainer.critic import Critic, ValueFunction
-from slipstream.trainer.optim import FlatAdamW, Optimizer
+from slipstream.trainer.checkpoint import CRITIC, POLICY, Checkpoints, Restored, Saved, Trained
+from slipstream.trainer.critic import Critic
+from slipstream.trainer.optim import AdamW
 
 
-class Policy(Protocol):
-    """What a trainer needs of its policy, be it whole on one rank or divided over several, which then call alike."""
+class Policy:
+    """The policy on one of `ranks`, which `data_ranks` and `tensor_ranks` divide: whole and flat on one CPU rank.
 
-    model: Transformer
-    tokenizer: PreTrainedTokenizerBase
-    optimizer: Optimizer
-    num_params: int
-    """Of the whole model."""
+    All ranks call every method together.
+    """
 
-    def new_optimizer(self, config: OptimizerConfig, *, total_updates: int, updates_per_step: int = 1) -> Optimizer:
-        """Another AdamW over the same weights."""
-        ...
-
-    def new_critic(self) -> ValueFunction:
-        """The config's critic, which may start from the policy as it is now."""
-        ...
-
-    def reference(self, path: str | None) -> Transformer:
-        """The frozen model in folder `path`; None: the one that the policy started from."""
-        ...
-
-    def offer_to(self, publisher: WeightsPublisher) -> None:
-        """From now on `publisher` publishes these weights."""
-        ...
-
-    def export(self, path: Path) -> None:
-        """Write a Hugging Face checkpoint with its tokenizer; on return it is there."""
-        ...
-
-    def save(self, path: Path, *, step: int, extra: Mapping[str, Any], critic: ValueFunction | None) -> None:
-        """Write a checkpoint of the weights as they are now, perhaps in the background."""
-        ...
-
-    @property
-    def is_saving(self) -> bool:
-        """A checkpoint is being written, or `saved` has not told of it."""
-        ...
-
-    def wait_fds(self) -> list[int]:
-        """Readable when `saved` has something to tell of a checkpoint that is written in the background."""
-        ...
-
-    def saved(self, *, wait: bool = False) -> Saved | None:
-        """The checkpoint that is whole since the last call, if there is one."""
-        ...
-
-    def load(self, path: Path, critic: ValueFunction | None) -> Restored: ...
-
-    def close(self) -> None: ...
-
-
-class WholePolicy:
-    """The policy on the only rank, on the CPU: weights, gradients and moments in one flat tensor each."""
-
-    def __init__(self, config: RunConfig) -> None:
-        self._config = config
-        self.model, self.tokenizer = build_policy(config.model, seed=config.seed)
-        for layer in self.model.layers:
-            layer.recomputes = config.trainer.recompute
-        self.parameters = FlatParameters(self.model)
-        self.num_params = self.parameters.num_params
-        self._adamw = self.new_optimizer(
+    def __init__(
+        self,
+        config: RunConfig,
+        ranks: RankGroup = RankGroup.alone(),
+        data_ranks: RankGroup = RankGroup.alone(),
+        tensor_ranks: RankGroup = RankGroup.alone(),
+    ) -> None:
+        self._config, self._ranks = config, ranks
+        is_cuda = config.trainer.device == "cuda"
+        self.division = Division(
+            data_ranks,
+            tensor_ranks,
+            device=torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu"),
+            precision=config.trainer.precision,
+            recomputes=config.trainer.recompute,
+            reduce_once=config.trainer.reduce_once,
+        )
+        self.tokenizer = build_tokenizer(config.model)
+        self.model = self._built(config.model.path)
+        self.parameters = stored_parameters(self.model, self.division)
+        shapes = whole_shapes(whole_config(self.model))
+        self.num_params = sum(torch.Size(shape).numel() for shape in shapes.values())  # of the whole model
+        self.optimizer = self.new_optimizer(
             config.trainer.optimizer,
             total_updates=config.steps * config.updates_per_step,
             updates_per_step=config.updates_per_step,
         )
-        self.optimizer: Optimizer = self._adamw
-        self._saved: Saved | None = None
+        self.is_saving = False  # until `saved` has told of the checkpoint
 
-    def new_optimizer(self, config: OptimizerConfig, *, total_updates: int, updates_per_step: int = 1) -> FlatAdamW:
-        return FlatAdamW(
-            self.model, self.parameters, config, total_updates=total_updates, updates_per_step=updates_per_step
-        )
+    def _built(self, path: str | None) -> Transformer:
+        model = self._config.model.model_copy(update={"path": path})
+        return build_sharded_policy(model, self.division, seed=self._config.seed, tokenizer=self.tokenizer)
+
+    @cached_property
+    def _checkpoints(self) -> Checkpoints:
+        """On several ranks it needs a process group of its own, made when there is something to save or load."""
+        return Checkpoints(self._ranks)
+
+    def new_optimizer(self, config: OptimizerConfig, *, total_updates: int, updates_per_step: int = 1) -> AdamW:
+        """Return another AdamW over the same weights."""
+        return AdamW(self.parameters, config, total_updates=total_updates, updates_per_step=updates_per_step)
 
     def new_critic(self) -> Critic:
-        return Critic(self._config, self.model)
+        """Return the config's critic, which may start from the policy as it is now."""
+        return Critic(self._config, self.model, self.division)
 
     def reference(self, path: str | None) -> Transformer:
-        model = self._config.model if path is None else self._config.model.model_copy(update={"path": path})
-        reference, _ = build_policy(model, seed=self._config.seed, tokenizer=self.tokenizer)
-        return reference.requires_grad_(False)
+        """Return the frozen model in folder `path`; None: the one that the policy started from."""
+        return self._built(self._config.model.path if path is None else path).requires_grad_(False)
 
     def offer_to(self, publisher: WeightsPublisher) -> None:
+        """Let `publisher` publish these weights from now on."""
         layout = WeightLayout(self.model, self._config.generator.precision)
-        packer = None  # where generators take float32 as it is
-        if layout.precision != "float32":
-            packer = Packer(layout, self.parameters.named_views())
-        publisher.open(self.parameters.flat, packer, layout.holding)
+        if layout.precision == "float32" and isinstance(self.parameters, FlatParameters):
+            publisher.open(self.parameters.flat, None, layout.holding)  # generators take them as they are
+        else:
+            over_ranks = self.division.tensor_parallel.max
+            publisher.open(None, Packer(layout, self.parameters.named_views(), over_ranks=over_ranks))
 
     def export(self, path: Path) -> None:
-        save_model(self.model, path, self.tokenizer)
+        """Write a Hugging Face checkpoint with its tokenizer; on return it is there."""
+        views = self.parameters.named_views()
+        shards = [Shard(part.box, part.of(views[part.parameter])) for part in module_parts(self.model)]
+        export_sharded(shards, path, self._ranks, whole_config(self.model), self.tokenizer)
 
-    def save(self, path: Path, *, step: int, extra: Mapping[str, Any], critic: ValueFunction | None) -> None:
+    def save(self, path: Path, *, step: int, extra: Mapping[str, Any], critic: Critic | None) -> None:
+        """Write a checkpoint of the weights as they are now; in the background, unless they are whole on this rank."""
         keep = self._config.trainer.keep_checkpoints
-        trained = _trained(critic)
-        save_checkpoint(path, self.parameters, self._adamw, step=step, keep=keep, extra=extra, critic=trained)
-        self._saved = Saved(path, step)
-
-    @property
-    def is_saving(self) -> bool:
-        return self._saved is not None
+        self._checkpoints.save(path, self._trained(critic), step=step, keep=keep, extra=extra)
+        self.is_saving = True
 
     def wait_fds(self) -> list[int]:
-        return []
+        """Return descriptors that are readable when `saved` has something to tell."""
+        return [self._checkpoints.fileno()] if self.is_saving else []
 
-    def saved(self, *, wait: bool = False) -> Saved | None:  # noqa: ARG002 - it has been written when `save` returns
-        saved, self._saved = self._saved, None
+    def saved(self, *, wait: bool = False) -> Saved | None:
+        """Return the checkpoint that has become whole since the last call, if there is one."""
+        if not self.is_saving:
+            return None
+        saved = self._checkpoints.wait() if wait else self._checkpoints.poll()
+        self.is_saving &= saved is None
         return saved
 
-    def load(self, path: Path, critic: ValueFunction | None) -> Restored:
-        from slipstream.trainer.sharded_checkpoint import load_on_one_rank  # takes a second, which others need not wait
-
-        assert critic is None or isinstance(critic, Critic), "a whole policy has made it"
-        trained = None if critic is None else (critic.module, critic.flat, critic.optimizer)
-        return load_on_one_rank(path, (self.model, self.parameters, self._adamw), trained)
+    def load(self, path: Path, critic: Critic | None) -> Restored:
+        """Go on from the checkpoint `path`, whatever ranks wrote it. CheckpointError as `Checkpoints.load`'s."""
+        return self._checkpoints.load(path, self._trained(critic))
 
     def close(self) -> None:
-        """Nothing is open."""
+        if "_checkpoints" in vars(self):
+            self._checkpoints.close()
 
-
-def _trained(critic: ValueFunction | None) -> Trained | None:
-    if critic is None:
-        return None
-    assert isinstance(critic, Critic), "a whole policy has made it"
-    return critic.flat, critic.optimizer
+    def _trained(self, critic: Critic | None) -> dict[str, Trained]:
+        trained: dict[str, Trained] = {POLICY: (self.model, self.optimizer)}
+        return trained if critic is None else trained | {CRITIC: (critic.module, critic.optimizer)}

@@ -4,36 +4,72 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
+import numpy as np
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from slipstream.core.config import RunConfig
+from slipstream.core.observe_sections import ObserveConfig
+from slipstream.core.packed import PackedMicrobatch
 from slipstream.core.rank_group import RankGroup
 from slipstream.core.run_log import RolloutLine
 from slipstream.core.types import Group
 from slipstream.models.tokenizer import TokenTexts
 from slipstream.observe.recorder import RolloutRecorder, rollout_line
 from slipstream.observe.tokens import TOKENS_FILE, TokenLine, TokenRecorder, token_line
-from slipstream.trainer.token_sample import TokenSample
+from slipstream.trainer.measure import Key
 
 Line = TypeVar("Line", RolloutLine, TokenLine)
+
+
+@dataclass
+class TokenSample:
+    """Policy logprobs and advantages of the groups whose ordinal is a multiple of `every`; of none if that is 0.
+
+    `trained` maps a completion to both, float32 [T] over its sampled tokens, as they were at its first update.
+    """
+
+    every: int
+    trained: dict[Key, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
+
+    def wants(self, ordinal: int) -> bool:
+        return self.every > 0 and ordinal % self.every == 0
+
+    def take(self, microbatch: PackedMicrobatch, policy_logprobs: Tensor) -> None:
+        """Note what is wanted of a microbatch; `policy_logprobs` are those of its targets [M]."""
+        wanted = [
+            (index, key) for index, key in enumerate(microbatch.keys) if self.wants(key[0]) and key not in self.trained
+        ]
+        if not wanted:
+            return
+        logprobs = policy_logprobs.detach().float().cpu().numpy()
+        for index, key in wanted:
+            own = slice(*np.searchsorted(microbatch.segment_ids, [index, index + 1]))
+            self.trained[key] = (logprobs[own].copy(), microbatch.advantages[own].copy())
 
 
 class Records:
     """Write the lines of all data-parallel ranks on rank 0, in the order in which one rank would. All ranks call it."""
 
     def __init__(
-        self, config: RunConfig, run_dir: Path, tokenizer: PreTrainedTokenizerBase, *, is_leader: bool, ranks: RankGroup
+        self,
+        config: ObserveConfig,
+        run_dir: Path,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        is_leader: bool,
+        ranks: RankGroup,
     ) -> None:
         self._ranks, self._texts, self._ends = ranks, TokenTexts(tokenizer), ExitStack()
         self._rollouts: RolloutRecorder | None = None
         self._tokens: TokenRecorder | None = None
         if is_leader:
             self._rollouts = self._ends.enter_context(closing(RolloutRecorder(run_dir / "rollouts.jsonl")))
-            every, max_bytes = config.observe.tokens_every, config.observe.tokens_mb * 1_000_000
+            every, max_bytes = config.tokens_every, config.tokens_mb * 1_000_000
             if every:
                 recorder = TokenRecorder(run_dir / TOKENS_FILE, every=every, max_bytes=max_bytes)
                 self._tokens = self._ends.enter_context(closing(recorder))

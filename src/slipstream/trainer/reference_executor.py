@@ -19,9 +19,7 @@ from slipstream.models.build import build_policy, build_tokenizer
 from slipstream.models.device import DTYPES, scoring_device
 from slipstream.models.transformer import Transformer
 from slipstream.trainer.batch import train_sequence
-from slipstream.trainer.logprobs import microbatch_logprobs
-from slipstream.trainer.measure import measure
-from slipstream.trainer.reference import follows_warm_start, reference_path
+from slipstream.trainer.measure import follows_warm_start, measure, microbatch_logprobs, reference_path
 
 
 class ReferencePolicy(Executor):
@@ -89,7 +87,7 @@ class ReferencePolicy(Executor):
         return model.to(device, DTYPES[self._config.kl.precision]).requires_grad_(False)
 
     def _take(self) -> list[Rollout]:
-        """What fills a microbatch, where so much has arrived: more of it would only be late."""
+        """Take about a microbatch of what has arrived: more would only delay the first of it."""
         batch: list[Rollout] = []
         num_tokens = 0
         while num_tokens < self._config.trainer.microbatch_tokens:
@@ -108,7 +106,7 @@ def _num_tokens(rollout: Rollout) -> int:
 
 
 def limits_of(model: Transformer, config: RunConfig) -> Limits:
-    """What a reference has to know of a rollout before it reads its tokens."""
+    """Return the limits that a rollout must keep before a reference may read its tokens."""
     return Limits(
         vocab_size=model.config.vocab_size,
         max_positions=model.config.max_positions,

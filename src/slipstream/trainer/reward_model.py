@@ -5,30 +5,26 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 
-from slipstream.algorithms.losses import Loss, LossInputs, loss_named
+from slipstream.algorithms.losses import LossInputs, loss_named
 from slipstream.core.errors import ConfigError, NonFiniteError, ShapeError
 from slipstream.core.packed import Batching, PackedMicrobatch
 from slipstream.core.stage_sections import RewardModelConfig
 from slipstream.models.flat import FlatParameters
 from slipstream.models.scalar import ScalarModel
 from slipstream.models.scoring import Sample, microbatch_scores, score, scored_sequence
-from slipstream.trainer.optim import FlatAdamW, named
+from slipstream.trainer.optim import AdamW, require_finite_loss
 
-__all__ = [
-    "Normalisation",
-    "Preference",
-    "RewardModelUpdate",
-    "normalise",
-    "normalise_on_references",
-    "preference_accuracy",
-    "reward_model_updates",
-    "score",
-]
+LOSSES: dict[int, tuple[str, dict[str, int]]] = {
+    1: ("rating", {}),
+    2: ("bradley_terry", {}),
+    4: ("choice", {"num_candidates": 4}),
+}
+"""The loss, and its constants, by the number of candidates."""
 
 
 @dataclass(frozen=True)
@@ -45,14 +41,15 @@ class Preference:
 
     @property
     def samples(self) -> list[Sample]:
-        """The candidates behind their prompt, the best one first."""
+        """Candidates behind their prompt, the best one first."""
         others = [tokens for index, tokens in enumerate(self.candidates) if index != self.best]
         return [(self.prompt_tokens, tokens) for tokens in [self.candidates[self.best], *others]]
 
 
 @dataclass(frozen=True)
 class RewardModelUpdate:
-    """What update `index` (0-indexed) did; all but `grad_norm` and `lr` are means over its preferences, before it.
+    """An update that was made, `index` counted from 0; all but `grad_norm` and `lr` are means over its preferences,
+    before it.
 
     `loss` is nats per preference, or the squared error per rating. `accuracy` is the share whose best candidate scored
     above all others (a tie is wrong), of ratings the share of pairs that scores and ratings order alike. `chosen_mean`
@@ -71,7 +68,6 @@ class RewardModelUpdate:
 
 def reward_model_updates(
     model: ScalarModel,
-    flat: FlatParameters,
     preferences: Sequence[Preference],
     *,
     config: RewardModelConfig,
@@ -97,51 +93,25 @@ def reward_model_updates(
     ConfigError without preferences or samples, with preferences of another number of candidates, or with ratings that
     are all equal; NonFiniteError before an update that is not finite.
     """
-    if not preferences:
-        raise ConfigError("a reward model needs preferences", got="none", allowed="at least one")
-    if config.normalise != "none" and not samples:
-        raise ConfigError(
-            "there is nothing to normalise the reward model on",
-            got=f"no samples with reward_model.normalise = '{config.normalise}'",
-            hint="pass samples, or set reward_model.normalise = 'none'",
-        )
-    _check(preferences, config.candidates)
-    loss = {
-        1: loss_named("rating", {}),
-        2: loss_named("bradley_terry", {}),
-        4: loss_named("choice", {"num_candidates": 4}),
-    }[config.candidates]
+    _check(preferences, config, samples)
     num_updates = config.steps or config.epochs * math.ceil(len(preferences) / config.batch_size)
-    optimizer = FlatAdamW(model, flat, config.optimizer, total_updates=num_updates)
-    normalise_scores = partial(
-        normalise,
-        model,
-        samples,
-        unbiased=config.normalise_unbiased,
-        microbatch_tokens=microbatch_tokens,
-        batching=batching,
-    )
+    optimizer = AdamW(FlatParameters(model), config.optimizer, total_updates=num_updates)
+    reading: dict[str, Any] = {"microbatch_tokens": microbatch_tokens, "batching": batching}
+    unbiased = config.normalise_unbiased
     if config.normalise == "before_and_after":
-        target_mean, target_std = _target_scale(preferences)
-        normalise_scores(target_mean=target_mean, target_std=target_std)
+        mean, std = _target_scale(preferences)
+        normalise(model, samples, target_mean=mean, target_std=std, unbiased=unbiased, **reading)
     batches = _shuffled_batches(len(preferences), config.batch_size, seed)
-    for index in range(num_updates):
-        chosen = next(batches)
+    for index, chosen in zip(range(num_updates), batches, strict=False):
         batch = [preferences[one] for one in chosen]
         optimizer.zero_grad()
-        total, scores = _accumulate(model, batch, loss, microbatch_tokens, batching)
-        if not math.isfinite(total):
-            raise NonFiniteError(
-                "the reward model's loss is not finite; weights were not changed",
-                got=f"loss {total} at update {index}, on preferences {named(sorted(chosen))}",
-                hint="lower reward_model.optimizer.lr, or look at these preferences",
-                report={"update": index, "preferences": sorted(chosen)},
-            )
+        loss, scores = _accumulate(model, batch, microbatch_tokens, batching)
+        require_finite_loss(loss, update=index, kind="preferences", chosen=chosen)
         lr = optimizer.lr
         grad_norm = optimizer.step()
         yield RewardModelUpdate(
             index=index,
-            loss=total,
+            loss=loss,
             accuracy=_accuracy(scores, batch),
             chosen_mean=float(scores[:, 0].mean()),
             rejected_mean=float(scores[:, 1:].mean()) if config.candidates > 1 else math.nan,
@@ -150,17 +120,19 @@ def reward_model_updates(
             num_preferences=len(batch),
         )
     if config.normalise == "before_and_after":
-        normalise_scores()
+        normalise(model, samples, unbiased=unbiased, **reading)
     elif config.normalise == "reference_bias":
-        normalise_on_references(model, samples, microbatch_tokens=microbatch_tokens, batching=batching)
+        normalise_on_references(model, samples, **reading)
 
 
 def _accumulate(
-    model: ScalarModel, batch: Sequence[Preference], loss: Loss, microbatch_tokens: int, batching: Batching
+    model: ScalarModel, batch: Sequence[Preference], microbatch_tokens: int, batching: Batching
 ) -> tuple[float, np.ndarray]:
-    """Gradient of one update in the parameters, its loss, and all scores, float64 [P, candidates], the best first."""
+    """Leave the gradient of one update in the parameters; return its loss, and all scores, float64 [P, candidates],
+    the best first."""
     total = 0.0
     num_candidates = len(batch[0].candidates)
+    loss = loss_named(*LOSSES[num_candidates])
     table = np.zeros((len(batch), num_candidates))
     for microbatch in _microbatches(batch, microbatch_tokens, batching):
         scores, keys = microbatch_scores(model, microbatch)
@@ -199,14 +171,27 @@ def _microbatches(
 
 
 def _shuffled_batches(count: int, batch_size: int, seed: int) -> Iterator[list[int]]:
-    """Endless: passes over 0..count-1, each in an order of its own, its last batch as large as what is left."""
+    """Yield the batches of endless passes over 0..count-1, each in another order; a pass ends with what is left."""
     generator = np.random.default_rng(seed)
     while True:
         order = generator.permutation(count).tolist()
         yield from (order[start : start + batch_size] for start in range(0, count, batch_size))
 
 
-def _check(preferences: Sequence[Preference], num_candidates: int) -> None:
+def _check(preferences: Sequence[Preference], config: RewardModelConfig, samples: Sequence[Sample]) -> None:
+    """Raise ConfigError where there is nothing to train on, or to normalise on."""
+    if not preferences:
+        raise ConfigError("a reward model needs preferences", got="none", allowed="at least one")
+    if config.normalise != "none" and not samples:
+        raise ConfigError(
+            "there is nothing to normalise the reward model on",
+            got=f"no samples with reward_model.normalise = '{config.normalise}'",
+            hint="pass samples, or set reward_model.normalise = 'none'",
+        )
+    _check_labels(preferences, config.candidates)
+
+
+def _check_labels(preferences: Sequence[Preference], num_candidates: int) -> None:
     for index, preference in enumerate(preferences):
         if len(preference.candidates) != num_candidates:
             raise ConfigError(
@@ -232,7 +217,7 @@ def _check(preferences: Sequence[Preference], num_candidates: int) -> None:
 
 
 def _target_scale(preferences: Sequence[Preference]) -> tuple[float, float]:
-    """(mean, standard deviation) that scores start with: those of the ratings, 0 and 1 where there are none."""
+    """Return (mean, standard deviation) that scores start with: of the ratings, 0 and 1 where there are none."""
     ratings = np.array([one.rating for one in preferences if one.rating is not None])
     if not len(ratings):
         return 0.0, 1.0
@@ -242,9 +227,9 @@ def _target_scale(preferences: Sequence[Preference]) -> tuple[float, float]:
 
 
 def _accuracy(scores: np.ndarray, preferences: Sequence[Preference]) -> float:
-    """Share of rows [P, candidates] whose first score is above all others.
+    """Return the share of rows [P, candidates] whose first score is above all others.
 
-    Of ratings: the share of the pairs of rows of different ratings that scores order alike; NaN without such a pair.
+    For ratings it is the share of the pairs of rows of different ratings that scores order alike; NaN without such.
     """
     if scores.shape[1] > 1:
         return float(np.mean(scores[:, 0] > scores[:, 1:].max(axis=1)))
@@ -257,15 +242,15 @@ def _accuracy(scores: np.ndarray, preferences: Sequence[Preference]) -> float:
 def preference_accuracy(
     model: ScalarModel, preferences: Sequence[Preference], *, microbatch_tokens: int, batching: Batching
 ) -> float:
-    """Share of preferences whose best candidate the model scores above all others, or of pairs of ratings that it
-    orders alike; a tie is wrong.
+    """Return the share of preferences whose best candidate the model scores above all others, or of pairs of ratings
+    that it orders alike; a tie is wrong.
 
     ConfigError without preferences, or when their numbers of candidates differ.
     """
     if not preferences:
         raise ConfigError("accuracy needs preferences", got="none", allowed="at least one")
     num_candidates = len(preferences[0].candidates)
-    _check(preferences, num_candidates)
+    _check_labels(preferences, num_candidates)
     samples = [sample for preference in preferences for sample in preference.samples]
     scores = score(model, samples, microbatch_tokens=microbatch_tokens, batching=batching)
     return _accuracy(scores.reshape(-1, num_candidates), preferences)
@@ -273,7 +258,7 @@ def preference_accuracy(
 
 @dataclass(frozen=True)
 class Normalisation:
-    """What `normalise` found (mean and standard deviation of the scores under gain 1, bias 0) and set."""
+    """Mean and standard deviation of the scores under gain 1 and bias 0, and the gain and bias that were set."""
 
     mean: float
     std: float

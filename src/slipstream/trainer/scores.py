@@ -1,4 +1,4 @@
-"""What rollouts are worth: the reward after truncation, signal, selection, and advantages of whole completions.
+"""Scores of rollouts: the reward after truncation, signal, selection, and advantages of whole completions.
 
 All of it follows from the heads of a step's rollouts, which every rank has, whichever rank has the tokens.
 """
@@ -24,8 +24,10 @@ from slipstream.algorithms.advantages import (
 from slipstream.algorithms.losses import loss_named
 from slipstream.algorithms.responses import has_token
 from slipstream.core.config import RunConfig
-from slipstream.core.training_sections import GROUP_RELATIVE
-from slipstream.core.types import Completion, Group, Rollout, RolloutHead
+from slipstream.core.ranks import Dealt
+from slipstream.core.sections import RewardsConfig
+from slipstream.core.training_sections import GROUP_RELATIVE, KLConfig, LossConfig
+from slipstream.core.types import Completion, Rollout, RolloutHead
 from slipstream.trainer.measure import Key
 
 EQUAL_REWARDS = 1e-8
@@ -40,8 +42,8 @@ class ScoredGroup:
     heads: tuple[RolloutHead, ...]
 
 
-def head_of(rollout: Rollout, config: RunConfig) -> RolloutHead:
-    """What `rollout` is besides its tokens."""
+def head_of(rollout: Rollout, rewards: RewardsConfig) -> RolloutHead:
+    """Return what is known of `rollout` besides its tokens."""
     completion = rollout.completion
     sampled = [segment for segment in completion.segments if segment.is_sampled]
     versions = [span.version for segment in sampled for span in segment.version_spans]
@@ -51,7 +53,7 @@ def head_of(rollout: Rollout, config: RunConfig) -> RolloutHead:
         reward=rollout.reward,
         reward_parts=rollout.reward_parts,
         failure=rollout.failure,
-        is_truncated=is_truncated(completion, config),
+        is_truncated=is_truncated(completion, rewards),
         is_stopped=completion.finish_reason == "stop",
         num_tokens=completion.num_tokens,
         num_sampled=sum(len(segment.tokens) for segment in sampled),
@@ -61,13 +63,8 @@ def head_of(rollout: Rollout, config: RunConfig) -> RolloutHead:
     )
 
 
-def scored_group(group: Group, config: RunConfig) -> ScoredGroup:
-    """The heads of `group`, all of whose rollouts are here."""
-    return ScoredGroup(group.ordinal, tuple(head_of(rollout, config) for rollout in group.rollouts))
-
-
 def scored_groups(heads: Iterable[RolloutHead]) -> list[ScoredGroup]:
-    """`heads`, those of a group side by side, by their groups."""
+    """Return `heads`, those of a group side by side, by their groups."""
     return [ScoredGroup(ordinal, tuple(members)) for ordinal, members in groupby(heads, lambda head: head.ordinal)]
 
 
@@ -75,42 +72,43 @@ def key_of(head: RolloutHead) -> Key:
     return head.ordinal, head.sample
 
 
-def is_truncated(completion: Completion, config: RunConfig) -> bool:
-    """True when the completion lacks its end: a stop token, or `rewards.truncate_token` where that is asked for."""
-    token = config.rewards.truncate_token
-    if token is None:
+def is_truncated(completion: Completion, rewards: RewardsConfig) -> bool:
+    """Tell whether the completion lacks its end: a stop token, or `truncate_token` where that is asked for."""
+    if rewards.truncate_token is None:
         return completion.finish_reason != "stop"
-    return not has_token(completion.tokens, token, after=config.rewards.truncate_after)
+    return not has_token(completion.tokens, rewards.truncate_token, after=rewards.truncate_after)
 
 
-def effective_reward(head: RolloutHead, config: RunConfig) -> float:
-    """The reward advantages are made of; a truncated completion's under `loss.truncated`:
+def effective_reward(head: RolloutHead, loss: LossConfig) -> float:
+    """Return the reward that advantages are made of; of a truncated completion it depends on `loss.truncated`:
 
         penalty:   truncation_reward             the original RLHF code, its reproduction (N, item 26), TL;DR's (A)
         subtract:  reward + truncation_reward    TRL's missing_eos_penalty, with the sign turned round
 
     Otherwise, and where every completion has its end, the reward as it is.
     """
-    loss = config.loss
     if loss.truncated in ("penalty", "subtract") and head.is_truncated:
         return loss.truncation_reward + (head.reward if loss.truncated == "subtract" else 0.0)
     return head.reward
 
 
 def has_signal(group: ScoredGroup, config: RunConfig) -> bool:
-    """False when every rollout of `group` would get the advantage 0, or a pair of them be ranked by chance, or when all
-    have failed and so nothing is known of any."""
+    """Tell whether `group` is worth training on.
+
+    It is not when every rollout would get the advantage 0, or a pair of them be ranked by chance, or when all have
+    failed and so nothing is known of any.
+    """
     loss = config.loss
     if all(head.failure is not None for head in group.heads):
         return False
-    rewards = [effective_reward(head, config) for head in group.heads]
-    if is_of_pairs(config):
+    rewards = [effective_reward(head, loss) for head in group.heads]
+    if is_of_pairs(loss):
         return _differ(rewards)
-    if loss.advantages not in GROUP_RELATIVE or penalises_reward(config):
+    if loss.advantages not in GROUP_RELATIVE or penalises_reward(config.kl):
         return True
     if loss.several_rewards == "sum_then_normalise":
         return _differ(rewards)
-    columns = zip(*(_parts(head, config) for head in group.heads), strict=True)
+    columns = zip(*(_parts(head, config.rewards) for head in group.heads), strict=True)
     weights = [term.weight for term in config.rewards.weighted]
     return any(
         _differ([part for part in column if not math.isnan(part)])
@@ -123,18 +121,24 @@ def _differ(rewards: Sequence[float]) -> bool:
     return bool(rewards) and max(rewards) - min(rewards) > EQUAL_REWARDS
 
 
-def is_of_pairs(config: RunConfig) -> bool:
-    """True when the loss compares the two completions of a pair."""
-    return loss_named(config.loss.name, config.loss.params).atom == "pair"
+def is_of_pairs(loss: LossConfig) -> bool:
+    """Tell whether the loss compares the two completions of a pair."""
+    return loss_named(loss.name, loss.params).atom == "pair"
 
 
-def penalises_reward(config: RunConfig) -> bool:
-    """True when the KL of policy and reference is taken off the reward."""
-    return config.kl.coef > 0 and config.kl.place == "reward"
+def dealt_by(loss: LossConfig) -> Dealt:
+    """Return whether a trainer's ranks are dealt single rollouts, or whole groups: these where all of a group must be
+    scored to know which of it is trained on."""
+    return "groups" if is_of_pairs(loss) or loss.select != "all" else "samples"
+
+
+def penalises_reward(kl: KLConfig) -> bool:
+    """Tell whether the KL of policy and reference is taken off the reward."""
+    return kl.coef > 0 and kl.place == "reward"
 
 
 def split_baseline(group: ScoredGroup, config: RunConfig) -> tuple[tuple[RolloutHead, ...], RolloutHead | None]:
-    """The rollouts of `group` that may be trained on, and ReMax's greedy one, sampled behind them."""
+    """Return the rollouts of `group` that may be trained on, and ReMax's greedy one, sampled behind them."""
     if config.samples_per_group == config.completions_per_group:
         return group.heads, None
     return group.heads[:-1], group.heads[-1]
@@ -143,7 +147,7 @@ def split_baseline(group: ScoredGroup, config: RunConfig) -> tuple[tuple[Rollout
 def rollout_advantages(
     groups: Sequence[ScoredGroup], config: RunConfig, penalties: Mapping[Key, float] | None = None
 ) -> dict[Key, float]:
-    """One advantage per rollout; `penalties` are taken off the rewards (the KL of whole completions).
+    """Return one advantage per rollout; `penalties` are taken off the rewards (the KL of whole completions).
 
     Not for advantages = 'gae', whose tokens have their own.
     """
@@ -153,15 +157,15 @@ def rollout_advantages(
     keys = [key_of(head) for head in heads]
     group_ids = torch.tensor([ordinal for ordinal, _ in keys], dtype=torch.int64)
     if loss.several_rewards == "normalise_then_sum":
-        parts = torch.tensor([_parts(head, config) for head in heads], dtype=torch.float32)
+        parts = torch.tensor([_parts(head, config.rewards) for head in heads], dtype=torch.float32)
         weights = torch.tensor([term.weight for term in config.rewards.weighted])
         normalised = normalise_then_sum(parts, weights, group_ids, std_eps=loss.std_eps, unbiased=loss.unbiased_std)
         return dict(zip(keys, normalised.tolist(), strict=True))
-    rewards = torch.tensor([effective_reward(head, config) for head in heads], dtype=torch.float32)
+    rewards = torch.tensor([effective_reward(head, loss) for head in heads], dtype=torch.float32)
     if penalties is not None:
         rewards -= torch.tensor([penalties[key] for key in keys], dtype=torch.float32)
     baselines = {
-        group.ordinal: effective_reward(baseline, config)
+        group.ordinal: effective_reward(baseline, loss)
         for group, (_, baseline) in zip(groups, members, strict=True)
         if baseline is not None
     }
@@ -175,28 +179,28 @@ def rollout_advantages(
     return dict(zip(keys, estimators[loss.advantages](rewards, group_ids).tolist(), strict=True))
 
 
-def _parts(head: RolloutHead, config: RunConfig) -> list[float]:
-    """The rewards of each term, NaN where a term does not apply; a failed rollout has its reward for every term."""
+def _parts(head: RolloutHead, rewards: RewardsConfig) -> list[float]:
+    """Return the reward of each term, NaN where one does not apply; a failed rollout has its reward for every term."""
     if head.failure is not None:
-        return [head.reward] * len(config.rewards.weighted)
+        return [head.reward] * len(rewards.weighted)
     return [float("nan") if part is None else part for part in head.reward_parts.values()]
 
 
 def selected(group: ScoredGroup, config: RunConfig) -> list[RolloutHead]:
-    """The rollouts of `group` that `loss.select` trains on: all by sample, the best, or the best and then the worst.
+    """Return the rollouts of `group` that `loss.select` trains on: all by sample, the best, or best and then worst.
 
     A5: K completions are sampled, two are trained on. Rewards are compared before any KL penalty, as preferences are.
     Of equal ones the lowest sample is best, and the highest of the others worst; losses of pairs get none of a group
     whose best is no better than its worst.
     """
-    heads, _ = split_baseline(group, config)
-    if config.loss.select == "all":
+    (heads, _), loss = split_baseline(group, config), config.loss
+    if loss.select == "all":
         return list(heads)
-    ranked = sorted((head for head in heads if head.num_sampled), key=lambda head: -effective_reward(head, config))
-    if config.loss.select == "best":
+    ranked = sorted((head for head in heads if head.num_sampled), key=lambda head: -effective_reward(head, loss))
+    if loss.select == "best":
         return ranked[:1]
     if len(ranked) < 2:  # the others are poisoned
         return []
     best, worst = ranked[0], ranked[-1]
-    is_tie = not _differ([effective_reward(best, config), effective_reward(worst, config)])
-    return [] if is_tie and is_of_pairs(config) else [best, worst]
+    is_tie = not _differ([effective_reward(best, loss), effective_reward(worst, loss)])
+    return [] if is_tie and is_of_pairs(loss) else [best, worst]

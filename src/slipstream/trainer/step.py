@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import reduce
 
 import numpy as np
@@ -18,17 +18,17 @@ from slipstream.core.staleness import staleness_in_updates
 from slipstream.core.types import Group, RolloutHead
 from slipstream.models.transformer import Transformer
 from slipstream.trainer.batch import PreparedBatch, prepare_batch, select_batch
-from slipstream.trainer.measure import Auxiliary, measured_columns
+from slipstream.trainer.measure import Auxiliary, StepContext, measured_columns
 from slipstream.trainer.metric_names import count_tokens, published_names
-from slipstream.trainer.optim import Optimizer
+from slipstream.trainer.optim import AdamW
+from slipstream.trainer.records import TokenSample
 from slipstream.trainer.scores import ScoredGroup
-from slipstream.trainer.token_sample import TokenSample
 from slipstream.trainer.update import Made, Totals, Update, Updater
 
 
 def train_on_batch(
     model: Transformer,
-    optimizer: Optimizer,
+    optimizer: AdamW,
     groups: Sequence[Group],
     *,
     config: RunConfig,
@@ -59,76 +59,58 @@ def train_on_batch(
     Identity: the updates are those of one rank with all rollouts, up to rounding.
     """
     started_s = time.perf_counter()
-    spans = NoSpans() if spans is None else spans
+    at = StepContext(config, step, batching, ranks, NoSpans() if spans is None else spans)
     selection = select_batch(groups, config=config, step=step, heads=heads, ranks=ranks)
-    columns = measured_columns(
-        model,
-        auxiliary,
-        groups,
-        selection.to_measure,
-        config=config,
-        batching=batching,
-        ranks=ranks,
-        spans=spans,
-        step=step,
-    )
+    columns = measured_columns(model, auxiliary, groups, selection.to_measure, at)
     batch = prepare_batch(selection, columns, config=config, kl_coef=auxiliary.kl_coef, ranks=ranks)
-    updater = Updater(model, optimizer, auxiliary, config=config, step=step, ranks=ranks, spans=spans, tokens=tokens)
-    updates = _updates(
-        selection.groups, batch, updater.atom_size, config=config, step=step, batching=batching, ranks=ranks
-    )
+    updater = Updater(model, optimizer, auxiliary, at, tokens=tokens)
+    updates = _updates(selection.groups, batch, updater.atom_size, at)
     made = [one for update in updates if (one := updater.make(update)) is not None]
-    metrics = batch.metrics | _training_metrics(
-        made, optimizer, config=config, step=step, batching=batching, ranks=ranks
-    )
+    metrics = batch.metrics | _training_metrics(made, optimizer, at)
     metrics["train_s"] = time.perf_counter() - started_s
-    if not config.has_critic:
-        return metrics
-    num_eos_tokens = int(ranks.sum(torch.tensor(count_tokens(groups, model.config.eos_token_ids))))
-    return metrics | published_names(
+    return metrics | _published(metrics, groups, model.config.eos_token_ids, at) if config.has_critic else metrics
+
+
+def _published(
+    metrics: dict[str, float], groups: Sequence[Group], eos_token_ids: Iterable[int], step: StepContext
+) -> dict[str, float]:
+    """Return the metrics of a run with a critic under the names that PPO's implementations publish."""
+    config = step.config
+    return published_names(
         metrics,
         value_coef=config.critic.coef,
-        step=step,
-        num_episodes=(step + 1) * config.completions_per_step,
+        step=step.number,
+        num_episodes=(step.number + 1) * config.completions_per_step,
         max_new_tokens=config.generator.max_new_tokens,
-        num_eos_tokens=num_eos_tokens,
+        num_eos_tokens=int(step.ranks.sum(torch.tensor(count_tokens(groups, eos_token_ids)))),
     )
 
 
 def _updates(
-    groups: Sequence[ScoredGroup],
-    batch: PreparedBatch,
-    atom_size: int,
-    *,
-    config: RunConfig,
-    step: int,
-    batching: Batching,
-    ranks: RankGroup,
+    groups: Sequence[ScoredGroup], batch: PreparedBatch, atom_size: int, step: StepContext
 ) -> Iterator[Update]:
     """Yield the updates of a step: `epochs` passes over `minibatches`, dealt anew in each pass where that is asked for.
 
     All ranks iterate together.
     """
-    num_minibatches = config.trainer.minibatches
+    trainer = step.config.trainer
     minibatches: list[list[PackedMicrobatch]] = []
     totals: list[Totals] = []
-    for epoch in range(config.trainer.epochs):
-        if epoch == 0 or config.trainer.shuffle:
-            order = _epoch_order(len(groups), config, step=step, epoch=epoch)
+    for epoch in range(trainer.epochs):
+        if epoch == 0 or trainer.shuffle:
+            order = _epoch_order(len(groups), (step.config.seed, step.number, epoch)) if trainer.shuffle else None
             minibatches = [
-                batching.collate(batch.of(part), config.trainer.microbatch_tokens, atom_size=atom_size)
-                for part in batching.split_minibatches(groups, num_minibatches, order=order)
+                step.batching.collate(batch.of(part), trainer.microbatch_tokens, atom_size=atom_size)
+                for part in step.batching.split_minibatches(groups, trainer.minibatches, order=order)
             ]
-            totals = _totals(minibatches, ranks)
+            totals = _totals(minibatches, step.ranks)
         for index, microbatches in enumerate(minibatches):
-            yield Update(epoch * num_minibatches + index, microbatches, totals[index])
+            yield Update(epoch * trainer.minibatches + index, microbatches, totals[index])
 
 
-def _epoch_order(num_groups: int, config: RunConfig, *, step: int, epoch: int) -> list[int] | None:
-    """Return the order in which the groups are dealt into the minibatches of `epoch`; None is the canonical one."""
-    if not config.trainer.shuffle:
-        return None
-    order: list[int] = np.random.default_rng((config.seed, step, epoch)).permutation(num_groups).tolist()
+def _epoch_order(num_groups: int, seed: tuple[int, int, int]) -> list[int]:
+    """Return the order in which the groups are dealt into the minibatches of an epoch."""
+    order: list[int] = np.random.default_rng(seed).permutation(num_groups).tolist()
     return order
 
 
@@ -140,21 +122,20 @@ def _totals(minibatches: Sequence[Sequence[PackedMicrobatch]], ranks: RankGroup)
     return [Totals(tokens, sequences, count) for (tokens, sequences), count in zip(sums, most, strict=True)]
 
 
-def _staleness_in_updates(update: Update, config: RunConfig, *, step: int) -> int:
+def _staleness_in_updates(update: Update, step: StepContext) -> int:
     """Return how many updates lie between the oldest token of an update and the update itself."""
-    staleness = np.concatenate([[0], *(step - microbatch.versions for microbatch in update.microbatches)])
-    distance = staleness_in_updates(staleness, updates_per_step=config.updates_per_step, update_in_step=update.index)
-    return int(distance.max())
+    staleness = np.concatenate([[0], *(step.number - microbatch.versions for microbatch in update.microbatches)])
+    per_step = step.config.updates_per_step
+    return int(staleness_in_updates(staleness, updates_per_step=per_step, update_in_step=update.index).max())
 
 
-def _training_metrics(
-    made: Sequence[Made], optimizer: Optimizer, *, config: RunConfig, step: int, batching: Batching, ranks: RankGroup
-) -> dict[str, float]:
+def _training_metrics(made: Sequence[Made], optimizer: AdamW, step: StepContext) -> dict[str, float]:
     """Return the losses' metrics over all ranks' microbatches, means over the updates, and how they were packed."""
+    config, ranks = step.config, step.ranks
     own: Metrics = reduce(merge_metrics, (one.metrics for one in made)) if made else {}
     of_all = reduce(merge_metrics, (decode_metrics(part) for part in ranks.gather(encode_metrics(own))))
     norms = [one.critic_grad_norm for one in made if one.critic_grad_norm is not None]
-    staleness = max((_staleness_in_updates(one.update, config, step=step) for one in made), default=0)
+    staleness = max((_staleness_in_updates(one.update, step) for one in made), default=0)
     first_pass = [one.update.microbatches for one in made if one.update.index < config.trainer.minibatches]
     return {
         **metric_values(of_all),
@@ -164,14 +145,13 @@ def _training_metrics(
         "lr": made[-1].lr if made else optimizer.lr,
         "num_updates": float(len(made)),
         "staleness_updates_max": float(ranks.max(torch.tensor(staleness))),
-        **_packing_metrics([microbatch for microbatches in first_pass for microbatch in microbatches], batching, ranks),
+        **_packing_metrics([microbatch for microbatches in first_pass for microbatch in microbatches], step),
     }
 
 
-def _packing_metrics(
-    microbatches: Sequence[PackedMicrobatch], batching: Batching, ranks: RankGroup
-) -> dict[str, float]:
+def _packing_metrics(microbatches: Sequence[PackedMicrobatch], step: StepContext) -> dict[str, float]:
     """Return how the first pass was packed, over all ranks."""
+    batching = step.batching
     own = [
         sum(microbatch.num_targets for microbatch in microbatches),
         sum(microbatch.num_tokens for microbatch in microbatches),
@@ -179,7 +159,7 @@ def _packing_metrics(
         len(microbatches) * batching.padding_frac(microbatches),
         len(microbatches) * batching.padded_layout_frac(microbatches),
     ]
-    trained, read, count, padding, layout = ranks.sum(torch.tensor(own, dtype=torch.float64)).tolist()
+    trained, read, count, padding, layout = step.ranks.sum(torch.tensor(own, dtype=torch.float64)).tolist()
     return {
         "tokens_trained": trained,
         "tokens_read": read,

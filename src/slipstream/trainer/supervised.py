@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -10,22 +9,21 @@ import numpy as np
 import torch
 
 from slipstream.algorithms.logprobs import token_logprobs_and_entropy
-from slipstream.core.errors import ConfigError, NonFiniteError, ShapeError
+from slipstream.core.errors import ConfigError, ShapeError
 from slipstream.core.packed import Batching, TrainSequence
 from slipstream.core.rank_group import RankGroup
 from slipstream.core.stage_sections import WarmStartConfig
 from slipstream.models.packed import at_targets
 from slipstream.models.transformer import Transformer
-from slipstream.trainer.logprobs import MAX_LOGITS, microbatch_logprobs
-from slipstream.trainer.measure import in_step
-from slipstream.trainer.optim import Optimizer, named
+from slipstream.trainer.measure import MAX_LOGITS, in_step, microbatch_logprobs
+from slipstream.trainer.optim import AdamW, require_finite_loss
 
 Demonstration = tuple[np.ndarray, np.ndarray]  # prompt tokens, completion tokens with EOS; int32
 
 
 @dataclass(frozen=True)
 class SupervisedUpdate:
-    """What update `index` (0-indexed) did. `loss` is nats per completion token, before the update."""
+    """An update that was made, `index` counted from 0. `loss` is nats per completion token, before the update."""
 
     index: int
     loss: float
@@ -36,7 +34,7 @@ class SupervisedUpdate:
 
 def supervised_updates(
     model: Transformer,
-    optimizer: Optimizer,
+    optimizer: AdamW,
     demonstrations: Sequence[Demonstration],
     *,
     config: WarmStartConfig,
@@ -73,13 +71,7 @@ def supervised_updates(
             torch.autograd.backward(loss)
             total += float(loss.detach())
         total = float(ranks.sum(torch.tensor(total, dtype=torch.float64)))
-        if not math.isfinite(total):
-            raise NonFiniteError(
-                "the loss on demonstrations is not finite; weights were not changed",
-                got=f"loss {total} at update {update}, on demonstrations {named(sorted(chosen))}",
-                hint="lower the learning rate of this stage, or look at these demonstrations",
-                report={"update": update, "demonstrations": sorted(chosen)},
-            )
+        require_finite_loss(total, update=update, kind="demonstrations", chosen=chosen)
         lr = optimizer.lr
         grad_norm = optimizer.step()
         yield SupervisedUpdate(update, total, grad_norm, lr, num_tokens)
@@ -87,9 +79,9 @@ def supervised_updates(
 
 @dataclass(frozen=True)
 class Prediction:
-    """How a model predicts demonstrations: `loss` in nats per token, `accuracy` the share of tokens it finds likeliest.
+    """Predictions of demonstrations by a model: means over the `num_tokens` tokens of all completions.
 
-    Both are means over the `num_tokens` tokens of all completions.
+    `loss` is in nats per token, `accuracy` the share of tokens that the model finds likeliest.
     """
 
     loss: float
@@ -101,7 +93,7 @@ class Prediction:
 def measure_prediction(
     model: Transformer, demonstrations: Sequence[Demonstration], *, microbatch_tokens: int, batching: Batching
 ) -> Prediction:
-    """What `supervised_updates` lowers, of demonstrations that it may not have seen, at temperature 1.
+    """Measure the loss of `supervised_updates` on demonstrations that it may not have seen, at temperature 1.
 
     ConfigError without demonstrations. Identity: `loss` is that of an update whose batch is all of them.
     """

@@ -14,18 +14,14 @@ from torch import Tensor
 from slipstream.algorithms.kl import KL_ESTIMATORS
 from slipstream.algorithms.losses import LossInputs, loss_named
 from slipstream.algorithms.reduce import Mean, Metrics, masked_max, masked_mean, merge_metrics, sum_over_units
-from slipstream.core.config import RunConfig
 from slipstream.core.errors import NonFiniteError
 from slipstream.core.packed import PackedMicrobatch
-from slipstream.core.rank_group import RankGroup
-from slipstream.core.spans import Spans
 from slipstream.models.packed import at_targets
 from slipstream.models.transformer import Transformer
-from slipstream.trainer.logprobs import microbatch_logprobs
-from slipstream.trainer.measure import Auxiliary, filled
-from slipstream.trainer.optim import Optimizer
+from slipstream.trainer.measure import Auxiliary, StepContext, filled, microbatch_logprobs
+from slipstream.trainer.optim import AdamW
+from slipstream.trainer.records import TokenSample
 from slipstream.trainer.refused import Finding, findings, located
-from slipstream.trainer.token_sample import TokenSample
 
 
 @dataclass(frozen=True)
@@ -69,26 +65,24 @@ class _Read:
 
 
 class Updater:
-    """Make the updates of step `step`: of the policy `model`, and of the critic in `auxiliary`.
+    """Make the updates of `step`: of the policy `model`, and of the critic in `auxiliary`.
 
-    `tokens` takes what it wants of each microbatch; `spans` hears what the time goes to.
+    `tokens` takes what it wants of each microbatch.
     """
 
     def __init__(
         self,
         model: Transformer,
-        optimizer: Optimizer,
+        optimizer: AdamW,
         auxiliary: Auxiliary,
+        step: StepContext,
         *,
-        config: RunConfig,
-        step: int,
-        ranks: RankGroup,
-        spans: Spans,
         tokens: TokenSample | None = None,
     ) -> None:
         self._model, self._optimizer, self._critic = model, optimizer, auxiliary.critic
         self._optimizers = [optimizer] if self._critic is None else [optimizer, self._critic.optimizer]
-        self._config, self._step, self._ranks, self._spans, self._tokens = config, step, ranks, spans, tokens
+        self._config, self._step, self._ranks, self._spans = step.config, step.number, step.ranks, step.spans
+        self._tokens, config = tokens, step.config
         self._loss = loss_named(config.loss.name, config.loss.params)
         kl_coef = config.kl.coef if auxiliary.kl_coef is None else auxiliary.kl_coef
         self._kl_in_loss = kl_coef if config.kl.place == "loss" else 0.0
@@ -96,7 +90,7 @@ class Updater:
 
     @property
     def atom_size(self) -> int:
-        """The sequences that must share a microbatch: the two of a pair, for losses of pairs."""
+        """Number of sequences that must share a microbatch: the two of a pair, for losses of pairs."""
         return 2 if self._loss.atom == "pair" else 1
 
     def make(self, update: Update) -> Made | None:

@@ -15,9 +15,8 @@ from slipstream.core.clock import WallClock
 from slipstream.core.errors import WeightSyncError
 from slipstream.core.executor import Receiver, Sender
 from slipstream.core.links import WakeUp
-from slipstream.core.spans import NoSpans, Spans
-from slipstream.core.types import WeightsLinked, WeightsOffered, WeightsReleased, WeightsWanted
 from slipstream.core.peer_messages import WeightsLinked, WeightsOffered, WeightsReleased, WeightsWanted
+from slipstream.core.spans import NoSpans, Spans
 from slipstream.core.weights import FlatWeights, Swap
 from slipstream.weight_sync.links import LinkReader, Links, VersionGoneError
 from slipstream.weight_sync.reader import Fetch, SegmentReader

@@ -59,7 +59,7 @@ def aipo_masked_loss(inputs: LossInputs, *, max_ratio: float) -> tuple[Tensor, M
 
 @torch.no_grad()
 def _ratios_at(level: str, inputs: LossInputs) -> Tensor:
-    """The ratio that weighs each token, [T]: its own, or its sequence's."""
+    """Return the ratio that weighs each token, [T]: its own, or its sequence's."""
     policy, behaviour = inputs.need("policy_logprobs"), inputs.need("behaviour_logprobs")
     if level == "token":
         return token_ratios(policy, behaviour, inputs.mask)

@@ -49,7 +49,7 @@ class LossInputs:
     max_tokens: int = 0  # the constant of reduction "constant"
 
     def need(self, name: InputName) -> Tensor:
-        """The input called `name`; MissingInputError when the batch does not carry it (MissingLogprobsError of
+        """Return the input called `name`; MissingInputError when the batch does not carry it (MissingLogprobsError of
         logprobs)."""
         value: Tensor | None = getattr(self, name)
         if value is None:
@@ -76,7 +76,7 @@ class LossInputs:
 
 @torch.no_grad()
 def off_policy_metrics(inputs: LossInputs) -> Metrics:
-    """How far the policy is from the one that sampled, per token: what every policy loss reports, as parts that add up.
+    """Return how far the policy is from the one that sampled, per token, as parts that add up: for all policy losses.
 
     Nothing where the batch carries no behaviour logprobs. KL(behaviour || policy) is estimated from the behaviour
     policy's own samples; k2 is the "approxkl" of PPO's implementations.
@@ -109,7 +109,7 @@ def ratio_shares(ratios: Tensor, mask: Tensor) -> Metrics:
 
 @torch.no_grad()
 def clip_metrics(surrogate: ClippedSurrogate, mask: Tensor) -> Metrics:
-    """The share of tokens (or sequences) where `mask` is True that the clip holds back, in all and on each side."""
+    """Return the share of tokens (or sequences) where `mask` is True that the clip holds back, in all and by side."""
     return {
         "clipped_frac": masked_share(surrogate.is_low | surrogate.is_high, mask),
         "clipped_low_frac": masked_share(surrogate.is_low, mask),
@@ -133,7 +133,7 @@ def pair_up(per_sequence: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def preference_metrics(preferred: Tensor, rejected: Tensor) -> Metrics:
-    """How often and by how much the preferred of each pair has the larger score; scores [P]."""
+    """Return how often and by how much the preferred of each pair has the larger score; scores [P]."""
     everything = torch.ones_like(preferred, dtype=torch.bool)
     return {
         "preference_accuracy": Mean((preferred > rejected).sum(), everything.sum()),

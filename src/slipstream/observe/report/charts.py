@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from slipstream.core.config import AlarmName
+from slipstream.core.observe_sections import AlarmName
 from slipstream.observe.evaluation import MOMENTS
 from slipstream.observe.report.data import CLOCKS, Clock, RunData
 from slipstream.observe.report.html import card, cards, folded, folded_on_phones, part, table, text
