@@ -59,7 +59,7 @@ def test_what_is_printed_says_what_was_found_and_why(capsys):
     for expected in (
         "llama-3.1-8b, 8.03 B parameters, on 8 H100",
         "32 prompts x 4 completions",
-        "assumed, as nobody said: prompts of 512",
+        "assumed, as not given: prompts of 512",
         "Best configurations under max_staleness k =",
         "$/1000",
         "Memory of the best, GB per GPU, of 73.6",

@@ -16,9 +16,9 @@ from slipstream.observe.timeline import Counter, ProcessEnd, ProcessStart, Recor
 WASTE = {
     "no_signal": "of groups whose rewards were all equal",
     "failed": "of groups whose completions all failed in scoring",
-    "stale": "of groups discarded for their age, by policies that discard",
-    "regenerated": "sampled again, since the first copy was lost with a process",
-    "re_prefilled": "prompts and completions read again: after a swap, or to go on after a break",
+    "stale": "of groups discarded for their staleness, by policies that discard",
+    "regenerated": "sampled again, because the first copy was lost with a process",
+    "re_prefilled": "prompts and completions prefilled again, after a swap or to continue after an interruption",
     "left": "sampled, and not trained when the run ended",
 }
 """Causes of wasted tokens, and what each counts."""

@@ -58,7 +58,7 @@ def _heading(answer: Answer) -> list[str]:
         f"tokens, completions of {lengths.mean:.4g} (p99 {lengths.p99:.4g}, at most {lengths.longest})",
     ]
     if answer.assumed:
-        lines.append(f"assumed, as nobody said: {', '.join(answer.assumed)}")
+        lines.append(f"assumed, as not given: {', '.join(answer.assumed)}")
     return lines
 
 
