@@ -22,7 +22,6 @@ import socketserver
 import threading
 import time
 import webbrowser
-from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any, Self
@@ -296,7 +295,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(body)
 
-    def _head(self, status: int, more: Mapping[str, str]) -> None:
+    def _head(self, status: int, more: dict[str, str]) -> None:
         self.send_response(status)
         for name, value in (HEADERS | more).items():
             self.send_header(name, value)
