@@ -278,6 +278,14 @@ def test_outcomes_stand_beside_each_other_with_the_better_one_bold(make: Make, t
     assert ["".join(one.itertext()) for one in table.iter("b")] == ["93.4%"]  # steps differ by their first one alone
 
 
+def test_one_step_is_no_steps(make: Make, tmp_path: Path) -> None:
+    def younger(line: dict[str, Any]) -> None:
+        line.pop("staleness_tokens/lag_2", None)
+
+    page = write_comparison([make("a", steps=3), make("b", steps=3, change=younger)], out=tmp_path / "page.html")
+    assert rows(card(body(page), "Outcomes"))["age of a trained token, most"] == ["2 steps", "1 step"]
+
+
 def test_bars_are_seconds_of_a_step_one_run_under_the_other(make: Make, tmp_path: Path) -> None:
     root = body(write_comparison([make("a"), make("b", steps=10)], out=tmp_path / "page.html"))
     names = [

@@ -41,7 +41,7 @@ class ProcessState:
 WAIT_COLOUR = "#c9431f"  # of waits that are not in the table
 OTHER_COLOUR = "#8c8c6b"
 
-KINDS: dict[str, Kind] = {"work": "work", "missed": "wait", "ready": "wait", "gone": "gone"}
+KINDS: dict[str, Kind] = {"work": "work", "missed": "wait", "ready": "wait", "gone": "gone", "unknown": "work"}
 STATES = {
     name: ProcessState(words, shade, meaning, KINDS[table], is_ready=table == "ready")
     for table, entries in tomllib.loads(Path(__file__).with_name("states.toml").read_text(encoding="utf-8")).items()

@@ -300,7 +300,9 @@ def outcome_table(runs: Mapping[str, RunData]) -> str:
         OutcomeRow("sampled tokens/s", lambda run: _rate(run, "generated"), number),
         OutcomeRow("trained tokens/s", lambda run: _rate(run, "trained"), number, max),
         OutcomeRow("age of a trained token, mean", lambda run: run.mean_staleness, "{:.2f} steps".format),
-        OutcomeRow("age of a trained token, most", lambda run: run.max_staleness, "{:.0f} steps".format),
+        OutcomeRow(
+            "age of a trained token, most", lambda run: run.max_staleness, lambda age: plural(round(age), "step")
+        ),
         OutcomeRow("effective sample size, mean", _mean_ess, percent_name),
         OutcomeRow("trainer waits", lambda run: run.idle("trainer"), percent_name),
         OutcomeRow("generators wait", lambda run: run.idle("generator"), percent_name),

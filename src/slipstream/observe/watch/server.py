@@ -17,7 +17,6 @@ import contextlib
 import errno
 import http.server
 import logging
-import mimetypes
 import socket
 import socketserver
 import threading
@@ -56,6 +55,12 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
+TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",  # whatever the machine's table says: browsers insist
+    ".svg": "image/svg+xml",
+}
 
 log = logging.getLogger(__name__)
 
@@ -63,20 +68,11 @@ log = logging.getLogger(__name__)
 def assets() -> dict[str, tuple[str, bytes]]:
     """Path -> (content type, bytes) of everything that the page is made of."""
     root = resources.files(__package__) / "page"
-    found = {"/": ("text/html; charset=utf-8", (root / "page.html").read_bytes())}
-    for folder, names in (("", ("watch.css", "icon.svg")), ("js/", None)):
-        for entry in (root / folder).iterdir() if folder else [root / name for name in names or ()]:
-            if entry.name.endswith((".js", ".css", ".svg")):
-                found[f"/{folder}{entry.name}"] = (_content_type(entry.name), entry.read_bytes())
-    return found
-
-
-def _content_type(name: str) -> str:
-    if name.endswith(".js"):
-        return "text/javascript; charset=utf-8"  # whatever the machine's table says: browsers insist
-    return (mimetypes.guess_type(name)[0] or "application/octet-stream") + (
-        "; charset=utf-8" if name.endswith(".css") else ""
-    )
+    files = {f"/{entry.name}": entry for entry in root.iterdir()}
+    files |= {f"/js/{entry.name}": entry for entry in (root / "js").iterdir()}
+    files["/"] = files.pop("/page.html")
+    kinds = {path: TYPES.get(Path(entry.name).suffix) for path, entry in files.items()}
+    return {path: (kind, files[path].read_bytes()) for path, kind in kinds.items() if kind is not None}
 
 
 class Watch:
@@ -295,14 +291,15 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         return None
 
     def _send(self, status: int, content_type: str, body: bytes) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", content_type)
-        self.send_header("Content-Length", str(len(body)))
-        for name, value in HEADERS.items():
-            self.send_header(name, value)
-        self.end_headers()
+        self._head(status, {"Content-Type": content_type, "Content-Length": str(len(body))})
         if self.command != "HEAD":
             self.wfile.write(body)
+
+    def _head(self, status: int, more: dict[str, str]) -> None:
+        self.send_response(status)
+        for name, value in (HEADERS | more).items():
+            self.send_header(name, value)
+        self.end_headers()
 
     def _stream(self) -> None:
         """Consumes: changes. Waits for: one, at most `HEARTBEAT_S`. Ends when: the client leaves, or `Watch.close`."""
@@ -311,12 +308,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return
         try:
             self.close_connection = True
-            self.send_response(200)
-            self.send_header("Content-Type", "text/event-stream; charset=utf-8")
-            for name, value in HEADERS.items():
-                self.send_header(name, value)
-            self.send_header("Connection", "close")
-            self.end_headers()
+            self._head(200, {"Content-Type": "text/event-stream; charset=utf-8", "Connection": "close"})
             self._beat()
         finally:
             self.server.streams.release()
