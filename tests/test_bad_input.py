@@ -1125,7 +1125,7 @@ COMMANDS = [
     refused("run recipe.toml --num-generations 4", "flag '--num-generations'", "`--completions-per-group`"),
     refused("run recipe.toml --prompts.tasks x", "'--prompts.tasks'", "--out", "has no flag here", "recipe"),
     refused("simulate run --model.path x", "'--model.path'", "--beside", "has no flag here"),
-    refused("plan --gpsu 3", "'--gpsu'", "--gpus-per-node", "did you mean '--gpus'?"),
+    refused("plan --gpus-per-nod 3", "'--gpus-per-nod'", "--cluster", "did you mean '--gpus-per-node'?"),
     refused("run recipe.toml --steps", "Missing value", "--steps", "Expected 1"),
     refused("run recipe.toml --steps many", "--steps", "'many'", "INT"),
     refused("run recipe.toml --weight-update inflight", "--weight-update", "in_flight"),

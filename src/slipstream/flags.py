@@ -193,7 +193,7 @@ def _check_flags(argv: Sequence[str], own: Collection[str], known: Collection[st
             if (said := sentence_of_value(field, joined if is_joined else following, as_flags=True)) is not None:
                 raise ConfigError(f"unknown value of '{flag}'", got=joined if is_joined else following, hint=said)
         elif _positive(field) not in known:
-            if known and counterparts(field):
+            if known and field not in field_paths() and counterparts(field):
                 foreign[flag] = field
             else:
                 unknown.append(flag)
