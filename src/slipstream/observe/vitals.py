@@ -1,4 +1,4 @@
-"""What the run itself adds to a step's metrics, beside what the trainer measures: how fares who feeds it."""
+"""The metrics that the run adds to a step's, besides those of the trainer: about the nodes that feed it."""
 
 from __future__ import annotations
 

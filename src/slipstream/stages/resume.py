@@ -1,4 +1,4 @@
-"""What a resume does to a run's files before anything starts: from any instant of a crash to one consistent cut.
+"""The cut of a run's files before a resume starts anything: from any instant of a crash to one consistent state.
 
 The cut is the newest whole checkpoint: weights, optimizers, random generators, the schedule's snapshot, and how many
 events led to it. Before a checkpoint gets its name, the lines that belong to it are on the disk (`controller.py`,
@@ -39,7 +39,7 @@ from slipstream.core.types import Partial
 from slipstream.trainer.checkpoint import Found, settle
 
 FILES = ("metrics.jsonl", "events.jsonl", "rollouts.jsonl", "tokens.jsonl", "alarms.jsonl", "ledger.jsonl")
-"""Of RL. The ledger comes last: without one a run begins anew, beside whatever else is there."""
+"""The files of RL. The ledger comes last: without one a run begins anew, whatever else is there."""
 
 
 class _OfStep(msgspec.Struct, frozen=True):
@@ -48,14 +48,14 @@ class _OfStep(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Resumed:
-    """Where a run goes on: with `checkpoint`, or from the start. `notes` are for the user."""
+    """The state that a run goes on from: `checkpoint`, or the start. `notes` are for the user."""
 
     checkpoint: Path | None
     cut: Cut | None
     attempt: Path
     notes: list[str] = field(default_factory=list)
     partials: dict[int, tuple[Partial, ...]] = field(default_factory=dict)
-    """What generators had sampled of the groups that the cut owes, by ordinal."""
+    """The samples that generators had of the groups that the cut owes, by ordinal."""
 
 
 def prepare_resume(run_dir: Path, found: Found | None = None) -> Resumed:
