@@ -1,8 +1,11 @@
-"""Lines of a run's files from the fields that a test is about; the others are made up."""
+"""Lines of a run's files from the fields that a test is about, the others made up; and the loop after some of them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
+
+from slipstream.core.run_log import Decision, LoopState
 
 CONFIG = {
     "groups_per_step": 1,
@@ -30,3 +33,13 @@ def event(kind: str, **fields: Any) -> dict[str, Any]:
 def began(**snapshot: Any) -> dict[str, Any]:
     """The first event of an attempt, which goes on from `snapshot` where there is any."""
     return event("ScheduleBegan", snapshot={**SNAPSHOT, **snapshot} if snapshot else None)
+
+
+def loop_at(decisions: Iterable[tuple[Decision, float]], time_s: float) -> LoopState:
+    """The state at `time_s`, from all decisions with their times, in order."""
+    loop = LoopState()
+    for decision, at_s in decisions:
+        if at_s > time_s:
+            break
+        loop.take(decision, at_s)
+    return loop

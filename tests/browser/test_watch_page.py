@@ -13,8 +13,9 @@ import pytest
 from browsing import until
 from made_up_loop import RAW_START_S, VERDICT, Loop
 from test_report_page import BROKEN_WORDS
+from written import loop_at
 
-from slipstream.core.run_log import PHASES, decode_decision, loop_at
+from slipstream.core.run_log import PHASES, decode_decision
 from slipstream.observe.watch import Watch
 
 if TYPE_CHECKING:

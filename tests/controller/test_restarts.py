@@ -7,8 +7,10 @@ from collections import Counter
 
 import pytest
 
-from slipstream.controller.restarts import Restarts, delay_s
+from slipstream.controller.pipeline import Node
+from slipstream.controller.restarts import Patience, Restarts, delay_s
 from slipstream.core.clock import VirtualClock
+from slipstream.core.recipes import resolve
 
 
 def test_the_delay_doubles_from_half_a_second_to_half_a_minute() -> None:
@@ -47,3 +49,21 @@ def test_each_has_a_budget_of_its_own_that_is_never_refilled() -> None:
     assert restarts.plan("b") == 0.5
     assert counts == {"a": 2, "b": 1}
     assert Restarts(0, clock).plan("a") is None
+
+
+@pytest.mark.parametrize(
+    ("engine", "start_s", "generator_s"), [("native", 90.0, 10.0), ("vllm", 100.0 + 50.0, 100.0 + 50.0)]
+)
+def test_who_loads_a_model_trains_or_waits_for_vllm_may_be_silent_for_longer(
+    engine: str, start_s: float, generator_s: float
+) -> None:
+    generator = {"vllm": {"start_timeout_s": 100.0, "answer_timeout_s": 50.0}}
+    config = resolve("quickstart", {"lease_s": 10.0, "deadline_s": 90.0, "generator": generator})
+    config = config.model_copy(update={"generator": config.generator.model_copy(update={"engine": engine})})
+    patience = Patience(config)
+    nodes = {
+        name: Node(name, dict, is_replaceable=name != "trainer")  # type: ignore[arg-type]
+        for name in ("generator-1", "rewards", "trainer")
+    }
+    assert {patience.of(node, is_ready=False) for node in nodes.values()} == {patience.start_s} == {start_s}
+    assert [patience.of(node, is_ready=True) for node in nodes.values()] == [generator_s, 10.0, 90.0]

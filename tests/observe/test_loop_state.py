@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from made_up_loop import RAW_START_S, Loop
+from written import loop_at
 
 from slipstream.controller.schedule import Schedule
 from slipstream.core.clock import VirtualClock
@@ -23,7 +24,6 @@ from slipstream.core.run_log import (
     ScheduleConfig,
     Snapshot,
     decode_decision,
-    loop_at,
 )
 from slipstream.core.types import (
     CompletionFinished,

@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_up_loop import RAW_START_S, VERDICT, Loop
-from written import CONFIG, SNAPSHOT, event
+from written import CONFIG, SNAPSHOT, event, loop_at
 
-from slipstream.core.run_log import PHASES, Decision, decode_decision, loop_at, read_rollouts
+from slipstream.core.run_log import PHASES, Decision, decode_decision, read_rollouts
 from slipstream.core.types import StepDone
 from slipstream.observe.accounting import read_accounting
 from slipstream.observe.timeline import Slice, read_timeline

@@ -160,7 +160,7 @@ STATIONS = {
     "reward_models": ("completions", "scored"),
     "reference": ("rollouts", "measured"),
 }
-"""What completions go through on their way to the trainer, in this order: the ports by which they come and leave."""
+"""The stations of a completion on its way to the trainer, in order: the ports by which it comes and leaves."""
 
 
 def _through_stations(config: RunConfig, made: Sequence[Node], leaders: Sequence[str]) -> Iterator[ChannelSpec]:

@@ -66,7 +66,7 @@ def check_room(config: RunConfig, *, remote: Collection[str] = ()) -> None:
 
 
 Reader = tuple[str, str | None, Head]
-"""What reads the policy's tokens, in words; where its checkpoint is (None: the policy's own); what that ends in."""
+"""A model that reads the policy's tokens, in words; its checkpoint (None: the policy's own); the kind of its head."""
 
 
 def readers(config: RunConfig) -> list[Reader]:

@@ -24,7 +24,7 @@ from slipstream.controller.meeting import Cluster, MeetingPlace
 from slipstream.controller.membership import Change, Membership
 from slipstream.controller.pipeline import CONTROLLER, Node, Pipeline, replica_of
 from slipstream.controller.process import Child
-from slipstream.controller.restarts import Restarts
+from slipstream.controller.restarts import Patience, Restarts
 from slipstream.core.addresses import AddressBook, LocalAddresses
 from slipstream.core.channel import Ports, connect_by_book, wait
 from slipstream.core.clock import Clock
@@ -80,6 +80,7 @@ class Executors:
         self._coming: dict[str, float] = {}  # groups that are being started again -> by when they must be there
         self._membership = Membership(pipeline, lease_s=config.lease_s, clock=clock)
         self._restarts = Restarts(config.max_restarts, clock, restarts)
+        self._patience = Patience(config)
         self._found: deque[Message | _Gone] = deque()  # out here, for the controller to take before anything else
         self._suspects: dict[str, tuple[Failed, float]] = {}  # whose error may follow from another's end -> until when
 
@@ -159,19 +160,20 @@ class Executors:
                 for host in self._inline:
                     has_worked |= host.step()
         has_worked |= self._bury()
-        for name in self._membership.check(self._ports, busy=self._busy(), patience=self._patience()):
+        patience = {
+            name: self._patience.of(self._nodes[split_rank_name(name)[0]], is_ready=name in self.ready)
+            for name in self._children
+        }
+        for name in self._membership.check(self._ports, busy=self._busy(), patience=patience):
             has_worked = True
-            if self._membership.is_remote(name):
-                self._lose_remote(name)
-            elif name in self._children:
-                self._lose(name, f"silent for {self._membership.silence_s(name):.0f} s")
+            self._lose_silent(name)
         for group in self._restarts.take_due():
             has_worked = True
             self._start_again(self._nodes[group])
         now_s = self._clock.now_s()
         for group in [group for group, end_s in self._coming.items() if end_s <= now_s]:
             has_worked = True
-            self._lose(group, f"not there {self._start_deadline_s:g} s after it was started")
+            self._lose(group, f"not there {self._patience.start_s:g} s after it was started")
         return has_worked
 
     def sleep(self, asleep: Callable[[], AbstractContextManager[None]]) -> None:
@@ -190,14 +192,7 @@ class Executors:
     def accuse_the_silent(self) -> bool:
         """The run does not go on: shut out the process that is silent for longest, at least a lease; else False."""
         name = self._membership.most_silent()
-        if name is None:
-            return False
-        why = f"silent for {self._membership.silence_s(name):.0f} s"
-        if self._membership.is_remote(name):
-            self._lose_remote(name)
-        else:
-            self._lose(name, why)
-        return True
+        return name is not None and self._lose_silent(name)
 
     def end(self, hear: Callable[[Message], None], *, is_failed: bool, is_at_once: bool = False) -> None:
         """Stop all executors, wait for them, kill those that do not end. Runs after errors too.
@@ -245,30 +240,6 @@ class Executors:
             for name in self.pipeline.members
             if self._membership.is_remote(name) and (name not in self.ready or replica_of(name) is None)
         ]
-
-    def _patience(self) -> dict[str, float]:
-        """Return how long children may work without a message: `deadline_s` where they load a model, or train."""
-        patience = {}
-        for name in self._children:
-            if name not in self.ready:
-                patience[name] = self._start_deadline_s
-            elif not self._nodes[split_rank_name(name)[0]].is_replaceable:
-                patience[name] = max(self.config.lease_s, self.config.deadline_s)
-            elif replica_of(name) is not None:
-                patience[name] = max(self.config.lease_s, self._vllm_s)
-        return patience
-
-    @property
-    def _vllm_s(self) -> float:
-        """Return the longest wait for vLLM in a step of a generator, in seconds."""
-        generator = self.config.generator
-        if generator.engine != "vllm":
-            return 0.0
-        return generator.vllm.start_timeout_s + generator.vllm.answer_timeout_s
-
-    @property
-    def _start_deadline_s(self) -> float:
-        return max(self.config.deadline_s, self.config.lease_s, self._vllm_s)
 
     # Errors and losses
 
@@ -342,6 +313,16 @@ class Executors:
         while self._suspects:  # that was their cause
             self._lose(next(iter(self._suspects)), f"gave up because of {executor}")
 
+    def _lose_silent(self, executor: str) -> bool:
+        """Shut out a silent process; False for a child that has been lost meanwhile, with another of its group."""
+        if self._membership.is_remote(executor):
+            self._lose_remote(executor)
+        elif executor in self._children:
+            self._lose(executor, f"silent for {self._membership.silence_s(executor):.0f} s")
+        else:
+            return False
+        return True
+
     def _lose_remote(self, executor: str) -> None:
         self._changed(self._membership.lost(executor, self._ports))
 
@@ -394,7 +375,7 @@ class Executors:
     def _start_again(self, node: Node) -> None:
         """Start `node` once more. It joins when it is ready; nothing waits for it meanwhile."""
         self._incarnations[node.name] += 1
-        self._coming[node.name] = self._clock.now_s() + self._start_deadline_s
+        self._coming[node.name] = self._clock.now_s() + self._patience.start_s
         self._spans.instant("started again", executor=node.name, incarnation=self._incarnations[node.name])
         self._start(node)
 

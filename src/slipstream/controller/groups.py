@@ -104,7 +104,7 @@ def _join(node: Node, rank: int, *, timeout_s: float, store: Store | None = None
 # The agents of a torchrun job
 
 BACKEND = "slipstream"
-"""What torchrun calls it: --rdzv-backend."""
+"""The name of the rendezvous for torchrun: --rdzv-backend."""
 
 
 class SealedState(RendezvousBackend):

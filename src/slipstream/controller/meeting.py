@@ -31,7 +31,7 @@ from slipstream.core.keys import RunKeys
 
 SPEC_KEY = "run"
 JOIN_TIMEOUT_S = 600.0
-"""How long a group waits for its controller, and for others."""
+"""Seconds that a group waits for its controller, and for others."""
 WAIT_FOR_FILE_S = 0.2
 READ_AGAIN_S = 5.0  # a file with an address may be of an earlier start of the controller
 

@@ -1,11 +1,13 @@
-"""The times at which lost executors are started again, and how often. Pure: the caller starts them."""
+"""When an executor counts as lost, and when a lost one is started again. Pure: the caller watches and starts them."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 
+from slipstream.controller.pipeline import Node, replica_of
 from slipstream.core.clock import Clock
+from slipstream.core.config import RunConfig
 
 FIRST_S, LONGEST_S = 0.5, 30.0
 
@@ -48,3 +50,23 @@ class Restarts:
     def wait_s(self) -> float:
         """Return the seconds until `take_due` has an executor."""
         return max(0.0, min(self._due_s.values(), default=math.inf) - self._clock.now_s())
+
+
+class Patience:
+    """The seconds that children may work without a message, and `start_s` for one that is started again to join."""
+
+    def __init__(self, config: RunConfig) -> None:
+        generator = config.generator
+        vllm_s = generator.vllm.start_timeout_s + generator.vllm.answer_timeout_s if generator.engine == "vllm" else 0.0
+        self._lease_s = config.lease_s
+        self._generator_s = max(config.lease_s, vllm_s)  # its longest wait for vLLM in a step
+        self._trainer_s = max(config.lease_s, config.deadline_s)
+        self.start_s = max(self._trainer_s, self._generator_s)
+
+    def of(self, node: Node, *, is_ready: bool) -> float:
+        """Return those of a process of `node`: more than a lease where it loads a model, trains, or waits for vLLM."""
+        if not is_ready:
+            return self.start_s
+        if not node.is_replaceable:
+            return self._trainer_s
+        return self._lease_s if replica_of(node.name) is None else self._generator_s

@@ -106,7 +106,7 @@ class SchedulingPolicy(ABC):
     """The state machine. Feed events to `apply`; carry out the commands it returns, in order."""
 
     name: ClassVar[str]
-    """What `schedule.policy` calls it."""
+    """The value of `schedule.policy`."""
     bounds_admissions: ClassVar[bool] = False
     """Whether `staleness_bound` holds from each admission of a group on, whichever copy of it is trained."""
 

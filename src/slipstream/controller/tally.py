@@ -84,11 +84,11 @@ class Tally:
     restarts: Counter[str] = field(default_factory=Counter)  # executor -> how often it was started again
     data: s.Data | None = None
     earlier_s: float = 0.0
-    """What the attempts before this one took up to where it goes on."""
+    """The seconds of the attempts before this one, up to where it goes on."""
     regenerated_tokens: int = 0
     scored_completions: int = 0
     failed_completions: int = 0
-    """Of these, the ones that could not be scored, trained or not."""
+    """The part of `scored_completions` that could not be scored, trained or not."""
 
     # News
 

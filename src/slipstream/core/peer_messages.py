@@ -19,7 +19,7 @@ class Arrived(Message):
 
 
 class Shares(Message):
-    """What a data-parallel rank was dealt of a step's groups, for its tensor-parallel peers."""
+    """The part of a step's groups that a data-parallel rank was dealt, for its tensor-parallel peers."""
 
     groups: tuple[Group, ...]
 
@@ -94,7 +94,7 @@ class Failed(Message):
 
 
 class Holding(Message):
-    """What a rank's bytes of a version hold: parts of tensors (boxes), and where their elements lie.
+    """The layout of a rank's bytes of a version: parts of tensors (boxes), and where their elements lie.
 
     Tensors are those of the Hugging Face checkpoint; the scales of a quantised one's rows or columns are a tensor
     '<name>/scales'. Box n is of tensor `tensor[n]`: start[n] <= index < stop[n]. Its first element lies at byte
@@ -169,7 +169,7 @@ class WeightsLinked(Message):
 
 
 class LinkMember(Message):
-    """What a rank of a link tells the others: what it holds, and where it runs."""
+    """A rank of a link, as it tells the others: the layout of its bytes, and where it runs."""
 
     holding: Holding
     host: str = ""

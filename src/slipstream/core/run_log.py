@@ -390,13 +390,3 @@ class LoopState:
         if group.phase == "sampling" and self.config is not None:
             left = self.config.completions_per_group - group.finished
             self.unfinished[group.replica] = self.unfinished.get(group.replica, 0) + sign * left
-
-
-def loop_at(decisions: Iterable[tuple[Decision, float]], time_s: float) -> LoopState:
-    """Return the state at `time_s`, from all decisions with their times, in order."""
-    loop = LoopState()
-    for decision, at_s in decisions:
-        if at_s > time_s:
-            break
-        loop.take(decision, at_s)
-    return loop

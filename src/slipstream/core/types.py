@@ -66,7 +66,7 @@ class Segment(Message):
 
 
 class Completion(Message):
-    """What the generator made of a prompt: `sample` of G for group `ordinal`.
+    """A completion of a prompt: `sample` of G for group `ordinal`.
 
     `purpose = "eval"` completions belong to evaluation `eval_id`; their `ordinal` counts its prompts and they are never
     admitted, trained or entered in the ledger.
@@ -95,12 +95,12 @@ class Completion(Message):
 
     @property
     def min_version(self) -> int:
-        """Of the sampled tokens; -1 where there are none."""
+        """Return that of the sampled tokens; -1 where there are none."""
         return min((span.version for s in self.segments for span in s.version_spans), default=-1)
 
     @property
     def max_version(self) -> int:
-        """Of the sampled tokens; -1 where there are none."""
+        """Return that of the sampled tokens; -1 where there are none."""
         return max((span.version for s in self.segments for span in s.version_spans), default=-1)
 
 
@@ -153,7 +153,7 @@ class ReplicaLost(Message):
 
 
 class Partial(Message):
-    """What completion `sample` of group `ordinal` had become when a checkpoint was made: T >= 1 sampled tokens.
+    """The unfinished completion `sample` of group `ordinal` at a checkpoint: T >= 1 sampled tokens.
 
     `prompt_crc32` is that of the prompt's tokens, as bytes: what was sampled after another prompt is of no use.
     `finish_reason` is there where the completion had ended.
@@ -207,7 +207,7 @@ class WarmStart(Message):
 
 
 class RolloutHead(Message):
-    """What advantages, selection and metrics need of a rollout besides its tokens, which lie with the rank it is of."""
+    """The part of a rollout that advantages, selection and metrics need; its tokens lie with the rank it is of."""
 
     ordinal: int
     sample: int
@@ -239,7 +239,7 @@ class Skip(Message):
 
 
 class Waiting(Message):
-    """What the executor is waiting for right now, whenever it has nothing to do; labels its idle time.
+    """The reason why the executor has nothing to do, when it has nothing to do; labels its idle time.
 
     A trainer waits for the first four. A generator waits for the trainer while the schedule's bound admits nothing on
     the version that it holds, for a prompt while it would, and for nothing once all steps are done.
@@ -400,7 +400,7 @@ class Counters(Message):
 
 
 class Noted(Message):
-    """What a person is to see now, in one line of at most a thousand characters."""
+    """A line for people to see now, of at most a thousand characters."""
 
     executor: str
     text: str

@@ -23,7 +23,7 @@ WASTE = {
 }
 """Causes of wasted tokens, and what each counts."""
 RE_PREFILLED = "re_prefilled_tokens"
-"""What generators call their count of these, in `Counters` and in their timelines."""
+"""The name of their count, in the `Counters` and timelines of generators."""
 
 
 class Wasted(NamedTuple):

@@ -39,7 +39,7 @@ from slipstream.core.types import Partial
 from slipstream.trainer.checkpoint_folder import Found, settle
 
 FILES = ("metrics.jsonl", "events.jsonl", "rollouts.jsonl", "tokens.jsonl", "alarms.jsonl", "ledger.jsonl")
-"""Of RL. The ledger comes last: without one a run begins anew, beside whatever else is there."""
+"""The files of RL. The ledger comes last: without one a run begins anew, whatever else is there."""
 
 
 class _OfStep(msgspec.Struct, frozen=True):
