@@ -35,7 +35,7 @@ def _of(
     base: Mapping[str, Any], hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, **changes: Any
 ) -> TransformerConfig:
     """Return the shape of a family in one size; its heads are hidden / heads wide unless `head_dim` says otherwise."""
-    fields = {"head_dim": hidden // heads, "tie_embeddings": False} | base | changes
+    fields = {"head_dim": hidden // heads, "tie_embeddings": False, **base, **changes}
     return TransformerConfig(
         hidden_size=hidden,
         intermediate_size=intermediate,
