@@ -189,7 +189,7 @@ def _from_dataset(
 
     def tokens(text: str) -> np.ndarray:
         ids = tokenizer(text, add_special_tokens=False)["input_ids"] + ends
-        return scored_tokens(np.asarray(ids, dtype=np.int32), config)
+        return scored_tokens(np.asarray(ids, dtype=np.int32), config.rewards)
 
     found = [
         Preference(prompt.tokens, tuple(map(tokens, candidates)), best=0, rating=rating)
@@ -221,7 +221,7 @@ def _samples(config: RunConfig, policy: Any, tokenizer: PreTrainedTokenizerBase)
         return []
     prompts = list(build_prompts(config, tokenizer).train.prompts)[: settings.normalise_samples]
     if settings.normalise == "reference_bias":
-        completions = reference_completions(config, prompts, tokenizer)
+        completions = reference_completions(config.prompts.reference, prompts, tokenizer)
     else:
         completions = sampled(config, policy, tokenizer, prompts, stream=NORMALISATION_STREAM)
-    return [(completion.prompt.tokens, scored_tokens(completion.tokens, config)) for completion in completions]
+    return [(completion.prompt.tokens, scored_tokens(completion.tokens, config.rewards)) for completion in completions]
