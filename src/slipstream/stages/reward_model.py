@@ -80,10 +80,10 @@ def run_reward_model(config: RunConfig, run_dir: Path, progress: StageProgress) 
     with times.span("export"):
         save_scalar_model(model, folder / "model", tokenizer)
     capacity = config.trainer.microbatch_tokens
-    accuracy = None
     with times.span("evaluate"):
-        if held_out:
-            accuracy = preference_accuracy(model, held_out, microbatch_tokens=capacity, batching=collate)
+        accuracy = (
+            preference_accuracy(model, held_out, microbatch_tokens=capacity, batching=collate) if held_out else None
+        )
         scores = score(model, samples, microbatch_tokens=capacity, batching=collate)
     if accuracy is not None:
         progress.note(f"held-out accuracy of the reward model: {accuracy:.3f} ({len(held_out)} preferences)")
