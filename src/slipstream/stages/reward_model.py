@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +49,8 @@ def run_reward_model(config: RunConfig, run_dir: Path, progress: StageProgress) 
         policy, tokenizer = build_policy(config.model, seed=config.seed)
         train, held_out = read_preferences(config, run_dir, tokenizer, progress)
         path = settings.path or config.model.path
-        model = (
-            new_scalar_model(policy, head_init=settings.head_init, seed=config.seed)
-            if path is None
-            else load_scalar_model(path, head_init=settings.head_init, seed=config.seed)
-        )
+        start = partial(new_scalar_model, policy) if path is None else partial(load_scalar_model, path)
+        model = start(head_init=settings.head_init, seed=config.seed)
     _check_lengths([*train, *held_out], model.config.max_positions)
     with times.span("decode"):
         samples = _samples(config, policy, tokenizer)
