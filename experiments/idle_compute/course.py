@@ -32,7 +32,7 @@ def course(run: str, steps: list[int]) -> list[dict[str, float]]:
     assert config.model.path is not None, "a run begins with the policy of another one"
     reference = load_model(config.model.path)
     prompts = build_prompts(config, tokenizer).eval[: config.evaluation.num_prompts]
-    theirs = [gold(completion) for completion in reference_completions(config, prompts, tokenizer)]
+    theirs = [gold(completion) for completion in reference_completions(config.prompts.reference, prompts, tokenizer)]
     optimizer = AdamW(FlatParameters(model), config.trainer.optimizer, total_updates=1)
     found = []
     for step in steps:

@@ -13,7 +13,7 @@ import slipstream
 from slipstream.controller.controller import Controller
 from slipstream.core.errors import DiskError
 from slipstream.core.types import Exported, StepDone
-from slipstream.stages import chain
+from slipstream.stages import chain, one_process
 
 
 def removed(run: Path) -> None:
@@ -96,7 +96,7 @@ def test_other_stages_notice_it_too(
     }
     run = tmp_path / "run"
     if host == "inline":
-        run_sft = chain.STAGES_OF_ONE_PROCESS["sft"]
+        run_sft = one_process.STAGES_OF_ONE_PROCESS["sft"]
 
         def vanishing(config: Any, folder: Path, progress: Any) -> dict[str, Any]:
             phase = progress.phase
@@ -109,7 +109,7 @@ def test_other_stages_notice_it_too(
             progress.phase = told
             return run_sft(config, folder, progress)
 
-        monkeypatch.setitem(chain.STAGES_OF_ONE_PROCESS, "sft", vanishing)
+        monkeypatch.setitem(one_process.STAGES_OF_ONE_PROCESS, "sft", vanishing)
     else:
         start = chain.run_in_child
 

@@ -28,8 +28,7 @@ from slipstream.core.types import (
 from slipstream.models.initialise import new_model
 from slipstream.models.scalar import ScalarModel, new_scalar_model, save_scalar_model
 from slipstream.models.scoring import score
-from slipstream.rewards.model_executor import RewardModels
-from slipstream.rewards.model_scorer import ModelScorer
+from slipstream.rewards.model_executor import ModelScorer, RewardModels
 
 TINY = ModelConfig(hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2, num_kv_heads=2, max_positions=32)
 PERIOD = 7

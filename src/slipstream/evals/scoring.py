@@ -19,7 +19,7 @@ from slipstream.core.types import Completion, Rollout
 from slipstream.prompts import task_table
 from slipstream.rewards.executor import Rewards
 from slipstream.rewards.given import Functions
-from slipstream.rewards.model_scorer import ModelScorer
+from slipstream.rewards.model_executor import ModelScorer
 
 EVALUATION, REWARDS = "evaluation", "rewards"
 WAKE_EVERY_S = 1.0

@@ -20,7 +20,7 @@ from statistics import fmean
 import numpy as np
 
 from slipstream.controller.placement import place
-from slipstream.core.config import RunConfig
+from slipstream.core.config import GeneratorConfig, RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.run_log import LoopState, RolloutLine
 from slipstream.core.types import CompletionFinished, Swapped
@@ -133,9 +133,9 @@ def _check_alike(runs: Sequence[RecordedRun]) -> None:
             )
 
 
-def row_multiple(config: RunConfig) -> int:
+def row_multiple(generator: GeneratorConfig) -> int:
     """Return the multiple that rows of a decode step and tokens of a prompt are rounded up to."""
-    return SLOT_ROWS if config.generator.device == "cpu" and config.generator.engine == "native" else 1
+    return SLOT_ROWS if generator.device == "cpu" and generator.engine == "native" else 1
 
 
 # Decoding and training
@@ -151,7 +151,7 @@ def _fit_decode(machines: Sequence[RunProcesses]) -> Fit:
         number = np.array([one.count for one in slices], dtype=np.float64)
         is_decoding = np.array([one.state in (*DECODES, "evaluate") for one in slices], dtype=np.float64)
         live = is_decoding * np.array([one.units for one in slices]) / np.maximum(number, 1)
-        multiple = row_multiple(machine.run.config)
+        multiple = row_multiple(machine.run.config.generator)
         middles = np.array([(one.start_ns + one.end_ns) / 2e9 for one in slices])
         columns = [
             is_decoding * number,

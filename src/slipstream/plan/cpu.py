@@ -94,7 +94,7 @@ class RunTimes:
             seed=SEED,
         )
         beside = {"train": self.calibration.train.beside, "decode": self.calibration.decode.beside}
-        return PlannedWork(self.calibration.costs(config), beside, row_multiple(config), groups)
+        return PlannedWork(self.calibration.costs(config), beside, row_multiple(config.generator), groups)
 
 
 def times_of_runs(paths: Sequence[Path]) -> RunTimes:

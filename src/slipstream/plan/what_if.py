@@ -201,7 +201,7 @@ def setup_of(config: RunConfig, calibration: Calibration) -> SimulatedSetup:
     return SimulatedSetup(
         replicas=generator.replicas,
         slots=generator.num_slots,
-        row_multiple=row_multiple(config),
+        row_multiple=row_multiple(generator),
         weight_update=config.weight_update,
         segment_tokens=generator.segment_tokens,
         kv_on_update=generator.kv_on_update if config.weight_update == "in_flight" else "keep",

@@ -19,8 +19,8 @@ _MAX_ABANDONED = 8  # threads that never came back; a thread cannot be killed
 class CallableScorer:
     """Scores with `terms`, the caller's functions, in a daemon thread, one job at a time.
 
-    Same interface as `ScoringPool`. A job that takes longer than `timeout_s` is failed, its thread abandoned (its
-    answer is ignored) and a new one started; after 8 abandoned threads every further job fails at once.
+    Its methods are those of `ScoringPool`. A job that takes longer than `timeout_s` is failed, its thread abandoned
+    (its answer is ignored) and a new one started; after 8 abandoned threads every further job fails at once.
     """
 
     def __init__(self, terms: Sequence[Scoring], *, timeout_s: float, clock: Clock | None = None) -> None:
@@ -39,14 +39,10 @@ class CallableScorer:
         self._generation = 0
         self._num_waiting = 0
         self.num_restarts = 0
-        self.isolation: frozenset[str] = frozenset()
 
     @property
     def num_pending(self) -> int:
         return self._num_waiting + (self._current is not None)
-
-    def wait_ready(self) -> None:
-        """Nothing to wait for."""
 
     def submit(self, job: AnyJob) -> None:
         self._waiting.put(job)

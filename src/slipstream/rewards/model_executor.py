@@ -1,21 +1,103 @@
-"""The node of reward models: it adds their scores to rollouts, in processes of its own beside generator and trainer."""
+"""Reward models as terms of the weighted sum, and the node of them, in processes beside generator and trainer.
+
+A model's score of prompt and completion is that at the completion's last token.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 
+from slipstream.algorithms.responses import truncate_at_token
+from slipstream.core.config import RewardModelTerm, RewardsConfig, RewardTerm
+from slipstream.core.errors import ConfigError
 from slipstream.core.executor import Context, Executor, takes_stop
 from slipstream.core.packed import Batching
 from slipstream.core.sections import RewardsConfig, RewardTerm
 from slipstream.core.types import Completion, Counters, EvalScored, Ready, Rollout
 from slipstream.core.vetting import Limits, vetted
-from slipstream.rewards.model_scorer import ModelScorer
+from slipstream.models.device import DTYPES, scoring_device
+from slipstream.models.scalar import load_scalar_model
+from slipstream.models.scoring import Sample, score
+from slipstream.rewards.functions import combined_reward
 
 _COUNTERS_EVERY_S = 1.0
+
+
+class ModelScorer:
+    """Adds the parts of `config.models` to rollouts, and the reward that all their parts come to.
+
+        r = sum_i weight_i part_i over functions and models, at most violation_cap where a constraint is violated
+
+    A model reads the prompt's tokens and those of the completion up to `truncate_token`, where one is set (N, items 1
+    and 25). `terms` are the functions that scored before, in the order of their parts. A failed rollout stays as it is.
+    """
+
+    def __init__(
+        self,
+        config: RewardsConfig,
+        *,
+        terms: Sequence[RewardTerm],
+        batching: Batching,
+        microbatch_tokens: int,
+        max_tokens: int,
+        rank: int = 0,
+    ) -> None:
+        """Load the models. ConfigError for one that is not there or reads fewer than `max_tokens` tokens.
+
+        On CUDA, `rank` chooses the GPU.
+        """
+        self._config = config
+        self._terms: list[RewardTerm | RewardModelTerm] = [*terms, *config.models]
+        self._batching = batching
+        self._microbatch_tokens = microbatch_tokens
+        device, dtype = scoring_device(config.device, rank), DTYPES[config.precision]
+        self._models = [
+            (term.name, load_scalar_model(Path(term.path), dtype=dtype).to(device)) for term in config.models
+        ]
+        for name, model in self._models:
+            if model.config.max_positions < max_tokens:
+                raise ConfigError(
+                    f"reward model '{name}' does not read prompts and completions of this run",
+                    got=f"at most {model.config.max_positions} tokens",
+                    allowed=f"at least {max_tokens} (prompts.max_prompt_tokens + generator.max_new_tokens)",
+                )
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids below it are read by all models."""
+        return min(model.config.vocab_size for _, model in self._models)
+
+    def score(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """Return the rollouts with every part and their reward; one whose sum is not finite has failed."""
+        sound = [rollout for rollout in rollouts if rollout.failure is None]
+        samples = [self._sample(rollout.completion) for rollout in sound]
+        parts = {
+            name: score(model, samples, microbatch_tokens=self._microbatch_tokens, batching=self._batching)
+            for name, model in self._models
+        }
+        scored = iter(
+            self._combined(rollout, {name: float(scores[index]) for name, scores in parts.items()})
+            for index, rollout in enumerate(sound)
+        )
+        return [rollout if rollout.failure is not None else next(scored) for rollout in rollouts]
+
+    def _sample(self, completion: Completion) -> Sample:
+        end, after = self._config.truncate_token, self._config.truncate_after
+        return completion.prompt.tokens, truncate_at_token(completion.tokens, end, after=after)
+
+    def _combined(self, rollout: Rollout, of_models: dict[str, float]) -> Rollout:
+        parts = rollout.reward_parts | of_models
+        try:
+            reward = combined_reward(self._terms, list(parts.values()), violation_cap=self._config.violation_cap)
+        except ValueError as error:
+            reward = self._config.failure_reward
+            return msgspec.structs.replace(rollout, reward=reward, reward_parts={}, failure=str(error))
+        return msgspec.structs.replace(rollout, reward=reward, reward_parts=parts)
 
 
 class RewardModels(Executor):
@@ -74,7 +156,8 @@ class RewardModels(Executor):
         if batch:
             with self._context.spans.span("score"):
                 scored = self._scorer.score(batch)
-                self._context.spans.did(sum(_num_tokens(rollout) for rollout in batch))
+                read = (rollout.completion for rollout in batch)
+                self._context.spans.did(sum(len(one.prompt.tokens) + one.num_tokens for one in read))
             self._counts["batches"] += 1
             with self._context.spans.span("send"):
                 for rollout in scored:
@@ -117,8 +200,3 @@ class RewardModels(Executor):
             self._counted_s = now_s
             values = {name: float(count) for name, count in self._counts.items()}
             self._context.outputs["events"].put(Counters(executor=self._context.name, values=values))
-
-
-def _num_tokens(rollout: Rollout) -> int:
-    """Return how many tokens of a rollout a model reads."""
-    return len(rollout.completion.prompt.tokens) + rollout.completion.num_tokens

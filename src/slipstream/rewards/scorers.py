@@ -63,7 +63,8 @@ class Scorers:
     @property
     def isolation(self) -> frozenset[str]:
         """The barriers around workers; none without them."""
-        return self._scorers[False].isolation if False in self._scorers else frozenset()
+        pool = self._scorers.get(False)
+        return pool.isolation if isinstance(pool, ScoringPool) else frozenset()
 
     @property
     def num_restarts(self) -> int:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.core.errors import ConfigError, did_you_mean
+from slipstream.core.sections import FROM_PYTHON
 
 GIVEN = ("prompts", "completions", "completion_ids")  # keywords that every call has, before the row's columns
 
@@ -31,7 +32,7 @@ def definition(function: str, given: Mapping[str, Callable[..., Any]]) -> Defini
     """
     if function in given:
         return _definition_of(given[function])
-    if ":" not in function or (found := _found(function)) is None:
+    if ":" not in function or function.startswith(FROM_PYTHON) or (found := _found(function)) is None:
         return None
     path, node = found
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.decorator_list:

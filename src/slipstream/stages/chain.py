@@ -98,7 +98,8 @@ def _call_rewards(config: RunConfig, prompts: PromptSet, run_dir: Path, given: F
         notes.append(dry_call(config.rewards, tasks, rows, functions=given.functions, group_size=size, private=private))
     if {"preferences", "evaluate"} & set(config.stages):
         notes.append(dry_call(config.gold_rewards, tasks, rows, private=private))
-    tell(config, given, [note for note in notes if note is not None])
+    if told := [note for note in notes if note is not None]:
+        tell(config, given, told)
 
 
 def _readers(config: RunConfig) -> list[Reader]:

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from slipstream.algorithms.responses import truncate_at_token
 from slipstream.controller.pipeline import resolve_import
 from slipstream.core.config import RunConfig
+from slipstream.core.config import JudgeConfig, RewardsConfig, RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.stage_sections import JudgeConfig
 from slipstream.core.types import Completion, Prompt, Segment
@@ -50,10 +51,13 @@ def sampled(
 
 
 def reference_completions(
-    config: RunConfig, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase
+    reference: str, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase
 ) -> list[Completion]:
-    """Return the prompts' reference answers as completions with EOS; `ordinal` counts the prompts."""
-    template = Template(config.prompts.reference, field="prompts.reference")
+    """Return the prompts' reference answers, by the template `prompts.reference`, as completions with EOS.
+
+    `ordinal` counts the prompts.
+    """
+    template = Template(reference, field="prompts.reference")
     texts = []
     for prompt in prompts:
         if prompt.answer is None and "answer" in template.columns:
@@ -74,9 +78,9 @@ def reference_completions(
     ]
 
 
-def scored_tokens(tokens: np.ndarray, config: RunConfig) -> np.ndarray:
+def scored_tokens(tokens: np.ndarray, rewards: RewardsConfig) -> np.ndarray:
     """Cut a completion's `tokens` int [T] where RL does, for reward models in training and in RL."""
-    return truncate_at_token(tokens, config.rewards.truncate_token, after=config.rewards.truncate_after)
+    return truncate_at_token(tokens, rewards.truncate_token, after=rewards.truncate_after)
 
 
 def split_by_prompt(

@@ -13,6 +13,7 @@ import msgspec
 from transformers import PreTrainedTokenizerBase
 
 from slipstream.core.config import RunConfig
+from slipstream.core.config import JudgeConfig, RewardModelTerm, RewardsConfig, RunConfig
 from slipstream.core.disk import replace_file
 from slipstream.core.errors import ConfigError
 from slipstream.core.held_out import RIGHT_FROM
@@ -64,7 +65,7 @@ def run_evaluation(config: RunConfig, run_dir: Path, progress: StageProgress) ->
                 on_progress=partial(progress.phase, f"evaluate {moment}", total=len(prompts) * settings.num_samples),
             )
     with times.span("score"):
-        references = _references(config, prompts, tokenizer)
+        references = _references(config.prompts.reference, prompts, tokenizer)
         reference_policy = model if config.kl.reference is None else load_model(config.kl.reference)
         gold = _scores(config, config.gold_rewards, written, references)
         proxy = _scores(config, config.rewards.model_copy(update={"terms": []}), written, references)
@@ -74,21 +75,20 @@ def run_evaluation(config: RunConfig, run_dir: Path, progress: StageProgress) ->
         "temperature": temperature,
         "checkpoints": {moment: str(path) for moment, path in checkpoints.items()},
     }
+    models, judge = config.rewards.models, config.judge
     for moment in MOMENTS:
         with times.span("score"):
             found[moment] = {
                 "gold": _gold(gold[moment], gold["references"], settings.num_samples),
-                "reward_models": _means(proxy[moment], config) if config.rewards.models else None,
-                "judge": _judged(config, written[moment], references) if config.judge.is_given and references else None,
+                "reward_models": _means(proxy[moment], models) if models else None,
+                "judge": _judged(judge, written[moment], references) if judge.is_given and references else None,
             }
         with times.span("reference"):
             samples, capacity = [sample_of(one) for one in written[moment]], config.trainer.microbatch_tokens
             drift = measure_drift(reference_policy, samples, temperature=temperature, microbatch_tokens=capacity)
             found[moment]["drift"] = _plain(drift)
         found[moment]["lengths"] = asdict(completion_lengths(written[moment]))
-    found["references"] = {
-        "reward_models": _means(proxy["references"], config) if config.rewards.models and references else None
-    }
+    found["references"] = {"reward_models": _means(proxy["references"], models) if models and references else None}
     found |= times.so_far()
     replace_file(run_dir / EVALUATION_FILE, msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")
     return found
@@ -110,13 +110,13 @@ def start_of(config: RunConfig, run_dir: Path) -> Path:
 
 
 def _references(
-    config: RunConfig, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase
+    reference: str, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase
 ) -> list[Completion] | None:
     """Return one reference per prompt; None where some prompt has none."""
-    template = Template(config.prompts.reference, field="prompts.reference")
+    template = Template(reference, field="prompts.reference")
     if "answer" in template.columns and any(prompt.answer is None for prompt in prompts):
         return None
-    return reference_completions(config, prompts, tokenizer)
+    return reference_completions(reference, prompts, tokenizer)
 
 
 def _scores(
@@ -158,20 +158,20 @@ def _gold(rollouts: Sequence[Rollout], references: Sequence[Rollout], num_sample
     return gold
 
 
-def _means(rollouts: Sequence[Rollout], config: RunConfig) -> dict[str, float]:
+def _means(rollouts: Sequence[Rollout], models: Sequence[RewardModelTerm]) -> dict[str, float]:
     """Return the mean score by each reward model that RL maximises."""
     return {
         model.name: math.fsum(float(rollout.reward_parts[model.name] or 0.0) for rollout in rollouts) / len(rollouts)
-        for model in config.rewards.models
+        for model in models
     }
 
 
-def _judged(config: RunConfig, completions: Sequence[Completion], references: Sequence[Completion]) -> dict[str, Any]:
+def _judged(config: JudgeConfig, completions: Sequence[Completion], references: Sequence[Completion]) -> dict[str, Any]:
     comparisons = [
         Comparison(completion.prompt.text, completion.text, references[completion.ordinal].text)
         for completion in completions
     ]
-    found = judge_win_rate(build_judge(config.judge), comparisons, max_concurrency=config.judge.max_concurrency)
+    found = judge_win_rate(build_judge(config), comparisons, max_concurrency=config.max_concurrency)
     return {name: value for name, value in _plain(found).items() if name != "judgements"}
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from slipstream.core.config import RunConfig
+from slipstream.core.config import JudgeConfig, RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.jsonl import JsonlWriter
 from slipstream.core.types import Prompt
@@ -82,7 +82,7 @@ def run_preferences(config: RunConfig, run_dir: Path, progress: StageProgress) -
         writer = JsonlWriter(folder / FILE)
         writer.write(*lines)
         writer.close()
-    num_pairs = sum(len(list(_subsets(one, config))) for one in scored)
+    num_pairs = sum(len(list(_subsets(one, config.reward_model.candidates))) for one in scored)
     num_held_out = sum(line.is_held_out for line in lines)
     progress.note(f"preferences: {len(lines)} of {num_pairs} sets of candidates, {num_held_out} held out")
     return write_record(
@@ -116,7 +116,7 @@ def sampled_candidates(config: RunConfig, progress: StageProgress, times: StageT
             on_progress=lambda done: progress.phase("sample", done, total),
         )
     if settings.with_reference:
-        references = reference_completions(config, prompts, tokenizer)
+        references = reference_completions(config.prompts.reference, prompts, tokenizer)
         completions = sorted([*completions, *references], key=lambda completion: completion.ordinal)
     scores: list[float | None] = [None] * len(completions)
     if settings.labels == "gold":
@@ -127,7 +127,7 @@ def sampled_candidates(config: RunConfig, progress: StageProgress, times: StageT
             ]
     found: list[ScoredPrompt] = [ScoredPrompt(prompt, []) for prompt in prompts]
     for completion, value in zip(completions, scores, strict=True):
-        tokens = scored_tokens(completion.tokens, config).tolist()
+        tokens = scored_tokens(completion.tokens, config.rewards).tolist()
         candidates = found[completion.ordinal].candidates
         is_known = any(candidate.tokens == tokens for candidate in candidates)
         if is_known or (value is None and settings.labels == "gold"):
@@ -145,13 +145,13 @@ def labelled(scored: Sequence[ScoredPrompt], config: RunConfig) -> list[Preferen
     settings = config.preferences
     sets: list[tuple[ScoredPrompt, tuple[Candidate, ...]]] = []
     for one in scored:
-        chosen = list(_subsets(one, config))
+        chosen = list(_subsets(one, config.reward_model.candidates))
         if settings.max_per_prompt is not None:
-            random.Random(_digest(one.prompt, config)).shuffle(chosen)
+            random.Random(_digest(one.prompt, config.seed)).shuffle(chosen)
             if settings.labels == "judge":  # a verdict costs too much to ask for more of them
                 chosen = chosen[: settings.max_per_prompt]
         sets += [(one, candidates) for candidates in chosen]
-    bests = _judged(sets, config) if settings.labels == "judge" else [_best_by_score(found) for _, found in sets]
+    bests = _judged(sets, config.judge) if settings.labels == "judge" else [_best_by_score(found) for _, found in sets]
     lines: list[PreferenceLine] = []
     kept: Counter[str] = Counter()
     for (one, candidates), best in zip(sets, bests, strict=True):
@@ -166,18 +166,18 @@ def labelled(scored: Sequence[ScoredPrompt], config: RunConfig) -> list[Preferen
                 prompt_tokens=prompt.tokens.tolist(),
                 candidates=list(candidates),
                 best=best,
-                is_held_out=int.from_bytes(_digest(prompt, config), "little") / 2**64 < settings.held_out,
+                is_held_out=int.from_bytes(_digest(prompt, config.seed), "little") / 2**64 < settings.held_out,
             )
         )
     return lines
 
 
-def _digest(prompt: Prompt, config: RunConfig) -> bytes:
-    return hashlib.blake2b(f"preferences:{config.seed}:{prompt.prompt_id}".encode(), digest_size=8).digest()
+def _digest(prompt: Prompt, seed: int) -> bytes:
+    return hashlib.blake2b(f"preferences:{seed}:{prompt.prompt_id}".encode(), digest_size=8).digest()
 
 
-def _subsets(scored: ScoredPrompt, config: RunConfig) -> Iterator[tuple[Candidate, ...]]:
-    return itertools.combinations(scored.candidates, config.reward_model.candidates)
+def _subsets(scored: ScoredPrompt, size: int) -> Iterator[tuple[Candidate, ...]]:
+    return itertools.combinations(scored.candidates, size)
 
 
 def _best_by_score(candidates: Sequence[Candidate]) -> int | None:
@@ -186,11 +186,11 @@ def _best_by_score(candidates: Sequence[Candidate]) -> int | None:
     return scores.index(highest) if scores.count(highest) == 1 else None
 
 
-def _judged(sets: Sequence[tuple[ScoredPrompt, Sequence[Candidate]]], config: RunConfig) -> list[int | None]:
+def _judged(sets: Sequence[tuple[ScoredPrompt, Sequence[Candidate]]], config: JudgeConfig) -> list[int | None]:
     comparisons = [Comparison(one.prompt.text, pair[0].text, pair[1].text) for one, pair in sets]
     if not comparisons:
         return []
-    found = judge_win_rate(build_judge(config.judge), comparisons, max_concurrency=config.judge.max_concurrency)
+    found = judge_win_rate(build_judge(config), comparisons, max_concurrency=config.max_concurrency)
     return [{1.0: 0, 0.0: 1}.get(judgement.outcome) for judgement in found.judgements]
 
 

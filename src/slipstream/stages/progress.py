@@ -30,12 +30,6 @@ class StageProgress(Protocol):
     def note(self, text: str) -> None: ...
 
 
-class Watcher(StageProgress, Protocol):
-    """Receives the results of a stage as well."""
-
-    def evaluation_table(self, evaluation: Mapping[str, Any]) -> None: ...
-
-
 class Quiet:
     """A watcher that shows nothing."""
 

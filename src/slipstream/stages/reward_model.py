@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +48,8 @@ def run_reward_model(config: RunConfig, run_dir: Path, progress: StageProgress) 
         policy, tokenizer = build_policy(config.model, seed=config.seed)
         train, held_out = read_preferences(config, run_dir, tokenizer, progress)
         path = settings.path or config.model.path
-        model = (
-            new_scalar_model(policy, head_init=settings.head_init, seed=config.seed)
-            if path is None
-            else load_scalar_model(path, head_init=settings.head_init, seed=config.seed)
-        )
+        start = partial(new_scalar_model, policy) if path is None else partial(load_scalar_model, path)
+        model = start(head_init=settings.head_init, seed=config.seed)
     _check_lengths([*train, *held_out], model.config.max_positions)
     with times.span("decode"):
         samples = _samples(config, policy, tokenizer)
@@ -78,10 +76,10 @@ def run_reward_model(config: RunConfig, run_dir: Path, progress: StageProgress) 
     with times.span("export"):
         save_scalar_model(model, folder / "model", tokenizer)
     capacity = config.trainer.microbatch_tokens
-    accuracy = None
     with times.span("evaluate"):
-        if held_out:
-            accuracy = preference_accuracy(model, held_out, microbatch_tokens=capacity, batching=collate)
+        accuracy = (
+            preference_accuracy(model, held_out, microbatch_tokens=capacity, batching=collate) if held_out else None
+        )
         scores = score(model, samples, microbatch_tokens=capacity, batching=collate)
     if accuracy is not None:
         progress.note(f"held-out accuracy of the reward model: {accuracy:.3f} ({len(held_out)} preferences)")
@@ -187,7 +185,7 @@ def _from_dataset(
 
     def tokens(text: str) -> np.ndarray:
         ids = tokenizer(text, add_special_tokens=False)["input_ids"] + ends
-        return scored_tokens(np.asarray(ids, dtype=np.int32), config)
+        return scored_tokens(np.asarray(ids, dtype=np.int32), config.rewards)
 
     found = [
         Preference(prompt.tokens, tuple(map(tokens, candidates)), best=0, rating=rating)
@@ -219,7 +217,7 @@ def _samples(config: RunConfig, policy: Any, tokenizer: PreTrainedTokenizerBase)
         return []
     prompts = list(build_prompts(config, tokenizer).train.prompts)[: settings.normalise_samples]
     if settings.normalise == "reference_bias":
-        completions = reference_completions(config, prompts, tokenizer)
+        completions = reference_completions(config.prompts.reference, prompts, tokenizer)
     else:
         completions = sampled(config, policy, tokenizer, prompts, stream=NORMALISATION_STREAM)
-    return [(completion.prompt.tokens, scored_tokens(completion.tokens, config)) for completion in completions]
+    return [(completion.prompt.tokens, scored_tokens(completion.tokens, config.rewards)) for completion in completions]

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from slipstream.batching import collate
 from slipstream.core.config import RunConfig
+from slipstream.core.config import RunConfig, SftConfig, WarmStartConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.jsonl import JsonlWriter
 from slipstream.core.stage_sections import WarmStartConfig
@@ -142,7 +143,7 @@ def _prompts_of_dataset(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -
     rows = []
     for where, record in read_records(source, reading.dataset_config, reading.dataset_split):
         if record.get(sft.messages_column):
-            record = _split_chat(record, config, where=where)
+            record = _split_chat(record, sft, where=where)
         row = row_of(record, reading, template=template, where=where)
         if row is not None and row.answer is None:
             raise ConfigError(
@@ -158,14 +159,14 @@ def _prompts_of_dataset(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -
     return fitting, len(rows) - len(fitting)
 
 
-def _split_chat(record: Mapping[str, Any], config: RunConfig, *, where: str) -> dict[str, Any]:
+def _split_chat(record: Mapping[str, Any], sft: SftConfig, *, where: str) -> dict[str, Any]:
     """A chat as prompt and completion: all messages but the last, and that one, the assistant's."""
-    messages = record[config.sft.messages_column]
+    messages = record[sft.messages_column]
     last = messages[-1] if isinstance(messages, list) and len(messages) > 1 else None
     if not isinstance(last, Mapping) or last.get("role") != "assistant" or not isinstance(last.get("content"), str):
         raise ConfigError(f"{where}: a chat to learn from ends with the assistant's answer", got=repr(last)[:80])
-    others = {key: value for key, value in record.items() if key != config.sft.messages_column}
-    return {**others, config.sft.prompt_column: messages[:-1], config.sft.completion_column: last["content"]}
+    others = {key: value for key, value in record.items() if key != sft.messages_column}
+    return {**others, sft.prompt_column: messages[:-1], sft.completion_column: last["content"]}
 
 
 def _all_learned(prompt: np.ndarray, completion: np.ndarray) -> Demonstration:
