@@ -10,7 +10,7 @@ import pytest
 import slipstream
 from slipstream.core.config import RunConfig, TaskConfig
 from slipstream.generator import native
-from slipstream.generator.executor import training_seed
+from slipstream.generator.backends import training_seed
 from slipstream.observe.recorder import read_rollouts
 
 

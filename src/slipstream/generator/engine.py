@@ -40,6 +40,7 @@ from slipstream.generator.requests import (
     StateSpans,
     check_request,
     extended_spans,
+    in_order,
 )
 from slipstream.generator.rows import Rows
 from slipstream.generator.runner import Chunk, Prefix, RowStates, Runner
@@ -180,12 +181,11 @@ class Engine:
         """Every completion that has tokens, as `submit` could resume it elsewhere; here it goes on undisturbed."""
         requests = [entry.request for entry in self._queue if entry.request.resume is not None]
         requests += [self._rows.resumable(row) for row in self._rows.live_rows if self._rows.num_new[row] > 0]
-        return sorted(requests, key=lambda request: (request.stream, request.ordinal, request.sample))
+        return in_order(requests)
 
     def export_live(self) -> list[Request]:
         """Take every live completion out, resumable by `submit` here or elsewhere; by ordinal and sample."""
-        exported = [*self._queue.take_left(), *self._leave(self._rows.live_rows)]
-        return sorted(exported, key=lambda request: (request.stream, request.ordinal, request.sample))
+        return in_order([*self._queue.take_left(), *self._leave(self._rows.live_rows)])
 
     # Rows
 
@@ -333,8 +333,9 @@ class Engine:
         rows.num_new[live_rows] = num_old + 1
         if decoded.kept is not None:
             for row in live_rows.tolist():
-                if (recorder := self._rows.live_at(row).kept) is not None:
-                    recorder.append(decoded.kept[row])
+                if (sets := rows.live_at(row).kept) is not None:
+                    kept = decoded.kept[row]
+                    sets.append(kept[kept >= 0])  # a copy: the runner may use the array again
         self.stats.generated_tokens += len(live_rows)
         self._spans.did(len(live_rows))
         now_s = self._clock.now_s()

@@ -16,7 +16,7 @@ from slipstream.core.config import RunConfig, stage_of
 from slipstream.core.errors import ConfigError
 from slipstream.core.executor import Context
 from slipstream.core.types import Holding
-from slipstream.generator.backend import Pin
+from slipstream.generator.backend import Backend, Pin
 from slipstream.generator.requests import StateSpans
 from slipstream.generator.vllm import protocol
 from slipstream.generator.vllm.engine import Deadlines, VLLMEngine
@@ -54,10 +54,10 @@ class VLLMWeights:
             self._parameters.rebind(self.flat)
 
 
-class VLLMBackend:
-    """The policy's flat weights, and an engine in another process that is given them. Implements `backend.Backend`."""
+class VLLMBackend(Backend):
+    """The policy's flat weights, and an engine in another process that is given them."""
 
-    probes_prepared = False  # vLLM holds one set of weights: they are live, then checked
+    engine: VLLMEngine
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class VLLMBackend:
         settings = config.generator.vllm
         model, _ = build_policy(config.model, seed=config.seed, tokenizer=tokenizer)
         parameters = FlatParameters(model)
-        self._max_len = config.longest_sequence(model.config.max_positions)
+        self.max_len = config.longest_sequence(model.config.max_positions)
         self._pins: list[Pin] = []
         self._folder = WeightFolder(parameters.flat.nbytes, context.scratch_prefix)
         try:
@@ -83,9 +83,9 @@ class VLLMBackend:
                     environment=environment(config, num_threads=context.num_threads),
                     log_path=context.run_dir / "logs" / f"{context.name}-vllm.log",
                 ),
-                spec_of(config, max_len=self._max_len, stop_token_ids=stop_token_ids),
+                spec_of(config, max_len=self.max_len, stop_token_ids=stop_token_ids),
                 rooms={0: config.generator.num_slots, 1: config.eval.num_slots},
-                max_len=self._max_len,
+                max_len=self.max_len,
                 seed=seed,
                 kv_on_update=config.generator.kv_on_update,
                 deadlines=Deadlines(settings.start_timeout_s, settings.answer_timeout_s, settings.silence_timeout_s),
@@ -102,10 +102,6 @@ class VLLMBackend:
         except BaseException:
             self.close()
             raise
-
-    @property
-    def max_len(self) -> int:
-        return self._max_len
 
     def probe(self, tokens: np.ndarray) -> np.ndarray:
         """float32 [T - 1]: logprobs of `tokens` int32 [T] by vLLM, so that a reload is checked where it counts."""
