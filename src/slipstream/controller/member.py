@@ -31,8 +31,8 @@ from slipstream.core.rank_group import RankGroup
 from slipstream.core.ranks import rank_name
 from slipstream.core.scratch import sweep
 from slipstream.core.types import Joined
-from slipstream.weight_sync.links import Links
-from slipstream.weight_sync.plan import Place
+from slipstream.weight_sync.resharding import Place
+from slipstream.weight_sync.weight_links import Links
 
 
 def main(argv: Sequence[str]) -> int:

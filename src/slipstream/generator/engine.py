@@ -265,7 +265,7 @@ class Engine:
             prefix = self._prefixes[key] if key else None
             storage = None if prefix is None else prefix.storage
             rows = [free[index] for index in members]
-            num_open = self._open_rows(rows, storage, _take(states, members), members_of)
+            num_open = self._open_rows(rows, storage, states.take(members), members_of)
             for row, index in zip(rows[:num_open], members, strict=False):
                 self._rows.start(row, ready[index].request, version=self.version, now_s=now_s)
             started.update(members[:num_open])
@@ -284,7 +284,7 @@ class Engine:
             if self._prefixes.evict(in_use, even_wanted=False):
                 continue
             for count in range(len(rows)):
-                if not self._runner.open_rows([rows[count]], storage, _take(states, [count])):
+                if not self._runner.open_rows([rows[count]], storage, states.take([count])):
                     return count
             break
         return len(rows)
@@ -365,7 +365,3 @@ def _row_states(entries: list[QueuedRequest], seed: int) -> RowStates:
         min_p=np.array([r.min_p for r in requests], dtype=np.float32),
         keep_sets=np.array([r.keep_sets for r in requests], dtype=bool),
     )
-
-
-def _take(states: RowStates, index: list[int]) -> RowStates:
-    return RowStates(**{name: values[index] for name, values in vars(states).items()})

@@ -54,7 +54,7 @@ class Generator(Executor):
     """
 
     outputs = ("completions",)
-    """Of rank 0. On several ranks it also has the output `relay` to the others' `commands`, and they have the output
+    """On several ranks rank 0 also has the output `relay` to the others' `commands`, and they have the output
     `staged` to its input of that name."""
 
     def __init__(self, *, config: RunConfig, replica: int = 0) -> None:
@@ -69,8 +69,13 @@ class Generator(Executor):
         torch.set_num_threads(context.num_threads)
         self.tokenizer = build_tokenizer(config.model)
         self.stop_ids = stop_token_ids(self.tokenizer, config.generator)
-        texts = {"tokenizer": self.tokenizer, "stop_ids": self.stop_ids, "rewards": config.rewards}
-        self.completion_of = partial(completion_of, **texts, replica=self.replica)
+        self.completion_of = partial(
+            completion_of,
+            tokenizer=self.tokenizer,
+            stop_ids=self.stop_ids,
+            rewards=config.rewards,
+            replica=self.replica,
+        )
         self.spans = Labelled(context.spans)
         self.together = LockStep(context)
         self.backend = self._build_backend()
@@ -276,10 +281,9 @@ class Generator(Executor):
     # Decoding
 
     def _decode(self) -> bool:
-        is_draining = self.spans.state is not None
         if not self.backend.has_work():
             return False
-        self.drain_steps += is_draining
+        self.drain_steps += self.spans.state is not None
         self._deliver(self.engine.step())
         return True
 
@@ -322,11 +326,9 @@ class Generator(Executor):
     # Evaluation
 
     def _evaluate(self) -> bool:
-        finished = self.evaluations.step()
-        if finished is None:
-            return False
-        self._deliver(finished)
-        return True
+        if (finished := self.evaluations.step()) is not None:
+            self._deliver(finished)
+        return finished is not None
 
     def _send_evaluated(self, item: Finished) -> None:
         prompt, eval_id = self.evaluations.take(item)

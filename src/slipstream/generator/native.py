@@ -95,6 +95,8 @@ class NativeBackend(Backend):
     decoding stops for as long as a prompt of its length takes.
     """
 
+    weights: ServedWeights
+
     def __init__(
         self,
         config: RunConfig,
@@ -174,7 +176,7 @@ class NativeBackend(Backend):
         return model
 
     def _kv_bytes(self) -> int | None:
-        """What bounds an engine's keys and values."""
+        """Return the bound on the bytes of an engine's keys and values; None: no bound."""
         generator = self._config.generator
         if generator.kv_cache_gb is not None:
             return int(generator.kv_cache_gb * 2**30)

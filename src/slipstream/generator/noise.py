@@ -22,14 +22,16 @@ _GOLDEN, _MUL_1, _MUL_2 = (word - 2**64 for word in (0x9E3779B97F4A7C15, 0xBF584
 
 def _shifted(x: Words, num_bits: int) -> Words:
     """Shift right, as uint64 are shifted: zeros come in from the left."""
-    return (x >> num_bits) & ((1 << (64 - num_bits)) - 1)
+    shifted: Words = (x >> num_bits) & ((1 << (64 - num_bits)) - 1)
+    return shifted
 
 
 def _mix(x: Words) -> Words:
     """The output function of splitmix64: a bijection whose every output bit depends on every input bit."""
     x = (x ^ _shifted(x, 30)) * _MUL_1
     x = (x ^ _shifted(x, 27)) * _MUL_2
-    return x ^ _shifted(x, 31)
+    mixed: Words = x ^ _shifted(x, 31)
+    return mixed
 
 
 def noise_key(seed: int, stream: int, ordinal: int, sample: int) -> int:
@@ -56,7 +58,8 @@ def uniform(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
     `keys` uint64 [N] from `noise_key`; `positions` int64 [N], 0 for a completion's first token. Values are the
     midpoints of 2^52 equal cells, so neither 0 nor 1 occurs and no tail of the inverse CDF is ever cut.
     """
-    return (_bits(keys.view(np.int64), positions).astype(np.float64) + 0.5) * 2.0**-52
+    numbers: np.ndarray = (_bits(keys.view(np.int64), positions).astype(np.float64) + 0.5) * 2.0**-52
+    return numbers
 
 
 def uniform_tensor(keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 def partial_of(request: Request) -> Partial:
-    """What `request`, which is resumed after something, has become so far."""
+    """Return the message that holds what a resumed `request` has sampled so far."""
     assert request.resume is not None, "it has begun"
     return Partial(
         ordinal=request.ordinal,
@@ -41,7 +41,7 @@ def partial_of(request: Request) -> Partial:
 
 
 def partial_of_finished(completion: Completion) -> Partial:
-    """`completion`, which waits for its verdict."""
+    """Return the message that holds a `completion` which waits for its verdict."""
     (segment,) = completion.segments
     return Partial(
         ordinal=completion.ordinal,

@@ -1,4 +1,4 @@
-"""What goes into a generation engine and what comes out, and the interface that every engine has."""
+"""The requests and results of a generation engine, and the interface that every engine has."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class KeptSets:
 
 @dataclass(frozen=True, eq=False)
 class Resume:
-    """What a request had generated when it was exported; T >= 0 tokens."""
+    """The T >= 0 tokens that a request had generated when it was exported."""
 
     tokens: np.ndarray  # int32 [T]
     logprobs: np.ndarray  # float32 [T]

@@ -1,4 +1,4 @@
-"""What all ranks together hold of a model, and which of them gives which part when it is needed once."""
+"""The parts of a model that ranks hold, and the rank that gives each part when it is needed once."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class Held:
 
 
 def holdings(shards: Iterable[Shard]) -> list[Held]:
-    """What one rank's shards hold, without empty boxes."""
+    """Return the boxes of one rank's shards, without empty ones."""
     held = (Held(shard.box, shard.view.dtype) for shard in shards)
     return [one for one in held if one.nbytes]
 
 
 def gather_holdings(mine: Sequence[Held], group: RankGroup) -> list[list[Held]]:
-    """What every rank holds, by rank, on every rank; all call it."""
+    """Return what every rank holds, by rank, on every rank; all call it."""
     told = [[h.box.name, h.box.shape, h.box.start, h.box.stop, DTYPE_NAMES[h.dtype]] for h in mine]
     return [
         [

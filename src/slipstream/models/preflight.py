@@ -1,4 +1,4 @@
-"""What a checkpoint tells before it is loaded: its `config.json`, the headers of its weights, its tokenizer."""
+"""Checks of a checkpoint before it is loaded: its `config.json`, the headers of its weights, its tokenizer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from slipstream.models.tokenizer import has_tokenizer
 from slipstream.models.transformer import Transformer
 
 Head = Literal["language", "score", "any"]
-"""What a checkpoint ends in: logits, one score, or whichever."""
+"""The head of a checkpoint: logits, one score, or either."""
 
 WEIGHTS = ("F64", "F32", "F16", "BF16")  # what weights are read from
 
@@ -93,7 +93,7 @@ def check_checkpoint(path: Path, head: Head) -> TransformerConfig:
 
 
 def parameter_shapes(shape: TransformerConfig) -> dict[str, tuple[int, ...]]:
-    """Of our parameters, by their names in a model of this shape: what a run's checkpoint holds."""
+    """Return the shapes of our parameters by name, for a model of this shape: what a run's checkpoint holds."""
     with torch.device("meta"):
         return {name: tuple(parameter.shape) for name, parameter in Transformer(shape).named_parameters()}
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 BACKGROUND_SHARE = 0.1
-"""What a job of low priority gets of a core where others want all of them (`weight_sync/threads.py`: niceness 10)."""
+"""What a job of low priority gets of a core where others want all of them (`weight_links.py`: niceness 10)."""
 
 
 class EventLoop:

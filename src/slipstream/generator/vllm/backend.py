@@ -31,7 +31,7 @@ from slipstream.models.quantized import WeightLayout
 WORKER = Path(__file__).with_name("worker.py")
 PROBE_ROOM = 64  # tokens; the trainer's probe text is shorter
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""What vLLM's attention kernels for CPUs take (`CPUAttentionBackend.get_supported_head_sizes`, 0.32)."""
+"""Head sizes that vLLM's attention kernels for CPUs take (`CPUAttentionBackend.get_supported_head_sizes`, 0.32)."""
 
 
 class VLLMWeights:
@@ -144,7 +144,7 @@ class VLLMBackend(Backend):
 
 
 def spec_of(config: RunConfig, *, max_len: int, stop_token_ids: Sequence[int]) -> protocol.Spec:
-    """What the worker is started with; the engine fills in where and which weights."""
+    """Return the spec that the worker is started with; the engine fills in the address and the weights."""
     settings = config.generator.vllm
     num_seqs = config.generator.num_slots + config.eval.num_slots
     room = model_room(config, max_len)

@@ -256,7 +256,7 @@ class VLLMEngine:
 
     @property
     def features(self) -> Mapping[str, bool]:
-        """What the interface of this vLLM offers; see `worker.features_of`."""
+        """The features that this vLLM offers; see `worker.features_of`."""
         return self._features
 
     def has_work(self) -> bool:
