@@ -32,7 +32,7 @@ from slipstream.models.served import ServedWeights
 from slipstream.models.tokenizer import load_tokenizer
 from slipstream.models.transformer import Transformer
 from slipstream.observe.hardware import describe
-from slipstream.weight_sync.copying import bytes_of, copy_bytes, pack_bytes
+from slipstream.weight_sync.copying import HOST, num_blocks
 
 SMOLLM2 = ModelConfig(
     hidden_size=576, intermediate_size=1536, num_layers=30, num_heads=9, num_kv_heads=3, max_positions=2048
@@ -80,13 +80,14 @@ def version_times(path: Path, precision: Precision) -> dict[str, float]:
     live = policy(path)
     layout = WeightLayout(live, precision)
     slot, shadow = torch.zeros(layout.num_bytes, dtype=torch.uint8), torch.zeros(layout.num_bytes, dtype=torch.uint8)
+    checksums = np.zeros(num_blocks(layout.num_bytes), np.uint64)
     packer = Packer(layout, dict(live.named_parameters()))
     served = ServedWeights(policy(path), precision)
     times: dict[str, list[float]] = {"pack": [], "copy": [], "prepare": [], "commit": []}
     for _ in range(4):
         for name, work in (
-            ("pack", lambda: pack_bytes(bytes_of(slot), packer)),
-            ("copy", lambda shadow=shadow: copy_bytes(bytes_of(shadow), bytes_of(slot))),
+            ("pack", lambda: HOST.pack(HOST.bytes_of(slot), packer, checksums)),
+            ("copy", lambda shadow=shadow: HOST.copy(HOST.bytes_of(shadow), HOST.bytes_of(slot), checksums)),
             ("prepare", lambda shadow=shadow: served.prepare(shadow)),
             ("commit", lambda shadow=shadow: served.rebind(shadow)),
         ):

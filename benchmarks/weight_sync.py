@@ -40,6 +40,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from link_price import price
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -57,12 +58,12 @@ from slipstream.models.transformer import Transformer
 from slipstream.weight_sync.copying import HOST, Memory
 from slipstream.weight_sync.cuda_ipc import CudaIpc
 from slipstream.weight_sync.device_memory import DeviceMemory
-from slipstream.weight_sync.links import Links
-from slipstream.weight_sync.plan import make_plan, price
 from slipstream.weight_sync.publisher import Publisher
+from slipstream.weight_sync.resharding import make_plan
 from slipstream.weight_sync.segment import SharedMemory
 from slipstream.weight_sync.slots import Transport
 from slipstream.weight_sync.subscriber import Subscriber
+from slipstream.weight_sync.weight_links import Links
 
 TOKENS = np.arange(4, dtype=np.int32)
 DEADLINE_S = 300.0  # for a process to start and to answer, on a busy machine too

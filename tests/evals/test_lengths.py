@@ -7,7 +7,7 @@ import pytest
 
 from slipstream.core.errors import ConfigError
 from slipstream.core.types import Completion, FinishReason, Prompt, Segment
-from slipstream.evals.lengths import Lengths, completion_lengths, length_statistics
+from slipstream.evals.statistics import Lengths, completion_lengths, length_statistics
 
 
 def test_by_hand() -> None:

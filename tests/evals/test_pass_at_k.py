@@ -7,7 +7,7 @@ from itertools import combinations
 import pytest
 
 from slipstream.core.errors import ConfigError
-from slipstream.evals.pass_at_k import mean_pass_at_k, pass_at_k
+from slipstream.evals.statistics import mean_pass_at_k, pass_at_k
 
 
 @pytest.mark.parametrize(

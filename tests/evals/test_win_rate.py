@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from slipstream.core.errors import ConfigError
 from slipstream.evals.judge import JudgeError, JudgeRefused, Verdict
-from slipstream.evals.spread import spread
+from slipstream.evals.statistics import spread
 from slipstream.evals.win_rate import (
     Comparison,
     Judgement,

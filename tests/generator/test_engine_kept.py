@@ -9,7 +9,7 @@ import pytest
 import torch
 from engine_kit import VOCAB, assert_same_bits, drain, new_engine, random_model, requests, run
 
-from slipstream.generator.kept import as_rows, check_kept
+from slipstream.core.packed import check_kept_sets
 from slipstream.generator.requests import Finished, Request
 from slipstream.models.attention import PackedAttention
 from slipstream.models.transformer import Transformer
@@ -23,7 +23,7 @@ def cut(batch: list[Request], **changes: object) -> list[Request]:
 
 def sets_of(finished: Finished) -> list[list[int]]:
     assert finished.kept is not None
-    return [row.tolist() for row in as_rows(finished.kept)]
+    return [row.tolist() for row in finished.kept.rows()]
 
 
 def logits_under(model: Transformer, finished: Finished) -> np.ndarray:
@@ -40,7 +40,7 @@ def test_sets_and_logprobs_are_those_of_a_plain_forward() -> None:
     model = random_model()
     for finished in run(new_engine(model), cut(requests(3, 3, temperature=0.8))).values():
         assert finished.kept is not None
-        check_kept(finished.kept, finished.tokens)
+        check_kept_sets(finished.tokens, finished.kept.tokens, finished.kept.counts)
         for logits, kept, token, logprob in zip(
             logits_under(model, finished), sets_of(finished), finished.tokens, finished.logprobs, strict=True
         ):

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 from engine_kit import STOP, drain, new_engine, random_model, random_prompt, requests, run
+from scripted_generator import ScriptedGenerator
 
 from slipstream.core.clock import VirtualClock
 from slipstream.core.errors import ConfigError, NonFiniteError
 from slipstream.core.types import VersionSpan
-from slipstream.generator.fake import ScriptedGenerator
 from slipstream.generator.requests import KeptSets, Request, Resume, check_request
 
 

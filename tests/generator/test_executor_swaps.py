@@ -11,6 +11,7 @@ import pytest
 import torch
 from heard import Heard
 from ports import Port
+from scripted_generator import ScriptedGenerator
 
 from slipstream.core.clock import VirtualClock
 from slipstream.core.config import RunConfig
@@ -28,7 +29,6 @@ from slipstream.core.types import (
 from slipstream.core.weights import Swap
 from slipstream.generator.backend import Pin
 from slipstream.generator.executor import Generator
-from slipstream.generator.fake import ScriptedGenerator
 from slipstream.generator.requests import GenerationEngine, KvOnUpdate, StateSpans
 
 MAX_LEN = 24

@@ -15,7 +15,6 @@ from test_engine_transformers import hf_model, prompts_of
 from slipstream.core.errors import ConfigError
 from slipstream.core.fields import Precision
 from slipstream.generator.engine import Engine
-from slipstream.generator.kept import as_rows
 from slipstream.generator.noise import noise_keys, uniform
 from slipstream.generator.paged_kv import PAGE_SIZE, PagedKV
 from slipstream.generator.paged_runner import PagedRunner, context_buckets, row_buckets
@@ -118,7 +117,7 @@ def test_the_same_texts_as_dense_slots(num_kv_heads: int) -> None:
     for key, completion in expected.items():
         assert (found[key].kept is None) == (completion.kept is None) == (not completion.request.keep_sets)
         if completion.kept is not None and found[key].kept is not None:
-            for left, right in zip(as_rows(found[key].kept), as_rows(completion.kept), strict=True):
+            for left, right in zip(found[key].kept.rows(), completion.kept.rows(), strict=True):
                 assert np.array_equal(left, right)
 
 

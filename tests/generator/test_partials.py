@@ -14,12 +14,12 @@ from slipstream.core.clock import VirtualClock
 from slipstream.core.recipes import resolve
 from slipstream.core.saved import load_messages
 from slipstream.core.types import Partial, VersionSpan
-from slipstream.generator.partials import Restored, Saver, partial_of
+from slipstream.generator.partials import Continued, Saver, partial_of
 from slipstream.generator.requests import Request, Resume
 
 
-def restored(**changes: object) -> Restored:
-    return Restored(resolve("quickstart", changes), max_len=64, clock=VirtualClock(9.0))
+def restored(**changes: object) -> Continued:
+    return Continued(resolve("quickstart", changes), max_len=64, clock=VirtualClock(9.0))
 
 
 def begun_after(num_steps: int, *, num_slots: int = 8) -> tuple[list[Request], dict[tuple[int, int], list[int]]]:

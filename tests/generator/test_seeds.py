@@ -12,7 +12,9 @@ from slipstream.core.config import RunConfig
 from slipstream.core.run_log import read_rollouts
 from slipstream.core.sections import TaskConfig
 from slipstream.generator import native
-from slipstream.generator.executor import training_seed
+from slipstream.generator.backends import training_seed
+from slipstream.generator.backends import training_seed
+from slipstream.core.run_log import read_rollouts
 
 
 def test_seeds_of_replicas() -> None:

@@ -63,7 +63,7 @@ def test_a_checkpoint_is_there_or_not(tmp_path: Path, monkeypatch: pytest.Monkey
         def full(*_: object, **__: object) -> None:
             raise OSError("no space left on device")
 
-        monkeypatch.setattr("slipstream.generator.vllm.folder.save_file", full)
+        monkeypatch.setattr("slipstream.models.hf.save_file", full)
         with pytest.raises(WeightSyncError, match="no space left"):
             folder.write(model, 2)
         assert not (folder.path / "push-2").exists()

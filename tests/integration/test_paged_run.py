@@ -13,7 +13,7 @@ import torch
 import slipstream
 from slipstream.core.run_log import read_metrics
 from slipstream.core.sections import PROBE_TOLERANCES
-from slipstream.generator import executor
+from slipstream.generator import backends
 from slipstream.generator.native import NativeBackend
 from slipstream.generator.paged_runner import PagedRunner
 
@@ -45,7 +45,7 @@ def paged_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> list[PagedRunner]:
             runners.append(engine._runner)
             return engine
 
-    monkeypatch.setattr(executor, "NativeBackend", functools.partial(Noted, is_paged=True))
+    monkeypatch.setattr(backends, "NativeBackend", functools.partial(Noted, is_paged=True))
     return runners
 
 

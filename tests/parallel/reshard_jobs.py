@@ -28,11 +28,11 @@ from slipstream.models.quantized import Packer, WeightLayout
 from slipstream.models.shards import load_shard, local_shards, local_tensor
 from slipstream.models.tensor_parallel import TensorParallel
 from slipstream.models.transformer import Transformer
-from slipstream.weight_sync.links import Links
-from slipstream.weight_sync.plan import Place
 from slipstream.weight_sync.publisher import Publisher
+from slipstream.weight_sync.resharding import Place
 from slipstream.weight_sync.segment import SharedMemory
 from slipstream.weight_sync.slots import Transport
+from slipstream.weight_sync.weight_links import Links
 
 TOKENS = np.arange(4, dtype=np.int32)
 DEADLINE_S = 30.0

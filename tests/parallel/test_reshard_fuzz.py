@@ -34,8 +34,8 @@ from slipstream.models.quantized import CUT_BY_COLUMNS, FORMATS, WeightLayout
 from slipstream.models.shards import load_shard, local_shards, local_tensor, placed
 from slipstream.models.tensor_parallel import TensorParallel
 from slipstream.models.transformer import Transformer
-from slipstream.weight_sync.copying import run_copies
-from slipstream.weight_sync.plan import make_plan
+from slipstream.weight_sync.copying import HOST
+from slipstream.weight_sync.resharding import make_plan
 
 
 @contextmanager
@@ -133,7 +133,7 @@ def test_any_division_to_any_other(division: dict[str, Any]) -> None:
     for rank, layout in enumerate(layouts):
         target = np.zeros(layout.num_bytes, np.uint8)
         for source in plan.sources_of(rank):
-            run_copies(plan.copies[source, rank], sources[source][1], target)
+            HOST.run_copies(plan.copies[source, rank], torch.from_numpy(sources[source][1]), torch.from_numpy(target))
         expected = layout.views(expected_bytes(config, precision, rank, generator, 0))
         for name, stored in layout.views(torch.from_numpy(target)).items():
             assert torch.equal(stored.values.view(torch.uint8), expected[name].values.view(torch.uint8)), name

@@ -21,10 +21,10 @@ from slipstream.core.scratch import cleanup
 from slipstream.weight_sync.copying import BLOCK_BYTES
 from slipstream.weight_sync.cuda_ipc import CudaIpc
 from slipstream.weight_sync.device_memory import DeviceMemory, block_checksums
-from slipstream.weight_sync.links import Links
 from slipstream.weight_sync.reader import SegmentReader
 from slipstream.weight_sync.relay import Shelf, SlotSource
 from slipstream.weight_sync.slots import Commit, InProcess
+from slipstream.weight_sync.weight_links import Links
 
 pytestmark = [
     pytest.mark.gpu,

@@ -21,10 +21,10 @@ from slipstream.core.recipes import resolve
 from slipstream.weight_sync.copying import BLOCK_BYTES, HOST
 from slipstream.weight_sync.cuda_ipc import CudaIpc, check_allocator
 from slipstream.weight_sync.device_memory import DeviceMemory
-from slipstream.weight_sync.links import Links
 from slipstream.weight_sync.reader import SegmentReader
 from slipstream.weight_sync.segment import SharedMemory
 from slipstream.weight_sync.slots import Commit
+from slipstream.weight_sync.weight_links import Links
 
 NUM_BYTES = BLOCK_BYTES + 1000
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from slipstream.core.errors import WeightSyncError
 from slipstream.weight_sync import device_memory
-from slipstream.weight_sync.copying import BLOCK_BYTES, HOST, run_copies
+from slipstream.weight_sync.copies import Copies
+from slipstream.weight_sync.copying import BLOCK_BYTES, HOST
 from slipstream.weight_sync.device_memory import DeviceMemory, block_checksums
-from slipstream.weight_sync.plan import Copies
 
 ON_CPU = DeviceMemory(torch.device("cpu"))
 WORDS = BLOCK_BYTES // 4
@@ -152,7 +152,7 @@ def test_any_copies_are_those_of_the_host(data: st.DataObject) -> None:
     shift = data.draw(st.sampled_from([0, 4, 5]))
     source = random_bytes(num_bytes + shift)[shift:]
     expected, got = (torch.zeros(extent(found), dtype=torch.uint8) for _ in range(2))
-    run_copies(found, source.numpy(), expected.numpy())
+    HOST.run_copies(found, source, expected)
     ON_CPU.run_copies(found, source, got)
     assert torch.equal(got, expected)
 

@@ -20,9 +20,9 @@ from slipstream.core.peer_messages import Holding, LinkMember, WeightsLinked, We
 from slipstream.weight_sync import link_group
 from slipstream.weight_sync.device_memory import DeviceMemory
 from slipstream.weight_sync.link_group import plan_of
-from slipstream.weight_sync.links import Links
 from slipstream.weight_sync.relay import Shelf, SlotSource
 from slipstream.weight_sync.slots import Commit, InProcess, Slots
+from slipstream.weight_sync.weight_links import Links
 
 ROWS, COLUMNS = 60, 16
 LINKED = WeightsLinked(replica=0, world=2, sources=2, epoch=1)

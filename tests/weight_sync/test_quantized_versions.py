@@ -22,7 +22,7 @@ from slipstream.models.flat import FlatParameters
 from slipstream.models.initialise import new_model
 from slipstream.models.quantized import FORMATS, Packer, WeightLayout
 from slipstream.models.served import ServedLinear, ServedWeights
-from slipstream.weight_sync.copying import bytes_of
+from slipstream.weight_sync.copying import HOST
 from slipstream.weight_sync.publisher import Publisher
 from slipstream.weight_sync.reader import SegmentReader
 from slipstream.weight_sync.segment import SharedMemory
@@ -312,5 +312,5 @@ def test_ends_of_different_precision_refuse_each_other() -> None:
     assert loop.publish(0)
     loop.subscriber.poll()
     assert "disagree about model.embed_tokens.weight" in str(loop.subscriber.failure)
-    assert len(bytes_of(other.flat)) == other.num_bytes
+    assert len(HOST.bytes_of(other.flat)) == other.num_bytes
     loop.close()

@@ -21,12 +21,12 @@ from slipstream.core.channel_spec import ChannelSpec, Kind
 from slipstream.core.errors import WeightSyncError
 from slipstream.core.peer_messages import Holding, WeightsLinked, WeightsOffered
 from slipstream.weight_sync.copying import HOST
-from slipstream.weight_sync.links import LinkReader, Links, _Sender
-from slipstream.weight_sync.plan import Place
 from slipstream.weight_sync.publisher import Publisher
 from slipstream.weight_sync.relay import Shelf, SlotSource, State
+from slipstream.weight_sync.resharding import Place
 from slipstream.weight_sync.slots import InProcess
 from slipstream.weight_sync.subscriber import Subscriber
+from slipstream.weight_sync.weight_links import LinkReader, Links, _Sender
 
 TOKENS = np.arange(4, dtype=np.int32)
 NUM_BYTES = 40_000

@@ -10,21 +10,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from slipstream.core.errors import WeightSyncError
 from slipstream.core.scratch import cleanup, scratch_directories
-from slipstream.weight_sync.copying import copy_bytes
+from slipstream.weight_sync.copying import HOST
 from slipstream.weight_sync.segment import SharedMemory
 from slipstream.weight_sync.slots import Commit
 
 READER = """
 import sys, numpy as np
 from slipstream.weight_sync.segment import SharedMemory
-from slipstream.weight_sync.copying import copy_bytes
+from slipstream.weight_sync.copying import HOST
 slots = SharedMemory(sys.argv[1]).attach(sys.argv[2])
-copy = np.empty(slots.num_bytes, np.uint8)
+copy, checksums = HOST.empty(slots.num_bytes), np.zeros_like(slots.checksums(1))
 commit = slots.committed(1)
-print(commit.version, commit.checksum == copy_bytes(copy, slots.data(1).numpy()), int(copy.sum(dtype=np.int64)))
+print(commit.version, commit.checksum == HOST.copy(copy, slots.data(1), checksums), int(copy.sum()))
 """
 
 OWNER = """
@@ -44,7 +45,7 @@ def run_id() -> str:
 def test_another_process_reads_a_slot_and_leaves_the_segment_alone(run_id: str) -> None:
     slots = SharedMemory(run_id).create(10_000, 2)
     source = np.random.default_rng(0).integers(0, 256, 10_000, dtype=np.uint8)
-    slots.commit(1, Commit(7, copy_bytes(slots.data(1).numpy(), source)))
+    slots.commit(1, Commit(7, HOST.copy(slots.data(1), torch.from_numpy(source), slots.checksums(1))))
     for _ in range(2):  # Python 3.11's SharedMemory would have unlinked it after the first
         out = subprocess.run(
             [sys.executable, "-c", READER, run_id, slots.name], capture_output=True, text=True, check=True

@@ -13,11 +13,11 @@ from slipstream.generator.device import replica_device
 from slipstream.weight_sync.copying import HOST, Memory
 from slipstream.weight_sync.cuda_ipc import CudaIpc
 from slipstream.weight_sync.device_memory import DeviceMemory
-from slipstream.weight_sync.links import Links
 from slipstream.weight_sync.publisher import Publisher
 from slipstream.weight_sync.segment import SharedMemory
 from slipstream.weight_sync.slots import Transport
 from slipstream.weight_sync.subscriber import Subscriber
+from slipstream.weight_sync.weight_links import Links
 
 
 def weights_ends(

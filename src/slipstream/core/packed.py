@@ -43,6 +43,12 @@ class TrainSequence:
     kept_tokens: np.ndarray | None = None  # int32 [sum of counts]
     kept_counts: np.ndarray | None = None
 
+    @classmethod
+    def read_only(cls, key: tuple[int, int], tokens: np.ndarray, mask: np.ndarray) -> TrainSequence:
+        """A sequence that nothing was sampled for: `mask` says which tokens a model is asked about."""
+        zeros = np.zeros(len(tokens), dtype=np.float32)
+        return cls(key, tokens.astype(np.int32), mask, zeros, zeros, np.full(len(tokens), -1, dtype=np.int32))
+
     @property
     def num_inputs(self) -> int:
         """The number of tokens that the model has to read: all before the last one it is trained to predict."""

@@ -15,7 +15,7 @@ from slipstream.batching.collate import collate
 from slipstream.core.errors import ConfigError, ShapeError
 from slipstream.core.packed import TrainSequence
 from slipstream.core.types import Completion
-from slipstream.evals.spread import Spread, spread
+from slipstream.evals.statistics import Spread, spread
 from slipstream.models.transformer import Transformer
 from slipstream.trainer.measure import microbatch_logprobs
 
@@ -115,7 +115,9 @@ def sampled_token_logprobs(
     for index, sample in enumerate(samples):
         _check(model, sample, index)
         ordinal = prompts.setdefault(sample.prompt_tokens.astype(np.int32).tobytes(), len(prompts))
-        sequences.append(_sequence(sample, key=(ordinal, index)))
+        tokens = np.concatenate([sample.prompt_tokens, sample.tokens])
+        mask = np.concatenate([np.zeros(len(sample.prompt_tokens), dtype=bool), sample.mask])
+        sequences.append(TrainSequence.read_only((ordinal, index), tokens, mask))
     logprobs = [np.zeros(0, dtype=np.float32)] * len(samples)
     for microbatch in collate(sequences, microbatch_tokens):
         values, _ = microbatch_logprobs(model, microbatch, temperature=temperature)
@@ -224,15 +226,3 @@ def _check(model: Transformer, sample: Sample, index: int) -> None:
             allowed=f"below {model.config.vocab_size}",
             hint="policy and reference must share a tokenizer",
         )
-
-
-def _sequence(sample: Sample, *, key: tuple[int, int]) -> TrainSequence:
-    num_prompt, length = len(sample.prompt_tokens), len(sample.prompt_tokens) + len(sample.tokens)
-    return TrainSequence(
-        key=key,
-        tokens=np.concatenate([sample.prompt_tokens, sample.tokens]).astype(np.int32),
-        mask=np.concatenate([np.zeros(num_prompt, dtype=bool), sample.mask]),
-        behaviour_logprobs=np.zeros(length, dtype=np.float32),
-        advantages=np.zeros(length, dtype=np.float32),
-        versions=np.full(length, -1, dtype=np.int32),
-    )

@@ -1,4 +1,4 @@
-"""What a model's answers to held-out prompts are worth: the prompts, engine, noise and rewards of the run itself.
+"""Evaluation of a model's answers to held-out prompts: the prompts, engine, noise and rewards of the run itself.
 
 The greedy answers are those of the evaluation inside a run for the same weights; with one sample per prompt the sampled
 ones are, too.
@@ -19,9 +19,9 @@ from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.held_out import check_measure, is_right, measured
 from slipstream.core.types import Prompt, Rollout
-from slipstream.evals.pass_at_k import pass_at_k_of
 from slipstream.evals.sampling import sample_completions
 from slipstream.evals.scoring import numbered, score_by
+from slipstream.evals.statistics import pass_at_k_of
 from slipstream.evals.target import eval_target
 from slipstream.models.build import build_policy, build_tokenizer
 from slipstream.models.preflight import check_policy

@@ -63,7 +63,7 @@ class _Choice(msgspec.Struct):
 
 
 class _ChatCompletion(msgspec.Struct):
-    """What is read of an endpoint's answer."""
+    """The part of an endpoint's answer that is read."""
 
     choices: list[_Choice]
 

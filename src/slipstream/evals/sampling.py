@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
-from slipstream.algorithms.responses import truncate_at_token
 from slipstream.core.config import RunConfig
-from slipstream.core.types import Completion, Prompt, Segment
-from slipstream.generator.executor import EVAL_STREAM, decode_text
+from slipstream.core.types import Completion, Prompt
+from slipstream.generator.completions import EVAL_STREAM, completion_of, request_of
 from slipstream.generator.native import native_engine
-from slipstream.generator.requests import Request
 from slipstream.models.build import stop_token_ids
 from slipstream.models.transformer import Transformer
 
@@ -48,34 +47,25 @@ def sample_completions(
     )
     engine.submit(
         [
-            Request(
+            request_of(
+                generator,
+                prompt,
                 ordinal=ordinal,
                 sample=sample,
-                prompt_tokens=prompt.tokens,
-                max_new_tokens=min(generator.max_new_tokens, max_len - len(prompt.tokens)),
+                max_len=max_len,
                 temperature=temperature,
                 stream=stream,
+                is_whole=True,
             )
             for ordinal, prompt in enumerate(prompts)
             for sample in range(num_samples)
         ]
     )
-    end, after = config.rewards.truncate_token, config.rewards.truncate_after
+    complete = partial(completion_of, tokenizer=tokenizer, stop_ids=stop_ids, rewards=config.rewards)
     completions: list[Completion] = []
     while not engine.is_idle:
         finished = engine.step()
-        for item in finished:
-            segment = Segment(tokens=item.tokens, behaviour_logprobs=item.logprobs, version_spans=item.version_spans)
-            completions.append(
-                Completion(
-                    ordinal=item.ordinal,
-                    sample=item.sample,
-                    prompt=prompts[item.ordinal],
-                    segments=(segment,),
-                    text=decode_text(tokenizer, truncate_at_token(item.tokens, end, after=after), stop_ids),
-                    finish_reason=item.finish_reason,
-                )
-            )
+        completions += [complete(item, prompts[item.ordinal]) for item in finished]
         if finished and on_progress is not None:
             on_progress(len(completions))
     return sorted(completions, key=lambda completion: (completion.ordinal, completion.sample))

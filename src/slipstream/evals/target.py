@@ -1,4 +1,4 @@
-"""What to evaluate, and on what: a run says both, a Hugging Face checkpoint needs a recipe. Imports no torch."""
+"""The checkpoint to evaluate and the recipe to evaluate it under: a run has both. Imports no torch."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from slipstream.core.errors import ConfigError
 from slipstream.evals.judge import Judge, JudgeError, JudgeRefused, Verdict
-from slipstream.evals.spread import Spread, spread
+from slipstream.evals.statistics import Spread, spread
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Judgement:
-    """What a judge said of one comparison: with the completion shown first (as "a"), then with it second (as "b").
+    """A judge's verdicts on one comparison: with the completion shown first (as "a"), then with it second (as "b").
 
     `failure` says why there are no verdicts.
     """

@@ -1,9 +1,9 @@
-"""What stands behind the generator's executor: weights, a check of them, and an engine that decodes with them."""
+"""The weights of a generator, a check of them, and an engine that decodes with them."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -20,61 +20,55 @@ class Pin:
     weights: torch.Tensor | None = None
 
 
-class Backend(Protocol):
-    """The policy, ready to be sampled from: in this process (`native.NativeBackend`) or by vLLM (`vllm/backend.py`)."""
+class Backend(ABC):
+    """The policy, ready to be sampled from: in this process (`native.NativeBackend`) or by vLLM (`vllm/backend.py`).
 
-    @property
-    def engine(self) -> GenerationEngine:
-        """The one that training completions come from."""
-        ...
+    `engine` decodes training completions; weight sync commits to `weights` between two of its steps. `max_len` bounds
+    the longest prompt and completion together, in tokens.
+    """
 
-    @property
-    def weights(self) -> FlatWeights:
-        """Weight sync commits to these, between two steps of the engine."""
-        ...
-
-    @property
-    def max_len(self) -> int:
-        """Tokens of the longest prompt and completion together."""
-        ...
-
-    probes_prepared: bool
+    engine: GenerationEngine
+    weights: FlatWeights
+    max_len: int
+    probes_prepared = False
     """Whether `probe` computes with the weights that were prepared last, else with the live ones."""
 
+    @abstractmethod
     def probe(self, tokens: np.ndarray) -> np.ndarray:
         """float32 [T - 1]: logprobs of `tokens` int32 [T], as the engine computes them."""
-        ...
 
+    @abstractmethod
     def pin(self) -> Pin:
         """Keep the present version for an evaluation, until `unpin`."""
-        ...
 
+    @abstractmethod
     def unpin(self, pin: Pin) -> None: ...
+
+    @abstractmethod
+    def evaluation_engine(self, pin: Pin, spans: StateSpans) -> GenerationEngine:
+        """Return the engine that decodes the pinned version: one of its own, or `engine` itself."""
 
     @property
     def may_swap(self) -> bool:
         """Whether weights may be replaced now: a backend that holds one version only cannot while one is pinned."""
-        ...
-
-    def evaluation_engine(self, pin: Pin, spans: StateSpans) -> GenerationEngine:
-        """What decodes the pinned version: an engine of its own, or `engine` itself."""
-        ...
+        return True
 
     def has_work(self) -> bool:
         """Whether a step of `engine` would do anything now."""
-        ...
+        return not self.engine.is_idle
 
     @property
     def working_state(self) -> str | None:
-        """What another process does for this one while `step` has nothing to do, if anything."""
-        ...
+        """The state of a process that works for this one while `step` has nothing to do, if there is one."""
+        return None
 
     def wait_fds(self) -> list[int]:
         """Descriptors whose readability means that there may be work."""
-        ...
+        return []
 
     def wait_s(self) -> float | None:
         """Seconds until there is work whatever arrives; None for never."""
-        ...
+        return None
 
-    def close(self) -> None: ...
+    def close(self) -> None:  # noqa: B027 - most have nothing to close
+        """End what the backend has started."""

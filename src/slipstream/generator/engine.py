@@ -40,6 +40,7 @@ from slipstream.generator.requests import (
     StateSpans,
     check_request,
     extended_spans,
+    in_order,
 )
 from slipstream.generator.rows import Rows
 from slipstream.generator.runner import Chunk, Prefix, RowStates, Runner
@@ -180,12 +181,11 @@ class Engine:
         """Every completion that has tokens, as `submit` could resume it elsewhere; here it goes on undisturbed."""
         requests = [entry.request for entry in self._queue if entry.request.resume is not None]
         requests += [self._rows.resumable(row) for row in self._rows.live_rows if self._rows.num_new[row] > 0]
-        return sorted(requests, key=lambda request: (request.stream, request.ordinal, request.sample))
+        return in_order(requests)
 
     def export_live(self) -> list[Request]:
         """Take every live completion out, resumable by `submit` here or elsewhere; by ordinal and sample."""
-        exported = [*self._queue.take_left(), *self._leave(self._rows.live_rows)]
-        return sorted(exported, key=lambda request: (request.stream, request.ordinal, request.sample))
+        return in_order([*self._queue.take_left(), *self._leave(self._rows.live_rows)])
 
     # Rows
 
@@ -265,7 +265,7 @@ class Engine:
             prefix = self._prefixes[key] if key else None
             storage = None if prefix is None else prefix.storage
             rows = [free[index] for index in members]
-            num_open = self._open_rows(rows, storage, _take(states, members), members_of)
+            num_open = self._open_rows(rows, storage, states.take(members), members_of)
             for row, index in zip(rows[:num_open], members, strict=False):
                 self._rows.start(row, ready[index].request, version=self.version, now_s=now_s)
             started.update(members[:num_open])
@@ -284,7 +284,7 @@ class Engine:
             if self._prefixes.evict(in_use, even_wanted=False):
                 continue
             for count in range(len(rows)):
-                if not self._runner.open_rows([rows[count]], storage, _take(states, [count])):
+                if not self._runner.open_rows([rows[count]], storage, states.take([count])):
                     return count
             break
         return len(rows)
@@ -333,8 +333,9 @@ class Engine:
         rows.num_new[live_rows] = num_old + 1
         if decoded.kept is not None:
             for row in live_rows.tolist():
-                if (recorder := self._rows.live_at(row).kept) is not None:
-                    recorder.append(decoded.kept[row])
+                if (sets := rows.live_at(row).kept) is not None:
+                    kept = decoded.kept[row]
+                    sets.append(kept[kept >= 0])  # a copy: the runner may use the array again
         self.stats.generated_tokens += len(live_rows)
         self._spans.did(len(live_rows))
         now_s = self._clock.now_s()
@@ -364,7 +365,3 @@ def _row_states(entries: list[QueuedRequest], seed: int) -> RowStates:
         min_p=np.array([r.min_p for r in requests], dtype=np.float32),
         keep_sets=np.array([r.keep_sets for r in requests], dtype=bool),
     )
-
-
-def _take(states: RowStates, index: list[int]) -> RowStates:
-    return RowStates(**{name: values[index] for name, values in vars(states).items()})

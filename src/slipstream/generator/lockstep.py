@@ -60,7 +60,7 @@ class AgreedClock:
 
 @dataclass(frozen=True)
 class Agreement:
-    """What all ranks do in this step: obey `commands`; `version`, newer than the live one, lies staged everywhere."""
+    """The work of all ranks in a step: obey `commands`; `version`, newer than the live one, lies staged everywhere."""
 
     commands: tuple[Message, ...]
     version: int | None
@@ -68,7 +68,7 @@ class Agreement:
 
 @dataclass
 class _Other:
-    """What rank 0 knows of another rank."""
+    """The state of another rank, as rank 0 knows it."""
 
     staged: int | None = None
     num_reports: int = 0  # that it had sent by the last round
@@ -76,7 +76,7 @@ class _Other:
 
 
 class _Numbers(NamedTuple):
-    """What a rank tells rank 0."""
+    """The numbers that a rank sends to rank 0."""
 
     done: int  # a checksum of what it has done
     num_received: int
@@ -86,7 +86,7 @@ class _Numbers(NamedTuple):
 
 
 class _Decision(NamedTuple):
-    """What rank 0 tells the others."""
+    """The answer of rank 0 to the others."""
 
     num_commands: int = 0
     version: int = _NOTHING
@@ -128,7 +128,7 @@ class LockStep:
 
     @property
     def clock(self) -> Clock:
-        """What engines go by: of one rank its own clock, of several the time that rank 0 has named in the round."""
+        """The clock of engines: with one rank its own, with several the time that rank 0 named in the round."""
         return self._source if self._group.world == 1 else self._agreed_clock
 
     @property
@@ -180,7 +180,7 @@ class LockStep:
         return Agreement(commands, None if decision.version == _NOTHING else decision.version)
 
     def note(self, finished: Sequence[Finished]) -> None:
-        """What an engine has finished in this step, for the next round to compare."""
+        """Count what an engine has finished in this step, for the next round to compare."""
         if self._group.world > 1:
             for item in finished:
                 self._done = zlib.crc32(item.tokens.tobytes() + item.logprobs.tobytes(), self._done)
@@ -210,12 +210,12 @@ class LockStep:
         return tuple(message for message, _ in taken)
 
     def _checksum_of(self, num_commands: int) -> int:
-        """Of the first `num_commands` that were ever received."""
+        """Return the checksum of the first `num_commands` that were ever received."""
         count = num_commands - self._num_obeyed
         return self._commands[count - 1][1] if count else self._obeyed_checksum
 
     def _wakes(self, staged: int | None) -> bool:
-        """Of ranks asleep: tell rank 0 what is staged here; rank 0 calls all together for what all have staged."""
+        """Tell rank 0, while asleep, what is staged here; rank 0 calls all together for what all have staged."""
         if not self.is_leader:
             if staged != self._told:
                 self._told = staged
@@ -230,7 +230,7 @@ class LockStep:
     # Rounds
 
     def _lead(self, mine: _Numbers) -> _Decision:
-        """Hear everybody, decide, tell everybody."""
+        """Receive the numbers of all ranks, decide, send the decision to all."""
         theirs = self._hear()
         for rank, numbers in theirs.items():
             self._others[rank].staged = None if numbers.staged == _NOTHING else numbers.staged

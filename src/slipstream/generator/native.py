@@ -14,7 +14,7 @@ from slipstream.core.clock import Clock
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.rank_group import RankGroup
-from slipstream.generator.backend import Pin
+from slipstream.generator.backend import Backend, Pin
 from slipstream.generator.device import check_device, kv_bytes_beside, most_on_one, replica_device
 from slipstream.generator.engine import PREFILL_CHUNK, Engine
 from slipstream.generator.paged_runner import PagedRunner
@@ -83,8 +83,8 @@ def move_but_linear(model: nn.Module, device: torch.device) -> None:
                 setattr(module, name, buffer.to(device))
 
 
-class NativeBackend:
-    """The policy, its flat weights and an engine over it. Implements `backend.Backend`.
+class NativeBackend(Backend):
+    """The policy, its flat weights and an engine over it.
 
     On the device that `config` gives `replica`: on CUDA weights lie in place and keys and values in pages. `is_paged`
     True has it so on a CPU as well, to try it.
@@ -94,6 +94,8 @@ class NativeBackend:
     not run while a version is staged, at a moment of each rank's own, but when it is committed, between two steps:
     decoding stops for as long as a prompt of its length takes.
     """
+
+    weights: ServedWeights
 
     def __init__(
         self,
@@ -123,8 +125,8 @@ class NativeBackend:
         self.weights = ServedWeights(
             self._model, precision, in_place=self._is_paged, on_device=self._stays_on_gpu, group=self._group
         )
-        self._max_len = config.longest_sequence(self._model.config.max_positions)
-        self.engine = self._new_engine(self._model, config.generator.num_slots, spans, seed)
+        self.max_len = config.longest_sequence(self._model.config.max_positions)
+        self.engine: Engine = self._new_engine(self._model, config.generator.num_slots, spans, seed)
         self._pins: list[Pin] = []
 
     def probe(self, tokens: np.ndarray) -> np.ndarray:
@@ -145,10 +147,6 @@ class NativeBackend:
     def unpin(self, pin: Pin) -> None:
         self._pins.remove(pin)
 
-    @property
-    def may_swap(self) -> bool:
-        return True
-
     def evaluation_engine(self, pin: Pin, spans: StateSpans) -> Engine:
         """An engine of its own, with its own slots, on the pinned weights."""
         assert pin.weights is not None, "pinned by another backend"
@@ -164,25 +162,6 @@ class NativeBackend:
         engine.set_version(pin.version)
         return engine
 
-    def has_work(self) -> bool:
-        return not self.engine.is_idle
-
-    @property
-    def working_state(self) -> None:
-        return None
-
-    @property
-    def max_len(self) -> int:
-        return self._max_len
-
-    def wait_fds(self) -> list[int]:
-        return []
-
-    def wait_s(self) -> float | None:
-        return None
-
-    def close(self) -> None: ...
-
     def _policy(self) -> Transformer:
         """The model that the run starts from, or this rank's part of it, on the CPU."""
         config, group = self._config, self._group.pg
@@ -197,7 +176,7 @@ class NativeBackend:
         return model
 
     def _kv_bytes(self) -> int | None:
-        """What bounds an engine's keys and values."""
+        """Return the bound on the bytes of an engine's keys and values; None: no bound."""
         generator = self._config.generator
         if generator.kv_cache_gb is not None:
             return int(generator.kv_cache_gb * 2**30)
@@ -212,7 +191,7 @@ class NativeBackend:
         return native_engine(
             model,
             num_slots=num_slots,
-            max_len=self._max_len,
+            max_len=self.max_len,
             seed=seed,
             stop_token_ids=self._stop_token_ids,
             prefill_tokens=self._config.generator.prefill_tokens,

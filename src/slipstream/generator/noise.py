@@ -9,21 +9,28 @@ bits are the same on every machine.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 import torch
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_MUL_1 = np.uint64(0xBF58476D1CE4E5B9)
-_MUL_2 = np.uint64(0x94D049BB133111EB)
-_SHIFT_30, _SHIFT_27, _SHIFT_31, _SHIFT_12 = (np.uint64(n) for n in (30, 27, 31, 12))
+Words = TypeVar("Words", np.ndarray, torch.Tensor)
+"""int64 numbers that hold the bits of uint64: their sums and products are those modulo 2^64."""
+
+_GOLDEN, _MUL_1, _MUL_2 = (word - 2**64 for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
-def _mix(x: np.ndarray) -> np.ndarray:
-    """The output function of splitmix64: a bijection of uint64 whose every output bit depends on every input bit."""
-    x = (x ^ (x >> _SHIFT_30)) * _MUL_1
-    x = (x ^ (x >> _SHIFT_27)) * _MUL_2
-    mixed: np.ndarray = x ^ (x >> _SHIFT_31)
+def _shifted(x: Words, num_bits: int) -> Words:
+    """Shift right, as uint64 are shifted: zeros come in from the left."""
+    shifted: Words = (x >> num_bits) & ((1 << (64 - num_bits)) - 1)
+    return shifted
+
+
+def _mix(x: Words) -> Words:
+    """The output function of splitmix64: a bijection whose every output bit depends on every input bit."""
+    x = (x ^ _shifted(x, 30)) * _MUL_1
+    x = (x ^ _shifted(x, 27)) * _MUL_2
+    mixed: Words = x ^ _shifted(x, 31)
     return mixed
 
 
@@ -38,11 +45,11 @@ def noise_key(seed: int, stream: int, ordinal: int, sample: int) -> int:
 def noise_keys(seed: int, completions: Sequence[tuple[int, int, int]]) -> np.ndarray:
     """uint64 [N]: `noise_key` of every (stream, ordinal, sample), in as many numpy calls as one of them takes."""
     columns = ([seed], *zip(*completions, strict=True))
-    key = np.zeros(1, dtype=np.uint64)
+    key = np.zeros(1, dtype=np.int64)
     for column in columns:
-        words = np.array([coordinate % 2**64 for coordinate in column], dtype=np.uint64)
+        words = np.array([coordinate % 2**64 for coordinate in column], dtype=np.uint64).view(np.int64)
         key = _mix(key + _GOLDEN + _mix(words + _GOLDEN))
-    return key
+    return key.view(np.uint64)
 
 
 def uniform(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -51,8 +58,8 @@ def uniform(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
     `keys` uint64 [N] from `noise_key`; `positions` int64 [N], 0 for a completion's first token. Values are the
     midpoints of 2^52 equal cells, so neither 0 nor 1 occurs and no tail of the inverse CDF is ever cut.
     """
-    bits = _mix(keys + _GOLDEN * (positions.astype(np.uint64) + np.uint64(1))) >> _SHIFT_12
-    return (bits.astype(np.float64) + 0.5) * 2.0**-52
+    numbers: np.ndarray = (_bits(keys.view(np.int64), positions).astype(np.float64) + 0.5) * 2.0**-52
+    return numbers
 
 
 def uniform_tensor(keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -60,21 +67,9 @@ def uniform_tensor(keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
     `keys` int64 [N] holds the bits of the uint64 keys (`keys.view(np.int64)`), `positions` int64 [N].
     """
-    bits = _shifted(_mix_tensor(keys + _signed(_GOLDEN) * (positions + 1)), 12)
-    return (bits.double() + 0.5) * 2.0**-52
+    return (_bits(keys, positions).double() + 0.5) * 2.0**-52
 
 
-def _mix_tensor(x: torch.Tensor) -> torch.Tensor:
-    """`_mix` on int64, whose sums and products are those of uint64 modulo 2^64."""
-    x = (x ^ _shifted(x, 30)) * _signed(_MUL_1)
-    x = (x ^ _shifted(x, 27)) * _signed(_MUL_2)
-    return x ^ _shifted(x, 31)
-
-
-def _shifted(x: torch.Tensor, num_bits: int) -> torch.Tensor:
-    """int64 shifted right as if it were uint64: zeros come in from the left."""
-    return (x >> num_bits) & ((1 << (64 - num_bits)) - 1)
-
-
-def _signed(word: np.uint64) -> int:
-    return int(word.view(np.int64))
+def _bits(keys: Words, positions: Words) -> Words:
+    """52 random bits for each (key, position)."""
+    return _shifted(_mix(keys + _GOLDEN * (positions + 1)), 12)

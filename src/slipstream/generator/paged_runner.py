@@ -29,7 +29,7 @@ from slipstream.generator.paged_attention import (
 )
 from slipstream.generator.paged_kv import PAGE_SIZE, PagedKV
 from slipstream.generator.pages import PagedPrefix, PageTable, pages_of
-from slipstream.generator.runner import Chunk, Decoded, Prefix, RowStates
+from slipstream.generator.runner import Chunk, Decoded, Prefix, RowStates, check_room
 from slipstream.generator.sampler import SamplingPlan, SamplingRows, sample_tokens
 from slipstream.generator.step_graphs import StepGraphs
 from slipstream.models.transformer import Transformer
@@ -52,7 +52,7 @@ def context_buckets(max_len: int) -> list[int]:
 
 @dataclass(frozen=True)
 class StepShape:
-    """What a captured step is made for: its rows, the blocks of each that it looks at, and how it samples."""
+    """The shape that a captured step is made for: its rows, the blocks of each that it looks at, and how it samples."""
 
     num_rows: int
     num_blocks: int
@@ -127,12 +127,7 @@ class PagedRunner:
         config = model.config
         weight = model.final_norm.weight  # of the residual stream's precision, whatever matrices are stored in
         assert isinstance(weight, Tensor)
-        if num_rows < 1:
-            raise ConfigError("the engine needs at least one row", got=num_rows)
-        if max_len > config.max_positions:
-            raise ConfigError(
-                "max_len exceeds the positions the model was built for", got=max_len, allowed=config.max_positions
-            )
+        check_room(config, num_rows=num_rows, max_len=max_len)
         if num_pages is not None and kv_bytes is not None:
             raise ConfigError("the memory for keys and values is given twice", got="num_pages and kv_bytes")
         self.num_rows, self.max_len = num_rows, max_len
@@ -176,14 +171,7 @@ class PagedRunner:
         self._host_outputs: dict[torch.Size, Tensor] = {}
         self._row_buckets = np.array(row_buckets(num_rows))
         self._context_buckets = np.array(context_buckets(max_len))
-        # How open rows are sampled, for the plan.
-        self._settings: dict[str, np.ndarray] = {
-            "temperatures": np.ones(num_rows, dtype=np.float32),
-            "top_k": np.zeros(num_rows, dtype=np.int64),
-            "top_p": np.ones(num_rows, dtype=np.float32),
-            "min_p": np.zeros(num_rows, dtype=np.float32),
-            "keep_sets": np.zeros(num_rows, dtype=bool),
-        }
+        self._host_rows = RowStates.closed(num_rows)  # how open rows are sampled, for the plan
         self._plan: SamplingPlan | None = None
 
     @property
@@ -236,8 +224,7 @@ class PagedRunner:
         if copies.sources:
             self._kv.copy_pages(*copies)
         self._rows.open(rows, states)
-        for name, values in self._settings.items():
-            values[rows] = getattr(states, name)
+        self._host_rows.put(rows, states)
         self._plan = None
         return True
 
@@ -255,8 +242,7 @@ class PagedRunner:
             return
         self._pages.move_rows(sources, destinations)
         self._rows.move(sources, destinations)
-        for values in self._settings.values():
-            values[destinations] = values[sources]
+        self._host_rows.put(destinations, self._host_rows.take(sources))
 
     def rows_without_room(self) -> list[int]:
         return self._pages.grow()
@@ -270,7 +256,7 @@ class PagedRunner:
         assert not pages.is_open[num_rows:].any(), f"a row from {num_rows} on is open"
         pages.advance()
         if self._plan is None:
-            self._plan = SamplingPlan.of(**self._settings, is_open=pages.is_open)
+            self._plan = SamplingPlan.of(**self._host_rows.sampling, is_open=pages.is_open)
         output = self._read(self._run(self._shape(num_rows, int(pages.lengths.max()), self._plan)))
         return Decoded(
             tokens=output[:, 0].astype(np.int64),

@@ -33,7 +33,7 @@ class PagedPrefix:
 
 
 class PageCopies(NamedTuple):
-    """What has to be copied before rows may be used: page `sources[i]` to page `destinations[i]`, whole."""
+    """The copies to make before rows may be used: page `sources[i]` to page `destinations[i]`, whole."""
 
     sources: list[int]
     destinations: list[int]

@@ -22,31 +22,26 @@ from slipstream.core.clock import Clock
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError, DiskError
 from slipstream.core.saved import save_messages
-from slipstream.core.types import Completion, Partial, Segment
-from slipstream.generator.requests import Finished, KeptSets, Request, Resume, check_request
+from slipstream.core.types import Completion, Partial
+from slipstream.generator.requests import Finished, KeptSets, Request, Resume, check_request, segment_of
 
 LAST_WRITE_S = 10.0
 log = logging.getLogger(__name__)
 
 
 def partial_of(request: Request) -> Partial:
-    """What `request`, which is resumed after something, has become so far."""
-    resume = request.resume
-    assert resume is not None, "it has begun"
-    segment = Segment(
-        tokens=resume.tokens,
-        behaviour_logprobs=resume.logprobs,
-        version_spans=resume.version_spans,
-        kept_tokens=None if resume.kept is None else resume.kept.tokens,
-        kept_counts=None if resume.kept is None else resume.kept.counts,
-    )
+    """Return the message that holds what a resumed `request` has sampled so far."""
+    assert request.resume is not None, "it has begun"
     return Partial(
-        ordinal=request.ordinal, sample=request.sample, prompt_crc32=_crc32(request.prompt_tokens), segment=segment
+        ordinal=request.ordinal,
+        sample=request.sample,
+        prompt_crc32=_crc32(request.prompt_tokens),
+        segment=segment_of(request.resume),
     )
 
 
 def partial_of_finished(completion: Completion) -> Partial:
-    """`completion`, which waits for its verdict."""
+    """Return the message that holds a `completion` which waits for its verdict."""
     (segment,) = completion.segments
     return Partial(
         ordinal=completion.ordinal,
@@ -61,13 +56,30 @@ def _crc32(prompt_tokens: np.ndarray) -> int:
     return zlib.crc32(prompt_tokens.astype(np.int32).tobytes())
 
 
-class Restored:
-    """Which of the saved completions a generator goes on with, and how many tokens they have brought."""
+class Continued:
+    """The saved completions that a generator continues, and the number of tokens that each has brought."""
 
     def __init__(self, config: RunConfig, *, max_len: int, clock: Clock) -> None:
         self._max_len, self._clock = max_len, clock
         self._spans_versions = config.weight_update == "in_flight" or config.generator.segment_tokens is not None
         self._num_tokens: dict[tuple[int, int], int] = {}
+
+    def split(
+        self, requests: Sequence[Request], partials: Sequence[Partial], version: int
+    ) -> tuple[list[Request], list[Finished]]:
+        """Divide `requests` of one group into those to decode, continued where a partial fits, and those finished."""
+        saved = {partial.sample: partial for partial in partials}
+        to_decode: list[Request] = []
+        finished: list[Finished] = []
+        for request in requests:
+            partial = saved.get(request.sample)
+            if partial is None or not self.fits(partial, request, version):
+                to_decode.append(request)
+            elif partial.finish_reason is None:
+                to_decode.append(self.resumed(partial, request))
+            else:
+                finished.append(self.finished(partial, request))
+        return to_decode, finished
 
     def fits(self, partial: Partial, request: Request, version: int) -> bool:
         """Whether `request` may go on from `partial` under weights of `version`.

@@ -1,9 +1,9 @@
-"""What goes into a generation engine and what comes out, and the interface that every engine has."""
+"""The requests and results of a generation engine, and the interface that every engine has."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
@@ -11,7 +11,8 @@ from typing import Literal, Protocol
 import numpy as np
 
 from slipstream.core.errors import ConfigError
-from slipstream.core.types import FinishReason, VersionSpan
+from slipstream.core.spans import Spans
+from slipstream.core.types import FinishReason, Segment, VersionSpan
 
 KvOnUpdate = Literal["keep", "recompute", "recompute_if_older_than"]
 
@@ -26,10 +27,20 @@ class KeptSets:
     tokens: np.ndarray  # int32 [sum of counts]
     counts: np.ndarray  # int32 [T]
 
+    @classmethod
+    def of_rows(cls, rows: Sequence[np.ndarray]) -> KeptSets:
+        """Join the sets of T tokens, int32 [count] each. Identity: `rows` gives them back."""
+        tokens = np.concatenate([np.zeros(0, dtype=np.int32), *rows]).astype(np.int32)
+        return cls(tokens, np.array([len(row) for row in rows], dtype=np.int32))
+
+    def rows(self) -> list[np.ndarray]:
+        """Return one int32 [count] per token."""
+        return np.split(self.tokens, np.cumsum(self.counts)[:-1]) if len(self.counts) else []
+
 
 @dataclass(frozen=True, eq=False)
 class Resume:
-    """What a request had generated when it was exported; T >= 0 tokens."""
+    """The T >= 0 tokens that a request had generated when it was exported."""
 
     tokens: np.ndarray  # int32 [T]
     logprobs: np.ndarray  # float32 [T]
@@ -91,12 +102,41 @@ class Finished:
         return self.request.sample
 
 
+def segment_of(sampled: Resume | Finished) -> Segment:
+    """Return the tokens of a completion, whole or as far as it is, as messages carry them."""
+    kept = sampled.kept
+    return Segment(
+        tokens=sampled.tokens,
+        behaviour_logprobs=sampled.logprobs,
+        version_spans=sampled.version_spans,
+        kept_tokens=None if kept is None else kept.tokens,
+        kept_counts=None if kept is None else kept.counts,
+    )
+
+
+def in_order(requests: Iterable[Request]) -> list[Request]:
+    """Sort `requests` by stream, ordinal and sample."""
+    return sorted(requests, key=lambda request: (request.stream, request.ordinal, request.sample))
+
+
 class StateSpans(Protocol):
     """The part of `core.spans.Spans` that engines use, to tell prefill from decode time."""
 
     def span(self, state: str) -> AbstractContextManager[None]: ...
 
     def did(self, units: int) -> None: ...
+
+
+class Labelled:
+    """The spans of an engine, with the version that it samples from; all in one state while `state` is set."""
+
+    def __init__(self, spans: Spans, *, version: int | None = None, state: str | None = None) -> None:
+        self.version, self.state = version, state
+        self._spans = spans
+        self.did = spans.did
+
+    def span(self, state: str) -> AbstractContextManager[None]:
+        return self._spans.span(self.state or state, version=self.version)
 
 
 class GenerationEngine(Protocol):

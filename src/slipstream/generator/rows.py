@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 
 from slipstream.core.types import FinishReason, VersionSpan
-from slipstream.generator.kept import KeptRecorder
-from slipstream.generator.requests import Finished, Request, Resume, extended_spans
+from slipstream.generator.requests import Finished, KeptSets, Request, Resume, extended_spans
 
 
 @dataclass(eq=False)
@@ -19,7 +18,7 @@ class Live:
     version_spans: list[VersionSpan]
     started_s: float
     kv_version: int
-    kept: KeptRecorder | None
+    kept: list[np.ndarray] | None  # the kept set of each token, int32 [count]
 
 
 @dataclass(eq=False)
@@ -73,7 +72,9 @@ class Rows:
             self.tokens[row, :num_new] = resume.tokens
             self.logprobs[row, :num_new] = resume.logprobs
         spans = extended_spans(spans, start=num_new, version=version)
-        kept = KeptRecorder(resume.kept if resume is not None else None) if request.keep_sets else None
+        kept = None
+        if request.keep_sets:
+            kept = [] if resume is None or resume.kept is None else resume.kept.rows()
         self.live[row] = Live(request, spans, started_s, version, kept)
         self.is_live[row] = True
         self.num_new[row] = num_new
@@ -90,7 +91,7 @@ class Rows:
             logprobs=self.logprobs[row, :num_new].copy(),
             version_spans=tuple(span for span in live.version_spans if span.start < num_new),
             started_s=live.started_s,
-            kept=None if live.kept is None else live.kept.taken(),
+            kept=None if live.kept is None else KeptSets.of_rows(live.kept),
         )
         return live.request.resumed_with(resume)
 
@@ -105,7 +106,7 @@ class Rows:
             finish_reason=reason,
             started_s=live.started_s,
             finished_s=now_s,
-            kept=None if live.kept is None else live.kept.taken(),
+            kept=None if live.kept is None else KeptSets.of_rows(live.kept),
         )
 
     def close(self, rows: list[int]) -> None:

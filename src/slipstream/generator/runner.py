@@ -1,4 +1,4 @@
-"""What the engine asks of whatever runs the model: room for keys and values, prefill by chunks, one decode step.
+"""The interface between engine and model: room for keys and values, prefill by chunks, one decode step.
 
 The engine (`engine.py`) decides who runs where; a runner owns the device memory and the per-row state of decoding. Two
 runners stand behind this interface: `slot_runner.SlotRunner`, dense slots on a CPU, the reference; and
@@ -15,6 +15,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+
+from slipstream.core.errors import ConfigError
+from slipstream.models.config import TransformerConfig
 
 
 class Prefix(Protocol):
@@ -46,6 +49,45 @@ class RowStates:
     top_p: np.ndarray  # float32, 1: off
     min_p: np.ndarray  # float32, 0: off
     keep_sets: np.ndarray  # bool: report the kept set of every token
+
+    @classmethod
+    def closed(cls, count: int) -> RowStates:
+        """Return rows that decode token 0 at position 0, as padding."""
+        return cls(**{name: np.full(count, 1 if name in _ONES else 0, dtype) for name, dtype in _TYPES.items()})
+
+    def put(self, rows: Sequence[int] | np.ndarray, states: RowStates) -> None:
+        """Write `states` to these rows; a single state goes to all of them."""
+        for name, values in vars(self).items():
+            values[rows] = getattr(states, name)
+
+    def take(self, rows: Sequence[int]) -> RowStates:
+        """Return copies of these rows."""
+        return RowStates(**{name: values[rows] for name, values in vars(self).items()})
+
+    @property
+    def sampling(self) -> dict[str, np.ndarray]:
+        """The arrays that `SamplingPlan.of` takes."""
+        return {name: getattr(self, name) for name in ("temperatures", "top_k", "top_p", "min_p", "keep_sets")}
+
+
+_TYPES: dict[str, type] = {
+    **dict.fromkeys(("input_tokens", "positions", "num_new", "top_k"), np.int64),
+    **dict.fromkeys(("temperatures", "top_p", "min_p"), np.float32),
+    "noise_keys": np.uint64,
+    "keep_sets": np.bool_,
+}
+_ONES = ("temperatures", "top_p")
+CLOSED = RowStates.closed(1)
+
+
+def check_room(config: TransformerConfig, *, num_rows: int, max_len: int) -> None:
+    """Raise ConfigError unless a runner of `num_rows` sequences of `max_len` tokens is possible for this model."""
+    if num_rows < 1:
+        raise ConfigError("the engine needs at least one row", got=num_rows)
+    if max_len > config.max_positions:
+        raise ConfigError(
+            "max_len exceeds the positions the model was built for", got=max_len, allowed=config.max_positions
+        )
 
 
 @dataclass(frozen=True, eq=False)

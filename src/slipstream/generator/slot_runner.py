@@ -8,11 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.core.errors import ConfigError
 from slipstream.generator.arrangement import LENGTH_MULTIPLE, ROW_MULTIPLE, Span, round_up, spans, swaps
 from slipstream.generator.kv_cache import DecodeAttention, JoinedAttention, PrefillAttention, PrefixKV, SlotKV
 from slipstream.generator.noise import uniform
-from slipstream.generator.runner import Chunk, Decoded, Prefix, RowStates
+from slipstream.generator.runner import CLOSED, Chunk, Decoded, Prefix, RowStates, check_room
 from slipstream.generator.sampler import SamplingPlan, SamplingRows, sample_tokens
 from slipstream.models.transformer import Transformer
 
@@ -27,12 +26,7 @@ class SlotRunner:
 
     def __init__(self, model: Transformer, *, num_rows: int, max_len: int) -> None:
         config = model.config
-        if num_rows < 1:
-            raise ConfigError("the engine needs at least one slot", got=num_rows)
-        if max_len > config.max_positions:
-            raise ConfigError(
-                "max_len exceeds the positions the model was built for", got=max_len, allowed=config.max_positions
-            )
+        check_room(config, num_rows=num_rows, max_len=max_len)
         self.num_rows = num_rows
         self.max_len = max_len
         self._model = model
@@ -51,17 +45,7 @@ class SlotRunner:
         self._steps_settled = 0  # decode steps since rows came, went or moved
         self._is_open = np.zeros(slots, dtype=bool)
         self._advance = np.zeros(slots, dtype=np.int64)  # 1 for open rows
-        self._states = RowStates(
-            input_tokens=np.zeros(slots, dtype=np.int64),
-            positions=np.zeros(slots, dtype=np.int64),
-            num_new=np.zeros(slots, dtype=np.int64),
-            noise_keys=np.zeros(slots, dtype=np.uint64),
-            temperatures=np.ones(slots, dtype=np.float32),
-            top_k=np.zeros(slots, dtype=np.int64),
-            top_p=np.ones(slots, dtype=np.float32),
-            min_p=np.zeros(slots, dtype=np.float32),
-            keep_sets=np.zeros(slots, dtype=bool),
-        )
+        self._states = RowStates.closed(slots)
         self._tensors = {name: torch.from_numpy(values) for name, values in vars(self._states).items()}
         self._plan: SamplingPlan | None = None  # of the open slots; None: they have changed
 
@@ -82,8 +66,7 @@ class SlotRunner:
         slots = self._slot_of[list(rows)]
         if prefix is not None:
             self._kv.write_prefix(slots.tolist(), _own(prefix))
-        for name, values in vars(self._states).items():
-            values[slots] = getattr(states, name)
+        self._states.put(slots, states)
         self._attention.open_slots(slots.tolist(), states.positions.tolist())
         self._plan = None
         self._is_open[slots] = True
@@ -97,13 +80,7 @@ class SlotRunner:
         self._is_open[slots] = False
         self._advance[slots] = 0
         self._steps_settled = 0
-        self._states.input_tokens[slots] = 0
-        self._states.positions[slots] = 0
-        self._states.temperatures[slots] = 1.0
-        self._states.top_k[slots] = 0
-        self._states.top_p[slots] = 1.0
-        self._states.min_p[slots] = 0.0
-        self._states.keep_sets[slots] = False
+        self._states.put(slots, CLOSED)
 
     def move_rows(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
         here, there = list(sources), list(destinations)
@@ -117,9 +94,7 @@ class SlotRunner:
         states, rows = self._states, round_up(num_rows, ROW_MULTIPLE)
         prepared = self._arranged(rows)
         if self._plan is None:
-            self._plan = SamplingPlan.of(
-                states.temperatures, states.top_k, states.top_p, states.min_p, states.keep_sets, self._is_open
-            )
+            self._plan = SamplingPlan.of(**states.sampling, is_open=self._is_open)
         tensors = {name: tensor[:rows] for name, tensor in self._tensors.items()}
         positions = tensors["positions"]
         self._attention.prepare(positions, prepared)

@@ -66,7 +66,7 @@ class StepGraphs:
         return len(self._captured)
 
     def run(self, key: Hashable, step: Callable[[], Tensor]) -> Tensor:
-        """What `step` returns. `step` acts on tensors only, and does the same for the same key."""
+        """Run `step`, or its graph; return its output. It acts on tensors only, and does the same for the same key."""
         if not self._captures:
             return step()
         if self._addresses is not None:

@@ -1,4 +1,4 @@
-"""Finished completions until their verdict: who scores them may be lost, and nothing that exists is sampled again."""
+"""Finished completions until their verdict, so that none is sampled again when the rewards process is lost."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Unsettled:
 
     @property
     def num_unsent(self) -> int:
-        """Of these, how many have found no room yet, or nobody."""
+        """The number of completions not sent yet, for want of room or of a receiver."""
         return len(self._unsent)
 
     def add(self, completion: Completion) -> None:
@@ -61,7 +61,7 @@ class Unsettled:
         return has_sent
 
     def of_groups(self, ordinals: Collection[int]) -> list[Completion]:
-        """What is kept of these groups."""
+        """Return the completions that are kept of these groups."""
         return [
             completion
             for (evaluation, ordinal), kept in self._kept.items()

@@ -13,7 +13,7 @@ from torch import Tensor
 from slipstream.core.errors import ShapeError
 
 BATCH_OVERHEAD_TOKENS = 32
-"""What one more batch costs, in padded tokens: a larger value gives fewer batches with more padding."""
+"""The cost of one more batch, in padded tokens: a larger value gives fewer batches with more padding."""
 
 
 class _Pad(torch.autograd.Function):

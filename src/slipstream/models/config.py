@@ -135,7 +135,7 @@ def config_from_hf(raw: Mapping[str, Any], *, max_positions: int | None = None) 
         )
     try:
         hf: dict[str, Any] = CONFIG_MAPPING[family].from_dict(known_fields(raw)).to_dict()
-        config = _gpt2_from_hf(hf) if family == "gpt2" else _rotary_from_hf(family, hf)
+        config = _from_hf(family, hf)
     except ConfigError:
         raise
     except Exception as error:  # a library's opinion of a file that may hold anything
@@ -166,73 +166,79 @@ def _eos(hf: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(eos) if isinstance(eos, list) else (eos,)
 
 
-def _rotary_from_hf(family: str, hf: Mapping[str, Any]) -> TransformerConfig:
-    is_neox = family == "gpt_neox"
-    rope = hf["rope_parameters"]
-    biased = is_neox or family == "qwen2"
-    attention_bias = hf.get("attention_bias", biased)
-    return TransformerConfig(
-        family=family,
-        vocab_size=hf["vocab_size"],
-        hidden_size=hf["hidden_size"],
-        intermediate_size=hf["intermediate_size"],
-        num_layers=hf["num_hidden_layers"],
-        num_heads=hf["num_attention_heads"],
-        num_kv_heads=hf.get("num_key_value_heads") or hf["num_attention_heads"],
-        head_dim=hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
-        max_positions=hf["max_position_embeddings"],
-        tie_embeddings=hf["tie_word_embeddings"],
-        norm_eps=hf["layer_norm_eps"] if is_neox else hf["rms_norm_eps"],
-        activation=_activation(hf["hidden_act"]),
-        rope_theta=rope["rope_theta"],
-        rotary_fraction=rope.get("partial_rotary_factor", 1.0),
-        rope_scaling=_rope_scaling(rope),
-        qkv_bias=attention_bias,
-        output_bias=attention_bias and family != "qwen2",
-        mlp_bias=is_neox or hf.get("mlp_bias", False),
-        gated_mlp=not is_neox,
-        layer_norm=is_neox,
-        qk_norm=family == "qwen3",
-        parallel_residual=hf.get("use_parallel_residual", False),
-        eos_token_ids=_eos(hf),
-        pad_token_id=hf["pad_token_id"],
-        bos_token_id=hf["bos_token_id"],
-    )
+FIELDS = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "max_positions": "max_position_embeddings",
+    "tie_embeddings": "tie_word_embeddings",
+    "norm_eps": "rms_norm_eps",
+    "activation": "hidden_act",
+    "pad_token_id": "pad_token_id",
+    "bos_token_id": "bos_token_id",
+}
+"""Our fields and the names that transformers has for them."""
+FIELDS_OF_FAMILY = {
+    "gpt_neox": FIELDS | {"norm_eps": "layer_norm_eps"},
+    "gpt2": FIELDS
+    | {
+        "hidden_size": "n_embd",
+        "intermediate_size": "n_inner",
+        "num_layers": "n_layer",
+        "num_heads": "n_head",
+        "max_positions": "n_positions",
+        "norm_eps": "layer_norm_epsilon",
+        "activation": "activation_function",
+    },
+}
+"""The same for the families that differ."""
 
 
-def _gpt2_from_hf(hf: Mapping[str, Any]) -> TransformerConfig:
-    if hf["scale_attn_by_inverse_layer_idx"] or not hf["scale_attn_weights"] or hf["add_cross_attention"]:
+def usual_parts(family: str) -> dict[str, Any]:
+    """Return which norms, biases and MLP the layers of `family` have, unless a checkpoint says otherwise."""
+    is_gpt = family in ("gpt2", "gpt_neox")
+    return {
+        "qkv_bias": is_gpt or family == "qwen2",
+        "output_bias": is_gpt,
+        "mlp_bias": is_gpt,
+        "gated_mlp": not is_gpt,
+        "layer_norm": is_gpt,
+        "qk_norm": family == "qwen3",
+    }
+
+
+def _from_hf(family: str, hf: Mapping[str, Any]) -> TransformerConfig:
+    is_gpt2 = family == "gpt2"
+    if is_gpt2 and (hf["scale_attn_by_inverse_layer_idx"] or not hf["scale_attn_weights"] or hf["add_cross_attention"]):
         raise ConfigError(
             "this GPT-2 variant is not supported",
             got="scale_attn_by_inverse_layer_idx, unscaled attention or cross attention",
             allowed="plain GPT-2",
         )
+    given = {ours: hf[theirs] for ours, theirs in FIELDS_OF_FAMILY.get(family, FIELDS).items()}
+    given["activation"] = _activation(given["activation"])
+    given["intermediate_size"] = given["intermediate_size"] or 4 * given["hidden_size"]  # GPT-2 may leave it out
+    parts = usual_parts(family)
+    parts["qkv_bias"] = hf.get("attention_bias", parts["qkv_bias"])
+    parts["output_bias"] = parts["qkv_bias"] and family != "qwen2"
+    parts["mlp_bias"] = parts["mlp_bias"] or hf.get("mlp_bias", False)
+    rope = {"rope_theta": 10_000.0, "partial_rotary_factor": 0.0} if is_gpt2 else hf["rope_parameters"]
     return TransformerConfig(
-        family="gpt2",
-        vocab_size=hf["vocab_size"],
-        hidden_size=hf["n_embd"],
-        intermediate_size=hf["n_inner"] or 4 * hf["n_embd"],
-        num_layers=hf["n_layer"],
-        num_heads=hf["n_head"],
-        num_kv_heads=hf["n_head"],
-        head_dim=hf["n_embd"] // hf["n_head"],
-        max_positions=hf["n_positions"],
-        tie_embeddings=hf["tie_word_embeddings"],
-        norm_eps=hf["layer_norm_epsilon"],
-        activation=_activation(hf["activation_function"]),
-        rotary_fraction=0.0,
-        qkv_bias=True,
-        output_bias=True,
-        mlp_bias=True,
-        gated_mlp=False,
-        layer_norm=True,
+        family=family,
+        **given,
+        **parts,
+        num_kv_heads=hf.get("num_key_value_heads") or given["num_heads"],
+        head_dim=hf.get("head_dim") or given["hidden_size"] // given["num_heads"],
+        rope_theta=rope["rope_theta"],
+        rotary_fraction=rope.get("partial_rotary_factor", 1.0),
+        rope_scaling=_rope_scaling(rope),
+        parallel_residual=hf.get("use_parallel_residual", False),
         eos_token_ids=_eos(hf),
-        pad_token_id=hf["pad_token_id"],
-        bos_token_id=hf["bos_token_id"],
     )
 
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 _HF_ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -275,30 +281,13 @@ def config_to_hf(config: TransformerConfig) -> dict[str, Any]:
     eos: int | list[int] | None = list(config.eos_token_ids) or None
     if len(config.eos_token_ids) == 1:
         eos = config.eos_token_ids[0]
-    fields: dict[str, Any] = {
-        "vocab_size": config.vocab_size,
-        "tie_word_embeddings": config.tie_embeddings,
-        "eos_token_id": eos,
-        "pad_token_id": config.pad_token_id,
-        "bos_token_id": config.bos_token_id,
-        "dtype": "float32",
-        **(_gpt2_to_hf(config) if config.family == "gpt2" else _rotary_to_hf(config)),
-    }
+    names = FIELDS_OF_FAMILY.get(config.family, FIELDS)
+    fields: dict[str, Any] = {theirs: getattr(config, ours) for ours, theirs in names.items()}
+    fields |= {"eos_token_id": eos, "dtype": "float32"} | ({} if config.family == "gpt2" else _rotary_to_hf(config))
+    fields[names["activation"]] = {"gelu_tanh": "gelu_new"}.get(config.activation, config.activation)
     hf: dict[str, Any] = CONFIG_MAPPING[config.family](**fields).to_dict()
     hf["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.family]]
     return hf
-
-
-def _gpt2_to_hf(config: TransformerConfig) -> dict[str, Any]:
-    return {
-        "n_embd": config.hidden_size,
-        "n_inner": config.intermediate_size,
-        "n_layer": config.num_layers,
-        "n_head": config.num_heads,
-        "n_positions": config.max_positions,
-        "layer_norm_epsilon": config.norm_eps,
-        "activation_function": _to_hf_activation(config.activation),
-    }
 
 
 def _rotary_to_hf(config: TransformerConfig) -> dict[str, Any]:
@@ -311,23 +300,11 @@ def _rotary_to_hf(config: TransformerConfig) -> dict[str, Any]:
             "high_freq_factor": config.rope_scaling.high_freq_factor,
             "original_max_position_embeddings": config.rope_scaling.original_max_positions,
         }
-    fields: dict[str, Any] = {
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "max_position_embeddings": config.max_positions,
-        "hidden_act": _to_hf_activation(config.activation),
-        "rope_parameters": rope,
-    }
     if config.family == "gpt_neox":
         rope["partial_rotary_factor"] = config.rotary_fraction
-        return fields | {
-            "layer_norm_eps": config.norm_eps,
-            "attention_bias": config.qkv_bias,
-            "use_parallel_residual": config.parallel_residual,
-        }
-    fields |= {"num_key_value_heads": config.num_kv_heads, "rms_norm_eps": config.norm_eps}
+        biases = {"attention_bias": config.qkv_bias, "use_parallel_residual": config.parallel_residual}
+        return {"rope_parameters": rope} | biases
+    fields: dict[str, Any] = {"rope_parameters": rope, "num_key_value_heads": config.num_kv_heads}
     if config.family == "qwen2":
         return fields | {"use_sliding_window": False}
     fields["head_dim"] = config.head_dim
@@ -336,7 +313,3 @@ def _rotary_to_hf(config: TransformerConfig) -> dict[str, Any]:
     if config.family == "qwen3":
         return fields | {"attention_bias": config.qkv_bias, "use_sliding_window": False}
     return fields | {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
-
-
-def _to_hf_activation(name: str) -> str:
-    return {"gelu_tanh": "gelu_new"}.get(name, name)

@@ -1,4 +1,4 @@
-"""What the ranks of a group compute on: the CPU, or a GPU each."""
+"""Devices of the ranks of a group: the CPU, or a GPU each."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ class ExportFile:
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """Who writes what, and who gives which boxes of it; the same on every rank."""
+    """The tensors that each rank writes, and the ranks that give boxes of them; the same on every rank."""
 
     entries: dict[str, Entry]
     files: list[ExportFile]

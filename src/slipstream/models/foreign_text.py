@@ -1,4 +1,4 @@
-"""What a foreign checkpoint does with text, in a process that can be killed: its tokenizer's files, its chat template.
+"""A foreign checkpoint's tokenizer and chat template, run in a process that can be killed.
 
 Both are programs. A template loops and recurses, a tokenizer's regular expressions backtrack and its replacements
 double a text with each step; the libraries that run them have no limits of their own, and some end the process. So a
@@ -106,7 +106,7 @@ class _Child:
 
 
 def _environment() -> dict[str, str]:
-    """What the child sees of the environment: no secrets, no network of Hugging Face's, where packages are."""
+    """Return the environment of the child: no secrets, no network of Hugging Face's, where packages are."""
     kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
     package_root = str(Path(__file__).resolve().parents[2])
     searched = [package_root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]

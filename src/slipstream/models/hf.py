@@ -35,7 +35,7 @@ IGNORED_SUFFIXES = (
 )
 """Constant buffers that old checkpoints carry along."""
 MAX_SHOWN = 5
-"""Of the tensors that are wrong: an error is to fit one screen."""
+"""Wrong tensors that an error lists: it is to fit one screen."""
 
 
 def logical_tensors(model: Transformer) -> dict[str, Tensor]:
@@ -59,21 +59,30 @@ def load_model(
     config = config_from_hf(read_hf_config(path), max_positions=max_positions)
     model = Transformer(config).to(dtype)
     wanted = {tensor.name: tensor for tensor in layout(model)}
+    problems = read_weights(path, wanted, is_tied=config.tie_embeddings)
+    problems += [f"missing {name}" for name in wanted]
+    if problems:
+        raise misfit(path, problems, allowed=f"exactly the tensors of a {config.family} model")
+    return model
+
+
+def read_weights(path: Path, wanted: dict[str, LogicalTensor], *, is_tied: bool) -> list[str]:
+    """Fill the tensors `wanted` from the checkpoint in folder `path`, and remove those that were found from it.
+
+    Returns what is wrong with the files: tensors that are unexpected or misshapen.
+    """
     problems: list[str] = []
     for file in weight_files(path):
         with open_tensors(file) as tensors:
             for stored_name in tensors.keys():  # noqa: SIM118 - not a dict
-                name = canonical_name(stored_name, wanted, config.tie_embeddings)
+                name = canonical_name(stored_name, wanted, is_tied)
                 if name is None:
                     continue
                 if name not in wanted:
                     problems.append(f"unexpected {stored_name}")
                     continue
                 problems += write_tensor(wanted.pop(name), tensors.get_tensor(stored_name))
-    problems += [f"missing {name}" for name in wanted]
-    if problems:
-        raise misfit(path, problems, allowed=f"exactly the tensors of a {config.family} model")
-    return model
+    return problems
 
 
 def misfit(path: Path, problems: list[str], *, allowed: str) -> ConfigError:
@@ -181,11 +190,7 @@ def save_model(
         )
     path = Path(path)
     write_configs(path, model.config, model.embedding.weight.dtype)
-    shards = split_shards(logical_tensors(model), max_shard_bytes)
-    if len(shards) == 1:
-        save_file(shards[0], path / WEIGHTS_FILE, metadata={"format": "pt"})
-    else:
-        save_shards(path, shards)
+    write_weights(path, logical_tensors(model), max_shard_bytes)
     if tokenizer is not None:
         tokenizer.save_pretrained(path)
 
@@ -198,6 +203,11 @@ def write_configs(path: Path, model: TransformerConfig, dtype: torch.dtype) -> N
     write_json(path / "config.json", config)
     ends = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if config[key] is not None}
     write_json(path / "generation_config.json", {**ends, "transformers_version": config["transformers_version"]})
+    remove_weights(path)
+
+
+def remove_weights(path: Path) -> None:
+    """Remove the weights of an older checkpoint from folder `path`."""
     for stale in [path / WEIGHTS_FILE, path / INDEX_FILE, *path.glob("model-*-of-*.safetensors")]:
         stale.unlink(missing_ok=True)
 
@@ -220,13 +230,18 @@ def shard_file(number: int, count: int) -> str:
     return f"model-{number:05}-of-{count:05}.safetensors"
 
 
-def save_shards(path: Path, shards: list[dict[str, Tensor]]) -> None:
+def write_weights(path: Path, tensors: dict[str, Tensor], max_bytes: int) -> None:
+    """Write `tensors` to folder `path`: one file, or beyond `max_bytes` several with an index."""
+    shards = split_shards(tensors, max_bytes)
+    if len(shards) == 1:
+        save_file(shards[0], path / WEIGHTS_FILE, metadata={"format": "pt"})
+        return
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         file = shard_file(number, len(shards))
         save_file(shard, path / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(shard, file)
-    write_index(path, weight_map, sum(tensor.nbytes for shard in shards for tensor in shard.values()))
+    write_index(path, weight_map, sum(tensor.nbytes for tensor in tensors.values()))
 
 
 def write_index(path: Path, weight_map: dict[str, str], total_bytes: int) -> None:

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from slipstream.core.sections import ModelConfig
-from slipstream.models.config import TransformerConfig
+from slipstream.core.sections import ModelConfig
+from slipstream.models.config import TransformerConfig, usual_parts
 from slipstream.models.transformer import Transformer
 
 INIT_STD = 0.02
@@ -31,12 +32,7 @@ def new_config(
         norm_eps=1e-5 if is_gpt else 1e-6,
         activation={"gpt2": "gelu_tanh", "gpt_neox": "gelu"}.get(config.family, "silu"),
         rotary_fraction={"gpt2": 0.0, "gpt_neox": 0.25}.get(config.family, 1.0),
-        qkv_bias=is_gpt or config.family == "qwen2",
-        output_bias=is_gpt,
-        mlp_bias=is_gpt,
-        gated_mlp=not is_gpt,
-        layer_norm=is_gpt,
-        qk_norm=config.family == "qwen3",
+        **usual_parts(config.family),
         parallel_residual=config.family == "gpt_neox",
         eos_token_ids=() if eos_token_id is None else (eos_token_id,),
         pad_token_id=pad_token_id,

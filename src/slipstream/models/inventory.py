@@ -1,4 +1,4 @@
-"""The parts of a model that each rank holds, and which rank gives which part when it is needed once."""
+"""The parts of a model that ranks hold, and the rank that gives each part when it is needed once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Held:
 
 
 def holdings(shards: Iterable[Shard]) -> list[Held]:
-    """Return what one rank's shards hold, without empty boxes."""
+    """Return the boxes of one rank's shards, without empty ones."""
     held = (Held(shard.box, shard.view.dtype) for shard in shards)
     return [one for one in held if one.nbytes]
 

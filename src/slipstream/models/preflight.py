@@ -1,4 +1,4 @@
-"""What a checkpoint tells before it is loaded: its `config.json`, the headers of its weights, its tokenizer."""
+"""Checks of a checkpoint before it is loaded: its `config.json`, the headers of its weights, its tokenizer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from slipstream.models.tokenizer import has_tokenizer
 from slipstream.models.transformer import Transformer
 
 Head = Literal["language", "score", "any"]
-"""What a checkpoint ends in: logits, one score, or whichever."""
+"""The head of a checkpoint: logits, one score, or either."""
 
 WEIGHTS = ("F64", "F32", "F16", "BF16")  # what weights are read from
 

@@ -29,7 +29,7 @@ _PACK_FOR_ROWS = 8  # the order of blocks is the same for all numbers of rows th
 
 
 def cpu_dtype(stored: torch.dtype) -> torch.dtype:
-    """What weights stored so are multiplied in on this CPU."""
+    """Return the type that weights stored so are multiplied in on this CPU."""
     has_bfloat16 = _onednn is not None and torch.cpu._is_avx512_bf16_supported()
     return torch.bfloat16 if stored != torch.float32 and has_bfloat16 else torch.float32
 

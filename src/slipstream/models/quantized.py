@@ -34,7 +34,7 @@ from slipstream.models.transformer import Transformer
 
 FP8 = torch.float8_e4m3fn
 LARGEST = {torch.int8: 127.0, FP8: 448.0}
-"""What the largest weight of a row becomes. Keys: the types that have scales."""
+"""The number that the largest weight of a row becomes, by the types that have scales."""
 
 CUT_BY_COLUMNS = ("output.weight", "down.weight")
 """How the names of the matrices end that tensor parallelism divides by columns (`tensor_parallel.py`)."""

@@ -39,13 +39,13 @@ BITS = {
     **{"I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32},
     **{"I64": 64, "U64": 64, "F64": 64, "C64": 64},
 }
-"""Of one element, for every precision that the format names."""
+"""Bits of one element, for every precision that the format names."""
 LFS_POINTER = b"version https://git-lfs"
 Size = Annotated[int, msgspec.Meta(ge=0, lt=2**48)]
 
 
 class Header(msgspec.Struct, frozen=True):
-    """What a foreign file's header says of one tensor: its shape, its precision, and where its bytes lie."""
+    """One tensor in a foreign file's header: its shape, its precision, and where its bytes lie."""
 
     dtype: str
     shape: Annotated[list[Size], msgspec.Meta(max_length=16)]
@@ -58,7 +58,7 @@ class _Metadata(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Entry:
-    """What the header says of one tensor."""
+    """One tensor in the header of a file that is written here."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -107,7 +107,7 @@ def write_safetensors(
 
 
 def tensor_headers(file: Path) -> dict[str, Header]:
-    """What the header of a safetensors file says of each tensor, by name.
+    """Read the header of a safetensors file: its tensors by name.
 
     ConfigError unless the file is as the format wants it (github.com/huggingface/safetensors, "Format"): the header's
     length in 8 bytes, the header in JSON, then the tensors' bytes in some order, without gaps or overlaps, each as

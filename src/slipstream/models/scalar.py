@@ -12,24 +12,19 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from slipstream.core.errors import ConfigError
 from slipstream.models.config import TransformerConfig, config_from_hf, config_to_hf
 from slipstream.models.hf import (
-    INDEX_FILE,
-    WEIGHTS_FILE,
-    canonical_name,
     logical_tensors,
-    open_tensors,
+    misfit,
     read_hf_config,
-    save_shards,
-    split_shards,
-    weight_files,
+    read_weights,
+    remove_weights,
     write_json,
-    write_tensor,
+    write_weights,
 )
 from slipstream.models.layout import LogicalTensor, layout
 from slipstream.models.transformer import Attention, OneRank, Ranks, Transformer
@@ -130,26 +125,12 @@ def load_scalar_model(
     model.backbone.to(dtype)
     wanted = {tensor.name: tensor for tensor in layout(model.backbone)}
     wanted[HEAD_NAME] = head_tensor(model)
-    problems: list[str] = []
-    for file in weight_files(path):
-        with open_tensors(file) as tensors:
-            for stored_name in tensors.keys():  # noqa: SIM118 - not a dict
-                name = canonical_name(stored_name, wanted, tied=True)
-                if name is None:
-                    continue
-                if name not in wanted:
-                    problems.append(f"unexpected {stored_name}")
-                    continue
-                problems += write_tensor(wanted.pop(name), tensors.get_tensor(stored_name))
+    problems = read_weights(path, wanted, is_tied=True)
     has_head = wanted.pop(HEAD_NAME, None) is None
     problems += [f"missing {name}" for name in wanted]
     if problems:
-        shown = problems[:20] + ([f"... and {len(problems) - 20} more"] if len(problems) > 20 else [])
-        raise ConfigError(
-            f"the checkpoint in {path} does not fit its config.json",
-            got="; ".join(shown),
-            allowed=f"the tensors of a {model.config.family} model and {HEAD_NAME} with one row",
-        )
+        allowed = f"the tensors of a {model.config.family} model and {HEAD_NAME} with one row"
+        raise misfit(path, problems, allowed=allowed)
     if has_head:
         restore_biases(model, path)
     elif head_init is None:
@@ -170,7 +151,7 @@ def head_tensor(model: ScalarModel) -> LogicalTensor:
 
 @torch.no_grad()
 def restore_biases(model: ScalarModel, path: Path) -> None:
-    """What stands beside the head's weight in the checkpoint in folder `path`: config.json's `score_bias`, no gain."""
+    """Set biases and gain as the checkpoint in folder `path` has them: config.json's `score_bias`, no gain."""
     model.head.bias.zero_()
     model.gain.fill_(1.0)
     model.bias.fill_(_bias(read_hf_config(path), path))
@@ -214,13 +195,8 @@ def save_scalar_model(
     gain = model.gain.double()
     config[BIAS_KEY] = float(gain * model.head.bias.double() + model.bias.double())
     write_json(path / "config.json", config)
-    for stale in [path / WEIGHTS_FILE, path / INDEX_FILE, *path.glob("model-*-of-*.safetensors")]:
-        stale.unlink(missing_ok=True)
+    remove_weights(path)
     head = {HEAD_NAME: (gain * model.head.weight.double()).float()}
-    shards = split_shards({**logical_tensors(model.backbone), **head}, max_shard_bytes)
-    if len(shards) == 1:
-        save_file(shards[0], path / WEIGHTS_FILE, metadata={"format": "pt"})
-    else:
-        save_shards(path, shards)
+    write_weights(path, {**logical_tensors(model.backbone), **head}, max_shard_bytes)
     if tokenizer is not None:
         tokenizer.save_pretrained(path)

@@ -24,15 +24,8 @@ def scored_sequence(key: tuple[int, int], prompt: np.ndarray, completion: np.nda
     """
     if not len(prompt):
         raise ShapeError("a score needs a prompt", got="no prompt tokens")
-    length = len(prompt) + len(completion) + 1
-    return TrainSequence(
-        key=key,
-        tokens=np.concatenate([prompt, completion, [0]]).astype(np.int32),
-        mask=np.arange(length) >= len(prompt),
-        behaviour_logprobs=np.zeros(length, dtype=np.float32),
-        advantages=np.zeros(length, dtype=np.float32),
-        versions=np.full(length, -1, dtype=np.int32),
-    )
+    tokens = np.concatenate([prompt, completion, [0]])
+    return TrainSequence.read_only(key, tokens, np.arange(len(tokens)) >= len(prompt))
 
 
 def microbatch_scores(model: ScalarModel, microbatch: PackedMicrobatch) -> tuple[Tensor, list[tuple[int, int]]]:

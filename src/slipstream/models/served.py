@@ -247,14 +247,14 @@ class ServedWeights:
         return DenseProduct(values, weight.scales, bias, packs=packs)
 
     def _rows_of_head(self, table: StoredWeight) -> StoredWeight:
-        """Those of a tied embedding that this rank multiplies by; all of them where there is one rank."""
+        """Return the rows of a tied embedding that this rank multiplies by; with one rank all of them."""
         local = self._serving.model.ranks.local_vocab
         return StoredWeight(local(table.values), None if table.scales is None else local(table.scales))
 
     # Storage
 
     def _held_type(self, name: str, stored: torch.dtype, shape: tuple[int, ...]) -> torch.dtype:
-        """What a weight is multiplied in, or a vector added in."""
+        """Return the type that a weight is multiplied in, or a vector added in."""
         is_matrix = name.endswith(".weight") and len(shape) == 2 and name != "position_embedding.weight"
         if self._device.type == "cpu":
             return cpu_dtype(stored) if is_matrix else torch.float32

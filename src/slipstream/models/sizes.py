@@ -1,4 +1,4 @@
-"""What a run on this machine's CPU needs at the least, by arithmetic, against what the machine has.
+"""The least memory that a run needs on this machine's CPU, by arithmetic, against what the machine has.
 
 Nothing is made here. What is refused is out of all proportion; a model that just does not fit is not foreseen. Groups
 on other machines and those that compute on GPUs are judged where they are.
@@ -23,7 +23,7 @@ CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 def memory_bytes() -> int:
-    """Of this machine, or of the container that this process is in."""
+    """Return the memory of this machine, or of the container that this process is in."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         return min(memory, int(CGROUP_LIMIT.read_text(encoding="ascii")))
@@ -32,7 +32,7 @@ def memory_bytes() -> int:
 
 
 def num_parameters(shape: TransformerConfig) -> int:
-    """Of its matrices and embeddings."""
+    """Count the parameters of matrices and embeddings."""
     layer = shape.hidden_size * (2 * shape.query_size + 2 * shape.kv_size + 2 * shape.intermediate_size)
     learned = shape.max_positions if shape.rotary_dim == 0 else 0
     return (shape.vocab_size + learned) * shape.hidden_size + shape.num_layers * layer

@@ -78,7 +78,7 @@ def read_tokenizer(path: Path) -> PreTrainedTokenizerBase:
 
 
 class TokenTexts:
-    """What each token of a completion adds to its text; special tokens are spelled out.
+    """The text that each token of a completion adds; special tokens are spelled out.
 
     A character that is made of several tokens goes to the first of them. Each token is decoded once and remembered.
     Identity: joined, the texts are the text of all tokens.

@@ -20,7 +20,8 @@ from statistics import fmean
 import numpy as np
 
 from slipstream.controller.placement import place
-from slipstream.core.config import GeneratorConfig, RunConfig
+from slipstream.core.config import RunConfig
+from slipstream.core.sections import GeneratorConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.run_log import LoopState, RolloutLine
 from slipstream.core.types import CompletionFinished, Swapped

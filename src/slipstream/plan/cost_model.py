@@ -141,7 +141,7 @@ class CostModel:
             transfer >= max(W / (m_g bw),  replicas W / (devices_t bw))
 
         for W bytes of a replica: each of its ranks takes its part, and every trainer rank sends as much as any other
-        (`weight_sync/plan.py`). Only `stage` and `pause` cost work; a transfer costs staleness.
+        (`weight_sync/resharding.py`). Only `stage` and `pause` cost work; a transfer costs staleness.
         """
         counts = counts_of(self.model, generator.tensor_parallel)
         part = counts.served_bytes(generator.precision)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 BACKGROUND_SHARE = 0.1
-"""The share of a core that a job of low priority gets beside others (`weight_sync/threads.py`: niceness 10)."""
+"""The share of a core that a job of low priority gets beside others (`weight_sync/weight_links.py`: niceness 10)."""
 
 
 class EventLoop:

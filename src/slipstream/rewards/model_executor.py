@@ -13,7 +13,9 @@ import msgspec
 import torch
 
 from slipstream.algorithms.responses import truncate_at_token
-from slipstream.core.config import RewardModelTerm, RewardsConfig, RewardTerm
+from slipstream.core.sections import RewardModelTerm
+from slipstream.core.sections import RewardsConfig
+from slipstream.core.sections import RewardTerm
 from slipstream.core.errors import ConfigError
 from slipstream.core.executor import Context, Executor, takes_stop
 from slipstream.core.packed import Batching

@@ -13,17 +13,18 @@ import msgspec
 from transformers import PreTrainedTokenizerBase
 
 from slipstream.core.config import RunConfig
-from slipstream.core.config import JudgeConfig, RewardModelTerm, RewardsConfig, RunConfig
+from slipstream.core.stage_sections import JudgeConfig
+from slipstream.core.sections import RewardModelTerm
+from slipstream.core.sections import RewardsConfig
 from slipstream.core.disk import replace_file
 from slipstream.core.errors import ConfigError
 from slipstream.core.held_out import RIGHT_FROM
 from slipstream.core.sections import RewardsConfig
 from slipstream.core.types import Completion, Prompt, Rollout
 from slipstream.evals.drift import measure_drift, sample_of
-from slipstream.evals.lengths import completion_lengths
-from slipstream.evals.pass_at_k import mean_pass_at_k
 from slipstream.evals.sampling import sample_completions
 from slipstream.evals.scoring import numbered, score_by
+from slipstream.evals.statistics import completion_lengths, mean_pass_at_k
 from slipstream.evals.win_rate import Comparison, gold_win_rate, judge_win_rate
 from slipstream.models.build import build_policy
 from slipstream.models.hf import load_model

@@ -13,7 +13,8 @@ from typing import Any
 
 import msgspec
 
-from slipstream.core.config import JudgeConfig, RunConfig
+from slipstream.core.config import RunConfig
+from slipstream.core.stage_sections import JudgeConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.jsonl import JsonlWriter
 from slipstream.core.types import Prompt

@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerBase
 
 from slipstream.batching import collate
 from slipstream.core.config import RunConfig
-from slipstream.core.config import RunConfig, SftConfig, WarmStartConfig
+from slipstream.core.stage_sections import SftConfig
+from slipstream.core.stage_sections import WarmStartConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.jsonl import JsonlWriter
 from slipstream.core.stage_sections import WarmStartConfig

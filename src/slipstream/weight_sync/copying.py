@@ -1,6 +1,6 @@
 """Copying bytes of a version, with checksums taken while what is copied lies in the cache: one pass over memory.
 
-Of the host's: what is done with bytes on a GPU is in `device_memory.py`. `Memory` is what both can do.
+`HostMemory` is here, `DeviceMemory` of GPUs in `device_memory.py`; `Memory` is what both can do.
 
 A version's bytes have one checksum per block of `BLOCK_BYTES`, so that whoever reads only a part can verify what it
 read. numpy and xxhash release the GIL and use this thread only: torch's copy would start a second team of threads,
@@ -9,7 +9,8 @@ which takes the cores from decoding. xxh3 runs at memory speed where zlib.crc32 
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ import xxhash
 
 from slipstream.core.errors import WeightSyncError
 from slipstream.core.weights import WeightsPacker
-from slipstream.weight_sync.plan import Copies
+from slipstream.weight_sync.copies import Copies, StridedCopy
 
 BLOCK_BYTES = 1 << 18  # small enough that what was copied is hashed from the cache next to the core
 
@@ -25,7 +26,7 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Checksums = np.ndarray[Any, np.dtype[np.uint64]]
 
 
-class Memory(Protocol):
+class Memory(ABC):
     """The memory that a rank keeps versions in: how bytes are copied and checked there. Tensors are uint8 [N].
 
     What is copied has arrived, and what is read is let go, when a call returns. Checksums are uint64 [blocks].
@@ -33,114 +34,44 @@ class Memory(Protocol):
 
     device: torch.device
 
+    @abstractmethod
     def bytes_of(self, flat: torch.Tensor) -> torch.Tensor:
-        """View of a contiguous tensor. Raises WeightSyncError when it lies elsewhere."""
-        ...
+        """View a contiguous tensor as bytes. Raises WeightSyncError when it lies elsewhere."""
 
+    @abstractmethod
     def empty(self, num_bytes: int) -> torch.Tensor: ...
 
+    @abstractmethod
     def copy(self, target: torch.Tensor, source: torch.Tensor, checksums: Checksums) -> int:
-        """Returns the version's checksum, and fills those of its blocks."""
-        ...
+        """Return the version's checksum, computed of the copy, and fill those of its blocks."""
 
+    @abstractmethod
     def pack(self, target: torch.Tensor, packer: WeightsPacker, checksums: Checksums) -> int:
-        """Have `packer` fill `target`; returns and fills checksums as `copy` does."""
-        ...
+        """Have `packer` fill `target`; return and fill checksums as `copy` does."""
 
+    @abstractmethod
     def gather(self, copies: Copies, source: torch.Tensor, target: torch.Tensor, checksums: Checksums) -> None:
         """Carry out `copies`, in the order of the source, and verify all blocks of `source` that they touch.
 
         Raises WeightSyncError, with `target` in any state, for a block that is not what its checksum says.
         """
-        ...
 
-    def run_copies(self, copies: Copies, source: torch.Tensor, target: torch.Tensor) -> None: ...
+    @abstractmethod
+    def run_copies(self, copies: Copies, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Carry out all copies."""
 
+    @abstractmethod
     def checksum(self, data: torch.Tensor) -> int:
-        """Of a bucket's bytes."""
-        ...
+        """Return the checksum of a bucket's bytes."""
 
 
 def num_blocks(num_bytes: int) -> int:
     return -(-num_bytes // BLOCK_BYTES)
 
 
-def bytes_of(flat: torch.Tensor) -> Bytes:
-    """uint8 view of a contiguous CPU tensor."""
-    if flat.device.type != "cpu" or not flat.is_contiguous():
-        raise WeightSyncError(
-            "weights must be one contiguous CPU tensor", got=f"{flat.device}, stride {flat.stride()}, {flat.shape}"
-        )
-    view: Bytes = flat.detach().view(torch.uint8).numpy()
-    return view
-
-
 def checksum_of(data: np.ndarray[Any, Any]) -> int:
     """xxh3_64 of contiguous numbers; that of a version is the one of its blocks' checksums."""
     return xxhash.xxh3_64_intdigest(data.data)
-
-
-def copy_bytes(target: Bytes, source: Bytes, checksums: Checksums | None = None) -> int:
-    """Copy uint8 [N] and return the version's checksum, computed of the copy. `checksums` [blocks] receives those."""
-    if checksums is None:
-        checksums = np.zeros(num_blocks(len(source)), np.uint64)
-    for block, start in enumerate(range(0, len(source), BLOCK_BYTES)):
-        piece = target[start : start + BLOCK_BYTES]
-        np.copyto(piece, source[start : start + BLOCK_BYTES])
-        checksums[block] = checksum_of(piece)
-    return checksum_of(checksums)
-
-
-def pack_bytes(target: Bytes, packer: WeightsPacker, checksums: Checksums | None = None) -> int:
-    """Have `packer` fill `target` uint8 [N]; returns and fills checksums as `copy_bytes` does."""
-    if checksums is None:
-        checksums = np.zeros(num_blocks(len(target)), np.uint64)
-    block = 0
-    for piece in packer.pack(torch.from_numpy(target)):
-        while block < len(checksums) and min((block + 1) * BLOCK_BYTES, len(target)) <= piece.stop:
-            checksums[block] = checksum_of(target[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES])
-            block += 1
-    return checksum_of(checksums)
-
-
-def run_copies(copies: Copies, source: Bytes, target: Bytes) -> None:
-    """Carry out all copies."""
-    for start, end, counts, source_strides, target_strides, run in copies.rows:
-        if len(counts) == 0:
-            np.copyto(target[end : end + run], source[start : start + run])
-        else:
-            shape = (*counts, run)
-            np.copyto(
-                np.ndarray(shape, np.uint8, target.data, end, (*target_strides, 1)),
-                np.ndarray(shape, np.uint8, source.data, start, (*source_strides, 1)),
-            )
-
-
-def gather(copies: Copies, source: Bytes, target: Bytes, checksums: Checksums) -> None:
-    """Carry out all copies, and compare `source`'s blocks that they touch with their `checksums` [blocks].
-
-    A block that is copied as a whole is hashed in its copy. Of others the source is, after the copies that touch it:
-    had anything been written there in between, the checksum would not fit. `copies` are in the order of the source.
-    Raises WeightSyncError for a block that is not what its checksum says.
-    """
-    touched: set[int] = set()  # and not yet verified
-    for start, end, counts, source_strides, target_strides, run in copies.rows:
-        _verify(source, checksums, touched, start // BLOCK_BYTES)
-        if len(counts) == 0:
-            _gather_run(source, start, target, end, run, checksums, touched)
-            continue
-        step = max(1, BLOCK_BYTES // max(1, source_strides[0]))
-        for first in range(0, counts[0], step):
-            begin = start + first * source_strides[0]
-            _verify(source, checksums, touched, begin // BLOCK_BYTES)
-            shape = (min(step, counts[0] - first), *counts[1:], run)
-            np.copyto(
-                np.ndarray(shape, np.uint8, target.data, end + first * target_strides[0], (*target_strides, 1)),
-                np.ndarray(shape, np.uint8, source.data, begin, (*source_strides, 1)),
-            )
-            span = sum((count - 1) * stride for count, stride in zip(shape, source_strides, strict=False)) + run
-            touched.update(range(begin // BLOCK_BYTES, (begin + span - 1) // BLOCK_BYTES + 1))
-    _verify(source, checksums, touched, len(checksums))
 
 
 def _gather_run(
@@ -175,31 +106,74 @@ def _compare(block: int, checksum: int, checksums: Checksums) -> None:
         )
 
 
-class HostMemory:
-    """Implements `Memory` with the functions above."""
+class HostMemory(Memory):
+    """`Memory` of this process."""
 
     device = torch.device("cpu")
 
     def bytes_of(self, flat: torch.Tensor) -> torch.Tensor:
-        return torch.from_numpy(bytes_of(flat))
+        if flat.device.type != "cpu" or not flat.is_contiguous():
+            raise WeightSyncError(
+                "weights must be one contiguous CPU tensor", got=f"{flat.device}, stride {flat.stride()}, {flat.shape}"
+            )
+        return flat.detach().view(torch.uint8)
 
     def empty(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, checksums: Checksums) -> int:
-        return copy_bytes(target.numpy(), source.numpy(), checksums)
+        copied, given = target.numpy(), source.numpy()
+        for block, start in enumerate(range(0, len(given), BLOCK_BYTES)):
+            piece = copied[start : start + BLOCK_BYTES]
+            np.copyto(piece, given[start : start + BLOCK_BYTES])
+            checksums[block] = checksum_of(piece)
+        return checksum_of(checksums)
 
     def pack(self, target: torch.Tensor, packer: WeightsPacker, checksums: Checksums) -> int:
-        return pack_bytes(target.numpy(), packer, checksums)
-
-    def gather(self, copies: Copies, source: torch.Tensor, target: torch.Tensor, checksums: Checksums) -> None:
-        gather(copies, source.numpy(), target.numpy(), checksums)
+        packed, block = target.numpy(), 0
+        for piece in packer.pack(target):
+            while block < len(checksums) and min((block + 1) * BLOCK_BYTES, len(packed)) <= piece.stop:
+                checksums[block] = checksum_of(packed[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES])
+                block += 1
+        return checksum_of(checksums)
 
     def run_copies(self, copies: Copies, source: torch.Tensor, target: torch.Tensor) -> None:
-        run_copies(copies, source.numpy(), target.numpy())
+        for copy in copies.rows:
+            _copy(copy, source.numpy(), target.numpy())
+
+    def gather(self, copies: Copies, source: torch.Tensor, target: torch.Tensor, checksums: Checksums) -> None:
+        """Hash a block that is copied as a whole in its copy.
+
+        Of others the source is hashed, after the copies that touch it: had anything been written there in between, the
+        checksum would not fit.
+        """
+        given, taken = source.numpy(), target.numpy()
+        touched: set[int] = set()  # and not yet verified
+        for copy in copies.rows:
+            _verify(given, checksums, touched, copy.source // BLOCK_BYTES)
+            if not copy.counts:
+                _gather_run(given, copy.source, taken, copy.target, copy.run, checksums, touched)
+                continue
+            for part in copy.along_first_axis(BLOCK_BYTES):
+                _verify(given, checksums, touched, part.source // BLOCK_BYTES)
+                _copy(part, given, taken)
+                touched.update(range(part.source // BLOCK_BYTES, (part.stop - 1) // BLOCK_BYTES + 1))
+        _verify(given, checksums, touched, len(checksums))
 
     def checksum(self, data: torch.Tensor) -> int:
         return checksum_of(data.numpy())
+
+
+def _copy(copy: StridedCopy, source: Bytes, target: Bytes) -> None:
+    start, end, run = copy.source, copy.target, copy.run
+    if not copy.counts:
+        np.copyto(target[end : end + run], source[start : start + run])
+        return
+    shape = (*copy.counts, run)
+    np.copyto(
+        np.ndarray(shape, np.uint8, target.data, end, (*copy.target_strides, 1)),
+        np.ndarray(shape, np.uint8, source.data, start, (*copy.source_strides, 1)),
+    )
 
 
 HOST = HostMemory()

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import torch
@@ -28,34 +28,17 @@ from torch import Tensor
 
 from slipstream.core.errors import ConfigError, WeightSyncError
 from slipstream.core.peer_messages import Holding
-from slipstream.weight_sync.copying import Checksums, Memory
+from slipstream.core.peer_messages import Holding
+from slipstream.weight_sync.copying import Memory
 from slipstream.weight_sync.device_memory import DeviceMemory
-from slipstream.weight_sync.segment import SegmentSlots, SharedMemory
-from slipstream.weight_sync.slots import Commit
+from slipstream.weight_sync.segment import SegmentSlots, SharedMemory, device_bytes
 
-_PITCH = 4096
 _EXPANDABLE = "expandable_segments:true"
 _ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
-class Handles(Protocol):
-    """How memory of one process becomes visible to others."""
-
-    def allocate(self, num_bytes: int) -> Tensor:
-        """uint8 [num_bytes], zeros, that can be exported."""
-        ...
-
-    def export(self, memory: Tensor) -> bytes:
-        """What `open` needs in other processes. They must not outlive this one's `memory`."""
-        ...
-
-    def open(self, handle: bytes) -> Tensor:
-        """The same memory. Raises WeightSyncError."""
-        ...
-
-
 class _Exported(msgspec.Struct, frozen=True, array_like=True):
-    """What `torch.UntypedStorage._share_cuda_` gives, with the GPU's UUID in the place of its ordinal."""
+    """The values that `torch.UntypedStorage._share_cuda_` gives, with the GPU's UUID in the place of its ordinal."""
 
     gpu: str
     handle: bytes
@@ -68,15 +51,17 @@ class _Exported(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CudaHandles:
-    """Implements `Handles` for a GPU."""
+    """How a GPU's memory becomes visible to other processes."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def allocate(self, num_bytes: int) -> Tensor:
+        """uint8 [num_bytes], zeros, that can be exported."""
         return torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
 
     def export(self, memory: Tensor) -> bytes:
+        """Return what `open` needs in other processes, which must let go of it before this one's `memory` ends."""
         storage: Any = memory.untyped_storage()
         try:
             with torch.cuda.device(self._device):
@@ -86,6 +71,7 @@ class CudaHandles:
         return msgspec.msgpack.encode(_Exported(_uuid(self._device.index), *shared))
 
     def open(self, handle: bytes) -> Tensor:
+        """Map the same memory. Raises WeightSyncError."""
         exported = msgspec.msgpack.decode(handle, type=_Exported)
         torch.cuda.init()  # type: ignore[no-untyped-call]
         here = [index for index in range(torch.cuda.device_count()) if _uuid(index) == exported.gpu]
@@ -118,37 +104,6 @@ class CudaHandles:
         return torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", here[0])).set_(storage)
 
 
-class DeviceSlots:
-    """Slots in one exported allocation, uint8 [num_slots * pitch], beside a segment with everything else of them."""
-
-    def __init__(self, segment: SegmentSlots, memory: Tensor) -> None:
-        self.name, self.num_slots, self.num_bytes = segment.name, segment.num_slots, segment.num_bytes
-        self.holding = segment.holding
-        self._segment, self._memory = segment, memory
-        if len(memory) != self.num_slots * _pitch(self.num_bytes):
-            raise WeightSyncError("the memory of a segment has another size", got=len(memory), allowed=self.num_bytes)
-
-    def data(self, slot: int) -> Tensor:
-        start = slot * _pitch(self.num_bytes)
-        return self._memory[start : start + self.num_bytes]
-
-    def checksums(self, slot: int) -> Checksums:
-        return self._segment.checksums(slot)
-
-    def invalidate(self, slot: int) -> None:
-        self._segment.invalidate(slot)
-
-    def commit(self, slot: int, commit: Commit) -> None:
-        self._segment.commit(slot, commit)
-
-    def committed(self, slot: int) -> Commit | None:
-        return self._segment.committed(slot)
-
-    def close(self) -> None:
-        """Unlink the segment if this process owns it. A reader's mapping goes with the last tensor. Idempotent."""
-        self._segment.close()
-
-
 class CudaIpc:
     """Transport between processes of one machine that compute on GPUs; `memory` is this rank's.
 
@@ -160,7 +115,7 @@ class CudaIpc:
         run_id: str,
         memory: DeviceMemory,
         *,
-        handles: Handles | None = None,
+        handles: CudaHandles | None = None,
         directories: tuple[Path, ...] | None = None,
     ) -> None:
         check_allocator()
@@ -169,16 +124,16 @@ class CudaIpc:
         self._segments = SharedMemory(run_id, directories)
         self._exported: list[Tensor] = []  # until the process ends
 
-    def create(self, num_bytes: int, num_slots: int, holding: Holding | None = None) -> DeviceSlots:
-        memory = self._handles.allocate(num_slots * _pitch(num_bytes))
+    def create(self, num_bytes: int, num_slots: int, holding: Holding | None = None) -> SegmentSlots:
+        memory = self._handles.allocate(device_bytes(num_bytes, num_slots))
         self._exported.append(memory)
-        return DeviceSlots(self._segments.create(num_bytes, num_slots, holding, self._handles.export(memory)), memory)
+        return self._segments.create(num_bytes, num_slots, holding, self._handles.export(memory)).lie_in(memory)
 
-    def attach(self, name: str) -> DeviceSlots:
+    def attach(self, name: str) -> SegmentSlots:
         segment = self._segments.attach(name)
         if not segment.handle:
             raise WeightSyncError("this segment's bytes are not on a GPU", got=name)
-        return DeviceSlots(segment, self._handles.open(segment.handle))
+        return segment.lie_in(self._handles.open(segment.handle))
 
 
 def check_allocator() -> None:
@@ -191,11 +146,6 @@ def check_allocator() -> None:
                 got=f"{name}={settings}",
                 allowed="without expandable_segments",
             )
-
-
-def _pitch(num_bytes: int) -> int:
-    """Bytes from slot to slot."""
-    return -(-num_bytes // _PITCH) * _PITCH
 
 
 def _uuid(index: int | None) -> str:

@@ -1,4 +1,4 @@
-"""What a bucket's bytes have changed: words of 2 bytes and their places, for slow links.
+"""Changes of a bucket's bytes: words of 2 bytes and their places, for slow links.
 
 bf16 weights mostly stay as they are at the learning rates of RL (arXiv:2602.03839).
 """

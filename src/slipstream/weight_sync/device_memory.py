@@ -27,19 +27,19 @@ from torch import Tensor
 
 from slipstream.core.errors import WeightSyncError
 from slipstream.core.weights import WeightsPacker
-from slipstream.weight_sync.copying import BLOCK_BYTES, Checksums, checksum_of, num_blocks
-from slipstream.weight_sync.plan import Copies
+from slipstream.weight_sync.copies import Copies, StridedCopy
+from slipstream.weight_sync.copying import BLOCK_BYTES, Checksums, Memory, checksum_of, num_blocks
 
 WINDOW_BYTES = 64 << 20
-"""Of a source, brought to the reader's GPU and verified there at once."""
+"""Bytes of a source that are brought to the reader's GPU, and verified there, at once."""
 
 _BLOCK_WORDS = BLOCK_BYTES // 4
 _BLOCKS_AT_ONCE = 32
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}  # by bytes: the larger, the faster
 
 
-class DeviceMemory:
-    """Implements `copying.Memory` for a GPU `device`.
+class DeviceMemory(Memory):
+    """`Memory` of a GPU `device`.
 
     `pack` and `copy` run where the caller computes, behind what has written the weights. Everything else runs in a
     stream of its own, so that it neither waits for decoding or training, nor holds them up.
@@ -112,8 +112,8 @@ class DeviceMemory:
 
     def run_copies(self, copies: Copies, source: Tensor, target: Tensor) -> None:
         with self.aside():
-            for start, end, counts, source_strides, target_strides, run in copies.rows:
-                _copy(_Piece(start, end, counts, source_strides, target_strides, run), source, target)
+            for copy in copies.rows:
+                _copy(copy, source, target)
             if self.device.type == "cuda":
                 torch.cuda.current_stream().synchronize()
 
@@ -169,48 +169,23 @@ def _seal(target: Tensor, checksums: Checksums) -> int:
     return checksum_of(checksums)
 
 
-class _Piece(NamedTuple):
-    """A part of one of `Copies.rows`, from a run of bytes of the source."""
-
-    source: int
-    target: int
-    counts: tuple[int, ...]
-    source_strides: tuple[int, ...]
-    target_strides: tuple[int, ...]
-    run: int
-
-    @property
-    def stop(self) -> int:
-        """Behind the source's last byte."""
-        spans = ((count - 1) * stride for count, stride in zip(self.counts, self.source_strides, strict=True))
-        return self.source + sum(spans) + self.run
-
-
 class _Window(NamedTuple):
     """Blocks of the source, none of them untouched, and what is taken from there."""
 
     start: int
     stop: int
-    pieces: list[_Piece]
+    pieces: list[StridedCopy]
 
 
-def _pieces(copies: Copies) -> Iterator[_Piece]:
-    """Of at most a window; where nothing helps, of one step along the first axis."""
-    for start, end, counts, source_strides, target_strides, run in copies.rows:
-        if not counts:
-            for first in range(0, run, WINDOW_BYTES):
-                yield _Piece(start + first, end + first, (), (), (), min(WINDOW_BYTES, run - first))
+def _pieces(copies: Copies) -> Iterator[StridedCopy]:
+    """Yield the copies in parts of at most a window; where nothing helps, of one step along the first axis."""
+    for copy in copies.rows:
+        if copy.counts:
+            yield from copy.along_first_axis(WINDOW_BYTES)
             continue
-        step = max(1, WINDOW_BYTES // max(1, source_strides[0]))
-        for first in range(0, counts[0], step):
-            yield _Piece(
-                start + first * source_strides[0],
-                end + first * target_strides[0],
-                (min(step, counts[0] - first), *counts[1:]),
-                source_strides,
-                target_strides,
-                run,
-            )
+        for first in range(0, copy.run, WINDOW_BYTES):
+            run = min(WINDOW_BYTES, copy.run - first)
+            yield copy._replace(source=copy.source + first, target=copy.target + first, run=run)
 
 
 def _windows(copies: Copies, num_bytes: int) -> Iterator[_Window]:
@@ -230,7 +205,7 @@ def _windows(copies: Copies, num_bytes: int) -> Iterator[_Window]:
         yield window
 
 
-def _copy(piece: _Piece, source: Tensor, target: Tensor, *, shift: int = 0) -> None:
+def _copy(piece: StridedCopy, source: Tensor, target: Tensor, *, shift: int = 0) -> None:
     """Carry out a piece; `source` begins with byte `shift` of the source."""
     start = piece.source - shift
     if not piece.counts:

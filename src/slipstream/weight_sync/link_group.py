@@ -18,13 +18,13 @@ from slipstream.core.peer_messages import Holding, LinkMember, WeightsLinked
 from slipstream.weight_sync.copying import Memory
 from slipstream.weight_sync.device_memory import DeviceMemory
 from slipstream.weight_sync.nccl import Pair
-from slipstream.weight_sync.plan import Place, Plan, make_plan
+from slipstream.weight_sync.resharding import Place, ReshardPlan, make_plan
 
 _c10d: Any = dist  # whose stubs leave out stores and backends
 
 
 class Tag(enum.IntEnum):
-    """What a message is."""
+    """The kinds of messages."""
 
     REQUEST = 0
     HEADER = 1
@@ -35,8 +35,8 @@ class Tag(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Ends:
-    """What all links of a process have in common: c10d's store, this process' address, what waits are bounded by, and
-    where its versions are."""
+    """The part that all links of a process share: c10d's store, the address of this process, the bound of waits, and
+    the memory of its versions."""
 
     store: Any  # torch.distributed.Store
     hostname: str
@@ -46,7 +46,7 @@ class Ends:
 
     @property
     def has_pairs(self) -> bool:
-        """Of GPUs, for what is in buckets."""
+        """Whether buckets go over NCCL, between pairs of GPUs."""
         return self.memory.device.type == "cuda"
 
 
@@ -65,7 +65,7 @@ class LinkGroup:
         self.gloo: Any = _c10d.ProcessGroupGloo(_c10d.PrefixStore("gloo", self.store), rank, self.size, options)
         self._pairs: dict[int, Pair] = {}
 
-    def agree(self, holding: Holding) -> Plan:
+    def agree(self, holding: Holding) -> ReshardPlan:
         """The plan that all ranks of the link have made.
 
         Raises WeightSyncError when they differ, and for what cannot be: others may have written to the store.
@@ -117,7 +117,7 @@ class LinkGroup:
             pair.close()
 
 
-def plan_of(told: Sequence[bytes], mine: LinkMember, rank: int, num_sources: int) -> Plan:
+def plan_of(told: Sequence[bytes], mine: LinkMember, rank: int, num_sources: int) -> ReshardPlan:
     """The plan from what the ranks of a link, sources first, have `told` in the store; of `rank` itself, `mine` counts.
 
     Raises WeightSyncError for what no rank would have told, and for a plan that reaches beyond this rank's bytes.

@@ -17,10 +17,10 @@ from slipstream.core.peer_messages import Holding, WeightsLinked, WeightsOffered
 from slipstream.core.rank_group import RankGroup
 from slipstream.core.types import Message
 from slipstream.core.weights import WeightsPacker
-from slipstream.weight_sync.links import Links
 from slipstream.weight_sync.relay import SlotSource
 from slipstream.weight_sync.slots import Commit, Slots, Transport
 from slipstream.weight_sync.tree import TRAINER, FeedingTree
+from slipstream.weight_sync.weight_links import Links
 
 _CLOCK = WallClock()
 _DECISION = struct.Struct("<qq?")  # version, slot, whether it is offered
@@ -31,7 +31,7 @@ Reader = tuple[int, int]
 
 
 class SlotLedger:
-    """Who still reads which slot. A slot is free when every living reader has released it."""
+    """The readers of each slot. A slot is free when every living reader has released it."""
 
     def __init__(self, num_slots: int, readers: Iterable[Reader]) -> None:
         self.readers = set(readers)
@@ -39,7 +39,7 @@ class SlotLedger:
         self._reading: list[set[Reader]] = [set() for _ in range(num_slots)]
 
     def free_slots(self) -> list[int]:
-        """Those with the oldest content first."""
+        """Return the free slots, those with the oldest content first."""
         free = [slot for slot, reading in enumerate(self._reading) if not reading]
         return sorted(free, key=lambda slot: self._versions[slot])
 
@@ -153,7 +153,7 @@ class Publisher:
 
     @property
     def num_bytes(self) -> int:
-        """Of one version, on all ranks together."""
+        """The size of one version, on all ranks together."""
         self._opened()
         return self._num_bytes
 

@@ -17,13 +17,14 @@ import numpy as np
 import torch
 
 from slipstream.core.peer_messages import Holding
+from slipstream.core.peer_messages import Holding
+from slipstream.weight_sync.copies import Extent
 from slipstream.weight_sync.copying import HOST
-from slipstream.weight_sync.plan import Extent
 from slipstream.weight_sync.slots import Slots
 
 
 class State(enum.Enum):
-    """Of some bytes of a version."""
+    """The state of some bytes of a version."""
 
     READY = enum.auto()
     AWAITED = enum.auto()  # not here yet
@@ -51,7 +52,7 @@ class Source(Protocol):
 
 
 class SlotSource:
-    """What was published: whole, or not there. Implements `Source`."""
+    """The published slots, in which a version is whole or not there. Implements `Source`."""
 
     num_arrivals = 0
 
@@ -101,7 +102,7 @@ class Shelf:
             self._buffers.append(_Buffer(version, flat, extents))
 
     def landed(self, index: int) -> None:
-        """What lies in extent `index` of the version begun last is written and verified."""
+        """Note that extent `index` of the version begun last is written and verified."""
         with self._changing():
             self._buffers[-1].is_awaited[index] = False
             self.num_arrivals += 1

@@ -49,6 +49,7 @@ class SegmentSlots:
         self.name = str(path)
         self._owner_pid = os.getpid() if is_owner else None
         self._hold: int | None = None
+        self._memory: torch.Tensor | None = None
         try:
             with open(path, "r+b") as file:
                 self._map = mmap.mmap(file.fileno(), 0)
@@ -75,8 +76,18 @@ class SegmentSlots:
 
     def data(self, slot: int) -> torch.Tensor:
         if self.handle:
-            raise WeightSyncError("the bytes of these versions lie on a GPU", hint="both ends must compute on GPUs")
+            if self._memory is None:
+                raise WeightSyncError("the bytes of these versions lie on a GPU", hint="both ends must compute on GPUs")
+            start = slot * _round_up(self.num_bytes)
+            return self._memory[start : start + self.num_bytes]
         return torch.from_numpy(np.frombuffer(self._map, np.uint8, self.num_bytes, self._places.data(slot)))
+
+    def lie_in(self, memory: torch.Tensor) -> SegmentSlots:
+        """Take the bytes of the slots from uint8 `memory`, where the handle leads; returns the slots themselves."""
+        if len(memory) != device_bytes(self.num_bytes, self.num_slots):
+            raise WeightSyncError("the memory of a segment has another size", got=len(memory), allowed=self.num_bytes)
+        self._memory = memory
+        return self
 
     def checksums(self, slot: int) -> Checksums:
         return np.frombuffer(self._map, np.uint64, num_blocks(self.num_bytes), self._places.checksums(slot))
@@ -194,6 +205,11 @@ def _reserve(descriptor: int, start: int, num_bytes: int) -> None:
 
 def _round_up(num_bytes: int) -> int:
     return -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
+
+
+def device_bytes(num_bytes: int, num_slots: int) -> int:
+    """Return the size of an allocation for slots that lie outside of the segment."""
+    return num_slots * _round_up(num_bytes)
 
 
 class _Places(NamedTuple):

@@ -18,7 +18,7 @@ from slipstream.weight_sync.copying import HOST, Checksums, Memory, num_blocks
 
 
 class Commit(NamedTuple):
-    """What lies complete in a slot; `checksum` is that of its blocks' checksums."""
+    """The version that lies complete in a slot; `checksum` is that of its blocks' checksums."""
 
     version: int
     checksum: int

@@ -18,11 +18,10 @@ from slipstream.core.links import WakeUp
 from slipstream.core.peer_messages import WeightsLinked, WeightsOffered, WeightsReleased, WeightsWanted
 from slipstream.core.spans import NoSpans, Spans
 from slipstream.core.weights import FlatWeights, Swap
-from slipstream.weight_sync.links import LinkReader, Links, VersionGoneError
 from slipstream.weight_sync.reader import Fetch, SegmentReader
 from slipstream.weight_sync.relay import Shelf
 from slipstream.weight_sync.slots import Transport
-from slipstream.weight_sync.threads import give_way
+from slipstream.weight_sync.weight_links import LinkReader, Links, VersionGoneError, give_way
 
 Probe = Callable[[np.ndarray], np.ndarray]
 

@@ -1,4 +1,4 @@
-"""Who feeds whom: each replica gets versions from the trainer, or from another replica that hands on what it gets.
+"""The tree of feeders: each replica gets versions from the trainer, or from another replica that hands on what it gets.
 
 A trainer that feeds every replica itself sends each version as often as there are replicas on other machines, and its
 network is the first thing to be full. So a replica is fed by one on its own machine, if there is one: nothing crosses
@@ -44,7 +44,7 @@ class FeedingTree:
         return self._fed[replica].world
 
     def feed(self, replica: int, host: str, world: int) -> int:
-        """Who is to feed `replica`, of `world` ranks on `host`, from now on: another replica, or `TRAINER`.
+        """Choose the feeder of `replica`, of `world` ranks on `host`, from now on: another replica, or `TRAINER`.
 
         One that is linked already asks again because its link broke: not its last parent then, if that is a replica.
         Only replicas of equally many ranks feed one another, so that equal parts meet.

@@ -16,7 +16,8 @@ from slipstream.core.config import RunConfig, stage_of
 from slipstream.core.errors import ConfigError
 from slipstream.core.executor import Context
 from slipstream.core.peer_messages import Holding
-from slipstream.generator.backend import Pin
+from slipstream.core.peer_messages import Holding
+from slipstream.generator.backend import Backend, Pin
 from slipstream.generator.requests import StateSpans
 from slipstream.generator.vllm import protocol
 from slipstream.generator.vllm.engine import Deadlines, VLLMEngine
@@ -31,7 +32,7 @@ from slipstream.models.quantized import WeightLayout
 WORKER = Path(__file__).with_name("worker.py")
 PROBE_ROOM = 64  # tokens; the trainer's probe text is shorter
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""What vLLM's attention kernels for CPUs take (`CPUAttentionBackend.get_supported_head_sizes`, 0.32)."""
+"""Head sizes that vLLM's attention kernels for CPUs take (`CPUAttentionBackend.get_supported_head_sizes`, 0.32)."""
 
 
 class VLLMWeights:
@@ -54,10 +55,10 @@ class VLLMWeights:
             self._parameters.rebind(self.flat)
 
 
-class VLLMBackend:
-    """The policy's flat weights, and an engine in another process that is given them. Implements `backend.Backend`."""
+class VLLMBackend(Backend):
+    """The policy's flat weights, and an engine in another process that is given them."""
 
-    probes_prepared = False  # vLLM holds one set of weights: they are live, then checked
+    engine: VLLMEngine
 
     def __init__(
         self,
@@ -71,7 +72,7 @@ class VLLMBackend:
         settings = config.generator.vllm
         model, _ = build_policy(config.model, seed=config.seed, tokenizer=tokenizer)
         parameters = FlatParameters(model)
-        self._max_len = config.longest_sequence(model.config.max_positions)
+        self.max_len = config.longest_sequence(model.config.max_positions)
         self._pins: list[Pin] = []
         self._folder = WeightFolder(parameters.flat.nbytes, context.scratch_prefix)
         try:
@@ -83,9 +84,9 @@ class VLLMBackend:
                     environment=environment(config, num_threads=context.num_threads),
                     log_path=context.run_dir / "logs" / f"{context.name}-vllm.log",
                 ),
-                spec_of(config, max_len=self._max_len, stop_token_ids=stop_token_ids),
+                spec_of(config, max_len=self.max_len, stop_token_ids=stop_token_ids),
                 rooms={0: config.generator.num_slots, 1: config.eval.num_slots},
-                max_len=self._max_len,
+                max_len=self.max_len,
                 seed=seed,
                 kv_on_update=config.generator.kv_on_update,
                 deadlines=Deadlines(settings.start_timeout_s, settings.answer_timeout_s, settings.silence_timeout_s),
@@ -102,10 +103,6 @@ class VLLMBackend:
         except BaseException:
             self.close()
             raise
-
-    @property
-    def max_len(self) -> int:
-        return self._max_len
 
     def probe(self, tokens: np.ndarray) -> np.ndarray:
         """float32 [T - 1]: logprobs of `tokens` int32 [T] by vLLM, so that a reload is checked where it counts."""
@@ -148,7 +145,7 @@ class VLLMBackend:
 
 
 def spec_of(config: RunConfig, *, max_len: int, stop_token_ids: Sequence[int]) -> protocol.Spec:
-    """What the worker is started with; the engine fills in where and which weights."""
+    """Return the spec that the worker is started with; the engine fills in the address and the weights."""
     settings = config.generator.vllm
     num_seqs = config.generator.num_slots + config.eval.num_slots
     room = model_room(config, max_len)

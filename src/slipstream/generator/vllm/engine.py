@@ -20,7 +20,7 @@ from slipstream.core.clock import Clock, WallClock
 from slipstream.core.errors import ChannelError, ChannelTimeout, ConfigError, ExecutorDied, WeightSyncError
 from slipstream.core.types import FinishReason, VersionSpan
 from slipstream.generator.noise import noise_key
-from slipstream.generator.requests import Finished, KvOnUpdate, Request, Resume, check_request
+from slipstream.generator.requests import Finished, KvOnUpdate, Request, Resume, check_request, in_order
 from slipstream.generator.vllm import protocol
 from slipstream.generator.vllm.folder import WeightFolder
 from slipstream.generator.vllm.process import Launch, WorkerProcess
@@ -177,8 +177,7 @@ class VLLMEngine:
 
     def begun(self) -> list[Request]:
         """Every completion that has tokens, as `submit` could resume it elsewhere; here it goes on undisturbed."""
-        begun = [live.request.resumed_with(live.resume) for live in self._live.values() if live.tokens]
-        return sorted(begun, key=lambda request: (request.stream, request.ordinal, request.sample))
+        return in_order(live.request.resumed_with(live.resume) for live in self._live.values() if live.tokens)
 
     def export_live(self) -> list[Request]:
         """Take every live completion out, resumable by `submit` here or elsewhere; by ordinal and sample."""
@@ -186,9 +185,8 @@ class VLLMEngine:
             self._take_out()
         except (ExecutorDied, ChannelTimeout) as error:
             self._replace(error)
-        exported = [live.request.resumed_with(live.resume) for live in self._live.values()]
-        self._live.clear()
-        return sorted(exported, key=lambda request: (request.stream, request.ordinal, request.sample))
+        lives, self._live = list(self._live.values()), {}
+        return in_order(live.request.resumed_with(live.resume) for live in lives)
 
     # Weights
 
@@ -258,7 +256,7 @@ class VLLMEngine:
 
     @property
     def features(self) -> Mapping[str, bool]:
-        """What the interface of this vLLM offers; see `worker.features_of`."""
+        """The features that this vLLM offers; see `worker.features_of`."""
         return self._features
 
     def has_work(self) -> bool:

@@ -8,12 +8,10 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from safetensors.torch import save_file
-
 from slipstream.core.errors import WeightSyncError
 from slipstream.core.scratch import claim
 from slipstream.models.config import config_to_hf
-from slipstream.models.hf import logical_tensors, save_shards, split_shards, write_json
+from slipstream.models.hf import logical_tensors, write_json, write_weights
 from slipstream.models.transformer import Transformer
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -35,11 +33,7 @@ def save_for_vllm(model: Transformer, path: Path) -> None:
     raw = config_to_hf(config)
     raw["dtype"] = str(model.embedding.weight.dtype).removeprefix("torch.")
     write_json(path / "config.json", raw)
-    shards = split_shards(tensors, MAX_SHARD_BYTES)
-    if len(shards) == 1:
-        save_file(shards[0], path / "model.safetensors", metadata={"format": "pt"})
-    else:
-        save_shards(path, shards)
+    write_weights(path, tensors, MAX_SHARD_BYTES)
 
 
 class WeightFolder:

@@ -126,7 +126,7 @@ class WorkerProcess:
         )
 
     def death(self, why: str | None = None) -> ExecutorDied:
-        """Who died and why, with the end of its log."""
+        """Return the error of a process that ended, with the end of its log."""
         code = self._process.poll()
         how = "it ends itself" if code is None else f"exit code {code}"
         if code is not None and code < 0:

@@ -1,4 +1,4 @@
-"""What the client (`engine.py`) and the process that runs vLLM (`worker.py`) say to each other: msgpack over ZeroMQ.
+"""Messages between the client (`engine.py`) and the process that runs vLLM (`worker.py`): msgpack over ZeroMQ.
 
 Both sides load this file, so it imports nothing but msgspec. The worker does so by path: Slipstream is not installed in
 its environment, nor is vLLM in ours.
@@ -121,7 +121,7 @@ class Failed(Frame):
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a worker is started with, a JSON file: where to connect, and vLLM's engine arguments.
+    """The JSON file that a worker is started with: where to connect, and vLLM's engine arguments.
 
     `folder` is removed by the worker when its parent is gone. `transfer` is 'reload' or 'nccl'.
     """

@@ -48,7 +48,7 @@ else:
 
 
 class LLM(Protocol):
-    """What is used of `vllm.v1.engine.async_llm.AsyncLLM`; what only some versions have is called by `Worker` alone."""
+    """The part of `vllm.v1.engine.async_llm.AsyncLLM` that every version has."""
 
     def generate(self, prompt: Any, sampling_params: Any, request_id: str) -> AsyncIterator[Any]: ...
 
@@ -68,7 +68,7 @@ Transfer = Callable[[str], Any]
 
 
 def features_of(llm: LLM) -> dict[str, bool]:
-    """What this vLLM offers for reinforcement learning."""
+    """Find out what this vLLM offers for reinforcement learning."""
     pause = inspect.signature(llm.pause_generation).parameters if hasattr(llm, "pause_generation") else {}
     return {
         "pause": bool(pause) or hasattr(llm, "pause_generation"),

@@ -2,8 +2,8 @@
 
 A link is a process group of its own over c10d's store: sources first, then the replica's ranks. Nobody else is in it,
 so a replica that dies or hangs breaks its own link only; a new one is made under the next epoch's name. Both ends put
-what they hold into the store, plan alike (`plan.py`) and compare the plans' hashes before the first byte. The sources
-are the trainer's ranks, or those of a replica that hands on what it gets (`tree.py`).
+what they hold into the store, plan alike (`resharding.py`) and compare the plans' hashes before the first byte. The
+sources are the trainer's ranks, or those of a replica that hands on what it gets (`tree.py`).
 
 A receiver pulls: it asks one source after the other, in the plan's rounds, for a version that was offered. For each
 receiver a source has a thread that waits for requests and sends (`relay.Source`): neither the trainer nor another
@@ -21,6 +21,8 @@ gloo and NCCL send in plain text: links need a trusted network.
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -34,12 +36,14 @@ import torch
 from slipstream.core.background import start_thread
 from slipstream.core.errors import ChannelError, WeightSyncError
 from slipstream.core.peer_messages import WeightsLinked, WeightsOffered
+from slipstream.core.peer_messages import WeightsLinked
+from slipstream.core.peer_messages import WeightsOffered
+from slipstream.weight_sync.copies import Copies
 from slipstream.weight_sync.copying import HOST, Bytes, Memory
 from slipstream.weight_sync.delta import apply_changes, changes_of
 from slipstream.weight_sync.link_group import Ends, LinkGroup, Tag
-from slipstream.weight_sync.plan import BUCKET_BYTES, Copies, Place
 from slipstream.weight_sync.relay import Shelf, Source, State
-from slipstream.weight_sync.threads import give_way
+from slipstream.weight_sync.resharding import BUCKET_BYTES, Place
 
 _LOG = logging.getLogger(__name__)
 _FOREVER = timedelta(days=365)  # gloo has no endless wait; a receiver asks when it likes, and `close` ends the wait
@@ -98,6 +102,17 @@ class Links:
         """Idempotent."""
         for replica in list(self._servers):
             self.drop(replica)
+
+
+STAGING_NICENESS = 10
+"""In Linux's units: a tenth of a core where decoding wants all of them, else what is idle."""
+
+
+def give_way() -> None:
+    """Called by such a thread, once: one core at most, and that only when decoding leaves it."""
+    torch.set_num_threads(1)  # of this thread; the others keep theirs
+    if sys.platform == "linux":  # where threads have priorities of their own
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), STAGING_NICENESS)
 
 
 class VersionGoneError(WeightSyncError):
@@ -235,7 +250,7 @@ class _Sender:
         return None
 
     def _awaited(self, version: int, slot: int, bucket: _Bucket) -> State:
-        """What became of the bucket's bytes. While something arrives that may become them, the receiver waits too."""
+        """Wait for the bucket's bytes; return their state. The receiver waits too, while something arrives."""
         beat_s = self._links.timeout.total_seconds() / _SIGNS_OF_WAITING
         state = self._source.wait(version, slot, bucket.taken_from, 0.0)
         num_idle = 0
@@ -259,7 +274,7 @@ class _Sender:
         return data
 
     def _delta(self, number: int, data: torch.Tensor, header: torch.Tensor, may_differ: bool) -> torch.Tensor:
-        """What to send instead of `data`; keeps `data` as what the next version is compared with."""
+        """Return what to send instead of `data`; keep `data` as what the next version is compared with."""
         new, base = data.numpy(), self._bases[number]
         if base is None:
             self._bases[number] = new.copy()

@@ -11,12 +11,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.link_price import price
 from slipstream.core import wire
 from slipstream.core.errors import WeightSyncError
 from slipstream.core.peer_messages import Holding
-from slipstream.weight_sync.copying import BLOCK_BYTES, HOST, checksum_of, gather, num_blocks
+from slipstream.core.peer_messages import Holding
+from slipstream.weight_sync.copies import Copies
+from slipstream.weight_sync.copying import BLOCK_BYTES, HOST, checksum_of, num_blocks
 from slipstream.weight_sync.device_memory import DeviceMemory
-from slipstream.weight_sync.plan import Copies, Place, Plan, make_plan, price
+from slipstream.weight_sync.resharding import Place, ReshardPlan, make_plan
 
 ON_DEVICE = DeviceMemory(torch.device("cpu"))
 SHAPES = {"a": (7, 6), "b": (12,), "c": (1, 5), "d": (9, 4)}
@@ -73,7 +76,7 @@ def cut(box: tuple, shapes: dict[str, tuple[int, ...]] = SHAPES) -> np.ndarray:
     return numbers(name, shapes)[tuple(slice(low, high) for low, high in zip(start, stop, strict=True))]
 
 
-def execute(plan: Plan, sources: list[Rank], destinations: list[Rank]) -> None:
+def execute(plan: ReshardPlan, sources: list[Rank], destinations: list[Rank]) -> None:
     """Fill the sources' buffers by their boxes, move what the plan says, and compare every box of the destinations."""
     held = [source.build() for source in sources]
     for source, (_, _, views) in zip(sources, held, strict=True):
@@ -98,7 +101,7 @@ def execute(plan: Plan, sources: list[Rank], destinations: list[Rank]) -> None:
                 assert np.array_equal(view, cut(box, destination.shapes)), (number, box)
 
 
-def planned(sources: list[Rank], destinations: list[Rank], **options) -> Plan:
+def planned(sources: list[Rank], destinations: list[Rank], **options) -> ReshardPlan:
     return make_plan(
         [rank.build()[0] for rank in sources], [rank.build()[0] for rank in destinations], piece_bytes=48, **options
     )
@@ -226,7 +229,7 @@ def test_every_block_that_a_copy_touches_is_verified(data: st.DataObject) -> Non
     columns_of = zip(*(strided, straight), strict=True)
     copies = Copies(*(np.array(column, np.int64) for column in columns_of)).by_source()
     target = np.zeros(rows * columns + straight[-1], np.uint8)
-    gather(copies, source, target, checksums)
+    HOST.gather(copies, torch.from_numpy(source), torch.from_numpy(target), checksums)
     expected = np.concatenate(
         [source[: rows * pitch].reshape(rows, pitch)[:, first : first + columns].ravel(), source[begin : begin + run]]
     )
@@ -234,7 +237,7 @@ def test_every_block_that_a_copy_touches_is_verified(data: st.DataObject) -> Non
     touched = data.draw(st.sampled_from([first, begin, begin + straight[-1] - 1, first + (rows - 1) * pitch]))
     source[touched] ^= 1
     with pytest.raises(WeightSyncError, match=f"block {touched // BLOCK_BYTES} of a version is damaged"):
-        gather(copies, source, target, checksums)
+        HOST.gather(copies, torch.from_numpy(source), torch.from_numpy(target), checksums)
 
 
 def test_prices() -> None:

@@ -114,8 +114,8 @@ class ScriptedGenerator:
         self,
         version: int,
         *,
-        kv_on_update: KvOnUpdate = "keep",  # noqa: ARG002 - there is no KV
-        max_kv_age: int = 0,  # noqa: ARG002
+        kv_on_update: KvOnUpdate = "keep",
+        max_kv_age: int = 0,
     ) -> None:
         """Tokens from here on are stamped with `version`."""
         self.version = version

@@ -16,20 +16,17 @@ Every rank of both sides computes the plan of its link by itself, and they compa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
 
 from slipstream.core.errors import WeightSyncError
 from slipstream.core.peer_messages import Holding
-
-Array = np.ndarray[Any, Any]
-Extent = tuple[int, int]
-"""(first byte, one past the last)"""
+from slipstream.weight_sync.copies import Array, Copies
 
 BUCKET_BYTES = 64 << 20
 _LARGEST_GAP = 64  # bytes between parameters (`models.quantized`): copied along when nothing lies there
@@ -48,148 +45,7 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Copies:
-    """N copies of bytes between two buffers, in the order of the target's bytes.
-
-    Copy n: counts[n] [D] runs of run_bytes[n] bytes, the first at `source[n]` and `target[n]`, each side with strides.
-    """
-
-    source: Array  # int64 [N]
-    target: Array  # int64 [N]
-    counts: Array  # int64 [N, D]
-    source_strides: Array  # int64 [N, D]
-    target_strides: Array  # int64 [N, D]
-    run_bytes: Array  # int64 [N]
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    @cached_property
-    def sizes(self) -> Array:
-        """int64 [N]: bytes of each."""
-        sizes: Array = self.counts.prod(1) * self.run_bytes
-        return sizes
-
-    @property
-    def num_bytes(self) -> int:
-        return int(self.sizes.sum())
-
-    @cached_property
-    def rows(self) -> list[tuple[int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...], int]]:
-        """(source, target, counts, source strides, target strides, run) of each, without the axes that count 1."""
-        rows = []
-        for source, target, counts, source_strides, target_strides, run in zip(
-            *(column.tolist() for column in self._columns), strict=True
-        ):
-            axes = [axis for axis, count in enumerate(counts) if count != 1]
-            strides = [tuple(strides[axis] for axis in axes) for strides in (source_strides, target_strides)]
-            rows.append((source, target, tuple(counts[axis] for axis in axes), strides[0], strides[1], run))
-        return rows
-
-    def by_source(self) -> Copies:
-        """The same copies in the order of the source's bytes."""
-        return self.take(np.argsort(self.source, kind="stable"))
-
-    def take(self, index: Array | slice) -> Copies:
-        return Copies(*(column[index] for column in self._columns))
-
-    @property
-    def _columns(self) -> tuple[Array, ...]:
-        return (self.source, self.target, self.counts, self.source_strides, self.target_strides, self.run_bytes)
-
-    def cut(self, most_bytes: int) -> Copies:
-        """The same bytes in copies of at most `most_bytes`, or of one run: by bytes where there is one run, else by the
-        first axis that counts."""
-        pieces: list[tuple[Any, ...]] = []
-        too_large = self.sizes > most_bytes
-        if not too_large.any():
-            return self
-        for n in np.flatnonzero(too_large):
-            pieces.extend(self._pieces(int(n), most_bytes))
-        kept = self.take(~too_large)
-        columns = [
-            np.concatenate([column, np.array([piece[i] for piece in pieces], np.int64).reshape(-1, *column.shape[1:])])
-            for i, column in enumerate(kept._columns)
-        ]
-        order = np.argsort(columns[1], kind="stable")
-        return Copies(*(column[order] for column in columns))
-
-    def _pieces(self, n: int, most_bytes: int) -> Iterator[tuple[Any, ...]]:
-        source, target, counts, source_strides, target_strides, run = (column[n] for column in self._columns)
-        axes = np.flatnonzero(counts > 1)
-        if not len(axes):
-            for start in range(0, int(run), most_bytes):
-                size = np.int64(min(most_bytes, int(run) - start))
-                yield source + start, target + start, counts, source_strides, target_strides, size
-            return
-        axis = axes[0]
-        step = max(1, most_bytes // max(1, int(self.sizes[n] // counts[axis])))
-        for start in range(0, int(counts[axis]), step):
-            part = counts.copy()
-            part[axis] = min(step, int(counts[axis]) - start)
-            yield (
-                source + start * source_strides[axis],
-                target + start * target_strides[axis],
-                part,
-                source_strides,
-                target_strides,
-                run,
-            )
-
-    def buckets(self, most_bytes: int) -> list[Copies]:
-        """Successive copies of at most `most_bytes` together, where a single one is no larger."""
-        cut = self.cut(most_bytes)
-        buckets, first, filled = [], 0, 0
-        for n, size in enumerate(cut.sizes.tolist()):
-            if filled and filled + size > most_bytes:
-                buckets.append(cut.take(slice(first, n)))
-                first, filled = n, 0
-            filled += size
-        if first < len(cut):
-            buckets.append(cut.take(slice(first, len(cut))))
-        return buckets
-
-    def packed(self) -> Copies:
-        """From the same sources into consecutive bytes from 0 on."""
-        strides = np.ones_like(self.target_strides)
-        strides[:, -1] = self.run_bytes
-        for axis in range(strides.shape[1] - 2, -1, -1):
-            strides[:, axis] = strides[:, axis + 1] * self.counts[:, axis + 1]
-        starts = np.cumsum(self.sizes) - self.sizes
-        return Copies(self.source, starts, self.counts, self.source_strides, strides, self.run_bytes)
-
-    def unpacked(self) -> Copies:
-        """From consecutive bytes to the same targets."""
-        packed = self.packed()
-        return Copies(
-            packed.target, self.target, self.counts, packed.target_strides, self.target_strides, self.run_bytes
-        )
-
-    @property
-    def reads(self) -> Extent:
-        return self._extent(self.source, self.source_strides)
-
-    @property
-    def writes(self) -> Extent:
-        return self._extent(self.target, self.target_strides)
-
-    def _extent(self, starts: Array, strides: Array) -> Extent:
-        ends = starts + ((self.counts - 1) * strides).sum(1) + self.run_bytes
-        return int(starts.min()), int(ends.max())
-
-    def lie_within(self, num_bytes: int, extent: Extent) -> bool:
-        """Whether the side with this `extent` stays in a buffer of `num_bytes`. Of a plan that strangers may have had a
-        say in: nothing else about the copies is sure."""
-        is_sane = bool(((self.run_bytes > 0) & (self.run_bytes <= num_bytes)).all() and (self.counts > 0).all())
-        return is_sane and 0 <= extent[0] <= extent[1] <= num_bytes
-
-    @property
-    def is_one_run(self) -> bool:
-        return len(self) == 1 and bool((self.counts == 1).all())
-
-
-@dataclass(frozen=True)
-class Plan:
+class ReshardPlan:
     """`copies[source, destination]` of a link, and who is asked in which order."""
 
     num_sources: int
@@ -231,7 +87,7 @@ def make_plan(
     destination_places: Sequence[Place] | None = None,
     rotation: int = 0,
     piece_bytes: int = BUCKET_BYTES,
-) -> Plan:
+) -> ReshardPlan:
     """How every destination gets all of its boxes, each byte once, from sources that hold it.
 
     Of several holders of a box the nearest sends it, and of these the one that has least to send yet; ties go to the
@@ -253,7 +109,7 @@ def make_plan(
     chosen = _choose(
         pieces.sizes(), box, wanted.rank[destination], held.rank, holders_of, first_holder, distances, rotation
     )
-    return Plan(len(sources), len(destinations), _copies(pieces, held, chosen, wanted, destination, names))
+    return ReshardPlan(len(sources), len(destinations), _copies(pieces, held, chosen, wanted, destination, names))
 
 
 @dataclass(frozen=True)
@@ -295,7 +151,7 @@ class _Names:
         self.dimensions = max([2, *(len(shape) for _, shape, _ in self.known.values())])
 
     def boxes(self, holdings: Sequence[Holding], *, is_source: bool) -> _Boxes:
-        """Of all `holdings`; those of a source that nobody wants are left out."""
+        """Return the boxes of all `holdings`; those of a source that no destination wants are left out."""
         parts = []
         for rank, holding in enumerate(holdings):
             numbers = np.full(len(holding.names), -1, np.int64)
@@ -551,27 +407,3 @@ def _joined(copies: Copies, box_stops: Array, next_starts: Array) -> Copies:
     kept = copies.take(first)
     run_bytes = np.where(first == last, kept.run_bytes, ends[last] - kept.target)
     return Copies(kept.source, kept.target, kept.counts, kept.source_strides, kept.target_strides, run_bytes)
-
-
-@dataclass(frozen=True)
-class Price:
-    """Seconds of one version over links of a bandwidth, by two ways."""
-
-    pairs_s: float
-    broadcast_s: float
-
-    @property
-    def is_broadcast_cheaper(self) -> bool:
-        return self.broadcast_s < self.pairs_s
-
-
-def price(sent: Array, *, sender_bytes_per_s: float, receiver_bytes_per_s: float, num_links: int = 1) -> Price:
-    """What the bandwidths allow at best, for `num_links` replicas that each get `sent` [sources, destinations] bytes.
-
-    pairs      max(most that a destination receives / bw_rx, num_links * most that a source sends / bw_tx)
-    broadcast  all that any destination wants, once, in a pipeline through all of them: B / min(bw_tx, bw_rx)
-    """
-    received = float(sent.sum(0).max(initial=0)) / receiver_bytes_per_s
-    pairs_s = max(received, num_links * float(sent.sum(1).max(initial=0)) / sender_bytes_per_s)
-    whole = float(sent.max(1, initial=0).sum())
-    return Price(pairs_s, whole / min(sender_bytes_per_s, receiver_bytes_per_s))

@@ -1,0 +1,87 @@
+"""From a prompt to the request of an engine, and from what the engine finished to the completion that is passed on."""
+
+from __future__ import annotations
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from slipstream.algorithms.responses import truncate_at_token
+from slipstream.core.sections import GeneratorConfig
+from slipstream.core.sections import RewardsConfig
+from slipstream.core.types import Completion, Prompt, Purpose
+from slipstream.generator.requests import Finished, Request, segment_of
+
+TRAIN_STREAM, EVAL_STREAM = 0, 1
+"""Streams of noise: training and evaluations count their ordinals apart, so their noise is keyed apart."""
+
+
+def request_of(
+    generator: GeneratorConfig,
+    prompt: Prompt,
+    *,
+    ordinal: int,
+    sample: int = 0,
+    max_len: int,
+    temperature: float,
+    stream: int = TRAIN_STREAM,
+    is_whole: bool = False,
+    is_again: bool = False,
+) -> Request:
+    """Return the request for one completion of `prompt` in a sequence of at most `max_len` tokens.
+
+    `is_whole`, as in evaluations: the policy itself is sampled, never a part of it, and nothing limits the time. A
+    greedy baseline of training is of the whole policy too.
+    """
+    is_cut = not is_whole and temperature > 0 and generator.truncates
+    return Request(
+        ordinal=ordinal,
+        sample=sample,
+        prompt_tokens=prompt.tokens,
+        max_new_tokens=min(generator.max_new_tokens, max_len - len(prompt.tokens)),
+        temperature=temperature,
+        stream=stream,
+        top_k=generator.top_k if is_cut else 0,
+        top_p=generator.top_p if is_cut else 1.0,
+        min_p=generator.min_p if is_cut else 0.0,
+        keep_sets=is_cut and generator.keep_sets,
+        time_limit_s=None if is_whole else generator.time_limit_s,
+        is_again=is_again,
+    )
+
+
+def completion_of(
+    item: Finished,
+    prompt: Prompt,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    stop_ids: list[int],
+    rewards: RewardsConfig,
+    replica: int = 0,
+    purpose: Purpose = "train",
+    eval_id: int = -1,
+) -> Completion:
+    """Return the completion with the text that is scored: up to `rewards.truncate_token`, where that is set."""
+    scored = truncate_at_token(item.tokens, rewards.truncate_token, after=rewards.truncate_after)
+    return Completion(
+        ordinal=item.ordinal,
+        sample=item.sample,
+        prompt=prompt,
+        segments=(segment_of(item),),
+        text=decode_text(tokenizer, scored, stop_ids),
+        finish_reason=item.finish_reason,
+        replica=replica,
+        purpose=purpose,
+        eval_id=eval_id,
+        started_s=item.started_s,
+        finished_s=item.finished_s,
+    )
+
+
+def decode_text(tokenizer: PreTrainedTokenizerBase, tokens: np.ndarray, stop_ids: list[int]) -> str:
+    """Return the text of a completion, without its stop token and other special tokens."""
+    ids = tokens.tolist()
+    if ids and ids[-1] in stop_ids:
+        ids = ids[:-1]
+    text = tokenizer.decode(ids, skip_special_tokens=True)
+    assert isinstance(text, str)
+    return text

@@ -1,0 +1,79 @@
+"""Evaluations inside a run: each is decoded by the version that was live when it was asked for."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from slipstream.core.sections import GeneratorConfig
+from slipstream.core.spans import Spans
+from slipstream.core.types import Evaluate, Prompt
+from slipstream.generator.backend import Backend, Pin
+from slipstream.generator.completions import EVAL_STREAM, request_of
+from slipstream.generator.requests import Finished, GenerationEngine, Labelled
+
+
+@dataclass
+class EvalJob:
+    """An evaluation, the version that it is pinned to, and the engine that decodes it once it has started."""
+
+    request: Evaluate
+    pin: Pin
+    remaining: int
+    engine: GenerationEngine | None = None
+
+
+class EvalJobs:
+    """A queue of evaluations; one runs at a time."""
+
+    def __init__(self, backend: Backend, generator: GeneratorConfig, spans: Spans) -> None:
+        self._backend, self._generator, self._spans = backend, generator, spans
+        self._jobs: deque[EvalJob] = deque()
+
+    def add(self, request: Evaluate) -> None:
+        """Queue an evaluation of the version that is live now."""
+        self._jobs.append(EvalJob(request, self._backend.pin(), len(request.prompts)))
+
+    def step(self) -> list[Finished] | None:
+        """Start the oldest evaluation, or decode one step of it; None where there was nothing to do.
+
+        An evaluation that shares the engine of training shares its steps too, and has none of its own.
+        """
+        if not self._jobs:
+            return None
+        job = self._jobs[0]
+        if job.engine is None:
+            with self._spans.span("evaluate"):
+                job.engine = self._start(job)
+            return []
+        return None if job.engine is self._backend.engine else job.engine.step()
+
+    def take(self, item: Finished) -> tuple[Prompt, int]:
+        """Count a finished answer of the running evaluation; return its prompt and the evaluation's id."""
+        job = self._jobs[0]
+        assert {span.version for span in item.version_spans} == {job.pin.version}, "not of the version it is pinned to"
+        job.remaining -= 1
+        if not job.remaining:
+            self._jobs.popleft()
+            self._backend.unpin(job.pin)
+        return job.request.prompts[item.ordinal], job.request.eval_id
+
+    def _start(self, job: EvalJob) -> GenerationEngine:
+        engine = self._backend.evaluation_engine(
+            job.pin, Labelled(self._spans, version=job.pin.version, state="evaluate")
+        )
+        engine.submit(
+            [
+                request_of(
+                    self._generator,
+                    prompt,
+                    ordinal=ordinal,
+                    max_len=self._backend.max_len,
+                    temperature=job.request.temperature,
+                    stream=EVAL_STREAM,
+                    is_whole=True,
+                )
+                for ordinal, prompt in enumerate(job.request.prompts)
+            ]
+        )
+        return engine
