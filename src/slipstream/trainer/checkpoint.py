@@ -188,7 +188,7 @@ class Checkpoints:
         self, path: Path, state: Mapping[str, Any], keep: int | None, content: Mapping[Box, Tensor], random: Generators
     ) -> None:
         """Write the checkpoint with all other ranks: a folder, then every rank's file, then what makes it whole."""
-        group, what = self._group, f"checkpoint {path} could not be saved"
+        group, what = self._group, f"checkpoint {path} could not be written"
         self._agreed(what, lambda: new_partial(path) if group.is_leader else None)
         file = partial_path(path) / rank_file(group.rank)
         written = self._gather(what, self._agreed(what, lambda: write_boxes(file, content, random)))
