@@ -21,7 +21,7 @@ from slipstream.models.sharded import Division, build_sharded_policy, module_par
 from slipstream.models.shards import Shard, whole_shapes
 from slipstream.models.tensor_parallel import whole_config
 from slipstream.models.transformer import Transformer
-from slipstream.trainer.checkpoint import CRITIC, POLICY, Checkpoints, Restored, Saved, Trained
+from slipstream.trainer.checkpoint import CRITIC, POLICY, Checkpoints, LoadedCheckpoint, Saved, Trained
 from slipstream.trainer.critic import Critic
 from slipstream.trainer.optim import AdamW
 
@@ -118,7 +118,7 @@ class Policy:
         self.is_saving &= saved is None
         return saved
 
-    def load(self, path: Path, critic: Critic | None) -> Restored:
+    def load(self, path: Path, critic: Critic | None) -> LoadedCheckpoint:
         """Go on from the checkpoint `path`, whatever ranks wrote it. CheckpointError as `Checkpoints.load`'s."""
         return self._checkpoints.load(path, self._trained(critic))
 
