@@ -1257,7 +1257,8 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> None:
         (os, "fork"),
         (os, "posix_spawn"),
         (slipstream.models.hf, "safe_open"),
-        (slipstream.trainer.checkpoint, "load_file"),
+        (slipstream.trainer.checkpoint_boxes, "safe_open"),
+        (slipstream.trainer.first_format, "load_file"),
     ):
         monkeypatch.setattr(owner, name, refuse(name))
     start = subprocess.Popen.__init__

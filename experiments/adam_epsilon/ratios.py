@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,13 @@ import torch
 from experiments.stylistic_details.runs import RECIPE
 from slipstream.batching import collate as batching
 from slipstream.core.config import RunConfig
-from slipstream.core.packed import PackedMicrobatch
 from slipstream.core.recipes import resolve
 from slipstream.core.types import Group
 from slipstream.evals.sampling import sample_completions
 from slipstream.evals.scoring import score_by
 from slipstream.prompts import build_prompts
 from slipstream.trainer.batch import train_sequence
-from slipstream.trainer.measure import Auxiliary, measure, microbatch_logprobs
+from slipstream.trainer.measure import Auxiliary, measure, reads_logprobs
 from slipstream.trainer.policy import Policy
 from slipstream.trainer.records import TokenSample
 from slipstream.trainer.step import train_on_batch
@@ -135,17 +133,13 @@ def _columns(
     config: RunConfig, trained: Policy, batch: Sequence[Group], tokens: TokenSample
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """New and old logprobs and advantages of all tokens; the old ones are the policy's before its first update."""
-    read = partial(_logprobs, trained, config.logprob_temperature)
+    read = reads_logprobs(trained.model, config.logprob_temperature)
     sequences = [train_sequence(rollout.completion) for group in batch for rollout in group.rollouts]
     new = measure(read, sequences, microbatch_tokens=config.trainer.microbatch_tokens, batching=batching)
     keys = [sequence.key for sequence in sequences]
     old = np.concatenate([tokens.trained[key][0] for key in keys])
     advantages = np.concatenate([tokens.trained[key][1] for key in keys])
     return np.concatenate([new[key] for key in keys]), old, advantages
-
-
-def _logprobs(trained: Policy, temperature: float, microbatch: PackedMicrobatch) -> torch.Tensor:
-    return microbatch_logprobs(trained.model, microbatch, temperature=temperature)[0]
 
 
 def weights_below(trained: Policy, eps: float) -> dict[str, float]:

@@ -230,7 +230,7 @@ def test_training_goes_on_while_ranks_save(ranks: RankPool, tmp_path: Path) -> N
 
 def test_a_failed_save_is_told_by_the_next_call_and_leaves_the_others(ranks: RankPool, tmp_path: Path) -> None:
     for text, left in ranks.run(jobs.fail_once, LLAMA, (2, 1), str(tmp_path), world=2):
-        assert "step_4 could not be saved" in text
+        assert "step_4 could not be written" in text
         assert "rank 1: [Errno 28] No space left" in text
         assert left == ["step_3", "step_6"]
 

@@ -20,7 +20,7 @@ from slipstream.models.hf import logical_tensors
 from slipstream.models.initialise import new_model
 from slipstream.models.transformer import Transformer
 from slipstream.trainer.batch import PreparedBatch, prepare_batch, select_batch
-from slipstream.trainer.checkpoint import Checkpoints, Restored, Saved, Trained
+from slipstream.trainer.checkpoint import Checkpoints, LoadedCheckpoint, Saved, Trained
 from slipstream.trainer.scores import ScoredGroup, head_of, scored_groups
 
 VOCAB_SIZE = 19
@@ -53,7 +53,7 @@ def save_checkpoint(path: Path, policy: Trained, *, step: int, critic: Trained |
         assert checkpoints.poll() == Saved(path, step)
 
 
-def load_checkpoint(path: Path, policy: Trained, *, critic: Trained | None = None) -> Restored:
+def load_checkpoint(path: Path, policy: Trained, *, critic: Trained | None = None) -> LoadedCheckpoint:
     with closing(Checkpoints()) as checkpoints:
         return checkpoints.load(path, {"policy": policy} | ({"critic": critic} if critic else {}))
 

@@ -88,7 +88,7 @@ class Saved:
 
 
 @dataclass(frozen=True)
-class Restored:
+class LoadedCheckpoint:
     """The state of a loaded checkpoint: `step` steps are in its weights, which are policy version `step`.
 
     `updates` have been made of each trained model, by name ("policy", "critic").
@@ -188,7 +188,7 @@ class Checkpoints:
         self, path: Path, state: Mapping[str, Any], keep: int | None, content: Mapping[Box, Tensor], random: Generators
     ) -> None:
         """Write the checkpoint with all other ranks: a folder, then every rank's file, then what makes it whole."""
-        group, what = self._group, f"checkpoint {path} could not be saved"
+        group, what = self._group, f"checkpoint {path} could not be written"
         self._agreed(what, lambda: new_partial(path) if group.is_leader else None)
         file = partial_path(path) / rank_file(group.rank)
         written = self._gather(what, self._agreed(what, lambda: write_boxes(file, content, random)))
@@ -290,7 +290,7 @@ class Checkpoints:
 
     # Loading
 
-    def load(self, path: Path, trained: Mapping[str, Trained]) -> Restored:
+    def load(self, path: Path, trained: Mapping[str, Trained]) -> LoadedCheckpoint:
         """Go on from checkpoint `path`, whatever ranks wrote it: weights, moments, updates, random generators.
 
         Random generators go to the ranks of the same number; ranks that there were not keep theirs. CheckpointError,
@@ -314,7 +314,7 @@ class Checkpoints:
             set_random_state(*found)
         for name, (_, optimizer) in trained.items():
             optimizer.resumed(updates[name])
-        return Restored(state["step"], updates, state["extra"])
+        return LoadedCheckpoint(state["step"], updates, state["extra"])
 
     def _open(self, path: Path, trained: Mapping[str, Trained]) -> tuple[Manifest, list[StoredBox]]:
         """Return manifest and boxes of `path`. Each rank verifies its share of the files."""

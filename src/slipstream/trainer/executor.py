@@ -40,7 +40,7 @@ from slipstream.core.vetting import Limits
 from slipstream.models.transformer import Transformer
 from slipstream.observe.timeline import TRAINED
 from slipstream.trainer.critic import Critic
-from slipstream.trainer.inbox import Inbox
+from slipstream.trainer.inbox import RolloutInbox
 from slipstream.trainer.measure import Auxiliary, brings_reference, follows_warm_start, needed_columns, reference_path
 from slipstream.trainer.policy import Policy
 from slipstream.trainer.records import Records, TokenSample
@@ -95,7 +95,7 @@ class Trainer(Executor):
             max_positions=model.max_positions,
             brings_reference=brings_reference(config),
         )
-        self.inbox = Inbox(
+        self.inbox = RolloutInbox(
             config,
             context,
             limits,

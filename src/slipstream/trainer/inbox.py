@@ -23,7 +23,7 @@ from slipstream.trainer.scores import ScoredGroup, dealt_by, effective_reward, h
 log = logging.getLogger(__name__)
 
 
-class Inbox:
+class RolloutInbox:
     """Keep the rollouts that this rank is dealt; on rank 0 also the heads of all ranks' rollouts.
 
     Rank 0 knows from the heads when a group is whole, and tells the controller (`GroupScored`). Only the first of

@@ -106,9 +106,9 @@ def measured_columns(
     """
     config = step.config
     readers: dict[str, Read] = {
-        "behaviour_logprobs": partial(_logprobs, model, config),  # at staleness 0, the only case, it sampled
-        "reference_logprobs": partial(_logprobs, auxiliary.reference, config),
-        "proximal_logprobs": partial(_logprobs, model, config),
+        "behaviour_logprobs": reads_logprobs(model, config.logprob_temperature),  # at staleness 0, the only case
+        "reference_logprobs": reads_logprobs(auxiliary.reference, config.logprob_temperature),
+        "proximal_logprobs": reads_logprobs(model, config.logprob_temperature),
         "values": partial(_values, model, auxiliary.critic),
     }
     columns: dict[str, Columns] = {}
@@ -125,9 +125,14 @@ def measured_columns(
     return columns
 
 
-def _logprobs(model: Transformer | None, config: RunConfig, microbatch: PackedMicrobatch) -> Tensor:
-    assert model is not None, "the config needs a reference policy, and none was built"
-    return microbatch_logprobs(model, microbatch, temperature=config.logprob_temperature)[0]
+def reads_logprobs(model: Transformer | None, temperature: float) -> Read:
+    """Return the function that reads the logprobs of a microbatch's targets under `model`."""
+
+    def read(microbatch: PackedMicrobatch) -> Tensor:
+        assert model is not None, "the config needs a reference policy, and none was built"
+        return microbatch_logprobs(model, microbatch, temperature=temperature)[0]
+
+    return read
 
 
 def _values(model: Transformer, critic: Critic | None, microbatch: PackedMicrobatch) -> Tensor:

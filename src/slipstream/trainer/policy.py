@@ -16,12 +16,13 @@ from slipstream.core.weights import WeightsPublisher
 from slipstream.models.build import build_tokenizer
 from slipstream.models.export import export_sharded
 from slipstream.models.flat import FlatParameters
+from slipstream.models.hf import save_model
 from slipstream.models.quantized import Packer, WeightLayout
 from slipstream.models.sharded import Division, build_sharded_policy, module_parts, stored_parameters
 from slipstream.models.shards import Shard, whole_shapes
 from slipstream.models.tensor_parallel import whole_config
 from slipstream.models.transformer import Transformer
-from slipstream.trainer.checkpoint import CRITIC, POLICY, Checkpoints, Restored, Saved, Trained
+from slipstream.trainer.checkpoint import CRITIC, POLICY, Checkpoints, LoadedCheckpoint, Saved, Trained
 from slipstream.trainer.critic import Critic
 from slipstream.trainer.optim import AdamW
 
@@ -93,6 +94,9 @@ class Policy:
 
     def export(self, path: Path) -> None:
         """Write a Hugging Face checkpoint with its tokenizer; on return it is there."""
+        if self.division.is_whole:
+            save_model(self.model, path, self.tokenizer)
+            return
         views = self.parameters.named_views()
         shards = [Shard(part.box, part.of(views[part.parameter])) for part in module_parts(self.model)]
         export_sharded(shards, path, self._ranks, whole_config(self.model), self.tokenizer)
@@ -115,7 +119,7 @@ class Policy:
         self.is_saving &= saved is None
         return saved
 
-    def load(self, path: Path, critic: Critic | None) -> Restored:
+    def load(self, path: Path, critic: Critic | None) -> LoadedCheckpoint:
         """Go on from the checkpoint `path`, whatever ranks wrote it. CheckpointError as `Checkpoints.load`'s."""
         return self._checkpoints.load(path, self._trained(critic))
 

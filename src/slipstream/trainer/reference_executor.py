@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import msgspec
 import torch
-from torch import Tensor
 
 from slipstream.core.config import RunConfig
 from slipstream.core.executor import Context, Executor, takes_stop
-from slipstream.core.packed import Batching, PackedMicrobatch
+from slipstream.core.packed import Batching
 from slipstream.core.types import Ready, Rollout
 from slipstream.core.vetting import Limits, vetted
 from slipstream.models.build import build_policy, build_tokenizer
 from slipstream.models.device import DTYPES, scoring_device
 from slipstream.models.transformer import Transformer
 from slipstream.trainer.batch import train_sequence
-from slipstream.trainer.measure import follows_warm_start, measure, microbatch_logprobs, reference_path
+from slipstream.trainer.measure import follows_warm_start, measure, reads_logprobs, reference_path
 
 
 class ReferencePolicy(Executor):
@@ -128,7 +126,7 @@ def reference_logprobs(
         for index, rollout in enumerate(rollouts)
     ]
     columns = measure(
-        partial(_logprobs, model, config.logprob_temperature),
+        reads_logprobs(model, config.logprob_temperature),
         sequences,
         microbatch_tokens=config.trainer.microbatch_tokens,
         batching=batching,
@@ -137,7 +135,3 @@ def reference_logprobs(
         msgspec.structs.replace(rollout, reference_logprobs=columns[sequence.key])
         for rollout, sequence in zip(rollouts, sequences, strict=True)
     ]
-
-
-def _logprobs(model: Transformer, temperature: float, microbatch: PackedMicrobatch) -> Tensor:
-    return microbatch_logprobs(model, microbatch, temperature=temperature)[0]

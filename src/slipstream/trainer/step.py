@@ -23,7 +23,7 @@ from slipstream.trainer.metric_names import count_tokens, published_names
 from slipstream.trainer.optim import AdamW
 from slipstream.trainer.records import TokenSample
 from slipstream.trainer.scores import ScoredGroup
-from slipstream.trainer.update import Made, Totals, Update, Updater
+from slipstream.trainer.update import Made, PlannedUpdate, Totals, Updater
 
 
 def train_on_batch(
@@ -88,7 +88,7 @@ def _published(
 
 def _updates(
     groups: Sequence[ScoredGroup], batch: PreparedBatch, atom_size: int, step: StepContext
-) -> Iterator[Update]:
+) -> Iterator[PlannedUpdate]:
     """Yield the updates of a step: `epochs` passes over `minibatches`, dealt anew in each pass where that is asked for.
 
     All ranks iterate together.
@@ -105,7 +105,7 @@ def _updates(
             ]
             totals = _totals(minibatches, step.ranks)
         for index, microbatches in enumerate(minibatches):
-            yield Update(epoch * trainer.minibatches + index, microbatches, totals[index])
+            yield PlannedUpdate(epoch * trainer.minibatches + index, microbatches, totals[index])
 
 
 def _epoch_order(num_groups: int, seed: tuple[int, int, int]) -> list[int]:
@@ -122,7 +122,7 @@ def _totals(minibatches: Sequence[Sequence[PackedMicrobatch]], ranks: RankGroup)
     return [Totals(tokens, sequences, count) for (tokens, sequences), count in zip(sums, most, strict=True)]
 
 
-def _staleness_in_updates(update: Update, step: StepContext) -> int:
+def _staleness_in_updates(update: PlannedUpdate, step: StepContext) -> int:
     """Return how many updates lie between the oldest token of an update and the update itself."""
     staleness = np.concatenate([[0], *(step.number - microbatch.versions for microbatch in update.microbatches)])
     per_step = step.config.updates_per_step

@@ -34,7 +34,7 @@ class Totals:
 
 
 @dataclass(frozen=True)
-class Update:
+class PlannedUpdate:
     """Update `index` of a step: this rank's `microbatches`, and the counts over all ranks."""
 
     index: int
@@ -46,7 +46,7 @@ class Update:
 class Made:
     """An update that was made: the loss over all ranks, gradient norms before clipping, this rank's metrics."""
 
-    update: Update
+    update: PlannedUpdate
     loss: float
     grad_norm: float
     critic_grad_norm: float | None
@@ -93,7 +93,7 @@ class Updater:
         """Number of sequences that must share a microbatch: the two of a pair, for losses of pairs."""
         return 2 if self._loss.atom == "pair" else 1
 
-    def make(self, update: Update) -> Made | None:
+    def make(self, update: PlannedUpdate) -> Made | None:
         """Make one update; None where no rank has anything to train on. All ranks call it.
 
         The first update also measures how far the policy is from the one that sampled. NonFiniteError, on all ranks
@@ -127,7 +127,7 @@ class Updater:
         self._has_changed_weights = True
         return Made(update, loss, norm, critic_norm, lr, metrics)
 
-    def _accumulate(self, update: Update) -> tuple[float, Metrics]:
+    def _accumulate(self, update: PlannedUpdate) -> tuple[float, Metrics]:
         """Leave the update's gradients in the optimizers; return the policy's loss over all ranks, this rank's metrics.
 
         Every rank reads as many microbatches, some of them empty.
