@@ -13,8 +13,6 @@ from slipstream.core.run_log import read_rollouts
 from slipstream.core.sections import TaskConfig
 from slipstream.generator import native
 from slipstream.generator.backends import training_seed
-from slipstream.generator.backends import training_seed
-from slipstream.core.run_log import read_rollouts
 
 
 def test_seeds_of_replicas() -> None:

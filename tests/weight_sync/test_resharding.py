@@ -15,7 +15,6 @@ from benchmarks.link_price import price
 from slipstream.core import wire
 from slipstream.core.errors import WeightSyncError
 from slipstream.core.peer_messages import Holding
-from slipstream.core.peer_messages import Holding
 from slipstream.weight_sync.copies import Copies
 from slipstream.weight_sync.copying import BLOCK_BYTES, HOST, checksum_of, num_blocks
 from slipstream.weight_sync.device_memory import DeviceMemory

@@ -30,7 +30,6 @@ from slipstream.core.types import Counters
 from slipstream.observe.timeline import TIME_PREFIX, Timeline, timeline_path
 
 if TYPE_CHECKING:  # what needs torch is imported by the processes that do: the rewards' starts a second sooner
-    from slipstream.weight_sync.weight_links import Links
     from slipstream.weight_sync.publisher import Publisher
     from slipstream.weight_sync.subscriber import Subscriber
     from slipstream.weight_sync.weight_links import Links

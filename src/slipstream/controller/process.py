@@ -146,8 +146,8 @@ def run_rank(options: argparse.Namespace) -> int:
     from slipstream.controller.groups import join_under_torchrun
     from slipstream.controller.meeting import JOIN_TIMEOUT_S, attend, read_spec
     from slipstream.controller.weights import memory_of
-    from slipstream.weight_sync.weight_links import Links
     from slipstream.weight_sync.resharding import Place
+    from slipstream.weight_sync.weight_links import Links
 
     leaving: list[int] = []
     signal.signal(LEAVING, lambda number, _frame: leaving.append(number))

@@ -6,8 +6,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from slipstream.algorithms.responses import truncate_at_token
-from slipstream.core.sections import GeneratorConfig
-from slipstream.core.sections import RewardsConfig
+from slipstream.core.sections import GeneratorConfig, RewardsConfig
 from slipstream.core.types import Completion, Prompt, Purpose
 from slipstream.generator.requests import Finished, Request, segment_of
 

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from slipstream.core.sections import ModelConfig
-from slipstream.core.sections import ModelConfig
 from slipstream.models.config import TransformerConfig, usual_parts
 from slipstream.models.transformer import Transformer
 

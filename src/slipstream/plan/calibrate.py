@@ -21,9 +21,9 @@ import numpy as np
 
 from slipstream.controller.placement import place
 from slipstream.core.config import RunConfig
-from slipstream.core.sections import GeneratorConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.run_log import LoopState, RolloutLine
+from slipstream.core.sections import GeneratorConfig
 from slipstream.core.types import CompletionFinished, Swapped
 from slipstream.observe.states import DECODES, kind
 from slipstream.observe.timeline import Instant, Slice

@@ -13,13 +13,10 @@ import msgspec
 import torch
 
 from slipstream.algorithms.responses import truncate_at_token
-from slipstream.core.sections import RewardModelTerm
-from slipstream.core.sections import RewardsConfig
-from slipstream.core.sections import RewardTerm
 from slipstream.core.errors import ConfigError
 from slipstream.core.executor import Context, Executor, takes_stop
 from slipstream.core.packed import Batching
-from slipstream.core.sections import RewardsConfig, RewardTerm
+from slipstream.core.sections import RewardModelTerm, RewardsConfig, RewardTerm
 from slipstream.core.types import Completion, Counters, EvalScored, Ready, Rollout
 from slipstream.core.vetting import Limits, vetted
 from slipstream.models.device import DTYPES, scoring_device

@@ -12,9 +12,8 @@ from transformers import PreTrainedTokenizerBase
 from slipstream.algorithms.responses import truncate_at_token
 from slipstream.controller.pipeline import resolve_import
 from slipstream.core.config import RunConfig
-from slipstream.core.stage_sections import JudgeConfig
-from slipstream.core.sections import RewardsConfig
 from slipstream.core.errors import ConfigError
+from slipstream.core.sections import RewardsConfig
 from slipstream.core.stage_sections import JudgeConfig
 from slipstream.core.types import Completion, Prompt, Segment
 from slipstream.evals.judge import EndpointJudge, Judge

@@ -13,13 +13,11 @@ import msgspec
 from transformers import PreTrainedTokenizerBase
 
 from slipstream.core.config import RunConfig
-from slipstream.core.stage_sections import JudgeConfig
-from slipstream.core.sections import RewardModelTerm
-from slipstream.core.sections import RewardsConfig
 from slipstream.core.disk import replace_file
 from slipstream.core.errors import ConfigError
 from slipstream.core.held_out import RIGHT_FROM
-from slipstream.core.sections import RewardsConfig
+from slipstream.core.sections import RewardModelTerm, RewardsConfig
+from slipstream.core.stage_sections import JudgeConfig
 from slipstream.core.types import Completion, Prompt, Rollout
 from slipstream.evals.drift import measure_drift, sample_of
 from slipstream.evals.sampling import sample_completions

@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 
 from slipstream.core.config import RunConfig
-from slipstream.core.stage_sections import JudgeConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.jsonl import JsonlWriter
+from slipstream.core.stage_sections import JudgeConfig
 from slipstream.core.types import Prompt
 from slipstream.evals.scoring import numbered, score_by
 from slipstream.evals.win_rate import Comparison, judge_win_rate

@@ -14,11 +14,9 @@ from transformers import PreTrainedTokenizerBase
 
 from slipstream.batching import collate
 from slipstream.core.config import RunConfig
-from slipstream.core.stage_sections import SftConfig
-from slipstream.core.stage_sections import WarmStartConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.jsonl import JsonlWriter
-from slipstream.core.stage_sections import WarmStartConfig
+from slipstream.core.stage_sections import SftConfig, WarmStartConfig
 from slipstream.core.types import Prompt
 from slipstream.models.build import build_policy
 from slipstream.models.flat import FlatParameters

@@ -28,7 +28,6 @@ from torch import Tensor
 
 from slipstream.core.errors import ConfigError, WeightSyncError
 from slipstream.core.peer_messages import Holding
-from slipstream.core.peer_messages import Holding
 from slipstream.weight_sync.copying import Memory
 from slipstream.weight_sync.device_memory import DeviceMemory
 from slipstream.weight_sync.segment import SegmentSlots, SharedMemory, device_bytes

@@ -9,8 +9,6 @@ import torch
 
 from slipstream.core.errors import WeightSyncError
 from slipstream.core.peer_messages import Holding, WeightsOffered
-from slipstream.core.peer_messages import Holding
-from slipstream.core.peer_messages import WeightsOffered
 from slipstream.weight_sync.copies import Copies
 from slipstream.weight_sync.copying import checksum_of
 from slipstream.weight_sync.resharding import make_plan

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from slipstream.core.peer_messages import Holding
-from slipstream.core.peer_messages import Holding
 from slipstream.weight_sync.copies import Extent
 from slipstream.weight_sync.copying import HOST
 from slipstream.weight_sync.slots import Slots

@@ -36,8 +36,6 @@ import torch
 from slipstream.core.background import start_thread
 from slipstream.core.errors import ChannelError, WeightSyncError
 from slipstream.core.peer_messages import WeightsLinked, WeightsOffered
-from slipstream.core.peer_messages import WeightsLinked
-from slipstream.core.peer_messages import WeightsOffered
 from slipstream.weight_sync.copies import Copies
 from slipstream.weight_sync.copying import HOST, Bytes, Memory
 from slipstream.weight_sync.delta import apply_changes, changes_of

@@ -16,7 +16,6 @@ from slipstream.core.config import RunConfig, stage_of
 from slipstream.core.errors import ConfigError
 from slipstream.core.executor import Context
 from slipstream.core.peer_messages import Holding
-from slipstream.core.peer_messages import Holding
 from slipstream.generator.backend import Backend, Pin
 from slipstream.generator.requests import StateSpans
 from slipstream.generator.vllm import protocol
