@@ -126,9 +126,19 @@ def circles(edges: dict[str, set[str]]) -> list[list[str]]:
 
 
 def module_edges() -> dict[str, set[str]]:
-    """The modules of the package that each of them imports, also inside functions."""
+    """The modules of the package that each of them imports, also inside functions, but not only for its types."""
     names = {source.module for source in SOURCES}
-    return {s.module: ({module for module, _ in imports(s)} & names) - {s.module} for s in SOURCES}
+    edges: dict[str, set[str]] = {}
+    for source in SOURCES:
+        typed = {
+            line.lineno
+            for node in ast.walk(source.tree)
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+            for line in node.body
+        }
+        found = {module for module, line in imports(source) if line not in typed}
+        edges[source.module] = (found & names) - {source.module}
+    return edges
 
 
 def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:

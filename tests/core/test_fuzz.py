@@ -117,7 +117,7 @@ def test_a_frame_of_vllm_or_a_refusal(data: bytes) -> None:
 
 
 RESULTS = [
-    rewards.frame(rewards.Result(job_id=7, parts=[1.0, None])),
+    rewards.frame(rewards.JobResult(job_id=7, parts=[1.0, None])),
     rewards.frame(rewards.WorkerReady(isolation=["files"])),
 ]
 

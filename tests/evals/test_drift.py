@@ -19,7 +19,7 @@ from slipstream.evals.drift import Sample, measure_drift, perplexity, sample_of,
 from slipstream.models.hf import load_model
 from slipstream.models.initialise import new_model
 from slipstream.models.transformer import Transformer
-from slipstream.trainer import logprobs
+from slipstream.trainer import measure
 
 VOCAB_SIZE = 23
 SHAPE = {"vocab_size": VOCAB_SIZE, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
@@ -179,7 +179,7 @@ def test_packing_changes_nothing(shapes: list[tuple[int, int, int]], microbatch_
 def test_a_large_head_runs_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     model, samples = tiny_model(), [sample(4, 6), sample(2, 9)]
     whole = sampled_token_logprobs(model, samples)
-    monkeypatch.setattr(logprobs, "MAX_LOGITS", 2 * VOCAB_SIZE)
+    monkeypatch.setattr(measure, "MAX_LOGITS", 2 * VOCAB_SIZE)
     for ours, expected in zip(sampled_token_logprobs(model, samples), whole, strict=True):
         np.testing.assert_allclose(ours, expected, atol=1e-6)
 
