@@ -174,13 +174,12 @@ def test_a_circle_is_found() -> None:
     assert circles(edges) == [["a", "b", "c"], ["d", "e"]]
 
 
-MAX_LINES = 49_000
-MAX_LINES_OF_SPINE = 1_600
+MAX_LINES = 60_500
+MAX_LINES_OF_SPINE = 1_950
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
     "core/types.py",
     "core/executor.py",
-    "controller/machine.py",
     "controller/schedule.py",
     "controller/controller.py",
     "generator/engine.py",
@@ -189,19 +188,19 @@ SPINE = (
 MAX_LINES_OF_FOLDER = {
     "algorithms": 1_650,
     "batching": 350,
-    "controller": 3_900,
-    "core": 6_300,
-    "evals": 1_150,
-    "generator": 5_000,
-    "jobs": 350,
-    "models": 4_000,
-    "observe": 7_200,
-    "plan": 5_300,
-    "prompts": 950,
-    "rewards": 3_100,
-    "stages": 1_700,
-    "trainer": 3_400,
-    "weight_sync": 2_800,
+    "controller": 5_000,
+    "core": 7_900,
+    "evals": 1_350,
+    "generator": 6_200,
+    "jobs": 500,
+    "models": 5_250,
+    "observe": 9_600,
+    "plan": 6_600,
+    "prompts": 1_150,
+    "rewards": 3_950,
+    "stages": 2_250,
+    "trainer": 4_050,
+    "weight_sync": 3_300,
 }
 LONG_FUNCTIONS = {"generator/paged_kernels.py": "a kernel is one function"}
 
@@ -277,6 +276,7 @@ PATTERNS_ON_BOUNDED_TEXT = {
     "models/hub.py",  # linear ones, for names of the configuration, and commits that the hub tells
     "core/plain.py",  # linear ones, for paths and flags of the user
     "evals/judge.py",  # linear ones, see docs/rewards.md
+    "observe/report/comparison.py",  # a linear one, for names of folders
     "observe/outlet.py",  # a linear one, for what a run itself has shown
     "observe/trackers.py",  # linear ones, for names and values of the configuration
 }
