@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -34,7 +33,6 @@ from slipstream.observe.svg_blocks import percent_name, state_bars
 MAX_RUNS = 14  # as many as lines can be told apart: seven colours, each whole and dashed
 MAX_NAME = 22  # letters: what has room over a bar on a phone, beside the process and the seconds
 COMPARISON_FILE = "comparison.html"
-GIVEN_NAME = re.compile(r".+-\d{8}-\d{6}")  # of a folder, where nobody has chosen one: RECIPE-TIME
 NOT_COMPARED = ("recipe",)  # fields that say nothing about how a run went
 SAYS_MOST = ("recipe", "loss.name", "model.path", "max_staleness")
 SAYS_LEAST = ("steps", "seed")
@@ -68,12 +66,18 @@ def write_comparison(run_dirs: Sequence[Path], *, out: Path | None = None) -> Pa
     runs = [read_run(run_dir) for run_dir in run_dirs]
     folders = list(short_names(places).values())
     names, beside = labels(runs) or folders, folders
-    if not any(GIVEN_NAME.fullmatch(place.name) for place in places):  # somebody has called them so
+    if not any(is_name_by_time(place.name) for place in places):  # somebody has called them so
         names, beside = folders, names
     compared = [Compared(*one, i) for i, one in enumerate(zip(runs, names, beside, strict=True))]
     path = Path(COMPARISON_FILE) if out is None else out
     replace_file(path, comparison_page(compared).encode())
     return path
+
+
+def is_name_by_time(name: str) -> bool:
+    """Whether a folder has the name that it gets where nobody chooses one: RECIPE-20260101-120000."""
+    *recipe, day, time = ["", "", *name.split("-")]
+    return any(recipe) and (len(day), len(time)) == (8, 6) and (day + time).isdecimal()
 
 
 def short_names(places: Sequence[Path]) -> dict[Path, str]:
