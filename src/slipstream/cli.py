@@ -388,7 +388,7 @@ class PlanOptions:
     cluster: Path | None = flag("TOML file with all of that, for GPUs that are not known by name.")
     price: float | None = flag("US dollars for an hour of one GPU.")
     measured: Path | None = flag(
-        "Measured curves (benchmarks/eta_curves.py) in place of the hardware table; without --gpus: of this CPU."
+        "Measured curves (in a checkout: benchmarks/eta_curves.py), no hardware table; without --gpus: of this CPU."
     )
     prompt_tokens: float | None = flag("Mean length of a prompt.")
     completion_tokens: float | None = flag("Mean length of a completion.")
