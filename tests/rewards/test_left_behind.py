@@ -17,8 +17,8 @@ from slipstream.rewards.protocol import Term, WorkerSetup
 POOL = """
 import sys
 from slipstream.rewards.pool import ScoringPool
-from slipstream.rewards.protocol import Setup, Term
-pool = ScoringPool(Setup(terms=[Term("exact_match")], timeout_s=5.0, memory_bytes=1 << 30, tasks={}), num_workers=1)
+from slipstream.rewards.protocol import Term, WorkerSetup
+pool = ScoringPool(WorkerSetup(terms=[Term("exact_match")], timeout_s=5.0, memory_bytes=1 << 30, tasks={}), num_workers=1)
 print(*[slot.worker.keeper_pid for slot in pool._slots], flush=True)
 sys.stdin.read()
 """

@@ -237,8 +237,8 @@ def test_a_killed_trainer_leaves_no_workers(tmp_path: Path) -> None:
 _OWNER = """
 import sys, time, pathlib
 from slipstream.rewards.pool import ScoringPool
-from slipstream.rewards.protocol import Setup
-pool = ScoringPool(Setup([], {}, 1 << 29, 1.0), num_workers=1)
+from slipstream.rewards.protocol import WorkerSetup
+pool = ScoringPool(WorkerSetup([], {}, 1 << 29, 1.0), num_workers=1)
 pool.wait_ready()
 pathlib.Path(sys.argv[1] + ".tmp").write_text("\\n".join(s.worker._scratch for s in pool._slots))
 pathlib.Path(sys.argv[1] + ".tmp").rename(sys.argv[1])
