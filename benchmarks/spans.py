@@ -19,7 +19,7 @@ import torch
 
 from slipstream.core.sections import ModelConfig
 from slipstream.generator import slot_runner
-from slipstream.generator.arrangement import LENGTH_MULTIPLE, Span, round_up, spans, swaps
+from slipstream.generator.arrangement import LENGTH_MULTIPLE, SlotSpan, round_up, spans, swaps
 from slipstream.generator.native import native_engine
 from slipstream.generator.requests import Request
 from slipstream.models.initialise import new_model
@@ -31,15 +31,15 @@ VOCAB_SIZE = 100
 PROMPT_TOKENS, LONGEST = 8, 484
 
 
-def one_span(lengths: np.ndarray) -> list[Span]:
-    return [Span(0, len(lengths), round_up(int(lengths.max()), LENGTH_MULTIPLE))]
+def one_span(lengths: np.ndarray) -> list[SlotSpan]:
+    return [SlotSpan(0, len(lengths), round_up(int(lengths.max()), LENGTH_MULTIPLE))]
 
 
 def only_packed(lengths: np.ndarray, num_slots: int) -> list[tuple[int, int]]:
     return swaps(np.minimum(lengths, 1), num_slots)
 
 
-WAYS: dict[str, tuple[Callable[..., list[Span]], Callable[..., list[tuple[int, int]]]]] = {
+WAYS: dict[str, tuple[Callable[..., list[SlotSpan]], Callable[..., list[tuple[int, int]]]]] = {
     "one span": (one_span, only_packed),
     "spans": (spans, swaps),
 }
@@ -80,7 +80,7 @@ def main() -> None:
             for way, (cut, order) in WAYS.items():
                 counts = np.zeros(2)
 
-                def counted(lengths: np.ndarray, cut=cut, counts=counts) -> list[Span]:  # type: ignore[no-untyped-def]
+                def counted(lengths: np.ndarray, cut=cut, counts=counts) -> list[SlotSpan]:  # type: ignore[no-untyped-def]
                     found = cut(lengths)
                     counts += [sum((span.stop - span.start) * span.bucket for span in found), lengths.sum()]
                     return found

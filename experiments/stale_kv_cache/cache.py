@@ -14,7 +14,7 @@ import numpy as np
 from slipstream.core.recipes import resolve
 from slipstream.core.sections import ModelConfig
 from slipstream.core.training_sections import OptimizerConfig
-from slipstream.evals.drift import Sample, sampled_token_logprobs
+from slipstream.evals.drift import DriftSample, sampled_token_logprobs
 from slipstream.generator.engine import Engine
 from slipstream.generator.native import native_engine
 from slipstream.generator.requests import Finished, KvOnUpdate, Request
@@ -105,7 +105,7 @@ def over_a_swap(
     finished += drain(engine)
     crossing = [one for one in finished if len(one.tokens) > swap_at]
     assert all(one.version_spans[-1].start == swap_at for one in crossing), "they did not begin together"
-    samples = [Sample(one.request.prompt_tokens, one.tokens) for one in crossing]
+    samples = [DriftSample(one.request.prompt_tokens, one.tokens) for one in crossing]
     fresh, old = (sampled_token_logprobs(model, samples) for model in (after, before))
     return [
         Swapped(*(np.asarray(column, dtype=np.float64)[swap_at:] for column in (one.logprobs, ours, theirs)))

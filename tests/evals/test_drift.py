@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from slipstream.core.errors import ConfigError, ShapeError
 from slipstream.core.sections import ModelConfig
 from slipstream.core.types import Completion, Prompt, Segment, VersionSpan
-from slipstream.evals.drift import Sample, measure_drift, perplexity, sample_of, sampled_kl, sampled_token_logprobs
+from slipstream.evals.drift import DriftSample, measure_drift, perplexity, sample_of, sampled_kl, sampled_token_logprobs
 from slipstream.models.hf import load_model
 from slipstream.models.initialise import new_model
 from slipstream.models.transformer import Transformer
@@ -44,9 +44,9 @@ def tiny_model(seed: int = 0, gain: float = 8.0) -> Transformer:
     return model
 
 
-def sample(num_prompt: int, num_tokens: int, seed: int = 0, *, with_policy: bool = False) -> Sample:
+def sample(num_prompt: int, num_tokens: int, seed: int = 0, *, with_policy: bool = False) -> DriftSample:
     rng = np.random.default_rng([seed, num_prompt, num_tokens])
-    return Sample(
+    return DriftSample(
         prompt_tokens=rng.integers(1, VOCAB_SIZE, num_prompt).astype(np.int32),
         tokens=rng.integers(1, VOCAB_SIZE, num_tokens).astype(np.int32),
         policy_logprobs=-rng.random(num_tokens).astype(np.float32) if with_policy else None,
@@ -138,7 +138,7 @@ def test_a_policy_that_is_the_reference_has_no_drift(temperature: float) -> None
     model = tiny_model()
     texts = [sample(4, 6), sample(2, 3, seed=1)]
     logprobs = sampled_token_logprobs(model, texts, temperature=temperature)
-    samples = [Sample(one.prompt_tokens, one.tokens, own) for one, own in zip(texts, logprobs, strict=True)]
+    samples = [DriftSample(one.prompt_tokens, one.tokens, own) for one, own in zip(texts, logprobs, strict=True)]
     drift = measure_drift(model, samples, temperature=temperature)
     assert drift.kl is not None
     assert drift.kl.per_sequence.mean == 0.0
@@ -149,14 +149,14 @@ def test_sampled_kl_estimates_the_exact_one() -> None:
     """One token after one prompt: the exact KL is a sum over the vocabulary."""
     policy, reference = tiny_model(0, gain=12.0), tiny_model(1, gain=12.0)
     prompt = np.array([3, 9, 4], dtype=np.int32)
-    every = [Sample(prompt, np.array([token], dtype=np.int32)) for token in range(VOCAB_SIZE)]
+    every = [DriftSample(prompt, np.array([token], dtype=np.int32)) for token in range(VOCAB_SIZE)]
     ours, theirs = (
         np.concatenate(sampled_token_logprobs(model, every)).astype(np.float64) for model in (policy, reference)
     )
     exact = float((np.exp(ours) * (ours - theirs)).sum())
     assert exact > 0.01
     drawn = np.random.default_rng(0).choice(VOCAB_SIZE, size=4000, p=np.exp(ours) / np.exp(ours).sum())
-    samples = [Sample(prompt, np.array([t], dtype=np.int32), np.array([ours[t]], dtype=np.float32)) for t in drawn]
+    samples = [DriftSample(prompt, np.array([t], dtype=np.int32), np.array([ours[t]], dtype=np.float32)) for t in drawn]
     kl = measure_drift(reference, samples).kl
     assert kl is not None
     assert abs(kl.per_sequence.mean - exact) < 4 * kl.per_sequence.standard_error
@@ -189,7 +189,7 @@ def test_given_tokens_are_read_and_not_measured() -> None:
     one = sample(4, 6, with_policy=True)
     mask = np.array([True, True, False, False, True, True])
     [everywhere] = sampled_token_logprobs(model, [one])
-    partly = Sample(one.prompt_tokens, one.tokens, one.policy_logprobs, mask)
+    partly = DriftSample(one.prompt_tokens, one.tokens, one.policy_logprobs, mask)
     [measured] = sampled_token_logprobs(model, [partly])
     np.testing.assert_allclose(measured, everywhere[mask], atol=1e-6)
     drift = measure_drift(model, [partly])
@@ -233,12 +233,12 @@ def test_a_completion_of_the_generator() -> None:
     [
         (sample(0, 3), ConfigError, "sample 1 has no prompt"),
         (sample(40, 20), ConfigError, "longer than the model reads"),
-        (Sample(np.array([1]), np.array([99])), ConfigError, "share a tokenizer"),
-        (Sample(np.array([1]), np.array([2]), np.zeros(2, dtype=np.float32)), ShapeError, "policy_logprobs"),
-        (Sample(np.array([1]), np.array([2, 3]), None, np.ones(3, dtype=bool)), ShapeError, "is_sampled"),
+        (DriftSample(np.array([1]), np.array([99])), ConfigError, "share a tokenizer"),
+        (DriftSample(np.array([1]), np.array([2]), np.zeros(2, dtype=np.float32)), ShapeError, "policy_logprobs"),
+        (DriftSample(np.array([1]), np.array([2, 3]), None, np.ones(3, dtype=bool)), ShapeError, "is_sampled"),
     ],
 )
-def test_samples_that_do_not_fit_are_refused(bad: Sample, error: type[Exception], match: str) -> None:
+def test_samples_that_do_not_fit_are_refused(bad: DriftSample, error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         sampled_token_logprobs(tiny_model(), [sample(2, 2), bad])
 

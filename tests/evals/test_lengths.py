@@ -7,13 +7,15 @@ import pytest
 
 from slipstream.core.errors import ConfigError
 from slipstream.core.types import Completion, FinishReason, Prompt, Segment
-from slipstream.evals.statistics import Lengths, completion_lengths, length_statistics
+from slipstream.evals.statistics import LengthStatistics, completion_lengths, length_statistics
 
 
 def test_by_hand() -> None:
     result = length_statistics([1, 2, 3, 4, 100], ["stop", "stop", "deadline", "stop", "length"])
     # p95 lies at index 0.95 * 4 = 3.8, between 4 and 100
-    assert result == Lengths(mean=22.0, p50=3.0, p95=pytest.approx(80.8), longest=100, truncated_share=0.4, count=5)
+    assert result == LengthStatistics(
+        mean=22.0, p50=3.0, p95=pytest.approx(80.8), longest=100, truncated_share=0.4, count=5
+    )
 
 
 def test_of_completions() -> None:

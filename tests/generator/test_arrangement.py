@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.generator import slot_runner
-from slipstream.generator.arrangement import LENGTH_MULTIPLE, ROW_MULTIPLE, Span, bounds, round_up, spans, swaps
+from slipstream.generator.arrangement import LENGTH_MULTIPLE, ROW_MULTIPLE, SlotSpan, bounds, round_up, spans, swaps
 from slipstream.generator.requests import Request
 
 LENGTHS = st.lists(st.one_of(st.just(0), st.integers(1, 100), st.integers(1, 700)), min_size=1, max_size=70)
@@ -80,7 +80,7 @@ def test_in_order_a_heavy_tail_reads_half_of_what_one_span_does() -> None:
     sorted_spans = spans(after(lengths, swaps(lengths, 64)))
     read = sum((span.stop - span.start) * span.bucket for span in sorted_spans)
     assert read < 64 * round_up(int(lengths.max()), LENGTH_MULTIPLE) / 2
-    assert spans(np.full(64, 50)) == [Span(0, 64, 64)]
+    assert spans(np.full(64, 50)) == [SlotSpan(0, 64, 64)]
 
 
 @pytest.mark.parametrize("head_dim", [8, 16])

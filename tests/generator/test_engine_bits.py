@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from engine_kit import assert_same_bits, drain, new_engine, random_model, random_prompt, requests, run
 
-from slipstream.generator.arrangement import Span, round_up
+from slipstream.generator.arrangement import SlotSpan, round_up
 from slipstream.generator.kv_cache import DecodeAttention, SlotKV
 from slipstream.generator.requests import Request
 
@@ -85,12 +85,12 @@ def test_length_buckets_and_batch_sizes_are_bit_neutral(
     )
     attention = DecodeAttention(kv, num_heads=num_heads)
     attention.open_slots(range(16), positions.tolist())
-    attention.prepare(positions, [Span(0, 16, round_up(longest, 32))])
+    attention.prepare(positions, [SlotSpan(0, 16, round_up(longest, 32))])
     reference = attention(0, q, k, v).clone()
     for num_slots in (8, 16):
         for bucket in (round_up(longest, 32), 416, 512, 768, 1024):
-            attention.prepare(positions[:num_slots], [Span(0, num_slots, bucket)])
+            attention.prepare(positions[:num_slots], [SlotSpan(0, num_slots, bucket)])
             assert torch.equal(attention(0, q[:num_slots], k[:num_slots], v[:num_slots]), reference[:num_slots])
     for buckets in ((round_up(longest, 32), 1024), (1024, round_up(longest, 32))):
-        attention.prepare(positions, [Span(8 * at, 8 * at + 8, bucket) for at, bucket in enumerate(buckets)])
+        attention.prepare(positions, [SlotSpan(8 * at, 8 * at + 8, bucket) for at, bucket in enumerate(buckets)])
         assert torch.equal(attention(0, q, k, v), reference)

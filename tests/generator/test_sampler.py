@@ -19,7 +19,7 @@ from transformers import (
 
 from slipstream.core.errors import ConfigError
 from slipstream.generator.noise import uniform
-from slipstream.generator.sampler import BLOCK, MIN_BLOCKS, Sampled, SamplingPlan, SamplingRows, sample_tokens
+from slipstream.generator.sampler import BLOCK, MIN_BLOCKS, SampledTokens, SamplingPlan, SamplingRows, sample_tokens
 
 LARGE = 2 * MIN_BLOCKS * BLOCK + 37  # drawn in two steps, with a short last block
 
@@ -33,7 +33,7 @@ OFF: dict[str, Setting] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p"
 DTYPES = {"temperature": np.float32, "top_k": np.int64, "top_p": np.float32, "min_p": np.float32, "keep": np.bool_}
 
 
-def sample(logits: Tensor, uniforms: np.ndarray, **settings: Setting) -> Sampled:
+def sample(logits: Tensor, uniforms: np.ndarray, **settings: Setting) -> SampledTokens:
     """`sample_tokens`, the same settings in all rows or an array of them."""
     assert settings.keys() <= OFF.keys()
     arrays: dict[str, np.ndarray] = {
@@ -46,7 +46,7 @@ def sample(logits: Tensor, uniforms: np.ndarray, **settings: Setting) -> Sampled
     return sample_tokens(logits, rows, torch.from_numpy(uniforms), plan)
 
 
-def sets_of(sampled: Sampled) -> list[list[int]]:
+def sets_of(sampled: SampledTokens) -> list[list[int]]:
     assert sampled.kept is not None
     return [[token for token in row if token >= 0] for row in sampled.kept.tolist()]
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from slipstream.core.peer_messages import Holding
-from slipstream.weight_sync.relay import Shelf, State
+from slipstream.weight_sync.relay import Availability, Shelf
 
 NONE = np.zeros((0, 1), np.int64)
 HOLDING = Holding(
@@ -25,13 +25,15 @@ def buffers() -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_bytes_are_ready_when_all_that_lands_there_has_landed() -> None:
     shelf, (flat, _) = Shelf(HOLDING), buffers()
-    assert shelf.wait(1, 0, (0, 30), 0.0) is State.AWAITED
+    assert shelf.wait(1, 0, (0, 30), 0.0) is Availability.AWAITED
     assert shelf.data(1, 0) is None
     shelf.begin(1, flat, EXTENTS)
     seen = []
     for index in (2, 0, 1):
         shelf.landed(index)
-        seen.append([shelf.wait(1, 0, extent, 0.0) is State.READY for extent in [(0, 5), (5, 16), (16, 20), (20, 30)]])
+        seen.append(
+            [shelf.wait(1, 0, extent, 0.0) is Availability.READY for extent in [(0, 5), (5, 16), (16, 20), (20, 30)]]
+        )
     assert seen == [[False, False, False, True], [True, False, False, True], [True, True, True, True]]
     data = shelf.data(1, 0)
     assert data is not None
@@ -44,14 +46,14 @@ def test_a_buffer_that_is_written_again_has_lost_what_it_held() -> None:
     shelf.begin(1, first, [(0, 30)])
     shelf.landed(0)
     shelf.begin(2, second, [(0, 30)])
-    assert shelf.wait(1, 0, (0, 30), 0.0) is State.READY, "it decodes with it"
+    assert shelf.wait(1, 0, (0, 30), 0.0) is Availability.READY, "it decodes with it"
     shelf.begin(4, first.view(torch.uint8), [(0, 30)])  # another tensor of the same memory
     assert [shelf.wait(version, 0, (0, 30), 0.0) for version in (1, 2, 3, 4, 5)] == [
-        State.GONE,
-        State.AWAITED,
-        State.GONE,
-        State.AWAITED,
-        State.AWAITED,
+        Availability.GONE,
+        Availability.AWAITED,
+        Availability.GONE,
+        Availability.AWAITED,
+        Availability.AWAITED,
     ]
 
 
@@ -62,16 +64,16 @@ def test_a_transfer_that_failed_may_begin_again() -> None:
     shelf.begin(2, second, EXTENTS)
     shelf.landed(0)
     shelf.fail()
-    assert shelf.wait(2, 0, (0, 5), 0.0) is State.AWAITED
-    assert shelf.wait(1, 0, (0, 30), 0.0) is State.READY
+    assert shelf.wait(2, 0, (0, 5), 0.0) is Availability.AWAITED
+    assert shelf.wait(1, 0, (0, 30), 0.0) is Availability.READY
     shelf.begin(2, second, EXTENTS)
     shelf.landed(0)
-    assert shelf.wait(2, 0, (0, 5), 0.0) is State.READY
+    assert shelf.wait(2, 0, (0, 5), 0.0) is Availability.READY
 
 
 def test_who_waits_is_woken() -> None:
     shelf, (flat, _) = Shelf(HOLDING), buffers()
-    states: list[tuple[State, float]] = []
+    states: list[tuple[Availability, float]] = []
 
     def wait() -> None:
         started_s = time.monotonic()
@@ -83,6 +85,6 @@ def test_who_waits_is_woken() -> None:
     shelf.begin(3, flat, [(0, 30)])
     shelf.landed(0)
     thread.join(30.0)
-    assert [state for state, _ in states] == [State.READY]
+    assert [state for state, _ in states] == [Availability.READY]
     assert states[0][1] < 30.0
     assert shelf.num_arrivals > before

@@ -22,7 +22,7 @@ from slipstream.core.errors import WeightSyncError
 from slipstream.core.peer_messages import Holding, WeightsLinked, WeightsOffered
 from slipstream.weight_sync.copying import HOST
 from slipstream.weight_sync.publisher import Publisher
-from slipstream.weight_sync.relay import Shelf, SlotSource, State
+from slipstream.weight_sync.relay import Availability, Shelf, SlotSource
 from slipstream.weight_sync.resharding import Place
 from slipstream.weight_sync.slots import InProcess
 from slipstream.weight_sync.subscriber import Subscriber
@@ -175,9 +175,11 @@ class Gate:
         self.open = threading.Event()
         wait_for_slot = SlotSource.wait
 
-        def gated(source: SlotSource, version: int, slot: int, extent: tuple[int, int], timeout_s: float) -> State:
+        def gated(
+            source: SlotSource, version: int, slot: int, extent: tuple[int, int], timeout_s: float
+        ) -> Availability:
             if extent[1] > first_byte and not self.open.wait(timeout_s):
-                return State.AWAITED
+                return Availability.AWAITED
             return wait_for_slot(source, version, slot, extent, timeout_s)
 
         monkeypatch.setattr(SlotSource, "wait", gated)
@@ -193,8 +195,8 @@ def test_a_bucket_is_handed_on_before_the_next_has_come(tmp_path: Path, monkeypa
         shelf = last.subscriber._shelf
         assert shelf is not None
         rig.until(lambda: all(replica.subscriber._staging is not None for replica in rig.replicas))
-        assert shelf.wait(1, 0, (0, BUCKET_BYTES), DEADLINE_S) is State.READY
-        assert shelf.wait(1, 0, (2 * BUCKET_BYTES, 3 * BUCKET_BYTES), 0.0) is State.AWAITED
+        assert shelf.wait(1, 0, (0, BUCKET_BYTES), DEADLINE_S) is Availability.READY
+        assert shelf.wait(1, 0, (2 * BUCKET_BYTES, 3 * BUCKET_BYTES), 0.0) is Availability.AWAITED
         gate.open.set()
         rig.take(1)
 
@@ -239,7 +241,7 @@ def test_a_source_that_is_lost_amid_a_version_is_replaced(tmp_path: Path, monkey
         shelf = alive[0].subscriber._shelf
         assert shelf is not None
         rig.until(lambda: all(replica.subscriber._staging is not None for replica in rig.replicas))
-        assert shelf.wait(1, 0, (0, BUCKET_BYTES), DEADLINE_S) is State.READY
+        assert shelf.wait(1, 0, (0, BUCKET_BYTES), DEADLINE_S) is Availability.READY
         rig.publisher.drop_reader(0)
         gate.open.set()
         rig.take(1, alive)
@@ -367,8 +369,8 @@ def test_everything_sent_is_waited_for_once_wherever_a_version_goes_away(num_the
         sent.append(_Once())
         return sent[-1]
 
-    def state_of(_version: int, _slot: int, extent: tuple[int, int], _timeout_s: float) -> State:
-        return State.READY if extent[0] < num_there else State.GONE
+    def state_of(_version: int, _slot: int, extent: tuple[int, int], _timeout_s: float) -> Availability:
+        return Availability.READY if extent[0] < num_there else Availability.GONE
 
     buckets = [
         SimpleNamespace(

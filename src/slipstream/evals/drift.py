@@ -21,7 +21,7 @@ from slipstream.trainer.measure import microbatch_logprobs
 
 
 @dataclass(frozen=True)
-class Sample:
+class DriftSample:
     """A prompt int32 [Tp] and a completion int32 [T].
 
     `is_sampled` bool [T] is False on tokens that were given (a tool's answer); None: all were sampled.
@@ -81,7 +81,7 @@ class Drift:
     num_empty: int
 
 
-def sample_of(completion: Completion) -> Sample:
+def sample_of(completion: Completion) -> DriftSample:
     """The sample in a generator's completion; its policy logprobs are the behaviour's, at the sampling temperature."""
     segments = completion.segments
     parts = [
@@ -91,7 +91,7 @@ def sample_of(completion: Completion) -> Sample:
         for segment in segments
     ]
     empty = np.zeros(0, dtype=np.int32)
-    return Sample(
+    return DriftSample(
         prompt_tokens=completion.prompt.tokens,
         tokens=np.concatenate([empty, *(segment.tokens for segment in segments)]),
         policy_logprobs=np.concatenate([empty.astype(np.float32), *parts]),
@@ -103,7 +103,7 @@ def sample_of(completion: Completion) -> Sample:
 
 @torch.no_grad()
 def sampled_token_logprobs(
-    model: Transformer, samples: Sequence[Sample], *, temperature: float = 1.0, microbatch_tokens: int = 8192
+    model: Transformer, samples: Sequence[DriftSample], *, temperature: float = 1.0, microbatch_tokens: int = 8192
 ) -> list[np.ndarray]:
     """The model's logprobs of each sample's sampled tokens, float32 [num_sampled] each, in nats.
 
@@ -169,7 +169,7 @@ def sampled_kl(policy_logprobs: Sequence[np.ndarray], reference_logprobs: Sequen
 
 
 def measure_drift(
-    reference: Transformer, samples: Sequence[Sample], *, temperature: float = 1.0, microbatch_tokens: int = 8192
+    reference: Transformer, samples: Sequence[DriftSample], *, temperature: float = 1.0, microbatch_tokens: int = 8192
 ) -> Drift:
     """Perplexity of `samples` under `reference`, and KL(policy || reference).
 
@@ -204,7 +204,7 @@ def measure_drift(
     )
 
 
-def _check(model: Transformer, sample: Sample, index: int) -> None:
+def _check(model: Transformer, sample: DriftSample, index: int) -> None:
     if not len(sample.prompt_tokens):
         raise ConfigError(f"sample {index} has no prompt", hint="begin with one token, e.g. the tokenizer's BOS")
     for name, column in (("policy_logprobs", sample.policy_logprobs), ("is_sampled", sample.is_sampled)):

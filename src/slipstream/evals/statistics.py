@@ -42,7 +42,7 @@ def spread(values: Sequence[float] | np.ndarray) -> Spread:
 
 
 @dataclass(frozen=True)
-class Lengths:
+class LengthStatistics:
     """Completion lengths in tokens; `truncated_share` (0..1) did not end by themselves.
 
     `p50` and `p95` interpolate linearly between the two nearest lengths.
@@ -56,7 +56,7 @@ class Lengths:
     count: int
 
 
-def length_statistics(num_tokens: Sequence[int], finish_reasons: Sequence[str]) -> Lengths:
+def length_statistics(num_tokens: Sequence[int], finish_reasons: Sequence[str]) -> LengthStatistics:
     """Statistics of `num_tokens`; every reason but "stop" counts as truncated. ConfigError without completions."""
     if not len(num_tokens) or len(num_tokens) != len(finish_reasons):
         raise ConfigError(
@@ -64,7 +64,7 @@ def length_statistics(num_tokens: Sequence[int], finish_reasons: Sequence[str]) 
             got=f"{len(num_tokens)} lengths and {len(finish_reasons)} reasons",
         )
     p50, p95 = np.percentile(num_tokens, [50, 95])
-    return Lengths(
+    return LengthStatistics(
         mean=float(np.mean(num_tokens)),
         p50=float(p50),
         p95=float(p95),
@@ -74,7 +74,7 @@ def length_statistics(num_tokens: Sequence[int], finish_reasons: Sequence[str]) 
     )
 
 
-def completion_lengths(completions: Iterable[Completion]) -> Lengths:
+def completion_lengths(completions: Iterable[Completion]) -> LengthStatistics:
     """`length_statistics` of completions as the generator makes them; given tokens (a tool's answer) count, too."""
     pairs = [(completion.num_tokens, completion.finish_reason) for completion in completions]
     return length_statistics([num for num, _ in pairs], [reason for _, reason in pairs])

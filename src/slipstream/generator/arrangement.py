@@ -22,7 +22,7 @@ def round_up(number: int, multiple: int) -> int:
 
 
 @dataclass(frozen=True)
-class Span:
+class SlotSpan:
     """Slots `start` to `stop`, computed over their first `bucket` positions."""
 
     start: int
@@ -62,19 +62,19 @@ def swaps(lengths: np.ndarray, num_slots: int) -> list[tuple[int, int]]:
     return found
 
 
-def spans(lengths: np.ndarray) -> list[Span]:
+def spans(lengths: np.ndarray) -> list[SlotSpan]:
     """All slots, of `lengths` int64 [S] >= 1, in spans; S is a multiple of ROW_MULTIPLE.
 
     A span ends where the longest of the next ROW_MULTIPLE slots lies between other `bounds`.
     """
     if (whole := int(lengths.max())) <= 2 * LENGTH_MULTIPLE:
-        return [Span(0, len(lengths), round_up(whole, LENGTH_MULTIPLE))]
+        return [SlotSpan(0, len(lengths), round_up(whole, LENGTH_MULTIPLE))]
     longest = lengths.reshape(-1, ROW_MULTIPLE).max(axis=1)
     kinds = np.searchsorted(bounds(whole), longest)
     starts = np.concatenate([[0], 1 + np.flatnonzero(np.diff(kinds))])
     stops = np.append(starts[1:], len(longest))
     return [
-        Span(
+        SlotSpan(
             int(start) * ROW_MULTIPLE,
             int(stop) * ROW_MULTIPLE,
             round_up(int(longest[start:stop].max()), LENGTH_MULTIPLE),

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.generator.arrangement import LENGTH_MULTIPLE, ROW_MULTIPLE, Span, round_up
+from slipstream.generator.arrangement import LENGTH_MULTIPLE, ROW_MULTIPLE, SlotSpan, round_up
 
 POSITION_BLOCK = 128
 MIN_BUCKETED_HEAD_DIM = 16
@@ -127,7 +127,7 @@ class DecodeAttention:
         """Whether a row has the same bits at every length; if not, spans are of `max_len` positions."""
         return self._kv.head_dim >= MIN_BUCKETED_HEAD_DIM
 
-    def prepare(self, positions: Tensor, spans: Sequence[Span]) -> None:
+    def prepare(self, positions: Tensor, spans: Sequence[SlotSpan]) -> None:
         """The next forward puts the token of slot i at `positions[i]` (int64 [B]), below the bucket of its span.
 
         `spans` follow one another from 0 to B.

@@ -27,7 +27,7 @@ MIN_SPLIT = 8
 """Blocks of fewer tokens are not worth searching for the likeliest ones."""
 
 
-class Sampled(NamedTuple):
+class SampledTokens(NamedTuple):
     """One token per row, and its logprob under the distribution it was drawn from.
 
     `kept` has the tokens it was drawn from, ascending and filled up with -1; None where nobody asked for them. It
@@ -108,7 +108,7 @@ def _power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def sample_tokens(logits: Tensor, rows: SamplingRows, uniforms: Tensor, plan: SamplingPlan) -> Sampled:
+def sample_tokens(logits: Tensor, rows: SamplingRows, uniforms: Tensor, plan: SamplingPlan) -> SampledTokens:
     """Draw one token per row by inverse CDF.
 
         mu = softmax(logits / temperature) cut to the row's set;   token = min { i : sum_{j <= i} mu_j >= u }
@@ -133,7 +133,7 @@ def sample_tokens(logits: Tensor, rows: SamplingRows, uniforms: Tensor, plan: Sa
             temperatures = torch.where(is_greedy, 1.0, temperatures)
         scaled = logits / temperatures.unsqueeze(1)
     if not plan.truncates:
-        return Sampled(*_sample_whole(scaled, uniforms, is_greedy, plan), None)
+        return SampledTokens(*_sample_whole(scaled, uniforms, is_greedy, plan), None)
     tokens, logprobs, kept = _sample_cut(scaled, rows, uniforms, plan)
     if plan.has_whole or is_greedy is not None:
         is_cut = (rows.top_k > 0) | (rows.top_p < 1.0) | (rows.min_p > 0.0)
@@ -144,7 +144,7 @@ def sample_tokens(logits: Tensor, rows: SamplingRows, uniforms: Tensor, plan: Sa
         logprobs = torch.where(is_cut, logprobs, whole_logprobs)
         if kept is not None:
             kept = kept.masked_fill(~is_cut.unsqueeze(1), -1)
-    return Sampled(tokens, logprobs, kept)
+    return SampledTokens(tokens, logprobs, kept)
 
 
 def _sample_whole(

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.generator.arrangement import LENGTH_MULTIPLE, ROW_MULTIPLE, Span, round_up, spans, swaps
+from slipstream.generator.arrangement import LENGTH_MULTIPLE, ROW_MULTIPLE, SlotSpan, round_up, spans, swaps
 from slipstream.generator.kv_cache import DecodeAttention, JoinedAttention, PrefillAttention, PrefixKV, SlotKV
 from slipstream.generator.noise import uniform
 from slipstream.generator.runner import CLOSED, Chunk, Decoded, Prefix, RowStates, check_room
@@ -123,7 +123,7 @@ class SlotRunner:
             None if sampled.kept is None else sampled.kept.numpy().take(slots, axis=0, mode="clip"),
         )
 
-    def _arranged(self, num_slots: int) -> list[Span]:
+    def _arranged(self, num_slots: int) -> list[SlotSpan]:
         """All open slots brought below `num_slots`, long ones to the front now and then; the spans that this makes."""
         if self._steps_settled % LENGTH_MULTIPLE == 0:
             lengths = self._states.positions + self._advance  # of free slots 0
@@ -131,7 +131,7 @@ class SlotRunner:
             self._exchange(swaps(lengths if self._attention.has_buckets else self._advance, num_slots), lengths)
         self._steps_settled += 1
         if not self._attention.has_buckets:
-            return [Span(0, num_slots, self._kv.max_len)]
+            return [SlotSpan(0, num_slots, self._kv.max_len)]
         return spans(self._states.positions[:num_slots] + 1)
 
     def _exchange(self, pairs: Sequence[tuple[int, int]], lengths: np.ndarray) -> None:

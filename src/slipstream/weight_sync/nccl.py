@@ -35,7 +35,7 @@ _environment = threading.Lock()
 _UNWATCHED = timedelta(days=365)
 
 
-class Work:
+class PairTransfer:
     """A transfer in hand."""
 
     def __init__(self, work: Any, stream: torch.cuda.Stream) -> None:
@@ -60,13 +60,13 @@ class Pair:
         first = memory.empty(1)
         (self.send(first) if is_source else self.receive(first)).wait(timeout)
 
-    def send(self, tensor: torch.Tensor) -> Work:
+    def send(self, tensor: torch.Tensor) -> PairTransfer:
         with torch.cuda.stream(self._stream):
-            return Work(self._group.send([tensor], self._peer, 0), self._stream)
+            return PairTransfer(self._group.send([tensor], self._peer, 0), self._stream)
 
-    def receive(self, tensor: torch.Tensor) -> Work:
+    def receive(self, tensor: torch.Tensor) -> PairTransfer:
         with torch.cuda.stream(self._stream):
-            return Work(self._group.recv([tensor], self._peer, 0), self._stream)
+            return PairTransfer(self._group.recv([tensor], self._peer, 0), self._stream)
 
     def close(self) -> None:
         with contextlib.suppress(RuntimeError):

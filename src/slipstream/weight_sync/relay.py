@@ -22,7 +22,7 @@ from slipstream.weight_sync.copying import HOST
 from slipstream.weight_sync.slots import Slots
 
 
-class State(enum.Enum):
+class Availability(enum.Enum):
     """The state of some bytes of a version."""
 
     READY = enum.auto()
@@ -41,7 +41,7 @@ class Source(Protocol):
         """Grows with every piece that lands: whoever waits sees that the source is getting something."""
         ...
 
-    def wait(self, version: int, slot: int, extent: Extent, timeout_s: float, /) -> State:
+    def wait(self, version: int, slot: int, extent: Extent, timeout_s: float, /) -> Availability:
         """Wait until the bytes of `extent` are there, or for `timeout_s`."""
         ...
 
@@ -62,9 +62,9 @@ class SlotSource:
     def holding(self) -> Holding | None:
         return self._slots.holding
 
-    def wait(self, version: int, slot: int, _extent: Extent, _timeout_s: float) -> State:
+    def wait(self, version: int, slot: int, _extent: Extent, _timeout_s: float) -> Availability:
         commit = self._slots.committed(slot) if 0 <= slot < self._slots.num_slots else None
-        return State.READY if commit is not None and commit.version == version else State.GONE
+        return Availability.READY if commit is not None and commit.version == version else Availability.GONE
 
     def data(self, _version: int, slot: int) -> torch.Tensor | None:
         return self._slots.data(slot) if 0 <= slot < self._slots.num_slots else None
@@ -111,9 +111,9 @@ class Shelf:
         with self._changing():
             self._buffers.pop()
 
-    def wait(self, version: int, _slot: int, extent: Extent, timeout_s: float) -> State:
+    def wait(self, version: int, _slot: int, extent: Extent, timeout_s: float) -> Availability:
         with self._changed:
-            self._changed.wait_for(lambda: self._state(version, extent) is not State.AWAITED, timeout_s)
+            self._changed.wait_for(lambda: self._state(version, extent) is not Availability.AWAITED, timeout_s)
             return self._state(version, extent)
 
     def data(self, version: int, _slot: int) -> torch.Tensor | None:
@@ -130,9 +130,9 @@ class Shelf:
     def _buffer_of(self, version: int) -> _Buffer | None:
         return next((buffer for buffer in self._buffers if buffer.version == version), None)
 
-    def _state(self, version: int, extent: Extent) -> State:
+    def _state(self, version: int, extent: Extent) -> Availability:
         buffer = self._buffer_of(version)
         if buffer is None:
             newest = max((buffer.version for buffer in self._buffers), default=-1)
-            return State.AWAITED if version > newest else State.GONE
-        return State.READY if buffer.has(extent) else State.AWAITED
+            return Availability.AWAITED if version > newest else Availability.GONE
+        return Availability.READY if buffer.has(extent) else Availability.AWAITED

@@ -40,7 +40,7 @@ from slipstream.weight_sync.copies import Copies
 from slipstream.weight_sync.copying import HOST, Bytes, Memory
 from slipstream.weight_sync.delta import apply_changes, changes_of
 from slipstream.weight_sync.link_group import Ends, LinkGroup, Tag
-from slipstream.weight_sync.relay import Shelf, Source, State
+from slipstream.weight_sync.relay import Availability, Shelf, Source
 from slipstream.weight_sync.resharding import BUCKET_BYTES, Place
 
 _LOG = logging.getLogger(__name__)
@@ -236,23 +236,23 @@ class _Sender:
         """The bucket's bytes, and their `header`; None if they are not to be had, and the receiver knows."""
         state = self._awaited(version, slot, bucket)
         whole = self._source.data(version, slot)
-        if state is State.READY and whole is not None:
+        if state is Availability.READY and whole is not None:
             data = self._packed(bucket, whole, turn)
             checksum = self._links.memory.checksum(data)
             header[0], header[1], header[2] = _WHOLE, bucket.num_bytes, np.uint64(checksum).astype(np.int64).item()
             # If it is here still, then what was hashed is nothing else; what is written later does not fit the hash.
             state = self._source.wait(version, slot, bucket.taken_from, 0.0)
-            if state is State.READY:
+            if state is Availability.READY:
                 return data
-        self._say(_STUCK if state is State.AWAITED else _GONE)
+        self._say(_STUCK if state is Availability.AWAITED else _GONE)
         return None
 
-    def _awaited(self, version: int, slot: int, bucket: _Bucket) -> State:
+    def _awaited(self, version: int, slot: int, bucket: _Bucket) -> Availability:
         """Wait for the bucket's bytes; return their state. The receiver waits too, while something arrives."""
         beat_s = self._links.timeout.total_seconds() / _SIGNS_OF_WAITING
         state = self._source.wait(version, slot, bucket.taken_from, 0.0)
         num_idle = 0
-        while state is State.AWAITED and num_idle < _SIGNS_OF_WAITING:
+        while state is Availability.AWAITED and num_idle < _SIGNS_OF_WAITING:
             self._say(_AWAITED)
             num_arrivals = self._source.num_arrivals
             state = self._source.wait(version, slot, bucket.taken_from, beat_s)
