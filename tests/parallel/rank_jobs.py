@@ -10,6 +10,7 @@ import torch.distributed as dist
 from rank_models import DIVISIBLE, whole_model
 from rank_pool import Rank
 
+from slipstream.core.rank_group import RankGroup
 from slipstream.generator.engine import Engine
 from slipstream.generator.native import native_engine
 from slipstream.generator.paged_runner import PagedRunner
@@ -17,7 +18,8 @@ from slipstream.generator.requests import Finished, Request
 from slipstream.models.attention import PackedAttention
 from slipstream.models.config import TransformerConfig
 from slipstream.models.hf import logical_tensors
-from slipstream.models.shards import load_parallel_model, load_shard
+from slipstream.models.sharded import Division, load_sharded
+from slipstream.models.shards import load_shard
 from slipstream.models.tensor_parallel import TensorParallel
 from slipstream.models.transformer import Transformer
 
@@ -55,7 +57,7 @@ def logits(rank: Rank, config: TransformerConfig, tokens: torch.Tensor, lengths:
 
 
 def logits_of_checkpoint(rank: Rank, folder: str, tokens: torch.Tensor, lengths: list[int]) -> np.ndarray:
-    return packed_logits(load_parallel_model(folder, rank.group), tokens, lengths)
+    return packed_logits(load_sharded(folder, Division(tensor_parallel=RankGroup.over(rank.group))), tokens, lengths)
 
 
 def number_of_sums(rank: Rank, config: TransformerConfig) -> int:

@@ -6,8 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from slipstream.models.config import TransformerConfig
+from slipstream.models.layout import layout
+from slipstream.models.shards import Box, local_parts
+from slipstream.models.tensor_parallel import TensorParallel
 from slipstream.models.transformer import Transformer
 
 VOCAB = 67  # neither 2 nor 4 divides it
@@ -51,3 +55,21 @@ def whole_model(config: TransformerConfig, seed: int = 0) -> Transformer:
         mean = 1.0 if "norm" in name and name.endswith("weight") else 0.0
         parameter.copy_(mean + 0.15 * torch.randn(parameter.shape, generator=generator))
     return model
+
+
+def shard_boxes(config: TransformerConfig, rank: int, world: int) -> list[Box]:
+    """What rank `rank` of `world` holds of a model of the whole `config`."""
+    with torch.device("meta"):
+        model = TensorParallel(config, rank, world).new_model()
+    return [part.box for part in local_parts(model)]
+
+
+def whole_tensors(config: TransformerConfig, flat: Tensor) -> dict[str, Tensor]:
+    """Hugging Face's tensors of a whole model, from its flat weights (`flat.FlatParameters`) [num_params]."""
+    with torch.device("meta"):
+        model = Transformer(config)
+    parameters = dict(model.named_parameters())
+    pieces = torch.split(flat, [p.numel() for p in parameters.values()])
+    views = {name: piece.view(p.shape) for (name, p), piece in zip(parameters.items(), pieces, strict=True)}
+    model.load_state_dict(views, assign=True)
+    return {tensor.name: tensor.read() for tensor in layout(model)}

@@ -41,11 +41,12 @@ from slipstream.core.types import Admit, Completion, Evaluate, Message, Prompt, 
 from slipstream.core.weights import FlatWeights, Swap
 from slipstream.generator.executor import Generator
 from slipstream.generator.lockstep import Agreement
-from slipstream.models.build import build_part, build_policy
+from slipstream.models.build import build_policy
 from slipstream.models.config import TransformerConfig
 from slipstream.models.hf import logical_tensors, save_model
 from slipstream.models.quantized import WeightLayout
 from slipstream.models.served import ServedWeights
+from slipstream.models.sharded import Division, build_sharded_policy
 from slipstream.models.shards import load_shard
 from slipstream.models.tensor_parallel import TensorParallel
 from slipstream.models.tokenizer import char_tokenizer
@@ -521,7 +522,8 @@ def served(
 def fresh(rank: Rank, config: ModelConfig) -> bool:
     """Whether the rank's part of a fresh model has the numbers of the whole one."""
     tokenizer = char_tokenizer(ALPHABET)
-    part = build_part(config, rank.group, seed=3, tokenizer=tokenizer)
+    division = Division(tensor_parallel=RankGroup.over(rank.group))
+    part = build_sharded_policy(config, division, seed=3, tokenizer=tokenizer)
     whole, _ = build_policy(config, seed=3, tokenizer=tokenizer)
     expected = TensorParallel(whole.config, rank.rank, rank.world).new_model()
     load_shard(expected, logical_tensors(whole))

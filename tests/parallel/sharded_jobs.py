@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from rank_models import whole_model
+from rank_models import whole_model, whole_tensors
 from rank_pool import Rank
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
@@ -33,7 +33,7 @@ from slipstream.models.sharded import (
     load_sharded,
     new_sharded,
 )
-from slipstream.models.shards import Box, load_shard, local_parts, whole_tensors
+from slipstream.models.shards import Box, load_shard, local_parts
 from slipstream.models.transformer import Transformer
 from slipstream.trainer.critic import Critic
 from slipstream.trainer.measure import microbatch_logprobs

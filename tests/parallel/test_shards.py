@@ -8,13 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rank_models import CONFIGS, LLAMA, whole_model
+from rank_models import CONFIGS, LLAMA, shard_boxes, whole_model, whole_tensors
 
 from slipstream.core.errors import ConfigError
 from slipstream.models.config import TransformerConfig
 from slipstream.models.flat import FlatParameters
 from slipstream.models.hf import logical_tensors, save_model
-from slipstream.models.shards import load_shard, local_shards, shard_boxes, whole_tensors
+from slipstream.models.shards import load_shard, local_shards
 from slipstream.models.tensor_parallel import TensorParallel
 from slipstream.models.transformer import Transformer
 

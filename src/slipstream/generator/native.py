@@ -21,9 +21,9 @@ from slipstream.generator.paged_runner import PagedRunner
 from slipstream.generator.requests import StateSpans
 from slipstream.generator.runner import Runner
 from slipstream.generator.slot_runner import SlotRunner
-from slipstream.models.build import build_part, build_policy
 from slipstream.models.linear import Linear
 from slipstream.models.served import ServedWeights
+from slipstream.models.sharded import Division, build_sharded_policy
 from slipstream.models.transformer import Transformer
 
 
@@ -163,12 +163,9 @@ class NativeBackend(Backend):
         return engine
 
     def _policy(self) -> Transformer:
-        """The model that the run starts from, or this rank's part of it, on the CPU."""
-        config, group = self._config, self._group.pg
-        if self._group.world == 1 or group is None:
-            return build_policy(config.model, seed=config.seed, tokenizer=self._tokenizer)[0]
-        is_on_cpu = self._device.type == "cpu"
-        return build_part(config.model, group, seed=config.seed, tokenizer=self._tokenizer, fixed_order=is_on_cpu)
+        """Return the model that the run starts from, or this rank's part of it, on the CPU."""
+        division = Division(tensor_parallel=self._group, fixed_order=self._device.type == "cpu")
+        return build_sharded_policy(self._config.model, division, seed=self._config.seed, tokenizer=self._tokenizer)
 
     def _on_device(self, model: Transformer) -> Transformer:
         if self._device.type == "cuda":

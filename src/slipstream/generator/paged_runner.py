@@ -101,6 +101,17 @@ class _DeviceRows:
         self._reals.index_copy_(1, index, torch.from_numpy(reals).to(device))
 
 
+def _check_current(device: torch.device) -> None:
+    """Raise ConfigError for a CUDA device that is not the current one."""
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        raise ConfigError(
+            "kernels and graphs run on the current CUDA device, and the model lies on another",
+            got=str(device),
+            allowed=f"cuda:{torch.cuda.current_device()}",
+            hint="call torch.cuda.set_device first",
+        )
+
+
 class PagedRunner:
     """Implements `runner.Runner` with pages (`pages.py`) and captured steps, for a model on any device and precision.
 
@@ -132,13 +143,7 @@ class PagedRunner:
             raise ConfigError("the memory for keys and values is given twice", got="num_pages and kv_bytes")
         self.num_rows, self.max_len = num_rows, max_len
         self._model, self._device = model, weight.device
-        if self._device.type == "cuda" and self._device.index != torch.cuda.current_device():
-            raise ConfigError(
-                "kernels and graphs run on the current CUDA device, and the model lies on another",
-                got=str(self._device),
-                allowed=f"cuda:{torch.cuda.current_device()}",
-                hint="call torch.cuda.set_device first",
-            )
+        _check_current(self._device)
         kv_dtype = weight.dtype if kv_dtype is None else kv_dtype
         if num_pages is None:
             num_pages = (num_rows + 1) * (pages_of(max_len, PAGE_SIZE) + 1)

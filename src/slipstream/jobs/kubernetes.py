@@ -59,16 +59,11 @@ def kubernetes_files(
 
     command = ["sh", "-c", filled("controller.sh", values)]
     controller = job("controller", layout.controller, CONTROLLER_RESTARTS, command)
-    groups = {
-        f"{each.kind}.yaml": [
-            (
-                "group.yaml",
-                job(group, each.machines, GROUP_RESTARTS, _group_command(name, group, each.machines, config)),
-            )
-            for group in each.groups
-        ]
-        for each in layout.groups
-    }
+    groups: dict[str, list[tuple[str, dict[str, Any]]]] = {}
+    for each in layout.groups:
+        commands = {group: _group_command(name, group, each.machines, config) for group in each.groups}
+        jobs = [job(group, each.machines, GROUP_RESTARTS, command) for group, command in commands.items()]
+        groups[f"{each.kind}.yaml"] = [("group.yaml", values_of_job) for values_of_job in jobs]
     files = " ".join(f"--filename={file}" for file in ("recipe.yaml", "controller.yaml", *groups))
     return {
         "volume.yaml": manifest(("volume.yaml", values)),

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from slipstream.core.config import RunConfig, stage_of
 from slipstream.core.sections import GeneratorConfig, ModelConfig
 from slipstream.models.config import config_from_hf, local_config
+<<<<<<< HEAD
 from slipstream.models.hf import load_model, logical_tensors, read_hf_config
 from slipstream.models.initialise import new_config, new_model
 from slipstream.models.shards import load_parallel_model, load_shard
 from slipstream.models.tensor_parallel import TensorParallel
 from slipstream.models.tokenizer import char_tokenizer, load_tokenizer
+=======
+from slipstream.models.hf import load_model, load_tokenizer, new_model, read_hf_config
+from slipstream.models.initialise import new_config
+from slipstream.models.tokenizer import char_tokenizer
+>>>>>>> trainer
 from slipstream.models.transformer import Transformer
 
 
@@ -44,27 +49,6 @@ def build_policy(
         pad_token_id=tokenizer.pad_token_id,
     )
     return model, tokenizer
-
-
-def build_part(
-    config: ModelConfig,
-    group: dist.ProcessGroup,
-    *,
-    seed: int,
-    tokenizer: PreTrainedTokenizerBase,
-    fixed_order: bool = False,
-) -> Transformer:
-    """The same policy's part of this rank of `group`, with the numbers that `build_policy` gives.
-
-    Of a checkpoint this part alone is read. A fresh model's numbers come from one stream, so all of it is drawn, and
-    the rest let go of. `fixed_order`: see `TensorParallel`.
-    """
-    if config.path is not None:
-        return load_parallel_model(Path(config.path), group, fixed_order=fixed_order)
-    whole, _ = build_policy(config, seed=seed, tokenizer=tokenizer)
-    part = TensorParallel.over(group, whole.config, fixed_order=fixed_order).new_model()
-    load_shard(part, logical_tensors(whole))
-    return part
 
 
 def check_division(config: ModelConfig, ranks: int) -> None:

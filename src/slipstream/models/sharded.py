@@ -58,6 +58,7 @@ class Division:
     `precision` is that of products; parameters, gradients and their sums are float32. With `recomputes` every layer
     keeps only its input for the backward pass and runs again there. With `reduce_once` gradients are summed over
     data-parallel ranks in the last backward pass before an update only; until then each rank has one of all rows.
+    `fixed_order`: see `TensorParallel`.
     """
 
     data_parallel: RankGroup = field(default_factory=RankGroup.alone)
@@ -66,6 +67,7 @@ class Division:
     precision: Literal["float32", "bfloat16"] = "float32"
     recomputes: bool = False
     reduce_once: bool = False
+    fixed_order: bool = False
 
     @property
     def is_whole(self) -> bool:
@@ -75,7 +77,7 @@ class Division:
     def ranks_of(self, config: TransformerConfig) -> Ranks:
         """Return the tensor-parallel ranks of a model of the whole `config`. ConfigError if it cannot be divided so."""
         pg = self.tensor_parallel.pg
-        return OneRank() if pg is None else TensorParallel.over(pg, config)
+        return OneRank() if pg is None else TensorParallel.over(pg, config, fixed_order=self.fixed_order)
 
     @property
     def uses_fsdp(self) -> bool:

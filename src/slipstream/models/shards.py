@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from slipstream.core.errors import ConfigError, ShapeError
-from slipstream.models.config import TransformerConfig, config_from_hf
-from slipstream.models.hf import canonical_name, open_tensors, read_hf_config, weight_files
+from slipstream.models.config import TransformerConfig
+from slipstream.models.hf import canonical_name, open_tensors, weight_files
 from slipstream.models.layout import LogicalTensor, layout
 from slipstream.models.tensor_parallel import TensorParallel
 from slipstream.models.transformer import Transformer
@@ -238,19 +237,12 @@ def whole_shapes(config: TransformerConfig) -> Mapping[str, tuple[int, ...]]:
         return {tensor.name: tensor.shape for tensor in layout(Transformer(config))}
 
 
-def shard_boxes(config: TransformerConfig, rank: int, world: int) -> list[Box]:
-    """Return what rank `rank` of `world` holds of a model of the whole `config`: any process may ask, for any rank."""
-    with torch.device("meta"):
-        model = TensorParallel(config, rank, world).new_model()
-    return [part.box for part in local_parts(model)]
-
-
 @torch.no_grad()
 def load_shard(model: Transformer, whole: Mapping[str, Any]) -> None:
     """Fill a rank's model from all tensors of the checkpoint, of which it reads its boxes only.
 
-    `whole` maps Hugging Face's names to tensors (`hf.logical_tensors` of a whole model, `whole_tensors` of flat
-    weights) or to slices of safetensors files. Raises ConfigError for missing, unexpected or misshapen ones.
+    `whole` maps Hugging Face's names to tensors (`hf.logical_tensors` of a whole model) or to slices of safetensors
+    files. Raises ConfigError for missing, unexpected or misshapen ones.
     """
     shapes = whole_shapes(model.ranks.config if isinstance(model.ranks, TensorParallel) else model.config)
     problems = [f"missing {name}" for name in shapes if name not in whole]
@@ -266,17 +258,6 @@ def load_shard(model: Transformer, whole: Mapping[str, Any]) -> None:
         shard.write(whole[shard.box.name][shard.box.slices])
 
 
-def whole_tensors(config: TransformerConfig, flat: Tensor) -> dict[str, Tensor]:
-    """Hugging Face's tensors of a whole model, from its flat weights (`flat.FlatParameters`) [num_params]."""
-    with torch.device("meta"):
-        model = Transformer(config)
-    parameters = dict(model.named_parameters())
-    pieces = torch.split(flat, [p.numel() for p in parameters.values()])
-    views = {name: piece.view(p.shape) for (name, p), piece in zip(parameters.items(), pieces, strict=True)}
-    model.load_state_dict(views, assign=True)
-    return {tensor.name: tensor.read() for tensor in layout(model)}
-
-
 @contextmanager
 def checkpoint_slices(path: Path, config: TransformerConfig) -> Iterator[dict[str, Any]]:
     """The tensors of the checkpoint in folder `path`, by canonical name, as slices that are read when they are cut."""
@@ -290,20 +271,3 @@ def checkpoint_slices(path: Path, config: TransformerConfig) -> Iterator[dict[st
                 if name is not None:
                     found[name] = tensors.get_slice(stored_name)
         yield found
-
-
-def load_parallel_model(
-    path: str | Path,
-    group: dist.ProcessGroup,
-    *,
-    dtype: torch.dtype = torch.float32,
-    max_positions: int | None = None,
-    fixed_order: bool = False,
-) -> Transformer:
-    """This rank's part of the model in folder `path`, of which only that part is read. Errors: as `hf.load_model`'s."""
-    path = Path(path)
-    config = config_from_hf(read_hf_config(path), max_positions=max_positions)
-    model = TensorParallel.over(group, config, fixed_order=fixed_order).new_model().to(dtype)
-    with checkpoint_slices(path, config) as found:
-        load_shard(model, found)
-    return model

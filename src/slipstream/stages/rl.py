@@ -143,10 +143,7 @@ def _attempt(
     tally = _tally(config, run_dir, restarts, report, cut)
     screen = Screen(config, run_dir) if given.display else None
     save_config(config, run_dir / "config.toml")  # from here on the directory is that of a run
-    if screen is not None:
-        screen.started(report)
-    elif report.warning is not None:  # there is no screen: it belongs into the program's log
-        log.warning("%s", report.warning)
+    _tell_of_prompts(report, screen)
 
     def note(text: str) -> None:
         if screen is not None:
@@ -185,6 +182,14 @@ def _attempt(
             _save_interrupted(tally, folder, run_dir)
             note(f"go on with: {given.resume_call(run_dir)}")
             raise
+
+
+def _tell_of_prompts(report: PromptReport, screen: Screen | None) -> None:
+    """Show the report on prompts; without a screen its warning goes to the program's log."""
+    if screen is not None:
+        screen.started(report)
+    elif report.warning is not None:
+        log.warning("%s", report.warning)
 
 
 def _save_interrupted(tally: Tally, folder: HeldFolder, run_dir: Path) -> None:

@@ -301,6 +301,32 @@ def reload_from(llm: LLM) -> Transfer:
     return transfer
 
 
+class _TransferClient:
+    """The four calls of vLLM that a broadcast makes, from the thread that broadcasts into vLLM's event loop."""
+
+    def __init__(self, llm: Any, loop: asyncio.AbstractEventLoop) -> None:
+        self._llm, self._loop = llm, loop
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        self._wait(self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info)))
+
+    def start_weight_update(self) -> None:
+        self._wait(self._llm.start_weight_update())
+
+    def update_weights(self, update_info: Any) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        self._wait(self._llm.update_weights(WeightTransferUpdateRequest(update_info=update_info)))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:  # noqa: ARG002 - we label ourselves
+        self._wait(self._llm.finish_weight_update())
+
+    def _wait(self, call: Any) -> None:
+        asyncio.run_coroutine_threadsafe(call, self._loop).result()
+
+
 def nccl_from(llm: Any, world_size: int) -> Transfer:
     """Broadcast from the last visible GPU, this process's own, to those of vLLM (its trainer-side interface, >= 0.29).
 
@@ -308,18 +334,12 @@ def nccl_from(llm: Any, world_size: int) -> Transfer:
     """
     import torch
     from safetensors import safe_open
-    from vllm.distributed.weight_transfer.base import (
-        ParamMeta,
-        WeightSource,
-        WeightTransferInitRequest,
-        WeightTransferUpdateRequest,
-    )
+    from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
     from vllm.utils.network_utils import get_open_port
 
     device = torch.device("cuda", torch.cuda.device_count() - 1)
-    loop = asyncio.get_running_loop()
 
     class Folder(WeightSource):  # type: ignore[misc]
         path = ""
@@ -333,25 +353,7 @@ def nccl_from(llm: Any, world_size: int) -> Transfer:
                     for name in tensors.keys():  # noqa: SIM118 - not a dict
                         yield name, tensors.get_tensor(name)
 
-    class Client:
-        """vLLM's four calls, from the thread that broadcasts."""
-
-        def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-            self._wait(llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info)))
-
-        def start_weight_update(self) -> None:
-            self._wait(llm.start_weight_update())
-
-        def update_weights(self, update_info: Any) -> None:
-            self._wait(llm.update_weights(WeightTransferUpdateRequest(update_info=update_info)))
-
-        def finish_weight_update(self, weight_version: str | None = None) -> None:  # noqa: ARG002 - we label ourselves
-            self._wait(llm.finish_weight_update())
-
-        def _wait(self, call: Any) -> None:
-            asyncio.run_coroutine_threadsafe(call, loop).result()
-
-    source, client = Folder(), Client()
+    source, client = Folder(), _TransferClient(llm, asyncio.get_running_loop())
     made: list[Any] = []
 
     def send() -> None:
