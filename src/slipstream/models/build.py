@@ -9,17 +9,9 @@ from transformers import PreTrainedTokenizerBase
 from slipstream.core.config import RunConfig, stage_of
 from slipstream.core.sections import GeneratorConfig, ModelConfig
 from slipstream.models.config import config_from_hf, local_config
-<<<<<<< HEAD
-from slipstream.models.hf import load_model, logical_tensors, read_hf_config
+from slipstream.models.hf import load_model, read_hf_config
 from slipstream.models.initialise import new_config, new_model
-from slipstream.models.shards import load_parallel_model, load_shard
-from slipstream.models.tensor_parallel import TensorParallel
 from slipstream.models.tokenizer import char_tokenizer, load_tokenizer
-=======
-from slipstream.models.hf import load_model, load_tokenizer, new_model, read_hf_config
-from slipstream.models.initialise import new_config
-from slipstream.models.tokenizer import char_tokenizer
->>>>>>> trainer
 from slipstream.models.transformer import Transformer
 
 
