@@ -134,11 +134,11 @@ def _attempt(
     checkpoint = None if resumed is None else resumed.checkpoint
     if prepared is None and resumed is None:
         prepared = _work(with_paths, run_dir, given, is_resumed=False)
-    work, prompt_set = prepared or _build(with_paths, given, is_resumed=checkpoint is not None)  # rewards were called
-    report = prompt_set.report
+    work, prompts = prepared or _build(with_paths, given, is_resumed=checkpoint is not None)  # rewards were called
+    report = prompts.report
     with_paths = _with_longest_prompt(with_paths, report)
     cut = None if resumed is None else resumed.cut
-    if resumed is not None and cut is not None:
+    if cut is not None and resumed is not None:
         work = replace(work, partials=_admissible(config, resumed), num_events=cut.num_events)
     tally = _tally(config, run_dir, restarts, report, cut)
     screen = Screen(config, run_dir) if given.display else None
@@ -149,11 +149,10 @@ def _attempt(
         if screen is not None:
             screen.note(text)
 
-    first_step = 0 if cut is None else cut.schedule.steps_done
     with (
         contextlib.nullcontext() if screen is None else contextlib.closing(screen),
         HeldFolder(run_dir) as folder,
-        open_trackers(config, run_dir, first_step=first_step, note=note) as trackers,
+        open_trackers(config, run_dir, first_step=cut.schedule.steps_done if cut else 0, note=note) as trackers,
     ):
         controller = Controller(
             with_paths,
