@@ -18,7 +18,8 @@ POOL = """
 import sys
 from slipstream.rewards.pool import ScoringPool
 from slipstream.rewards.protocol import Term, WorkerSetup
-pool = ScoringPool(WorkerSetup(terms=[Term("exact_match")], timeout_s=5.0, memory_bytes=1 << 30, tasks={}), num_workers=1)
+setup = WorkerSetup(terms=[Term("exact_match")], timeout_s=5.0, memory_bytes=1 << 30, tasks={})
+pool = ScoringPool(setup, num_workers=1)
 print(*[slot.worker.keeper_pid for slot in pool._slots], flush=True)
 sys.stdin.read()
 """
