@@ -54,7 +54,7 @@ class SamplingPlan:
     """The host's knowledge of the rows before a step: it decides which operations run, and no bit of any row.
 
     `num_candidates` is the largest top_k, rounded up to a power of 2; 0 where a row that is cut has none, so that the
-    whole vocabulary has to be sorted. `num_kept` = K is the number of columns of `Sampled.kept`, 0: not reported.
+    whole vocabulary has to be sorted. `num_kept` = K is the number of columns of `SampledTokens.kept`, 0: not reported.
     """
 
     has_greedy: bool = False
