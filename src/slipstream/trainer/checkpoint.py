@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -41,7 +42,7 @@ from slipstream.core.rank_group import RankGroup
 from slipstream.models.config import TransformerConfig
 from slipstream.models.inventory import Held, gather_holdings, givers, holdings
 from slipstream.models.sharded import module_parts
-from slipstream.models.shards import Box, Shard
+from slipstream.models.shards import Box, Part, Shard
 from slipstream.models.transformer import Transformer
 from slipstream.trainer import first_format
 from slipstream.trainer.checkpoint_boxes import (
@@ -75,6 +76,8 @@ from slipstream.trainer.optim import AdamW
 Trained = tuple[nn.Module, AdamW]
 """A trained model, or this rank's part of it, and the optimizer over its parameters."""
 POLICY, CRITIC = "policy", "critic"
+_PARTS: WeakKeyDictionary[nn.Module, list[Part]] = WeakKeyDictionary()
+"""`module_parts` of the modules that were saved or loaded: they stay as they are, and finding them takes long."""
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -103,7 +106,7 @@ def trained_shards(trained: Mapping[str, Trained]) -> list[Shard]:
     """Return what this rank stores of the tensors of a checkpoint: "policy/<tensor>", "policy.exp_avg/<tensor>", ..."""
     shards = []
     for name, (module, optimizer) in trained.items():
-        parts = module_parts(module)
+        parts = _PARTS[module] if module in _PARTS else _PARTS.setdefault(module, module_parts(module))
         moments = {f"{name}.{moment}": views for moment, views in optimizer.named_moments().items()}
         for kind, views in ({name: optimizer.parameters.named_views()} | moments).items():
             for part in parts:
