@@ -125,7 +125,7 @@ class Step:
         self.loss = loss_named("grpo", {"eps_low": 0.2, "eps_high": 0.28})
 
     def run(self, microbatches: Sequence[PackedMicrobatch]) -> float:
-        """Seconds; the gradient of all microbatches is left in the optimizer."""
+        """Seconds; the gradient of all microbatches is left in `flat`."""
         started_s = time.perf_counter()
         num_targets = sum(microbatch.num_targets for microbatch in microbatches)
         self.optimizer.zero_grad()

@@ -66,7 +66,8 @@ def test_fused_hugging_face_tensors_follow_a_rebind():
 def test_gradients_lie_in_one_tensor():
     model, plain = tiny(), tiny()
     flat = FlatParameters(model)
-    grad = flat.flatten_grads()
+    flat.zero_grad()
+    grad = flat.grad
     for _ in range(2):
         outputs(model).square().sum().backward()
         outputs(plain).square().sum().backward()
@@ -79,7 +80,8 @@ def test_one_optimizer_step_on_flat_equals_one_per_parameter():
     model, plain = tiny(), tiny()
     flat = FlatParameters(model)
     whole = torch.nn.Parameter(flat.flat)
-    whole.grad = flat.flatten_grads()
+    flat.zero_grad()
+    whole.grad = flat.grad
     for net, parameters in ((model, [whole]), (plain, list(plain.parameters()))):
         outputs(net).square().sum().backward()
         torch.optim.AdamW(parameters, lr=0.01).step()

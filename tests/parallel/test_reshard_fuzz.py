@@ -140,6 +140,11 @@ def test_any_division_to_any_other(division: dict[str, Any]) -> None:
             assert stored.scales is None or torch.equal(stored.scales, expected[name].scales), name
 
 
+def is_part(stored: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether a rank stores this part; an empty one has many shapes."""
+    return stored.numel() == expected.numel() == 0 or torch.equal(stored, expected)
+
+
 def slices_of(tensor: torch.Tensor) -> tuple[slice, ...]:
     start, extent = placed("w", tensor)
     return tuple(slice(first, first + size) for first, size in zip(start, extent, strict=True))
@@ -164,10 +169,10 @@ def test_boxes_of_any_dtensor(data: st.DataObject) -> None:
             fully_shard(module, mesh=mesh[f"shard-{rank}"])
             if style is ColwiseParallel and rows % tensor_parallel and shards > 1:
                 with contextlib.suppress(ShapeError):  # refused where torch miscounts its rows, or right
-                    assert torch.equal(local_tensor(module[0].weight), weight[slices_of(module[0].weight)])
+                    assert is_part(local_tensor(module[0].weight), weight[slices_of(module[0].weight)])
                 continue
             stored = slices_of(module[0].weight)
-            assert torch.equal(local_tensor(module[0].weight), weight[stored])
+            assert is_part(local_tensor(module[0].weight), weight[stored])
             seen[stored] += 1
             plain = DTensor.from_local(weight, mesh, [Replicate(), Replicate()], run_check=False)
             assert placed("w", plain) == ((0, 0), (rows, columns))

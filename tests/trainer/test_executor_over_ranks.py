@@ -11,7 +11,7 @@ from rank_threads import on_ranks, results
 from test_over_ranks import PACKING, SummedAdamW, assert_same_metrics
 from training_data import VOCAB_SIZE, make_groups, run_config
 
-from slipstream.algorithms import losses
+from slipstream.algorithms.losses import table as losses
 from slipstream.batching import collate
 from slipstream.batching.buffer import GroupBuffer
 from slipstream.core.clock import WallClock
