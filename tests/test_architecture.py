@@ -221,6 +221,21 @@ def test_the_spine_fits_four_screens() -> None:
     assert sum(lines.values()) <= MAX_LINES_OF_SPINE, lines
 
 
+OPENINGS = {"What", "Of", "Who", "Whom", "Whoever", "Nobody", "Everybody"}
+
+
+def test_docstrings_begin_with_a_verb_or_their_object() -> None:
+    """Hold the openings that make a docstring a riddle without its name: `CONTRIBUTING.md`, English."""
+    bad = [
+        f"{source.name}:{getattr(node, 'lineno', 1)}: {text.splitlines()[0]}"
+        for source in SOURCES
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        if (text := ast.get_docstring(node)) and text.split()[0].rstrip(",:") in OPENINGS
+    ]
+    assert not bad, "\n" + "\n".join(bad)
+
+
 def test_functions_fit_a_screen() -> None:
     long = [
         f"{source.name}:{function.lineno}: {function.name} has {length} lines"

@@ -47,7 +47,7 @@ class Receiver(Protocol):
 
 @dataclass
 class Context:
-    """What a host hands to `Executor.init`."""
+    """The arguments of `Executor.init`, made by the host."""
 
     name: str
     run_dir: Path

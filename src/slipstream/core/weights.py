@@ -47,7 +47,7 @@ class WeightsPublisher(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Of one version, on all ranks together."""
+        """The bytes of one version, on all ranks together."""
         ...
 
     def publish(self, version: int, probe_tokens: np.ndarray, probe_logprobs: np.ndarray) -> bool:
@@ -62,7 +62,7 @@ class WeightsPublisher(Protocol):
         ...
 
     def take(self, message: Message) -> None:
-        """What rank 0 has relayed (`WeightsLinked`)."""
+        """Take a message that rank 0 has relayed (`WeightsLinked`)."""
         ...
 
     def add_reader(self, replica: int) -> None:
@@ -145,7 +145,7 @@ class FlatWeights(Protocol):
 
     @property
     def holding(self) -> Holding | None:
-        """What lies where in `flat`; None: a version is all of the trainer's bytes as they are."""
+        """The layout of `flat`; None: a version is all of the trainer's bytes as they are."""
         ...
 
     def prepare(self, flat: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Who holds what: the parts of a checkpoint's tensors that a rank stores, as boxes in them and views of its storage.
+"""The parts of a checkpoint's tensors that a rank stores, as boxes in them and views of its storage.
 
 Weight sync, checkpoints and exports speak of boxes only, whatever divided the model.
 """

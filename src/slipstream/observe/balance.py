@@ -114,7 +114,7 @@ class Interference(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Split(msgspec.Struct, frozen=True, kw_only=True):
-    """Who has how many units, and would have in balance, exactly and in whole numbers; a step's seconds with each.
+    """The units of each side now, in exact balance and in whole numbers, and a step's seconds with each.
 
     In balance T_i / n_i is the same for every side i, with T_i unit-seconds of work per step: for two sides LlamaRL's
     T_t / theta = T_g / (1 - theta) (arXiv:2505.24034, section 7). It supposes that work scales with units.
@@ -169,7 +169,7 @@ class Balance(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def judge(loop: Loop, *, allows: Callable[[Dial], bool] = lambda _: True) -> Verdict:
-    """Who starves in `loop`, and what would help. `allows`: whether a run may have its dial so."""
+    """Return the side of `loop` that waits for the other, and what would help. `allows`: whether a run may have its dial so."""
     trainer, generator = loop.sides.get("trainer"), loop.sides.get("generator")
     if trainer is None or generator is None or loop.num_steps < LEAST_STEPS or loop.shares_process:
         return NOTHING

@@ -1,4 +1,4 @@
-"""Who did what, when: exclusive spans of one process and their accounting.
+"""Exclusive spans of one process, and their accounting.
 
 At every moment a process is in the innermost open span's state, in its idle state, or `unlabelled`; before it was
 there and after its end it is `absent`, and of one that was killed all after its last written line is `lost`. What is

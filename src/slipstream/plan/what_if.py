@@ -1,4 +1,4 @@
-"""What if: a finished run with other dials, simulated from its own files.
+"""A finished run with other dials, simulated from its own files.
 
     result = what_if("runs/quickstart", {"max_staleness": 4, "generator": {"replicas": 3}})
     result.changed.step_s, result.as_it_was.step_s, result.measured.step_s
