@@ -169,7 +169,7 @@ class Balance(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def judge(loop: Loop, *, allows: Callable[[Dial], bool] = lambda _: True) -> Verdict:
-    """Return the side of `loop` that waits for the other, and what would help; `allows` says if a dial may be set so."""
+    """Return the side of `loop` that waits for the other, and what would help; `allows` says if a dial may be set."""
     trainer, generator = loop.sides.get("trainer"), loop.sides.get("generator")
     if trainer is None or generator is None or loop.num_steps < LEAST_STEPS or loop.shares_process:
         return NOTHING
