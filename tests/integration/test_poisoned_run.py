@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -35,9 +36,13 @@ class Poisoning(Generator):
     every = 5
     num_sent = 0
 
-    def _completion(self, item, prompt, purpose, eval_id=-1):
-        completion = super()._completion(item, prompt, purpose, eval_id)
-        if purpose != "train":
+    def init(self, context):
+        super().init(context)
+        self.completion_of = partial(self.poisoned, self.completion_of)
+
+    def poisoned(self, honest, *args, **more):
+        completion = honest(*args, **more)
+        if completion.purpose != "train":
             return completion
         Poisoning.num_sent += 1
         if Poisoning.num_sent % self.every:
