@@ -108,23 +108,6 @@ def layer_violations(source: Source) -> list[str]:
     return found
 
 
-def circles(edges: dict[str, set[str]]) -> list[list[str]]:
-    """The sets of nodes that reach each other, each sorted; a node alone is none."""
-
-    def reached(start: str) -> set[str]:
-        seen: set[str] = set()
-        ahead = [start]
-        while ahead:
-            for node in edges.get(ahead.pop(), set()) - seen:
-                seen.add(node)
-                ahead.append(node)
-        return seen
-
-    reach = {node: reached(node) for node in edges}
-    together = {tuple(sorted(m for m in reach[n] if n in reach.get(m, set()))) for n in edges if n in reach[n]}
-    return [list(circle) for circle in sorted(together)]
-
-
 def module_edges() -> dict[str, set[str]]:
     """The modules of the package that each of them imports, also inside functions, but not only for its types."""
     names = {source.module for source in SOURCES}
@@ -165,13 +148,8 @@ def test_imports_point_downwards() -> None:
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    found = circles(module_edges())
-    assert not found, f"{found}: move what they share to a module below both, or pass one to the other as an argument"
-
-
-def test_a_circle_is_found() -> None:
-    edges = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": {"e"}, "e": {"d"}, "f": {"a"}}
-    assert circles(edges) == [["a", "b", "c"], ["d", "e"]]
+    """A CycleError names the circle: move what its modules share below both, or pass one to the other."""
+    graphlib.TopologicalSorter(module_edges()).prepare()
 
 
 MAX_LINES = 60_500
@@ -245,15 +223,6 @@ def test_functions_fit_a_screen() -> None:
         if (length := (function.end_lineno or 0) - function.lineno + 1) > MAX_LINES_OF_FUNCTION
     ]
     assert not long, "\n" + "\n".join(long)
-
-
-@pytest.mark.parametrize("folder", ["plan", "prompts", "rewards", "stages"])
-def test_no_file_imports_itself_by_way_of_others(folder: str) -> None:
-    """Imports within functions and for types alone count, too."""
-    names = {f"slipstream.{source.name.removesuffix('.py').replace('/', '.')}": source for source in SOURCES}
-    own = {name: source for name, source in names.items() if source.unit == folder}
-    graph = {name: {module for module, _ in imports(source)} & own.keys() - {name} for name, source in own.items()}
-    graphlib.TopologicalSorter(graph).prepare()  # CycleError, with the circle
 
 
 def test_nothing_is_pickled() -> None:
