@@ -19,7 +19,8 @@ import slipstream
 from slipstream.controller.build import make_generator, make_rewards, make_trainer
 from slipstream.controller.pipeline import Node, Pipeline, gather, weights
 from slipstream.core.executor import Context, Executor
-from slipstream.core.types import Counters, Ready, Rollout, Stop
+from slipstream.core.service_messages import Counters, Ready
+from slipstream.core.types import Rollout, Stop
 
 
 class Judge(Executor):

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from slipstream.controller.evaluations import GREEDY, SAMPLED, PendingEvaluations
-from slipstream.core.types import EvalScored, Prompt, StepDone, Swapped
+from slipstream.core.service_messages import EvalScored
+from slipstream.core.types import Prompt, StepDone, Swapped
 
 PROMPTS = [Prompt(prompt_id=str(i), text="", tokens=np.zeros(1, np.int32), task="t") for i in range(3)]
 

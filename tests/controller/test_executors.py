@@ -31,16 +31,13 @@ from slipstream.core.keys import RunKeys
 from slipstream.core.peer_messages import Failed, Joined, Leaving, Left, PeerJoined, PeerLost
 from slipstream.core.recipes import resolve
 from slipstream.core.run_log import ScheduleConfig
+from slipstream.core.service_messages import Checkpoint, Counters, Noted, Ready
 from slipstream.core.types import (
     Admit,
-    Checkpoint,
     CompletionFinished,
-    Counters,
     GroupScored,
     Message,
-    Noted,
     Prompt,
-    Ready,
     StepDone,
     Stop,
     Swapped,

@@ -19,7 +19,8 @@ from slipstream.core.executor import Context, Executor
 from slipstream.core.peer_messages import Failed, Left, PeerJoined, PeerLost
 from slipstream.core.ports import Outbox
 from slipstream.core.rank_group import RankGroup
-from slipstream.core.types import Message, Ready
+from slipstream.core.service_messages import Ready
+from slipstream.core.types import Message
 
 PEERS = ("generator-0", "generator-1", "rewards")
 

@@ -16,17 +16,8 @@ from slipstream.core.errors import AlarmError
 from slipstream.core.held_out import Measured
 from slipstream.core.recipes import resolve
 from slipstream.core.run_log import Command, Decision, ScheduleBegan, ScheduleConfig
-from slipstream.core.types import (
-    CompletionFinished,
-    Counters,
-    GroupScored,
-    Message,
-    Noted,
-    Skip,
-    StartGroup,
-    StepDone,
-    TrainStep,
-)
+from slipstream.core.service_messages import Counters, Noted
+from slipstream.core.types import CompletionFinished, GroupScored, Message, Skip, StartGroup, StepDone, TrainStep
 from slipstream.observe.health import Alarm
 from slipstream.observe.waste import Wasted
 

@@ -12,7 +12,8 @@ from slipstream.core.clock import VirtualClock
 from slipstream.core.held_out import GREEDY_PREFIX, SAMPLED_PREFIX, Measured, measured
 from slipstream.core.recipes import resolve
 from slipstream.core.run_log import Decision
-from slipstream.core.types import Counters, EvalScored, StartGroup, StepDone, Stop
+from slipstream.core.service_messages import Counters, EvalScored
+from slipstream.core.types import StartGroup, StepDone, Stop
 from slipstream.observe.metrics import LEAST_S, flatten
 
 

@@ -14,7 +14,8 @@ from slipstream.core.channel import Ports, connect, connect_local, make_transpor
 from slipstream.core.channel_spec import ChannelSpec, Kind
 from slipstream.core.errors import ChannelClosed, ChannelError, ChannelTimeout
 from slipstream.core.ranks import Dealt
-from slipstream.core.types import Admit, CheckpointSaved, Completion, Exported, Message, Prompt, Rollout, Stop
+from slipstream.core.service_messages import CheckpointSaved, Exported
+from slipstream.core.types import Admit, Completion, Message, Prompt, Rollout, Stop
 
 Connector = Callable[[Sequence[ChannelSpec]], dict[str, Ports]]
 

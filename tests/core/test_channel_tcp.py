@@ -31,7 +31,8 @@ from slipstream.core.errors import ChannelClosed, ChannelError, ChannelTimeout, 
 from slipstream.core.keys import RunKeys
 from slipstream.core.lease import Lease
 from slipstream.core.ports import Inbox
-from slipstream.core.types import CheckpointSaved, Exported, Message, Stop
+from slipstream.core.service_messages import CheckpointSaved, Exported
+from slipstream.core.types import Message, Stop
 
 SPECS = [ChannelSpec("c", Kind.GATHER, "a.out", "b.in", capacity=64, deadline_s=5.0)]
 KEYS = RunKeys.new()
@@ -851,7 +852,8 @@ from torch.distributed import TCPStore
 from slipstream.core.addresses import StoreAddresses, grant_incarnation
 from slipstream.core.channel import ChannelSpec, Kind, connect_by_book, wait
 from slipstream.core.keys import RunKeys
-from slipstream.core.types import Exported, Stop
+from slipstream.core.service_messages import Exported
+from slipstream.core.types import Stop
 specs = [
     ChannelSpec("to", Kind.GATHER, "a.out", "b.in", capacity=16, deadline_s=60.0),
     ChannelSpec("back", Kind.GATHER, "b.out", "a.in", capacity=16, deadline_s=60.0),

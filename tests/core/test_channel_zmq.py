@@ -18,7 +18,8 @@ from slipstream.core.channel import Ports, connect, connect_by_book, connect_loc
 from slipstream.core.channel_spec import ChannelSpec, Kind
 from slipstream.core.errors import ChannelClosed, ChannelError
 from slipstream.core.ports import Inbox
-from slipstream.core.types import CheckpointSaved, Message, Stop
+from slipstream.core.service_messages import CheckpointSaved
+from slipstream.core.types import Message, Stop
 
 SPECS = [ChannelSpec("c", Kind.BROADCAST, "a.out", "b.in", capacity=64, deadline_s=5.0)]
 
@@ -237,7 +238,8 @@ CHILD = """
 import sys
 from pathlib import Path
 from slipstream.core.channel import ChannelSpec, Kind, connect, wait
-from slipstream.core.types import CheckpointSaved, Stop
+from slipstream.core.service_messages import CheckpointSaved
+from slipstream.core.types import Stop
 specs = [
     ChannelSpec("to", Kind.BROADCAST, "a.out", "b.in", capacity=16, deadline_s=10.0),
     ChannelSpec("back", Kind.GATHER, "b.out", "a.in", capacity=16, deadline_s=10.0),

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.controller.meeting import SPEC_KEY, parse_address, read_spec
-from slipstream.core import frames, types, wire
+from slipstream.core import frames, service_messages, types, wire
 from slipstream.core.addresses import StoreAddresses
 from slipstream.core.errors import ChannelError, ConfigError, SlipstreamError
 from slipstream.core.keys import RunKeys
@@ -28,7 +28,7 @@ PROMPT = types.Prompt(
 )
 SEEDS = [
     wire.encode(types.Admit(ordinal=3, replica=0, num_samples=2, prompt=PROMPT)),
-    wire.encode(types.CheckpointSaved(step=3, path="p")),
+    wire.encode(service_messages.CheckpointSaved(step=3, path="p")),
     wire.encode(types.Stop()),
 ]
 

@@ -19,7 +19,7 @@ from slipstream.core.channel_spec import ChannelSpec, Kind
 from slipstream.core.errors import ChannelClosed
 from slipstream.core.links import ZmqLink
 from slipstream.core.ports import Inbox
-from slipstream.core.types import CheckpointSaved
+from slipstream.core.service_messages import CheckpointSaved
 
 SPEC = ChannelSpec("c", Kind.BROADCAST, "a.out", "b.in", capacity=12)
 NUM_MESSAGES = 1500

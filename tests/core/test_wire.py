@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from slipstream.core import peer_messages, types, wire
+from slipstream.core import peer_messages, service_messages, types, wire
 from slipstream.core.errors import ChannelError
 
 arrays = st.sampled_from([np.int32, np.float32, np.float64, np.int64, np.uint8, np.bool_]).flatmap(
@@ -133,13 +133,13 @@ def test_only_messages_are_encoded(blob: bytes) -> None:
 
 def test_a_type_outside_the_union_is_refused() -> None:
     with pytest.raises(ChannelError):
-        wire.decode(wire.encode(types.Stop()), (types.Export, types.Checkpoint))
+        wire.decode(wire.encode(types.Stop()), (service_messages.Export, service_messages.Checkpoint))
 
 
 @pytest.mark.parametrize("value", [object(), np.array(["text"]), np.array([object()]), 2**70])
 def test_values_without_a_wire_form_are_refused(value: object) -> None:
     with pytest.raises(ChannelError, match="Ready"):
-        wire.encode(types.Ready(executor="trainer", info={"x": value}))
+        wire.encode(service_messages.Ready(executor="trainer", info={"x": value}))
     with pytest.raises(ChannelError):
         wire.encode("not a message")  # type: ignore[arg-type]
 

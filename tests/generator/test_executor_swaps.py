@@ -16,16 +16,8 @@ from scripted_generator import ScriptedGenerator
 from slipstream.core.clock import VirtualClock
 from slipstream.core.config import RunConfig
 from slipstream.core.executor import Context
-from slipstream.core.types import (
-    Admit,
-    Completion,
-    CompletionFinished,
-    Evaluate,
-    Prompt,
-    Swapped,
-    VersionSpan,
-    Waiting,
-)
+from slipstream.core.service_messages import Evaluate, Waiting
+from slipstream.core.types import Admit, Completion, CompletionFinished, Prompt, Swapped, VersionSpan
 from slipstream.core.weights import Swap
 from slipstream.generator.backend import Pin
 from slipstream.generator.executor import Generator

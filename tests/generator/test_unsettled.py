@@ -11,7 +11,8 @@ import pytest
 from ports import Port
 from test_executor_swaps import Node
 
-from slipstream.core.types import Admit, Completion, CompletionFinished, Evaluate, Prompt, Segment, Settled
+from slipstream.core.service_messages import Evaluate, Settled
+from slipstream.core.types import Admit, Completion, CompletionFinished, Prompt, Segment
 from slipstream.generator.unsettled import Unsettled
 
 PROMPT = Prompt(prompt_id="p", text="x", tokens=np.zeros(1, np.int32), task="t")

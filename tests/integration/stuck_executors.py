@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from slipstream.core.executor import Context, Executor
-from slipstream.core.types import Ready
+from slipstream.core.service_messages import Ready
 
 
 class Stuck(Executor):

@@ -30,7 +30,7 @@ from slipstream.core.channel import connect_by_book, wait
 from slipstream.core.channel_spec import ChannelSpec, Kind
 from slipstream.core.keys import RunKeys
 from slipstream.core.ports import Inbox
-from slipstream.core.types import CheckpointSaved
+from slipstream.core.service_messages import CheckpointSaved
 from slipstream.launch import MAX_DESCRIPTORS
 from slipstream.observe.watch.server import Watch
 

@@ -12,7 +12,8 @@ import pytest
 import slipstream
 from slipstream.controller.controller import Controller
 from slipstream.core.errors import DiskError
-from slipstream.core.types import Exported, StepDone
+from slipstream.core.service_messages import Exported
+from slipstream.core.types import StepDone
 from slipstream.stages import chain, one_process
 
 

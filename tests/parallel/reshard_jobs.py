@@ -21,7 +21,8 @@ from slipstream.core.channel_spec import ChannelSpec, Kind
 from slipstream.core.fields import Precision
 from slipstream.core.peer_messages import WeightsLinked
 from slipstream.core.rank_group import RankGroup
-from slipstream.core.types import Export, Stop
+from slipstream.core.service_messages import Export
+from slipstream.core.types import Stop
 from slipstream.models.config import TransformerConfig
 from slipstream.models.hf import logical_tensors
 from slipstream.models.quantized import Packer, WeightLayout

@@ -24,15 +24,8 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.executor import Context
 from slipstream.core.fields import Precision
 from slipstream.core.sections import ModelConfig
-from slipstream.core.types import (
-    Completion,
-    CompletionFinished,
-    Counters,
-    Evaluate,
-    Message,
-    Ready,
-    Swapped,
-)
+from slipstream.core.service_messages import Counters, Evaluate, Ready
+from slipstream.core.types import Completion, CompletionFinished, Message, Swapped
 from slipstream.generator.lockstep import COMMANDS_AT_ONCE, LockStep
 from slipstream.models.build import check_division
 from slipstream.models.served import ServedWeights

@@ -27,7 +27,8 @@ from slipstream.core.channel import Ports, connect, make_transport_dir, wait
 from slipstream.core.fields import Precision
 from slipstream.core.peer_messages import Holding
 from slipstream.core.scratch import cleanup
-from slipstream.core.types import Export, Stop
+from slipstream.core.service_messages import Export
+from slipstream.core.types import Stop
 from slipstream.models.config import TransformerConfig
 from slipstream.models.hf import logical_tensors
 from slipstream.models.quantized import WeightLayout

@@ -14,17 +14,8 @@ from slipstream.batching import collate
 from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import resolve
 from slipstream.core.sections import ModelConfig, RewardModelTerm, RewardsConfig, RewardTerm
-from slipstream.core.types import (
-    Completion,
-    Counters,
-    EvalScored,
-    Prompt,
-    Ready,
-    Rollout,
-    Segment,
-    Stop,
-    VersionSpan,
-)
+from slipstream.core.service_messages import Counters, EvalScored, Ready
+from slipstream.core.types import Completion, Prompt, Rollout, Segment, Stop, VersionSpan
 from slipstream.models.initialise import new_model
 from slipstream.models.scalar import ScalarModel, new_scalar_model, save_scalar_model
 from slipstream.models.scoring import score

@@ -16,18 +16,8 @@ from heard import Heard
 from ports import start
 
 from slipstream.core.sections import RewardModelTerm, RewardsConfig, RewardTerm, TaskConfig
-from slipstream.core.types import (
-    Completion,
-    Counters,
-    EvalScored,
-    Noted,
-    Prompt,
-    Ready,
-    Rollout,
-    Segment,
-    Stop,
-    VersionSpan,
-)
+from slipstream.core.service_messages import Counters, EvalScored, Noted, Ready
+from slipstream.core.types import Completion, Prompt, Rollout, Segment, Stop, VersionSpan
 from slipstream.rewards.executor import Rewards
 
 HERE = Path(__file__).parent

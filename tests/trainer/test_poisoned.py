@@ -15,7 +15,8 @@ from slipstream.core.clock import WallClock
 from slipstream.core.executor import Context
 from slipstream.core.rank_group import RankGroup
 from slipstream.core.run_log import read_rollouts
-from slipstream.core.types import Counters, Group, GroupScored, Ready, Skip, StepDone, Stop, TrainStep, VersionSpan
+from slipstream.core.service_messages import Counters, Ready
+from slipstream.core.types import Group, GroupScored, Skip, StepDone, Stop, TrainStep, VersionSpan
 from slipstream.core.vetting import POISONED, Limits, vetted
 from slipstream.observe.tokens import read_tokens
 from slipstream.trainer.critic import Critic

@@ -30,7 +30,8 @@ from slipstream.core.config import RunConfig
 from slipstream.core.errors import ShapeError
 from slipstream.core.executor import takes_stop
 from slipstream.core.rank_group import RankGroup
-from slipstream.core.types import Group, Ready, Rollout, Stop, Waiting
+from slipstream.core.service_messages import Ready, Waiting
+from slipstream.core.types import Group, Rollout, Stop
 from slipstream.models.build import build_policy
 from slipstream.models.hf import save_model
 from slipstream.models.initialise import new_model

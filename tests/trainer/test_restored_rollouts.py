@@ -11,7 +11,8 @@ from slipstream.batching.buffer import GroupBuffer
 from slipstream.core.clock import WallClock
 from slipstream.core.executor import Context
 from slipstream.core.ranks import data_parallel_rank, rank_name
-from slipstream.core.types import Checkpoint, GroupScored, Ready, Stop
+from slipstream.core.service_messages import Checkpoint, Ready
+from slipstream.core.types import GroupScored, Stop
 from slipstream.trainer import executor
 from slipstream.trainer.executor import Trainer
 from slipstream.trainer.scores import dealt_by

@@ -19,7 +19,7 @@ from slipstream.core.channel_spec import MAX_MESSAGE_BYTES, ChannelSpec
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.executor import Executor
-from slipstream.core.types import WarmStart
+from slipstream.core.service_messages import WarmStart
 from slipstream.generator.executor import Generator
 from slipstream.models.build import build_tokenizer
 from slipstream.prompts import PromptSet, build_prompts, demonstrations, task_table

@@ -40,32 +40,34 @@ from slipstream.core.interrupts import Interrupts
 from slipstream.core.peer_messages import Leaving, Left
 from slipstream.core.run_log import Command, Event
 from slipstream.core.scratch import claim, cleanup, sweep
-from slipstream.core.types import (
-    Admit,
+from slipstream.core.service_messages import (
     Checkpoint,
     CheckpointSaved,
-    CompletionFinished,
     Counters,
     EvalScored,
     Export,
     Exported,
+    Noted,
+    Progress,
+    Ready,
+    Settled,
+    WarmStart,
+)
+from slipstream.core.types import (
+    Admit,
+    CompletionFinished,
     GroupScored,
     Message,
-    Noted,
     Partial,
-    Progress,
     Prompt,
     Published,
-    Ready,
     ReplicaLost,
-    Settled,
     Skip,
     StartGroup,
     StepDone,
     Stop,
     Swapped,
     TrainStep,
-    WarmStart,
 )
 from slipstream.observe.recorder import EventRecorder
 from slipstream.observe.timeline import TIME_PREFIX, Timeline, timeline_path

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from slipstream.core.held_out import Measured
 from slipstream.core.run_log import Event
-from slipstream.core.types import EvalScored, Evaluate, Prompt, StepDone, Swapped
+from slipstream.core.service_messages import EvalScored, Evaluate
+from slipstream.core.types import Prompt, StepDone, Swapped
 
 GREEDY, SAMPLED = 0.0, 1.0
 """Temperatures of the answers."""

@@ -32,8 +32,9 @@ from slipstream.core.config import RunConfig
 from slipstream.core.errors import ChannelClosed, ExecutorDied, ExecutorLost, SlipstreamError
 from slipstream.core.peer_messages import Failed, Joined, Left
 from slipstream.core.ranks import RANK_MARK, split_rank_name
+from slipstream.core.service_messages import Counters, Ready
 from slipstream.core.spans import Spans
-from slipstream.core.types import CompletionFinished, Counters, Message, Ready, ReplicaLost, Stop, Swapped
+from slipstream.core.types import CompletionFinished, Message, ReplicaLost, Stop, Swapped
 
 WAKE_EVERY_S = 1.0  # how often a silent run is looked at; decisions never wait for it
 STOP_DEADLINE_S = 10.0

@@ -26,7 +26,7 @@ from slipstream.core.peer_messages import Failed, Leaving, Left, PeerJoined, Pee
 from slipstream.core.rank_group import RankGroup
 from slipstream.core.ranks import rank_name, split_rank_name
 from slipstream.core.scratch import file_prefix
-from slipstream.core.types import Counters
+from slipstream.core.service_messages import Counters
 from slipstream.observe.timeline import TIME_PREFIX, Timeline, timeline_path
 
 if TYPE_CHECKING:  # what needs torch is imported by the processes that do: the rewards' starts a second sooner

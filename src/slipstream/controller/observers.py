@@ -24,7 +24,8 @@ from slipstream.controller.tally import Tally
 from slipstream.core.config import RunConfig
 from slipstream.core.held_out import GREEDY_PREFIX, SAMPLED_PREFIX
 from slipstream.core.run_log import Metrics
-from slipstream.core.types import Counters, GroupScored, Noted, Progress, StepDone, Swapped
+from slipstream.core.service_messages import Counters, Noted, Progress
+from slipstream.core.types import GroupScored, StepDone, Swapped
 from slipstream.observe.display import Display, config_summary, in_numbers
 from slipstream.observe.health import Alarm, Watchman, in_a_line, unfit
 from slipstream.observe.metrics import MetricsWriter

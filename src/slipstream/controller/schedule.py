@@ -81,6 +81,7 @@ import msgspec
 
 from slipstream.core.errors import ScheduleError, SlipstreamError
 from slipstream.core.run_log import Command, Event, ScheduleBegan, ScheduleConfig, Snapshot
+from slipstream.core.service_messages import WaitReason
 from slipstream.core.types import (
     CompletionFinished,
     GroupScored,
@@ -91,7 +92,6 @@ from slipstream.core.types import (
     Stop,
     Swapped,
     TrainStep,
-    WaitReason,
 )
 
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from slipstream.controller.schedule import SchedulingPolicy
 from slipstream.core.run_log import Event
-from slipstream.core.types import ReplicaLost, Swapped, Waiting, WaitReason
+from slipstream.core.service_messages import Waiting, WaitReason
+from slipstream.core.types import ReplicaLost, Swapped
 
 
 class WaitReasons:

@@ -15,8 +15,9 @@ from typing import ClassVar, Protocol
 
 from slipstream.core.clock import Clock
 from slipstream.core.rank_group import RankGroup
+from slipstream.core.service_messages import Checkpoint
 from slipstream.core.spans import Spans
-from slipstream.core.types import Checkpoint, Message, Stop
+from slipstream.core.types import Message, Stop
 from slipstream.core.weights import WeightsPublisher, WeightsSubscriber
 
 

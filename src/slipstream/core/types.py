@@ -1,6 +1,7 @@
 """The messages of the loop, frozen msgspec structs with numpy arrays: data, commands and events.
 
-With `core/peer_messages.py`, between processes and between the ends of weight sync, that is all that crosses a channel.
+With those around the loop (`core/service_messages.py`) and between processes that do one thing together
+(`core/peer_messages.py`) that is all that crosses a channel.
 
 The wire form is msgpack; arrays travel as raw buffers (`core/channel.py`). Legend: T sampled or given tokens of one
 completion, Tp prompt tokens, G completions per prompt, P groups per step.
@@ -16,7 +17,6 @@ import numpy as np
 FinishReason = Literal["stop", "length", "deadline"]
 Purpose = Literal["train", "eval"]
 SkipCause = Literal["no_signal", "failed", "stale"]
-WaitReason = Literal["generation", "rewards", "straggler", "nothing", "trainer", "prompt"]
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -180,30 +180,7 @@ class Admit(Message):
     is_again: bool = False
 
 
-class Evaluate(Message):
-    """Answer held-out prompts in reserved slots, pinned to the version held on arrival; temperature 0 is greedy."""
-
-    eval_id: int
-    prompts: tuple[Prompt, ...]
-    temperature: float
-
-
-class Settled(Message):
-    """These groups are scored and these evaluations complete: whatever is kept of them is no longer needed."""
-
-    ordinals: tuple[int, ...] = ()
-    eval_ids: tuple[int, ...] = ()
-
-
 # Controller -> trainer
-
-
-class WarmStart(Message):
-    """Demonstrations for the supervised warm start: prompt and completion tokens, one pair after the other."""
-
-    tokens: np.ndarray  # int32 [sum of all lengths]
-    prompt_lengths: np.ndarray  # int32 [N]
-    completion_lengths: np.ndarray  # int32 [N]
 
 
 class RolloutHead(Message):
@@ -238,52 +215,11 @@ class Skip(Message):
     cause: SkipCause = "no_signal"
 
 
-class Waiting(Message):
-    """The reason why the executor has nothing to do, when it has nothing to do; labels its idle time.
-
-    A trainer waits for the first four. A generator waits for the trainer while the schedule's bound admits nothing on
-    the version that it holds, for a prompt while it would, and for nothing once all steps are done.
-    """
-
-    reason: WaitReason
-
-
-class Checkpoint(Message):
-    """Save policy, optimizer and random state of `step` under `path`; the trainer answers with `CheckpointSaved`.
-
-    `schedule` is the schedule's state at the same instant (JSON types), `num_events` what it had been told by then, in
-    lines of `events.jsonl`, and `run` what the run had come to; all are saved with them: one consistent cut, called
-    `cut`. Generators save what they have of the groups that the cut owes (`core/saved.py`), under the same name.
-    """
-
-    step: int
-    path: str
-    schedule: dict[str, Any]
-    num_events: int
-    cut: str = ""
-    run: dict[str, float] = {}
-
-
-class Export(Message):
-    """Write the policy as a Hugging Face checkpoint under `path`; answer with `Exported`."""
-
-    path: str
-
-
 class Stop(Message):
     """Finish what is in hand and end."""
 
 
 # Executor -> controller
-
-
-class Ready(Message):
-    """The executor is initialised. The trainer adds the number of model parameters and the version it holds."""
-
-    executor: str
-    num_params: int = 0
-    version: int = 0
-    info: dict[str, Any] = {}
 
 
 class CompletionFinished(Message):
@@ -340,67 +276,3 @@ class Swapped(Message):
     transfer_s: float
     pause_s: float
     probe_error: float
-
-
-class EvalScored(Message):
-    """One evaluation rollout, without its tokens: the reward as it would be trained on, and its parts."""
-
-    eval_id: int
-    ordinal: int
-    reward: float
-    completion_text: str
-    prompt_text: str
-    answer: str | None
-    num_tokens: int
-    version: int = -1
-    reward_parts: dict[str, float | None] = {}
-    failure: str | None = None
-
-    @classmethod
-    def of(cls, rollout: Rollout) -> EvalScored:
-        completion = rollout.completion
-        return cls(
-            eval_id=completion.eval_id,
-            ordinal=completion.ordinal,
-            reward=rollout.reward,
-            completion_text=completion.text,
-            prompt_text=completion.prompt.text,
-            answer=completion.prompt.answer,
-            num_tokens=completion.num_tokens,
-            version=completion.min_version,
-            reward_parts=rollout.reward_parts,
-            failure=rollout.failure,
-        )
-
-
-class CheckpointSaved(Message):
-    step: int
-    path: str
-
-
-class Exported(Message):
-    path: str
-
-
-class Progress(Message):
-    """Free-form progress of a phase outside the RL loop (warm start), for the display."""
-
-    executor: str
-    phase: str
-    done: int
-    total: int
-    metrics: dict[str, float] = {}
-
-
-class Counters(Message):
-    """Cumulative counters of one executor, sent about once a second and at the end."""
-
-    executor: str
-    values: dict[str, float]
-
-
-class Noted(Message):
-    """A line for people to see now, of at most a thousand characters."""
-
-    executor: str
-    text: str

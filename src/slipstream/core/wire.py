@@ -15,13 +15,13 @@ from typing import Any, Union
 import msgspec
 import numpy as np
 
-from slipstream.core import peer_messages, types
+from slipstream.core import peer_messages, service_messages, types
 from slipstream.core.errors import ChannelError, did_you_mean
 from slipstream.core.types import Message
 
 MessageTypes = tuple[type[Message], ...]
 
-MODULES = (types.__name__, peer_messages.__name__)
+MODULES = (types.__name__, service_messages.__name__, peer_messages.__name__)
 MESSAGES: MessageTypes = tuple(kind for kind in Message.__subclasses__() if kind.__module__ in MODULES)
 
 _ARRAY_CODE = 1  # msgpack extension type of an array
@@ -56,7 +56,7 @@ def decode(data: bytes | memoryview, messages: MessageTypes = MESSAGES) -> Messa
 
 
 def message_types(names: Iterable[str]) -> MessageTypes:
-    """Return the message classes of these names, also a pipeline's own ones; all of `core/types.py` for no names."""
+    """Return the message classes of these names, also a pipeline's own ones; all of `MODULES` for no names."""
     known = {kind.__name__: kind for kind in (*Message.__subclasses__(), *MESSAGES)}
     found = []
     for name in names:

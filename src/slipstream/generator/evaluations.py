@@ -6,8 +6,9 @@ from collections import deque
 from dataclasses import dataclass
 
 from slipstream.core.sections import GeneratorConfig
+from slipstream.core.service_messages import Evaluate
 from slipstream.core.spans import Spans
-from slipstream.core.types import Evaluate, Prompt
+from slipstream.core.types import Prompt
 from slipstream.generator.backend import Backend, Pin
 from slipstream.generator.completions import EVAL_STREAM, request_of
 from slipstream.generator.requests import Finished, GenerationEngine, Labelled

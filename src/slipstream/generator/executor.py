@@ -16,20 +16,8 @@ from slipstream.core.config import RunConfig
 from slipstream.core.executor import Context, Executor
 from slipstream.core.peer_messages import Wake
 from slipstream.core.saved import SUFFIX, rollouts_dir
-from slipstream.core.types import (
-    Admit,
-    Checkpoint,
-    CompletionFinished,
-    Counters,
-    Evaluate,
-    Message,
-    Prompt,
-    Ready,
-    Settled,
-    Stop,
-    Swapped,
-    Waiting,
-)
+from slipstream.core.service_messages import Checkpoint, Counters, Evaluate, Ready, Settled, Waiting
+from slipstream.core.types import Admit, CompletionFinished, Message, Prompt, Stop, Swapped
 from slipstream.generator.backend import Backend
 from slipstream.generator.backends import BACKENDS, Setting
 from slipstream.generator.completions import TRAIN_STREAM, completion_of, request_of

@@ -7,7 +7,8 @@ from collections.abc import Collection
 
 from slipstream.core.errors import ChannelClosed
 from slipstream.core.executor import Sender
-from slipstream.core.types import Completion, Settled
+from slipstream.core.service_messages import Settled
+from slipstream.core.types import Completion
 
 Key = tuple[int, int]
 """(evaluation or NO_EVALUATION, ordinal)"""

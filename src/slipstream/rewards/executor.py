@@ -8,7 +8,8 @@ from typing import Any
 
 from slipstream.core.executor import Context, Executor
 from slipstream.core.sections import RewardsConfig, TaskConfig
-from slipstream.core.types import Completion, Counters, EvalScored, Noted, Ready, Rollout, Stop
+from slipstream.core.service_messages import Counters, EvalScored, Noted, Ready
+from slipstream.core.types import Completion, Rollout, Stop
 from slipstream.core.vetting import POISONED, Limits, completion_fault, without_tokens
 from slipstream.rewards.assembly import Assembly, ScoreEntry
 from slipstream.rewards.functions import combined_reward

@@ -17,7 +17,8 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.executor import Context, Executor, takes_stop
 from slipstream.core.packed import Batching
 from slipstream.core.sections import RewardModelTerm, RewardsConfig, RewardTerm
-from slipstream.core.types import Completion, Counters, EvalScored, Ready, Rollout
+from slipstream.core.service_messages import Counters, EvalScored, Ready
+from slipstream.core.types import Completion, Rollout
 from slipstream.core.vetting import Limits, vetted
 from slipstream.models.device import DTYPES, scoring_device
 from slipstream.models.scalar import load_scalar_model

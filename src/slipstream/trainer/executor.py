@@ -19,23 +19,17 @@ from slipstream.core.errors import NonFiniteError
 from slipstream.core.executor import Context, Executor
 from slipstream.core.packed import Batching, NewCollector
 from slipstream.core.peer_messages import WeightsLinked
-from slipstream.core.types import (
+from slipstream.core.service_messages import (
     Checkpoint,
     CheckpointSaved,
     Export,
     Exported,
-    Group,
-    Message,
     Progress,
-    Published,
     Ready,
-    Skip,
-    StepDone,
-    Stop,
-    TrainStep,
     Waiting,
     WarmStart,
 )
+from slipstream.core.types import Group, Message, Published, Skip, StepDone, Stop, TrainStep
 from slipstream.core.vetting import Limits
 from slipstream.models.transformer import Transformer
 from slipstream.observe.timeline import TRAINED

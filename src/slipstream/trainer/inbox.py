@@ -15,8 +15,9 @@ from slipstream.core.peer_messages import Arrived, Shares
 from slipstream.core.rank_group import RankGroup
 from slipstream.core.ranks import data_parallel_rank
 from slipstream.core.saved import SUFFIX, rollouts_dir, save_messages, saved_rollouts
+from slipstream.core.service_messages import Checkpoint, Counters
 from slipstream.core.staleness import last_step
-from slipstream.core.types import Checkpoint, Counters, Group, GroupScored, Rollout, RolloutHead
+from slipstream.core.types import Group, GroupScored, Rollout, RolloutHead
 from slipstream.core.vetting import Limits, is_of_run, vetted
 from slipstream.trainer.scores import ScoredGroup, dealt_by, effective_reward, has_signal, head_of
 

@@ -11,7 +11,8 @@ import torch
 from slipstream.core.config import RunConfig
 from slipstream.core.executor import Context, Executor, takes_stop
 from slipstream.core.packed import Batching
-from slipstream.core.types import Ready, Rollout
+from slipstream.core.service_messages import Ready
+from slipstream.core.types import Rollout
 from slipstream.core.vetting import Limits, vetted
 from slipstream.models.build import build_policy, build_tokenizer
 from slipstream.models.device import DTYPES, scoring_device
