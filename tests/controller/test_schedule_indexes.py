@@ -7,6 +7,7 @@ import random
 import pytest
 
 from slipstream.controller.policies import POLICIES
+from slipstream.controller.replicas import Replicas
 from slipstream.controller.schedule import SchedulingPolicy
 from slipstream.core.run_log import ScheduleConfig
 from slipstream.core.types import CompletionFinished, GroupScored, ReplicaLost, StartGroup, StepDone, Swapped, TrainStep
@@ -17,7 +18,28 @@ EVENTS = 400
 def plainly(policy: type[SchedulingPolicy]) -> type[SchedulingPolicy]:
     """`policy` with every question answered by looking at everything, as the rules are written down."""
 
+    class PlainReplicas(Replicas):
+        def __init__(self, schedule):
+            super().__init__()
+            self.schedule = schedule
+
+        def least_loaded(self, most, may_start):
+            load = dict.fromkeys(self.versions, 0)
+            for group in self.schedule.in_flight.values():
+                load[group.replica] += group.unfinished
+            able = [
+                (load[replica], -version, replica)
+                for replica, version in self.versions.items()
+                if load[replica] <= most and may_start(version)
+            ]
+            return min(able)[2] if able else None
+
     class Plain(policy):
+        def __init__(self, config):
+            super().__init__(config)
+            self._replicas = PlainReplicas(self)
+            self.versions = self._replicas.versions
+
         def oldest_unfinished(self):
             return min([*self.in_flight, *self.readmit], default=None)
 
@@ -33,18 +55,6 @@ def plainly(policy: type[SchedulingPolicy]) -> type[SchedulingPolicy]:
             batch = sorted(self.ready)[: self.config.groups_per_step]
             oldest = self.oldest_unfinished()
             return batch if window is None or oldest is None or batch[-1] < oldest + window else None
-
-        def _replica_for(self, ordinal):
-            load = dict.fromkeys(self.versions, 0)
-            for group in self.in_flight.values():
-                load[group.replica] += group.unfinished
-            room = self.config.capacity - self.config.completions_per_group
-            able = [
-                (load[replica], -version, replica)
-                for replica, version in self.versions.items()
-                if load[replica] <= room and self._may_start(ordinal, version)
-            ]
-            return min(able)[2] if able else None
 
     return Plain
 

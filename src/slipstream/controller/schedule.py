@@ -75,10 +75,12 @@ import bisect
 import heapq
 from abc import ABC, abstractmethod
 from collections.abc import Collection
+from functools import partial
 from typing import ClassVar, Self
 
 import msgspec
 
+from slipstream.controller.replicas import Replicas
 from slipstream.core.errors import ScheduleError, SlipstreamError
 from slipstream.core.run_log import Command, Event, ScheduleBegan, ScheduleConfig, Snapshot
 from slipstream.core.service_messages import WaitReason
@@ -117,18 +119,16 @@ class SchedulingPolicy(ABC):
         self.dropped: list[int] = []  # ascending: without signal, failed or stale; they are never trained
         self.num_failed = 0
         self.dropped_in_a_row = 0
-        self.versions: dict[int, int] = {}  # replica -> version it samples from
+        self._replicas = Replicas()
+        self.versions = self._replicas.versions  # replica -> version it samples from
         self.in_flight: dict[int, InFlight] = {}  # admitted, not scored
         self.ready: dict[int, int] = {}  # scored, not yet handed to the trainer -> oldest version; in finish order
         self.training: tuple[int, ...] = ()
         self.is_stopping = False  # the run is being interrupted: learn what happens, start nothing
         self.readmit: list[int] = []  # admitted once, lost with their replica; regenerated before anything new
-        # The same once more, in the order in which it is asked for: an event costs no look at every group or replica.
+        # The same once more, in the order in which it is asked for: an event costs no look at every group.
         self._ready_in_order: list[int] = []
         self._admitted: list[int] = []  # heap of ordinals; those that are in flight no more leave it when they are met
-        self._load: dict[int, int] = {}  # replica -> unfinished completions
-        self._by_load: list[tuple[int, int, int]] = []  # ascending: load, -version, replica
-        self._num_holding: dict[int, int] = {}  # version -> replicas
 
     # Decisions of a policy
 
@@ -191,7 +191,7 @@ class SchedulingPolicy(ABC):
         Asked while there are steps to be trained.
         """
         ordinal = self.readmit[0] if self.readmit else self.next_ordinal
-        return frozenset(version for version in self._num_holding if not self._may_start(ordinal, version))
+        return frozenset(version for version in self._replicas.held if not self._may_start(ordinal, version))
 
     def oldest_unfinished(self) -> int | None:
         """Return the lowest ordinal that is admitted and not scored, if there is one."""
@@ -213,7 +213,7 @@ class SchedulingPolicy(ABC):
         commands: list[Command] = []
         match event:
             case Swapped():
-                self._hold(event.replica, event.version)
+                self._replicas.hold(event.replica, event.version)
             case CompletionFinished():
                 self._finished(event)
             case GroupScored():
@@ -236,36 +236,12 @@ class SchedulingPolicy(ABC):
             commands += self._admit()
         return commands
 
-    def _hold(self, replica: int, version: int) -> None:
-        """Note that `replica` holds `version`; it never goes back to an older one."""
-        load = self._load.get(replica, 0)
-        if replica in self.versions:
-            self._leave(replica)
-        self.versions[replica] = version = max(version, self.versions.get(replica, 0))
-        self._load[replica] = load
-        self._num_holding[version] = self._num_holding.get(version, 0) + 1
-        bisect.insort(self._by_load, (load, -version, replica))
-
-    def _leave(self, replica: int) -> None:
-        version, load = self.versions[replica], self._load.pop(replica)
-        del self._by_load[bisect.bisect_left(self._by_load, (load, -version, replica))]
-        self._num_holding[version] -= 1
-        if not self._num_holding[version]:
-            del self._num_holding[version]
-
-    def _give(self, replica: int, count: int) -> None:
-        """Add `count` completions to the load of `replica`."""
-        by_load, version, load = self._by_load, self.versions[replica], self._load[replica]
-        del by_load[bisect.bisect_left(by_load, (load, -version, replica))]
-        bisect.insort(by_load, (load + count, -version, replica))
-        self._load[replica] = load + count
-
     def _finished(self, event: CompletionFinished) -> None:
         """Count a finished completion, unless its score has overtaken it on another channel."""
         group = self.in_flight.get(event.ordinal)
         if group is not None and group.replica == event.replica and group.unfinished > 0:
             self.in_flight[event.ordinal] = InFlight(group.replica, group.unfinished - 1)
-            self._give(group.replica, -1)
+            self._replicas.give(group.replica, -1)
 
     def _scored(self, event: GroupScored) -> list[Command]:
         """Make the group ready, or drop it. It may be one to be readmitted, whose replica was lost, or of a checkpoint.
@@ -275,7 +251,7 @@ class SchedulingPolicy(ABC):
         group = self.in_flight.pop(event.ordinal, None)
         if group is not None:
             if group.unfinished:
-                self._give(group.replica, -group.unfinished)
+                self._replicas.give(group.replica, -group.unfinished)
         elif event.ordinal in self.readmit:
             self.readmit.remove(event.ordinal)
         else:
@@ -317,8 +293,7 @@ class SchedulingPolicy(ABC):
         If it is not, the group is scored before its second copy is; whatever comes of that is a duplicate.
         """
         if replica in self.versions:
-            self._leave(replica)
-            del self.versions[replica]
+            self._replicas.remove(replica)
         lost = [o for o, group in self.in_flight.items() if group.replica == replica]
         for ordinal in lost:
             del self.in_flight[ordinal]
@@ -361,7 +336,7 @@ class SchedulingPolicy(ABC):
         size = self.config.completions_per_group
         while not self.is_finished:
             ordinal = self.readmit[0] if self.readmit else self.next_ordinal
-            replica = self._replica_for(ordinal)
+            replica = self._replicas.least_loaded(self.config.capacity - size, partial(self._may_start, ordinal))
             if replica is None:
                 break
             if self.readmit:
@@ -370,25 +345,9 @@ class SchedulingPolicy(ABC):
                 self.next_ordinal += 1
             self.in_flight[ordinal] = InFlight(replica, size)
             heapq.heappush(self._admitted, ordinal)
-            self._give(replica, size)
+            self._replicas.give(replica, size)
             commands.append(StartGroup(ordinal=ordinal, replica=replica))
         return commands
-
-    def _replica_for(self, ordinal: int) -> int | None:
-        """Return the least loaded replica that may start `ordinal`, of equals the freshest, then the first; or None."""
-        most = self.config.capacity - self.config.completions_per_group
-        refused: set[int] = set()
-        for load, minus_version, replica in self._by_load:
-            if load > most:
-                return None
-            if minus_version in refused:
-                continue
-            if self._may_start(ordinal, -minus_version):
-                return replica
-            refused.add(minus_version)
-            if len(refused) == len(self._num_holding):
-                return None
-        return None
 
     # Saving
 
