@@ -29,10 +29,8 @@ import torch
 from slipstream.core.clock import Clock, WallClock
 from slipstream.core.errors import ConfigError, NonFiniteError
 from slipstream.core.spans import NoSpans
-from slipstream.core.types import FinishReason
-from slipstream.generator.noise import noise_keys
 from slipstream.generator.prefixes import PrefixTable
-from slipstream.generator.request_queue import QueuedRequest, RequestQueue
+from slipstream.generator.request_queue import QueuedRequest, RequestQueue, row_states
 from slipstream.generator.requests import (
     Finished,
     KvOnUpdate,
@@ -258,7 +256,7 @@ class Engine:
         members_of: dict[bytes, list[int]] = {}
         for index, entry in enumerate(ready):
             members_of.setdefault(entry.key, []).append(index)
-        states = _row_states(ready, self._seed)
+        states = row_states(ready, self._seed)
         started: set[int] = set()
         now_s = self._clock.now_s()
         for key, members in members_of.items():
@@ -327,41 +325,12 @@ class Engine:
         tokens, logprobs = decoded.tokens[live_rows], decoded.logprobs[live_rows]
         if not np.isfinite(logprobs).all():
             raise NonFiniteError(f"the policy of version {self.version} gave a logprob that is not finite")
-        num_old = rows.num_new[live_rows]
-        rows.tokens[live_rows, num_old] = tokens
-        rows.logprobs[live_rows, num_old] = logprobs
-        rows.num_new[live_rows] = num_old + 1
-        if decoded.kept is not None:
-            for row in live_rows.tolist():
-                if (sets := rows.live_at(row).kept) is not None:
-                    kept = decoded.kept[row]
-                    sets.append(kept[kept >= 0])  # a copy: the runner may use the array again
+        rows.append(live_rows, tokens, logprobs, decoded.kept)
         self.stats.generated_tokens += len(live_rows)
         self._spans.did(len(live_rows))
         now_s = self._clock.now_s()
-        is_stop = (tokens[:, None] == self._stop_ids).any(1)
-        is_full = num_old + 1 == rows.max_new[live_rows]
-        is_over = rows.ends_s[live_rows] <= now_s
-        finished = []
-        for index in np.flatnonzero(is_stop | is_full | is_over).tolist():
-            reason: FinishReason = "stop" if is_stop[index] else "length" if is_full[index] else "deadline"
-            finished.append(rows.finished(int(live_rows[index]), reason, now_s))
+        ended = rows.ended(live_rows, (tokens[:, None] == self._stop_ids).any(1), now_s)
+        finished = [rows.finished(row, reason, now_s) for row, reason in ended]
         if finished:
-            self._close(live_rows[is_stop | is_full | is_over].tolist())
+            self._close([row for row, _ in ended])
         return finished
-
-
-def _row_states(entries: list[QueuedRequest], seed: int) -> RowStates:
-    requests = [entry.request for entry in entries]
-    resumes = [request.resume for request in requests]
-    return RowStates(
-        input_tokens=np.array([entry.last_token for entry in entries], dtype=np.int64),
-        positions=np.array([len(entry.context) for entry in entries], dtype=np.int64),
-        num_new=np.array([0 if resume is None else len(resume.tokens) for resume in resumes], dtype=np.int64),
-        noise_keys=noise_keys(seed, [(r.stream, r.ordinal, r.sample) for r in requests]),
-        temperatures=np.array([r.temperature for r in requests], dtype=np.float32),
-        top_k=np.array([r.top_k for r in requests], dtype=np.int64),
-        top_p=np.array([r.top_p for r in requests], dtype=np.float32),
-        min_p=np.array([r.min_p for r in requests], dtype=np.float32),
-        keep_sets=np.array([r.keep_sets for r in requests], dtype=bool),
-    )

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from slipstream.generator.noise import noise_keys
 from slipstream.generator.prefixes import PrefixTable, StoredPrefix
 from slipstream.generator.requests import Request
-from slipstream.generator.runner import Chunk
+from slipstream.generator.runner import Chunk, RowStates
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,3 +135,20 @@ class RequestQueue:
 
     def _is_ready(self, entry: QueuedRequest) -> bool:
         return not entry.key or self._prefixes[entry.key].is_complete
+
+
+def row_states(entries: Sequence[QueuedRequest], seed: int) -> RowStates:
+    """Return how the rows of `entries` begin, in a run of `seed`."""
+    requests = [entry.request for entry in entries]
+    resumes = [request.resume for request in requests]
+    return RowStates(
+        input_tokens=np.array([entry.last_token for entry in entries], dtype=np.int64),
+        positions=np.array([len(entry.context) for entry in entries], dtype=np.int64),
+        num_new=np.array([0 if resume is None else len(resume.tokens) for resume in resumes], dtype=np.int64),
+        noise_keys=noise_keys(seed, [(r.stream, r.ordinal, r.sample) for r in requests]),
+        temperatures=np.array([r.temperature for r in requests], dtype=np.float32),
+        top_k=np.array([r.top_k for r in requests], dtype=np.int64),
+        top_p=np.array([r.top_p for r in requests], dtype=np.float32),
+        min_p=np.array([r.min_p for r in requests], dtype=np.float32),
+        keep_sets=np.array([r.keep_sets for r in requests], dtype=bool),
+    )

@@ -83,6 +83,25 @@ class Rows:
         self.starts[row] = self.num_starts
         self.num_starts += 1
 
+    def append(self, rows: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray, kept: np.ndarray | None) -> None:
+        """Add a token to each of `rows`, int64 [N]; `tokens` and `logprobs` are [N], `kept` as in `runner.Decoded`."""
+        places = self.num_new[rows]
+        self.tokens[rows, places] = tokens
+        self.logprobs[rows, places] = logprobs
+        self.num_new[rows] = places + 1
+        if kept is not None:
+            for row in rows.tolist():
+                if (sets := self.live_at(row).kept) is not None:
+                    sets.append(kept[row][kept[row] >= 0])  # a copy: the runner may use the array again
+
+    def ended(self, rows: np.ndarray, is_stop: np.ndarray, now_s: float) -> list[tuple[int, FinishReason]]:
+        """Return those of `rows`, int64 [N], that end with their last token, and why; `is_stop`, bool [N], is of it."""
+        is_full = self.num_new[rows] == self.max_new[rows]
+        ended: list[tuple[int, FinishReason]] = []
+        for index in np.flatnonzero(is_stop | is_full | (self.ends_s[rows] <= now_s)).tolist():
+            ended.append((int(rows[index]), "stop" if is_stop[index] else "length" if is_full[index] else "deadline"))
+        return ended
+
     def resumable(self, row: int) -> Request:
         """Return the request that continues the completion in `row`, here or elsewhere."""
         live, num_new = self.live_at(row), int(self.num_new[row])

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from functools import reduce
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 
-from slipstream.algorithms.reduce import Metrics, decode_metrics, encode_metrics, merge_metrics, metric_values
 from slipstream.core.config import RunConfig
 from slipstream.core.packed import Batching, PackedMicrobatch
 from slipstream.core.rank_group import RankGroup
 from slipstream.core.spans import NoSpans, Spans
-from slipstream.core.staleness import staleness_in_updates
 from slipstream.core.types import Group, RolloutHead
 from slipstream.models.transformer import Transformer
 from slipstream.trainer.batch import PreparedBatch, prepare_batch, select_batch
 from slipstream.trainer.measure import Auxiliary, StepContext, measured_columns
-from slipstream.trainer.metric_names import count_tokens, published_names
 from slipstream.trainer.optim import AdamW
 from slipstream.trainer.records import TokenSample
 from slipstream.trainer.scores import ScoredGroup
-from slipstream.trainer.update import Made, PlannedUpdate, Totals, Updater
+from slipstream.trainer.step_metrics import published_metrics, training_metrics
+from slipstream.trainer.update import PlannedUpdate, Totals, Updater
 
 
 def train_on_batch(
@@ -66,23 +63,10 @@ def train_on_batch(
     updater = Updater(model, optimizer, auxiliary, at, tokens=tokens)
     updates = _updates(selection.groups, batch, updater.atom_size, at)
     made = [one for update in updates if (one := updater.make(update)) is not None]
-    metrics = batch.metrics | _training_metrics(made, optimizer, at)
+    metrics = batch.metrics | training_metrics(made, optimizer, at)
     metrics["train_s"] = time.perf_counter() - started_s
-    return metrics | _published(metrics, groups, model.config.eos_token_ids, at) if config.has_critic else metrics
-
-
-def _published(
-    metrics: dict[str, float], groups: Sequence[Group], eos_token_ids: Iterable[int], step: StepContext
-) -> dict[str, float]:
-    """Return the metrics of a run with a critic under the names that PPO's implementations publish."""
-    config = step.config
-    return published_names(
-        metrics,
-        value_coef=config.critic.coef,
-        step=step.number,
-        num_episodes=(step.number + 1) * config.completions_per_step,
-        max_new_tokens=config.generator.max_new_tokens,
-        num_eos_tokens=int(step.ranks.sum(torch.tensor(count_tokens(groups, eos_token_ids)))),
+    return (
+        metrics | published_metrics(metrics, groups, model.config.eos_token_ids, at) if config.has_critic else metrics
     )
 
 
@@ -120,54 +104,3 @@ def _totals(minibatches: Sequence[Sequence[PackedMicrobatch]], ranks: RankGroup)
     sums = ranks.sum(torch.tensor(counts, dtype=torch.int64)).tolist()
     most = ranks.max(torch.tensor([len(part) for part in minibatches])).tolist()
     return [Totals(tokens, sequences, count) for (tokens, sequences), count in zip(sums, most, strict=True)]
-
-
-def _staleness_in_updates(update: PlannedUpdate, step: StepContext) -> int:
-    """Return how many updates lie between the oldest token of an update and the update itself."""
-    staleness = np.concatenate([[0], *(step.number - microbatch.versions for microbatch in update.microbatches)])
-    per_step = step.config.updates_per_step
-    return int(staleness_in_updates(staleness, updates_per_step=per_step, update_in_step=update.index).max())
-
-
-def _training_metrics(made: Sequence[Made], optimizer: AdamW, step: StepContext) -> dict[str, float]:
-    """Return the losses' metrics over all ranks' microbatches, means over the updates, and how they were packed."""
-    config, ranks = step.config, step.ranks
-    own: Metrics = reduce(merge_metrics, (one.metrics for one in made)) if made else {}
-    of_all = reduce(merge_metrics, (decode_metrics(part) for part in ranks.gather(encode_metrics(own))))
-    norms = [one.critic_grad_norm for one in made if one.critic_grad_norm is not None]
-    staleness = max((_staleness_in_updates(one.update, step) for one in made), default=0)
-    first_pass = [one.update.microbatches for one in made if one.update.index < config.trainer.minibatches]
-    return {
-        **metric_values(of_all),
-        "loss": _mean([one.loss for one in made]),
-        "grad_norm": _mean([one.grad_norm for one in made]),
-        **({"critic_grad_norm": _mean(norms)} if config.has_critic else {}),
-        "lr": made[-1].lr if made else optimizer.lr,
-        "num_updates": float(len(made)),
-        "staleness_updates_max": float(ranks.max(torch.tensor(staleness))),
-        **_packing_metrics([microbatch for microbatches in first_pass for microbatch in microbatches], step),
-    }
-
-
-def _packing_metrics(microbatches: Sequence[PackedMicrobatch], step: StepContext) -> dict[str, float]:
-    """Return how the first pass was packed, over all ranks."""
-    batching = step.batching
-    own = [
-        sum(microbatch.num_targets for microbatch in microbatches),
-        sum(microbatch.num_tokens for microbatch in microbatches),
-        len(microbatches),
-        len(microbatches) * batching.padding_frac(microbatches),
-        len(microbatches) * batching.padded_layout_frac(microbatches),
-    ]
-    trained, read, count, padding, layout = step.ranks.sum(torch.tensor(own, dtype=torch.float64)).tolist()
-    return {
-        "tokens_trained": trained,
-        "tokens_read": read,
-        "num_microbatches": count,
-        "padding_frac": padding / max(count, 1.0),
-        "padded_layout_frac": layout / max(count, 1.0),
-    }
-
-
-def _mean(values: Sequence[float]) -> float:
-    return float(np.mean(values)) if values else 0.0
