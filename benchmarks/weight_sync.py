@@ -49,8 +49,8 @@ from slipstream.core.channel_spec import ChannelSpec, Kind
 from slipstream.core.peer_messages import Holding
 from slipstream.core.rank_group import RankGroup
 from slipstream.core.scratch import cleanup
-from slipstream.core.service_messages import Export
-from slipstream.core.types import Published, Stop, Swapped
+from slipstream.core.service_messages import Export, Published
+from slipstream.core.types import Stop, Swapped
 from slipstream.models.config import TransformerConfig
 from slipstream.models.quantized import Packer, WeightLayout
 from slipstream.models.shards import local_tensor

@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 
 from slipstream.controller import executors
-from slipstream.controller.controller import Controller, RunInput
+from slipstream.controller.controller import Controller
 from slipstream.controller.meeting import Cluster, Listen, attend, read_spec
 from slipstream.controller.membership import Membership
 from slipstream.controller.observers import Observers
-from slipstream.controller.pipeline import MEMBERSHIP, Node, Pipeline
+from slipstream.controller.pipeline import MEMBERSHIP, Node, Pipeline, RunInput
 from slipstream.controller.schedule import Schedule
 from slipstream.controller.tally import Tally
 from slipstream.core.addresses import StoreAddresses, grant_incarnation

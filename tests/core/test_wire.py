@@ -138,8 +138,8 @@ def test_a_type_outside_the_union_is_refused() -> None:
 
 @pytest.mark.parametrize("value", [object(), np.array(["text"]), np.array([object()]), 2**70])
 def test_values_without_a_wire_form_are_refused(value: object) -> None:
-    with pytest.raises(ChannelError, match="Ready"):
-        wire.encode(service_messages.Ready(executor="trainer", info={"x": value}))
+    with pytest.raises(ChannelError, match="Prompt"):
+        wire.encode(types.Prompt(prompt_id="p", text="t", tokens=np.arange(3), task="x", columns={"x": value}))
     with pytest.raises(ChannelError):
         wire.encode("not a message")  # type: ignore[arg-type]
 

@@ -12,8 +12,8 @@ from slipstream.core.errors import AlarmError, ConfigError
 from slipstream.core.jsonl import JsonlWriter
 from slipstream.core.observe_sections import AlarmName, HealthConfig
 from slipstream.core.recipes import resolve
-from slipstream.core.service_messages import Counters
-from slipstream.core.types import GroupScored, Published, ReplicaLost, Swapped
+from slipstream.core.service_messages import Counters, Published
+from slipstream.core.types import GroupScored, ReplicaLost, Swapped
 from slipstream.observe import trends
 from slipstream.observe.display import printable
 from slipstream.observe.health import RULES, Alarm, Health, Watchman, in_a_line, read_alarms, spans

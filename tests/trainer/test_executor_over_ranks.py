@@ -20,9 +20,9 @@ from slipstream.core.executor import Context
 from slipstream.core.peer_messages import Arrived
 from slipstream.core.ranks import data_parallel_rank, rank_name
 from slipstream.core.run_log import read_rollouts
-from slipstream.core.service_messages import Progress, Ready, Waiting, WarmStart
+from slipstream.core.service_messages import Progress, Published, Ready, Waiting, WarmStart
 from slipstream.core.spans import NoSpans
-from slipstream.core.types import GroupScored, Published, Skip, StepDone, Stop, TrainStep
+from slipstream.core.types import GroupScored, Skip, StepDone, Stop, TrainStep
 from slipstream.observe.tokens import read_tokens
 from slipstream.trainer import executor
 from slipstream.trainer.executor import Trainer

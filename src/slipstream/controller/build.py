@@ -12,8 +12,7 @@ import numpy as np
 from slipstream.batching import collate
 from slipstream.batching.buffer import GroupBuffer
 from slipstream.controller.checks import has_functions
-from slipstream.controller.controller import RunInput
-from slipstream.controller.pipeline import Node, Pipeline, gather, scatter, weights
+from slipstream.controller.pipeline import Node, Pipeline, RunInput, gather, scatter, weights
 from slipstream.controller.placement import num_cores, place
 from slipstream.core.channel_spec import MAX_MESSAGE_BYTES, ChannelSpec
 from slipstream.core.config import RunConfig

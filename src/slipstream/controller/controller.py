@@ -1,12 +1,12 @@
-"""The spine: one process that runs the schedule over the executors, keeps the ledger, evaluates, and ends the run.
+"""The controller: a process that runs the schedule over the executors, keeps the ledger, evaluates, ends the run.
 
     consumes      events of all executors, and that one was lost (`controller/executors.py`)
     produces      commands: admissions, training steps, evaluations, checkpoints, the end
     waits for     any event, at most `deadline_s` without one
     ends when     the last step is trained and swapped in, evaluated and exported; or is interrupted; or with an error
 
-Decisions are the schedule's (`controller/schedule.py`); payloads never come here. Observers take each message and each
-decision (`controller/observers.py`).
+Decisions are the schedule's (`controller/schedule.py`); completions and weights never come here. Observers take each
+message and each decision (`controller/observers.py`).
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import signal
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -27,7 +25,7 @@ from slipstream.controller.executors import Executors
 from slipstream.controller.ledger import Ledger
 from slipstream.controller.meeting import Cluster
 from slipstream.controller.observers import Observers
-from slipstream.controller.pipeline import CONTROLLER, Pipeline, replica_of
+from slipstream.controller.pipeline import CONTROLLER, Pipeline, RunInput, replica_of
 from slipstream.controller.schedule import SchedulingPolicy
 from slipstream.controller.tally import Tally
 from slipstream.controller.waiting import WaitReasons
@@ -49,18 +47,15 @@ from slipstream.core.service_messages import (
     Exported,
     Noted,
     Progress,
+    Published,
     Ready,
     Settled,
-    WarmStart,
 )
 from slipstream.core.types import (
     Admit,
     CompletionFinished,
     GroupScored,
     Message,
-    Partial,
-    Prompt,
-    Published,
     ReplicaLost,
     Skip,
     StartGroup,
@@ -71,20 +66,6 @@ from slipstream.core.types import (
 )
 from slipstream.observe.recorder import EventRecorder
 from slipstream.observe.timeline import TIME_PREFIX, Timeline, timeline_path
-
-
-@dataclass(frozen=True)
-class RunInput:
-    """The input of a run: prompts by ordinal, held-out ones, demonstrations; and what a resume has found.
-
-    `partials` are completions by ordinal, for the first admission of their group; `num_events` those of the log so far.
-    """
-
-    prompt_of: Callable[[int], Prompt]
-    held_out: tuple[Prompt, ...]
-    warm_start: WarmStart | None
-    partials: Mapping[int, tuple[Partial, ...]] = field(default_factory=dict)
-    num_events: int = 0
 
 
 class Controller:
@@ -107,12 +88,8 @@ class Controller:
         self.run_dir = run_dir.resolve()  # groups on other machines have another working directory
         self.cluster, self.interrupts = cluster, Interrupts() if interrupts is None else interrupts
         self.clock = WallClock()
-        self.timeline = Timeline(
-            CONTROLLER,
-            timeline_path(run_dir, CONTROLLER),
-            self.clock,
-            threads_alone=max([node.num_threads_alone for node in pipeline.nodes if node.host == "inline"], default=1),
-        )
+        path, threads = timeline_path(run_dir, CONTROLLER), pipeline.inline_threads_alone
+        self.timeline = Timeline(CONTROLLER, path, self.clock, threads_alone=threads)
         self.ledger = Ledger(run_dir / "ledger.jsonl")
         self.events = EventRecorder(run_dir / "events.jsonl", self.clock, num_events=work.num_events)
         self.executors = Executors(
@@ -128,12 +105,11 @@ class Controller:
         self.evaluations = PendingEvaluations(every=config.eval.every, steps=config.steps)
         self.waits = WaitReasons()
         self.partials = dict(work.partials)
-        self.holders: dict[int, int] = {}  # ordinal -> the replica that samples it, or keeps it until it is scored
+        self.holder_of: dict[int, int] = {}  # ordinal -> the replica that has the group until it is scored
         self.checkpointed: int | None = None
         self.cut_at: tuple[int, int] | None = None  # steps and events at the last cut, saved or not
         self.is_checkpoint_wanted = False  # out of turn: a process that holds the weights is about to end
         self.is_exported = False
-        self.has_told_of_interrupt = False
 
     # The run
 
@@ -173,15 +149,14 @@ class Controller:
 
     def _train(self) -> None:
         """Go from the first event to the last step; an interrupt before the first version leaves nothing to save."""
-        self._run_until(lambda: not self.executors.missing or self.is_interrupted, "all executors to be ready")
+        self._unless_interrupted(lambda: not self.executors.missing, "all executors to be ready")
         num_replicas = sum(replica_of(node.name) is not None for node in self.pipeline.nodes)
-        self._run_until(
-            lambda: len(self.schedule.versions) == num_replicas or self.is_interrupted,
-            "generators to hold the first version",
+        self._unless_interrupted(
+            lambda: len(self.schedule.versions) == num_replicas, "generators to hold the first version"
         )
         if not self.is_interrupted:
             self._evaluate(self.evaluations.first(self.schedule.steps_done, self.tally.evaluations))
-        self._run_until(lambda: self.schedule.is_finished or self.is_interrupted, "training")
+        self._unless_interrupted(lambda: self.schedule.is_finished, "training")
         if self.is_interrupted:
             self._tell_of_interrupt()  # before the schedule hears of it, which then has no next step
             self._decide(Stop())
@@ -189,14 +164,10 @@ class Controller:
 
     def _finish(self) -> None:
         last, versions = self.schedule.steps_done, self.schedule.versions
-        if not self.is_interrupted:
-            self._run_until(
-                lambda: (bool(versions) and min(versions.values()) >= last) or self.is_interrupted,
-                "the last version in generators",
-            )
-        if not self.is_interrupted:  # else a resume makes what is left out here
-            self._evaluate(self.tally.unevaluated(last))  # after a resume, the checkpoint may have what is known
-            self._run_until(lambda: not self.evaluations or self.is_interrupted, "the last evaluation")
+        self._unless_interrupted(lambda: bool(versions) and min(versions.values()) >= last, "the last version")
+        if not self.is_interrupted:  # else a resume evaluates; it restores the scores that there are
+            self._evaluate(self.tally.unevaluated(last))
+        self._unless_interrupted(lambda: not self.evaluations, "the last evaluation")
         self._tell_of_interrupt()
         self._checkpoint()
         self.executors.send("trainer", Export(path=str(self.run_dir / "model")))
@@ -204,21 +175,21 @@ class Controller:
 
     def _tell_of_interrupt(self) -> None:
         """Say once what the run still does, and that a second signal stops that, too."""
-        number, done = self.interrupts.number, self.schedule.steps_done
-        if number is None or self.has_told_of_interrupt:
+        if not self.interrupts.is_news():
             return
-        self.has_told_of_interrupt = True
+        done = self.schedule.steps_done
         if not self.schedule.versions:
             what = "ending, as there is nothing to save yet"
         elif self.schedule.training:
             what = f"finishing step {done + 1}, then a checkpoint"
         else:
             what = f"writing a checkpoint of step {done}"
-        who = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-        grace = "" if number == signal.SIGINT else f", within {self.config.shutdown_grace_s:g} s"
-        self.observers.note(f"{who}: {what}{grace}; once more to stop now")
+        self.observers.note(self.interrupts.heard(what))
 
     # The loop
+
+    def _unless_interrupted(self, is_done: Callable[[], bool], what: str) -> None:
+        self._run_until(lambda: is_done() or self.is_interrupted, what)
 
     def _run_until(self, is_done: Callable[[], bool], what: str) -> None:
         """Handle events until `is_done`.
@@ -261,11 +232,11 @@ class Controller:
             case CompletionFinished() | Swapped() | StepDone():
                 self._decide(message)
             case GroupScored(ordinal=ordinal):
-                if (replica := self.holders.pop(ordinal, None)) is not None:
+                if (replica := self.holder_of.pop(ordinal, None)) is not None:
                     self.executors.send(f"generator-{replica}", Settled(ordinals=(ordinal,)))
                 self._decide(message)
             case ReplicaLost():
-                self.holders = {o: replica for o, replica in self.holders.items() if replica != message.replica}
+                self.holder_of = {o: replica for o, replica in self.holder_of.items() if replica != message.replica}
                 self._decide(message)
             case EvalScored():
                 self._evaluated(message)
@@ -305,7 +276,7 @@ class Controller:
             case StartGroup(ordinal=ordinal, replica=replica):
                 is_again = ordinal in self.ledger.states
                 self.ledger.admit(ordinal)
-                self.holders[ordinal] = replica
+                self.holder_of[ordinal] = replica
                 admit = Admit(
                     ordinal=ordinal,
                     replica=replica,

@@ -21,6 +21,8 @@ from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError, did_you_mean
 from slipstream.core.executor import Executor
 from slipstream.core.ranks import RANK_MARK, rank_name, split_rank_name
+from slipstream.core.service_messages import WarmStart
+from slipstream.core.types import Partial, Prompt
 from slipstream.models.hub import with_folders
 
 CONTROLLER = "controller"
@@ -191,6 +193,11 @@ class Pipeline:
                     )
 
     @property
+    def inline_threads_alone(self) -> int:
+        """The threads of an executor inside the controller's process while no other computes."""
+        return max([node.num_threads_alone for node in self.nodes if node.host == "inline"], default=1)
+
+    @property
     def members(self) -> list[str]:
         """The names of all processes and inline executors."""
         return [member for node in self.nodes for member in node.members]
@@ -300,3 +307,17 @@ def weight_readers(channels: Sequence[ChannelSpec]) -> dict[str, int]:
     """The executors that take weights, each with the number of its ranks. Replica i is the i-th, by their channels."""
     members = [channel.target.split(".")[0] for channel in channels if channel.kind is Kind.WEIGHTS]
     return dict(Counter(split_rank_name(member)[0] for member in members))
+
+
+@dataclass(frozen=True)
+class RunInput:
+    """The input of a run: prompts by ordinal, held-out ones, demonstrations; and what a resume has found.
+
+    `partials` are completions by ordinal, for the first admission of their group; `num_events` those of the log so far.
+    """
+
+    prompt_of: Callable[[int], Prompt]
+    held_out: tuple[Prompt, ...]
+    warm_start: WarmStart | None
+    partials: Mapping[int, tuple[Partial, ...]] = field(default_factory=dict)
+    num_events: int = 0

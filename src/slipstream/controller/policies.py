@@ -128,7 +128,8 @@ class SampleBudget(SchedulingPolicy):
 
     def apply(self, event: Event) -> list[Command]:
         if isinstance(event, Swapped) and event.version > self.synced_version:
-            self.synced_version, self.handed_at_sync = event.version, self.num_handed
+            num_handed = self.steps_done * self.config.groups_per_step + len(self.training)  # trained or in training
+            self.synced_version, self.handed_at_sync = event.version, num_handed
         return super().apply(event)
 
     def _may_start(self, ordinal: int, _version: int, /) -> bool:

@@ -7,9 +7,9 @@
                                     +-> failed   (all its completions failed in scoring)
 
 Pure: events in, commands out. No clock, no I/O, no tensors: the controller feeds it real events, tests random ones, and
-a recorded log replays a run. `SchedulingPolicy` is the state machine; a policy adds two decisions: which group may
-start on which version, and which scored groups the next step trains. `Schedule`, at the end, is ours, with the two
-rules below; `controller/policies.py` has those of other systems.
+a recorded log replays a run. `SchedulingPolicy` is the state machine. A policy adds decisions: which group may start on
+which version, which scored groups the next step trains, and which it discards. `Schedule`, at the end, is ours, with
+the two rules below; `controller/policies.py` has those of other systems.
 
 Notation
 --------
@@ -35,10 +35,11 @@ falls while it lives, so the token is of version v or later, and n - v <= k by t
 whether o was admitted once: when a replica is lost and o starts again elsewhere, each copy passed the rule with the v
 and d of its own admission, and the count above holds for each such d, as drops are never taken back. So it does not
 matter which copy is scored, or how samples of several copies mix. What the schedule believes of a replica lags behind
-the truth, in the safe direction: a command travels while the version rises. After a restore what came behind the
-snapshot has not happened, its drops included; finished groups that are restored with it are of those that were scored
-before it (`Snapshot.scored`), or pass the admission rule by the drops that it knows and their own oldest version
-(`trainer/executor.py`); unfinished ones were admitted before it.
+the truth, in the safe direction: a command travels while the version rises.
+
+A restore forgets all events after the snapshot, drops included. Unfinished groups that it brings back were admitted
+before the snapshot. Finished groups that it brings back were scored before it (`Snapshot.scored`), or their own oldest
+version passes the admission rule with the drops that the snapshot knows (`trainer/inbox.py`).
 
 *In order, and soon.* o is trained at most k steps after the step that was next when o was admitted, since v was not
 above that one: no ordinal starves. At most W - 1 younger groups overtake it.
@@ -84,6 +85,7 @@ from slipstream.controller.replicas import Replicas
 from slipstream.core.errors import ScheduleError, SlipstreamError
 from slipstream.core.run_log import Command, Event, ScheduleBegan, ScheduleConfig, Snapshot
 from slipstream.core.service_messages import WaitReason
+from slipstream.core.staleness import oldest_version, place_of
 from slipstream.core.types import (
     CompletionFinished,
     GroupScored,
@@ -126,9 +128,9 @@ class SchedulingPolicy(ABC):
         self.training: tuple[int, ...] = ()
         self.is_stopping = False  # the run is being interrupted: learn what happens, start nothing
         self.readmit: list[int] = []  # admitted once, lost with their replica; regenerated before anything new
-        # The same once more, in the order in which it is asked for: an event costs no look at every group.
+        # Indexes of the above, so that an event costs no scan of all groups:
         self._ready_in_order: list[int] = []
-        self._admitted: list[int] = []  # heap of ordinals; those that are in flight no more leave it when they are met
+        self._admitted: list[int] = []  # heap of ordinals; one that is no longer in flight is removed when it comes up
 
     # Decisions of a policy
 
@@ -159,22 +161,13 @@ class SchedulingPolicy(ABC):
         return self.steps_done >= self.config.steps
 
     @property
-    def num_handed(self) -> int:
-        """Return the number of groups trained or in training."""
-        return self.steps_done * self.config.groups_per_step + len(self.training)
-
-    @property
     def num_undropped(self) -> int:
         """Return the number of groups ever admitted, less those known to be dropped."""
         return self.next_ordinal - len(self.dropped)
 
-    @property
-    def num_pending(self) -> int:
-        return len(self.in_flight) + len(self.ready) + len(self.training) + len(self.readmit)
-
     def place(self, ordinal: int) -> int:
         """Return the most undropped groups that may lie below `ordinal`, as far as drops are known."""
-        return ordinal - bisect.bisect_left(self.dropped, ordinal)
+        return place_of(ordinal, self.dropped)
 
     def waits_for(self) -> WaitReason:
         """Return what the trainer lacks: sampled groups, their scores, or one old group that holds up finished ones."""
@@ -246,7 +239,7 @@ class SchedulingPolicy(ABC):
     def _scored(self, event: GroupScored) -> list[Command]:
         """Make the group ready, or drop it. It may be one to be readmitted, whose replica was lost, or of a checkpoint.
 
-        If its second copy is being sampled already, that is forgotten here: whatever comes of it is a duplicate.
+        A second copy of it that is being sampled already is forgotten: the trainer drops its rollouts as duplicates.
         """
         group = self.in_flight.pop(event.ordinal, None)
         if group is not None:
@@ -288,9 +281,9 @@ class SchedulingPolicy(ABC):
         )
 
     def _lose(self, replica: int) -> None:
-        """Regenerate all that is not scored: what the replica said it had finished may be lost on its way.
+        """Regenerate all that is not scored: completions that the replica had finished may be lost on their way.
 
-        If it is not, the group is scored before its second copy is; whatever comes of that is a duplicate.
+        Where they are not, the first copy is scored, and the trainer drops the rollouts of the second as duplicates.
         """
         if replica in self.versions:
             self._replicas.remove(replica)
@@ -396,9 +389,14 @@ class Schedule(SchedulingPolicy):
         return place < self.config.steps * self.config.groups_per_step and self.is_admissible(place, version)
 
     def is_admissible(self, place: int, version: int) -> bool:
-        """Apply the admission rule alone: the last step that could train `place` is at most k above `version`."""
-        last_step = (place + self.config.reorder_window - 1) // self.config.groups_per_step
-        return last_step - version <= self.config.max_staleness
+        """Apply the admission rule alone (`core/staleness.py` has its formula)."""
+        config = self.config
+        return version >= oldest_version(
+            place,
+            groups_per_step=config.groups_per_step,
+            reorder_window=config.reorder_window,
+            max_staleness=config.max_staleness,
+        )
 
     def _next_batch(self) -> list[int] | None:
         """Apply the training rule."""

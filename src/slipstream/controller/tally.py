@@ -17,8 +17,8 @@ from slipstream.core.clock import Clock, WallClock
 from slipstream.core.config import RunConfig
 from slipstream.core.held_out import GREEDY_PREFIX, SAMPLED_PREFIX, Measured, in_metrics, is_right
 from slipstream.core.run_log import Command, Decision
-from slipstream.core.service_messages import Counters, EvalScored, Ready
-from slipstream.core.types import GroupScored, Published, Skip, SkipCause, StartGroup, StepDone, Swapped, TrainStep
+from slipstream.core.service_messages import Counters, EvalScored, Published, Ready
+from slipstream.core.types import GroupScored, Skip, SkipCause, StartGroup, StepDone, Swapped, TrainStep
 from slipstream.observe import summary as s
 from slipstream.observe.accounting import read_accounting
 from slipstream.observe.health import ALARMS_FILE, read_alarms, spans

@@ -1,4 +1,4 @@
-"""The contract of a node of the loop (L1): `init`, `step`, `save_checkpoint`, `close`, and named typed ports.
+"""The contract of a node of the loop: `init`, `step`, `save_checkpoint`, `close`, and named typed ports.
 
 An executor never knows where its peers run. A *host* (`controller/host.py`) gives it its ports, calls `step` while it
 makes progress and sleeps on its ports when it does not; the same code runs inline, in a process of its own, or under
@@ -110,8 +110,8 @@ class Executor(abc.ABC):
         """Longest time `step` may be left uncalled although nothing arrives (deadlines); None for no limit."""
         return None
 
-    def rejoined(self, executor: str) -> None:  # noqa: B027 - most are sent nothing that would have to be sent again
-        """`executor` was lost, with whatever had reached it, and a successor is there."""
+    def rejoined(self, executor: str) -> None:  # noqa: B027 - most nodes have nothing to send again
+        """`executor` was lost, with every message that had reached it, and a successor is there."""
 
     def save_checkpoint(self, command: Checkpoint) -> None:  # noqa: B027 - most executors have no state worth saving
         """Write everything a resumed run needs of this executor beside, or in, `command.path`."""

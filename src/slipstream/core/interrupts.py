@@ -77,6 +77,7 @@ class Interrupts:
         """The first signal that came."""
         self.is_at_once = False
         """Whether `Interrupted` was raised: nothing is waited for from then on."""
+        self._is_told = False
         self._ends_imports = ends_imports
         self._heard_s = self._raised_s = 0.0
         self._grace_s: float | None = None  # while the first signal is only noted
@@ -113,6 +114,19 @@ class Interrupts:
         finally:
             self._grace_s = None
             self._stop_clock()
+
+    def is_news(self) -> bool:
+        """Return whether a signal was noted that no earlier call told of."""
+        is_news = self.number is not None and not self._is_told
+        self._is_told |= is_news
+        return is_news
+
+    def heard(self, what: str) -> str:
+        """Return a line for people about the noted signal: `what` is still done, and how to stop that, too."""
+        assert self.number is not None, "a signal has come"
+        if self.number == signal.SIGINT:
+            return f"Ctrl-C: {what}; once more to stop now"
+        return f"{signal.Signals(self.number).name}: {what}, within {self._grace_s or 0.0:g} s; once more to stop now"
 
     def check(self) -> None:
         """Raise Interrupted where a signal was noted."""

@@ -54,10 +54,10 @@ class Export(Message):
 
 
 class Waiting(Message):
-    """The reason why the executor has nothing to do, when it has nothing to do; labels its idle time.
+    """The reason for which an executor without work waits; it labels the executor's idle time.
 
-    A trainer waits for the first four. A generator waits for the trainer while the schedule's bound admits nothing on
-    the version that it holds, for a prompt while it would, and for nothing once all steps are done.
+    A trainer waits for generation, rewards, a straggler or nothing. A generator waits for the trainer while the bound
+    admits no group on the version that it holds, for a prompt while it would, and for nothing once all steps are done.
     """
 
     reason: WaitReason
@@ -67,7 +67,7 @@ class Checkpoint(Message):
     """Save policy, optimizer and random state of `step` under `path`; the trainer answers with `CheckpointSaved`.
 
     `schedule` is the schedule's state at the same instant (JSON types), `num_events` what it had been told by then, in
-    lines of `events.jsonl`, and `run` what the run had come to; all are saved with them: one consistent cut, called
+    lines of `events.jsonl`, and `run` the tally's counters; all are saved with them: one consistent cut, called
     `cut`. Generators save what they have of the groups that the cut owes (`core/saved.py`), under the same name.
     """
 
@@ -88,7 +88,15 @@ class Ready(Message):
     executor: str
     num_params: int = 0
     version: int = 0
-    info: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class Published(Message):
+    """The trainer offered `version` to the generators (`skipped` when every slot was still being read)."""
+
+    version: int
+    payload_bytes: int
+    staging_s: float
+    skipped: bool = False
 
 
 class EvalScored(Message):

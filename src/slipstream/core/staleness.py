@@ -32,13 +32,20 @@ def staleness_of(versions: np.ndarray, *, step: int) -> np.ndarray:
     return (step - versions[versions >= 0]).astype(np.int32)
 
 
-def last_step(ordinal: int, dropped: Sequence[int], *, groups_per_step: int, reorder_window: int) -> int:
-    """Return the last step that can train group `ordinal`: floor((o - d + W - 1) / P), d of `dropped` being below it.
+def place_of(ordinal: int, dropped: Sequence[int]) -> int:
+    """Return the place of group `ordinal`: its ordinal less the `dropped` ones below it, of groups no step will train.
 
-    `dropped` ascends: ordinals of groups that no step will train. The proof is in `controller/schedule.py`.
+    `dropped` ascends.
     """
-    place = ordinal - bisect.bisect_left(dropped, ordinal)
-    return (place + reorder_window - 1) // groups_per_step
+    return ordinal - bisect.bisect_left(dropped, ordinal)
+
+
+def oldest_version(place: int, *, groups_per_step: int, reorder_window: int, max_staleness: int) -> int:
+    """Return the oldest version that may sample the group at `place`: floor((place + W - 1) / P) - k.
+
+    The quotient is the last step that can train it. This is the admission rule, proved in `controller/schedule.py`.
+    """
+    return (place + reorder_window - 1) // groups_per_step - max_staleness
 
 
 def check_bound(staleness: np.ndarray, *, max_staleness: int | None, step: int) -> None:

@@ -3,7 +3,7 @@
 With those around the loop (`core/service_messages.py`) and between processes that do one thing together
 (`core/peer_messages.py`) that is all that crosses a channel.
 
-The wire form is msgpack; arrays travel as raw buffers (`core/channel.py`). Legend: T sampled or given tokens of one
+The wire form is msgpack, in which arrays are raw buffers (`core/wire.py`). Legend: T sampled or given tokens of one
 completion, Tp prompt tokens, G completions per prompt, P groups per step.
 """
 
@@ -133,23 +133,21 @@ class Group(Message):
     rollouts: tuple[Rollout, ...]
 
 
-# The schedule's decisions (`controller/schedule.py`)
-
-
-class StartGroup(Message):
-    """Admit group `ordinal` on `replica`; the controller attaches the prompt and sends `Admit`."""
+class RolloutHead(Message):
+    """The part of a rollout that advantages, selection and metrics need. Its tokens stay on the rank that trains it."""
 
     ordinal: int
-    replica: int
-
-
-class ReplicaLost(Message):
-    """Replica `replica` is gone: its unfinished groups are to be regenerated elsewhere."""
-
-    replica: int
-
-
-# Controller -> generator
+    sample: int
+    reward: float
+    reward_parts: dict[str, float | None] = {}
+    failure: str | None = None
+    is_truncated: bool = False
+    is_stopped: bool = True  # finish_reason = "stop": there is a step after the last token
+    num_tokens: int = 0
+    num_sampled: int = 0  # of these, the ones that the policy drew: they can be trained on
+    surprisal: float = 0.0  # -log behaviour(completion | prompt), in nats
+    min_version: int = 0
+    max_version: int = 0
 
 
 class Partial(Message):
@@ -166,6 +164,16 @@ class Partial(Message):
     finish_reason: FinishReason | None = None
 
 
+# Commands of the schedule (`controller/schedule.py`), and as the controller sends them
+
+
+class StartGroup(Message):
+    """Admit group `ordinal` on `replica`; the controller attaches the prompt and sends `Admit`."""
+
+    ordinal: int
+    replica: int
+
+
 class Admit(Message):
     """Start group `ordinal` on `replica`: `num_samples` completions of `prompt`, some perhaps from `partials` on.
 
@@ -178,26 +186,6 @@ class Admit(Message):
     num_samples: int
     partials: tuple[Partial, ...] = ()
     is_again: bool = False
-
-
-# Controller -> trainer
-
-
-class RolloutHead(Message):
-    """The part of a rollout that advantages, selection and metrics need; its tokens lie with the rank it is of."""
-
-    ordinal: int
-    sample: int
-    reward: float
-    reward_parts: dict[str, float | None] = {}
-    failure: str | None = None
-    is_truncated: bool = False
-    is_stopped: bool = True  # finish_reason = "stop": there is a step after the last token
-    num_tokens: int = 0
-    num_sampled: int = 0  # of these, the ones that the policy drew: they can be trained on
-    surprisal: float = 0.0  # -log behaviour(completion | prompt), in nats
-    min_version: int = 0
-    max_version: int = 0
 
 
 class TrainStep(Message):
@@ -215,11 +203,17 @@ class Skip(Message):
     cause: SkipCause = "no_signal"
 
 
-class Stop(Message):
-    """Finish what is in hand and end."""
+# Events, which the schedule takes
 
 
-# Executor -> controller
+class Swapped(Message):
+    """Replica `replica` samples from `version` now; `transfer_s`: staging meanwhile, `pause_s`: decoding stopped."""
+
+    replica: int
+    version: int
+    transfer_s: float
+    pause_s: float
+    probe_error: float
 
 
 class CompletionFinished(Message):
@@ -237,8 +231,8 @@ class CompletionFinished(Message):
 class GroupScored(Message):
     """All G rollouts of a group lie in the trainer's buffer. `has_signal` is False when all its rewards are equal.
 
-    Of its `num_failed` failed rollouts, `num_poisoned` have completions that cannot be (`core/vetting.py`); `failure`
-    is the first one's.
+    Of its `num_failed` failed rollouts, `num_poisoned` have completions that are impossible (`core/vetting.py`).
+    `failure` is the first one's.
     """
 
     ordinal: int
@@ -259,20 +253,11 @@ class StepDone(Message):
     metrics: dict[str, float]
 
 
-class Published(Message):
-    """The trainer offered `version` to the generators (`skipped` when every slot was still being read)."""
-
-    version: int
-    payload_bytes: int
-    staging_s: float
-    skipped: bool = False
-
-
-class Swapped(Message):
-    """Replica `replica` samples from `version` now; `transfer_s`: staging meanwhile, `pause_s`: decoding stopped."""
+class ReplicaLost(Message):
+    """Replica `replica` is gone: its unfinished groups are to be regenerated elsewhere."""
 
     replica: int
-    version: int
-    transfer_s: float
-    pause_s: float
-    probe_error: float
+
+
+class Stop(Message):
+    """End. As an event: learn what happens, start nothing. To an executor: finish the current step, and close."""

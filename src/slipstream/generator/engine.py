@@ -1,9 +1,9 @@
 """Continuous batching: prompts in, completions out, weights replaced between two steps.
 
-One step admits waiting requests whose prompts are stored into free rows, decodes ONE token for every live row, samples,
-and retires what finished. Prompts are prefilled within a token budget, once for their group, in the pass that decodes
-or in one of their own, as suits the runner. The engine knows nothing of processes, channels or configuration; whoever
-drives it replaces the weights between two steps and says so with `set_version`. The model is a `Runner`'s business.
+One step gives free rows to waiting requests whose prompts are prefilled, decodes ONE token for every live row, samples,
+and retires the rows that finished. Prompts are prefilled within a token budget, once for their group, in the pass that
+decodes or in one of their own, as suits the runner. The engine knows nothing of processes, channels or configuration.
+Its driver replaces the weights between two steps and calls `set_version`. The model is the `Runner`'s.
 
 The prefill covers all tokens but the last; that one is the first the row decodes. So every sampled token comes out of
 the same decode path, a completion's first one and a resumed one's included, and a prefix is keys and values only.
@@ -46,7 +46,7 @@ from slipstream.generator.runner import Chunk, Prefix, RowStates, Runner
 PREFILL_CHUNK = 512
 """Prompts longer than this are prefilled in pieces, whose places do not depend on the step's budget: so bits do not."""
 ROWS_PER_REQUEST_AHEAD = 8
-"""For so many rows the prompt of one waiting request is stored before a row is free: a stop token may free one."""
+"""One waiting request per so many rows is prefilled before a row is free for it: a stop token may free one any time."""
 
 
 @dataclass
@@ -290,9 +290,9 @@ class Engine:
     # Decoding
 
     def _make_room(self) -> None:
-        """Give every live row room for one more token: what the prefix table holds first, then the youngest rows.
+        """Give every live row room for one more token: evict stored prefixes first, then preempt the youngest rows.
 
-        One that leaves is the first in line and finds no memory, and lets nobody pass, until a row gives some back.
+        A preempted request is the first in the queue, and no other passes it: it starts again once a row frees memory.
         """
         while self._runner.rows_without_room():
             num_live = self._rows.num_live

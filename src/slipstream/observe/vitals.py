@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from slipstream.core.service_messages import Counters
-from slipstream.core.types import GroupScored, Published, ReplicaLost, Swapped
+from slipstream.core.service_messages import Counters, Published
+from slipstream.core.types import GroupScored, ReplicaLost, Swapped
 from slipstream.observe.states import side_of
 from slipstream.observe.timeline import TIME_PREFIX
 from slipstream.observe.waste import RE_PREFILLED, WASTE, Wasted

@@ -64,8 +64,7 @@ class Rewards(Executor):
         )
         self._assembly = Assembly(self._scorers.where, self._group_size)
         self._label_idle_time()
-        info = {"isolation": sorted(self._scorers.isolation)}
-        context.outputs["events"].put(Ready(executor=context.name, info=info))
+        context.outputs["events"].put(Ready(executor=context.name))
 
     def step(self) -> bool:
         """Take what arrived, hand it to the workers, and pass on what they answered."""

@@ -18,11 +18,11 @@ import msgspec
 
 from slipstream.controller.build import build_work, default_pipeline
 from slipstream.controller.checks import check_room
-from slipstream.controller.controller import Controller, RunInput
+from slipstream.controller.controller import Controller
 from slipstream.controller.ledger import Cut, check_fits, read_cut
 from slipstream.controller.meeting import Cluster
 from slipstream.controller.observers import Observers, Screen
-from slipstream.controller.pipeline import Pipeline
+from slipstream.controller.pipeline import Pipeline, RunInput
 from slipstream.controller.policies import schedule_for
 from slipstream.controller.restarts import Restarts
 from slipstream.controller.tally import Tally
@@ -34,7 +34,7 @@ from slipstream.core.files import open_regular
 from slipstream.core.interrupts import Interrupted, Interrupts
 from slipstream.core.recipes import resolve, save_config, with_stage_paths
 from slipstream.core.run_log import Snapshot, read_metrics
-from slipstream.core.staleness import last_step
+from slipstream.core.staleness import oldest_version, place_of
 from slipstream.core.types import Partial
 from slipstream.models.hub import with_folders
 from slipstream.models.preflight import check_policy
@@ -247,10 +247,12 @@ def _admissible(config: RunConfig, resumed: Resumed) -> dict[int, tuple[Partial,
     if bound is None or cut is None:
         return resumed.partials
     oldest = {
-        ordinal: last_step(
-            ordinal, cut.schedule.dropped, groups_per_step=config.groups_per_step, reorder_window=config.reorder_window
+        ordinal: oldest_version(
+            place_of(ordinal, cut.schedule.dropped),
+            groups_per_step=config.groups_per_step,
+            reorder_window=config.reorder_window,
+            max_staleness=bound,
         )
-        - bound
         for ordinal in resumed.partials
     }
     return {

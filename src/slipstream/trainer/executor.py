@@ -25,11 +25,12 @@ from slipstream.core.service_messages import (
     Export,
     Exported,
     Progress,
+    Published,
     Ready,
     Waiting,
     WarmStart,
 )
-from slipstream.core.types import Group, Message, Published, Skip, StepDone, Stop, TrainStep
+from slipstream.core.types import Group, Message, Skip, StepDone, Stop, TrainStep
 from slipstream.core.vetting import Limits
 from slipstream.models.transformer import Transformer
 from slipstream.observe.timeline import TRAINED

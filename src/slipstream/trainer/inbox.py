@@ -16,7 +16,7 @@ from slipstream.core.rank_group import RankGroup
 from slipstream.core.ranks import data_parallel_rank
 from slipstream.core.saved import SUFFIX, rollouts_dir, save_messages, saved_rollouts
 from slipstream.core.service_messages import Checkpoint, Counters
-from slipstream.core.staleness import last_step
+from slipstream.core.staleness import oldest_version, place_of
 from slipstream.core.types import Group, GroupScored, Rollout, RolloutHead
 from slipstream.core.vetting import Limits, is_of_run, vetted
 from slipstream.trainer.scores import ScoredGroup, dealt_by, effective_reward, has_signal, head_of
@@ -163,10 +163,13 @@ class RolloutInbox:
         config = self._config
         if config.staleness_bound is None:
             return True
-        last = last_step(
-            rollout.ordinal, dropped, groups_per_step=config.groups_per_step, reorder_window=config.reorder_window
+        oldest = oldest_version(
+            place_of(rollout.ordinal, dropped),
+            groups_per_step=config.groups_per_step,
+            reorder_window=config.reorder_window,
+            max_staleness=config.staleness_bound,
         )
-        return last - rollout.completion.min_version <= config.staleness_bound
+        return rollout.completion.min_version >= oldest
 
 
 def group_scored(group: ScoredGroup, config: RunConfig) -> GroupScored:

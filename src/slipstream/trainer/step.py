@@ -44,10 +44,10 @@ def train_on_batch(
     follow. The first update measures how far the policy is from the behaviour policy before any weight of this step
     changed (`logprob_diff_max/lag_<n>`: completions sampled wholly under the version n steps back; rounding only at
     lag 0). `tokens_read` counts the rows of all microbatches of the first pass, a prompt once per microbatch;
-    `tokens_trained` its targets. `tokens` takes what it wants of each microbatch; `spans` hears what the time goes to
-    (on CUDA as this thread sees it: it waits for the device with each loss and gradient norm, and nowhere else for the
-    spans' sake). Raises StalenessError when a token breaks the bound, and NonFiniteError before an update with a loss
-    or gradient that is not finite.
+    `tokens_trained` its targets. `tokens` collects logprobs and advantages of the groups it samples; `spans` gets the
+    time by state (on CUDA as this thread sees it, which waits for the device at each loss and gradient norm). Raises
+    StalenessError when a token breaks the bound, and NonFiniteError before an update with a loss or gradient that is
+    not finite.
 
     With several data-parallel `ranks`, all of them call it: each with its own rollouts in `groups`, and with the
     `heads` of all rollouts in canonical order (None: `groups` are all there are). `optimizer` then adds up gradients
