@@ -20,7 +20,7 @@ from slipstream.core.errors import ShapeError
 
 
 def group_mean(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """A_i = r_i - mean of its group. LlamaRL (L8). Identity: the advantages of a group sum to 0."""
+    """A_i = r_i - mean of its group. LlamaRL. Identity: the advantages of a group sum to 0."""
     return rewards - _group_average(rewards, group_ids)
 
 

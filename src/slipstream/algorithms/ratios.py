@@ -40,7 +40,7 @@ def geometric_ratios(policy_logprobs: Tensor, anchor_logprobs: Tensor, mask: Ten
 
 
 def truncate(ratios: Tensor, max_ratio: float) -> Tensor:
-    """min(ratio, max_ratio): one-sided truncation (LlamaRL, L8). Identity: max_ratio = inf changes nothing."""
+    """min(ratio, max_ratio): one-sided truncation (LlamaRL). Identity: max_ratio = inf changes nothing."""
     return ratios.clamp(max=max_ratio)
 
 

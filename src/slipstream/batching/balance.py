@@ -1,4 +1,4 @@
-"""Assignment of atoms to the data-parallel ranks that train on them (M3)."""
+"""Assignment of atoms to the data-parallel ranks that train on them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 def preset_permutation(num_atoms: int, num_ranks: int) -> list[list[int]]:
     """Atoms of each rank, fixed before anything is known of their lengths: atom i goes to rank i mod `num_ranks`.
 
-    Magistral (M3): a finished sequence can be handed over at once. Counts differ by at most one.
+    Magistral: a finished sequence can be handed over at once. Counts differ by at most one.
     """
     return [list(range(rank, num_atoms, num_ranks)) for rank in range(num_ranks)]
 

@@ -1,4 +1,4 @@
-"""Batch -> minibatches -> microbatches (M7), and greedy collation (M8)."""
+"""Batch -> minibatches -> microbatches, and greedy collation."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Atom:
 def first_fit(atoms: Sequence[Atom], capacity_tokens: int) -> list[list[int]]:
     """Indices of atoms per microbatch: longest first, siblings behind their longest, each where it first fits.
 
-    Magistral's greedy collation (M8), where capacity counts the rows that are really read: an atom goes to the first
+    Magistral's greedy collation, where capacity counts the rows that are really read: an atom goes to the first
     microbatch that reads its prompt already and has room for the rest of it, else to the first with room for all of
     it, else to a new one. Siblings come one after another so that few microbatches read the same prompt. Ties in length
     go by key, so the result does not depend on the order of the input. An atom longer than the capacity gets a
@@ -79,7 +79,7 @@ def first_fit(atoms: Sequence[Atom], capacity_tokens: int) -> list[list[int]]:
 
 
 def collate(sequences: Sequence[TrainSequence], capacity_tokens: int, *, atom_size: int = 1) -> list[PackedMicrobatch]:
-    """Pack sequences into microbatches of at most `capacity_tokens` rows, each with every prompt at most once (M8).
+    """Pack sequences into microbatches of at most `capacity_tokens` rows, each with every prompt at most once.
 
     Every `atom_size` sequences in the order given stay together, side by side in that order. Those in which a sequence
     has no token to train on are left out: they would add nothing to any loss.
@@ -171,7 +171,7 @@ def _optional_of(sequences: Sequence[TrainSequence]) -> tuple[str, ...]:
 
 
 def padding_frac(microbatches: Sequence[PackedMicrobatch]) -> float:
-    """Return the share of padding if all microbatches were filled up to the fullest one (M8 keeps it small).
+    """Return the share of padding if all microbatches were filled up to the fullest one (greedy packing keeps it small).
 
     Sizes are rows really read, so a shared prompt counts once per microbatch. Nothing is really padded; it is the idle
     share of ranks that run one microbatch each. One microbatch gives 0.

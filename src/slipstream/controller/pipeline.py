@@ -1,4 +1,4 @@
-"""A pipeline is a list of executors and a list of channels (L1, L2); the controller adds its own two to each executor.
+"""A pipeline is a list of executors and a list of channels; the controller adds its own two to each executor.
 
 A `Node` says how to make an executor, so that any process can: a class or function by import path, and keyword
 arguments that JSON can carry (a RunConfig counts). Nodes are what users compose; see examples/custom_pipeline.py.

@@ -1,6 +1,6 @@
 """The names of a rank group's ranks, and the rank that gets each rollout.
 
-A rank group is several processes that run one executor together (L1, L7). Rank 0 has the group's channels and passes
+A rank group is several processes that run one executor together. Rank 0 has the group's channels and passes
 its commands on; the others are named after it.
 """
 
@@ -26,7 +26,7 @@ def split_rank_name(name: str) -> tuple[str, int]:
 
 
 def data_parallel_rank(ordinal: int, sample: int, num_ranks: int, *, by: Dealt) -> int:
-    """Return which of `num_ranks` trains rollout `sample` of group `ordinal`: the pre-set permutation (M3).
+    """Return which of `num_ranks` trains rollout `sample` of group `ordinal`: the pre-set permutation.
 
         samples:  (ordinal + sample) mod n      all ranks get the same number of a group's rollouts, up to one
         groups:   ordinal mod n                 for losses over pairs, which are chosen when all of a group is scored

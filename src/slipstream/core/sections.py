@@ -242,7 +242,7 @@ class GeneratorConfig(Section):
         "losses with importance ratios need where top_k, top_p or min_p cut. Takes top_k = 1..512.",
     )
     segment_tokens: Positive | None = Field(
-        None, description="Export and resume completions every so many tokens when a newer version waits (L6)."
+        None, description="Export and resume completions every so many tokens when a newer version waits."
     )
     stop_at_eos: bool = Field(True, description="End completions at EOS; false samples max_new_tokens always (N).")
     kv_on_update: Literal["keep", "recompute", "recompute_if_older_than"] = Field(

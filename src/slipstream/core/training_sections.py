@@ -41,7 +41,7 @@ class LossConfig(Section):
     )
     reduction: Literal["token", "sequence", "constant"] = Field(
         "token",
-        description="Token losses divide by tokens (DAPO, P3), average sequence means (GRPO), or divide by "
+        description="Token losses divide by tokens (DAPO), average sequence means (GRPO), or divide by "
         "sequences x max_new_tokens (Dr. GRPO).",
     )
     advantages: Advantages = Field(
@@ -65,7 +65,7 @@ class LossConfig(Section):
     )
     select: Literal["all", "best", "best_and_worst"] = Field(
         "all",
-        description="Completions of a group that are trained on (A5); pairs need best_and_worst, best_of_n needs best.",
+        description="Completions of a group that are trained on; pairs need best_and_worst, best_of_n needs best.",
     )
     entropy_coef: NonNegativeFloat = Field(
         0.0, description="Weight of the entropy bonus, in nats; reduced over tokens as the loss is."
@@ -222,11 +222,11 @@ class TrainerConfig(Section):
         description="Sum gradients over data-parallel ranks once per update, not per microbatch: less traffic, but each"
         " rank then holds a whole gradient (of its tensor-parallel share).",
     )
-    minibatches: Count = Field(1, description="Optimizer updates per pass over the batch (M7, A2's N).")
-    epochs: Epochs = Field(1, description="Passes over the batch per step (A4's T).")
+    minibatches: Count = Field(1, description="Optimizer updates per pass over the batch (N of Asynchronous RLHF).")
+    epochs: Epochs = Field(1, description="Passes over the batch per step (T of Asynchronous RLHF).")
     shuffle: bool = Field(False, description="Deal the groups into minibatches anew in every epoch, by the seed (N).")
     microbatch_tokens: Positive = Field(
-        8192, description="Tokens of a microbatch (M7, M8); a prompt that completions share counts once."
+        8192, description="Tokens of a microbatch; a prompt that completions share counts once."
     )
     logprob_temperature: PositiveFloat | None = Field(
         None,

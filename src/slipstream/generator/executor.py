@@ -286,7 +286,7 @@ class Generator(Executor):
                         self._send_evaluated(item)
 
     def _send(self, item: Finished) -> None:
-        """Send one finished completion to its verifier, at once and alone (M2), and report it to the controller."""
+        """Send one finished completion to its verifier, at once and alone, and report it to the controller."""
         prompt, remaining = self.prompts.pop(item.ordinal)
         is_settled = item.ordinal in self.settled_early
         if remaining > 1:

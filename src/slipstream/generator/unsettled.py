@@ -39,7 +39,7 @@ class Unsettled:
         return len(self._unsent)
 
     def add(self, completion: Completion) -> None:
-        """Keep it, and send it at once if nothing is in the way (M2)."""
+        """Keep it, and send it at once if nothing is in the way."""
         self._kept.setdefault(_key(completion), []).append(completion)
         self._unsent.append(completion)
         self.send()

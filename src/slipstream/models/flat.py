@@ -42,10 +42,10 @@ class FlatParameters:
 
     @property
     def holding(self) -> None:
-        """Not known: versions are whole (`core.executor.FlatWeights`)."""
+        """Not known: versions are whole (`core.weights.FlatWeights`)."""
 
     def prepare(self, flat: Tensor) -> None:
-        """Nothing is to be done before `rebind` (`core.executor.FlatWeights`)."""
+        """Nothing is to be done before `rebind` (`core.weights.FlatWeights`)."""
 
     def rebind(self, flat: Tensor) -> None:
         """Point every parameter at `flat` [num_params] fp32, without copying; the old tensor is left as it is."""

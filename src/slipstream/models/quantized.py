@@ -181,7 +181,7 @@ class WeightLayout:
 
 
 class Packer:
-    """Implements `core.executor.WeightsPacker`: the trainer's live `weights` (fp32 views by name) in a layout.
+    """Implements `core.weights.WeightsPacker`: the trainer's live `weights` (fp32 views by name) in a layout.
 
     `over_ranks` [N] -> [N] takes the maximum over the ranks that share every layer, which all pack at the same time.
     """

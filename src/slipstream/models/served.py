@@ -117,7 +117,7 @@ def check_precision(precision: Precision, device: torch.device) -> None:
 
 
 class ServedWeights:
-    """`model`'s weights at `precision`. Implements `core.executor.FlatWeights`.
+    """`model`'s weights at `precision`. Implements `core.weights.FlatWeights`.
 
     `flat` uint8 [num_bytes] (on the CPU, or `on_device`) holds the version that is live, in the layout of
     `WeightLayout`; to begin with `flat` as given, or else the model's own weights, which are released. Linear layers

@@ -334,7 +334,7 @@ def _more_room(dials: Dials) -> Dial:
 
 
 def _more_updates(dials: Dials, trainer: Side) -> Dial | None:
-    """T (A4): as many epochs as fit into the time that the trainer waits."""
+    """T: as many epochs as fit into the time that the trainer waits."""
     updates, now = trainer.share("forward_backward", "optimizer"), dials.epochs
     suggested = int(now * min(1 + trainer.idle / updates if updates > 0 else 1.0, MOST_CHANGE))
     if suggested <= now:
@@ -344,7 +344,7 @@ def _more_updates(dials: Dials, trainer: Side) -> Dial | None:
 
 
 def _more_samples(dials: Dials, generator: Side) -> Dial | None:
-    """K (A5): as many completions as generators could sample without waiting; the best and the worst are trained."""
+    """K: as many completions as generators could sample without waiting; the best and the worst are trained."""
     now = dials.completions_per_group
     suggested = int(now * min(1 / max(1 - generator.idle, 0.05), MOST_CHANGE))
     if suggested <= now:

@@ -1,4 +1,4 @@
-"""How much slower one side is while the other computes: on the same cores, the same memory, the same GPU (A9)."""
+"""How much slower one side is while the other computes: on the same cores, the same memory, the same GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reward node: completions in, rollouts out, one at a time and as soon as each is finished (M2)."""
+"""The reward node: completions in, rollouts out, one at a time and as soon as each is finished."""
 
 from __future__ import annotations
 
