@@ -171,7 +171,7 @@ def _optional_of(sequences: Sequence[TrainSequence]) -> tuple[str, ...]:
 
 
 def padding_frac(microbatches: Sequence[PackedMicrobatch]) -> float:
-    """Return the share of padding if all microbatches were filled up to the fullest one (greedy packing keeps it small).
+    """Return the share of padding if all microbatches were filled up to the fullest (greedy packing keeps it small).
 
     Sizes are rows really read, so a shared prompt counts once per microbatch. Nothing is really padded; it is the idle
     share of ranks that run one microbatch each. One microbatch gives 0.
