@@ -190,8 +190,8 @@ def selected(group: ScoredGroup, config: RunConfig) -> list[RolloutHead]:
     """Return the rollouts of `group` that `loss.select` trains on: all by sample, the best, or best and then worst.
 
     As in Asynchronous RLHF, K completions are sampled, two are trained on. Rewards are compared before any KL penalty,
-    as preferences are. Of equal ones the lowest sample is best, and the highest of the others worst; losses of pairs get
-    none of a group whose best is no better than its worst.
+    as preferences are. Of equal ones the lowest sample is best, and the highest of the others worst; losses of pairs
+    get none of a group whose best is no better than its worst.
     """
     (heads, _), loss = split_baseline(group, config), config.loss
     if loss.select == "all":
