@@ -141,7 +141,8 @@ class World:
     def copy(self) -> World:
         other = copy(self)
         other.schedule = copy(self.schedule)
-        for owner in (other, other.schedule):
+        other.schedule._replicas = copy(self.schedule._replicas)
+        for owner in (other, other.schedule, other.schedule._replicas):
             for name, value in vars(owner).items():
                 if isinstance(value, dict | list):
                     setattr(owner, name, value.copy())

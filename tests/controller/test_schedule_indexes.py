@@ -38,7 +38,6 @@ def plainly(policy: type[SchedulingPolicy]) -> type[SchedulingPolicy]:
         def __init__(self, config):
             super().__init__(config)
             self._replicas = PlainReplicas(self)
-            self.versions = self._replicas.versions
 
         def oldest_unfinished(self):
             return min([*self.in_flight, *self.readmit], default=None)

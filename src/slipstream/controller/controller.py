@@ -177,13 +177,12 @@ class Controller:
         """Say once what the run still does, and that a second signal stops that, too."""
         if not self.interrupts.is_news():
             return
-        done = self.schedule.steps_done
         if not self.schedule.versions:
             what = "ending, as there is nothing to save yet"
         elif self.schedule.training:
-            what = f"finishing step {done + 1}, then a checkpoint"
+            what = f"finishing step {self.schedule.steps_done + 1}, then a checkpoint"
         else:
-            what = f"writing a checkpoint of step {done}"
+            what = f"writing a checkpoint of step {self.schedule.steps_done}"
         self.observers.note(self.interrupts.heard(what))
 
     # The loop

@@ -122,7 +122,6 @@ class SchedulingPolicy(ABC):
         self.num_failed = 0
         self.dropped_in_a_row = 0
         self._replicas = Replicas()
-        self.versions = self._replicas.versions  # replica -> version it samples from
         self.in_flight: dict[int, InFlight] = {}  # admitted, not scored
         self.ready: dict[int, int] = {}  # scored, not yet handed to the trainer -> oldest version; in finish order
         self.training: tuple[int, ...] = ()
@@ -155,6 +154,11 @@ class SchedulingPolicy(ABC):
         return []
 
     # Queries
+
+    @property
+    def versions(self) -> dict[int, int]:
+        """The version that each replica samples from."""
+        return self._replicas.versions
 
     @property
     def is_finished(self) -> bool:
@@ -213,10 +217,8 @@ class SchedulingPolicy(ABC):
                 commands += self._scored(event)
             case StepDone():
                 if not self.training or event.step != self.steps_done:
-                    now = f"step {self.steps_done}" if self.training else "nothing"
-                    raise ScheduleError(
-                        "a step was done that was not begun", got=f"step {event.step}", allowed=f"{now} is in training"
-                    )
+                    begun = f"step {self.steps_done}" if self.training else "none is in training"
+                    raise ScheduleError("a step was done that was not begun", got=f"step {event.step}", allowed=begun)
                 self.steps_done += 1
                 self.training = ()
             case ReplicaLost():
