@@ -305,7 +305,7 @@ class VLLMEngine:
         tokens, logprobs = resume.tokens.tolist(), resume.logprobs.tolist()
         return _Live(request, resume.started_s, len(tokens), tokens, logprobs, versions)
 
-    def _job(self, live: _Live) -> protocol.Job:
+    def _job(self, live: _Live) -> protocol.SamplingJob:
         """Register `live` under a new id; its next token is drawn with noise of its own, whatever came before."""
         request, live.first = live.request, len(live.tokens)
         if live.tokens or request.is_again:
@@ -313,7 +313,7 @@ class VLLMEngine:
         key = noise_key(self._seed, request.stream, request.ordinal, request.sample)
         self._num_ids += 1
         self._live[self._num_ids] = live
-        return protocol.Job(
+        return protocol.SamplingJob(
             id=self._num_ids,
             prompt=[*request.prompt_tokens.tolist(), *live.tokens],
             max_tokens=request.max_new_tokens - live.first,
@@ -324,7 +324,7 @@ class VLLMEngine:
             seed=noise_key(key, live.first, 0, 0) >> 1,
         )
 
-    def _submit(self, jobs: list[protocol.Job]) -> None:
+    def _submit(self, jobs: list[protocol.SamplingJob]) -> None:
         if jobs:
             if len(self._live) == len(jobs):
                 self._heard_s = self._clock.now_s()  # nothing was due before

@@ -138,7 +138,7 @@ class WorkerProcess:
         if self._socket.closed:
             return
         if is_orderly and not self._has_ended():
-            self.send(protocol.Stop())
+            self.send(protocol.EndWorker())
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(STOP_DEADLINE_S)
         with contextlib.suppress(ProcessLookupError):
@@ -160,7 +160,7 @@ class WorkerProcess:
             frame: protocol.ToClient = protocol.decode_to_client(self._socket.recv(zmq.NOBLOCK))
         except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors, and so is bad UTF-8
             raise ChannelError(f"a malformed message came from {self.name}", got=error) from error
-        if isinstance(frame, protocol.Failed):
+        if isinstance(frame, protocol.WorkerFailed):
             raise self.death(f"{frame.what}: {frame.error}")
         return frame
 

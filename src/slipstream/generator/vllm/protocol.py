@@ -24,7 +24,7 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_
 # To the worker
 
 
-class Job(Frame):
+class SamplingJob(Frame):
     """Sample up to `max_tokens` tokens behind `prompt`; see `requests.Request` for the rest."""
 
     id: int
@@ -38,7 +38,7 @@ class Job(Frame):
 
 
 class Submit(Frame):
-    jobs: list[Job]
+    jobs: list[SamplingJob]
 
 
 class Abort(Frame):
@@ -65,7 +65,7 @@ class Probe(Frame):
     tokens: list[int]
 
 
-class Stop(Frame):
+class EndWorker(Frame):
     """End in good order."""
 
 
@@ -113,7 +113,7 @@ class Probed(Frame):
     logprobs: list[float]
 
 
-class Failed(Frame):
+class WorkerFailed(Frame):
     """The worker ends: what it was doing, and the error."""
 
     what: str
@@ -135,8 +135,8 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     transfer: str
 
 
-ToWorker = Submit | Abort | Update | Probe | Stop
-ToClient = Started | Tokens | Aborted | Updated | Probed | Failed
+ToWorker = Submit | Abort | Update | Probe | EndWorker
+ToClient = Started | Tokens | Aborted | Updated | Probed | WorkerFailed
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode

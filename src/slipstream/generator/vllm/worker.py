@@ -81,7 +81,7 @@ def features_of(llm: LLM) -> dict[str, bool]:
 class Running:
     """A job in vLLM: the tokens it has so far, and the task that reads them."""
 
-    job: protocol.Job
+    job: protocol.SamplingJob
     done: list[int] = field(default_factory=list)
     task: asyncio.Task[None] | None = None
 
@@ -110,7 +110,7 @@ class Worker:
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def serve(self) -> None:
-        """Until `Stop`. Raises what any of its tasks raised."""
+        """Until `EndWorker`. Raises what any of its tasks raised."""
         if self.features["weight_versions"]:
             await self._llm.update_weight_version(str(self._push))
         self._put(protocol.Started(vllm_version=self._version, features=self.features))
@@ -141,7 +141,7 @@ class Worker:
                     self._put(protocol.Updated(push=update.push, pause_s=await self._update(update)))
                 case protocol.Probe(id=probe_id, tokens=tokens):
                     self._put(protocol.Probed(id=probe_id, logprobs=await self._probe(probe_id, tokens)))
-                case protocol.Stop():
+                case protocol.EndWorker():
                     return
 
     async def _watch(self) -> None:
@@ -417,7 +417,7 @@ async def serve(spec: protocol.Spec, make: Callable[[protocol.Spec], tuple[Any, 
         await worker.serve()
     except Exception as error:  # noqa: BLE001 - whatever it is, the client must hear of it
         traceback.print_exception(error, limit=-TRACEBACK_FRAMES)  # raised by many tasks, it has one of each on it
-        await socket.send(protocol.encode(protocol.Failed(what=what, error=f"{type(error).__name__}: {error}")))
+        await socket.send(protocol.encode(protocol.WorkerFailed(what=what, error=f"{type(error).__name__}: {error}")))
         return 1
     finally:
         socket.close()
