@@ -86,6 +86,31 @@ def test_order_is_kept_and_counted(connector: Connector) -> None:
     assert (ports["a"].outputs["out"].stats.sent, ports["b"].inputs["in"].stats.received) == (40, 40)
 
 
+def test_what_is_put_in_one_turn_leaves_together_and_in_order(connector: Connector) -> None:
+    ports = connector([spec(capacity=100, deadline_s=5), spec("d", target="c.in", capacity=100, deadline_s=5)])
+    out = ports["a"].outputs["out"]
+    with ports["a"].together():
+        out.put(item(0))
+        with ports["a"].together():
+            put_often(ports["a"], 20)
+        assert out.depth == 42, "they count against the capacity"
+    for name in ("b", "c"):
+        assert steps(take(ports[name], 21)) == [0, *range(20)]
+    out.flush(5)
+    with ports["a"].together():
+        out.put(item(7))
+        assert not wait([], [out], timeout_s=0.01)
+        for name in ("b", "c"):
+            assert steps(take(ports[name], 1)) == [7], "before a wait they leave"
+
+
+def test_a_turn_with_more_than_a_channel_holds_waits_for_room(connector: Connector) -> None:
+    ports = connector([spec(capacity=3, deadline_s=0.05)])
+    with ports["a"].together(), pytest.raises(ChannelTimeout):
+        put_often(ports["a"], 4)
+    assert steps(take(ports["b"], 3)) == [0, 1, 2]
+
+
 def test_broadcast_reaches_all_and_gather_joins_all(connector: Connector) -> None:
     ports = connector(
         [spec("to_b"), spec("to_c", target="c.in")]

@@ -246,12 +246,13 @@ def raw_dealer(address: str, keys: RunKeys | None) -> zmq.Socket[bytes]:
 
 HEADERS = st.builds(
     lambda *values: frames._FRAME.pack(*values),
-    st.sampled_from([b"SLP2", b"SLP1"]),
+    st.sampled_from([b"SLP3", b"SLP2"]),
     st.integers(0, 3),
     st.integers(0, 12),
     st.sampled_from([0, 1, 2, 2**63, 2**64 - 1]),
     st.integers(0, 2**64 - 1) | st.integers(0, 5),
     st.integers(0, 2**64 - 1) | st.integers(0, 5),
+    st.integers(0, 2**32 - 1) | st.integers(0, 3),
 )
 FRAMES = st.one_of(
     st.binary(max_size=80),

@@ -189,6 +189,34 @@ def raw(directory: Path) -> Iterator[tuple[Inbox, zmq.Socket[bytes]]]:
     b.close()
 
 
+def test_a_turn_is_one_frame_and_as_many_as_its_bytes_need(directory: Path) -> None:
+    ports = connect(SPECS, "a", directory, 1)
+    context = zmq.Context.instance()
+    router = context.socket(zmq.ROUTER)
+    address = LocalAddresses(SPECS, directory).listen_at("b.in", 1)[0]
+    router.bind(address)
+
+    def received() -> list[int]:
+        counts = []
+        while router.poll(2000 if not counts else 200):
+            frame = router.recv_multipart()[1]
+            if not (messages := frames.unpack(frame))[0].is_probe:
+                counts.append(len(messages))
+        return counts
+
+    out = ports.outputs["out"]
+    with ports.together():
+        for step in range(5):
+            out.put(item(step))
+    assert received() == [5]
+    with ports.together():
+        for step in range(5):
+            out.put(CheckpointSaved(step=step, path="p" * 30_000))
+    assert received() == [2, 2, 1]
+    ports.close()
+    router.close(linger=0)
+
+
 def test_junk_is_refused_counted_and_harmless(raw: tuple[Inbox, zmq.Socket[bytes]]) -> None:
     inbox, socket = raw
     good = wire.encode(item(1))
@@ -201,6 +229,9 @@ def test_junk_is_refused_counted_and_harmless(raw: tuple[Inbox, zmq.Socket[bytes
         [frames.pack_data(b"c", 1, 2, 1, good)],  # base beyond sequence
         [frames.pack_data(b"c", 1, 1, 1, b"\xc1 not msgpack")],
         [frames.pack_data(b"c", 1, 1, 2, good)[:20]],
+        [frames.pack_data(b"c", 1, 1, 2, good, good)[:-1]],  # lengths beyond the frame
+        [frames.pack_data(b"c", 1, 1, 2)],  # of no message
+        [frames.pack_data(b"c", 1, 1, 2, *[b""] * (frames.MAX_MESSAGES + 1))],
     ]
     for parts in junk:
         socket.send_multipart(parts)
@@ -225,6 +256,16 @@ def test_duplicates_are_dropped_and_gaps_asked_for(raw: tuple[Inbox, zmq.Socket[
     for sequence in (3, 4, 5):
         socket.send(frames.pack_data(b"c", 1, 3, sequence, wire.encode(item(sequence))))
     assert take(inbox, 3) == [3, 4, 5]
+
+
+def test_of_messages_that_come_again_together_with_later_ones_only_these_count(
+    raw: tuple[Inbox, zmq.Socket[bytes]],
+) -> None:
+    inbox, socket = raw
+    socket.send(frames.pack_data(b"c", 1, 1, 1, *(wire.encode(item(n)) for n in (1, 2))))
+    socket.send(frames.pack_data(b"c", 1, 1, 1, *(wire.encode(item(n)) for n in (1, 2, 3))))
+    assert take(inbox, 3) == [1, 2, 3]
+    assert inbox.stats.duplicates == 2
 
 
 def test_a_late_acknowledgement_to_a_dead_receiver_leaves_no_gap(raw: tuple[Inbox, zmq.Socket[bytes]]) -> None:

@@ -65,6 +65,7 @@ def test_a_message_or_a_refusal(data: bytes) -> None:
     mutated(
         [
             frames.pack_data(b"rollouts", 1, 1, 3, SEEDS[1]),
+            frames.pack_data(b"rollouts", 1, 1, 3, *SEEDS),
             frames.pack_probe(b"rollouts", 1, 1, 3),
             frames.pack_reply(frames.Reply.TAKEN, 1, 3),
         ]

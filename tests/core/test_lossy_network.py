@@ -157,8 +157,11 @@ class Ends:
         return ZmqLink(SPEC, Address("nowhere"), self.incarnation)
 
     def put(self) -> None:
+        """Send a message; some leave at once, others together with later ones."""
         if self.link.has_room():
             self.link.send(CheckpointSaved(step=self.next, path=""))
+            if self.rng.random() < 0.5:
+                self.link.release()
             self.waiting.append(self.next)
             self.next += 1
 
@@ -199,6 +202,7 @@ class Ends:
             try:
                 if zombie.has_room():
                     zombie.send(CheckpointSaved(step=-1, path=""))
+                    zombie.release()
             except ChannelClosed:
                 assert zombie.is_fenced
 
@@ -274,12 +278,14 @@ def test_frames_of_a_successor_lost_before_its_announcement_are_asked_for_then(
     """The successor probes only when it has reconnected, so that probe has to be answered after the announcement."""
     ends = Ends(0, monkeypatch)
     ends.put()
+    ends.link.release()
     ends.network.calm()
     ends.take()
     ends.incarnation = 2
     ends.link = ends._link()
     for _ in range(3):
         ends.put()
+    ends.link.release()
     ends.network.frames.clear()
     ends.made[-1].connection_is_made()
     ends.link.pump()

@@ -199,10 +199,11 @@ class Controller:
         while not is_done():
             self._tell_of_interrupt()
             has_worked = False
-            while (message := self.executors.receive()) is not None:
-                has_worked = True
-                with self.timeline.span("schedule"):
-                    self._handle(message)
+            with self.executors.together():
+                while (message := self.executors.receive()) is not None:
+                    has_worked = True
+                    with self.timeline.span("schedule"):
+                        self._handle(message)
             has_worked |= self.executors.work()
             if not has_worked and not is_done():
                 self.executors.sleep(self.timeline.idle)

@@ -31,6 +31,7 @@ from slipstream.core.clock import Clock
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ChannelClosed, ExecutorDied, ExecutorLost, SlipstreamError
 from slipstream.core.peer_messages import Failed, Joined, Left
+from slipstream.core.ports import Turn
 from slipstream.core.ranks import RANK_MARK, split_rank_name
 from slipstream.core.service_messages import Counters, Ready
 from slipstream.core.spans import Spans
@@ -128,6 +129,10 @@ class Executors:
             if self._membership.is_remote(executor):
                 self._lose_remote(executor)
             # Of a child the operating system tells.
+
+    def together(self) -> Turn:
+        """Return a context: messages that are sent inside leave together at its end."""
+        return self._ports.together()
 
     def receive(self) -> Message | None:
         """Return the next event, or None. Of joins and losses, only the loss of a replica is returned."""

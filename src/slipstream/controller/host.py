@@ -97,6 +97,7 @@ class Host:
             outputs=ports.outputs,
             spans=self.timeline,
             clock=clock,
+            together=ports.together,
             num_threads=node.num_threads,
             num_threads_alone=node.num_threads_alone,
             publisher=weights[0],

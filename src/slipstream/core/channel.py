@@ -25,7 +25,7 @@ from slipstream.core.clock import WallClock
 from slipstream.core.errors import ChannelClosed, ChannelError, did_you_mean
 from slipstream.core.lease import Lease
 from slipstream.core.links import poll
-from slipstream.core.ports import Inbox, Outbox
+from slipstream.core.ports import Inbox, Outbox, Turn
 from slipstream.core.scratch import FOLDER_PREFIX
 
 __all__ = [
@@ -51,6 +51,11 @@ class Ports:
 
     inputs: Mapping[str, Inbox] = field(default_factory=dict)
     outputs: Mapping[str, Outbox] = field(default_factory=dict)
+    turn: Turn = field(default_factory=Turn)
+
+    def together(self) -> Turn:
+        """Return a context: messages that are put inside leave together at its end."""
+        return self.turn
 
     @property
     def _ends(self) -> list[Inbox | Outbox]:
@@ -151,6 +156,7 @@ def connect_by_book(
     _check(specs, fan_outs, routes)
     inboxes: dict[str, Inbox] = {}
     outboxes: dict[str, Outbox] = {}
+    turns = {executor: Turn() for executor in hosted}
     with contextlib.ExitStack() as opened:
         for port, fan_in in fan_ins.items():
             if executor_of(port) in hosted:
@@ -163,13 +169,23 @@ def connect_by_book(
         for port, fan_out in fan_outs.items():
             if executor_of(port) in hosted:
                 route = routes[fan_out[0].route] if fan_out[0].kind is Kind.SCATTER else None
-                outboxes[port] = Outbox(port, fan_out, inboxes, book, incarnation, route=route, is_threaded=is_threaded)
+                outboxes[port] = Outbox(
+                    port,
+                    fan_out,
+                    inboxes,
+                    book,
+                    incarnation,
+                    route=route,
+                    is_threaded=is_threaded,
+                    turn=turns[executor_of(port)],
+                )
                 opened.callback(outboxes[port].close)
         opened.pop_all()
     return {
         executor: Ports(
             inputs={port.split(".")[1]: inbox for port, inbox in inboxes.items() if executor_of(port) == executor},
             outputs={port.split(".")[1]: outbox for port, outbox in outboxes.items() if executor_of(port) == executor},
+            turn=turns[executor],
         )
         for executor in hosted
     }

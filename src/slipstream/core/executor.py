@@ -8,7 +8,8 @@ torchrun.
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Protocol
@@ -56,6 +57,8 @@ class Context:
     outputs: Mapping[str, Sender]
     spans: Spans
     clock: Clock
+    together: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Messages put inside leave together, at its end: it is not for long work, nor for a wait for a peer."""
     num_threads: int = 1
     num_threads_alone: int = 1  # while no other executor has work: warm start, evaluation at the ends
     publisher: WeightsPublisher | None = None

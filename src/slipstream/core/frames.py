@@ -1,11 +1,14 @@
 """The protocol between the sockets of a channel: its frames, and the receiver's judgement of them.
 
-ZeroMQ loses messages when a connection breaks. So every frame carries (channel, incarnation, sequence number). The
+ZeroMQ loses messages when a connection breaks. So every message has (channel, incarnation, sequence number). The
 receiver acknowledges, cumulatively, the messages that were taken; the sender keeps all others and can send them again.
 
-    data   DEALER -> ROUTER   magic, kind, length of name, incarnation, base, sequence, name, payload
-    probe  DEALER -> ROUTER   the same without payload
+    data   DEALER -> ROUTER   magic, kind, length of name, incarnation, base, sequence, count, name, lengths, payloads
+    probe  DEALER -> ROUTER   the same with count 0 and no payload
     reply  ROUTER -> DEALER   magic, reply, incarnation, sequence
+
+A data frame is an envelope for `count` messages with the sequence numbers from `sequence` on: what is ready together
+travels together. Everything else is per message.
 
 `base` is the oldest sequence number that the sender still keeps; a receiver that does not know the sender starts there.
 A probe asks "do you have everything up to `sequence`?" and is always answered, by TAKEN or RESEND. After a reconnect it
@@ -16,6 +19,7 @@ ends.
 from __future__ import annotations
 
 import enum
+import itertools
 import struct
 
 import msgspec
@@ -24,11 +28,12 @@ from slipstream.core import wire
 from slipstream.core.channel_spec import ChannelSpec, executor_of
 from slipstream.core.errors import ChannelError
 
-MAX_OVERHEAD_BYTES = 1024  # of a frame, beyond its payload: header, name, and the bytes that CURVE adds
+MAX_MESSAGES = 256  # in a frame
+MAX_OVERHEAD_BYTES = 1024 + 4 * MAX_MESSAGES  # beyond its payloads: header, name, lengths, the bytes that CURVE adds
 
-_MAGIC = b"SLP2"
+_MAGIC = b"SLP3"
 _DATA, _PROBE = 0, 1
-_FRAME = struct.Struct("<4sBHQQQ")
+_FRAME = struct.Struct("<4sBHQQQI")
 _REPLY = struct.Struct("<4sBQQ")
 
 
@@ -42,7 +47,7 @@ class Reply(enum.IntEnum):
 
 
 class ChannelFrame(msgspec.Struct, frozen=True):
-    """A frame of a sender; the module docstring explains its numbers."""
+    """A message of a data frame, or a probe; the module docstring explains the numbers."""
 
     is_probe: bool
     name: str
@@ -52,30 +57,42 @@ class ChannelFrame(msgspec.Struct, frozen=True):
     payload: bytes
 
 
-def pack_data(name: bytes, incarnation: int, base: int, sequence: int, payload: bytes) -> bytes:
-    return _FRAME.pack(_MAGIC, _DATA, len(name), incarnation, base, sequence) + name + payload
+def pack_data(name: bytes, incarnation: int, base: int, sequence: int, *payloads: bytes) -> bytes:
+    """Return the frame of 1..MAX_MESSAGES messages, the first of which has number `sequence`."""
+    header = _FRAME.pack(_MAGIC, _DATA, len(name), incarnation, base, sequence, len(payloads))
+    lengths = struct.pack(f"<{len(payloads)}I", *map(len, payloads))
+    return b"".join((header, name, lengths, *payloads))
 
 
 def pack_probe(name: bytes, incarnation: int, base: int, sequence: int) -> bytes:
-    return _FRAME.pack(_MAGIC, _PROBE, len(name), incarnation, base, sequence) + name
+    return _FRAME.pack(_MAGIC, _PROBE, len(name), incarnation, base, sequence, 0) + name
 
 
-def unpack(frame: bytes) -> ChannelFrame:
-    """Parse the bytes of `pack_data` or `pack_probe`. Raises ChannelError."""
+def unpack(frame: bytes) -> list[ChannelFrame]:
+    """Return the messages in the bytes of `pack_data`, in order, or the probe of `pack_probe`. Raises ChannelError."""
     if len(frame) < _FRAME.size:
         raise ChannelError("a frame is too short", got=f"{len(frame)} bytes")
-    magic, kind, length, incarnation, base, sequence = _FRAME.unpack_from(frame)
+    magic, kind, length, incarnation, base, sequence, count = _FRAME.unpack_from(frame)
     start = _FRAME.size + length
     is_probe = kind == _PROBE
-    if magic != _MAGIC or kind not in (_DATA, _PROBE) or len(frame) < start:
+    if magic != _MAGIC or kind not in (_DATA, _PROBE) or len(frame) < start + 4 * count:
         raise ChannelError("a frame has a malformed header")
-    if not 1 <= base <= sequence + is_probe or (is_probe and len(frame) > start):
-        raise ChannelError("a frame has impossible numbers", got=f"base {base}, sequence {sequence}")
+    if not 1 <= base <= sequence + is_probe or not (count == 0 if is_probe else 1 <= count <= MAX_MESSAGES):
+        raise ChannelError("a frame has impossible numbers", got=f"base {base}, sequence {sequence}, count {count}")
     try:
         name = frame[_FRAME.size : start].decode()
     except UnicodeDecodeError as error:
         raise ChannelError("a frame has a malformed channel name") from error
-    return ChannelFrame(is_probe, name, incarnation, base, sequence, frame[start:])
+    lengths = struct.unpack_from(f"<{count}I", frame, start)
+    ends = [*itertools.accumulate(lengths, initial=start + 4 * count)]
+    if ends[-1] != len(frame):
+        raise ChannelError("a frame has lengths that do not fit it", got=f"{len(frame)} bytes", allowed=f"{ends[-1]}")
+    if is_probe:
+        return [ChannelFrame(True, name, incarnation, base, sequence, b"")]
+    return [
+        ChannelFrame(False, name, incarnation, base, sequence + index, frame[begin:end])
+        for index, (begin, end) in enumerate(itertools.pairwise(ends))
+    ]
 
 
 def pack_reply(reply: Reply, incarnation: int, sequence: int) -> bytes:

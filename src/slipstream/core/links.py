@@ -36,6 +36,7 @@ _CONNECT_TIMEOUT_MS = 2000  # the system's own attempts come at growing interval
 _UNACKNOWLEDGED_MS = 8000  # a connection on which the other machine's system answers nothing for so long is given up
 _KEEPALIVE_IDLE_S, _KEEPALIVE_EVERY_S, _KEEPALIVE_COUNT = 4, 2, 3  # the same for one on which nothing is sent
 _HANDSHAKE_MS = 10_000
+_TOGETHER_BYTES = 1 << 16  # of messages; more of them leave before `release`
 _REOPEN_S = 5.0  # ZeroMQ reconnects by itself, except where the other side spoke another protocol: then it gives up
 
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -128,7 +129,10 @@ class Link(abc.ABC):
 
     @abc.abstractmethod
     def send(self, message: Message) -> None:
-        """Hand `message` over, without waiting. Raises ChannelClosed."""
+        """Take `message`, without waiting. It leaves with `release`, or before. Raises ChannelClosed."""
+
+    def release(self) -> None:  # noqa: B027 - within a process a message leaves at once
+        """Let the messages leave that were sent, those that are ready together in one frame."""
 
     @abc.abstractmethod
     def pump(self) -> None:
@@ -197,6 +201,8 @@ class ZmqLink(Link):
         self._name = spec.name.encode()
         self._incarnation = incarnation
         self._kept: deque[tuple[int, bytes]] = deque()
+        self._left, self._held_bytes = sequence, 0  # the last number that has left; the bytes of those behind it
+        self._most_together = min(spec.max_bytes, _TOGETHER_BYTES)
         self._num_connections = 0
         self._num_refused = 0
         self._stats = ChannelStats() if stats is None else stats
@@ -225,11 +231,18 @@ class ZmqLink(Link):
                 got=f"{len(payload)} bytes",
                 allowed=f"{self.spec.max_bytes} bytes",
             )
+        if self._held_bytes + len(payload) > self._most_together:
+            self.release()
         self.sequence += 1
         self._kept.append((self.sequence, payload))
-        self._transmit(frames.pack_data(self._name, self._incarnation, self._base, self.sequence, payload))
+        self._held_bytes += len(payload)
+
+    def release(self) -> None:
+        if self._left < self.sequence and not self.is_closed:
+            self._transmit_behind(self._left)
 
     def probe(self) -> None:
+        self.release()
         if self.is_connected:  # else probes would wait, and all of them would arrive together
             self._transmit(frames.pack_probe(self._name, self._incarnation, self._base, self.sequence))
 
@@ -289,11 +302,22 @@ class ZmqLink(Link):
             while self._kept and self._kept[0][0] <= sequence:
                 self._kept.popleft()
         elif incarnation == self._incarnation and reply is Reply.RESEND:
-            for kept, payload in self._kept:
-                if kept > sequence:
-                    self._transmit(frames.pack_data(self._name, self._incarnation, self._base, kept, payload))
+            self._transmit_behind(sequence)
         elif reply is Reply.CLOSED:
             self.end(f"'{self.spec.target}' has ended")
+
+    def _transmit_behind(self, sequence: int) -> None:
+        """Transmit all kept messages with higher numbers, in as few frames as `_most_together` bytes allow."""
+        self._left, self._held_bytes = self.sequence, 0
+        part: list[bytes] = []
+        for number, payload in itertools.islice(self._kept, max(0, sequence + 1 - self._base), None):
+            if part and (len(part) == frames.MAX_MESSAGES or sum(map(len, part)) + len(payload) > self._most_together):
+                self._transmit(frames.pack_data(self._name, self._incarnation, self._base, number - len(part), *part))
+                part = []
+            part.append(payload)
+        if part:
+            first = self.sequence + 1 - len(part)
+            self._transmit(frames.pack_data(self._name, self._incarnation, self._base, first, *part))
 
     def _transmit(self, frame: bytes) -> None:
         with contextlib.suppress(zmq.Again):  # ZeroMQ has given up; the next connection brings what is kept

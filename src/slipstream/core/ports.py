@@ -205,15 +205,16 @@ class Inbox(_End):
 
     def _arrived(self, peer: bytes, raw: bytes) -> None:
         try:
-            frame = frames.unpack(raw)
-            stream = self._streams[frame.name]
+            messages = frames.unpack(raw)
+            stream = self._streams[messages[0].name]
         except (ChannelError, KeyError):
             self.stats.refused += 1
             return
-        if len(frame.payload) > stream.max_bytes:
-            self.stats.refused += 1
-            return
-        self._admit(stream, peer, frame)
+        for message in messages:
+            if len(message.payload) > stream.max_bytes:
+                self.stats.refused += 1
+                return
+            self._admit(stream, peer, message)
 
     def _admit(self, stream: Stream, peer: bytes, frame: ChannelFrame) -> None:
         arrival = stream.admit(peer, frame)
@@ -267,6 +268,33 @@ class Inbox(_End):
         self.wake.close()
 
 
+class Turn:
+    """A context in which messages wait, to leave together at its end; all output ports of an executor share one.
+
+    They also leave when there is enough of them for a frame, and before any wait.
+    """
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._held: set[Outbox] = set()
+
+    def __enter__(self) -> None:
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if not self._depth and self._held:
+            held, self._held = self._held, set()
+            for outbox in held:
+                outbox.release()
+
+    def holds(self, outbox: Outbox) -> bool:
+        """Return whether what is put on `outbox` now is to wait; it is asked to `release` it at the end then."""
+        if self._depth:
+            self._held.add(outbox)
+        return self._depth > 0
+
+
 class Outbox(_End):
     """The writing end of an output port. One thread puts and waits; any thread may close.
 
@@ -283,6 +311,7 @@ class Outbox(_End):
         *,
         route: Route | None = None,
         is_threaded: bool = False,
+        turn: Turn | None = None,
     ) -> None:
         """Connect to the targets: ports of this process are in `inboxes`, addresses of the others in `book`.
 
@@ -296,6 +325,7 @@ class Outbox(_End):
         self._put_lock = threading.RLock()
         self._links: list[Link] = []
         self._blocked: list[Link] = []
+        self._turn = turn
         try:
             for spec in specs:
                 if spec.target in inboxes:
@@ -326,7 +356,15 @@ class Outbox(_End):
                 targets = self._wait_for_room(message)
             for link in targets:
                 self._send(link, message)
+                if self._turn is None or not self._turn.holds(self):
+                    link.release()
             self.stats.sent += 1
+
+    def release(self) -> None:
+        """Let the messages leave that wait for the end of a turn."""
+        with self._put_lock:
+            for link in self._links:
+                link.release()
 
     @property
     def has_room(self) -> bool:
@@ -360,6 +398,7 @@ class Outbox(_End):
         """Read acknowledgements and send again what a broken connection lost. `wait` and a full `put` do it."""
         with self._put_lock:
             if not self.is_closed:
+                self.release()
                 for link in self._links:
                     link.pump()
 
@@ -455,6 +494,7 @@ class Outbox(_End):
 
     def _wait_until(self, waiting: Callable[[], list[Link]], deadline_s: float) -> None:
         started_s = _CLOCK.now_s()
+        self.release()
         try:
             while blocked := waiting():
                 remaining_s = started_s + deadline_s - _CLOCK.now_s()
@@ -482,5 +522,6 @@ class Outbox(_End):
 
     def _dispose(self) -> None:
         for link in self._links:
+            link.release()
             link.close()
         self.wake.close()

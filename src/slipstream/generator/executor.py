@@ -278,7 +278,7 @@ class Generator(Executor):
     def _deliver(self, finished: list[Finished]) -> None:
         self.together.note(finished)
         if finished:
-            with self.context.spans.span("send"):
+            with self.context.spans.span("send"), self.context.together():
                 for item in finished:
                     if item.request.stream == TRAIN_STREAM:
                         self._send(item)

@@ -74,14 +74,14 @@ class Rewards(Executor):
         with self._context.spans.span("receive"):
             num_taken = self._take(self._scorers)
         # Also with nothing to score: a spare worker that gets ready is news, and would wake this process until read.
-        with self._context.spans.span("score"):
+        with self._context.spans.span("score"), self._context.together():
             scored = self._scorers.poll()
             for one in scored:
                 for entry in self._assembly.answer(one.job_id, one.parts, one.failure):
                     self._emit(entry)
         num_done = len(scored)
         self._report(is_last=False)
-        with self._context.spans.span("send"):
+        with self._context.spans.span("send"), self._context.together():
             has_sent = self._send()
         self._label_idle_time()
         if self._is_stopping and not self._assembly.num_called and not self._unsent and not self._is_finished:
@@ -160,8 +160,9 @@ class Rewards(Executor):
         Whether any was.
         """
         has_sent = False
-        while self._unsent and self._context.outputs["rollouts"].has_room_for(self._unsent[0]):
-            self._context.outputs["rollouts"].put(self._unsent.popleft())
+        rollouts = self._context.outputs["rollouts"]
+        while self._unsent and rollouts.has_room_for(self._unsent[0]):
+            rollouts.put(self._unsent.popleft())
             has_sent = True
         return has_sent
 

@@ -159,7 +159,7 @@ class RewardModels(Executor):
                 read = (rollout.completion for rollout in batch)
                 self._context.spans.did(sum(len(one.prompt.tokens) + one.num_tokens for one in read))
             self._counts["batches"] += 1
-            with self._context.spans.span("send"):
+            with self._context.spans.span("send"), self._context.together():
                 for rollout in scored:
                     self._emit(rollout)
         elif self._is_stopping and not self._is_finished:

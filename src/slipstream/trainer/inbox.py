@@ -86,10 +86,11 @@ class RolloutInbox:
 
     def _count_in(self, heads: Iterable[RolloutHead]) -> None:
         """Tell the controller of groups that are whole with `heads`, which lie on some rank."""
-        for head in heads:
-            if self.heads.add(head) and self.heads.is_complete(head.ordinal):
-                group = ScoredGroup(head.ordinal, self.heads.group(head.ordinal))
-                self._context.outputs["events"].put(group_scored(group, self._config))
+        with self._context.together():
+            for head in heads:
+                if self.heads.add(head) and self.heads.is_complete(head.ordinal):
+                    group = ScoredGroup(head.ordinal, self.heads.group(head.ordinal))
+                    self._context.outputs["events"].put(group_scored(group, self._config))
 
     def _refuse(self, rollout: Rollout) -> None:
         """Count a rollout that names no place of any group: the group that it was meant for cannot be told."""

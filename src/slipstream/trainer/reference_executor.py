@@ -65,7 +65,7 @@ class ReferencePolicy(Executor):
         with self._context.spans.span("reference"):
             measured = reference_logprobs(self._model, batch, config=self._config, batching=self._batching)
             self._context.spans.did(sum(_num_tokens(rollout) for rollout in batch))
-        with self._context.spans.span("send"):
+        with self._context.spans.span("send"), self._context.together():
             for rollout in measured:
                 self._context.outputs["measured"].put(rollout)
         return True
