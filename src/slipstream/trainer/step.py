@@ -82,7 +82,8 @@ def _updates(
     totals: list[Totals] = []
     for epoch in range(trainer.epochs):
         if epoch == 0 or trainer.shuffle:
-            order = _epoch_order(len(groups), (step.config.seed, step.number, epoch)) if trainer.shuffle else None
+            rng = np.random.default_rng((step.config.seed, step.number, epoch))
+            order = rng.permutation(len(groups)).tolist() if trainer.shuffle else None
             minibatches = [
                 step.batching.collate(batch.of(part), trainer.microbatch_tokens, atom_size=atom_size)
                 for part in step.batching.split_minibatches(groups, trainer.minibatches, order=order)
@@ -90,12 +91,6 @@ def _updates(
             totals = _totals(minibatches, step.ranks)
         for index, microbatches in enumerate(minibatches):
             yield PlannedUpdate(epoch * trainer.minibatches + index, microbatches, totals[index])
-
-
-def _epoch_order(num_groups: int, seed: tuple[int, int, int]) -> list[int]:
-    """Return the order in which the groups are dealt into the minibatches of an epoch."""
-    order: list[int] = np.random.default_rng(seed).permutation(num_groups).tolist()
-    return order
 
 
 def _totals(minibatches: Sequence[Sequence[PackedMicrobatch]], ranks: RankGroup) -> list[Totals]:
