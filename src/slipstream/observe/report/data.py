@@ -270,6 +270,16 @@ class RunData:
         return fmean(shares) if shares else None
 
 
+@dataclass(frozen=True)
+class Compared:
+    """A run among others: what it is called here, what stands beside its name, and its colour."""
+
+    run: RunData
+    name: str
+    beside: str
+    hue: int
+
+
 def check_run(run_dir: Path) -> None:
     """ConfigError where `run_dir` is no folder of a run, or of one that has not come to RL."""
     if (run_dir / "metrics.jsonl").is_file():

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from slipstream.core.run_log import PHASES, GroupState, LoopState, Move, RolloutLine
+from slipstream.core.run_log import LoopState, Move, RolloutLine
 from slipstream.observe.catalogue import described
 from slipstream.observe.states import AWAITED, WAITING, colour, in_words, is_missed, kind, side_of
 from slipstream.observe.svg import axis_ends
@@ -131,9 +131,9 @@ def loop_answer(index: RunIndex, _verdict: LiveVerdict, query: Mapping[str, str]
         "to": passage.end_s,
         "every": every,
         "loop": _loop(passage.loop, every),
-        "moves": [_move(move) for move in moves],
-        "swaps": [[round(one.time_s, 4), one.replica, one.version] for one in passage.swaps],
-        "steps": [[round(time_s, 4), version] for time_s, version in passage.steps],
+        "moves": moves,
+        "swaps": passage.swaps,
+        "steps": passage.steps,
     }
     if every > 1:
         answer["counts"] = _counts(passage)
@@ -153,23 +153,13 @@ def _thinned(passage: Passage) -> tuple[list[Move], int]:
 
 def _loop(loop: LoopState, every: int) -> dict[str, Any]:
     return {
-        "groups": [_group(one) for one in loop.groups.values() if one.ordinal % every == 0],
+        "groups": [one for one in loop.groups.values() if one.ordinal % every == 0],
         "counts": list(loop.counts.values()),
-        "versions": {str(replica): version for replica, version in sorted(loop.versions.items())},
+        "versions": loop.versions,
         "version": loop.version,
         "next_ordinal": loop.next_ordinal,
-        "fates": dict(loop.fates),
+        "fates": loop.fates,
     }
-
-
-def _group(group: GroupState) -> list[Any]:
-    reward = None if group.reward is None else round(group.reward, 4)
-    place = [group.ordinal, PHASES.index(group.phase), round(group.since_s, 4)]
-    return [*place, group.replica, group.finished, group.version, group.step, reward]
-
-
-def _move(move: Move) -> list[Any]:
-    return [round(move.time_s, 4), *_group(move.group), move.fate]
 
 
 def _counts(passage: Passage) -> list[list[float]]:

@@ -3,8 +3,8 @@
 import { Alarms } from './alarms.js';
 import { get, Latest, live } from './api.js';
 import { Curves } from './curves.js';
-import { byId, el, prefersStill, say } from './dom.js';
-import { clock, number, percent, printable } from './format.js';
+import { byId, el, say } from './dom.js';
+import { clock, count, number, percent, printable } from './format.js';
 import { listen } from './keys.js';
 import { drawMix, Lanes } from './lanes.js';
 import { Passage } from './loop_state.js';
@@ -28,7 +28,7 @@ const fail = (error) => {
   state.error = error.message;
   notice();
 };
-const requests = { loop: new Latest(fail), lanes: new Latest(fail), info: new Latest(fail), curves: new Latest(fail), overview: new Latest(fail) };
+const requests = Object.fromEntries(['loop', 'lanes', 'info', 'curves', 'overview'].map((name) => [name, new Latest(fail)]));
 const rollouts = new Rollouts(fail);
 const stage = new Stage((ordinal) => {
   byId('follow').checked = false;
@@ -247,7 +247,6 @@ function frame(now) {
   } else if (passage && !passage.covers(playhead.time)) {
     state.wasJump = true;
   }
-  const isMoving = stage.frame(prefersStill() ? 10 : seconds);
   scrubber.show(playhead, passage?.version ?? 0);
   if (lanes.time !== playhead.time || lanes.window !== frame.lanes) {
     frame.lanes = lanes.window;
@@ -258,9 +257,10 @@ function frame(now) {
     showSlowly(passage);
   }
   if (wasPlaying !== playhead.isPlaying) showButtons();
-  if (playhead.isPlaying) load();
-  if (playhead.isPlaying || isMoving) requestAnimationFrame(frame);
-  else setTimeout(requestAnimationFrame, IDLE_MS, frame);
+  if (playhead.isPlaying) {
+    load();
+    requestAnimationFrame(frame);
+  } else setTimeout(requestAnimationFrame, IDLE_MS, frame);
 }
 
 function showSlowly(passage) {
@@ -291,7 +291,7 @@ function headline(version) {
     : ['eval_reward', 'mean reward', number];
   const [held, first] = [curves.value(measure, version), curves.first(measure)];
   const tiles = [
-    ['steps done', `${version}`, dials ? `of ${dials.steps.toLocaleString('en')}` : ''],
+    ['steps done', `${version}`, dials ? `of ${count(dials.steps)}` : ''],
     ['reward', number(at('reward')), 'mean of the batch'],
     ['held-out', held === null ? '–' : words(held), first === null ? name : `${name}, was ${words(first)}`],
     ['staleness', number(at('staleness_mean')), dials ? `mean; bound ${dials.max_staleness}` : 'mean'],
