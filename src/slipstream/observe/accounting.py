@@ -30,23 +30,10 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.files import load_json
 from slipstream.core.recipes import resolve
 from slipstream.core.run_log import read_decisions
+from slipstream.observe import timeline
 from slipstream.observe.balance import COMPUTING, Balance, Dial, Dials, Interference, Loop, Side, judge
 from slipstream.observe.interference import SideWork
 from slipstream.observe.states import idle_share, seconds_of, side_of, totals_of
-from slipstream.observe.timeline import (
-    TRAINED,
-    Instant,
-    ProcessEnd,
-    ProcessStart,
-    Record,
-    Slice,
-    account,
-    account_windows,
-    presence,
-    process_files,
-    read_timeline,
-    times_ns,
-)
 from slipstream.observe.waste import WASTE, ReplicaTokens, Wasted, replica_tokens, wasted
 
 CONTROLLER = "controller"
@@ -117,7 +104,7 @@ def read_accounting(run_dir: Path, *, window_s: tuple[float, float] | None = Non
     `window_s`: when it began and ended on its clock; None: as its files say, the same for a run that is over. One
     timeline is held at a time.
     """
-    files = process_files(run_dir)
+    files = timeline.process_files(run_dir)
     wall_s = _wall_s(run_dir / "summary.json")
     is_over = window_s is not None or wall_s is not None
     start_s, end_s = _window(files, wall_s) if window_s is None else window_s
@@ -128,14 +115,16 @@ def read_accounting(run_dir: Path, *, window_s: tuple[float, float] | None = Non
     replicas: dict[int, ReplicaTokens] = {}
     work = SideWork(bounds_ns[min(1, len(steps))], bounds_ns[-1])  # the first step is cold
     for path in files:
-        records = list(read_timeline(path))
-        slices = presence(records, start_ns, end_ns, is_over=is_over)
-        processes[path.stem] = _process(path.stem, records, account_windows(slices, [start_ns, end_ns])[0])
-        windows[path.stem] = account_windows(slices, bounds_ns)
+        records = list(timeline.read_timeline(path))
+        slices = timeline.presence(records, start_ns, end_ns, is_over=is_over)
+        processes[path.stem] = _process(path.stem, records, timeline.account_windows(slices, [start_ns, end_ns])[0])
+        windows[path.stem] = timeline.account_windows(slices, bounds_ns)
         work.add(path.stem, slices)
         if (told := replica_tokens(path.stem, records)) is not None:
             replicas[told[0]] = told[1]
-    _give_to_hosts(processes)
+    for process in list(processes.values()):  # an executor within another process has made that one busy
+        if (host := processes.get(process.within)) is not None:
+            processes[host.name] = msgspec.structs.replace(host, busy_s=host.busy_s + process.busy_s)
     waste = list(wasted(read_decisions(run_dir / "events.jsonl"), replicas))
     by_step = _by_step(waste, bounds_ns)
     loop = {name: totals_of(seconds) for name, seconds in windows.items()} if steps else {}
@@ -181,8 +170,8 @@ def _window(files: Sequence[Path], wall_s: float | None) -> tuple[float, float]:
     first_ns: dict[str, int] = {}
     last_ns = 0
     for path in files:
-        for record in read_timeline(path):
-            start_ns, end_ns = times_ns(record)
+        for record in timeline.read_timeline(path):
+            start_ns, end_ns = timeline.times_ns(record)
             first_ns[path.stem] = min(start_ns, first_ns.get(path.stem, start_ns))
             last_ns = max(last_ns, end_ns)
         if path.stem == CONTROLLER and wall_s is not None and CONTROLLER in first_ns:
@@ -200,13 +189,13 @@ def _config(run_dir: Path) -> RunConfig | None:
         return None
 
 
-def _process(name: str, records: Sequence[Record], states: dict[str, float]) -> ProcessAccounting:
-    starts = [record for record in records if isinstance(record, ProcessStart)]
-    ends = [record for record in records if isinstance(record, ProcessEnd)]
-    newest = starts[-1] if starts else ProcessStart(name, 0, 0)
+def _process(name: str, records: Sequence[timeline.Record], states: dict[str, float]) -> ProcessAccounting:
+    starts = [record for record in records if isinstance(record, timeline.ProcessStart)]
+    ends = [record for record in records if isinstance(record, timeline.ProcessEnd)]
+    newest = starts[-1] if starts else timeline.ProcessStart(name, 0, 0)
     used: dict[str, float] = {}
     if ends and (end := ends[-1]).time_ns >= newest.time_ns:
-        used["busy_s"] = seconds_of("work", account(records, newest.time_ns * 1e-9, end.time_ns * 1e-9))
+        used["busy_s"] = seconds_of("work", timeline.account(records, newest.time_ns * 1e-9, end.time_ns * 1e-9))
         if not newest.within:
             columns = {"cpu_s": end.cpu_ns, "main_cpu_s": end.main_ns, "background_s": end.background_ns}
             used |= {column: ns * 1e-9 for column, ns in columns.items()}
@@ -222,36 +211,25 @@ def _process(name: str, records: Sequence[Record], states: dict[str, float]) -> 
     )
 
 
-def _give_to_hosts(processes: dict[str, ProcessAccounting]) -> None:
-    """Add the busy seconds of executors within another process to that process."""
-    for process in list(processes.values()):
-        if (host := processes.get(process.within)) is not None:
-            processes[host.name] = msgspec.structs.replace(host, busy_s=host.busy_s + process.busy_s)
-
-
 def _steps(files: Sequence[Path], events: Path, start_ns: int) -> tuple[list[int], list[int]]:
     """The steps that were trained, and the bounds of their windows in nanoseconds: one more than there are steps."""
     trainer = next((path for path in files if side_of(path.stem) == "trainer"), None)
     steps: list[int] = []
     bounds_ns: list[int] = []
     began_ns = None  # the work on the first step
-    for record in () if trainer is None else read_timeline(trainer):
-        if isinstance(record, Instant) and record.name == TRAINED:
+    for record in () if trainer is None else timeline.read_timeline(trainer):
+        if isinstance(record, timeline.Instant) and record.name == timeline.TRAINED:
             steps.append(record.args["step"])
             bounds_ns.append(record.time_ns)
-        elif began_ns is None and isinstance(record, Slice) and "step" in record.args:
+        elif began_ns is None and isinstance(record, timeline.Slice) and "step" in record.args:
             began_ns = record.start_ns
     if not steps:
         return [], [start_ns]
-    admitted_ns = _first_admission(events, start_ns)
+    # When this attempt first admitted or trained: a resume may bring a whole batch before that.
+    times = (round(line.time_s * 1e9) for line in read_decisions(events) if line.begins)
+    admitted_ns = next((time_ns for time_ns in times if time_ns >= start_ns), None)
     first_ns = began_ns if admitted_ns is None or admitted_ns > bounds_ns[0] else admitted_ns
     return steps, [start_ns if first_ns is None else first_ns, *bounds_ns]
-
-
-def _first_admission(events: Path, start_ns: int) -> int | None:
-    """Return when this attempt first admitted or trained: a resume may bring a whole batch before that."""
-    times = (round(line.time_s * 1e9) for line in read_decisions(events) if line.begins)
-    return next((time_ns for time_ns in times if time_ns >= start_ns), None)
 
 
 def _by_step(waste: Sequence[Wasted], bounds_ns: Sequence[int]) -> list[dict[str, int]]:

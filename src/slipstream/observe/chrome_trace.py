@@ -20,6 +20,8 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -73,19 +75,16 @@ def merge_timelines(run_dir: Path, *, max_slices: int = MAX_SLICES, max_groups: 
     arrows.add_versions()
     marks = [mark for track in tracks.values() for mark in track.marks]
     streams: list[Iterable[Timed]] = [_slices(track) for track in tracks.values()]
-    first_ns: list[int] = []
+    first_ns = [time_ns for time_ns, _ in marks] + [ns for track in tracks.values() for ns in track.starts_ns[:1]]
     if _CONTROLLER in tracks:
         controller = tracks[_CONTROLLER]
         first_ns += [points[0][0] for points in flow.curves.values()]
         streams += [_curve(controller, name, points) for name, points in flow.curves.items()]
-        marks += [
-            (start_ns, {"ph": "i", "s": "g", **controller.place, "name": f"attempt {number}"})
-            for number, start_ns in controller.attempts.items()
-            if len(attempts) > 1
-        ]
-    streams += [sorted(marks, key=_time_ns), sorted(arrows.events, key=_time_ns)]
-    for track in tracks.values():
-        first_ns += [*track.starts_ns[:1], *(time_ns for time_ns, _ in track.marks)]
+        if len(attempts) > 1:
+            begun = {"ph": "i", "s": "g", **controller.place}
+            marks += [(ns, begun | {"name": f"attempt {number}"}) for number, ns in controller.attempts.items()]
+    in_time = itemgetter(0)
+    streams += [sorted(marks, key=in_time), sorted(arrows.events, key=in_time)]
     origin_ns = min(first_ns, default=0)
     notes = {
         "time 0": _day(attempts[-1], origin_ns),
@@ -100,20 +99,12 @@ def merge_timelines(run_dir: Path, *, max_slices: int = MAX_SLICES, max_groups: 
     encode = msgspec.json.Encoder().encode
     with disk_errors(target), replacing(target) as temporary, temporary.open("wb", buffering=1 << 20) as out:
         out.write(b'{"displayTimeUnit":"ms","otherData":' + encode(notes) + b',"traceEvents":[\n')
-        separator = b""
-        for event in _names(run_dir.resolve().name, tracks.values()):
-            out.write(separator + encode(event))
-            separator = b",\n"
-        for time_ns, event in heapq.merge(*streams, key=_time_ns):
-            event["ts"] = (time_ns - origin_ns) / 1e3
-            out.write(separator + encode(event))
-            separator = b",\n"
+        timed = heapq.merge(*streams, key=in_time)
+        events = (event | {"ts": (time_ns - origin_ns) / 1e3} for time_ns, event in timed)
+        for index, event in enumerate(chain(_names(run_dir.resolve().name, tracks.values()), events)):
+            out.write((b",\n" if index else b"") + encode(event))
         out.write(b"\n]}\n")
     return target
-
-
-def _time_ns(timed: Timed) -> int:
-    return timed[0]
 
 
 def _day(attempt: Attempt, origin_ns: int) -> str | None:
@@ -183,14 +174,14 @@ class _Track:
         match record:
             case Counter():
                 return {"ph": "C", **self.place, "name": record.name, "args": record.values}
-            case Instant():
-                return {"ph": "i", "s": "t", **self.place, "name": record.name, "args": record.args}
+            case Instant(name=name, args=args):
+                pass
             case ProcessStart():
+                name = "process started"
                 args = {"os_pid": record.pid, "threads": record.threads, "device": record.device}
-                return {"ph": "i", "s": "t", **self.place, "name": "process started", "args": args}
             case ProcessEnd():
-                args = {"cpu_s": record.cpu_ns / 1e9}
-                return {"ph": "i", "s": "t", **self.place, "name": "process ended", "args": args}
+                name, args = "process ended", {"cpu_s": record.cpu_ns / 1e9}
+        return {"ph": "i", "s": "t", **self.place, "name": name, "args": args}
 
     def keep(self, longer_than_ns: int) -> int:
         """Only slices longer than that are drawn and found, and those of versions. How many are not."""
@@ -326,10 +317,6 @@ class _Arrows:
             self.num_left_out += 1
             return
         self._num += 1
-        for i, (track, at_ns) in enumerate(bound):
-            event: Event = {"ph": "t", **track.place, "cat": category, "name": name, "id": self._num}
-            if i == 0:
-                event["ph"] = "s"
-            if i == len(bound) - 1:
-                event |= {"ph": "f", "bp": "e"}
-            self.events.append((at_ns, event))
+        ends: list[Event] = [{"ph": "s"}, *({"ph": "t"} for _ in bound[2:]), {"ph": "f", "bp": "e"}]
+        for (track, at_ns), end in zip(bound, ends, strict=True):
+            self.events.append((at_ns, {**track.place, "cat": category, "name": name, "id": self._num} | end))

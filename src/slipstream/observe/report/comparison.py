@@ -255,7 +255,7 @@ def outcome_table(runs: Mapping[str, RunData]) -> str:
         line("held-out accuracy after, greedy", lambda run: run.held_out_score, percent, best_score),
         line("held-out mean reward before, greedy", lambda run: run.held_out[0].reward, number),
         line("held-out mean reward after, greedy", lambda run: run.held_out[1].reward, number),
-        line("held-out prompts", lambda run: run.evaluations.after and float(run.num_held_out), number),
+        line("held-out prompts", lambda run: run.num_held_out if run.evaluations.after else None, number),
         line("steps", lambda run: float(len(run.history.steps)), number),
         line("whole run", lambda run: run.wall_s, span),
         line("a step, mean", lambda run: run.times.step_s, "{:.3f} s".format, best_step),

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice, pairwise
+from itertools import accumulate, islice, pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
@@ -71,13 +71,9 @@ class MetricsHistory:
                 line["signal_frac"] = 1.0 - line["no_signal_frac"]
         self._made = {int(line["version"]): index for index, line in enumerate(self.steps)}  # version -> its step
         self.began_s = self.steps[0]["wall_s"] - self.steps[0]["step_s"] if self.steps else 0.0
-        tokens, total = [], 0.0
-        for line in self.steps:
-            total += line.get("tokens_trained") or 0.0
-            tokens.append(total)
         self.clocks: dict[Clock, list[float]] = {
             "step": [float(line["step"]) for line in self.steps],
-            "tokens": tokens,
+            "tokens": list(accumulate(line.get("tokens_trained") or 0.0 for line in self.steps)),
             "time": [line["wall_s"] - self.began_s for line in self.steps],
         }
         self.window = max(3, len(self.steps) // 15 | 1) if len(self.steps) >= 20 else 1
@@ -175,12 +171,10 @@ class RunData:
     @cached_property
     def fields(self) -> dict[str, Any]:
         """The configuration as `section.field`, without what it does not use: a checkpoint excludes a fresh model."""
-        found, is_loaded = flat(self.config), self.config.get("model", {}).get("path") is not None
-        return {
-            name: value
-            for name, value in found.items()
-            if not (is_loaded and name.startswith("model.") and name not in ("model.path", "model.revision"))
-        }
+        found = flat(self.config)
+        fresh = [name for name in found if name.startswith("model.") and name not in ("model.path", "model.revision")]
+        unused = fresh if self.config.get("model", {}).get("path") is not None else []
+        return {name: value for name, value in found.items() if name not in unused}
 
     @property
     def wall_s(self) -> float | None:

@@ -17,6 +17,7 @@ from slipstream.core.recipes import defaults, stage_dir
 from slipstream.core.run_log import num_missing, read_metrics
 from slipstream.observe.evaluation import MOMENTS, evaluation_rows
 from slipstream.observe.hardware import Hardware
+from slipstream.observe.report import data
 from slipstream.observe.report.charts import (
     BLUE,
     GREEN,
@@ -28,18 +29,6 @@ from slipstream.observe.report.charts import (
     gained,
     heat_card,
     three_clocks,
-)
-from slipstream.observe.report.data import (
-    STALENESS,
-    Clock,
-    Length,
-    RunData,
-    as_saved,
-    flat,
-    is_number,
-    meaning,
-    read_run,
-    shown,
 )
 from slipstream.observe.report.html import card, cards, document, facts, field, folded, model_text, part, table, text
 from slipstream.observe.report.overview import heading, overview
@@ -67,11 +56,11 @@ FILES = {
 def write_report(run_dir: Path, hardware: Hardware | None = None, *, out: Path | None = None) -> Path:
     """Write `run_dir/report.html`, or `out`, from whatever is there; what is missing is left out of the page."""
     path = run_dir / REPORT_FILE if out is None else out
-    replace_file(path, page(read_run(run_dir), read_window(run_dir), hardware).encode())
+    replace_file(path, page(data.read_run(run_dir), read_window(run_dir), hardware).encode())
     return path
 
 
-def page(run: RunData, window: Window | None, hardware: Hardware | None) -> str:
+def page(run: data.RunData, window: Window | None, hardware: Hardware | None) -> str:
     parts = {
         "In short": overview(run),
         "Before RL": _stages(run.path),
@@ -127,7 +116,7 @@ def _record(folder: Path) -> Mapping[str, Any] | None:
 def _curve(folder: Path, name: str, title: str, note: str, y: Axis, hue: int, *, folds: bool = False) -> str:
     """A metric of a stage over its updates."""
     lines = read_metrics(folder / "metrics.jsonl")
-    points = [(float(i), float(line[name])) for i, line in enumerate(lines) if is_number(line.get(name))]
+    points = [(float(i), float(line[name])) for i, line in enumerate(lines) if data.is_number(line.get(name))]
     series = [Series(name, points, hue, smooth=max(1, len(points) // 15 | 1))]
     return chart_card(title, note, series, y, x=Axis("update"), folds=folds)
 
@@ -135,12 +124,12 @@ def _curve(folder: Path, name: str, title: str, note: str, y: Axis, hue: int, *,
 # Is it learning? Rewards, and accuracy where there is a measure, by three clocks, and what usually explains them
 
 
-def _learning(run: RunData) -> str:
+def _learning(run: data.RunData) -> str:
     lead = "Up and to the left is good; held-out lines are the proof."
     return part("learning", "Is it learning?", lead, [_rewards(run), cards(_terms(run), *charts(run, "learning"))])
 
 
-def _rewards(run: RunData) -> str:
+def _rewards(run: data.RunData) -> str:
     history, window = run.history, run.history.window
     if not history.steps and not history.evaluations:
         return card("Reward", "", empty("No step is done yet."), size="wide")
@@ -158,7 +147,7 @@ def _rewards(run: RunData) -> str:
         measured = {"eval_accuracy": "held-out accuracy, greedy", "eval_sampled_accuracy": "held-out accuracy, sampled"}
         title, names = "Reward and accuracy", measured | {"eval_reward": names["eval_reward"]}
 
-    def series_of(clock: Clock) -> list[Series]:
+    def series_of(clock: data.Clock) -> list[Series]:
         found = [Series("reward of each batch", history.points("reward", clock), BLUE, smooth=window)]
         for hue, (name, label) in zip((ORANGE, GREEN, PURPLE), names.items(), strict=False):
             found.append(Series(label, history.points(name, clock), hue, has_dots=True))
@@ -167,7 +156,7 @@ def _rewards(run: RunData) -> str:
     return three_clocks(title, note, [run], series_of, Axis(title.lower(), low=0.0))
 
 
-def _terms(run: RunData) -> str:
+def _terms(run: data.RunData) -> str:
     """Draw each of several reward terms: where one is only measured, over-optimisation of the others shows."""
     names = run.history.names(TERMS)
     if len(names) < 2:
@@ -197,20 +186,20 @@ def _gains(found: Mapping[str, Any] | None) -> str:
 # How old was the data, and did it matter? Staleness, importance ratios, the gap between the two policies, drift
 
 
-def _off_policy(run: RunData) -> str:
+def _off_policy(run: data.RunData) -> str:
     lead = "Where the next batches are sampled while one is trained, tokens come from older versions of the policy."
     pictures = [cards(_staleness(run), _ratios(run)), cards(*charts(run, "off-policy"))]
     return part("off-policy", "How old was the data, and did it matter?", lead, pictures)
 
 
-def _step_columns(run: RunData, counts: Callable[[Mapping[str, Any]], Mapping[str, float]]) -> list[Column]:
+def _step_columns(run: data.RunData, counts: Callable[[Mapping[str, Any]], Mapping[str, float]]) -> list[Column]:
     """A column from each step to the next, with what is counted in its line."""
     steps = run.history.clocks["step"]
     ends = [*steps[1:], *(step + 1.0 for step in steps[-1:])]
     return [Column(a, b, counts(line)) for a, b, line in zip(steps, ends, run.history.steps, strict=True)]
 
 
-def _staleness(run: RunData) -> str:
+def _staleness(run: data.RunData) -> str:
     rows = [str(lag) for lag in range(max(run.staleness, default=0) + 1)]
     note = "How many training steps old a token was when it was trained on; 0 is fresh."
     if run.bound is None:
@@ -222,7 +211,7 @@ def _staleness(run: RunData) -> str:
     return heat_card(
         "Age of the trained tokens",
         note,
-        _step_columns(run, lambda line: {lag: float(line.get(f"{STALENESS}{lag}") or 0.0) for lag in rows}),
+        _step_columns(run, lambda line: {lag: float(line.get(f"{data.STALENESS}{lag}") or 0.0) for lag in rows}),
         rows,
         label="age in steps",
         left=30,
@@ -232,7 +221,7 @@ def _staleness(run: RunData) -> str:
     )
 
 
-def _ratios(run: RunData) -> str:
+def _ratios(run: data.RunData) -> str:
     edges = sorted((float(name.removeprefix(RATIOS)), name) for name in run.history.names(RATIOS))
     names = {_ratio_row(low, high): name for (low, name), (high, _) in pairwise([*edges, (math.inf, "")])}
 
@@ -258,7 +247,7 @@ def _ratio_row(low: float, high: float) -> str:
 # What does it say? Completions before and after, and how long they are
 
 
-def _words(run: RunData) -> str:
+def _words(run: data.RunData) -> str:
     lead = "Numbers can be fooled; read a few answers."
     return part("text", "What does it say?", lead, [_samples(run.samples), cards(*_lengths(run.lengths))])
 
@@ -295,7 +284,7 @@ def _answer(answer: str | None, reward: float | None, is_right: bool | None) -> 
     return f'<span class="{kind}" title="reward {reward:g}">{mark} {shown}</span>'
 
 
-def _lengths(lengths: Sequence[Length]) -> Iterator[str]:
+def _lengths(lengths: Sequence[data.Length]) -> Iterator[str]:
     """Draw the lengths trained on beside those sampled, and the former over time."""
     trained = [one for one in lengths if one.step is not None]
     if not trained:
@@ -329,7 +318,7 @@ def _bins(longest: int) -> tuple[int, int]:
     return width, longest // width + 1
 
 
-def _shares(lengths: Sequence[Length], width: int, num_bins: int) -> list[tuple[float, float]]:
+def _shares(lengths: Sequence[data.Length], width: int, num_bins: int) -> list[tuple[float, float]]:
     counts = Counter(one.num_tokens // width for one in lengths)
     return [(float(i * width), counts[i] / len(lengths)) for i in range(num_bins)]
 
@@ -337,16 +326,18 @@ def _shares(lengths: Sequence[Length], width: int, num_bins: int) -> list[tuple[
 # What was run: the configuration, what differs from the defaults first; the files and their questions; the machine
 
 
-def _setup(run: RunData, hardware: Hardware | None) -> str:
+def _setup(run: data.RunData, hardware: Hardware | None) -> str:
     changed = differing(run.fields)
     rows = (
-        [f"<code>{field(name)}</code>", field(shown(value)), field(shown(default)), text(meaning(name))]
+        [f"<code>{field(name)}</code>", field(data.shown(value)), field(data.shown(default)), text(data.meaning(name))]
         for name, (value, default) in changed.items()
     )
     head = ["field", "this run", "default", "what it is"]
     note = f"{len(changed)} fields differ from the defaults; the others are below."
-    whole = folded("The whole configuration", facts({name: shown(value) for name, value in flat(run.config).items()}))
-    outcome = {} if run.summary is None else flat(msgspec.to_builtins(run.summary))
+    whole = folded(
+        "The whole configuration", facts({name: data.shown(value) for name, value in data.flat(run.config).items()})
+    )
+    outcome = {} if run.summary is None else data.flat(msgspec.to_builtins(run.summary))
     files = {name: what + lost(run, name) for name, what in FILES.items() if (run.path / name).exists()}
     configured = card(
         "Configuration", note, table(head, rows, kind="config", stacks=True) + whole, size="wide", folds=True
@@ -354,14 +345,14 @@ def _setup(run: RunData, hardware: Hardware | None) -> str:
     pictures = [
         configured if run.config else "",
         card("Files of this run", "Everything on this page comes from these.", facts(files), size="wide", folds=True),
-        folded("Everything in summary.json", facts({name: shown(value) for name, value in outcome.items()})),
+        folded("Everything in summary.json", facts({name: data.shown(value) for name, value in outcome.items()})),
         folded("The machine", facts(hardware.lines())) if hardware else "",
     ]
     lead = "What the run was started with. Functions given from Python are not in its files."
     return part("setup", "What was run?", lead, pictures)
 
 
-def lost(run: RunData, name: str) -> str:
+def lost(run: data.RunData, name: str) -> str:
     """That lines of a file are gone, which were cut off or deleted before the run went on; nothing, where none are."""
     num_lost, what = 0, "steps"
     if name == "metrics.jsonl" and run.history.steps:
@@ -374,9 +365,9 @@ def lost(run: RunData, name: str) -> str:
 
 def differing(fields: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Field -> (value, default) where these differ. A field that the saved file leaves out has its default, None."""
-    standard = flat(defaults())
+    standard = data.flat(defaults())
     return {
         name: (value, standard.get(name))
         for name, value in fields.items()
-        if as_saved(value) != as_saved(standard.get(name))
+        if data.as_saved(value) != data.as_saved(standard.get(name))
     }

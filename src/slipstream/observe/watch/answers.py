@@ -68,8 +68,10 @@ def run_answer(index: RunIndex, verdict: LiveVerdict, _query: Mapping[str, str])
     return pulse(index) | {
         "name": index.run_dir.resolve().name,
         "folder": str(index.run_dir.resolve()),
-        "facts": {name: _typeset(text) for name, text in index.facts.items()},
-        "dials": None if loop.config is None else msgspec.to_builtins(loop.config),
+        "facts": {
+            name: text.replace(" x ", " × ").replace("<=", "≤").replace("_", " ") for name, text in index.facts.items()
+        },
+        "dials": loop.config,
         "policy": loop.policy,
         "stretches": [[round(one.start_s, 3), round(one.end_s, 3)] for one in index.events.stretches],
         "begin_s": round(_begin_s(index), 3),
@@ -87,7 +89,7 @@ def run_answer(index: RunIndex, verdict: LiveVerdict, _query: Mapping[str, str])
         },
         "waiting": f"Every second of every process is in one state. Thin{WAITING}",
         "curves": list(index.curves.curves),
-        "alarms": [msgspec.to_builtins(one) for one in index.alarms.spans()],
+        "alarms": index.alarms.spans(),
         "verdict": verdict.sentence,
         "error": loop.error,
     }
@@ -242,10 +244,6 @@ def step_answer(index: RunIndex, _verdict: LiveVerdict, query: Mapping[str, str]
     }
 
 
-def _typeset(text: str) -> str:
-    return text.replace(" x ", " × ").replace("<=", "≤").replace("_", " ")
-
-
 def _when(index: RunIndex, step: int) -> float:
     ends = index.events.step_ends
     return ends[step] if 0 <= step < len(ends) else index.end_s
@@ -337,16 +335,7 @@ def _rollout(index: RunIndex, line: RolloutLine, tokens: TokenLine | None) -> di
         "completion": line.completion[:MAX_TEXT],
         "is_cut": len(line.completion) > MAX_TEXT,
         "times": [_run_s(index, at_s) for at_s in (line.started_s, line.finished_s, line.scored_s)],
-        "tokens": None
-        if tokens is None
-        else {
-            "texts": tokens.texts,
-            "ids": tokens.tokens,
-            "versions": tokens.versions,
-            "behaviour": tokens.behaviour_logprobs,
-            "policy": tokens.policy_logprobs,
-            "advantages": tokens.advantages,
-        },
+        "tokens": tokens,
     }
 
 

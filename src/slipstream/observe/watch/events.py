@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 from array import array
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 
@@ -74,8 +73,10 @@ class EventIndex(LineIndex[Decision]):
     groups were in it on average.
     """
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, decode_decision)
+    kind = Decision
+
+    def decode(self, line: bytes) -> Decision:
+        return decode_decision(line)
 
     def reset(self) -> None:
         self.loop = LoopState()
@@ -95,9 +96,9 @@ class EventIndex(LineIndex[Decision]):
         """Time of the last event."""
         return self.stretches[-1].end_s if self.stretches else 0.0
 
-    def take(self, record: Decision, begin: int, end: int) -> None:  # noqa: ARG002
+    def take(self, record: Decision) -> None:
         if self._num_lines % self._spacing == 0:
-            self._mark(begin)
+            self._mark(self.begin)
         self._num_lines += 1
         time_s = self._time_of(record)
         self._count_phases(time_s)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import bisect
-import contextlib
+import struct
 from array import array
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from slipstream.core.run_log import Outcome, RolloutLine
 from slipstream.observe.tokens import TokenHead, TokenLine
-from slipstream.observe.watch.tail import LineIndex, lines_from
+from slipstream.observe.watch.tail import LineIndex, records_within
 
 MAX_GROUP_BYTES = 8_000_000
 MAX_AHEAD = 1_000_000  # how far ordinals may be ahead of how many groups there are, before a line is taken for damaged
@@ -39,47 +39,53 @@ class GroupRow(msgspec.Struct, frozen=True):
     mean_reward: float | None
 
 
-class RolloutIndex(LineIndex[_Head]):
-    """Groups in the order of their fates, 40 bytes each: whatever was said in between is read when it is asked for."""
+class _Place(NamedTuple):
+    """A group's lines in the file; `latest` is the last step that trained this group or one before it."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, msgspec.json.Decoder(_Head).decode)
+    ordinal: int
+    begin: int
+    end: int
+    step: int
+    latest: int
+    size: int
+    outcome: int
+    reward: float  # the sum
+
+
+_PLACE = struct.Struct("<qqqiiibd")
+
+
+class RolloutIndex(LineIndex[_Head]):
+    """Groups in the order of their fates, 49 bytes each: whatever was said in between is read when it is asked for."""
+
+    kind = _Head
 
     def reset(self) -> None:
-        self._ordinals, self._offsets, self._ends = array("q"), array("q"), array("q")
-        self._steps, self._counts, self._outcomes = array("i"), array("i"), array("b")
-        self._rewards = array("f")  # sums
+        self._places = bytearray()
         self._row_of = array("i")  # ordinal -> row, -1 where there is none
-        self._trained_rows, self._trained_steps = array("i"), array("i")  # of each step, where it begins
 
     @property
     def num_groups(self) -> int:
-        return len(self._ordinals)
+        return len(self._places) // _PLACE.size
 
-    def take(self, record: _Head, begin: int, end: int) -> None:
-        if not 0 <= record.ordinal < MAX_AHEAD + 4 * self.num_groups:
-            raise ValueError(f"group {record.ordinal} behind {self.num_groups}")
-        if not self._ordinals or self._ordinals[-1] != record.ordinal:
-            self._begin(record, begin)
-        self._ends[-1] = end
-        self._counts[-1] += 1
-        self._rewards[-1] += record.reward or 0.0
+    def _place(self, row: int) -> _Place:
+        return _Place(*_PLACE.unpack_from(self._places, row * _PLACE.size))
 
-    def _begin(self, head: _Head, offset: int) -> None:
-        row = len(self._ordinals)
-        self._ordinals.append(head.ordinal)
-        self._offsets.append(offset)
-        self._ends.append(offset)
-        self._steps.append(-1 if head.step is None else head.step)
-        self._counts.append(0)
-        self._outcomes.append(OUTCOMES.index(head.outcome))
-        self._rewards.append(0.0)
-        if head.ordinal >= len(self._row_of):
-            self._row_of.extend(array("i", [-1]) * (head.ordinal + 1 - len(self._row_of)))
-        self._row_of[head.ordinal] = row
-        if head.step is not None and (not self._trained_steps or self._trained_steps[-1] < head.step):
-            self._trained_steps.append(head.step)
-            self._trained_rows.append(row)
+    def take(self, record: _Head) -> None:
+        step = -1 if record.step is None else record.step
+        if not 0 <= record.ordinal < MAX_AHEAD + 4 * self.num_groups or not -1 <= step < 1 << 31:
+            raise ValueError(f"group {record.ordinal} of step {record.step} behind {self.num_groups}")
+        place = self._place(self.num_groups - 1) if self._places else None
+        if place is None or place.ordinal != record.ordinal:
+            latest = max(step, -1 if place is None else place.latest)
+            outcome = OUTCOMES.index(record.outcome)
+            place = _Place(record.ordinal, self.begin, self.end, step, latest, 0, outcome, 0.0)
+            self._row_of.extend(array("i", [-1]) * (record.ordinal + 1 - len(self._row_of)))
+            self._row_of[record.ordinal] = self.num_groups
+            self._places += bytes(_PLACE.size)
+        reward = place.reward + (record.reward or 0.0)
+        place = place._replace(end=self.end, size=place.size + 1, reward=reward)
+        _PLACE.pack_into(self._places, len(self._places) - _PLACE.size, *place)
 
     def row_of(self, ordinal: int) -> int | None:
         """The row of a group, None for one whose fate is not known."""
@@ -88,43 +94,38 @@ class RolloutIndex(LineIndex[_Head]):
 
     def row_of_step(self, step: int) -> int:
         """The first row that `step` trained, or of the first step after it; all rows where there is none."""
-        place = bisect.bisect_left(self._trained_steps, step)
-        return self._trained_rows[place] if place < len(self._trained_rows) else self.num_groups
+        return bisect.bisect_left(range(self.num_groups), step, key=lambda row: self._place(row).latest)
 
     def group(self, row: int) -> GroupRow:
-        step, count = self._steps[row], self._counts[row]
+        place = self._place(row)
         return GroupRow(
             row=row,
-            ordinal=self._ordinals[row],
-            step=None if step < 0 else step,
-            outcome=OUTCOMES[self._outcomes[row]],
-            count=count,
-            mean_reward=self._rewards[row] / count if count else None,
+            ordinal=place.ordinal,
+            step=None if place.step < 0 else place.step,
+            outcome=OUTCOMES[place.outcome],
+            count=place.size,
+            mean_reward=place.reward / place.size,
         )
 
     def lines(self, row: int, *, limit: int | None = None) -> list[RolloutLine]:
         """The rollouts of a group, the first `limit` of them."""
-        return list(islice(_read(self.path, self._offsets[row], self._ends[row], RolloutLine), limit))
+        place = self._place(row)
+        return list(islice(_read(self.path, place.begin, place.end, RolloutLine), limit))
 
 
 class TokenIndex(LineIndex[TokenHead]):
     """Where the tokens of which groups are."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, msgspec.json.Decoder(TokenHead).decode)
+    kind = TokenHead
 
     def reset(self) -> None:
         self._places: dict[int, tuple[int, int]] = {}
 
-    def take(self, record: TokenHead, begin: int, end: int) -> None:
-        self._places[record.ordinal] = (self._places.get(record.ordinal, (begin, 0))[0], end)
+    def take(self, record: TokenHead) -> None:
+        self._places[record.ordinal] = (self._places.get(record.ordinal, (self.begin, 0))[0], self.end)
 
     def __contains__(self, ordinal: int) -> bool:
         return ordinal in self._places
-
-    @property
-    def num_groups(self) -> int:
-        return len(self._places)
 
     def lines(self, ordinal: int) -> list[TokenLine]:
         """Return the lines of all completions of a group; none for a group that is not in the file."""
@@ -132,9 +133,4 @@ class TokenIndex(LineIndex[TokenHead]):
 
 
 def _read(path: Path, begin: int, end: int, kind: Any) -> Iterator[Any]:
-    """Undecodable lines are left out: the file may have been replaced since it was indexed."""
-    decoder = msgspec.json.Decoder(kind)
-    with contextlib.suppress(OSError):
-        for line in lines_from(path, begin, max_bytes=min(end - begin, MAX_GROUP_BYTES)):
-            with contextlib.suppress(ValueError, RecursionError):
-                yield decoder.decode(line)
+    return records_within(path, begin, min(end, begin + MAX_GROUP_BYTES), msgspec.json.Decoder(kind).decode)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterator
-from pathlib import Path
+from itertools import takewhile
 from typing import Any
-
-import msgspec
 
 from slipstream.observe.timeline import Life, Record, Slice, gone, times_ns
 from slipstream.observe.watch.buckets import Buckets
@@ -18,15 +16,15 @@ MAX_MARKS = 4096
 MAX_WINDOW_BYTES = 2_000_000
 """Of one file, for one answer; a window with more is shown in outline."""
 
-_kinds: Any = Record
-
 
 class TimelineIndex(LineIndex[Record]):
     """`totals` are seconds by state over buckets from the first record on (`origin_ns`, on the machine's clock)."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, msgspec.json.Decoder(_kinds).decode)
-        self.process = path.stem
+    kind = Record
+
+    @property
+    def process(self) -> str:
+        return self.path.stem
 
     def reset(self) -> None:
         self.origin_ns: int | None = None
@@ -37,12 +35,12 @@ class TimelineIndex(LineIndex[Record]):
         self._num_lines = 0
         self.latest_ns = 0
 
-    def take(self, record: Record, begin: int, end: int) -> None:  # noqa: ARG002
+    def take(self, record: Record) -> None:
         first_ns, last_ns = times_ns(record)
         if self.origin_ns is None:
             self.origin_ns = first_ns
         if self._num_lines % self._spacing == 0:
-            self._mark(begin)
+            self._mark(self.begin)
         self._num_lines += 1
         self.latest_ns = max(self.latest_ns, last_ns)
         Life.extend(self.lives, record)
@@ -64,20 +62,13 @@ class TimelineIndex(LineIndex[Record]):
         if end - begin > MAX_WINDOW_BYTES:
             return None
         is_empty = not self._marks or self.latest_ns <= start_ns
-        return [] if is_empty else list(self._read(begin, self.tail.offset, start_ns, end_ns))
+        found = (one for one in self.lines_within(begin, 0 if is_empty else self.tail.offset) if isinstance(one, Slice))
+        return [one for one in takewhile(lambda one: one.start_ns < end_ns, found) if one.end_ns > start_ns]
 
     def _offset_before(self, time_ns: int) -> int:
         """Where a line begins before which everything had ended by then."""
         index = bisect.bisect_right(self._marks, (time_ns, 1 << 62)) - 1
         return self._marks[index][1] if index >= 0 else 0
-
-    def _read(self, begin: int, end: int, start_ns: int, end_ns: int) -> Iterator[Slice]:
-        for record in self.lines_within(begin, end):
-            if isinstance(record, Slice):
-                if record.start_ns >= end_ns:
-                    return
-                if record.end_ns > start_ns:
-                    yield record
 
     def gone(self, start_ns: int, end_ns: int) -> list[tuple[str, int, int]]:
         """(state, start, end) within the window: before, between and after the lives, as far as that is known.
