@@ -98,6 +98,12 @@ class RunAccounting(msgspec.Struct, frozen=True, kw_only=True):
         return {name: process.states for name, process in self.processes.items()}
 
 
+def accounting_bytes(run_dir: Path) -> int:
+    """Return how many bytes `read_accounting` would read."""
+    files = [run_dir / "events.jsonl", *timeline.process_files(run_dir)]
+    return sum(path.stat().st_size for path in files if path.exists())
+
+
 def read_accounting(run_dir: Path, *, window_s: tuple[float, float] | None = None) -> RunAccounting:
     """The accounting of a run that is over, or of what there is of one that goes on. SlipstreamError for damaged files.
 

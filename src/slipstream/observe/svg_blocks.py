@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from html import escape
 from itertools import groupby, islice
 from operator import itemgetter
+from typing import Any
 
 from slipstream.observe import svg
 from slipstream.observe.states import colour, in_words, kind, shares, totals_of
@@ -90,8 +91,9 @@ def heat_map(
         for shade, run in groupby(((_shade(column.counts, row), column) for column in columns), key=itemgetter(0)):
             own = [column for _, column in run]
             start, end = across.at(own[0].start), across.at(own[-1].end)
-            where = {"x": svg.percent(start), "y": top, "width": svg.percent(end - start), "height": pitch}
-            parts += [svg.element("rect", "heat", **where, fill_opacity=f"{shade / SHADES:g}")] if shade else []
+            where: dict[str, Any] = {"x": svg.percent(start), "y": top, "width": svg.percent(end - start)}
+            if shade:
+                parts.append(svg.element("rect", "heat", **where, height=pitch, fill_opacity=f"{shade / SHADES:g}"))
     for row, name in (lines_above or {}).items():
         parts.append(svg.element("line", "limit", x1=0, x2="100%", y1=tops[row], y2=tops[row]))
         parts.append(svg.word("tick end", "100%", round(tops[row] - 4, 1), name, dx=-4))

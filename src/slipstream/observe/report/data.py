@@ -26,7 +26,7 @@ from slipstream.core.recipes import read_toml
 from slipstream.core.run_lock import is_held
 from slipstream.core.run_log import Metrics, Outcome, RolloutLine, read_metrics
 from slipstream.core.sections import HARD_BOUND
-from slipstream.observe.accounting import read_accounting
+from slipstream.observe.accounting import accounting_bytes, read_accounting
 from slipstream.observe.attempts import read_attempts
 from slipstream.observe.balance import Balance
 from slipstream.observe.evaluation import EVALUATION_FILE
@@ -345,8 +345,7 @@ def _earlier_s(run_dir: Path) -> float | None:
 
 def _read_times(run_dir: Path, history: MetricsHistory, summary: Summary | None) -> RunTimes:
     """Exact ones where that is quick, else those that processes reported, and what `summary.json` kept."""
-    files = [run_dir / "events.jsonl", *process_files(run_dir)]
-    if sum(path.stat().st_size for path in files if path.exists()) > EXACT_BYTES:
+    if accounting_bytes(run_dir) > EXACT_BYTES:
         spans = list(_reported(history))
         if summary is None:
             return RunTimes({}, spans, None, 0.0, is_exact=False)

@@ -23,7 +23,6 @@ from slipstream.observe.watch.timelines import Bar, bars
 
 MAX_GROUPS = 600  # drawn at once: of more, every second, fourth ...
 MAX_MOVES = 6000
-MAX_COUNTS = 300
 MAX_BARS = 700
 MAX_POINTS = 500
 MAX_NAMES = 24
@@ -137,9 +136,7 @@ def loop_answer(index: RunIndex, _verdict: LiveVerdict, query: Mapping[str, str]
         "swaps": passage.swaps,
         "steps": passage.steps,
     }
-    if every > 1:
-        answer["counts"] = _counts(passage)
-    return answer
+    return answer | {"counts": passage.counts} if every > 1 else answer
 
 
 def _thinned(passage: Passage) -> tuple[list[Move], int]:
@@ -162,27 +159,6 @@ def _loop(loop: LoopState, every: int) -> dict[str, Any]:
         "next_ordinal": loop.next_ordinal,
         "fates": loop.fates,
     }
-
-
-def _counts(passage: Passage) -> list[list[float]]:
-    """[time, waiting, sampling, scoring, ready, training] at up to `MAX_COUNTS` times, of all groups."""
-    counts = dict(passage.loop.counts)
-    phase_of = {ordinal: group.phase for ordinal, group in passage.loop.groups.items()}
-    apart_s = (passage.end_s - passage.start_s) / MAX_COUNTS
-    found = [[round(passage.start_s, 4), *counts.values()]]
-    for move in passage.moves:
-        before = phase_of.pop(move.group.ordinal, None)
-        if before is not None:
-            counts[before] -= 1
-        if move.fate is None:
-            phase_of[move.group.ordinal] = move.group.phase
-            counts[move.group.phase] += 1
-        row = [round(move.time_s, 4), *counts.values()]
-        if move.time_s - found[-1][0] >= apart_s:
-            found.append(row)
-        else:
-            found[-1] = [found[-1][0], *row[1:]]
-    return found
 
 
 def lanes_answer(index: RunIndex, _verdict: LiveVerdict, query: Mapping[str, str]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from slipstream.observe.watch.tail import LineIndex
 FIRST_SPACING = 512  # lines between two marks, as long as there are few
 MAX_MARKS = 512
 MAX_MARK_BYTES = 32_000_000
+MAX_COUNTS = 300
 MAX_REPLAYED_BYTES = 8_000_000
 """Of `events.jsonl`, for one answer."""
 
@@ -55,7 +56,10 @@ class _Mark(msgspec.Struct, frozen=True):
 
 @dataclass
 class Passage:
-    """The loop at `start_s`, and its moves until `end_s`, in order, as far as they were read."""
+    """The loop at `start_s`, and its moves until `end_s`, in order, as far as they were read.
+
+    `counts` are [time, how many groups are in each phase], at up to about `MAX_COUNTS` times.
+    """
 
     start_s: float
     end_s: float
@@ -63,6 +67,7 @@ class Passage:
     moves: list[Move]
     swaps: list[SwapAt]
     steps: list[tuple[float, int]]  # when the trainer came to which version
+    counts: list[list[float]]
 
 
 class EventIndex(LineIndex[Decision]):
@@ -144,7 +149,7 @@ class EventIndex(LineIndex[Decision]):
         All events until `end_s` are to be known.
         """
         base = LoopState()
-        found = Passage(start_s, end_s, base, [], [], [])
+        found = Passage(start_s, end_s, base, [], [], [], [])
         if not self._marks:
             return found
         mark = self._marks[max(0, bisect.bisect_right(self._marks, start_s, key=lambda one: one.time_s) - 1)]
@@ -159,10 +164,14 @@ class EventIndex(LineIndex[Decision]):
             last_s = time_s
             if time_s > start_s and loop is base:
                 loop = _decoded(msgspec.msgpack.encode(base))
+                found.counts.append([start_s, *base.counts.values()])
             held = dict(loop.versions)
             moves = loop.take(decision, time_s)
             if time_s > start_s:
                 found.moves += moves
+                if time_s - found.counts[-1][0] >= (end_s - start_s) / MAX_COUNTS:
+                    found.counts.append([time_s])
+                found.counts[-1][1:] = loop.counts.values()
                 changed = {**dict.fromkeys(held, -1), **loop.versions}
                 found.swaps += [SwapAt(time_s, r, version) for r, version in changed.items() if held.get(r) != version]
                 if isinstance(decision.event, StepDone):

@@ -1,6 +1,6 @@
 """The indexes over a run's growing files that the watch page answers from, and the state that the run is in.
 
-Memory is bounded but for 41 bytes per group and 16 per step; nothing is ever written. Files may be missing, torn, or
+Memory is bounded but for 49 bytes per group and 16 per step; nothing is ever written. Files may be missing, torn, or
 replaced by a resume at any time.
 """
 
@@ -19,10 +19,10 @@ import msgspec
 from slipstream.core.errors import SlipstreamError
 from slipstream.core.recipes import read_toml, resolve
 from slipstream.core.run_log import Metrics
-from slipstream.observe.accounting import read_accounting
+from slipstream.observe.accounting import accounting_bytes, read_accounting
 from slipstream.observe.display import config_summary
 from slipstream.observe.health import ALARMS_FILE, Alarm, AlarmSpan, spans
-from slipstream.observe.timeline import process_files, process_order
+from slipstream.observe.timeline import process_order
 from slipstream.observe.tokens import TOKENS_FILE
 from slipstream.observe.watch.buckets import BoundedCurve
 from slipstream.observe.watch.events import AttemptStretch, EventIndex
@@ -263,7 +263,7 @@ class LiveVerdict:
         balance = index.summary.get("balance") if is_over else None
         if isinstance(balance, dict) and isinstance(balance.get("verdict"), str):
             self.sentence = balance["verdict"] or None
-        elif not (is_over and self._is_final) and now_s >= self._due_s and self._size() <= MAX_BYTES:
+        elif not (is_over and self._is_final) and now_s >= self._due_s and accounting_bytes(self.run_dir) <= MAX_BYTES:
             started_s = time.thread_time()
             try:
                 self.sentence = read_accounting(self.run_dir).balance.verdict or None
@@ -273,10 +273,6 @@ class LiveVerdict:
             self._due_s = now_s + max(least_s, (time.thread_time() - started_s) / MAX_SHARE)
             self._is_final = is_over
         return self.sentence != before
-
-    def _size(self) -> int:
-        files = [self.run_dir / "events.jsonl", *process_files(self.run_dir)]
-        return sum(path.stat().st_size for path in files if path.exists())
 
 
 def _changed_s(path: Path) -> float:

@@ -56,7 +56,7 @@ _PLACE = struct.Struct("<qqqiiibd")
 
 
 class RolloutIndex(LineIndex[_Head]):
-    """Groups in the order of their fates, 49 bytes each: whatever was said in between is read when it is asked for."""
+    """Groups in the order of their fates, 45 bytes each: whatever was said in between is read when it is asked for."""
 
     kind = _Head
 

@@ -100,15 +100,15 @@ Bar = tuple[int, int, str, float, dict[str, Any], dict[str, float]]
 """Start, end (ns), the state, its share of that time, arguments, and the shares of other states."""
 
 
-def bars(slices: list[Slice], start_ns: int, end_ns: int, count: int) -> Iterator[Bar]:
+def bars(slices: list[Slice], start_ns: int, end_ns: int, count: int) -> list[Bar]:
     """Slices as they are where they are few, else the state that most of each of `count` parts of the window was in."""
+    found: list[Bar] = []
     if len(slices) <= count:
         for one in slices:
-            length = one.end_ns - one.start_ns
-            if length > 0:
+            if (length := one.end_ns - one.start_ns) > 0:
                 also = {state: round(ns / length, 3) for state, ns in one.also.items()}
-                yield one.start_ns, one.end_ns, one.state, one.state_ns / length, one.args, also
-        return
+                found.append((one.start_ns, one.end_ns, one.state, one.state_ns / length, one.args, also))
+        return found
     width = max(1, (end_ns - start_ns) // count)
     parts: dict[int, dict[str, int]] = {}
     for one in slices:
@@ -117,15 +117,11 @@ def bars(slices: list[Slice], start_ns: int, end_ns: int, count: int) -> Iterato
             left = start_ns + index * width
             part = parts.setdefault(index, {})
             part[one.state] = part.get(one.state, 0) + min(end, left + width) - max(begin, left)
-    last: Bar | None = None
     for index, part in sorted(parts.items()):
-        state = max(part, key=lambda name: part[name])
+        state = max(part, key=part.__getitem__)
         share, left = min(1.0, part[state] / width), start_ns + index * width
-        if last is not None and last[2] == state and last[1] == left and abs(last[3] - share) < 0.2:
-            last = (last[0], left + width, *last[2:])
-            continue
-        if last is not None:
-            yield last
-        last = (left, left + width, state, share, {}, {})
-    if last is not None:
-        yield last
+        if found and found[-1][1:3] == (left, state) and abs(found[-1][3] - share) < 0.2:
+            found[-1] = (found[-1][0], left + width, *found[-1][2:])
+        else:
+            found.append((left, left + width, state, share, {}, {}))
+    return found

@@ -267,7 +267,7 @@ function showSlowly(passage) {
     const word = box.querySelector('.state');
     say(word, lanes.words(now));
     word.classList.toggle('is-wait', lanes.states[now]?.is_missed === true);
-    drawMix(box.querySelector('.mix'), seconds, (one) => lanes.colour(one));
+    drawMix(box.querySelector('.mix'), seconds, lanes.colour);
   }
 }
 
