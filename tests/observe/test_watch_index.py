@@ -540,7 +540,7 @@ def test_texts_and_lists_in_answers_are_bounded(folder: Path) -> None:
     assert len(answer(index, "groups", count=10**6)["groups"]) <= 60
     assert all(len(row["prompt"]) <= 80 for row in answer(index, "groups")["groups"])
     names = ",".join(["reward"] * 500)
-    assert len(answer(index, "curves", names=names, points=10**9)["curves"]) == 1
+    assert len(answer(index, "curves", names=names)["curves"]) == 1
 
 
 def test_axes_of_curves_follow_the_rule_of_the_report(tmp_path: Path) -> None:
@@ -561,7 +561,7 @@ def test_axes_of_curves_follow_the_rule_of_the_report(tmp_path: Path) -> None:
 
 
 def test_curves_lie_at_their_steps(made: Loop, run_dir: Path) -> None:
-    found = answer(caught_up(RunIndex(run_dir)), "curves", names="reward,eval_accuracy", points=500)["curves"]
+    found = answer(caught_up(RunIndex(run_dir)), "curves", names="reward,eval_accuracy")["curves"]
     assert [point[0] for point in found["reward"]["points"]] == list(range(20))
     rewards = [line["reward"] for _, line in made.metrics if "reward" in line]
     assert [point[1] for point in found["reward"]["points"]] == pytest.approx(rewards, rel=1e-4)

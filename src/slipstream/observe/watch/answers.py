@@ -226,33 +226,20 @@ def _when(index: RunIndex, step: int) -> float:
 
 
 def curves_answer(index: RunIndex, _verdict: LiveVerdict, query: Mapping[str, str]) -> dict[str, Any]:
-    """Answer with at most about `points` [step, mean, least, greatest] of each of `names`, its last value and axis."""
-    points = count_of(query, "points", 300, 10, MAX_POINTS)
+    """Answer with the points [step, mean, least, greatest] of each of `names`, its last value and its axis."""
     curves: dict[str, Any] = {}
     for name in [name for name in query.get("names", "").split(",") if name][:MAX_NAMES]:
         if (curve := index.curves.curves.get(name)) is not None:
-            found = _joined(curve.points(), points)
-            curves[name] = {"points": found, "last": curve.last, "axis": _axis(name, found)}
+            points = [[_short(value) for value in point] for point in curve.points()]
+            curves[name] = {"points": points, "last": curve.last, "axis": _axis(name, points)}
     return {"revision": index.revision, "curves": curves}
 
 
-def _axis(name: str, points: list[list[float]]) -> list[float] | None:
-    """Where the axis of metric `name` begins and ends, at one place for zeros alone; None without points."""
-    known = described(name)
-    values = [value for _, _, *ends in points for value in ends]
-    if not values:
-        return None
-    low, high = axis_ends(min(values), max(values), is_amount=known is not None and known[1].is_amount)
-    return [_short(low), _short(high)]
-
-
-def _joined(points: list[tuple[float, float, float, float]], count: int) -> list[list[float]]:
-    stride = max(1, -(-len(points) // count))
-    joined = []
-    for at in range(0, len(points), stride):
-        x, mean, least, greatest = zip(*points[at : at + stride], strict=True)
-        joined.append([_short(v) for v in (sum(x) / len(x), sum(mean) / len(mean), min(least), max(greatest))])
-    return joined
+def _axis(name: str, points: list[list[float]]) -> list[float]:
+    """Where the axis of metric `name` begins and ends, at one place for zeros alone."""
+    known, values = described(name), [value for _, _, *ends in points for value in ends]
+    ends = axis_ends(min(values), max(values), is_amount=known is not None and known[1].is_amount)
+    return [_short(end) for end in ends]
 
 
 def _short(value: float) -> float:

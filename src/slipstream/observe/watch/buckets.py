@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 NUM_BUCKETS = 1024
-NUM_POINTS = 2048
+NUM_POINTS = 500
 
 
 @dataclass

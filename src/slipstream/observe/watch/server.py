@@ -34,7 +34,6 @@ from slipstream.observe.watch.answers import ANSWERS, BadRequest, pulse
 from slipstream.observe.watch.index import LiveVerdict, RunIndex
 
 LOOPBACK = "127.0.0.1"
-DEFAULT_PORT = 7878
 MAX_CONNECTIONS = 96
 MAX_STREAMS = 24
 REQUEST_DEADLINE_S = 10.0  # for a request to arrive, an answer to be taken, and a connection to be asked again

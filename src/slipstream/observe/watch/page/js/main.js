@@ -134,7 +134,7 @@ lanes.onZoom = () => load();
 function loadCurves() {
   requests.curves.run(async () => {
     const names = curves.wanted();
-    if (names.length) curves.load(await get('curves', { names: names.join(','), points: 300 }));
+    if (names.length) curves.load(await get('curves', { names: names.join(',') }));
   });
 }
 
