@@ -11,13 +11,13 @@ from typing import Any
 
 import msgspec
 
+import slipstream.observe.report.data as data
 from slipstream.core.disk import replace_file
 from slipstream.core.files import load_json
 from slipstream.core.recipes import defaults, stage_dir
 from slipstream.core.run_log import num_missing, read_metrics
 from slipstream.observe.evaluation import MOMENTS, evaluation_rows
 from slipstream.observe.hardware import Hardware
-from slipstream.observe.report import data
 from slipstream.observe.report.charts import (
     BLUE,
     GREEN,
