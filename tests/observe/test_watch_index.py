@@ -57,9 +57,7 @@ def caught_up(index: Any) -> Any:
 
 
 def answer(index: RunIndex, name: str, **query: Any) -> dict[str, Any]:
-    found = ANSWERS[f"/api/{name}"](
-        index, LiveVerdict(index.run_dir), {key: str(value) for key, value in query.items()}
-    )
+    found = ANSWERS[f"/api/{name}"](index, {key: str(value) for key, value in query.items()})
     return json.loads(msgspec.json.encode(found))
 
 
@@ -162,7 +160,7 @@ def test_a_curve_keeps_its_extremes_and_its_mean() -> None:
     assert [point[0] for point in points] == sorted(point[0] for point in points)
     first = values[: curve.stride]
     assert points[0] == pytest.approx((np.mean(range(curve.stride)), np.mean(first), min(first), max(first)))
-    assert curve.last == (999, values[-1])
+    assert points[-1][0] >= 984, "the last values are among them"
 
 
 # Events
@@ -522,7 +520,7 @@ def test_of_very_many_groups_a_part_is_drawn_and_all_are_counted(tmp_path: Path)
     assert len(found["loop"]["groups"]) == 500
     assert len(found["moves"]) == 500, "the last completion of each group that is told of"
     assert {group[0] % 4 for _, group, _ in found["moves"]} == {0}
-    assert found["loop"]["counts"] == [0, 2000, 0, 0, 0]
+    assert found["counts"][0] == [0.5, 0, 2000, 0, 0, 0]
     for at_s, *counts in found["counts"][1:]:
         truth = sum(1 + o / 1000 <= at_s for o in range(2000))
         assert counts[2] == pytest.approx(truth, abs=12)

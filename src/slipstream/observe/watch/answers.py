@@ -17,7 +17,7 @@ from slipstream.observe.states import AWAITED, WAITING, colour, in_words, is_mis
 from slipstream.observe.svg import axis_ends
 from slipstream.observe.tokens import TokenLine
 from slipstream.observe.watch.events import Passage
-from slipstream.observe.watch.index import LiveVerdict, RunIndex
+from slipstream.observe.watch.index import RunIndex
 from slipstream.observe.watch.rollouts import GroupRow
 from slipstream.observe.watch.timelines import Bar, bars
 
@@ -30,10 +30,7 @@ MAX_ROWS = 60
 MAX_STEPS = 400
 MAX_TEXT = 20_000
 MAX_HEAD = 80
-ROLLOUT_FIELDS = (
-    *("sample", "reward", "parts", "failure", "finish_reason", "num_tokens", "versions"),
-    *("mean_behaviour_logprob", "replica"),
-)
+ROLLOUT_FIELDS = ("sample", "reward", "parts", "failure", "finish_reason", "num_tokens", "versions", "replica")
 """Fields of a line of `rollouts.jsonl` that the page is told as they are."""
 
 
@@ -60,8 +57,8 @@ def count_of(query: Mapping[str, str], name: str, default: int, least: int, most
     return int(min(most, max(least, number(query, name, default))))
 
 
-def run_answer(index: RunIndex, verdict: LiveVerdict, _query: Mapping[str, str]) -> dict[str, Any]:
-    """Answer with what seldom changes: names, dials, states and their colours, alarms, the verdict."""
+def run_answer(index: RunIndex, _query: Mapping[str, str]) -> dict[str, Any]:
+    """Answer with what seldom changes: names, dials, states and their colours, alarms."""
     loop = index.events.loop
     states = {name for timeline in index.timelines.values() for name in timeline.totals.names}
     return pulse(index) | {
@@ -71,8 +68,6 @@ def run_answer(index: RunIndex, verdict: LiveVerdict, _query: Mapping[str, str])
             name: text.replace(" x ", " × ").replace("<=", "≤").replace("_", " ") for name, text in index.facts.items()
         },
         "dials": loop.config,
-        "policy": loop.policy,
-        "stretches": [[round(one.start_s, 3), round(one.end_s, 3)] for one in index.events.stretches],
         "begin_s": round(_begin_s(index), 3),
         "attempts": index.num_attempts,
         "processes": [{"name": name, "side": side_of(name)} for name in index.processes],
@@ -89,7 +84,6 @@ def run_answer(index: RunIndex, verdict: LiveVerdict, _query: Mapping[str, str])
         "waiting": f"Every second of every process is in one state. Thin{WAITING}",
         "curves": list(index.curves.curves),
         "alarms": index.alarms.spans(),
-        "verdict": verdict.sentence,
         "error": loop.error,
     }
 
@@ -111,14 +105,13 @@ def pulse(index: RunIndex) -> dict[str, Any]:
         "progress": round(index.progress, 3),
         "end_s": round(index.end_s, 3),
         "version": loop.version,
-        "fates": dict(loop.fates),
         "num_groups": index.rollouts.num_groups,
         "num_alarms": len(index.alarms.alarms),
         "damaged": index.num_damaged,
     }
 
 
-def loop_answer(index: RunIndex, _verdict: LiveVerdict, query: Mapping[str, str]) -> dict[str, Any]:
+def loop_answer(index: RunIndex, query: Mapping[str, str]) -> dict[str, Any]:
     """The loop at `from`, and what moves until `to` (run time, seconds): see `events.Passage`.
 
     Of many groups every `every`-th by ordinal is told, with `counts` of all: [time, a count for each phase].
@@ -153,7 +146,6 @@ def _thinned(passage: Passage) -> tuple[list[Move], int]:
 def _loop(loop: LoopState, every: int) -> dict[str, Any]:
     return {
         "groups": [one for one in loop.groups.values() if one.ordinal % every == 0],
-        "counts": list(loop.counts.values()),
         "versions": loop.versions,
         "version": loop.version,
         "next_ordinal": loop.next_ordinal,
@@ -161,7 +153,7 @@ def _loop(loop: LoopState, every: int) -> dict[str, Any]:
     }
 
 
-def lanes_answer(index: RunIndex, _verdict: LiveVerdict, query: Mapping[str, str]) -> dict[str, Any]:
+def lanes_answer(index: RunIndex, query: Mapping[str, str]) -> dict[str, Any]:
     """Answer with the slices of processes from `from` to `to`: [start, end, state, its share, args, other states]."""
     start_s = number(query, "from")
     end_s = max(start_s, min(number(query, "to"), index.end_s + 60.0))
@@ -180,7 +172,7 @@ def lanes_answer(index: RunIndex, _verdict: LiveVerdict, query: Mapping[str, str
     return {"revision": index.revision, "from": start_s, "to": end_s, "lanes": lanes}
 
 
-def overview_answer(index: RunIndex, _verdict: LiveVerdict, query: Mapping[str, str]) -> dict[str, Any]:
+def overview_answer(index: RunIndex, query: Mapping[str, str]) -> dict[str, Any]:
     """The run from `from` on in outline: how many groups were in each phase, when steps ended, where alarms began."""
     points = count_of(query, "points", 300, 10, MAX_POINTS)
     phases = index.events.phases
@@ -188,8 +180,6 @@ def overview_answer(index: RunIndex, _verdict: LiveVerdict, query: Mapping[str, 
     columns = {name: phases.of(name)[first:] / phases.width for name in phases.names}
     length = max((len(column) for column in columns.values()), default=0)
     stride = max(1, -(-length // points))
-    ends = index.events.step_ends
-    apart = max(1, -(-len(ends) // MAX_STEPS))
     return {
         "revision": index.revision,
         "end_s": index.end_s,
@@ -199,7 +189,6 @@ def overview_answer(index: RunIndex, _verdict: LiveVerdict, query: Mapping[str, 
             name: [round(float(column[at : at + stride].mean()), 2) for at in range(0, length, stride)]
             for name, column in columns.items()
         },
-        "steps": [[step, round(ends[step], 3)] for step in range(0, len(ends), apart)],
         "alarms": [
             [round(_when(index, one.began), 3), one.name, one.severity] for one in index.alarms.spans()[-MAX_STEPS:]
         ],
@@ -207,7 +196,7 @@ def overview_answer(index: RunIndex, _verdict: LiveVerdict, query: Mapping[str, 
     }
 
 
-def step_answer(index: RunIndex, _verdict: LiveVerdict, query: Mapping[str, str]) -> dict[str, Any]:
+def step_answer(index: RunIndex, query: Mapping[str, str]) -> dict[str, Any]:
     """When `step` was trained, or how many steps there are where it was not; with `at`, the step of that time."""
     ends, starts = index.events.step_ends, index.events.step_starts
     step = index.events.step_at(number(query, "at")) if "at" in query else int(number(query, "step"))
@@ -225,13 +214,13 @@ def _when(index: RunIndex, step: int) -> float:
     return ends[step] if 0 <= step < len(ends) else index.end_s
 
 
-def curves_answer(index: RunIndex, _verdict: LiveVerdict, query: Mapping[str, str]) -> dict[str, Any]:
-    """Answer with the points [step, mean, least, greatest] of each of `names`, its last value and its axis."""
+def curves_answer(index: RunIndex, query: Mapping[str, str]) -> dict[str, Any]:
+    """Answer with the points [step, mean, least, greatest] of each of `names`, and its axis."""
     curves: dict[str, Any] = {}
     for name in [name for name in query.get("names", "").split(",") if name][:MAX_NAMES]:
         if (curve := index.curves.curves.get(name)) is not None:
             points = [[_short(value) for value in point] for point in curve.points()]
-            curves[name] = {"points": points, "last": curve.last, "axis": _axis(name, points)}
+            curves[name] = {"points": points, "axis": _axis(name, points)}
     return {"revision": index.revision, "curves": curves}
 
 
@@ -246,7 +235,7 @@ def _short(value: float) -> float:
     return float(f"{value:.6g}")
 
 
-def groups_answer(index: RunIndex, _verdict: LiveVerdict, query: Mapping[str, str]) -> dict[str, Any]:
+def groups_answer(index: RunIndex, query: Mapping[str, str]) -> dict[str, Any]:
     """`count` groups whose fate is known, in that order: from `row` on, or those of `step`; `tokens=1`: only such
     whose tokens were written."""
     rollouts = index.rollouts
@@ -274,7 +263,7 @@ def _row(index: RunIndex, group: GroupRow) -> dict[str, Any]:
     }
 
 
-def group_answer(index: RunIndex, _verdict: LiveVerdict, query: Mapping[str, str]) -> dict[str, Any]:
+def group_answer(index: RunIndex, query: Mapping[str, str]) -> dict[str, Any]:
     """Group `ordinal`: its rollouts, long texts cut, with tokens where they were written; null where it has no fate."""
     ordinal = int(number(query, "ordinal"))
     row = index.rollouts.row_of(ordinal)
@@ -297,7 +286,7 @@ def _rollout(index: RunIndex, line: RolloutLine, tokens: TokenLine | None) -> di
     return {name: getattr(line, name) for name in ROLLOUT_FIELDS} | {
         "completion": line.completion[:MAX_TEXT],
         "is_cut": len(line.completion) > MAX_TEXT,
-        "times": [_run_s(index, at_s) for at_s in (line.started_s, line.finished_s, line.scored_s)],
+        "times": [_run_s(index, at_s) for at_s in (line.started_s, line.finished_s)],
         "tokens": tokens,
     }
 
@@ -310,7 +299,7 @@ def _run_s(index: RunIndex, raw_s: float) -> float | None:
     return None
 
 
-Answer = Callable[[RunIndex, LiveVerdict, Mapping[str, str]], dict[str, Any]]
+Answer = Callable[[RunIndex, Mapping[str, str]], dict[str, Any]]
 ANSWERS: dict[str, Answer] = {
     "/api/run": run_answer,
     "/api/loop": loop_answer,

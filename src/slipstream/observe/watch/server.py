@@ -266,7 +266,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             owner, query = self.server.owner, dict(parse_qsl(url.query)[:32])
             try:
                 with owner.lock:
-                    found = answer(owner.index, owner.verdict, query)
+                    found = answer(owner.index, query)
                 body = msgspec.json.encode(found)
             except BadRequest as error:
                 self._send(400, "text/plain; charset=utf-8", str(error).encode())

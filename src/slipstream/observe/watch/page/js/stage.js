@@ -43,8 +43,7 @@ class Dot {
   constructor(ordinal) {
     this.part = svg('path', { class: 'part' });
     this.element = svg('g', { 'data-ordinal': ordinal }, svg('path', { d: FULL, class: 'whole' }), this.part);
-    this.place = '';
-    this.target = [0, 0, 0];
+    Object.assign(this, { ordinal, place: '', target: [0, 0, 0] });
   }
 
   show(share, kind) {
@@ -197,7 +196,8 @@ export class Stage {
   update(state, jump) {
     this.state = state;
     if (jump) this.clear();
-    for (const [ordinal, dot] of this.byOrdinal) if (!state.groups.has(ordinal)) this.leave(ordinal, dot);
+    const gone = [...this.byOrdinal.values()].filter((dot) => !state.groups.has(dot.ordinal));
+    for (const dot of gone) this.send(dot);
     const rows = [...state.groups.values()];
     if (jump) rows.sort((a, b) => a[GROUP.ordinal] - b[GROUP.ordinal]);
     const isNew = rows.map((row) => this.place(row, state, jump)).includes(true);
@@ -206,6 +206,7 @@ export class Stage {
     this.tellCounts(state);
     if (!this.stage.classList.contains('pointing')) this.hint();
     this.moveChips(state, jump);
+    for (const dot of gone) leave(dot.element); // after all is put: the first one asks for the style of everything
   }
 
   clear() {
@@ -260,14 +261,14 @@ export class Stage {
     });
   }
 
-  leave(ordinal, dot) {
+  /** To the trainer's lower edge where it was trained, else to the bin. */
+  send(dot) {
     this.free(dot);
-    this.byOrdinal.delete(ordinal);
+    this.byOrdinal.delete(dot.ordinal);
     const isTrained = dot.place === 'training';
     const [box, radius] = isTrained ? [this.stations.trainer, 1] : [this.bin, 2.5];
     dot.put([box.x + box.width / 2, isTrained ? box.y + box.height - 4 : box.y + box.height / 2, radius]);
     dot.show(1, isTrained ? dot.kind : 'gone');
-    leave(dot.element);
   }
 
   /** Weights on their way: a chip for every replica that is behind. */
