@@ -349,6 +349,7 @@ def test_damaged_lines_are_counted_and_passed_over(run_dir: Path, folder: Path) 
         target.parent.mkdir(exist_ok=True)
         lines = path.read_bytes().splitlines(keepends=True)
         bad = [b"\x00\x00\n", b"null\n", b"[" * 60_000 + b"\n", b'{"ordinal": 99999999999, "outcome": "trained"}\n']
+        bad.append(b'{"ordinal": 0, "step": 99999999999, "outcome": "trained"}\n')
         target.write_bytes(b"".join(lines[:2] + bad + lines[2:]))
     index, sound = caught_up(RunIndex(folder)), caught_up(RunIndex(run_dir))
     assert index.num_damaged >= 4 * 5

@@ -154,7 +154,7 @@ class EventIndex(LineIndex[Decision]):
             return found
         mark = self._marks[max(0, bisect.bisect_right(self._marks, start_s, key=lambda one: one.time_s) - 1)]
         loop = base = _decoded(mark.loop)
-        stretch, last_s = mark.stretch, mark.time_s
+        stretch, last_s, apart_s = mark.stretch, mark.time_s, (end_s - start_s) / MAX_COUNTS
         budget = min(self.tail.offset - mark.offset, MAX_REPLAYED_BYTES)
         for decision in self.lines_within(mark.offset, mark.offset + budget):
             stretch += isinstance(decision.event, ScheduleBegan)
@@ -169,7 +169,7 @@ class EventIndex(LineIndex[Decision]):
             moves = loop.take(decision, time_s)
             if time_s > start_s:
                 found.moves += moves
-                if time_s - found.counts[-1][0] >= (end_s - start_s) / MAX_COUNTS:
+                if time_s - found.counts[-1][0] >= apart_s:
                     found.counts.append([time_s])
                 found.counts[-1][1:] = loop.counts.values()
                 changed = {**dict.fromkeys(held, -1), **loop.versions}

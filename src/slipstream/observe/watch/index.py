@@ -1,6 +1,6 @@
 """The indexes over a run's growing files that the watch page answers from, and the state that the run is in.
 
-Memory is bounded but for 49 bytes per group and 16 per step; nothing is ever written. Files may be missing, torn, or
+Memory is bounded but for 41 bytes per group and 16 per step; nothing is ever written. Files may be missing, torn, or
 replaced by a resume at any time.
 """
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import bisect
-import struct
 from array import array
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -39,53 +38,46 @@ class GroupRow(msgspec.Struct, frozen=True):
     mean_reward: float | None
 
 
-class _Place(NamedTuple):
-    """A group's lines in the file; `latest` is the last step that trained this group or one before it."""
-
-    ordinal: int
-    begin: int
-    end: int
-    step: int
-    latest: int
-    size: int
-    outcome: int
-    reward: float  # the sum
-
-
-_PLACE = struct.Struct("<qqqiiibd")
-
-
 class RolloutIndex(LineIndex[_Head]):
-    """Groups in the order of their fates, 45 bytes each: whatever was said in between is read when it is asked for."""
+    """Groups in the order of their fates, 40 bytes each: whatever was said in between is read when it is asked for."""
 
     kind = _Head
 
     def reset(self) -> None:
-        self._places = bytearray()
+        self._ordinals, self._offsets, self._ends = array("q"), array("q"), array("q")
+        self._steps, self._counts, self._outcomes = array("i"), array("i"), array("b")
+        self._rewards = array("f")  # sums
         self._row_of = array("i")  # ordinal -> row, -1 where there is none
+        self._trained_rows, self._trained_steps = array("i"), array("i")  # of each step, where it begins
 
     @property
     def num_groups(self) -> int:
-        return len(self._places) // _PLACE.size
-
-    def _place(self, row: int) -> _Place:
-        return _Place(*_PLACE.unpack_from(self._places, row * _PLACE.size))
+        return len(self._ordinals)
 
     def take(self, record: _Head) -> None:
-        step = -1 if record.step is None else record.step
-        if not 0 <= record.ordinal < MAX_AHEAD + 4 * self.num_groups or not -1 <= step < 1 << 31:
+        if not 0 <= record.ordinal < MAX_AHEAD + 4 * self.num_groups or not 0 <= (record.step or 0) < 1 << 31:
             raise ValueError(f"group {record.ordinal} of step {record.step} behind {self.num_groups}")
-        place = self._place(self.num_groups - 1) if self._places else None
-        if place is None or place.ordinal != record.ordinal:
-            latest = max(step, -1 if place is None else place.latest)
-            outcome = OUTCOMES.index(record.outcome)
-            place = _Place(record.ordinal, self.begin, self.end, step, latest, 0, outcome, 0.0)
-            self._row_of.extend(array("i", [-1]) * (record.ordinal + 1 - len(self._row_of)))
-            self._row_of[record.ordinal] = self.num_groups
-            self._places += bytes(_PLACE.size)
-        reward = place.reward + (record.reward or 0.0)
-        place = place._replace(end=self.end, size=place.size + 1, reward=reward)
-        _PLACE.pack_into(self._places, len(self._places) - _PLACE.size, *place)
+        if not self._ordinals or self._ordinals[-1] != record.ordinal:
+            self._begin(record)
+        self._ends[-1] = self.end
+        self._counts[-1] += 1
+        self._rewards[-1] += record.reward or 0.0
+
+    def _begin(self, head: _Head) -> None:
+        row = len(self._ordinals)
+        self._ordinals.append(head.ordinal)
+        self._offsets.append(self.begin)
+        self._ends.append(self.begin)
+        self._steps.append(-1 if head.step is None else head.step)
+        self._counts.append(0)
+        self._outcomes.append(OUTCOMES.index(head.outcome))
+        self._rewards.append(0.0)
+        if head.ordinal >= len(self._row_of):
+            self._row_of.extend(array("i", [-1]) * (head.ordinal + 1 - len(self._row_of)))
+        self._row_of[head.ordinal] = row
+        if head.step is not None and (not self._trained_steps or self._trained_steps[-1] < head.step):
+            self._trained_steps.append(head.step)
+            self._trained_rows.append(row)
 
     def row_of(self, ordinal: int) -> int | None:
         """The row of a group, None for one whose fate is not known."""
@@ -94,23 +86,23 @@ class RolloutIndex(LineIndex[_Head]):
 
     def row_of_step(self, step: int) -> int:
         """The first row that `step` trained, or of the first step after it; all rows where there is none."""
-        return bisect.bisect_left(range(self.num_groups), step, key=lambda row: self._place(row).latest)
+        place = bisect.bisect_left(self._trained_steps, step)
+        return self._trained_rows[place] if place < len(self._trained_rows) else self.num_groups
 
     def group(self, row: int) -> GroupRow:
-        place = self._place(row)
+        step, count = self._steps[row], self._counts[row]
         return GroupRow(
             row=row,
-            ordinal=place.ordinal,
-            step=None if place.step < 0 else place.step,
-            outcome=OUTCOMES[place.outcome],
-            count=place.size,
-            mean_reward=place.reward / place.size,
+            ordinal=self._ordinals[row],
+            step=None if step < 0 else step,
+            outcome=OUTCOMES[self._outcomes[row]],
+            count=count,
+            mean_reward=self._rewards[row] / count if count else None,
         )
 
     def lines(self, row: int, *, limit: int | None = None) -> list[RolloutLine]:
         """The rollouts of a group, the first `limit` of them."""
-        place = self._place(row)
-        return list(islice(_read(self.path, place.begin, place.end, RolloutLine), limit))
+        return list(islice(_read(self.path, self._offsets[row], self._ends[row], RolloutLine), limit))
 
 
 class TokenIndex(LineIndex[TokenHead]):
