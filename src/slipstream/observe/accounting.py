@@ -17,8 +17,7 @@ their kinds are in `observe/states.py`. Definitions:
 
 from __future__ import annotations
 
-import bisect
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ from slipstream.core.run_log import read_decisions
 from slipstream.observe import timeline
 from slipstream.observe.balance import COMPUTING, Balance, Dial, Dials, Interference, Loop, Side, judge
 from slipstream.observe.interference import SideWork
-from slipstream.observe.states import idle_share, seconds_of, side_of, totals_of
+from slipstream.observe.states import idle_share, side_of, totals_of
 from slipstream.observe.waste import WASTE, ReplicaTokens, Wasted, replica_tokens, wasted
 
 CONTROLLER = "controller"
@@ -42,29 +41,14 @@ CONTROLLER = "controller"
 class ProcessAccounting(msgspec.Struct, frozen=True, kw_only=True):
     """One process over the run: `states` (state -> seconds) sum to its `wall_s`.
 
-    It has computed with `threads` while others did, at most with `most_threads`. `cpu_s` and `main_cpu_s` are the CPU
-    seconds of all its threads and of its main one, and `background_s` those of threads beside its team; None where it
-    has not said so at its end. `busy_s`, of the same span of time, is never less than `main_cpu_s`, nor than
-    `(cpu_s - background_s) / most_threads`. An executor that lives `within` another process has no CPU seconds of its
-    own: they are that one's, and so is its busy time.
+    It computes with `threads` on `device`, perhaps `within` another process, as an inline executor does.
     """
 
     name: str
-    side: str
     states: dict[str, float]
     threads: int = 1
-    most_threads: int = 1
     device: str = "cpu"
     within: str = ""
-    busy_s: float = 0.0
-    cpu_s: float | None = None
-    main_cpu_s: float | None = None
-    background_s: float = 0.0
-
-    @property
-    def idle(self) -> float:
-        """Share of waiting in the time that it was there."""
-        return idle_share(self.states)
 
 
 class StepAccounting(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,7 +58,6 @@ class StepAccounting(msgspec.Struct, frozen=True, kw_only=True):
     start_s: float
     end_s: float
     states: dict[str, dict[str, float]]
-    wasted_tokens: dict[str, int]
 
 
 class RunAccounting(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,11 +111,7 @@ def read_accounting(run_dir: Path, *, window_s: tuple[float, float] | None = Non
         work.add(path.stem, slices)
         if (told := replica_tokens(path.stem, records)) is not None:
             replicas[told[0]] = told[1]
-    for process in list(processes.values()):  # an executor within another process has made that one busy
-        if (host := processes.get(process.within)) is not None:
-            processes[host.name] = msgspec.structs.replace(host, busy_s=host.busy_s + process.busy_s)
     waste = list(wasted(read_decisions(run_dir / "events.jsonl"), replicas))
-    by_step = _by_step(waste, bounds_ns)
     loop = {name: totals_of(seconds) for name, seconds in windows.items()} if steps else {}
     bounds_s = [(bound_ns - start_ns) * 1e-9 for bound_ns in bounds_ns]
     interference = work.interference() if steps else Interference()
@@ -147,7 +126,6 @@ def read_accounting(run_dir: Path, *, window_s: tuple[float, float] | None = Non
                 start_s=bounds_s[i],
                 end_s=bounds_s[i + 1],
                 states={name: seconds[i] for name, seconds in windows.items()},
-                wasted_tokens=by_step[i],
             )
             for i, step in enumerate(steps)
         ],
@@ -196,25 +174,11 @@ def _config(run_dir: Path) -> RunConfig | None:
 
 
 def _process(name: str, records: Sequence[timeline.Record], states: dict[str, float]) -> ProcessAccounting:
-    starts = [record for record in records if isinstance(record, timeline.ProcessStart)]
-    ends = [record for record in records if isinstance(record, timeline.ProcessEnd)]
-    newest = starts[-1] if starts else timeline.ProcessStart(name, 0, 0)
-    used: dict[str, float] = {}
-    if ends and (end := ends[-1]).time_ns >= newest.time_ns:
-        used["busy_s"] = seconds_of("work", timeline.account(records, newest.time_ns * 1e-9, end.time_ns * 1e-9))
-        if not newest.within:
-            columns = {"cpu_s": end.cpu_ns, "main_cpu_s": end.main_ns, "background_s": end.background_ns}
-            used |= {column: ns * 1e-9 for column, ns in columns.items()}
-    return ProcessAccounting(
-        name=name,
-        side=side_of(name),
-        states=states,
-        threads=newest.threads,
-        most_threads=max(newest.threads, newest.threads_alone),
-        device=newest.device,
-        within=newest.within,
-        **used,
-    )
+    newest = timeline.ProcessStart(name, 0, 0)
+    for record in records:
+        newest = record if isinstance(record, timeline.ProcessStart) else newest
+    threads, device, within = newest.threads, newest.device, newest.within
+    return ProcessAccounting(name=name, states=states, threads=threads, device=device, within=within)
 
 
 def _steps(files: Sequence[Path], events: Path, start_ns: int) -> tuple[list[int], list[int]]:
@@ -236,16 +200,6 @@ def _steps(files: Sequence[Path], events: Path, start_ns: int) -> tuple[list[int
     admitted_ns = next((time_ns for time_ns in times if time_ns >= start_ns), None)
     first_ns = began_ns if admitted_ns is None or admitted_ns > bounds_ns[0] else admitted_ns
     return steps, [start_ns if first_ns is None else first_ns, *bounds_ns]
-
-
-def _by_step(waste: Sequence[Wasted], bounds_ns: Sequence[int]) -> list[dict[str, int]]:
-    """Cause -> tokens in each window. What was `left` at the end is of no step."""
-    found: list[Counter[str]] = [Counter() for _ in bounds_ns[1:]]
-    for one in waste:
-        index = bisect.bisect_left(bounds_ns, one.time_ns) - 1
-        if 0 <= index < len(found) and one.cause != "left":
-            found[index][one.cause] += one.tokens
-    return [dict(counts) for counts in found]
 
 
 def _sides(loop: Mapping[str, Mapping[str, float]], processes: Mapping[str, ProcessAccounting]) -> dict[str, Side]:
