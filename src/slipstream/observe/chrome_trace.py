@@ -31,20 +31,10 @@ import numpy as np
 from slipstream.core.disk import disk_errors, replacing
 from slipstream.core.jsonl import intact_lines
 from slipstream.core.ranks import data_parallel_rank, split_rank_name
+from slipstream.observe import timeline
 from slipstream.observe.attempts import Attempt, read_attempts
 from slipstream.observe.group_flow import MAX_GROUPS, GroupPath, read_group_flow
 from slipstream.observe.states import is_missed, kind
-from slipstream.observe.timeline import (
-    UNLABELLED,
-    Counter,
-    Instant,
-    ProcessEnd,
-    ProcessStart,
-    Record,
-    Slice,
-    process_files,
-    process_order,
-)
 
 MAX_SLICES = 1_000_000
 SNAP_NS = 5_000_000
@@ -133,11 +123,11 @@ class _Track:
     taken: list[tuple[int, int, int]] = field(default_factory=list)  # (attempt, version, start of slice)
     is_kept: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))  # [slices]: what is drawn
 
-    def slices(self) -> Iterator[tuple[int, int, int, Slice]]:
+    def slices(self) -> Iterator[tuple[int, int, int, timeline.Slice]]:
         """(attempt, start, end, slice), ascending and disjoint: two processes that wrote at once take turns."""
         last_ns = None
         for attempt, record in self._records():
-            if isinstance(record, Slice):
+            if isinstance(record, timeline.Slice):
                 start_ns, end_ns = record.start_ns + attempt.shift_ns, record.end_ns + attempt.shift_ns
                 if last_ns is not None and start_ns < last_ns:
                     start_ns = last_ns
@@ -161,25 +151,25 @@ class _Track:
             self.starts_ns.append(start_ns)
             self.ends_ns.append(end_ns)
         for attempt, record in self._records():
-            if not isinstance(record, Slice):
+            if not isinstance(record, timeline.Slice):
                 self.marks.append((record.time_ns + attempt.shift_ns, self._mark(record)))
 
-    def _records(self) -> Iterator[tuple[Attempt, Record]]:
-        kinds: Any = Record
+    def _records(self) -> Iterator[tuple[Attempt, timeline.Record]]:
+        kinds: Any = timeline.Record
         for path, attempt in self.files:
             for _, record in intact_lines(path, kinds):
                 yield attempt, record
 
-    def _mark(self, record: ProcessStart | ProcessEnd | Instant | Counter) -> Event:
+    def _mark(self, record: timeline.ProcessStart | timeline.ProcessEnd | timeline.Instant | timeline.Counter) -> Event:
         match record:
-            case Counter():
+            case timeline.Counter():
                 return {"ph": "C", **self.place, "name": record.name, "args": record.values}
-            case Instant(name=name, args=args):
+            case timeline.Instant(name=name, args=args):
                 pass
-            case ProcessStart():
+            case timeline.ProcessStart():
                 name = "process started"
                 args = {"os_pid": record.pid, "threads": record.threads, "device": record.device}
-            case ProcessEnd():
+            case timeline.ProcessEnd():
                 name, args = "process ended", {"cpu_s": record.cpu_ns / 1e9}
         return {"ph": "i", "s": "t", **self.place, "name": name, "args": args}
 
@@ -205,10 +195,10 @@ def _read_tracks(attempts: Sequence[Attempt]) -> dict[str, _Track]:
     """By name, in the order of the loop, by which they are numbered from 1."""
     files: dict[str, list[tuple[Path, Attempt]]] = {}
     for attempt in attempts:
-        for path in process_files(attempt.folder):
+        for path in timeline.process_files(attempt.folder):
             files.setdefault(path.stem, []).append((path, attempt))
     tracks = {}
-    for tid, name in enumerate(sorted(files, key=process_order), start=1):
+    for tid, name in enumerate(sorted(files, key=timeline.process_order), start=1):
         tracks[name] = _Track(name, {"pid": _PID, "tid": tid}, files[name])
         tracks[name].read()
     return tracks
@@ -242,7 +232,7 @@ def _slices(track: _Track) -> Iterator[Timed]:
         if record.gap_ns:
             args["unlabelled, ms"] = record.gap_ns / 1e6
         of_kind = kind(record.state)
-        event: Event = {"ph": "X", **track.place, "name": record.state, "cat": of_kind or UNLABELLED}
+        event: Event = {"ph": "X", **track.place, "name": record.state, "cat": of_kind or timeline.UNLABELLED}
         event["dur"] = (end_ns - start_ns) / 1e3
         if of_kind == "wait":
             event["cname"] = "bad" if is_missed(record.state) else "grey"  # of the viewer's own colours, "bad" is amber

@@ -17,6 +17,7 @@ from itertools import accumulate, pairwise
 MAX_POINTS = 300  # of a line; a longer one becomes means of equal runs of neighbours, in a band of their extremes
 FEW_DOTS = 8  # of a line; more are small, or there would be nothing but dots
 MAX_STRIPS = 80  # of tooltips across a plot
+BLUE, ORANGE, GREEN, PURPLE = 0, 1, 2, 3  # the first hues
 NUM_HUES = 7  # hues are the colours .c0 to .c6 of the style sheet; from the eighth on they come again, dashed
 ACROSS = 1000.0  # units of a plot's width within its lines
 MIN_SPAN = 0.5  # of its largest value: what an axis that does not begin at 0 spans at least

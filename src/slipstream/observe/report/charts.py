@@ -16,7 +16,6 @@ from slipstream.observe.report.html import card, cards, folded, folded_on_phones
 from slipstream.observe.svg import Axis, Band, Series, Spot, line_chart, line_legend, number, scatter, smoothed, thin
 from slipstream.observe.svg_blocks import Column, heat_map, merged, percent_name
 
-BLUE, ORANGE, GREEN, PURPLE = 0, 1, 2, 3
 TABLE_ROWS = 12
 Part = Literal["learning", "off-policy", "time"]
 

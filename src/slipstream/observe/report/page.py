@@ -18,23 +18,12 @@ from slipstream.core.recipes import defaults, stage_dir
 from slipstream.core.run_log import num_missing, read_metrics
 from slipstream.observe.evaluation import MOMENTS, evaluation_rows
 from slipstream.observe.hardware import Hardware
-from slipstream.observe.report.charts import (
-    BLUE,
-    GREEN,
-    ORANGE,
-    PURPLE,
-    against_kl,
-    chart_card,
-    charts,
-    gained,
-    heat_card,
-    three_clocks,
-)
+from slipstream.observe.report.charts import against_kl, chart_card, charts, gained, heat_card, three_clocks
 from slipstream.observe.report.html import card, cards, document, facts, field, folded, model_text, part, table, text
 from slipstream.observe.report.overview import heading, overview
 from slipstream.observe.report.timing import Window, read_window, timing
 from slipstream.observe.samples import Sample
-from slipstream.observe.svg import MAX_POINTS, Axis, Series, empty, number
+from slipstream.observe.svg import BLUE, GREEN, MAX_POINTS, ORANGE, PURPLE, Axis, Series, empty, number
 from slipstream.observe.svg_blocks import Column, percent_name
 
 REPORT_FILE = "report.html"

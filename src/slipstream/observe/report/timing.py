@@ -8,11 +8,11 @@ from itertools import islice
 from pathlib import Path
 
 from slipstream.observe import svg_blocks as blocks
-from slipstream.observe.report.charts import ORANGE, charts, clock_axis
+from slipstream.observe.report.charts import charts, clock_axis
 from slipstream.observe.report.data import READ_AHEAD, RunData
 from slipstream.observe.report.html import card, cards, folded, part, table, text
 from slipstream.observe.states import WAITING, in_words, shares, side_of, waited_for
-from slipstream.observe.svg import empty, number
+from slipstream.observe.svg import ORANGE, empty, number
 from slipstream.observe.timeline import TRAINED, Instant, Slice, process_files, read_timeline, times_ns
 from slipstream.observe.waste import WASTE
 
