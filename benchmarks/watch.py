@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 
 from slipstream.observe.watch.answers import ANSWERS
-from slipstream.observe.watch.index import LiveVerdict, RunIndex
+from slipstream.observe.watch.index import RunIndex
 
 P, G = 64, 16  # groups per step, completions per group
 STEP_S = 4.0
@@ -120,7 +120,7 @@ def measure_watching(megabytes: int) -> None:
         rate, longest_ms = sum(sizes.values()) / spent_s, longest_s * 1e3
         print(f"indexed in {spent_s:.1f} s ({rate:.0f} MB/s), a piece at most {longest_ms:.0f} ms;", end=" ")
         print(f"memory grew by {resident_mb() - before_mb:.0f} MB")
-        rng, verdict = random.Random(0), LiveVerdict(run_dir)
+        rng = random.Random(0)
         names = ",".join(f"metric_{n}" for n in range(9))
         queries: dict[str, Callable[[float], tuple[str, dict[str, Any]]]] = {
             "loop, 12 s": lambda t: ("loop", {"from": t, "to": t + 12}),
@@ -139,9 +139,7 @@ def measure_watching(megabytes: int) -> None:
             for _ in range(20):
                 name, query = make_query(rng.uniform(0, index.end_s))
                 started_s = time.perf_counter()
-                body = msgspec.json.encode(
-                    ANSWERS[f"/api/{name}"](index, verdict, {k: str(v) for k, v in query.items()})
-                )
+                body = msgspec.json.encode(ANSWERS[f"/api/{name}"](index, {k: str(v) for k, v in query.items()}))
                 times.append((time.perf_counter() - started_s) * 1e3)
                 largest = max(largest, len(body))
             print(f"{title:<14}{statistics.median(times):>7.1f} ms{max(times):>7.1f} ms{largest:>14,}")

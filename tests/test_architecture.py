@@ -172,7 +172,7 @@ MAX_LINES_OF_FOLDER = {
     "generator": 6_200,
     "jobs": 500,
     "models": 5_250,
-    "observe": 9_600,
+    "observe": 9_150,
     "plan": 6_600,
     "prompts": 1_150,
     "rewards": 3_950,

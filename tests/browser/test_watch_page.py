@@ -15,7 +15,7 @@ from made_up_loop import RAW_START_S, VERDICT, Loop
 from test_report_page import BROKEN_WORDS
 from written import loop_at
 
-from slipstream.core.run_log import PHASES, decode_decision
+from slipstream.core.run_log import decode_decision
 from slipstream.observe.watch import Watch
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ def test_the_pages_state_is_the_servers_at_any_time(visit: Visit, page_of_made: 
     known = [(line, line.time_s - RAW_START_S) for line in lines]
     for time_s, (groups, version, versions, fates, counts) in zip(times, found, strict=True):
         truth = loop_at(known, time_s)
-        mine = {row[0]: (PHASES[row[1]], row[3], row[4], row[5], row[6]) for row in groups}
+        mine = {row[0]: (row[1], row[3], row[4], row[5], row[6]) for row in groups}
         theirs = {g.ordinal: (g.phase, g.replica, g.finished, g.version, g.step) for g in truth.groups.values()}
         assert mine == theirs
         assert version == truth.version

@@ -133,7 +133,7 @@ def accounting(steps: list[dict[str, Any]], *, decode: float | None = 1.25) -> R
     found, at = [], 10.0
     for index, step in enumerate(steps):
         states = {name: seconds for name, seconds in step.items() if name != "s"}
-        found.append(StepAccounting(step=index, start_s=at, end_s=at + step["s"], states=states, wasted_tokens={}))
+        found.append(StepAccounting(step=index, start_s=at, end_s=at + step["s"], states=states))
         at += step["s"]
     balance = Balance(
         idle={},

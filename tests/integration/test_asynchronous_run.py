@@ -17,7 +17,7 @@ from slipstream.core.run_log import read_metrics, read_rollouts
 from slipstream.observe.summary import check, read_summary
 from slipstream.observe.tokens import read_tokens
 from slipstream.observe.watch.answers import ANSWERS
-from slipstream.observe.watch.index import LiveVerdict, RunIndex
+from slipstream.observe.watch.index import RunIndex
 from slipstream.plan.what_if import what_if
 
 LONGER = {"max_new_tokens": 40, "num_slots": 16}  # completions long enough for a swap to fall into
@@ -146,7 +146,7 @@ def test_the_watched_loop_moves_when_the_rollouts_say(continuous):
         assert entered[ordinal, "sampling"][1].replica == lines[0].replica
     steps = [(time_s, version) for time_s, version in whole.steps]
     assert [version for _, version in steps] == list(range(1, 13))
-    lanes = ANSWERS["/api/lanes"](index, LiveVerdict(continuous.out), {"from": "0", "to": str(index.end_s)})["lanes"]
+    lanes = ANSWERS["/api/lanes"](index, {"from": "0", "to": str(index.end_s)})["lanes"]
     training = [bar for bar in lanes["trainer"] if bar[2] == "forward_backward"]
     for time_s, version in steps:
         assert any(bar[0] < time_s and bar[4].get("step") == version - 1 for bar in training), "a step is on its lane"

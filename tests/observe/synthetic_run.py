@@ -12,7 +12,7 @@ from slipstream.core.run_log import read_metrics
 from slipstream.core.types import Completion, Group, Prompt, Rollout, Segment, VersionSpan
 from slipstream.observe.balance import Balance, Dial, Interference, Split
 from slipstream.observe.metrics import MetricsWriter
-from slipstream.observe.recorder import RolloutRecorder
+from slipstream.observe.recorder import RolloutRecorder, rollout_line
 from slipstream.observe.samples import Sample, write_samples
 from slipstream.observe.summary import (
     Data,
@@ -30,6 +30,10 @@ from slipstream.observe.summary import (
 from slipstream.observe.timeline import Timeline, account_file, timeline_path
 
 HOSTILE = "</script><script>alert('x')</script><img src=x onerror=alert(1)>&\x00\u2028"
+
+
+def record_group(recorder: RolloutRecorder, group: Group, *, step: int | None) -> None:
+    recorder.record([rollout_line(rollout) for rollout in group.rollouts], step=step)
 
 
 def make_group(ordinal: int, *, text: str = "cba", size: int = 2, failure: str | None = None) -> Group:
@@ -163,7 +167,7 @@ def make_run_dir(run_dir: Path, *, steps: int = 20) -> Path:
         with generator.span("swap", version=step + 1):
             clock.advance(0.02)
         generator.instant("swapped", version=step + 1)
-        rollouts.record_group(make_group(step, text=HOSTILE if step == 19 else "cba"), step=step)
+        record_group(rollouts, make_group(step, text=HOSTILE if step == 19 else "cba"), step=step)
         metrics.write(step=step, version=step + 1, wall_s=(step + 1) * 0.62, metrics=step_metrics(step))
     for recorder in (trainer, generator, rollouts, metrics):
         recorder.close()

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from synthetic_run import make_group
+from synthetic_run import make_group, record_group
 
 from slipstream.core.clock import VirtualClock
 from slipstream.core.run_log import Decision, RolloutLine, RolloutTimes, num_missing, read_decisions, read_rollouts
@@ -90,9 +90,9 @@ def test_numbering_goes_on_after_a_crash_in_the_middle_of_a_line(tmp_path: Path)
 
 def test_a_rollout_line_says_who_sampled_what_and_when_it_was_trained(tmp_path: Path):
     recorder = RolloutRecorder(tmp_path / "rollouts.jsonl")
-    recorder.record_group(make_group(5), step=4)
-    recorder.record_group(make_group(6), step=None)
-    recorder.record_group(make_group(7, failure="timeout"), step=None)
+    record_group(recorder, make_group(5), step=4)
+    record_group(recorder, make_group(6), step=None)
+    record_group(recorder, make_group(7, failure="timeout"), step=None)
     recorder.close()
     lines = list(read_rollouts(tmp_path / "rollouts.jsonl"))
     assert [(x.ordinal, x.sample, x.step, x.outcome) for x in lines[::2]] == [
@@ -110,6 +110,6 @@ def test_a_rollout_line_says_who_sampled_what_and_when_it_was_trained(tmp_path: 
 def test_every_keeps_whole_groups(tmp_path: Path):
     recorder = RolloutRecorder(tmp_path / "rollouts.jsonl", every=3)
     for ordinal in range(7):
-        recorder.record_group(make_group(ordinal), step=0)
+        record_group(recorder, make_group(ordinal), step=0)
     recorder.close()
     assert [x.ordinal for x in read_rollouts(tmp_path / "rollouts.jsonl")] == [0, 0, 3, 3, 6, 6]

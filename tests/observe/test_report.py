@@ -23,6 +23,7 @@ from synthetic_run import (
     make_run_dir,
     make_summary,
     measure_rewards,
+    record_group,
 )
 
 import slipstream
@@ -361,7 +362,7 @@ def test_a_slice_of_several_states_is_drawn_as_the_one_that_took_most_of_it(tmp_
 
 def test_lengths_are_counted_from_the_rollouts(run_dir: Path) -> None:
     recorder = RolloutRecorder(run_dir / "rollouts.jsonl")
-    recorder.record_group(make_group(40), step=None)  # sampled, and dropped
+    record_group(recorder, make_group(40), step=None)  # sampled, and dropped
     recorder.close()
     root = body(write_report(run_dir))
     lines = [json.loads(line) for line in (run_dir / "rollouts.jsonl").read_bytes().splitlines()]

@@ -32,7 +32,7 @@ from slipstream.observe.svg import Axis
 from slipstream.observe.svg_blocks import Bar, Column, GanttRow, areas, gantt, state_bars, state_legend
 from slipstream.observe.timeline import Timeline, timeline_path
 from slipstream.observe.watch.answers import run_answer
-from slipstream.observe.watch.index import LiveVerdict, RunIndex
+from slipstream.observe.watch.index import RunIndex
 
 WAITS = [state for state in STATES if kind(state) == "wait"]
 WORK = [state for state in STATES if kind(state) == "work"]
@@ -106,7 +106,7 @@ def test_report_watch_page_and_trace_say_the_same(tmp_path: Path) -> None:
     index = RunIndex(run_dir)
     while index.advance():
         pass
-    told = run_answer(index, LiveVerdict(run_dir), {})
+    told = run_answer(index, {})
     assert told["waiting"].endswith(f"Thin{WAITING}")
     for name, state in told["states"].items():
         assert (state["colour"], state["is_missed"], state["awaited"]) == (

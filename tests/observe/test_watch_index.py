@@ -57,10 +57,8 @@ def caught_up(index: Any) -> Any:
 
 
 def answer(index: RunIndex, name: str, **query: Any) -> dict[str, Any]:
-    found = ANSWERS[f"/api/{name}"](
-        index, LiveVerdict(index.run_dir), {key: str(value) for key, value in query.items()}
-    )
-    return json.loads(json.dumps(found))
+    found = ANSWERS[f"/api/{name}"](index, {key: str(value) for key, value in query.items()})
+    return json.loads(msgspec.json.encode(found))
 
 
 def all_decisions(path: Path) -> list[tuple[Decision, float]]:
@@ -162,7 +160,7 @@ def test_a_curve_keeps_its_extremes_and_its_mean() -> None:
     assert [point[0] for point in points] == sorted(point[0] for point in points)
     first = values[: curve.stride]
     assert points[0] == pytest.approx((np.mean(range(curve.stride)), np.mean(first), min(first), max(first)))
-    assert curve.last == (999, values[-1])
+    assert points[-1][0] > 999 - curve.stride, "the newest values are among them"
 
 
 # Events
@@ -310,7 +308,7 @@ def test_the_attempts_of_a_resumed_run_follow_one_another(made: Loop, folder: Pa
     assert second.start_s == pytest.approx(cut_s)
     before, after = (answer(index, "loop", **{"from": at_s, "to": at_s})["loop"] for at_s in (cut_s - 1e-3, cut_s + 1))
     assert before["version"] == after["version"] - 1
-    assert {row[0]: row[1] for row in after["groups"]} == {38: 0, 39: 0}, "owed, and waiting"
+    assert {row[0]: row[1] for row in after["groups"]} == {38: "waiting", 39: "waiting"}, "owed"
     lanes = answer(index, "lanes", **{"from": cut_s - 2, "to": cut_s + 2})["lanes"]
     slices = [
         record for record in read_timeline(run_dir / "attempt_1/timeline/trainer.jsonl") if isinstance(record, Slice)
@@ -351,6 +349,7 @@ def test_damaged_lines_are_counted_and_passed_over(run_dir: Path, folder: Path) 
         target.parent.mkdir(exist_ok=True)
         lines = path.read_bytes().splitlines(keepends=True)
         bad = [b"\x00\x00\n", b"null\n", b"[" * 60_000 + b"\n", b'{"ordinal": 99999999999, "outcome": "trained"}\n']
+        bad.append(b'{"ordinal": 0, "step": 99999999999, "outcome": "trained"}\n')
         target.write_bytes(b"".join(lines[:2] + bad + lines[2:]))
     index, sound = caught_up(RunIndex(folder)), caught_up(RunIndex(run_dir))
     assert index.num_damaged >= 4 * 5
@@ -521,8 +520,8 @@ def test_of_very_many_groups_a_part_is_drawn_and_all_are_counted(tmp_path: Path)
     assert found["every"] == 4
     assert len(found["loop"]["groups"]) == 500
     assert len(found["moves"]) == 500, "the last completion of each group that is told of"
-    assert {move[1] % 4 for move in found["moves"]} == {0}
-    assert found["loop"]["counts"] == [0, 2000, 0, 0, 0]
+    assert {group[0] % 4 for _, group, _ in found["moves"]} == {0}
+    assert found["counts"][0] == [0.5, 0, 2000, 0, 0, 0]
     for at_s, *counts in found["counts"][1:]:
         truth = sum(1 + o / 1000 <= at_s for o in range(2000))
         assert counts[2] == pytest.approx(truth, abs=12)
@@ -540,7 +539,7 @@ def test_texts_and_lists_in_answers_are_bounded(folder: Path) -> None:
     assert len(answer(index, "groups", count=10**6)["groups"]) <= 60
     assert all(len(row["prompt"]) <= 80 for row in answer(index, "groups")["groups"])
     names = ",".join(["reward"] * 500)
-    assert len(answer(index, "curves", names=names, points=10**9)["curves"]) == 1
+    assert len(answer(index, "curves", names=names)["curves"]) == 1
 
 
 def test_axes_of_curves_follow_the_rule_of_the_report(tmp_path: Path) -> None:
@@ -561,7 +560,7 @@ def test_axes_of_curves_follow_the_rule_of_the_report(tmp_path: Path) -> None:
 
 
 def test_curves_lie_at_their_steps(made: Loop, run_dir: Path) -> None:
-    found = answer(caught_up(RunIndex(run_dir)), "curves", names="reward,eval_accuracy", points=500)["curves"]
+    found = answer(caught_up(RunIndex(run_dir)), "curves", names="reward,eval_accuracy")["curves"]
     assert [point[0] for point in found["reward"]["points"]] == list(range(20))
     rewards = [line["reward"] for _, line in made.metrics if "reward" in line]
     assert [point[1] for point in found["reward"]["points"]] == pytest.approx(rewards, rel=1e-4)

@@ -17,8 +17,7 @@ their kinds are in `observe/states.py`. Definitions:
 
 from __future__ import annotations
 
-import bisect
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,23 +29,10 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.files import load_json
 from slipstream.core.recipes import resolve
 from slipstream.core.run_log import read_decisions
+from slipstream.observe import timeline
 from slipstream.observe.balance import COMPUTING, Balance, Dial, Dials, Interference, Loop, Side, judge
 from slipstream.observe.interference import SideWork
-from slipstream.observe.states import idle_share, seconds_of, side_of, totals_of
-from slipstream.observe.timeline import (
-    TRAINED,
-    Instant,
-    ProcessEnd,
-    ProcessStart,
-    Record,
-    Slice,
-    account,
-    account_windows,
-    presence,
-    process_files,
-    read_timeline,
-    times_ns,
-)
+from slipstream.observe.states import idle_share, side_of, totals_of
 from slipstream.observe.waste import WASTE, ReplicaTokens, Wasted, replica_tokens, wasted
 
 CONTROLLER = "controller"
@@ -55,29 +41,14 @@ CONTROLLER = "controller"
 class ProcessAccounting(msgspec.Struct, frozen=True, kw_only=True):
     """One process over the run: `states` (state -> seconds) sum to its `wall_s`.
 
-    It has computed with `threads` while others did, at most with `most_threads`. `cpu_s` and `main_cpu_s` are the CPU
-    seconds of all its threads and of its main one, and `background_s` those of threads beside its team; None where it
-    has not said so at its end. `busy_s`, of the same span of time, is never less than `main_cpu_s`, nor than
-    `(cpu_s - background_s) / most_threads`. An executor that lives `within` another process has no CPU seconds of its
-    own: they are that one's, and so is its busy time.
+    It computes with `threads` on `device`, perhaps `within` another process, as an inline executor does.
     """
 
     name: str
-    side: str
     states: dict[str, float]
     threads: int = 1
-    most_threads: int = 1
     device: str = "cpu"
     within: str = ""
-    busy_s: float = 0.0
-    cpu_s: float | None = None
-    main_cpu_s: float | None = None
-    background_s: float = 0.0
-
-    @property
-    def idle(self) -> float:
-        """Share of waiting in the time that it was there."""
-        return idle_share(self.states)
 
 
 class StepAccounting(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,7 +58,6 @@ class StepAccounting(msgspec.Struct, frozen=True, kw_only=True):
     start_s: float
     end_s: float
     states: dict[str, dict[str, float]]
-    wasted_tokens: dict[str, int]
 
 
 class RunAccounting(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,13 +81,19 @@ class RunAccounting(msgspec.Struct, frozen=True, kw_only=True):
         return {name: process.states for name, process in self.processes.items()}
 
 
+def accounting_bytes(run_dir: Path) -> int:
+    """Return how many bytes `read_accounting` would read."""
+    files = [run_dir / "events.jsonl", *timeline.process_files(run_dir)]
+    return sum(path.stat().st_size for path in files if path.exists())
+
+
 def read_accounting(run_dir: Path, *, window_s: tuple[float, float] | None = None) -> RunAccounting:
     """The accounting of a run that is over, or of what there is of one that goes on. SlipstreamError for damaged files.
 
     `window_s`: when it began and ended on its clock; None: as its files say, the same for a run that is over. One
     timeline is held at a time.
     """
-    files = process_files(run_dir)
+    files = timeline.process_files(run_dir)
     wall_s = _wall_s(run_dir / "summary.json")
     is_over = window_s is not None or wall_s is not None
     start_s, end_s = _window(files, wall_s) if window_s is None else window_s
@@ -128,16 +104,14 @@ def read_accounting(run_dir: Path, *, window_s: tuple[float, float] | None = Non
     replicas: dict[int, ReplicaTokens] = {}
     work = SideWork(bounds_ns[min(1, len(steps))], bounds_ns[-1])  # the first step is cold
     for path in files:
-        records = list(read_timeline(path))
-        slices = presence(records, start_ns, end_ns, is_over=is_over)
-        processes[path.stem] = _process(path.stem, records, account_windows(slices, [start_ns, end_ns])[0])
-        windows[path.stem] = account_windows(slices, bounds_ns)
+        records = list(timeline.read_timeline(path))
+        slices = timeline.presence(records, start_ns, end_ns, is_over=is_over)
+        processes[path.stem] = _process(path.stem, records, timeline.account_windows(slices, [start_ns, end_ns])[0])
+        windows[path.stem] = timeline.account_windows(slices, bounds_ns)
         work.add(path.stem, slices)
         if (told := replica_tokens(path.stem, records)) is not None:
             replicas[told[0]] = told[1]
-    _give_to_hosts(processes)
     waste = list(wasted(read_decisions(run_dir / "events.jsonl"), replicas))
-    by_step = _by_step(waste, bounds_ns)
     loop = {name: totals_of(seconds) for name, seconds in windows.items()} if steps else {}
     bounds_s = [(bound_ns - start_ns) * 1e-9 for bound_ns in bounds_ns]
     interference = work.interference() if steps else Interference()
@@ -152,7 +126,6 @@ def read_accounting(run_dir: Path, *, window_s: tuple[float, float] | None = Non
                 start_s=bounds_s[i],
                 end_s=bounds_s[i + 1],
                 states={name: seconds[i] for name, seconds in windows.items()},
-                wasted_tokens=by_step[i],
             )
             for i, step in enumerate(steps)
         ],
@@ -181,8 +154,8 @@ def _window(files: Sequence[Path], wall_s: float | None) -> tuple[float, float]:
     first_ns: dict[str, int] = {}
     last_ns = 0
     for path in files:
-        for record in read_timeline(path):
-            start_ns, end_ns = times_ns(record)
+        for record in timeline.read_timeline(path):
+            start_ns, end_ns = timeline.times_ns(record)
             first_ns[path.stem] = min(start_ns, first_ns.get(path.stem, start_ns))
             last_ns = max(last_ns, end_ns)
         if path.stem == CONTROLLER and wall_s is not None and CONTROLLER in first_ns:
@@ -200,33 +173,12 @@ def _config(run_dir: Path) -> RunConfig | None:
         return None
 
 
-def _process(name: str, records: Sequence[Record], states: dict[str, float]) -> ProcessAccounting:
-    starts = [record for record in records if isinstance(record, ProcessStart)]
-    ends = [record for record in records if isinstance(record, ProcessEnd)]
-    newest = starts[-1] if starts else ProcessStart(name, 0, 0)
-    used: dict[str, float] = {}
-    if ends and (end := ends[-1]).time_ns >= newest.time_ns:
-        used["busy_s"] = seconds_of("work", account(records, newest.time_ns * 1e-9, end.time_ns * 1e-9))
-        if not newest.within:
-            columns = {"cpu_s": end.cpu_ns, "main_cpu_s": end.main_ns, "background_s": end.background_ns}
-            used |= {column: ns * 1e-9 for column, ns in columns.items()}
-    return ProcessAccounting(
-        name=name,
-        side=side_of(name),
-        states=states,
-        threads=newest.threads,
-        most_threads=max(newest.threads, newest.threads_alone),
-        device=newest.device,
-        within=newest.within,
-        **used,
-    )
-
-
-def _give_to_hosts(processes: dict[str, ProcessAccounting]) -> None:
-    """Add the busy seconds of executors within another process to that process."""
-    for process in list(processes.values()):
-        if (host := processes.get(process.within)) is not None:
-            processes[host.name] = msgspec.structs.replace(host, busy_s=host.busy_s + process.busy_s)
+def _process(name: str, records: Sequence[timeline.Record], states: dict[str, float]) -> ProcessAccounting:
+    newest = timeline.ProcessStart(name, 0, 0)
+    for record in records:
+        newest = record if isinstance(record, timeline.ProcessStart) else newest
+    threads, device, within = newest.threads, newest.device, newest.within
+    return ProcessAccounting(name=name, states=states, threads=threads, device=device, within=within)
 
 
 def _steps(files: Sequence[Path], events: Path, start_ns: int) -> tuple[list[int], list[int]]:
@@ -235,33 +187,19 @@ def _steps(files: Sequence[Path], events: Path, start_ns: int) -> tuple[list[int
     steps: list[int] = []
     bounds_ns: list[int] = []
     began_ns = None  # the work on the first step
-    for record in () if trainer is None else read_timeline(trainer):
-        if isinstance(record, Instant) and record.name == TRAINED:
+    for record in () if trainer is None else timeline.read_timeline(trainer):
+        if isinstance(record, timeline.Instant) and record.name == timeline.TRAINED:
             steps.append(record.args["step"])
             bounds_ns.append(record.time_ns)
-        elif began_ns is None and isinstance(record, Slice) and "step" in record.args:
+        elif began_ns is None and isinstance(record, timeline.Slice) and "step" in record.args:
             began_ns = record.start_ns
     if not steps:
         return [], [start_ns]
-    admitted_ns = _first_admission(events, start_ns)
+    # When this attempt first admitted or trained: a resume may bring a whole batch before that.
+    times = (round(line.time_s * 1e9) for line in read_decisions(events) if line.begins)
+    admitted_ns = next((time_ns for time_ns in times if time_ns >= start_ns), None)
     first_ns = began_ns if admitted_ns is None or admitted_ns > bounds_ns[0] else admitted_ns
     return steps, [start_ns if first_ns is None else first_ns, *bounds_ns]
-
-
-def _first_admission(events: Path, start_ns: int) -> int | None:
-    """Return when this attempt first admitted or trained: a resume may bring a whole batch before that."""
-    times = (round(line.time_s * 1e9) for line in read_decisions(events) if line.begins)
-    return next((time_ns for time_ns in times if time_ns >= start_ns), None)
-
-
-def _by_step(waste: Sequence[Wasted], bounds_ns: Sequence[int]) -> list[dict[str, int]]:
-    """Cause -> tokens in each window. What was `left` at the end is of no step."""
-    found: list[Counter[str]] = [Counter() for _ in bounds_ns[1:]]
-    for one in waste:
-        index = bisect.bisect_left(bounds_ns, one.time_ns) - 1
-        if 0 <= index < len(found) and one.cause != "left":
-            found[index][one.cause] += one.tokens
-    return [dict(counts) for counts in found]
 
 
 def _sides(loop: Mapping[str, Mapping[str, float]], processes: Mapping[str, ProcessAccounting]) -> dict[str, Side]:

@@ -6,6 +6,7 @@ checks that no run writes what is not there, and that nothing is there that the 
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -61,19 +62,12 @@ def table(groups: Mapping[str, Mapping[str, Metric]]) -> Iterator[str]:
             yield f"| `{name}` | {metric.unit} | {metric.meaning} |"
 
 
+_FILLINGS = {"<k>": r"\d+", "<edge>": r"(?=.*\d)\d*\.?\d*", "<term>": r"(?s:.*)"}
+
+
 def _fits(known: str, name: str) -> bool:
     """Whether `name` is `known` with its placeholders filled: numbers in `<k>` and `<edge>`, anything in `<term>`."""
-    if known.endswith("<term>"):
-        return name.startswith(known.removesuffix("<term>"))
-    parts, others = known.split("/"), name.split("/")
-    return len(parts) == len(others) and all(map(_part_fits, parts, others))
-
-
-def _part_fits(part: str, other: str) -> bool:
-    head, _, hole = part.partition("<")
-    if not hole:
-        return part == other
-    filling = other.removeprefix(head)
-    is_number = hole in ("k>", "edge>")
-    digits = filling.replace(".", "", 1) if hole == "edge>" else filling
-    return other.startswith(head) and (digits.isdigit() if is_number else bool(filling))
+    pieces = re.split("(<[a-z]+>)", known)
+    return bool(
+        re.fullmatch("".join(_FILLINGS.get(p, "[^/]+" if p[:1] == "<" else re.escape(p)) for p in pieces), name)
+    )

@@ -20,6 +20,8 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -29,20 +31,10 @@ import numpy as np
 from slipstream.core.disk import disk_errors, replacing
 from slipstream.core.jsonl import intact_lines
 from slipstream.core.ranks import data_parallel_rank, split_rank_name
+from slipstream.observe import timeline
 from slipstream.observe.attempts import Attempt, read_attempts
 from slipstream.observe.group_flow import MAX_GROUPS, GroupPath, read_group_flow
 from slipstream.observe.states import is_missed, kind
-from slipstream.observe.timeline import (
-    UNLABELLED,
-    Counter,
-    Instant,
-    ProcessEnd,
-    ProcessStart,
-    Record,
-    Slice,
-    process_files,
-    process_order,
-)
 
 MAX_SLICES = 1_000_000
 SNAP_NS = 5_000_000
@@ -73,19 +65,16 @@ def merge_timelines(run_dir: Path, *, max_slices: int = MAX_SLICES, max_groups: 
     arrows.add_versions()
     marks = [mark for track in tracks.values() for mark in track.marks]
     streams: list[Iterable[Timed]] = [_slices(track) for track in tracks.values()]
-    first_ns: list[int] = []
+    first_ns = [time_ns for time_ns, _ in marks] + [ns for track in tracks.values() for ns in track.starts_ns[:1]]
     if _CONTROLLER in tracks:
         controller = tracks[_CONTROLLER]
         first_ns += [points[0][0] for points in flow.curves.values()]
         streams += [_curve(controller, name, points) for name, points in flow.curves.items()]
-        marks += [
-            (start_ns, {"ph": "i", "s": "g", **controller.place, "name": f"attempt {number}"})
-            for number, start_ns in controller.attempts.items()
-            if len(attempts) > 1
-        ]
-    streams += [sorted(marks, key=_time_ns), sorted(arrows.events, key=_time_ns)]
-    for track in tracks.values():
-        first_ns += [*track.starts_ns[:1], *(time_ns for time_ns, _ in track.marks)]
+        if len(attempts) > 1:
+            begun = {"ph": "i", "s": "g", **controller.place}
+            marks += [(ns, begun | {"name": f"attempt {number}"}) for number, ns in controller.attempts.items()]
+    in_time = itemgetter(0)
+    streams += [sorted(marks, key=in_time), sorted(arrows.events, key=in_time)]
     origin_ns = min(first_ns, default=0)
     notes = {
         "time 0": _day(attempts[-1], origin_ns),
@@ -100,20 +89,12 @@ def merge_timelines(run_dir: Path, *, max_slices: int = MAX_SLICES, max_groups: 
     encode = msgspec.json.Encoder().encode
     with disk_errors(target), replacing(target) as temporary, temporary.open("wb", buffering=1 << 20) as out:
         out.write(b'{"displayTimeUnit":"ms","otherData":' + encode(notes) + b',"traceEvents":[\n')
-        separator = b""
-        for event in _names(run_dir.resolve().name, tracks.values()):
-            out.write(separator + encode(event))
-            separator = b",\n"
-        for time_ns, event in heapq.merge(*streams, key=_time_ns):
-            event["ts"] = (time_ns - origin_ns) / 1e3
-            out.write(separator + encode(event))
-            separator = b",\n"
+        timed = heapq.merge(*streams, key=in_time)
+        events = (event | {"ts": (time_ns - origin_ns) / 1e3} for time_ns, event in timed)
+        for index, event in enumerate(chain(_names(run_dir.resolve().name, tracks.values()), events)):
+            out.write((b",\n" if index else b"") + encode(event))
         out.write(b"\n]}\n")
     return target
-
-
-def _time_ns(timed: Timed) -> int:
-    return timed[0]
 
 
 def _day(attempt: Attempt, origin_ns: int) -> str | None:
@@ -142,11 +123,11 @@ class _Track:
     taken: list[tuple[int, int, int]] = field(default_factory=list)  # (attempt, version, start of slice)
     is_kept: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))  # [slices]: what is drawn
 
-    def slices(self) -> Iterator[tuple[int, int, int, Slice]]:
+    def slices(self) -> Iterator[tuple[int, int, int, timeline.Slice]]:
         """(attempt, start, end, slice), ascending and disjoint: two processes that wrote at once take turns."""
         last_ns = None
         for attempt, record in self._records():
-            if isinstance(record, Slice):
+            if isinstance(record, timeline.Slice):
                 start_ns, end_ns = record.start_ns + attempt.shift_ns, record.end_ns + attempt.shift_ns
                 if last_ns is not None and start_ns < last_ns:
                     start_ns = last_ns
@@ -170,27 +151,27 @@ class _Track:
             self.starts_ns.append(start_ns)
             self.ends_ns.append(end_ns)
         for attempt, record in self._records():
-            if not isinstance(record, Slice):
+            if not isinstance(record, timeline.Slice):
                 self.marks.append((record.time_ns + attempt.shift_ns, self._mark(record)))
 
-    def _records(self) -> Iterator[tuple[Attempt, Record]]:
-        kinds: Any = Record
+    def _records(self) -> Iterator[tuple[Attempt, timeline.Record]]:
+        kinds: Any = timeline.Record
         for path, attempt in self.files:
             for _, record in intact_lines(path, kinds):
                 yield attempt, record
 
-    def _mark(self, record: ProcessStart | ProcessEnd | Instant | Counter) -> Event:
+    def _mark(self, record: timeline.ProcessStart | timeline.ProcessEnd | timeline.Instant | timeline.Counter) -> Event:
         match record:
-            case Counter():
+            case timeline.Counter():
                 return {"ph": "C", **self.place, "name": record.name, "args": record.values}
-            case Instant():
-                return {"ph": "i", "s": "t", **self.place, "name": record.name, "args": record.args}
-            case ProcessStart():
+            case timeline.Instant(name=name, args=args):
+                pass
+            case timeline.ProcessStart():
+                name = "process started"
                 args = {"os_pid": record.pid, "threads": record.threads, "device": record.device}
-                return {"ph": "i", "s": "t", **self.place, "name": "process started", "args": args}
-            case ProcessEnd():
-                args = {"cpu_s": record.cpu_ns / 1e9}
-                return {"ph": "i", "s": "t", **self.place, "name": "process ended", "args": args}
+            case timeline.ProcessEnd():
+                name, args = "process ended", {"cpu_s": record.cpu_ns / 1e9}
+        return {"ph": "i", "s": "t", **self.place, "name": name, "args": args}
 
     def keep(self, longer_than_ns: int) -> int:
         """Only slices longer than that are drawn and found, and those of versions. How many are not."""
@@ -214,10 +195,10 @@ def _read_tracks(attempts: Sequence[Attempt]) -> dict[str, _Track]:
     """By name, in the order of the loop, by which they are numbered from 1."""
     files: dict[str, list[tuple[Path, Attempt]]] = {}
     for attempt in attempts:
-        for path in process_files(attempt.folder):
+        for path in timeline.process_files(attempt.folder):
             files.setdefault(path.stem, []).append((path, attempt))
     tracks = {}
-    for tid, name in enumerate(sorted(files, key=process_order), start=1):
+    for tid, name in enumerate(sorted(files, key=timeline.process_order), start=1):
         tracks[name] = _Track(name, {"pid": _PID, "tid": tid}, files[name])
         tracks[name].read()
     return tracks
@@ -251,7 +232,7 @@ def _slices(track: _Track) -> Iterator[Timed]:
         if record.gap_ns:
             args["unlabelled, ms"] = record.gap_ns / 1e6
         of_kind = kind(record.state)
-        event: Event = {"ph": "X", **track.place, "name": record.state, "cat": of_kind or UNLABELLED}
+        event: Event = {"ph": "X", **track.place, "name": record.state, "cat": of_kind or timeline.UNLABELLED}
         event["dur"] = (end_ns - start_ns) / 1e3
         if of_kind == "wait":
             event["cname"] = "bad" if is_missed(record.state) else "grey"  # of the viewer's own colours, "bad" is amber
@@ -326,10 +307,6 @@ class _Arrows:
             self.num_left_out += 1
             return
         self._num += 1
-        for i, (track, at_ns) in enumerate(bound):
-            event: Event = {"ph": "t", **track.place, "cat": category, "name": name, "id": self._num}
-            if i == 0:
-                event["ph"] = "s"
-            if i == len(bound) - 1:
-                event |= {"ph": "f", "bp": "e"}
-            self.events.append((at_ns, event))
+        ends: list[Event] = [{"ph": "s"}, *({"ph": "t"} for _ in bound[2:]), {"ph": "f", "bp": "e"}]
+        for (track, at_ns), end in zip(bound, ends, strict=True):
+            self.events.append((at_ns, {**track.place, "cat": category, "name": name, "id": self._num} | end))

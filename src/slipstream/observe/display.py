@@ -84,7 +84,7 @@ class Display:
         self._start_s = self._drawn_s = self._clock.now_s()
         self._first_step_s: float | None = None
         self._first_step = 0
-        self._phase: tuple[str, int, int, dict[str, float]] | None = None
+        self._phase: tuple[str, int, int, list[str]] | None = None
         self._metrics: dict[str, Any] = {}
         self._num_done = 0
         self._spark: list[tuple[float, int]] = [(0.0, 0)] * min(_SPARK_WIDTH, steps)
@@ -103,10 +103,10 @@ class Display:
     def phase(self, name: str, done: int, total: int, metrics: Mapping[str, float] | None = None) -> None:
         """Progress of something outside the RL loop: the warm start, an evaluation, the export."""
         is_new = self._phase is None or self._phase[0] != name
-        self._phase = (name, done, total, dict(metrics or {}))
+        values = [f"{key} {value:.3g}" for key, value in (metrics or {}).items()]
+        self._phase = (name, done, total, values)
         if self._is_due(force=is_new or done == total):
-            parts = [f"{name} {done}/{total}", *(f"{key} {value:.3g}" for key, value in (metrics or {}).items())]
-            self._update("  ".join(parts))
+            self._update("  ".join([f"{name} {done}/{total}", *values]))
 
     def step(self, metrics: Mapping[str, Any]) -> None:
         """A step is done; `metrics` is its line of `metrics.jsonl` (names in `observe/metrics.py`)."""
@@ -274,9 +274,8 @@ class Display:
         grid.add_column(no_wrap=True, overflow="ellipsis")
         elapsed = duration(self._clock.now_s() - self._start_s)
         if self._phase is not None:
-            name, done, total, metrics = self._phase
-            values = "  ".join(f"{key} {value:.3g}" for key, value in metrics.items())
-            grid.add_row(name, _progress(done, total, f"{done}/{total}  {elapsed}  {values}"))
+            name, done, total, values = self._phase
+            grid.add_row(name, _progress(done, total, "  ".join([f"{done}/{total}", elapsed, *values])))
         if self._num_done:
             left = "" if (eta_s := self._eta_s()) is None else f"  {duration(eta_s)} left"
             label = f"{self._num_done}/{self._steps}  {elapsed}{left}"

@@ -7,7 +7,8 @@ and of too many points of a curve likewise.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -57,25 +58,24 @@ def read_group_flow(
     """Return the paths of groups through all attempts, each line of the files taken once."""
     paths, stride = _read_paths(attempts, max_groups)
     curves: dict[str, _Thinned[dict[str, float]]] = {}
-    admissions: dict[tuple[int, int], list[int]] = {}  # (ordinal, replica) -> times
-    drops: dict[int, list[int]] = {}
+    admissions: dict[tuple[int, int], list[int]] = defaultdict(list)  # (ordinal, replica) -> times
+    drops: dict[int, list[int]] = defaultdict(list)
     loop = _LoopCurves()
     for attempt, line in _decisions(attempts):
         time_ns = _ns(line.time_s) + attempt.shift_ns
         for command in line.commands:
             if isinstance(command, StartGroup) and command.ordinal % stride == 0:
-                admissions.setdefault((command.ordinal, command.replica), []).append(time_ns)
+                admissions[command.ordinal, command.replica].append(time_ns)
             elif isinstance(command, Skip):
                 for ordinal in command.ordinals:
                     if ordinal % stride == 0:
-                        drops.setdefault(ordinal, []).append(time_ns)
+                        drops[ordinal].append(time_ns)
         for name, values in loop.take(line):
             curves.setdefault(name, _Thinned(max_points)).add(time_ns, values)
     for path in paths:
         at_ns = admissions.get((path.ordinal, path.replica), [])
-        before_ns = [time for time in at_ns if time <= path.started_ns] or at_ns[
-            :1
-        ]  # the replica's clock may be behind
+        # The replica's clock may be behind.
+        before_ns = [time for time in at_ns if time <= path.started_ns] or at_ns[:1]
         path.admitted_ns = max(before_ns, default=None)
         if path.step is None:
             path.dropped_ns = next((time for time in drops.get(path.ordinal, []) if time >= path.scored_ns), None)
@@ -114,20 +114,9 @@ def _add(paths: dict[tuple[int, int | None, int], GroupPath], line: RolloutTimes
     started_ns, finished_ns, scored_ns = (
         _ns(seconds) + attempt.shift_ns for seconds in (line.started_s, line.finished_s, line.scored_s)
     )
-    key = (line.ordinal, line.step, attempt.number)
-    path = paths.get(key)
-    if path is None:
-        paths[key] = GroupPath(
-            ordinal=line.ordinal,
-            replica=line.replica,
-            attempt=attempt.number,
-            step=line.step,
-            started_ns=started_ns,
-            finished_ns=finished_ns,
-            scored_ns=scored_ns,
-            last_sample=line.sample,
-        )
-        return
+    group = line.ordinal, line.replica, attempt.number, line.step
+    new = GroupPath(*group, started_ns, finished_ns, scored_ns, last_sample=line.sample)
+    path = paths.setdefault((line.ordinal, line.step, attempt.number), new)
     path.started_ns = min(path.started_ns, started_ns)
     path.finished_ns = max(path.finished_ns, finished_ns)
     if scored_ns >= path.scored_ns:
@@ -175,7 +164,7 @@ class _LoopCurves:
 
     def take(self, line: Decision) -> Iterator[tuple[str, dict[str, float]]]:
         """Yield (name, values) of each curve that `line` changes."""
-        before = self._groups()
+        before = dict(self._loop.counts)
         self._loop.take(line)
         match line.event:
             case ScheduleBegan():
@@ -186,19 +175,12 @@ class _LoopCurves:
             case StepDone(version=version, metrics=metrics):
                 self._versions["trainer"] = version
                 yield "version", dict(self._versions)
-                yield from _of_step(metrics)
-        if (after := self._groups()) != before:
-            yield "groups", after
-
-    def _groups(self) -> dict[str, float]:
-        return {name: self._loop.counts[phase] for phase, name in CURVE_OF.items()}
-
-
-def _of_step(metrics: Mapping[str, float]) -> Iterator[tuple[str, dict[str, float]]]:
-    for curve, names in STEP_CURVES.items():
-        values = {word: metrics[name] for name, word in names.items() if math.isfinite(metrics.get(name, math.nan))}
-        if values:
-            yield curve, values
+                for curve, names in STEP_CURVES.items():
+                    known = {word: metrics[name] for name, word in names.items() if name in metrics}
+                    if values := {word: value for word, value in known.items() if math.isfinite(value)}:
+                        yield curve, values
+        if any(self._loop.counts[phase] != before[phase] for phase in CURVE_OF):
+            yield "groups", {name: self._loop.counts[phase] for phase, name in CURVE_OF.items()}
 
 
 @dataclass

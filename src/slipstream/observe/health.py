@@ -140,11 +140,6 @@ class Health:
         self._history = History()
         self._states = {name: _State() for name in RULES if name not in silent}
 
-    @property
-    def active(self) -> list[AlarmName]:
-        """Alarms that are on."""
-        return [name for name, state in self._states.items() if state.is_on]
-
     def update(self, metrics: Mapping[str, Any]) -> list[Alarm]:
         """Take a step's metrics, in order of steps. Lines of evaluations are passed over."""
         if not self._config.alarms or "step_s" not in metrics:

@@ -40,16 +40,12 @@ class SideWork:
         start_ns, end_ns = self._window
         inside = [one for one in slices if one.end_ns > start_ns and one.start_ns < end_ns]
         self._activity[side].append(_cumulative(inside, ACTIVE[side]))
-        self._pieces[side].append(
-            np.array(
-                [
-                    (one.start_ns, one.end_ns, one.state_ns * 1e-9, one.count, one.units)
-                    for one in inside
-                    if one.state in PIECES[side] and one.count
-                ],
-                dtype=np.float64,
-            ).reshape(-1, 5)
-        )
+        pieces = [
+            (one.start_ns, one.end_ns, one.state_ns * 1e-9, one.count, one.units)
+            for one in inside
+            if one.state in PIECES[side] and one.count
+        ]
+        self._pieces[side].append(np.array(pieces, dtype=np.float64).reshape(-1, 5))
 
     def interference(self) -> Interference:
         """How much slower each side is while the other computes."""

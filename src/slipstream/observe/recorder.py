@@ -11,7 +11,7 @@ import numpy as np
 from slipstream.core.clock import Clock
 from slipstream.core.jsonl import JsonlWriter, finite, read_jsonl
 from slipstream.core.run_log import Command, Decision, DecisionHead, Event, Outcome, RolloutLine, ScheduleBegan
-from slipstream.core.types import Completion, Group, Rollout
+from slipstream.core.types import Completion, Rollout
 
 
 class EventRecorder(JsonlWriter):
@@ -47,10 +47,6 @@ class RolloutRecorder(JsonlWriter):
     def __init__(self, path: Path, *, every: int = 1) -> None:
         super().__init__(path)
         self._every = every
-
-    def record_group(self, group: Group, *, step: int | None) -> None:
-        """Write the lines of `group`, which `step` trained; None when it was dropped."""
-        self.record([rollout_line(rollout) for rollout in group.rollouts], step=step)
 
     def record(self, lines: Iterable[RolloutLine], *, step: int | None) -> None:
         """Write the lines of whole groups, in any order, with their fate: `step` trained them, or they were dropped."""

@@ -171,9 +171,7 @@ class WeightsAndBiases:
 
     def alarm(self, line: AlarmLine) -> None:
         self._run.log({"step": line.step, f"alarm/{line.name}": float(line.has_begun)})
-        if line.has_begun:
-            level = self._levels.WARN if line.is_warning else self._levels.INFO
-            self._run.alert(title=line.name, text=line.text, level=level)
+        _alert(self._run, self._levels, line)
 
     def close(self, end: End | None) -> None:
         if end is not None:
@@ -205,14 +203,17 @@ class Trackio:
 
     def alarm(self, line: AlarmLine) -> None:
         self._run.log({f"alarm/{line.name}": float(line.has_begun)}, step=line.step)
-        if line.has_begun:
-            level = self._levels.WARN if line.is_warning else self._levels.INFO
-            self._run.alert(title=line.name, text=line.text, level=level)
+        _alert(self._run, self._levels, line)
 
     def close(self, end: End | None) -> None:
         if end is not None:  # it has no summaries
             self._run.alert(title=f"run {end.status}", level=self._levels.INFO)
         self._run.finish()
+
+
+def _alert(run: Any, levels: Any, line: AlarmLine) -> None:
+    if line.has_begun:
+        run.alert(title=line.name, text=line.text, level=levels.WARN if line.is_warning else levels.INFO)
 
 
 SINKS: dict[str, Callable[[Begin], Sink]] = {

@@ -8,7 +8,8 @@ native tooltip. All text is escaped here. This file has scales, lines and points
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from itertools import accumulate, pairwise
@@ -16,6 +17,7 @@ from itertools import accumulate, pairwise
 MAX_POINTS = 300  # of a line; a longer one becomes means of equal runs of neighbours, in a band of their extremes
 FEW_DOTS = 8  # of a line; more are small, or there would be nothing but dots
 MAX_STRIPS = 80  # of tooltips across a plot
+BLUE, ORANGE, GREEN, PURPLE = 0, 1, 2, 3  # the first hues
 NUM_HUES = 7  # hues are the colours .c0 to .c6 of the style sheet; from the eighth on they come again, dashed
 ACROSS = 1000.0  # units of a plot's width within its lines
 MIN_SPAN = 0.5  # of its largest value: what an axis that does not begin at 0 spans at least
@@ -184,8 +186,12 @@ def line_chart(
             kind, radius = ("dot", 3.5) if len(line) <= FEW_DOTS else ("dot small", 2.2)
             dots += [_dot(f"{kind} {one.kind}", place(point), radius) for point in line]
     lines += _limit_lines(limits, up, height)
+    shaded = [(across.at(band.start), across.at(band.end), band.text) for band in bands]
     parts = [
-        *(_band_rect(band, across, height) for band in bands),
+        *(
+            element("rect", "band", tip, x=percent(start), width=percent(max(end - start, 0.004)), height=height)
+            for start, end, tip in shaded
+        ),
         *axes(across, up, x.label, height),
         inner(lines, height),
         *dots,
@@ -208,10 +214,8 @@ def scatter(
         lines.append(curve("faint", f"c{hue % NUM_HUES}", (place((s.x, s.y)) for s in spots if s.hue == hue)))
     for s in spots:
         kind = f"c{s.hue % NUM_HUES}"
-        sideways, upright = (
-            [(s.x - s.x_error, s.y), (s.x + s.x_error, s.y)],
-            [(s.x, s.y - s.y_error), (s.x, s.y + s.y_error)],
-        )
+        sideways = [(s.x - s.x_error, s.y), (s.x + s.x_error, s.y)]
+        upright = [(s.x, s.y - s.y_error), (s.x, s.y + s.y_error)]
         lines += [curve("error", kind, map(place, ends)) for ends in (sideways, upright)]
         tip = f"{s.name}\n{x.label} {number(s.x)} ± {number(s.x_error)}\n{y.label} {number(s.y)} ± {number(s.y_error)}"
         dots.append(_dot(f"{'hollow' if s.is_hollow else 'dot'} {kind}", place((s.x, s.y)), 5, tip))
@@ -233,11 +237,6 @@ def _limit_lines(limits: Mapping[str, float], up: Scale, height: float) -> list[
     return [curve("limit", "", [(0.0, level), (1.0, level)]) for level in levels]
 
 
-def _band_rect(band: Band, across: Scale, height: float) -> str:
-    start, end = across.at(band.start), across.at(band.end)
-    return element("rect", "band", band.text, x=percent(start), width=percent(max(end - start, 0.004)), height=height)
-
-
 def _strokes(series: Series) -> tuple[list[Point], list[Point], list[Point]]:
     """Return the drawn line of a series, the points behind it and the band around it.
 
@@ -252,36 +251,24 @@ def _strokes(series: Series) -> tuple[list[Point], list[Point], list[Point]]:
     return line, [], tops + bottoms[::-1]
 
 
-def _line_strips(series: Sequence[Series], across: Scale, label: str, height: float) -> list[str]:
+def _line_strips(series: Sequence[Series], across: Scale, label: str, height: float) -> Iterator[str]:
     """Tooltips with the mean of each series between two borders, which lie between points where these are few."""
     places = sorted({across.at(x) for one in series for x, _ in one.points})
     if len(places) > MAX_STRIPS:
         borders = [i / MAX_STRIPS for i in range(MAX_STRIPS + 1)]
     else:
         borders = [0.0, *((a + b) / 2 for a, b in pairwise(places)), 1.0]
-    told: list[list[str]] = [[] for _ in borders[1:]]
-    where: list[list[float]] = [[] for _ in borders[1:]]
-    for one in series:
-        inside: list[list[Point]] = [[] for _ in borders[1:]]
-        index = 0
+    inside: dict[int, dict[int, list[Point]]] = {}  # border -> series -> points
+    for index, one in enumerate(series):
         for x, y in one.points:
-            while index < len(borders) - 2 and across.at(x) > borders[index + 1]:
-                index += 1
-            inside[index].append((x, y))
-        for i, own in enumerate(inside):
-            if own:
-                told[i].append(f"{one.name}: {number(sum(y for _, y in own) / len(own))}")
-                where[i] += [own[0][0], own[-1][0]]
-    return [
-        strip(borders[i], borders[i + 1], height, "\n".join([f"{label}: {_stretch(where[i])}", *lines]))
-        for i, lines in enumerate(told)
-        if lines
-    ]
-
-
-def _stretch(values: Sequence[float]) -> str:
-    low, high = min(values), max(values)
-    return number(low) if low == high else f"{number(low)} to {number(high)}"
+            border = min(bisect_left(borders, across.at(x), lo=1), len(borders) - 1)
+            inside.setdefault(border, {}).setdefault(index, []).append((x, y))
+    for border, lines in sorted(inside.items()):
+        ends = [x for points in lines.values() for x, _ in points]
+        low, high = min(ends), max(ends)
+        where = number(low) if low == high else f"{number(low)} to {number(high)}"
+        told = [f"{series[i].name}: {number(sum(y for _, y in own) / len(own))}" for i, own in sorted(lines.items())]
+        yield strip(borders[border - 1], borders[border], height, "\n".join([f"{label}: {where}", *told]))
 
 
 def _about(series: Sequence[Series], x: Axis) -> str:

@@ -8,29 +8,12 @@ from dataclasses import dataclass, replace
 from html import escape
 from itertools import groupby, islice
 from operator import itemgetter
+from typing import Any
 
+from slipstream.observe import svg
 from slipstream.observe.states import colour, in_words, kind, shares, totals_of
-from slipstream.observe.svg import (
-    MAX_STRIPS,
-    Axis,
-    Scale,
-    axes,
-    element,
-    empty,
-    inner,
-    legend,
-    number,
-    path,
-    percent,
-    plot,
-    scale_of,
-    shortened,
-    strip,
-    word,
-    x_axis,
-)
 
-MAX_COLUMNS = MAX_STRIPS
+MAX_COLUMNS = svg.MAX_STRIPS
 LETTER = 7.2  # pixels of a letter on a bar
 NARROW = 325.0  # pixels of a bar on a phone: what is written on it must fit there
 GANTT_WIDTH = 680.0  # pixels: the narrowest Gantt chart (`.gantt` in the style sheet scrolls)
@@ -63,7 +46,7 @@ class Bar:
 
     @property
     def tip(self) -> str:
-        told = f"{in_words(self.state)} {number((self.end_s - self.start_s) * 1e3)} ms"
+        told = f"{in_words(self.state)} {svg.number((self.end_s - self.start_s) * 1e3)} ms"
         return f"{told}, {self.detail}" if self.detail else told
 
 
@@ -81,7 +64,7 @@ def heat_map(
     rows: Sequence[str],
     *,
     title: str,
-    x: Axis,
+    x: svg.Axis,
     label: str,
     left: int = 46,
     lines_above: Mapping[str, str] | None = None,
@@ -95,36 +78,36 @@ def heat_map(
     totals = totals_of(column.counts for column in columns)
     everything = sum(totals.values())
     if everything <= 0.0:
-        return empty(missing)
+        return svg.empty(missing)
     pitch = max(15.0, 195.0 / max(2, len(rows)))
     height = pitch * len(rows)
-    across = scale_of([columns[0].start, columns[-1].end], x, most=5, is_fitted=True)
+    across = svg.scale_of([columns[0].start, columns[-1].end], x, most=5, is_fitted=True)
     tops = {row: height - pitch * (i + 1) for i, row in enumerate(rows)}
     whole = {row: percent_name(totals.get(row, 0.0) / everything) for row in rows}
-    parts = [word("axis", "100%", -13, "all", dx=7)]
+    parts = [svg.word("axis", "100%", -13, "all", dx=7)]
     for row, top in tops.items():
         middle = round(top + pitch / 2 + 4, 1)
-        parts += [word("tick end", "-7", middle, row), word("tick", "100%", middle, whole[row], dx=7)]
+        parts += [svg.word("tick end", "-7", middle, row), svg.word("tick", "100%", middle, whole[row], dx=7)]
         for shade, run in groupby(((_shade(column.counts, row), column) for column in columns), key=itemgetter(0)):
             own = [column for _, column in run]
             start, end = across.at(own[0].start), across.at(own[-1].end)
-            width, opacity = percent(end - start), f"{shade / SHADES:g}"
-            cell = element("rect", "heat", x=percent(start), y=top, width=width, height=pitch, fill_opacity=opacity)
-            parts += [cell] if shade else []
+            where: dict[str, Any] = {"x": svg.percent(start), "y": top, "width": svg.percent(end - start)}
+            if shade:
+                parts.append(svg.element("rect", "heat", **where, height=pitch, fill_opacity=f"{shade / SHADES:g}"))
     for row, name in (lines_above or {}).items():
-        parts.append(element("line", "limit", x1=0, x2="100%", y1=tops[row], y2=tops[row]))
-        parts.append(word("tick end", "100%", round(tops[row] - 4, 1), name, dx=-4))
+        parts.append(svg.element("line", "limit", x1=0, x2="100%", y1=tops[row], y2=tops[row]))
+        parts.append(svg.word("tick end", "100%", round(tops[row] - 4, 1), name, dx=-4))
     parts += [*_column_strips(columns, rows, across, x.label, height, str)]
-    parts += [element("rect", "frame", width="100%", height=height), x_axis(across, x.label, height)]
+    parts += [svg.element("rect", "frame", width="100%", height=height), svg.x_axis(across, x.label, height)]
     about = "Of everything: " + ", ".join(f"{row} {share}" for row, share in whole.items())
-    return shade_key() + plot(parts, title=title, about=about, height=height, label=label, left=left, right=48)
+    return shade_key() + svg.plot(parts, title=title, about=about, height=height, label=label, left=left, right=48)
 
 
 def areas(
     columns: Sequence[Column],
     *,
     title: str,
-    x: Axis,
+    x: svg.Axis,
     order: Sequence[str],
     height: int = 150,
     missing: str = "Nothing was recorded.",
@@ -134,9 +117,9 @@ def areas(
     totals = totals_of(column.counts for column in columns)
     states = [state for state in order if totals.get(state, 0.0) > 0.0]
     if not states:
-        return empty(missing)
-    across = scale_of([columns[0].start, columns[-1].end], x, most=5, is_fitted=True)
-    up = scale_of([0.0, 1.0], Axis("", is_share=True), most=4)
+        return svg.empty(missing)
+    across = svg.scale_of([columns[0].start, columns[-1].end], x, most=5, is_fitted=True)
+    up = svg.scale_of([0.0, 1.0], svg.Axis("", is_share=True), most=4)
     tops = [0.0] * len(columns)
     shapes = []
     for state in states:
@@ -146,21 +129,21 @@ def areas(
             [(across.at(at), height * (1 - y)) for c, y in zip(columns, edge, strict=True) for at in (c.start, c.end)]
             for edge in (tops, bottoms)
         )
-        outline = path(upper + lower[::-1])
-        shapes.append(element("polygon", points=outline, fill=colour(state), **_paleness(state)))
+        outline = svg.path(upper + lower[::-1])
+        shapes.append(svg.element("polygon", _pale(state), points=outline, fill=colour(state)))
         if kind(state) == "wait":
-            shapes.append(element("polygon", "hatch", points=outline))
-    parts = [inner(shapes, height), *axes(across, up, x.label, height)]
+            shapes.append(svg.element("polygon", "hatch", points=outline))
+    parts = [svg.inner(shapes, height), *svg.axes(across, up, x.label, height)]
     parts += _column_strips(columns, states, across, x.label, height, in_words)
     everything = sum(totals.values())
     about = ", ".join(f"{in_words(state)} {percent_name(totals[state] / everything)}" for state in states)
-    return plot(parts, title=title, about=about, height=height, label="share of its time")
+    return svg.plot(parts, title=title, about=about, height=height, label="share of its time")
 
 
 def _column_strips(
     columns: Sequence[Column],
     rows: Sequence[str],
-    across: Scale,
+    across: svg.Scale,
     label: str,
     height: float,
     words: Callable[[str], str],
@@ -170,8 +153,8 @@ def _column_strips(
         whole, counts = sum(column.counts.values()), column.counts
         if whole > 0.0:
             told = [f"{words(row)}: {percent_name(counts[row] / whole)}" for row in reversed(rows) if counts.get(row)]
-            where = f"{label} {number(column.start)} to {number(column.end)}"
-            yield strip(across.at(column.start), across.at(column.end), height, "\n".join([where, *told]))
+            where = f"{label} {svg.number(column.start)} to {svg.number(column.end)}"
+            yield svg.strip(across.at(column.start), across.at(column.end), height, "\n".join([where, *told]))
 
 
 def state_bars(
@@ -188,14 +171,14 @@ def state_bars(
     pitch, bar = 50, 24
     rows = {name: seconds for name, seconds in rows.items() if shares(seconds)}
     if not rows:
-        return empty(missing)
+        return svg.empty(missing)
     longest_s = max(sum(seconds.values()) for seconds in rows.values())
     order = work_first(rows.values())
     parts, told = [], []
     seen: dict[str, None] = {}
     for y, (name, seconds) in zip(range(0, pitch * len(rows), pitch), rows.items(), strict=True):
         total_s, found = sum(seconds.values()), shares(seconds)
-        told_s = f" {number(total_s)} s" if is_scaled else ""
+        told_s = f" {svg.number(total_s)} s" if is_scaled else ""
         told.append(f"{name}{told_s}: " + ", ".join(f"{in_words(s)} {percent_name(share)}" for s, share in found[:4]))
         soft = told_s + (f"  {notes[name]}" if notes and name in notes else "")
         parts.append(_row_name(y, name, f'<tspan class="soft">{escape(soft)}</tspan>'))
@@ -206,12 +189,12 @@ def state_bars(
             if share >= LEGEND_SHARE:
                 seen[state] = None
             width = share * length
-            tip = f"{name}: {in_words(state)} {number(seconds[state])} s, {percent_name(share)}"
+            tip = f"{name}: {in_words(state)} {svg.number(seconds[state])} s, {percent_name(share)}"
             texts = (f"{in_words(state)} {share:.0%}", f"{share:.0%}")
             parts += [block(at, y + 19, width, bar, state, tip), *_on_bar(at, width, y + 19, bar, state, texts, NARROW)]
             at += width
     height = pitch * len(rows)
-    drawn = plot(parts, title=title, about="; ".join(told), height=height, left=0, right=0, has_axes=False)
+    drawn = svg.plot(parts, title=title, about="; ".join(told), height=height, left=0, right=0, has_axes=False)
     return state_legend(seen) + drawn
 
 
@@ -227,13 +210,13 @@ def gantt(
     """Draw the slices of processes between two moments, counted from `origin`; instants are triangles under a row."""
     rows = [row for row in rows if row.bars]
     if not rows or end_s <= start_s:
-        return empty(missing)
+        return svg.empty(missing)
     pitch, bar = 56, 22
     height, length_s = pitch * len(rows), end_s - start_s
     unit, divisor = ("milliseconds", 1e-3) if length_s < 1.0 else ("seconds", 1.0)
-    across = scale_of([0.0, length_s / divisor], Axis(""), most=8, is_fitted=True)
-    places = [percent(across.at(tick)) for tick in across.ticks]
-    parts = [element("line", "grid", x1=place, x2=place, y1=0, y2=height) for place in places]
+    across = svg.scale_of([0.0, length_s / divisor], svg.Axis(""), most=8, is_fitted=True)
+    places = [svg.percent(across.at(tick)) for tick in across.ticks]
+    parts = [svg.element("line", "grid", x1=place, x2=place, y1=0, y2=height) for place in places]
     seen: dict[str, None] = {}
     for y, row in zip(range(0, height, pitch), rows, strict=True):
         parts.append(_row_name(y, row.name))
@@ -247,14 +230,12 @@ def gantt(
                 texts = (one.text, one.text.split()[-1])
                 parts += _on_bar(at, width, y + 18, bar, one.state, texts, GANTT_WIDTH)
         for seconds, text in row.marks:
-            triangle = element("path", "", text, d="M-4 8 h8 l-4 -7 z")
-            parts.append(
-                f'<svg class="mark" x="{percent((seconds - start_s) / length_s)}" y="{y + 41}">{triangle}</svg>'
-            )
-    parts.append(x_axis(across, f"{unit} since {origin}" if origin else unit, height))
+            triangle, at = svg.element("path", "", text, d="M-4 8 h8 l-4 -7 z"), (seconds - start_s) / length_s
+            parts.append(f'<svg class="mark" x="{svg.percent(at)}" y="{y + 41}">{triangle}</svg>')
+    parts.append(svg.x_axis(across, f"{unit} since {origin}" if origin else unit, height))
     marker = [("an event, such as a swap of weights", "triangle", "")] if any(row.marks for row in rows) else []
-    about = f"{len(rows)} processes over {number(length_s)} seconds: " + ", ".join(row.name for row in rows)
-    drawn = plot(parts, title=title, about=about, height=height, left=14, right=14)
+    about = f"{len(rows)} processes over {svg.number(length_s)} seconds: " + ", ".join(row.name for row in rows)
+    drawn = svg.plot(parts, title=title, about=about, height=height, left=14, right=14)
     box = f'<div class="gantt" role="region" aria-label="{escape(title)}" tabindex="0">{drawn}</div>'
     return state_legend(seen, marker) + box
 
@@ -307,7 +288,7 @@ def ranked(rows: Sequence[tuple[str, float, str]], *, hue: int) -> str:
     most = max((value for _, value, _ in rows), default=0.0)
     items = "".join(
         f'<li><span>{escape(name)}</span><b>{escape(words)}</b><svg class="bar" height="8" aria-hidden="true">'
-        f"{element('rect', f'fill c{hue}', width=percent(value / most), height=8)}</svg></li>"
+        f"{svg.element('rect', f'fill c{hue}', width=svg.percent(value / most), height=8)}</svg></li>"
         for name, value, words in rows
         if most > 0.0
     )
@@ -316,41 +297,37 @@ def ranked(rows: Sequence[tuple[str, float, str]], *, hue: int) -> str:
 
 def block(place: float, y: float, width: float, height: float, state: str, tip: str) -> str:
     """A stretch of time in `state`. Waiting is hatched as well as coloured: not everybody sees the colours."""
-    where = {"x": percent(place), "y": f"{y:g}", "width": percent(width), "height": f"{height:g}"}
+    where = {"x": svg.percent(place), "y": f"{y:g}", "width": svg.percent(width), "height": f"{height:g}"}
     is_hatched = kind(state) == "wait" and width > HATCHED
-    hatch = element("rect", "hatch", **where) if is_hatched else ""
-    return element("rect", tip=tip, fill=colour(state), **where, **_paleness(state)) + hatch
+    hatch = svg.element("rect", "hatch", **where) if is_hatched else ""
+    return svg.element("rect", _pale(state), tip, fill=colour(state), **where) + hatch
 
 
 def _row_name(y: int, name: str, more: str = "") -> str:
-    return f'<text class="name" x="0" y="{y + 13}">{escape(shortened(name, MAX_NAME))}{more}</text>'
+    return f'<text class="name" x="0" y="{y + 13}">{escape(svg.shortened(name, MAX_NAME))}{more}</text>'
 
 
 def _on_bar(
     place: float, width: float, y: float, height: float, state: str, texts: Iterable[str], pixels: float
 ) -> list[str]:
     """The first of `texts` for which a bar has room, where whole bars are `pixels` wide; none where it has for none."""
-    kind = "on-pale" if _is_pale(state) else "on-dark" if _luminance(colour(state)) < 0.21 else "on-light"
+    kind = "on-pale" if _pale(state) else "on-dark" if _luminance(colour(state)) < 0.21 else "on-light"
     fitting = (text for text in texts if len(text) * LETTER + 6.0 <= width * pixels)
-    return [word(kind, percent(place + width / 2), y + height / 2 + 4, text) for text in islice(fitting, 1)]
+    return [svg.word(kind, svg.percent(place + width / 2), y + height / 2 + 4, text) for text in islice(fitting, 1)]
 
 
-def _paleness(state: str) -> dict[str, str]:
-    return {"class": "pale"} if _is_pale(state) else {}
-
-
-def _is_pale(state: str) -> bool:
-    """Whether the colour of `state` would glare on a dark page."""
-    return _luminance(colour(state)) > 0.6
+def _pale(state: str) -> str:
+    """The class of a state whose colour would glare on a dark page; empty for others."""
+    return "pale" if _luminance(colour(state)) > 0.6 else ""
 
 
 def state_legend(states: Iterable[str], more: Sequence[tuple[str, str, str]] = ()) -> str:
     """States with their colours; those that look the same share an entry."""
     names: dict[tuple[str, str], list[str]] = {}
     for state in states:
-        look = "pale" if _is_pale(state) else "hatched" if kind(state) == "wait" else ""
+        look = _pale(state) or ("hatched" if kind(state) == "wait" else "")
         names.setdefault((colour(state), look), []).append(in_words(state))
-    return legend([*((" / ".join(own), f"block {look}", shade) for (shade, look), own in names.items()), *more])
+    return svg.legend([*((" / ".join(own), f"block {look}", shade) for (shade, look), own in names.items()), *more])
 
 
 def shade_key() -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,12 +11,11 @@ import msgspec
 
 from slipstream.core.observe_sections import AlarmName
 from slipstream.observe.evaluation import MOMENTS
-from slipstream.observe.report.data import CLOCKS, Clock, RunData
+from slipstream.observe.report.data import CLOCKS, Clock, Compared, RunData
 from slipstream.observe.report.html import card, cards, folded, folded_on_phones, part, table, text
 from slipstream.observe.svg import Axis, Band, Series, Spot, line_chart, line_legend, number, scatter, smoothed, thin
-from slipstream.observe.svg_blocks import Column, merged, percent_name
+from slipstream.observe.svg_blocks import Column, heat_map, merged, percent_name
 
-BLUE, ORANGE, GREEN, PURPLE = 0, 1, 2, 3
 TABLE_ROWS = 12
 Part = Literal["learning", "off-policy", "time"]
 
@@ -60,21 +59,20 @@ def charts(run: RunData, part: Part) -> list[str]:
     return [chart.drawn(run) for chart in CHARTS if chart.part == part]
 
 
-def overlays(runs: Iterable[tuple[str, int, RunData]], part: Part) -> list[str]:
-    """The cards of one part of a comparison; runs are (name, hue, run), and those that lack a metric have no line."""
-    runs = list(runs)
-
-    def drawn(chart: Chart) -> str:
-        lines = [overlaid(run, chart.lines[0][0], "step", name, hue) for name, hue, run in runs]
-        return chart_card(chart.title, chart.compared, lines, chart.axis)
-
-    return [drawn(chart) for chart in CHARTS if chart.part == part and chart.compared]
+def overlays(runs: Sequence[Compared], part: Part) -> list[str]:
+    """The cards of one part of a comparison; runs that lack a metric have no line."""
+    chosen = [chart for chart in CHARTS if chart.part == part and chart.compared]
+    return [chart_card(one.title, one.compared, overlaid(runs, one.lines[0][0], "step"), one.axis) for one in chosen]
 
 
-def overlaid(run: RunData, metric: str, clock: Clock, name: str, hue: int) -> Series:
-    """A run's line among those of others: smooth, or with dots where it was measured now and then."""
-    points, is_held_out = run.history.points(metric, clock), metric.startswith("eval_")
-    return Series(name, points if is_held_out else smoothed(points, run.history.window), hue, has_dots=is_held_out)
+def overlaid(runs: Sequence[Compared], metric: str, clock: Clock) -> list[Series]:
+    """The lines of several runs: smooth, or with dots where it was measured now and then."""
+    is_held_out = metric.startswith("eval_")
+    found = [(one, one.run.history.points(metric, clock), one.run.history.window) for one in runs]
+    return [
+        Series(one.name, points if is_held_out else smoothed(points, window), one.hue, has_dots=is_held_out)
+        for one, points, window in found
+    ]
 
 
 def chart_card(
@@ -150,27 +148,37 @@ def numbers(series: Sequence[Series], label: str) -> str:
     return folded("Numbers", table([label, *(one.name for one in series)], body, kind="numbers"))
 
 
-def column_numbers(columns: Sequence[Column], rows: Sequence[str], label: str) -> str:
-    """The columns of a heat map as a table of shares, added up to a few."""
+def heat_card(
+    title: str,
+    note: str,
+    columns: Sequence[Column],
+    rows: Sequence[str],
+    *,
+    label: str,
+    left: int,
+    lines_above: Mapping[str, str] | None = None,
+    missing: str = "Nothing was measured.",
+    folds: bool = True,
+) -> str:
+    """A heat map over the steps in a card, with its columns as a table of shares, added up to a few."""
     body = []
     for column in merged(columns, TABLE_ROWS):
         whole = sum(column.counts.values())
         if whole > 0.0:
             shares = (percent_name(column.counts.get(row, 0.0) / whole) for row in rows)
             body.append([f"{number(column.start)} – {number(column.end)}", *shares])
-    return folded("Numbers", table([label, *rows], body, kind="numbers"))
+    chart = heat_map(
+        columns, rows, title=title, x=Axis("step"), label=label, left=left, lines_above=lines_above, missing=missing
+    )
+    details = folded("Numbers", table(["step", *rows], body, kind="numbers"))
+    return card(title, note, chart, details=details, folds=folds)
 
 
 # Evaluations at the end: what was gained, at what price
 
 
-@dataclass(frozen=True)
-class EvaluatedRun:
-    """The findings of the stage `evaluate` about a run, and its colour."""
-
-    name: str
-    hue: int
-    found: Mapping[str, Any]
+EvaluatedRun = tuple[str, int, Mapping[str, Any]]
+"""The name of a run, its colour and the findings of the stage `evaluate`."""
 
 
 def gained(content: Sequence[str]) -> str:
@@ -181,45 +189,30 @@ def gained(content: Sequence[str]) -> str:
 
 def against_kl(runs: Sequence[EvaluatedRun]) -> str:
     """Gold win rate against KL to the reference, before and after RL."""
-    spots = spots_of(runs)
-    if not spots:
+    if not (spots := spots_of(runs)):
         return ""
-    chart = scatter(
-        spots,
-        title="Gold win rate against KL",
-        x=Axis("KL to the reference, nats per completion", low=0.0),
-        y=Axis("gold win rate", low=0.0, is_share=True),
-        limits={"as good as the references": 0.5},
-    )
+    x = Axis("KL to the reference, nats per completion", low=0.0)
+    y, level = Axis("gold win rate", low=0.0, is_share=True), {"as good as the references": 0.5}
     note = (
         "Hollow before RL, full after it, with standard errors; dashed: as good as the references. Up is better. Far "
         "to the right and not up, the policy has learned what the reward likes and gold does not."
     )
-    shown = [one for one in runs if any(spot.hue == one.hue for spot in spots)]
-    legend = line_legend([Series(one.name, [], one.hue, has_dots=True) for one in shown if one.name])
-    return card("Gold win rate against KL", note, legend + chart)
+    hues = {spot.hue for spot in spots}
+    legend = line_legend([Series(name, [], hue, has_dots=True) for name, hue, _ in runs if name and hue in hues])
+    title = "Gold win rate against KL"
+    return card(title, note, legend + scatter(spots, title=title, x=x, y=y, limits=level))
 
 
 def spots_of(runs: Sequence[EvaluatedRun]) -> list[Spot]:
     """The moments at which both were measured."""
     spots = []
-    for one in runs:
+    for name, hue, found in runs:
         for moment in MOMENTS:
-            gold, drift = one.found[moment]["gold"], one.found[moment]["drift"]
-            if drift["kl"] is None or "win_rate" not in gold:
+            rate, drift = found[moment]["gold"].get("win_rate"), found[moment]["drift"]["kl"]
+            moved = drift and drift["per_sequence"]
+            if rate is None or moved is None or rate["mean"] is None or moved["mean"] is None:
                 continue
-            rate, moved = gold["win_rate"], drift["kl"]["per_sequence"]
-            if rate["mean"] is None or moved["mean"] is None:
-                continue
-            spots.append(
-                Spot(
-                    f"{one.name}, {moment} RL" if one.name else f"{moment} RL",
-                    moved["mean"],
-                    rate["mean"],
-                    one.hue,
-                    moved["standard_error"] or 0.0,
-                    rate["standard_error"] or 0.0,
-                    is_hollow=moment == MOMENTS[0],
-                )
-            )
+            errors = moved["standard_error"] or 0.0, rate["standard_error"] or 0.0
+            called = f"{name}, {moment} RL" if name else f"{moment} RL"
+            spots.append(Spot(called, moved["mean"], rate["mean"], hue, *errors, is_hollow=moment == MOMENTS[0]))
     return spots

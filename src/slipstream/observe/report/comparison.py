@@ -5,26 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
 from pathlib import Path
-from statistics import fmean, stdev
-from typing import Literal
+from statistics import stdev
+from typing import Literal, NamedTuple
 
 from slipstream.core.disk import replace_file
 from slipstream.core.errors import ConfigError
 from slipstream.observe.display import duration, plural
 from slipstream.observe.noise import ERRORS, LEAST_TREND, Estimate, mean_of
-from slipstream.observe.report.charts import (
-    EvaluatedRun,
-    against_kl,
-    chart_card,
-    gained,
-    overlaid,
-    overlays,
-    spots_of,
-    three_clocks,
-)
-from slipstream.observe.report.data import Clock, RunData, as_saved, meaning, read_run, shown
+from slipstream.observe.report.charts import against_kl, chart_card, gained, overlaid, overlays, spots_of, three_clocks
+from slipstream.observe.report.data import Compared, RunData, as_saved, meaning, read_run, shown
 from slipstream.observe.report.html import card, cards, document, field, items, part, table, text
 from slipstream.observe.report.overview import status_of
 from slipstream.observe.svg import Axis, Point, Series, empty, number, shortened, smoothed
@@ -41,16 +33,6 @@ MAX_TRIED = 40  # fields
 MAX_VALUE = 40  # letters of a field's value, in one
 MIN_FIELD = 4  # letters of a field that says what it is of: "lr" does not
 BOLD = "Bold is better than each of the others by more than noise: twice the standard error of their difference."
-
-
-@dataclass(frozen=True)
-class Compared:
-    """A run among others: what it is called here, what stands beside its name, and its colour."""
-
-    run: RunData
-    name: str
-    beside: str
-    hue: int
 
 
 def write_comparison(run_dirs: Sequence[Path], *, out: Path | None = None) -> Path:
@@ -170,14 +152,10 @@ def _learning(runs: Sequence[Compared]) -> str:
         _clocks(runs, "Held-out accuracy", "eval_accuracy", "accuracy, greedy"),
         _clocks(runs, "Held-out reward", "eval_reward", "mean reward, greedy"),
         _clocks(runs, "Reward", "reward", "reward of the batch"),
-        cards(*overlays(_lines(runs), "learning")),
+        cards(*overlays(runs, "learning")),
     ]
     lead = "The first picture of a row tells what a step teaches, the last one what an hour does."
     return part("learning", "Who learns faster?", lead, pictures)
-
-
-def _lines(runs: Sequence[Compared]) -> list[tuple[str, int, RunData]]:
-    return [(one.name, one.hue, one.run) for one in runs]
 
 
 def _clocks(runs: Sequence[Compared], title: str, name: str, label: str) -> str:
@@ -186,16 +164,13 @@ def _clocks(runs: Sequence[Compared], title: str, name: str, label: str) -> str:
     window = max(one.run.history.window for one in runs)
     if window > 1 and not name.startswith("eval_"):
         note += f" Means of up to {window} neighbouring steps."
-
-    def series_of(clock: Clock) -> list[Series]:
-        return [overlaid(one.run, name, clock, one.name, one.hue) for one in runs]
-
-    return three_clocks(title, note, [one.run for one in runs], series_of, Axis(label, low=0.0), height=220)
+    several = [one.run for one in runs]
+    return three_clocks(title, note, several, partial(overlaid, runs, name), Axis(label, low=0.0), height=220)
 
 
 def _evaluation(runs: Sequence[Compared]) -> str:
     """Nothing where no run has both a win rate and a KL."""
-    evaluated = [EvaluatedRun(one.name, one.hue, one.run.evaluation) for one in runs if one.run.evaluation is not None]
+    evaluated = [(one.name, one.hue, one.run.evaluation) for one in runs if one.run.evaluation is not None]
     if not (spots := spots_of(evaluated)):
         return ""
     rows = [[text(s.name), f"{s.x:.2f} ± {s.x_error:.2f}", f"{s.y:.1%} ± {s.y_error:.1%}"] for s in spots]
@@ -214,30 +189,27 @@ def _off_policy(runs: Sequence[Compared]) -> str:
     note = "How many training steps old a token was when it was trained on; a synchronous run has all at 0."
     first = chart_card(title, note, ages, share, x=Axis("age in steps", low=0.0), folds=False)
     lead = "What was sampled while others were trained comes from older versions of the policy."
-    return part("off-policy", "Whose data was older?", lead, [cards(first, *overlays(_lines(runs), "off-policy"))])
+    return part("off-policy", "Whose data was older?", lead, [cards(first, *overlays(runs, "off-policy"))])
 
 
 def _time(runs: Sequence[Compared]) -> str:
-    rows: dict[str, Mapping[str, float]] = {}
-    sides = list(dict.fromkeys(name for one in runs for name in one.run.times.loop if name != "controller"))
-    for process in sides:
-        for one in runs:
-            seconds = one.run.times.loop.get(process)
-            if seconds is not None:
-                count = max(1, len(one.run.times.spans))
-                rows[f"{process} · {one.name}"] = {state: value / count for state, value in seconds.items()}
-    chart = state_bars(
-        rows,
-        title="Seconds of a step by process, run and state",
-        is_scaled=True,
-        missing="There are no timelines of these runs.",
-    )
+    sides = dict.fromkeys(name for one in runs for name in one.run.times.loop if name != "controller")
+    rows = {
+        f"{process} · {one.name}": {
+            state: value / max(1, len(one.run.times.spans)) for state, value in one.run.times.loop[process].items()
+        }
+        for process in sides
+        for one in runs
+        if process in one.run.times.loop
+    }
+    title, missing = "Seconds of a step by process, run and state", "There are no timelines of these runs."
+    chart = state_bars(rows, title=title, is_scaled=True, missing=missing)
     told = [f"{one.name}: {one.run.times.verdict}" for one in runs if one.run.times.verdict]
     note = "The length of a bar is a step's time, the mean over all of them; work first, then, hatched, waiting."
     pictures = [
         card("What a step is spent on", note, chart, size="wide"),
         card("What holds each of them up", "", items(told, kind="plain"), size="wide", folds=True) if told else "",
-        cards(*overlays(_lines(runs), "time")),
+        cards(*overlays(runs, "time")),
     ]
     return part("time", "Whose time went where?", "Means over the steps of each run's last attempt.", pictures)
 
@@ -250,12 +222,8 @@ def _setup(runs: Sequence[Compared]) -> str:
     head = ["field", *(one.name for one in runs), "what it is"]
     note = "Fields of the configuration in which the runs differ; all others are equal."
     content = table(head, rows, kind="config", stacks=True) or empty("None: the runs have one configuration.")
-    return part(
-        "setup",
-        "What was different?",
-        "Whatever differs in the pictures comes from here, or from chance.",
-        [card("Configuration", note, content, size="wide", folds=True)],
-    )
+    lead = "Whatever differs in the pictures comes from here, or from chance."
+    return part("setup", "What was different?", lead, [card("Configuration", note, content, size="wide", folds=True)])
 
 
 def differing_fields(runs: Sequence[RunData], *, apart_from: Collection[str] = NOT_COMPARED) -> dict[str, list[object]]:
@@ -269,12 +237,8 @@ def differing_fields(runs: Sequence[RunData], *, apart_from: Collection[str] = N
 # Outcomes, number by number
 
 
-@dataclass(frozen=True)
-class OutcomeRow:
-    """A line of the table. `measure` is None where a run does not have it.
-
-    `best` picks the better of several values; None where none is better, or where they are not of the same thing.
-    """
+class OutcomeRow(NamedTuple):
+    """A line of the table: `measure` is None where a run lacks it, `best` picks the better value where one is."""
 
     name: str
     measure: Callable[[RunData], Estimate | float | None]
@@ -283,38 +247,29 @@ class OutcomeRow:
 
 
 def outcome_table(runs: Mapping[str, RunData]) -> str:
-    several = list(runs.values())
-    has_one_batch = (
-        len({(run.config.get("groups_per_step"), run.config.get("completions_per_group")) for run in several}) == 1
-    )
+    several, line, percent = list(runs.values()), OutcomeRow, "{:.1%}".format
+    batches = {(run.config.get("groups_per_step"), run.config.get("completions_per_group")) for run in several}
+    best_score, best_step = max if are_alike(several) else None, min if len(batches) == 1 else None
     lines = [
-        OutcomeRow("held-out accuracy before, greedy", lambda run: run.held_out[0].accuracy, "{:.1%}".format),
-        OutcomeRow(
-            "held-out accuracy after, greedy",
-            lambda run: run.held_out_score,
-            "{:.1%}".format,
-            max if are_alike(several) else None,
-        ),
-        OutcomeRow("held-out mean reward before, greedy", lambda run: run.held_out[0].reward, number),
-        OutcomeRow("held-out mean reward after, greedy", lambda run: run.held_out[1].reward, number),
-        OutcomeRow("held-out prompts", _num_held_out, number),
-        OutcomeRow("steps", lambda run: float(len(run.history.steps)), number),
-        OutcomeRow("whole run", lambda run: run.wall_s, span),
-        OutcomeRow("a step, mean", lambda run: run.times.step_s, "{:.3f} s".format, min if has_one_batch else None),
-        OutcomeRow("sampled tokens/s", lambda run: _rate(run, "generated"), number),
-        OutcomeRow("trained tokens/s", lambda run: _rate(run, "trained"), number, max),
-        OutcomeRow("age of a trained token, mean", lambda run: run.mean_staleness, "{:.2f} steps".format),
-        OutcomeRow(
-            "age of a trained token, most", lambda run: run.max_staleness, lambda age: plural(round(age), "step")
-        ),
-        OutcomeRow("effective sample size, mean", _mean_ess, percent_name),
-        OutcomeRow("trainer waits", lambda run: run.idle("trainer"), percent_name),
-        OutcomeRow("generators wait", lambda run: run.idle("generator"), percent_name),
-        OutcomeRow("wasted tokens, of those trained on", lambda run: run.wasted_share, percent_name),
-        OutcomeRow("alarms", lambda run: float(len(run.alarms)), number),
+        line("held-out accuracy before, greedy", lambda run: run.held_out[0].accuracy, percent),
+        line("held-out accuracy after, greedy", lambda run: run.held_out_score, percent, best_score),
+        line("held-out mean reward before, greedy", lambda run: run.held_out[0].reward, number),
+        line("held-out mean reward after, greedy", lambda run: run.held_out[1].reward, number),
+        line("held-out prompts", lambda run: run.num_held_out if run.evaluations.after else None, number),
+        line("steps", lambda run: float(len(run.history.steps)), number),
+        line("whole run", lambda run: run.wall_s, span),
+        line("a step, mean", lambda run: run.times.step_s, "{:.3f} s".format, best_step),
+        line("sampled tokens/s", lambda run: _rate(run, "generated"), number),
+        line("trained tokens/s", lambda run: _rate(run, "trained"), number, max),
+        line("age of a trained token, mean", lambda run: run.mean_staleness, "{:.2f} steps".format),
+        line("age of a trained token, most", lambda run: run.max_staleness, lambda age: plural(round(age), "step")),
+        line("effective sample size, mean", lambda run: mean_of(run.history.values("ess")), percent_name),
+        line("trainer waits", lambda run: run.idle("trainer"), percent_name),
+        line("generators wait", lambda run: run.idle("generator"), percent_name),
+        line("wasted tokens, of those trained on", lambda run: run.wasted_share, percent_name),
+        line("alarms", lambda run: float(len(run.alarms)), number),
     ]
-    rows = (row for line in lines if (row := _row(line, several)))
-    return table(["", *runs], rows, kind="outcomes")
+    return table(["", *runs], (cells for one in lines if (cells := _row(one, several))), kind="outcomes")
 
 
 def are_alike(runs: Sequence[RunData]) -> bool:
@@ -384,15 +339,10 @@ def _row(line: OutcomeRow, runs: Sequence[RunData]) -> list[str]:
     measured = [one if isinstance(one, Estimate) or one is None else Estimate(one) for one in found]
     if not any(measured):
         return []
-    words = ["-" if one is None else text(line.words(one.value)) for one in measured]
     best = _best(line, [one for one in measured if one is not None])
-    return [
-        text(line.name),
-        *(
-            f"<b>{word}</b>" if one is not None and one is best else word
-            for word, one in zip(words, measured, strict=True)
-        ),
-    ]
+    words = ["-" if one is None else text(line.words(one.value)) for one in measured]
+    bold = (f"<b>{word}</b>" if best and one is best else word for word, one in zip(words, measured, strict=True))
+    return [text(line.name), *bold]
 
 
 def _best(line: OutcomeRow, known: Sequence[Estimate]) -> Estimate | None:
@@ -404,10 +354,6 @@ def _best(line: OutcomeRow, known: Sequence[Estimate]) -> Estimate | None:
     return best if all(one is best or best.differs(one) for one in known) else None
 
 
-def _num_held_out(run: RunData) -> float | None:
-    return None if run.evaluations.after is None else float(run.num_held_out)
-
-
 def _rate(run: RunData, which: Literal["generated", "trained"]) -> Estimate | None:
     """Its error is that of the mean of the steps' rates."""
     if run.summary is None or not run.history.steps:
@@ -416,8 +362,3 @@ def _rate(run: RunData, which: Literal["generated", "trained"]) -> Estimate | No
     value = speed.generated_tokens_per_s if which == "generated" else speed.trained_tokens_per_s
     by_step = mean_of(run.history.values(f"{which}_tokens_per_s"))
     return None if value is None else Estimate(value, None if by_step is None else by_step.error)
-
-
-def _mean_ess(run: RunData) -> float | None:
-    values = run.history.values("ess")
-    return fmean(values) if values else None

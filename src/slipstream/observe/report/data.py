@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice, pairwise
+from itertools import accumulate, islice, pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
@@ -26,7 +26,7 @@ from slipstream.core.recipes import read_toml
 from slipstream.core.run_lock import is_held
 from slipstream.core.run_log import Metrics, Outcome, RolloutLine, read_metrics
 from slipstream.core.sections import HARD_BOUND
-from slipstream.observe.accounting import read_accounting
+from slipstream.observe.accounting import accounting_bytes, read_accounting
 from slipstream.observe.attempts import read_attempts
 from slipstream.observe.balance import Balance
 from slipstream.observe.evaluation import EVALUATION_FILE
@@ -71,13 +71,9 @@ class MetricsHistory:
                 line["signal_frac"] = 1.0 - line["no_signal_frac"]
         self._made = {int(line["version"]): index for index, line in enumerate(self.steps)}  # version -> its step
         self.began_s = self.steps[0]["wall_s"] - self.steps[0]["step_s"] if self.steps else 0.0
-        tokens, total = [], 0.0
-        for line in self.steps:
-            total += line.get("tokens_trained") or 0.0
-            tokens.append(total)
         self.clocks: dict[Clock, list[float]] = {
             "step": [float(line["step"]) for line in self.steps],
-            "tokens": tokens,
+            "tokens": list(accumulate(line.get("tokens_trained") or 0.0 for line in self.steps)),
             "time": [line["wall_s"] - self.began_s for line in self.steps],
         }
         self.window = max(3, len(self.steps) // 15 | 1) if len(self.steps) >= 20 else 1
@@ -175,12 +171,10 @@ class RunData:
     @cached_property
     def fields(self) -> dict[str, Any]:
         """The configuration as `section.field`, without what it does not use: a checkpoint excludes a fresh model."""
-        found, is_loaded = flat(self.config), self.config.get("model", {}).get("path") is not None
-        return {
-            name: value
-            for name, value in found.items()
-            if not (is_loaded and name.startswith("model.") and name not in ("model.path", "model.revision"))
-        }
+        found = flat(self.config)
+        fresh = [name for name in found if name.startswith("model.") and name not in ("model.path", "model.revision")]
+        unused = fresh if self.config.get("model", {}).get("path") is not None else []
+        return {name: value for name, value in found.items() if name not in unused}
 
     @property
     def wall_s(self) -> float | None:
@@ -270,6 +264,16 @@ class RunData:
         return fmean(shares) if shares else None
 
 
+@dataclass(frozen=True)
+class Compared:
+    """A run among others: what it is called here, what stands beside its name, and its colour."""
+
+    run: RunData
+    name: str
+    beside: str
+    hue: int
+
+
 def check_run(run_dir: Path) -> None:
     """ConfigError where `run_dir` is no folder of a run, or of one that has not come to RL."""
     if (run_dir / "metrics.jsonl").is_file():
@@ -341,8 +345,7 @@ def _earlier_s(run_dir: Path) -> float | None:
 
 def _read_times(run_dir: Path, history: MetricsHistory, summary: Summary | None) -> RunTimes:
     """Exact ones where that is quick, else those that processes reported, and what `summary.json` kept."""
-    files = [run_dir / "events.jsonl", *process_files(run_dir)]
-    if sum(path.stat().st_size for path in files if path.exists()) > EXACT_BYTES:
+    if accounting_bytes(run_dir) > EXACT_BYTES:
         spans = list(_reported(history))
         if summary is None:
             return RunTimes({}, spans, None, 0.0, is_exact=False)

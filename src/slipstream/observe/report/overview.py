@@ -30,27 +30,16 @@ HELD_OUT = {"eval_accuracy": "Held-out accuracy", "eval_reward": "The held-out m
 
 def heading(run: RunData) -> str:
     summary, status = run.summary, status_of(run)
-    facts = [run.name]
+    facts = [run.name, f"{plural(len(run.history.steps), 'step')} so far"]
     if summary is not None:
-        facts += [
-            f"{plural(summary.steps, 'step')} in {_time(run)}",
-            f"seed {summary.seed}",
-            *([f"{summary.model_params / 1e6:,.3g} M parameters"] if summary.model_params else []),
-            f"Slipstream {summary.versions.slipstream}",
-            f"torch {summary.versions.torch}",
-        ]
-    else:
-        facts.append(f"{plural(len(run.history.steps), 'step')} so far")
-    return (
-        f'<h1>{text(run.recipe)} <span class="status {status.split()[0]}">{text(status)}</span></h1>'
-        f"<p>{text(' · '.join(facts))}</p>"
-    )
-
-
-def _time(run: RunData) -> str:
-    """Return the time of all attempts in words, abandoned steps included."""
-    told = "an unknown time" if run.wall_s is None else duration(run.wall_s)
-    return told if run.num_attempts == 1 else f"{told}, {run.num_attempts} attempts"
+        took = "an unknown time" if run.wall_s is None else duration(run.wall_s)  # all attempts, abandoned steps too
+        attempts = "" if run.num_attempts == 1 else f", {run.num_attempts} attempts"
+        size = [f"{summary.model_params / 1e6:,.3g} M parameters"] if summary.model_params else []
+        versions = [f"Slipstream {summary.versions.slipstream}", f"torch {summary.versions.torch}"]
+        done = f"{plural(summary.steps, 'step')} in {took}{attempts}"
+        facts = [run.name, done, f"seed {summary.seed}", *size, *versions]
+    shown = f'<span class="status {status.split()[0]}">{text(status)}</span>'
+    return f"<h1>{text(run.recipe)} {shown}</h1><p>{text(' · '.join(facts))}</p>"
 
 
 def status_of(run: RunData) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count, pairwise
 from pathlib import Path
@@ -11,51 +11,24 @@ from typing import Any
 
 import msgspec
 
+import slipstream.observe.report.data as data
 from slipstream.core.disk import replace_file
 from slipstream.core.files import load_json
 from slipstream.core.recipes import defaults, stage_dir
 from slipstream.core.run_log import num_missing, read_metrics
-from slipstream.observe.evaluation import evaluation_rows
+from slipstream.observe.evaluation import MOMENTS, evaluation_rows
 from slipstream.observe.hardware import Hardware
-from slipstream.observe.report.charts import (
-    BLUE,
-    GREEN,
-    ORANGE,
-    PURPLE,
-    EvaluatedRun,
-    against_kl,
-    alarm_bands,
-    chart_card,
-    charts,
-    column_numbers,
-    gained,
-    numbers,
-    three_clocks,
-)
-from slipstream.observe.report.data import (
-    STALENESS,
-    Clock,
-    Length,
-    RunData,
-    as_saved,
-    flat,
-    is_number,
-    meaning,
-    read_run,
-    shown,
-)
+from slipstream.observe.report.charts import against_kl, chart_card, charts, gained, heat_card, three_clocks
 from slipstream.observe.report.html import card, cards, document, facts, field, folded, model_text, part, table, text
 from slipstream.observe.report.overview import heading, overview
 from slipstream.observe.report.timing import Window, read_window, timing
 from slipstream.observe.samples import Sample
-from slipstream.observe.svg import MAX_POINTS, Axis, Series, empty, line_chart, number
-from slipstream.observe.svg_blocks import MAX_COLUMNS, Column, heat_map, percent_name
+from slipstream.observe.svg import BLUE, GREEN, MAX_POINTS, ORANGE, PURPLE, Axis, Series, empty, number
+from slipstream.observe.svg_blocks import Column, percent_name
 
 REPORT_FILE = "report.html"
 TERMS = "reward_parts/"
 RATIOS = "ratio_share/"
-GAP = "logprob_diff_mean/lag_"
-MAX_LAGS = 5  # lines of the gap by age
 MAX_BINS = 12
 FILES = {
     "summary.json": "what it came to; a stable interface for scripts",
@@ -72,11 +45,11 @@ FILES = {
 def write_report(run_dir: Path, hardware: Hardware | None = None, *, out: Path | None = None) -> Path:
     """Write `run_dir/report.html`, or `out`, from whatever is there; what is missing is left out of the page."""
     path = run_dir / REPORT_FILE if out is None else out
-    replace_file(path, page(read_run(run_dir), read_window(run_dir), hardware).encode())
+    replace_file(path, page(data.read_run(run_dir), read_window(run_dir), hardware).encode())
     return path
 
 
-def page(run: RunData, window: Window | None, hardware: Hardware | None) -> str:
+def page(run: data.RunData, window: Window | None, hardware: Hardware | None) -> str:
     parts = {
         "In short": overview(run),
         "Before RL": _stages(run.path),
@@ -95,37 +68,33 @@ def page(run: RunData, window: Window | None, hardware: Hardware | None) -> str:
 
 def _stages(run_dir: Path) -> str:
     lead = "RL starts from what these stages made, and is paid by it."
-    pictures = [*_sft(stage_dir(run_dir, "sft")), *_reward_model(stage_dir(run_dir, "reward_model"))]
+    pictures = [_sft(stage_dir(run_dir, "sft")), *_reward_model(stage_dir(run_dir, "reward_model"))]
     return part("before", "What came before RL?", lead, [cards(*pictures)])
 
 
-def _sft(folder: Path) -> list[str]:
-    found, chart = (
-        _record(folder),
-        _curve(folder, "loss", "Supervised fine-tuning", Axis("nats per token", low=0.0), BLUE),
-    )
-    if found is None or not chart:
-        return []
+def _sft(folder: Path) -> str:
+    if (found := _record(folder)) is None:
+        return ""
     note = "The loss on demonstrations."
     if found["num_held_out"]:
-        before, after = (found["held_out"][moment] for moment in ("before", "after"))
-        note += f" On {number(found['num_held_out'])} held-out ones it went from {before['loss']:.2f} to "
-        note += f"{after['loss']:.2f}, and the share of tokens foretold from {before['accuracy']:.0%} to "
-        note += f"{after['accuracy']:.0%}."
-    return [card("Supervised fine-tuning", note, chart)]
+        before, after = (found["held_out"][moment] for moment in MOMENTS)
+        note += (
+            f" On {number(found['num_held_out'])} held-out ones it went from {before['loss']:.2f} to "
+            f"{after['loss']:.2f}, and the share of tokens foretold from {before['accuracy']:.0%} to "
+            f"{after['accuracy']:.0%}."
+        )
+    return _curve(folder, "loss", "Supervised fine-tuning", note, Axis("nats per token", low=0.0), BLUE)
 
 
-def _reward_model(folder: Path) -> list[str]:
-    found, share = _record(folder), Axis("share of preferences", low=0.0, high=1.0, is_share=True)
-    loss = _curve(folder, "loss", "Loss of the reward model", Axis("nats per preference", low=0.0), BLUE)
-    accuracy = _curve(folder, "accuracy", "Accuracy of the reward model", share, GREEN)
-    if found is None or not loss:
-        return []
+def _reward_model(folder: Path) -> Iterator[str]:
+    if (found := _record(folder)) is None:
+        return
     note = "How often it prefers what its labels prefer."
     if (right := found["held_out_accuracy"]) is not None:
         note += f" Of {number(found['num_held_out'])} held-out preferences it gets {right:.0%} right."
-    first = card("Reward model: loss", "On the preferences it learns from.", loss, folds=True)
-    return [first, card("Reward model: accuracy", note, accuracy)]
+    nats, share = Axis("nats per preference", low=0.0), Axis("share of preferences", low=0.0, high=1.0, is_share=True)
+    yield _curve(folder, "loss", "Reward model: loss", "On the preferences it learns from.", nats, BLUE, folds=True)
+    yield _curve(folder, "accuracy", "Reward model: accuracy", note, share, GREEN)
 
 
 def _record(folder: Path) -> Mapping[str, Any] | None:
@@ -133,22 +102,23 @@ def _record(folder: Path) -> Mapping[str, Any] | None:
     return load_json(path, dict[str, Any]) if path.exists() else None
 
 
-def _curve(folder: Path, name: str, title: str, y: Axis, hue: int) -> str:
+def _curve(folder: Path, name: str, title: str, note: str, y: Axis, hue: int, *, folds: bool = False) -> str:
+    """A metric of a stage over its updates."""
     lines = read_metrics(folder / "metrics.jsonl")
-    points = [(float(i), float(line[name])) for i, line in enumerate(lines) if is_number(line.get(name))]
+    points = [(float(i), float(line[name])) for i, line in enumerate(lines) if data.is_number(line.get(name))]
     series = [Series(name, points, hue, smooth=max(1, len(points) // 15 | 1))]
-    return line_chart(series, title=title, x=Axis("update"), y=y) + numbers(series, "update") if points else ""
+    return chart_card(title, note, series, y, x=Axis("update"), folds=folds)
 
 
 # Is it learning? Rewards, and accuracy where there is a measure, by three clocks, and what usually explains them
 
 
-def _learning(run: RunData) -> str:
+def _learning(run: data.RunData) -> str:
     lead = "Up and to the left is good; held-out lines are the proof."
     return part("learning", "Is it learning?", lead, [_rewards(run), cards(_terms(run), *charts(run, "learning"))])
 
 
-def _rewards(run: RunData) -> str:
+def _rewards(run: data.RunData) -> str:
     history, window = run.history, run.history.window
     if not history.steps and not history.evaluations:
         return card("Reward", "", empty("No step is done yet."), size="wide")
@@ -166,7 +136,7 @@ def _rewards(run: RunData) -> str:
         measured = {"eval_accuracy": "held-out accuracy, greedy", "eval_sampled_accuracy": "held-out accuracy, sampled"}
         title, names = "Reward and accuracy", measured | {"eval_reward": names["eval_reward"]}
 
-    def series_of(clock: Clock) -> list[Series]:
+    def series_of(clock: data.Clock) -> list[Series]:
         found = [Series("reward of each batch", history.points("reward", clock), BLUE, smooth=window)]
         for hue, (name, label) in zip((ORANGE, GREEN, PURPLE), names.items(), strict=False):
             found.append(Series(label, history.points(name, clock), hue, has_dots=True))
@@ -175,7 +145,7 @@ def _rewards(run: RunData) -> str:
     return three_clocks(title, note, [run], series_of, Axis(title.lower(), low=0.0))
 
 
-def _terms(run: RunData) -> str:
+def _terms(run: data.RunData) -> str:
     """Draw each of several reward terms: where one is only measured, over-optimisation of the others shows."""
     names = run.history.names(TERMS)
     if len(names) < 2:
@@ -199,38 +169,27 @@ def _gains(found: Mapping[str, Any] | None) -> str:
     rows = ([text(name), text(before), text(after)] for name, before, after in evaluation_rows(found))
     note = f"{found['num_prompts']} held-out prompts at temperature {found['temperature']:g}, ± standard error."
     measured = card("Gold, judge and drift", note, table(["", "before", "after"], rows, kind="numbers"), folds=True)
-    return gained([against_kl([EvaluatedRun("", 0, found)]), measured])
+    return gained([against_kl([("", 0, found)]), measured])
 
 
 # How old was the data, and did it matter? Staleness, importance ratios, the gap between the two policies, drift
 
 
-def _off_policy(run: RunData) -> str:
+def _off_policy(run: data.RunData) -> str:
     lead = "Where the next batches are sampled while one is trained, tokens come from older versions of the policy."
-    pictures = [cards(_staleness(run), _ratios(run)), cards(_gap(run), *charts(run, "off-policy"))]
+    pictures = [cards(_staleness(run), _ratios(run)), cards(*charts(run, "off-policy"))]
     return part("off-policy", "How old was the data, and did it matter?", lead, pictures)
 
 
-def _step_columns(run: RunData, counts: Callable[[Mapping[str, Any]], Mapping[str, float]]) -> list[Column]:
+def _step_columns(run: data.RunData, counts: Callable[[Mapping[str, Any]], Mapping[str, float]]) -> list[Column]:
     """A column from each step to the next, with what is counted in its line."""
     steps = run.history.clocks["step"]
     ends = [*steps[1:], *(step + 1.0 for step in steps[-1:])]
     return [Column(a, b, counts(line)) for a, b, line in zip(steps, ends, run.history.steps, strict=True)]
 
 
-def _staleness(run: RunData) -> str:
+def _staleness(run: data.RunData) -> str:
     rows = [str(lag) for lag in range(max(run.staleness, default=0) + 1)]
-    columns = _step_columns(run, lambda line: {lag: float(line.get(f"{STALENESS}{lag}") or 0.0) for lag in rows})
-    chart = heat_map(
-        columns,
-        rows,
-        title="Staleness of the trained tokens",
-        x=Axis("step"),
-        label="age in steps",
-        left=30,
-        lines_above={str(run.bound): f"bound {run.bound}"} if str(run.bound) in rows else None,
-        missing="No token was trained yet.",
-    )
     note = "How many training steps old a token was when it was trained on; 0 is fresh."
     if run.bound is None:
         note += " This schedule promises no bound."
@@ -238,10 +197,20 @@ def _staleness(run: RunData) -> str:
         note += " The bound holds for every token."
     if run.staleness:
         note += f" Fresh: {percent_name(run.staleness.get(0, 0.0) / max(sum(run.staleness.values()), 1.0))}."
-    return card("Age of the trained tokens", note, chart, details=column_numbers(columns, rows, "step"))
+    return heat_card(
+        "Age of the trained tokens",
+        note,
+        _step_columns(run, lambda line: {lag: float(line.get(f"{data.STALENESS}{lag}") or 0.0) for lag in rows}),
+        rows,
+        label="age in steps",
+        left=30,
+        lines_above={str(run.bound): f"bound {run.bound}"} if str(run.bound) in rows else {},
+        missing="No token was trained yet.",
+        folds=False,
+    )
 
 
-def _ratios(run: RunData) -> str:
+def _ratios(run: data.RunData) -> str:
     edges = sorted((float(name.removeprefix(RATIOS)), name) for name in run.history.names(RATIOS))
     names = {_ratio_row(low, high): name for (low, name), (high, _) in pairwise([*edges, (math.inf, "")])}
 
@@ -249,21 +218,13 @@ def _ratios(run: RunData) -> str:
         tokens = float(line.get("tokens_trained") or 0.0)
         return {row: float(line.get(name) or 0.0) * tokens for row, name in names.items()}
 
-    columns, rows = _step_columns(run, counts), list(names)
-    chart = heat_map(
-        columns,
-        rows,
-        title="Importance ratios of the trained tokens",
-        x=Axis("step"),
-        label="ratio",
-        left=76,
-        missing="This run recorded no ratios: its version of Slipstream did not, or its loss has none.",
-    )
     note = (
         "How much likelier the trained policy finds a token than the policy that sampled it. 1 is no difference; "
         "what is far from it is clipped or weighs too much."
     )
-    return card("Importance ratios", note, chart, details=column_numbers(columns, rows, "step"), folds=True)
+    missing = "This run recorded no ratios: its version of Slipstream did not, or its loss has none."
+    columns = _step_columns(run, counts)
+    return heat_card("Importance ratios", note, columns, list(names), label="ratio", left=76, missing=missing)
 
 
 def _ratio_row(low: float, high: float) -> str:
@@ -272,23 +233,10 @@ def _ratio_row(low: float, high: float) -> str:
     return f"≥ {low:g}" if high == math.inf else f"{low:g} – {high:g}"
 
 
-def _gap(run: RunData) -> str:
-    lags = sorted(int(name.removeprefix(GAP)) for name in run.history.names(GAP))[:MAX_LAGS]
-    words = {0: "fresh", 1: "1 step old"}
-    series = [
-        Series(words.get(lag, f"{lag} steps old"), run.history.points(f"{GAP}{lag}"), hue, smooth=run.history.window)
-        for hue, lag in enumerate(lags)
-    ]
-    note = "Generator and trainer on the same token. On fresh ones there is only rounding: else one of them is wrong."
-    bands = alarm_bands(run, ("logprob_mismatch", "logprob_mismatch_growing"))
-    axis = Axis("mean |Δ logprob|, nats, logarithmic", is_log=True)
-    return chart_card("Gap of the logprobs, by age", note, series, axis, bands)
-
-
 # What does it say? Completions before and after, and how long they are
 
 
-def _words(run: RunData) -> str:
+def _words(run: data.RunData) -> str:
     lead = "Numbers can be fooled; read a few answers."
     return part("text", "What does it say?", lead, [_samples(run.samples), cards(*_lengths(run.lengths))])
 
@@ -325,7 +273,7 @@ def _answer(answer: str | None, reward: float | None, is_right: bool | None) -> 
     return f'<span class="{kind}" title="reward {reward:g}">{mark} {shown}</span>'
 
 
-def _lengths(lengths: Sequence[Length]) -> Iterator[str]:
+def _lengths(lengths: Sequence[data.Length]) -> Iterator[str]:
     """Draw the lengths trained on beside those sampled, and the former over time."""
     trained = [one for one in lengths if one.step is not None]
     if not trained:
@@ -335,11 +283,19 @@ def _lengths(lengths: Sequence[Length]) -> Iterator[str]:
         Series("sampled", _shares(lengths, width, num_bins), ORANGE),
         Series("trained on", _shares(trained, width, num_bins), BLUE, is_dashed=True),
     ]
-    axis = Axis("tokens" if width == 1 else f"tokens, in bins of {width}")
-    chart = line_chart(series, title="Lengths of completions", x=axis, y=Axis("share", low=0.0, is_share=True))
+    axis, share = Axis("tokens" if width == 1 else f"tokens, in bins of {width}"), Axis("share", low=0.0, is_share=True)
     note = "Where the dashed line lies left of the other, long answers were trained on less often than sampled."
-    yield card("Lengths: sampled and trained on", note, chart, details=numbers(series, "tokens"), folds=True)
-    yield _lengths_over_time(trained, width, num_bins)
+    yield chart_card("Lengths: sampled and trained on", note, series, share, x=axis)
+    names = [str(i) if width == 1 else f"{i * width} – {(i + 1) * width - 1}" for i in range(num_bins)]
+    counts: dict[int, Counter[str]] = defaultdict(Counter)
+    for one in trained:
+        counts[one.step or 0][names[one.num_tokens // width]] += 1
+    columns = [Column(step, step + 1.0, counts[step]) for step in range(min(counts), max(counts) + 1)]
+    used = [i for i, name in enumerate(names) if any(name in column for column in counts.values())]
+    rows, left = names[used[0] : used[-1] + 1], 46 if width == 1 else 76
+    yield heat_card(
+        "Lengths over time", "What the batch of a step was made of.", columns, rows, label="tokens", left=left
+    )
 
 
 def _bins(longest: int) -> tuple[int, int]:
@@ -351,44 +307,26 @@ def _bins(longest: int) -> tuple[int, int]:
     return width, longest // width + 1
 
 
-def _shares(lengths: Sequence[Length], width: int, num_bins: int) -> list[tuple[float, float]]:
+def _shares(lengths: Sequence[data.Length], width: int, num_bins: int) -> list[tuple[float, float]]:
     counts = Counter(one.num_tokens // width for one in lengths)
     return [(float(i * width), counts[i] / len(lengths)) for i in range(num_bins)]
-
-
-def _lengths_over_time(trained: Sequence[Length], width: int, num_bins: int) -> str:
-    names = [str(i) if width == 1 else f"{i * width} – {(i + 1) * width - 1}" for i in range(num_bins)]
-    steps = [one.step for one in trained if one.step is not None]
-    first, last = min(steps), max(steps)
-    pitch = max(1, math.ceil((last - first + 1) / MAX_COLUMNS))
-    counts: dict[int, Counter[str]] = {}
-    for one, step in zip(trained, steps, strict=True):
-        counts.setdefault((step - first) // pitch, Counter())[names[one.num_tokens // width]] += 1
-    columns = [
-        Column(float(start), float(min(start + pitch, last + 1)), counts.get(i, Counter()))
-        for i, start in enumerate(range(first, last + 1, pitch))
-    ]
-    used = [i for i, name in enumerate(names) if any(column.counts.get(name) for column in columns)]
-    shown, left = names[used[0] : used[-1] + 1], 46 if width == 1 else 76
-    title = "Lengths of the trained completions by step"
-    chart = heat_map(columns, shown, title=title, x=Axis("step"), label="tokens", left=left)
-    note = "What the batch of a step was made of."
-    return card("Lengths over time", note, chart, details=column_numbers(columns, shown, "step"), folds=True)
 
 
 # What was run: the configuration, what differs from the defaults first; the files and their questions; the machine
 
 
-def _setup(run: RunData, hardware: Hardware | None) -> str:
+def _setup(run: data.RunData, hardware: Hardware | None) -> str:
     changed = differing(run.fields)
     rows = (
-        [f"<code>{field(name)}</code>", field(shown(value)), field(shown(default)), text(meaning(name))]
+        [f"<code>{field(name)}</code>", field(data.shown(value)), field(data.shown(default)), text(data.meaning(name))]
         for name, (value, default) in changed.items()
     )
     head = ["field", "this run", "default", "what it is"]
     note = f"{len(changed)} fields differ from the defaults; the others are below."
-    whole = folded("The whole configuration", facts({name: shown(value) for name, value in flat(run.config).items()}))
-    outcome = {} if run.summary is None else flat(msgspec.to_builtins(run.summary))
+    whole = folded(
+        "The whole configuration", facts({name: data.shown(value) for name, value in data.flat(run.config).items()})
+    )
+    outcome = {} if run.summary is None else data.flat(msgspec.to_builtins(run.summary))
     files = {name: what + lost(run, name) for name, what in FILES.items() if (run.path / name).exists()}
     configured = card(
         "Configuration", note, table(head, rows, kind="config", stacks=True) + whole, size="wide", folds=True
@@ -396,14 +334,14 @@ def _setup(run: RunData, hardware: Hardware | None) -> str:
     pictures = [
         configured if run.config else "",
         card("Files of this run", "Everything on this page comes from these.", facts(files), size="wide", folds=True),
-        folded("Everything in summary.json", facts({name: shown(value) for name, value in outcome.items()})),
+        folded("Everything in summary.json", facts({name: data.shown(value) for name, value in outcome.items()})),
         folded("The machine", facts(hardware.lines())) if hardware else "",
     ]
     lead = "What the run was started with. Functions given from Python are not in its files."
     return part("setup", "What was run?", lead, pictures)
 
 
-def lost(run: RunData, name: str) -> str:
+def lost(run: data.RunData, name: str) -> str:
     """That lines of a file are gone, which were cut off or deleted before the run went on; nothing, where none are."""
     num_lost, what = 0, "steps"
     if name == "metrics.jsonl" and run.history.steps:
@@ -416,9 +354,9 @@ def lost(run: RunData, name: str) -> str:
 
 def differing(fields: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Field -> (value, default) where these differ. A field that the saved file leaves out has its default, None."""
-    standard = flat(defaults())
+    standard = data.flat(defaults())
     return {
         name: (value, standard.get(name))
         for name, value in fields.items()
-        if as_saved(value) != as_saved(standard.get(name))
+        if data.as_saved(value) != data.as_saved(standard.get(name))
     }

@@ -7,24 +7,12 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from slipstream.observe.report.charts import ORANGE, charts, clock_axis
+from slipstream.observe import svg_blocks as blocks
+from slipstream.observe.report.charts import charts, clock_axis
 from slipstream.observe.report.data import READ_AHEAD, RunData
 from slipstream.observe.report.html import card, cards, folded, part, table, text
 from slipstream.observe.states import WAITING, in_words, shares, side_of, waited_for
-from slipstream.observe.svg import empty, number
-from slipstream.observe.svg_blocks import (
-    LEGEND_SHARE,
-    Bar,
-    Column,
-    GanttRow,
-    areas,
-    gantt,
-    percent_name,
-    ranked,
-    state_bars,
-    state_legend,
-    work_first,
-)
+from slipstream.observe.svg import ORANGE, empty, number
 from slipstream.observe.timeline import TRAINED, Instant, Slice, process_files, read_timeline, times_ns
 from slipstream.observe.waste import WASTE
 
@@ -41,7 +29,7 @@ class Window:
     end_s: float
     title: str
     origin: str  # what the first moment is, where it is something
-    rows: list[GanttRow]
+    rows: list[blocks.GanttRow]
     num_left_out: int
 
 
@@ -59,18 +47,22 @@ def _bars(run: RunData) -> str:
     note += " Beside a name: how much of their time those who need its work waited for it; the largest limits the run."
     awaited = waited_for(times.loop)
     sides = {name: side_of(name.partition(" (")[0]) for name in times.loop}
-    notes = {name: f"waited for {percent_name(awaited[side])}" for name, side in sides.items() if side in awaited}
-    chart = state_bars(times.loop, title="Time in the loop by state", notes=notes, missing="Nothing was trained.")
+    notes = {
+        name: f"waited for {blocks.percent_name(awaited[side])}" for name, side in sides.items() if side in awaited
+    }
+    chart = blocks.state_bars(
+        times.loop, title="Time in the loop by state", notes=notes, missing="Nothing was trained."
+    )
     first = card("While it trained", note, chart, details=_seconds_table(times.loop))
     note = "The same from start to end, with loading, warm start, evaluation of the result and export."
     missing = "The run has no timelines." if times.is_exact else "Known when the run has ended."
-    chart = state_bars(times.whole, title="Time of the whole run by state", missing=missing)
+    chart = blocks.state_bars(times.whole, title="Time of the whole run by state", missing=missing)
     return cards(first, card("The whole run", note, chart, details=_seconds_table(times.whole), folds=True))
 
 
 def _seconds_table(rows: Mapping[str, Mapping[str, float]]) -> str:
     body = (
-        [text(process), text(in_words(state)), f"{seconds[state]:.2f}", percent_name(share)]
+        [text(process), text(in_words(state)), f"{seconds[state]:.2f}", blocks.percent_name(share)]
         for process, seconds in rows.items()
         for state, share in shares(seconds)
     )
@@ -88,13 +80,13 @@ def _over_time(run: RunData) -> str:
     for process, totals in times.loop.items():
         if process == "controller":
             continue
-        spans = [Column(s.start_s / divisor, s.end_s / divisor, s.seconds.get(process, {})) for s in times.spans]
-        order = work_first([totals])
-        seen |= dict.fromkeys(state for state in order if totals[state] >= LEGEND_SHARE * sum(totals.values()))
-        chart = areas(spans, title=f"Time of {process}, step by step", x=axis, order=order)
+        spans = [blocks.Column(s.start_s / divisor, s.end_s / divisor, s.seconds.get(process, {})) for s in times.spans]
+        order = blocks.work_first([totals])
+        seen |= dict.fromkeys(state for state in order if totals[state] >= blocks.LEGEND_SHARE * sum(totals.values()))
+        chart = blocks.areas(spans, title=f"Time of {process}, step by step", x=axis, order=order)
         charts.append(f"<div><h4>{text(process)}</h4>{chart}</div>")
     note = "The same, step by step: work below, waiting on top."
-    content = state_legend(seen) + f'<div class="triple">{"".join(charts)}</div>'
+    content = blocks.state_legend(seen) + f'<div class="triple">{"".join(charts)}</div>'
     return card("Over time", note, content, size="wide", folds=True)
 
 
@@ -106,28 +98,29 @@ def _gantt(run: RunData, window: Window | None) -> str:
         note += f" {window.num_left_out} more processes are not shown."
     if (run.path / "timeline.json").exists():
         note += " All of it: timeline.json, in ui.perfetto.dev."
-    chart = gantt(window.rows, title=title, start_s=window.start_s, end_s=window.end_s, origin=window.origin)
+    chart = blocks.gantt(window.rows, title=title, start_s=window.start_s, end_s=window.end_s, origin=window.origin)
     return card(title, note, chart, size="wide", folds=True)
 
 
 def _waste(run: RunData) -> str:
     note = "Tokens that were sampled, or read again, and that nobody was trained on; in percent of those trained on."
     if not run.wasted:
-        is_known = run.times.balance is not None and (run.path / "events.jsonl").exists()
-        if is_known and not run.history.steps:
-            return ""
-        why = (
-            "None: every sampled token was trained on."
-            if is_known
-            else "Not known: there are no decisions of this run."
-        )
+        why = "Not known: there are no decisions of this run."
+        if run.times.balance is not None and (run.path / "events.jsonl").exists():
+            why = "None: every sampled token was trained on."
+            if not run.history.steps:
+                return ""
         return card("Wasted tokens", note, empty(why), folds=True)
     trained = max(1.0, run.tokens_trained)
     rows = [
-        (WASTE.get(cause, cause.replace("_", " ")), tokens, f"{number(tokens)} ({percent_name(tokens / trained)})")
+        (
+            WASTE.get(cause, cause.replace("_", " ")),
+            tokens,
+            f"{number(tokens)} ({blocks.percent_name(tokens / trained)})",
+        )
         for cause, tokens in sorted(run.wasted.items(), key=lambda item: -item[1])
     ]
-    return card("Wasted tokens", note, ranked(rows, hue=ORANGE), folds=True)
+    return card("Wasted tokens", note, blocks.ranked(rows, hue=ORANGE), folds=True)
 
 
 # A few training steps out of a run's timelines, however long these are
@@ -163,7 +156,7 @@ def _steps_inside(path: Path) -> tuple[tuple[int, float], tuple[int, float]] | N
     return None
 
 
-def read_row(path: Path, start_s: float, end_s: float) -> GanttRow:
+def read_row(path: Path, start_s: float, end_s: float) -> blocks.GanttRow:
     """Read the slices of one process between two moments, seconds on the run's clock."""
     bars, marks = [], []
     for record in read_timeline(path, offset=_offset_of(path, round(start_s * 1e9))):
@@ -174,16 +167,16 @@ def read_row(path: Path, start_s: float, end_s: float) -> GanttRow:
                 bars.append(_bar(record))
             case Instant() if start_s <= record.time_ns * 1e-9 <= end_s:
                 marks.append((record.time_ns * 1e-9, ", ".join([record.name, *_args(record)])))
-    return GanttRow(path.stem, bars, marks)
+    return blocks.GanttRow(path.stem, bars, marks)
 
 
-def _bar(record: Slice) -> Bar:
+def _bar(record: Slice) -> blocks.Bar:
     """In the state that took most of it: a slice may hold others that are too short for lines of their own."""
     states = {record.state: record.state_ns} | record.also
     most = max(states, key=lambda state: states[state])
     others = [f"{in_words(state)} {ns * 1e-6:.1f} ms of it" for state, ns in states.items() if state != most]
     words = f"step {record.args['step']}" if "step" in record.args else ""
-    return Bar(most, record.start_ns * 1e-9, record.end_ns * 1e-9, ", ".join([*_args(record), *others]), words)
+    return blocks.Bar(most, record.start_ns * 1e-9, record.end_ns * 1e-9, ", ".join([*_args(record), *others]), words)
 
 
 def _args(record: Slice | Instant) -> Iterator[str]:

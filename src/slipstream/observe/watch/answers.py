@@ -11,19 +11,18 @@ from typing import Any
 
 import msgspec
 
-from slipstream.core.run_log import PHASES, GroupState, LoopState, Move, RolloutLine
+from slipstream.core.run_log import LoopState, Move, RolloutLine
 from slipstream.observe.catalogue import described
 from slipstream.observe.states import AWAITED, WAITING, colour, in_words, is_missed, kind, side_of
 from slipstream.observe.svg import axis_ends
 from slipstream.observe.tokens import TokenLine
 from slipstream.observe.watch.events import Passage
-from slipstream.observe.watch.index import LiveVerdict, RunIndex
+from slipstream.observe.watch.index import RunIndex
 from slipstream.observe.watch.rollouts import GroupRow
 from slipstream.observe.watch.timelines import Bar, bars
 
 MAX_GROUPS = 600  # drawn at once: of more, every second, fourth ...
 MAX_MOVES = 6000
-MAX_COUNTS = 300
 MAX_BARS = 700
 MAX_POINTS = 500
 MAX_NAMES = 24
@@ -31,10 +30,7 @@ MAX_ROWS = 60
 MAX_STEPS = 400
 MAX_TEXT = 20_000
 MAX_HEAD = 80
-ROLLOUT_FIELDS = (
-    *("sample", "reward", "parts", "failure", "finish_reason", "num_tokens", "versions"),
-    *("mean_behaviour_logprob", "replica"),
-)
+ROLLOUT_FIELDS = ("sample", "reward", "parts", "failure", "finish_reason", "num_tokens", "versions", "replica")
 """Fields of a line of `rollouts.jsonl` that the page is told as they are."""
 
 
@@ -61,17 +57,17 @@ def count_of(query: Mapping[str, str], name: str, default: int, least: int, most
     return int(min(most, max(least, number(query, name, default))))
 
 
-def run_answer(index: RunIndex, verdict: LiveVerdict, _query: Mapping[str, str]) -> dict[str, Any]:
-    """Answer with what seldom changes: names, dials, states and their colours, alarms, the verdict."""
+def run_answer(index: RunIndex, _query: Mapping[str, str]) -> dict[str, Any]:
+    """Answer with what seldom changes: names, dials, states and their colours, alarms."""
     loop = index.events.loop
     states = {name for timeline in index.timelines.values() for name in timeline.totals.names}
     return pulse(index) | {
         "name": index.run_dir.resolve().name,
         "folder": str(index.run_dir.resolve()),
-        "facts": {name: _typeset(text) for name, text in index.facts.items()},
-        "dials": None if loop.config is None else msgspec.to_builtins(loop.config),
-        "policy": loop.policy,
-        "stretches": [[round(one.start_s, 3), round(one.end_s, 3)] for one in index.events.stretches],
+        "facts": {
+            name: text.replace(" x ", " × ").replace("<=", "≤").replace("_", " ") for name, text in index.facts.items()
+        },
+        "dials": loop.config,
         "begin_s": round(_begin_s(index), 3),
         "attempts": index.num_attempts,
         "processes": [{"name": name, "side": side_of(name)} for name in index.processes],
@@ -87,8 +83,7 @@ def run_answer(index: RunIndex, verdict: LiveVerdict, _query: Mapping[str, str])
         },
         "waiting": f"Every second of every process is in one state. Thin{WAITING}",
         "curves": list(index.curves.curves),
-        "alarms": [msgspec.to_builtins(one) for one in index.alarms.spans()],
-        "verdict": verdict.sentence,
+        "alarms": index.alarms.spans(),
         "error": loop.error,
     }
 
@@ -110,14 +105,13 @@ def pulse(index: RunIndex) -> dict[str, Any]:
         "progress": round(index.progress, 3),
         "end_s": round(index.end_s, 3),
         "version": loop.version,
-        "fates": dict(loop.fates),
         "num_groups": index.rollouts.num_groups,
         "num_alarms": len(index.alarms.alarms),
         "damaged": index.num_damaged,
     }
 
 
-def loop_answer(index: RunIndex, _verdict: LiveVerdict, query: Mapping[str, str]) -> dict[str, Any]:
+def loop_answer(index: RunIndex, query: Mapping[str, str]) -> dict[str, Any]:
     """The loop at `from`, and what moves until `to` (run time, seconds): see `events.Passage`.
 
     Of many groups every `every`-th by ordinal is told, with `counts` of all: [time, a count for each phase].
@@ -131,13 +125,11 @@ def loop_answer(index: RunIndex, _verdict: LiveVerdict, query: Mapping[str, str]
         "to": passage.end_s,
         "every": every,
         "loop": _loop(passage.loop, every),
-        "moves": [_move(move) for move in moves],
-        "swaps": [[round(one.time_s, 4), one.replica, one.version] for one in passage.swaps],
-        "steps": [[round(time_s, 4), version] for time_s, version in passage.steps],
+        "moves": moves,
+        "swaps": passage.swaps,
+        "steps": passage.steps,
     }
-    if every > 1:
-        answer["counts"] = _counts(passage)
-    return answer
+    return answer | {"counts": passage.counts} if every > 1 else answer
 
 
 def _thinned(passage: Passage) -> tuple[list[Move], int]:
@@ -153,47 +145,15 @@ def _thinned(passage: Passage) -> tuple[list[Move], int]:
 
 def _loop(loop: LoopState, every: int) -> dict[str, Any]:
     return {
-        "groups": [_group(one) for one in loop.groups.values() if one.ordinal % every == 0],
-        "counts": list(loop.counts.values()),
-        "versions": {str(replica): version for replica, version in sorted(loop.versions.items())},
+        "groups": [one for one in loop.groups.values() if one.ordinal % every == 0],
+        "versions": loop.versions,
         "version": loop.version,
         "next_ordinal": loop.next_ordinal,
-        "fates": dict(loop.fates),
+        "fates": loop.fates,
     }
 
 
-def _group(group: GroupState) -> list[Any]:
-    reward = None if group.reward is None else round(group.reward, 4)
-    place = [group.ordinal, PHASES.index(group.phase), round(group.since_s, 4)]
-    return [*place, group.replica, group.finished, group.version, group.step, reward]
-
-
-def _move(move: Move) -> list[Any]:
-    return [round(move.time_s, 4), *_group(move.group), move.fate]
-
-
-def _counts(passage: Passage) -> list[list[float]]:
-    """[time, waiting, sampling, scoring, ready, training] at up to `MAX_COUNTS` times, of all groups."""
-    counts = dict(passage.loop.counts)
-    phase_of = {ordinal: group.phase for ordinal, group in passage.loop.groups.items()}
-    apart_s = (passage.end_s - passage.start_s) / MAX_COUNTS
-    found = [[round(passage.start_s, 4), *counts.values()]]
-    for move in passage.moves:
-        before = phase_of.pop(move.group.ordinal, None)
-        if before is not None:
-            counts[before] -= 1
-        if move.fate is None:
-            phase_of[move.group.ordinal] = move.group.phase
-            counts[move.group.phase] += 1
-        row = [round(move.time_s, 4), *counts.values()]
-        if move.time_s - found[-1][0] >= apart_s:
-            found.append(row)
-        else:
-            found[-1] = [found[-1][0], *row[1:]]
-    return found
-
-
-def lanes_answer(index: RunIndex, _verdict: LiveVerdict, query: Mapping[str, str]) -> dict[str, Any]:
+def lanes_answer(index: RunIndex, query: Mapping[str, str]) -> dict[str, Any]:
     """Answer with the slices of processes from `from` to `to`: [start, end, state, its share, args, other states]."""
     start_s = number(query, "from")
     end_s = max(start_s, min(number(query, "to"), index.end_s + 60.0))
@@ -212,7 +172,7 @@ def lanes_answer(index: RunIndex, _verdict: LiveVerdict, query: Mapping[str, str
     return {"revision": index.revision, "from": start_s, "to": end_s, "lanes": lanes}
 
 
-def overview_answer(index: RunIndex, _verdict: LiveVerdict, query: Mapping[str, str]) -> dict[str, Any]:
+def overview_answer(index: RunIndex, query: Mapping[str, str]) -> dict[str, Any]:
     """The run from `from` on in outline: how many groups were in each phase, when steps ended, where alarms began."""
     points = count_of(query, "points", 300, 10, MAX_POINTS)
     phases = index.events.phases
@@ -220,8 +180,6 @@ def overview_answer(index: RunIndex, _verdict: LiveVerdict, query: Mapping[str, 
     columns = {name: phases.of(name)[first:] / phases.width for name in phases.names}
     length = max((len(column) for column in columns.values()), default=0)
     stride = max(1, -(-length // points))
-    ends = index.events.step_ends
-    apart = max(1, -(-len(ends) // MAX_STEPS))
     return {
         "revision": index.revision,
         "end_s": index.end_s,
@@ -231,7 +189,6 @@ def overview_answer(index: RunIndex, _verdict: LiveVerdict, query: Mapping[str, 
             name: [round(float(column[at : at + stride].mean()), 2) for at in range(0, length, stride)]
             for name, column in columns.items()
         },
-        "steps": [[step, round(ends[step], 3)] for step in range(0, len(ends), apart)],
         "alarms": [
             [round(_when(index, one.began), 3), one.name, one.severity] for one in index.alarms.spans()[-MAX_STEPS:]
         ],
@@ -239,7 +196,7 @@ def overview_answer(index: RunIndex, _verdict: LiveVerdict, query: Mapping[str, 
     }
 
 
-def step_answer(index: RunIndex, _verdict: LiveVerdict, query: Mapping[str, str]) -> dict[str, Any]:
+def step_answer(index: RunIndex, query: Mapping[str, str]) -> dict[str, Any]:
     """When `step` was trained, or how many steps there are where it was not; with `at`, the step of that time."""
     ends, starts = index.events.step_ends, index.events.step_starts
     step = index.events.step_at(number(query, "at")) if "at" in query else int(number(query, "step"))
@@ -252,50 +209,33 @@ def step_answer(index: RunIndex, _verdict: LiveVerdict, query: Mapping[str, str]
     }
 
 
-def _typeset(text: str) -> str:
-    return text.replace(" x ", " × ").replace("<=", "≤").replace("_", " ")
-
-
 def _when(index: RunIndex, step: int) -> float:
     ends = index.events.step_ends
     return ends[step] if 0 <= step < len(ends) else index.end_s
 
 
-def curves_answer(index: RunIndex, _verdict: LiveVerdict, query: Mapping[str, str]) -> dict[str, Any]:
-    """Answer with at most about `points` [step, mean, least, greatest] of each of `names`, its last value and axis."""
-    points = count_of(query, "points", 300, 10, MAX_POINTS)
+def curves_answer(index: RunIndex, query: Mapping[str, str]) -> dict[str, Any]:
+    """Answer with the points [step, mean, least, greatest] of each of `names`, and its axis."""
     curves: dict[str, Any] = {}
     for name in [name for name in query.get("names", "").split(",") if name][:MAX_NAMES]:
         if (curve := index.curves.curves.get(name)) is not None:
-            found = _joined(curve.points(), points)
-            curves[name] = {"points": found, "last": curve.last, "axis": _axis(name, found)}
+            points = [[_short(value) for value in point] for point in curve.points()]
+            curves[name] = {"points": points, "axis": _axis(name, points)}
     return {"revision": index.revision, "curves": curves}
 
 
-def _axis(name: str, points: list[list[float]]) -> list[float] | None:
-    """Where the axis of metric `name` begins and ends, at one place for zeros alone; None without points."""
-    known = described(name)
-    values = [value for _, _, *ends in points for value in ends]
-    if not values:
-        return None
-    low, high = axis_ends(min(values), max(values), is_amount=known is not None and known[1].is_amount)
-    return [_short(low), _short(high)]
-
-
-def _joined(points: list[tuple[float, float, float, float]], count: int) -> list[list[float]]:
-    stride = max(1, -(-len(points) // count))
-    joined = []
-    for at in range(0, len(points), stride):
-        x, mean, least, greatest = zip(*points[at : at + stride], strict=True)
-        joined.append([_short(v) for v in (sum(x) / len(x), sum(mean) / len(mean), min(least), max(greatest))])
-    return joined
+def _axis(name: str, points: list[list[float]]) -> list[float]:
+    """Where the axis of metric `name` begins and ends, at one place for zeros alone."""
+    known, values = described(name), [value for _, _, *ends in points for value in ends]
+    ends = axis_ends(min(values), max(values), is_amount=known is not None and known[1].is_amount)
+    return [_short(end) for end in ends]
 
 
 def _short(value: float) -> float:
     return float(f"{value:.6g}")
 
 
-def groups_answer(index: RunIndex, _verdict: LiveVerdict, query: Mapping[str, str]) -> dict[str, Any]:
+def groups_answer(index: RunIndex, query: Mapping[str, str]) -> dict[str, Any]:
     """`count` groups whose fate is known, in that order: from `row` on, or those of `step`; `tokens=1`: only such
     whose tokens were written."""
     rollouts = index.rollouts
@@ -323,7 +263,7 @@ def _row(index: RunIndex, group: GroupRow) -> dict[str, Any]:
     }
 
 
-def group_answer(index: RunIndex, _verdict: LiveVerdict, query: Mapping[str, str]) -> dict[str, Any]:
+def group_answer(index: RunIndex, query: Mapping[str, str]) -> dict[str, Any]:
     """Group `ordinal`: its rollouts, long texts cut, with tokens where they were written; null where it has no fate."""
     ordinal = int(number(query, "ordinal"))
     row = index.rollouts.row_of(ordinal)
@@ -346,17 +286,8 @@ def _rollout(index: RunIndex, line: RolloutLine, tokens: TokenLine | None) -> di
     return {name: getattr(line, name) for name in ROLLOUT_FIELDS} | {
         "completion": line.completion[:MAX_TEXT],
         "is_cut": len(line.completion) > MAX_TEXT,
-        "times": [_run_s(index, at_s) for at_s in (line.started_s, line.finished_s, line.scored_s)],
-        "tokens": None
-        if tokens is None
-        else {
-            "texts": tokens.texts,
-            "ids": tokens.tokens,
-            "versions": tokens.versions,
-            "behaviour": tokens.behaviour_logprobs,
-            "policy": tokens.policy_logprobs,
-            "advantages": tokens.advantages,
-        },
+        "times": [_run_s(index, at_s) for at_s in (line.started_s, line.finished_s)],
+        "tokens": tokens,
     }
 
 
@@ -368,7 +299,7 @@ def _run_s(index: RunIndex, raw_s: float) -> float | None:
     return None
 
 
-Answer = Callable[[RunIndex, LiveVerdict, Mapping[str, str]], dict[str, Any]]
+Answer = Callable[[RunIndex, Mapping[str, str]], dict[str, Any]]
 ANSWERS: dict[str, Answer] = {
     "/api/run": run_answer,
     "/api/loop": loop_answer,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 NUM_BUCKETS = 1024
-NUM_POINTS = 2048
+NUM_POINTS = 500
 
 
 @dataclass
@@ -64,12 +64,10 @@ class BoundedCurve:
 
     capacity: int = NUM_POINTS
     stride: int = 1  # values that make one point
-    last: tuple[float, float] | None = None
     _columns: tuple[array[float], ...] = field(default_factory=lambda: tuple(array("d") for _ in range(4)), repr=False)
     _open: list[tuple[float, float]] = field(default_factory=list, repr=False)
 
     def add(self, x: float, y: float) -> None:
-        self.last = (x, y)
         self._open.append((x, y))
         if len(self._open) >= self.stride:
             self._append(self._open)

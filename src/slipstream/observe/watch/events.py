@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 from array import array
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 
@@ -17,6 +16,7 @@ from slipstream.observe.watch.tail import LineIndex
 FIRST_SPACING = 512  # lines between two marks, as long as there are few
 MAX_MARKS = 512
 MAX_MARK_BYTES = 32_000_000
+MAX_COUNTS = 300
 MAX_REPLAYED_BYTES = 8_000_000
 """Of `events.jsonl`, for one answer."""
 
@@ -56,7 +56,10 @@ class _Mark(msgspec.Struct, frozen=True):
 
 @dataclass
 class Passage:
-    """The loop at `start_s`, and its moves until `end_s`, in order, as far as they were read."""
+    """The loop at `start_s`, and its moves until `end_s`, in order, as far as they were read.
+
+    `counts` are [time, how many groups are in each phase], at up to about `MAX_COUNTS` times.
+    """
 
     start_s: float
     end_s: float
@@ -64,6 +67,7 @@ class Passage:
     moves: list[Move]
     swaps: list[SwapAt]
     steps: list[tuple[float, int]]  # when the trainer came to which version
+    counts: list[list[float]]
 
 
 class EventIndex(LineIndex[Decision]):
@@ -74,8 +78,10 @@ class EventIndex(LineIndex[Decision]):
     groups were in it on average.
     """
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, decode_decision)
+    kind = Decision
+
+    def decode(self, line: bytes) -> Decision:
+        return decode_decision(line)
 
     def reset(self) -> None:
         self.loop = LoopState()
@@ -95,9 +101,9 @@ class EventIndex(LineIndex[Decision]):
         """Time of the last event."""
         return self.stretches[-1].end_s if self.stretches else 0.0
 
-    def take(self, record: Decision, begin: int, end: int) -> None:  # noqa: ARG002
+    def take(self, record: Decision) -> None:
         if self._num_lines % self._spacing == 0:
-            self._mark(begin)
+            self._mark(self.begin)
         self._num_lines += 1
         time_s = self._time_of(record)
         self._count_phases(time_s)
@@ -143,12 +149,12 @@ class EventIndex(LineIndex[Decision]):
         All events until `end_s` are to be known.
         """
         base = LoopState()
-        found = Passage(start_s, end_s, base, [], [], [])
+        found = Passage(start_s, end_s, base, [], [], [], [])
         if not self._marks:
             return found
         mark = self._marks[max(0, bisect.bisect_right(self._marks, start_s, key=lambda one: one.time_s) - 1)]
         loop = base = _decoded(mark.loop)
-        stretch, last_s = mark.stretch, mark.time_s
+        stretch, last_s, apart_s = mark.stretch, mark.time_s, (end_s - start_s) / MAX_COUNTS
         budget = min(self.tail.offset - mark.offset, MAX_REPLAYED_BYTES)
         for decision in self.lines_within(mark.offset, mark.offset + budget):
             stretch += isinstance(decision.event, ScheduleBegan)
@@ -158,10 +164,14 @@ class EventIndex(LineIndex[Decision]):
             last_s = time_s
             if time_s > start_s and loop is base:
                 loop = _decoded(msgspec.msgpack.encode(base))
+                found.counts.append([start_s, *base.counts.values()])
             held = dict(loop.versions)
             moves = loop.take(decision, time_s)
             if time_s > start_s:
                 found.moves += moves
+                if time_s - found.counts[-1][0] >= apart_s:
+                    found.counts.append([time_s])
+                found.counts[-1][1:] = loop.counts.values()
                 changed = {**dict.fromkeys(held, -1), **loop.versions}
                 found.swaps += [SwapAt(time_s, r, version) for r, version in changed.items() if held.get(r) != version]
                 if isinstance(decision.event, StepDone):

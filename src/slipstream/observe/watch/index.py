@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,10 +19,10 @@ import msgspec
 from slipstream.core.errors import SlipstreamError
 from slipstream.core.recipes import read_toml, resolve
 from slipstream.core.run_log import Metrics
-from slipstream.observe.accounting import read_accounting
+from slipstream.observe.accounting import accounting_bytes, read_accounting
 from slipstream.observe.display import config_summary
 from slipstream.observe.health import ALARMS_FILE, Alarm, AlarmSpan, spans
-from slipstream.observe.timeline import process_files, process_order
+from slipstream.observe.timeline import process_order
 from slipstream.observe.tokens import TOKENS_FILE
 from slipstream.observe.watch.buckets import BoundedCurve
 from slipstream.observe.watch.events import AttemptStretch, EventIndex
@@ -46,13 +47,12 @@ Life = Literal["waiting", "running", "silent", "done", "failed", "interrupted"]
 class AlarmIndex(LineIndex[Alarm]):
     """The run's alarms, which are few."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, msgspec.json.Decoder(Alarm).decode)
+    kind = Alarm
 
     def reset(self) -> None:
         self.alarms: list[Alarm] = []
 
-    def take(self, record: Alarm, begin: int, end: int) -> None:  # noqa: ARG002
+    def take(self, record: Alarm) -> None:
         self.alarms.append(record)
 
     def spans(self) -> list[AlarmSpan]:
@@ -62,13 +62,12 @@ class AlarmIndex(LineIndex[Alarm]):
 class CurveIndex(LineIndex[Metrics]):
     """`curves` by name over steps: what is measured of version v, and not while a step was trained, lies at step v."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, msgspec.json.Decoder(Metrics).decode)
+    kind = Metrics
 
     def reset(self) -> None:
         self.curves: dict[str, BoundedCurve] = {}
 
-    def take(self, record: Metrics, begin: int, end: int) -> None:  # noqa: ARG002
+    def take(self, record: Metrics) -> None:
         step = record.get("step")
         if not isinstance(step, int):
             raise ValueError("a line without its step")
@@ -155,22 +154,18 @@ class RunIndex:
         return has_news
 
     def _find_timelines(self) -> None:
-        for path in self.run_dir.glob("timeline/*.jsonl"):
-            self.timelines.setdefault(path, TimelineIndex(path))
-        for path in self.run_dir.glob("attempt_*/timeline/*.jsonl"):
-            self.timelines.setdefault(path, TimelineIndex(path))
+        for pattern in ("timeline/*.jsonl", "attempt_*/timeline/*.jsonl"):
+            for path in self.run_dir.glob(pattern):
+                self.timelines.setdefault(path, TimelineIndex(path))
 
     def _facts(self) -> dict[str, str]:
         """Describe the run in a few words; of a configuration that this version cannot read, by the recipe alone."""
         path = self.config_file.path
-        try:
+        with suppress(SlipstreamError, OSError):
             return config_summary(resolve(path))
-        except (SlipstreamError, OSError):
-            pass
-        try:
+        with suppress(SlipstreamError, OSError):
             return {"recipe": str(read_toml(path).get("recipe", ""))}
-        except (SlipstreamError, OSError):
-            return {}
+        return {}
 
     @property
     def progress(self) -> float:
@@ -188,9 +183,8 @@ class RunIndex:
         if not self.events.stretches:
             return 0.0
         stretch = self.events.stretches[-1]
-        folder = self._folder_of(stretch)
-        told_ns = [index.latest_ns for path, index in self.timelines.items() if path.parent == folder]
-        return stretch.run_s(max(told_ns, default=0) * 1e-9)
+        told_ns = max((index.latest_ns for index in self._timelines_of(stretch)), default=0)
+        return stretch.run_s(told_ns * 1e-9)
 
     def _end_s(self, told_s: float) -> float:
         """`told_s` was read before the events were: whatever happened until then is among them, if all are read."""
@@ -222,23 +216,20 @@ class RunIndex:
             is_last = number == len(stretches) - 1
             until_s = end_s if is_last else min(end_s, stretches[number + 1].start_s)
             from_s = start_s if number == 0 else max(start_s, stretch.start_s)
-            folder = self._folder_of(stretch)
-            if from_s >= until_s or folder is None:
-                continue
-            start_ns, end_ns = (round((at - stretch.start_s + stretch.raw_s) * 1e9) for at in (from_s, until_s))
-            for path, index in self.timelines.items():
-                if path.parent == folder:
+            if from_s < until_s:
+                start_ns, end_ns = (round((at - stretch.start_s + stretch.raw_s) * 1e9) for at in (from_s, until_s))
+                for index in self._timelines_of(stretch):
                     yield index, stretch, start_ns, end_ns
 
-    def _folder_of(self, stretch: AttemptStretch) -> Path | None:
-        best: tuple[float, Path] | None = None
-        for path, index in self.timelines.items():
-            if path.stem != "controller" or not index.lives:
-                continue
-            ahead_s = stretch.raw_s - index.lives[0].first_ns * 1e-9
-            if 0 <= ahead_s < 3600 and (best is None or ahead_s < best[0]):
-                best = (ahead_s, path.parent)
-        return None if best is None else best[1]
+    def _timelines_of(self, stretch: AttemptStretch) -> list[TimelineIndex]:
+        ahead_s = {
+            path.parent: stretch.raw_s - index.lives[0].first_ns * 1e-9
+            for path, index in self.timelines.items()
+            if path.stem == "controller" and index.lives
+        }
+        near = [folder for folder, seconds in ahead_s.items() if 0 <= seconds < 3600]
+        folder = min(near, key=ahead_s.__getitem__, default=None)
+        return [index for path, index in self.timelines.items() if path.parent == folder]
 
     @property
     def processes(self) -> list[str]:
@@ -272,7 +263,7 @@ class LiveVerdict:
         balance = index.summary.get("balance") if is_over else None
         if isinstance(balance, dict) and isinstance(balance.get("verdict"), str):
             self.sentence = balance["verdict"] or None
-        elif not (is_over and self._is_final) and now_s >= self._due_s and self._size() <= MAX_BYTES:
+        elif not (is_over and self._is_final) and now_s >= self._due_s and accounting_bytes(self.run_dir) <= MAX_BYTES:
             started_s = time.thread_time()
             try:
                 self.sentence = read_accounting(self.run_dir).balance.verdict or None
@@ -282,10 +273,6 @@ class LiveVerdict:
             self._due_s = now_s + max(least_s, (time.thread_time() - started_s) / MAX_SHARE)
             self._is_final = is_over
         return self.sentence != before
-
-    def _size(self) -> int:
-        files = [self.run_dir / "events.jsonl", *process_files(self.run_dir)]
-        return sum(path.stat().st_size for path in files if path.exists())
 
 
 def _changed_s(path: Path) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import contextlib
 from array import array
 from collections.abc import Iterator
 from itertools import islice
@@ -14,7 +13,7 @@ import msgspec
 
 from slipstream.core.run_log import Outcome, RolloutLine
 from slipstream.observe.tokens import TokenHead, TokenLine
-from slipstream.observe.watch.tail import LineIndex, lines_from
+from slipstream.observe.watch.tail import LineIndex, records_within
 
 MAX_GROUP_BYTES = 8_000_000
 MAX_AHEAD = 1_000_000  # how far ordinals may be ahead of how many groups there are, before a line is taken for damaged
@@ -42,8 +41,7 @@ class GroupRow(msgspec.Struct, frozen=True):
 class RolloutIndex(LineIndex[_Head]):
     """Groups in the order of their fates, 40 bytes each: whatever was said in between is read when it is asked for."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, msgspec.json.Decoder(_Head).decode)
+    kind = _Head
 
     def reset(self) -> None:
         self._ordinals, self._offsets, self._ends = array("q"), array("q"), array("q")
@@ -56,20 +54,20 @@ class RolloutIndex(LineIndex[_Head]):
     def num_groups(self) -> int:
         return len(self._ordinals)
 
-    def take(self, record: _Head, begin: int, end: int) -> None:
-        if not 0 <= record.ordinal < MAX_AHEAD + 4 * self.num_groups:
-            raise ValueError(f"group {record.ordinal} behind {self.num_groups}")
+    def take(self, record: _Head) -> None:
+        if not 0 <= record.ordinal < MAX_AHEAD + 4 * self.num_groups or not 0 <= (record.step or 0) < 1 << 31:
+            raise ValueError(f"group {record.ordinal} of step {record.step} behind {self.num_groups}")
         if not self._ordinals or self._ordinals[-1] != record.ordinal:
-            self._begin(record, begin)
-        self._ends[-1] = end
+            self._begin(record)
+        self._ends[-1] = self.end
         self._counts[-1] += 1
         self._rewards[-1] += record.reward or 0.0
 
-    def _begin(self, head: _Head, offset: int) -> None:
+    def _begin(self, head: _Head) -> None:
         row = len(self._ordinals)
         self._ordinals.append(head.ordinal)
-        self._offsets.append(offset)
-        self._ends.append(offset)
+        self._offsets.append(self.begin)
+        self._ends.append(self.begin)
         self._steps.append(-1 if head.step is None else head.step)
         self._counts.append(0)
         self._outcomes.append(OUTCOMES.index(head.outcome))
@@ -110,21 +108,16 @@ class RolloutIndex(LineIndex[_Head]):
 class TokenIndex(LineIndex[TokenHead]):
     """Where the tokens of which groups are."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, msgspec.json.Decoder(TokenHead).decode)
+    kind = TokenHead
 
     def reset(self) -> None:
         self._places: dict[int, tuple[int, int]] = {}
 
-    def take(self, record: TokenHead, begin: int, end: int) -> None:
-        self._places[record.ordinal] = (self._places.get(record.ordinal, (begin, 0))[0], end)
+    def take(self, record: TokenHead) -> None:
+        self._places[record.ordinal] = (self._places.get(record.ordinal, (self.begin, 0))[0], self.end)
 
     def __contains__(self, ordinal: int) -> bool:
         return ordinal in self._places
-
-    @property
-    def num_groups(self) -> int:
-        return len(self._places)
 
     def lines(self, ordinal: int) -> list[TokenLine]:
         """Return the lines of all completions of a group; none for a group that is not in the file."""
@@ -132,9 +125,4 @@ class TokenIndex(LineIndex[TokenHead]):
 
 
 def _read(path: Path, begin: int, end: int, kind: Any) -> Iterator[Any]:
-    """Undecodable lines are left out: the file may have been replaced since it was indexed."""
-    decoder = msgspec.json.Decoder(kind)
-    with contextlib.suppress(OSError):
-        for line in lines_from(path, begin, max_bytes=min(end - begin, MAX_GROUP_BYTES)):
-            with contextlib.suppress(ValueError, RecursionError):
-                yield decoder.decode(line)
+    return records_within(path, begin, min(end, begin + MAX_GROUP_BYTES), msgspec.json.Decoder(kind).decode)

@@ -34,7 +34,6 @@ from slipstream.observe.watch.answers import ANSWERS, BadRequest, pulse
 from slipstream.observe.watch.index import LiveVerdict, RunIndex
 
 LOOPBACK = "127.0.0.1"
-DEFAULT_PORT = 7878
 MAX_CONNECTIONS = 96
 MAX_STREAMS = 24
 REQUEST_DEADLINE_S = 10.0  # for a request to arrive, an answer to be taken, and a connection to be asked again
@@ -267,7 +266,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             owner, query = self.server.owner, dict(parse_qsl(url.query)[:32])
             try:
                 with owner.lock:
-                    found = answer(owner.index, owner.verdict, query)
+                    found = answer(owner.index, query)
                 body = msgspec.json.encode(found)
             except BadRequest as error:
                 self._send(400, "text/plain; charset=utf-8", str(error).encode())

@@ -10,9 +10,12 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, Generic, TypeVar
+from typing import Any, BinaryIO, ClassVar, Generic, TypeVar
+
+import msgspec
 
 T = TypeVar("T")
 
@@ -71,16 +74,19 @@ class Tail:
 
 
 class LineIndex(ABC, Generic[T]):
-    """An index over one growing file of lines: each line of `path`, decoded, goes to `take` once, piece by piece.
+    """An index over one growing file of lines of type `kind`: each, decoded, goes to `take` once, piece by piece.
 
-    When the file is replaced it begins anew. `num_damaged` counts the lines that nobody could read.
+    When the file is replaced it begins anew. `num_damaged` counts the lines that nobody could read. The line that is
+    taken lies from byte `begin` up to `end`, which is behind its newline.
     """
 
-    def __init__(self, path: Path, decode: Callable[[bytes], T]) -> None:
+    kind: ClassVar[Any]
+
+    def __init__(self, path: Path) -> None:
         self.path = path
         self.tail = Tail(path)
-        self.num_damaged = 0
-        self._decode = decode
+        self.num_damaged = self.begin = self.end = 0
+        self._decoder = msgspec.json.Decoder(self.kind)
         self.reset()
 
     def advance(self) -> bool:
@@ -89,27 +95,27 @@ class LineIndex(ABC, Generic[T]):
         if is_replaced:
             self.tail, self.num_damaged = Tail(self.path), 0
             self.reset()
-        begin, piece = self.tail.read()
+        self.end, piece = self.tail.read()
         for line in piece.split(b"\n")[:-1]:
-            end = begin + len(line) + 1
+            self.begin, self.end = self.end, self.end + len(line) + 1
             try:
-                self.take(self._decode(line), begin, end)
+                self.take(self.decode(line))
             except (ValueError, RecursionError):
                 self.num_damaged += 1
-            begin = end
         return is_replaced or bool(piece)
 
+    def decode(self, line: bytes) -> T:
+        """Return the record of a line. ValueError or RecursionError for a damaged one."""
+        found: T = self._decoder.decode(line)
+        return found
+
     def lines_within(self, begin: int, end: int) -> Iterator[T]:
-        """The records of the lines between two bytes, but for those that cannot be read: a file may be replaced."""
-        for line in lines_from(self.path, begin, max_bytes=end - begin):
-            try:
-                yield self._decode(line)
-            except (ValueError, RecursionError):
-                continue
+        """The records of the lines between two bytes, as `records_within`."""
+        return records_within(self.path, begin, end, self.decode)
 
     @abstractmethod
-    def take(self, record: T, begin: int, end: int) -> None:
-        """A line, from its first byte to the one behind its newline. ValueError for one that cannot be."""
+    def take(self, record: T) -> None:
+        """Learn from the next line. ValueError for one that cannot be."""
 
     @abstractmethod
     def reset(self) -> None:
@@ -121,10 +127,11 @@ def _number(file: BinaryIO) -> tuple[int, int]:
     return stat.st_dev, stat.st_ino
 
 
-def lines_from(path: Path, offset: int, *, max_bytes: int) -> Iterator[bytes]:
-    """The whole lines of `path` from `offset` on, where a line begins, until `max_bytes` of them are read."""
-    with path.open("rb") as file:
-        file.seek(offset)
-        while max_bytes > 0 and (line := file.readline(MAX_LINE_BYTES)).endswith(b"\n"):
-            max_bytes -= len(line)
-            yield line
+def records_within(path: Path, begin: int, end: int, decode: Callable[[bytes], T]) -> Iterator[T]:
+    """The records of the lines of `path` between two bytes, but for those that cannot be read: it may be replaced."""
+    with suppress(OSError), path.open("rb") as file:
+        file.seek(begin)
+        while begin < end and (line := file.readline(MAX_LINE_BYTES)).endswith(b"\n"):
+            begin += len(line)
+            with suppress(ValueError, RecursionError):
+                yield decode(line)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterator
-from pathlib import Path
+from itertools import takewhile
 from typing import Any
-
-import msgspec
 
 from slipstream.observe.timeline import Life, Record, Slice, gone, times_ns
 from slipstream.observe.watch.buckets import Buckets
@@ -18,15 +16,15 @@ MAX_MARKS = 4096
 MAX_WINDOW_BYTES = 2_000_000
 """Of one file, for one answer; a window with more is shown in outline."""
 
-_kinds: Any = Record
-
 
 class TimelineIndex(LineIndex[Record]):
     """`totals` are seconds by state over buckets from the first record on (`origin_ns`, on the machine's clock)."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, msgspec.json.Decoder(_kinds).decode)
-        self.process = path.stem
+    kind = Record
+
+    @property
+    def process(self) -> str:
+        return self.path.stem
 
     def reset(self) -> None:
         self.origin_ns: int | None = None
@@ -37,12 +35,12 @@ class TimelineIndex(LineIndex[Record]):
         self._num_lines = 0
         self.latest_ns = 0
 
-    def take(self, record: Record, begin: int, end: int) -> None:  # noqa: ARG002
+    def take(self, record: Record) -> None:
         first_ns, last_ns = times_ns(record)
         if self.origin_ns is None:
             self.origin_ns = first_ns
         if self._num_lines % self._spacing == 0:
-            self._mark(begin)
+            self._mark(self.begin)
         self._num_lines += 1
         self.latest_ns = max(self.latest_ns, last_ns)
         Life.extend(self.lives, record)
@@ -64,20 +62,13 @@ class TimelineIndex(LineIndex[Record]):
         if end - begin > MAX_WINDOW_BYTES:
             return None
         is_empty = not self._marks or self.latest_ns <= start_ns
-        return [] if is_empty else list(self._read(begin, self.tail.offset, start_ns, end_ns))
+        found = (one for one in self.lines_within(begin, 0 if is_empty else self.tail.offset) if isinstance(one, Slice))
+        return [one for one in takewhile(lambda one: one.start_ns < end_ns, found) if one.end_ns > start_ns]
 
     def _offset_before(self, time_ns: int) -> int:
         """Where a line begins before which everything had ended by then."""
         index = bisect.bisect_right(self._marks, (time_ns, 1 << 62)) - 1
         return self._marks[index][1] if index >= 0 else 0
-
-    def _read(self, begin: int, end: int, start_ns: int, end_ns: int) -> Iterator[Slice]:
-        for record in self.lines_within(begin, end):
-            if isinstance(record, Slice):
-                if record.start_ns >= end_ns:
-                    return
-                if record.end_ns > start_ns:
-                    yield record
 
     def gone(self, start_ns: int, end_ns: int) -> list[tuple[str, int, int]]:
         """(state, start, end) within the window: before, between and after the lives, as far as that is known.
@@ -109,15 +100,15 @@ Bar = tuple[int, int, str, float, dict[str, Any], dict[str, float]]
 """Start, end (ns), the state, its share of that time, arguments, and the shares of other states."""
 
 
-def bars(slices: list[Slice], start_ns: int, end_ns: int, count: int) -> Iterator[Bar]:
+def bars(slices: list[Slice], start_ns: int, end_ns: int, count: int) -> list[Bar]:
     """Slices as they are where they are few, else the state that most of each of `count` parts of the window was in."""
+    found: list[Bar] = []
     if len(slices) <= count:
         for one in slices:
-            length = one.end_ns - one.start_ns
-            if length > 0:
+            if (length := one.end_ns - one.start_ns) > 0:
                 also = {state: round(ns / length, 3) for state, ns in one.also.items()}
-                yield one.start_ns, one.end_ns, one.state, one.state_ns / length, one.args, also
-        return
+                found.append((one.start_ns, one.end_ns, one.state, one.state_ns / length, one.args, also))
+        return found
     width = max(1, (end_ns - start_ns) // count)
     parts: dict[int, dict[str, int]] = {}
     for one in slices:
@@ -126,15 +117,11 @@ def bars(slices: list[Slice], start_ns: int, end_ns: int, count: int) -> Iterato
             left = start_ns + index * width
             part = parts.setdefault(index, {})
             part[one.state] = part.get(one.state, 0) + min(end, left + width) - max(begin, left)
-    last: Bar | None = None
     for index, part in sorted(parts.items()):
-        state = max(part, key=lambda name: part[name])
+        state = max(part, key=part.__getitem__)
         share, left = min(1.0, part[state] / width), start_ns + index * width
-        if last is not None and last[2] == state and last[1] == left and abs(last[3] - share) < 0.2:
-            last = (last[0], left + width, *last[2:])
-            continue
-        if last is not None:
-            yield last
-        last = (left, left + width, state, share, {}, {})
-    if last is not None:
-        yield last
+        if found and found[-1][1:3] == (left, state) and abs(found[-1][3] - share) < 0.2:
+            found[-1] = (found[-1][0], left + width, *found[-1][2:])
+        else:
+            found.append((left, left + width, state, share, {}, {}))
+    return found

@@ -1,7 +1,7 @@
 // What the server answers; `observe/watch/answers.py` makes it. Rows that are lists have these columns:
 //
 //   group  ordinal, phase, since, replica, finished, version, step, reward
-//   move   time, then a group's, then its fate (null while it is in the loop)
+//   move   time, the group, its fate (null while it is in the loop)
 //   swap   time, replica, version (-1: lost)   step  time, version the trainer came to
 //   bar    start, end, state, share of that time, args, other states and their shares
 //   point  step, mean, least, greatest

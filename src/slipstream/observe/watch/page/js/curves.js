@@ -19,26 +19,13 @@ const CHARTS = [
 ];
 const isSparse = (name) => name.startsWith('eval_'); // measured now and then: with dots
 
-/** The last point at or before `step`; null before the first. */
-export function valueAt(points, step) {
-  let low = 0;
-  let high = points.length;
-  while (low < high) {
-    const middle = (low + high) >> 1;
-    if (points[middle][0] <= step) low = middle + 1;
-    else high = middle;
-  }
-  return low ? points[low - 1][1] : null;
-}
+/** The value at or before `step`; null before the first. */
+const valueAt = (points, step) => points.findLast((point) => point[0] <= step)?.[1] ?? null;
 
 export class Curves {
   /** `onStep(step)`: somebody wants to go there. */
   constructor(onStep) {
-    this.onStep = onStep;
-    this.charts = [];
-    this.curves = {};
-    this.extra = [];
-    this.step = 0;
+    Object.assign(this, { onStep, charts: [], curves: {}, extra: [], step: 0 });
     const select = byId('add-curve');
     select.addEventListener('change', () => {
       if (select.value) this.extra.push(select.value);
@@ -52,35 +39,27 @@ export class Curves {
     this.known = new Set(info.curves);
     if (info.curves.join() === this.names) return;
     this.names = info.curves.join();
-    this.plan = CHARTS.map(([title, names, labels]) => ({
-      title,
-      series: names.map((name, index) => ({ name, label: labels[index] })).filter((one) => this.known.has(one.name)),
-    })).filter((chart) => chart.series.length);
-    for (const name of this.extra) this.plan.push({ title: metricName(name), series: [{ name, label: '' }] });
-    const shown = new Set(this.wanted());
-    const options = info.curves.filter((name) => !shown.has(name)).sort();
+    const plan = [...CHARTS, ...this.extra.map((name) => [metricName(name), [name], ['']])];
+    const series = ([, names, labels]) => names.map((name, i) => [name, labels[i]]).filter(([name]) => this.known.has(name));
+    this.charts = plan.filter((chart) => series(chart).length).map((chart) => new Chart(chart[0], series(chart), this.onStep));
+    const options = info.curves.filter((name) => !this.wanted().includes(name)).sort();
     byId('add-curve').replaceChildren(
       el('option', { value: '' }, 'a curve …'),
       ...options.map((name) => el('option', { value: name }, metricName(name))),
     );
-    this.charts = this.plan.map((chart) => new Chart(chart, this.onStep));
     const nothing = el('p', { class: 'muted' }, info.curves.length ? 'Add a curve to see it here.' : 'No step is done yet.');
     byId('charts').replaceChildren(...(this.charts.length ? this.charts.map((chart) => chart.element) : [nothing]));
-    this.redraw();
+    this.load(this);
   }
 
   wanted() {
-    return (this.plan ?? []).flatMap((chart) => chart.series.map((one) => one.name));
+    return this.charts.flatMap((chart) => chart.series.map(([name]) => name));
   }
 
-  load(answer) {
-    this.curves = answer.curves;
-    this.redraw();
-  }
-
-  redraw() {
-    for (const chart of this.charts) chart.draw(this.curves);
-    this.show(this.step, true);
+  load({ curves }) {
+    this.curves = curves;
+    for (const chart of this.charts) chart.draw(curves);
+    this.show(this.step + 1, true);
   }
 
   /** The slider is where the policy has version `version`: the last step that is done is the one before. */
@@ -106,14 +85,13 @@ export class Curves {
 }
 
 class Chart {
-  constructor({ title, series }, onStep) {
+  /** `series`: [metric, its label] of each line. */
+  constructor(title, series, onStep) {
     this.series = series;
     this.values = series.map(() => el('b'));
-    const keys = series.map((one, index) => key(`series-${index}`, one.label ? `${one.label} ` : '', this.values[index]));
+    const keys = series.map(([, label], index) => key(`series-${index}`, label ? `${label} ` : '', this.values[index]));
     this.picture = svg('svg', { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: 'none', role: 'img', 'aria-label': title });
-    this.low = el('span');
-    this.high = el('span');
-    this.last = el('span', { class: 'x-last' });
+    [this.low, this.high, this.last] = [el('span'), el('span'), el('span')];
     const plot = el('div', { class: 'plot' }, el('div', { class: 'y-axis', 'aria-hidden': true }, this.high, this.low), this.picture);
     plot.addEventListener('click', (event) => {
       const box = this.picture.getBoundingClientRect();
@@ -125,46 +103,35 @@ class Chart {
   }
 
   draw(curves) {
-    const found = this.series.map((one) => curves[one.name]?.points ?? []);
-    const all = found.flat();
-    if (!all.length) return;
-    this.right = Math.max(1, ...all.map((point) => point[0]));
-    const ends = this.series.map((one) => curves[one.name]?.axis).filter(Boolean); // the server knows the rule
+    const found = this.series.map(([name]) => curves[name]?.points ?? []);
+    if (!found.flat().length) return;
+    this.right = Math.max(1, ...found.flat().map((point) => point[0]));
+    const ends = this.series.map(([name]) => curves[name]?.axis).filter(Boolean); // the server knows the rule
     const [low, most] = [Math.min(...ends.map((one) => one[0])), Math.max(...ends.map((one) => one[1]))];
     const high = most > low ? most : low + 1; // of all lines together: one of zeros alone says nothing of the others
     const x = (step) => ((step / this.right) * WIDTH).toFixed(2);
     const y = (value) => (HEIGHT - 4 - ((value - low) / (high - low)) * (HEIGHT - 8)).toFixed(2);
     this.cursor = svg('line', { class: 'cursor', y1: 0, y2: HEIGHT, x1: 0, x2: 0, 'vector-effect': 'non-scaling-stroke' });
-    this.picture.replaceChildren(
-      ...found.flatMap((points, index) => {
-        const parts = [];
-        const isJoined = points.some((point) => point[3] > point[2]);
-        if (isJoined) {
-          const upper = points.map((point) => `${x(point[0])},${y(point[3])}`);
-          const lower = points.map((point) => `${x(point[0])},${y(point[2])}`).reverse();
-          parts.push(svg('path', { class: `band series-${index}`, d: `M${upper.join('L')}L${lower.join('L')}Z` }));
-        }
-        const line = points.map((point) => `${x(point[0])},${y(point[1])}`).join('L');
-        parts.push(svg('path', { class: `line series-${index}`, d: `M${line}`, 'vector-effect': 'non-scaling-stroke' }));
-        if (isSparse(this.series[index].name)) {
-          // A line of no length with round ends is a dot that stays round when the picture is stretched.
-          const dots = points.map((point) => `M${x(point[0])},${y(point[1])}h0`).join('');
-          parts.push(svg('path', { class: `dots-of series-${index}`, d: dots, 'vector-effect': 'non-scaling-stroke' }));
-        }
-        return parts;
-      }),
-      this.cursor,
-    );
+    const lines = found.flatMap((points, index) => {
+      const places = (column) => points.map((point) => `${x(point[0])},${y(point[column])}`);
+      const path = (kind, d) => svg('path', { class: `${kind} series-${index}`, d, 'vector-effect': 'non-scaling-stroke' });
+      const isJoined = points.some((point) => point[3] > point[2]);
+      const band = isJoined ? [path('band', `M${[...places(3), ...places(2).reverse()].join('L')}Z`)] : [];
+      // A line of no length with round ends is a dot that stays round when the picture is stretched.
+      const dots = isSparse(this.series[index][0]) ? [path('dots-of', `M${places(1).join('h0M')}h0`)] : [];
+      return [...band, path('line', `M${places(1).join('L')}`), ...dots];
+    });
+    this.picture.replaceChildren(...lines, this.cursor);
     say(this.low, number(low));
     say(this.high, number(high));
     say(this.last, String(Math.round(this.right)));
   }
 
   show(curves, step) {
-    this.series.forEach((one, index) => {
+    this.series.forEach(([name], index) => {
       // What is measured of a version lies at its number: one more than the step that made it.
-      const at = isSparse(one.name) ? step + 1 : step;
-      say(this.values[index], number(valueAt(curves[one.name]?.points ?? [], at)));
+      const at = isSparse(name) ? step + 1 : step;
+      say(this.values[index], number(valueAt(curves[name]?.points ?? [], at)));
     });
     const x = (Math.max(0, step) / this.right) * WIDTH;
     this.cursor?.setAttribute('x1', x);

@@ -41,7 +41,15 @@ export function say(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
-export const prefersStill = () => matchMedia('(prefers-reduced-motion: reduce)').matches;
+/** Set an attribute, unless it has that value already. */
+export function set(element, name, value) {
+  if (element.getAttribute(name) !== value) element.setAttribute(name, value);
+}
+
+/** Take an element away once it has come to where the style sheet moves it; at once, where nothing moves. */
+export function leave(element) {
+  Promise.allSettled(element.getAnimations().map((one) => one.finished)).then(() => element.remove());
+}
 
 /** The value of a custom property of the style sheet, `--ink`: what canvases draw with. */
 export function style(name) {

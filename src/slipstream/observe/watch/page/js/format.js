@@ -32,7 +32,9 @@ function trimmed(value, digits) {
 
 export const percent = (share) => `${Math.round(share * 100)}%`;
 
-export const plural = (count, word) => `${count.toLocaleString('en')} ${word}${count === 1 ? '' : 's'}`;
+export const count = (number) => number.toLocaleString('en');
+
+export const plural = (number, word) => `${count(number)} ${word}${number === 1 ? '' : 's'}`;
 
 const STEERING = /[\p{Cc}\p{Cf}\p{Zl}\p{Zp}\p{Cs}\p{Co}]/gu;
 

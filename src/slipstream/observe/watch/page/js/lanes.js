@@ -34,14 +34,8 @@ export function barAt(bars, time) {
 
 export class Lanes {
   constructor(onSeek) {
-    this.onSeek = onSeek;
+    Object.assign(this, { onSeek, zoom: 20, lanes: {}, window: { from: 0, to: 0 }, states: {}, time: 0, told: '' });
     this.rows = byId('lane-rows');
-    this.zoom = 20;
-    this.lanes = {};
-    this.window = { from: 0, to: 0 };
-    this.states = {};
-    this.time = 0;
-    this.told = '';
     const zoom = (seconds) => {
       this.zoom = seconds;
       this.forget();
@@ -111,13 +105,9 @@ export class Lanes {
     return mixes;
   }
 
-  words(state) {
-    return this.states[state]?.words ?? state.replaceAll('_', ' ');
-  }
+  words = (state) => this.states[state]?.words ?? state.replaceAll('_', ' ');
 
-  colour(state) {
-    return this.states[state]?.colour ?? '#8c8c6b';
-  }
+  colour = (state) => this.states[state]?.colour ?? '#8c8c6b';
 
   /** [station, station it waits for, words] of the sides that wait for another, by what they did in the last second. */
   waits(time, sideOf) {

@@ -1,11 +1,9 @@
 // The page: one playhead, and everything that shows what was at its time.
 
-import { Alarms } from './alarms.js';
 import { get, Latest, live } from './api.js';
 import { Curves } from './curves.js';
-import { byId, el, prefersStill, say } from './dom.js';
-import { clock, number, percent, printable } from './format.js';
-import { listen } from './keys.js';
+import { byId, el, say } from './dom.js';
+import { clock, count, number, percent, printable } from './format.js';
 import { drawMix, Lanes } from './lanes.js';
 import { Passage } from './loop_state.js';
 import { Playhead, SPEEDS } from './playhead.js';
@@ -28,7 +26,7 @@ const fail = (error) => {
   state.error = error.message;
   notice();
 };
-const requests = { loop: new Latest(fail), lanes: new Latest(fail), info: new Latest(fail), curves: new Latest(fail), overview: new Latest(fail) };
+const requests = Object.fromEntries(['loop', 'lanes', 'info', 'curves', 'overview'].map((name) => [name, new Latest(fail)]));
 const rollouts = new Rollouts(fail);
 const stage = new Stage((ordinal) => {
   byId('follow').checked = false;
@@ -37,7 +35,7 @@ const stage = new Stage((ordinal) => {
 const lanes = new Lanes((time) => seek(time));
 const scrubber = new Scrubber((time) => seek(time));
 const curves = new Curves((step) => goToStep(step + 1));
-const alarms = new Alarms((step) => goToStep(step + 1));
+const isOver = (pulse) => OVER.includes(pulse?.life);
 let sideOf = new Map();
 let slowAt = 0;
 let refreshedAt = 0;
@@ -70,14 +68,15 @@ function followLink() {
 
 /** Where step `step` begins, or the end of the last one. */
 async function goToStep(step) {
-  const found = await get('step', { step: Math.max(0, step) });
+  const found = await get('step', { step: Math.max(0, step) }).catch(fail);
+  if (!found) return;
   if (found.start_s !== null) seek(found.start_s + 1e-3); // times are rounded
   else if (found.steps) seek(playhead.end);
 }
 
 async function moveSteps(steps) {
-  const found = await get('step', { at: playhead.time + 1e-3 });
-  await goToStep(Math.max(0, found.step + steps));
+  const found = await get('step', { at: playhead.time + 1e-3 }).catch(fail);
+  if (found) await goToStep(found.step + steps);
 }
 
 function toggle() {
@@ -95,8 +94,7 @@ function showButtons() {
   byId('play').setAttribute('aria-label', playhead.isPlaying ? 'Pause' : 'Play');
   byId('speed').value = String(playhead.speed);
   byId('speed').disabled = playhead.isLive;
-  const canFollow = state.pulse !== null && !OVER.includes(state.pulse.life);
-  byId('go-live').hidden = !canFollow;
+  byId('go-live').hidden = state.pulse === null || isOver(state.pulse);
   byId('go-live').setAttribute('aria-pressed', String(playhead.isLive));
 }
 
@@ -136,7 +134,7 @@ lanes.onZoom = () => load();
 function loadCurves() {
   requests.curves.run(async () => {
     const names = curves.wanted();
-    if (names.length) curves.load(await get('curves', { names: names.join(','), points: 300 }));
+    if (names.length) curves.load(await get('curves', { names: names.join(',') }));
   });
 }
 
@@ -160,10 +158,8 @@ async function loadInfo() {
   const { recipe, model, batch, mode } = info.facts;
   say(byId('facts'), [recipe, model, batch, mode].filter(Boolean).join(' · '));
   sideOf = new Map(info.processes.map((one) => [one.name, one.side]));
-  stage.setUp(info);
-  lanes.setUp(info);
-  curves.setUp(info);
-  alarms.setUp(info);
+  for (const part of [stage, lanes, curves]) part.setUp(info);
+  showAlarms.shown = null;
   loadCurves();
   loadOverview();
 }
@@ -178,36 +174,29 @@ function onPulse(pulse) {
     lanes.forget();
     state.wasJump = true;
   }
-  const isOver = OVER.includes(pulse.life);
-  const isAtEnd = isOver && !playhead.isPlaying && playhead.time >= playhead.end - 1e-3;
+  const isAtEnd = isOver(pulse) && !playhead.isPlaying && playhead.time >= playhead.end - 1e-3;
   playhead.reach(pulse.end_s);
   if (isAtEnd) playhead.seek(playhead.end); // its files are still being read
-  if (isOver && playhead.isLive && playhead.time >= playhead.end - 3) playhead.isLive = false;
-  const hasBegun = pulse.life !== 'waiting';
-  const isNews = before === null || pulse.revision !== before.revision || pulse.num_alarms !== before.num_alarms;
+  if (isOver(pulse) && playhead.isLive && playhead.time >= playhead.end - 3) playhead.isLive = false;
+  const isNews = ['revision', 'num_alarms'].some((name) => pulse[name] !== before?.[name]) || isOver(pulse) !== isOver(before);
   const isDue = performance.now() - refreshedAt > REFRESH_MS && pulse.end_s !== before?.end_s;
-  if (isNews || isDue || (hasBegun && !state.info?.dials) || isOver !== OVER.includes(before?.life)) {
+  if (isNews || isDue || (pulse.life !== 'waiting' && !state.info?.dials)) {
     refreshedAt = performance.now();
     requests.info.run(loadInfo);
   }
   if (playhead.isLive) lanes.forget();
-  showVerdict(pulse);
-  showLife();
+  showPulse(pulse);
   showButtons();
   notice();
   load();
 }
 
-/** Who starves, once there are steps to tell it by. */
-function showVerdict({ verdict, life }) {
+/** Whether the run goes on, and who starves, once there are steps to tell it by. */
+function showPulse({ verdict, life, silent_s: silent }) {
   byId('verdict').hidden = !verdict;
   const isResumed = state.info?.attempts > 1;
   say(byId('verdict').firstElementChild, isResumed ? 'Since the resume: ' : OVER.includes(life) ? 'The whole run: ' : 'So far: ');
   say(byId('verdict').lastElementChild, verdict ?? '');
-}
-
-function showLife() {
-  const { life, silent_s: silent } = state.pulse;
   const words = { waiting: 'has not begun', silent: `no news for ${clock(silent)}` };
   say(byId('life'), words[life] ?? life);
   byId('life').className = `life ${life}`;
@@ -247,7 +236,6 @@ function frame(now) {
   } else if (passage && !passage.covers(playhead.time)) {
     state.wasJump = true;
   }
-  const isMoving = stage.frame(prefersStill() ? 10 : seconds);
   scrubber.show(playhead, passage?.version ?? 0);
   if (lanes.time !== playhead.time || lanes.window !== frame.lanes) {
     frame.lanes = lanes.window;
@@ -258,9 +246,10 @@ function frame(now) {
     showSlowly(passage);
   }
   if (wasPlaying !== playhead.isPlaying) showButtons();
-  if (playhead.isPlaying) load();
-  if (playhead.isPlaying || isMoving) requestAnimationFrame(frame);
-  else setTimeout(requestAnimationFrame, IDLE_MS, frame);
+  if (playhead.isPlaying) {
+    load();
+    requestAnimationFrame(frame);
+  } else setTimeout(requestAnimationFrame, IDLE_MS, frame);
 }
 
 function showSlowly(passage) {
@@ -268,7 +257,7 @@ function showSlowly(passage) {
   const tenths = playhead.end < 3600;
   say(byId('clock'), `${clock(playhead.time, tenths)} / ${clock(playhead.end)}`);
   curves.show(version);
-  alarms.show(version);
+  showAlarms(version);
   if (state.pulse?.num_groups) rollouts.show(version);
   headline(version);
   stage.setWaits(lanes.waits(playhead.time, sideOf));
@@ -278,7 +267,7 @@ function showSlowly(passage) {
     const word = box.querySelector('.state');
     say(word, lanes.words(now));
     word.classList.toggle('is-wait', lanes.states[now]?.is_missed === true);
-    drawMix(box.querySelector('.mix'), seconds, (one) => lanes.colour(one));
+    drawMix(box.querySelector('.mix'), seconds, lanes.colour);
   }
 }
 
@@ -291,7 +280,7 @@ function headline(version) {
     : ['eval_reward', 'mean reward', number];
   const [held, first] = [curves.value(measure, version), curves.first(measure)];
   const tiles = [
-    ['steps done', `${version}`, dials ? `of ${dials.steps.toLocaleString('en')}` : ''],
+    ['steps done', `${version}`, dials ? `of ${count(dials.steps)}` : ''],
     ['reward', number(at('reward')), 'mean of the batch'],
     ['held-out', held === null ? '–' : words(held), first === null ? name : `${name}, was ${words(first)}`],
     ['staleness', number(at('staleness_mean')), dials ? `mean; bound ${dials.max_staleness}` : 'mean'],
@@ -303,32 +292,75 @@ function headline(version) {
   tiles.forEach((texts, index) => texts.forEach((text, part) => say(list.children[index].children[part], text)));
 }
 
+/** Alarms as they were when the policy had this version. */
+function showAlarms(version) {
+  const { alarms } = state.info;
+  const kinds = alarms.map(({ began, ended, severity }) => {
+    if (began >= version) return 'later';
+    return ended !== null && ended < version ? 'over' : `on ${severity}`;
+  });
+  if (kinds.join() === showAlarms.shown) return;
+  showAlarms.shown = kinds.join();
+  byId('alarms').hidden = !alarms.length;
+  byId('alarm-list').replaceChildren(...alarms.map((alarm, index) => alarmItem(alarm, kinds[index])));
+}
+
+function alarmItem({ name, began, ended, value, threshold, text }, kind) {
+  const when = ` from step ${began} ${ended === null ? 'on' : `to ${ended}`}`;
+  const told = el('span', {}, `${when}: ${number(value)} (threshold ${number(threshold)})`);
+  const words = el('b', {}, printable(name).replaceAll('_', ' '));
+  const button = el('button', { type: 'button', onclick: () => goToStep(began + 1) }, words, told);
+  return el('li', { class: `alarm ${kind}` }, button, el('p', {}, printable(text)));
+}
+
+// The keyboard, in one table: what it does and what the help says of it
+
+const INTERACTIVE = 'button, input, select, textarea, summary, a, [tabindex]';
+const showHelp = () => byId('help').showModal();
+const faster = (steps) => {
+  playhead.faster(steps);
+  showButtons();
+};
+const read = () => {
+  byId('rollouts').scrollIntoView();
+  byId('group-list').querySelector('button')?.focus();
+};
+const KEYS = [
+  [[' '], 'space', 'play or pause', toggle],
+  [['ArrowLeft'], '←', 'back one second; with shift ten', (event) => seek(playhead.time - (event.shiftKey ? 10 : 1))],
+  [['ArrowRight'], '→', 'on one second; with shift ten', (event) => seek(playhead.time + (event.shiftKey ? 10 : 1))],
+  [[',', 'PageDown'], ', or page down', 'previous step', () => moveSteps(-1)],
+  [['.', 'PageUp'], '. or page up', 'next step', () => moveSteps(1)],
+  [['Home'], 'home', 'to the first group', () => seek(playhead.begin)],
+  [['End'], 'end', 'to the end', () => (isOver(state.pulse) ? seek(playhead.end) : goLive())],
+  [['-'], '−', 'slower', () => faster(-1)],
+  [['+', '='], '+', 'faster', () => faster(1)],
+  [['l'], 'L', 'follow the run', () => isOver(state.pulse) || goLive()],
+  [['r'], 'R', 'to the rollouts', read],
+  [['?'], '?', 'these keys', showHelp],
+];
+
+/** Keys work wherever the focus is not in something that has its own use for them. */
+function onKey(event) {
+  if (event.ctrlKey || event.metaKey || event.altKey || byId('help').open) return;
+  const isSlider = event.target === byId('slider');
+  if (!isSlider && event.target.closest?.(INTERACTIVE) && !(event.key.length === 1 && event.key !== ' ')) return;
+  if (event.target.matches?.('select, textarea, input:not([type=range], [type=radio], [type=checkbox])')) return;
+  const found = KEYS.find(([keys]) => keys.includes(event.key) || keys.includes(event.key.toLowerCase()));
+  if (!found) return;
+  event.preventDefault();
+  found[3](event);
+}
+
 // The beginning
 
+const told = [...KEYS.map(([, name, words]) => [name, words]), ['← → ↑ ↓', 'from token to token, where one has the focus']];
+byId('keys').replaceChildren(...told.flatMap(([name, words]) => [el('dt', {}, el('kbd', {}, name)), el('dd', {}, words)]));
+document.addEventListener('keydown', onKey);
 for (const speed of SPEEDS) byId('speed').append(el('option', { value: speed }, `${speed}×`));
 byId('speed').addEventListener('change', () => (playhead.speed = Number(byId('speed').value)));
-byId('play').addEventListener('click', toggle);
-byId('previous').addEventListener('click', () => moveSteps(-1).catch(fail));
-byId('next').addEventListener('click', () => moveSteps(1).catch(fail));
-byId('go-live').addEventListener('click', goLive);
-byId('help-button').addEventListener('click', () => byId('help').showModal());
-listen({
-  toggle,
-  move: (seconds) => seek(playhead.time + seconds),
-  step: (steps) => moveSteps(steps).catch(fail),
-  start: () => seek(playhead.begin),
-  end: () => (OVER.includes(state.pulse?.life) ? seek(playhead.end) : goLive()),
-  faster: (steps) => {
-    playhead.faster(steps);
-    showButtons();
-  },
-  live: () => OVER.includes(state.pulse?.life) || goLive(),
-  read: () => {
-    byId('rollouts').scrollIntoView();
-    byId('group-list').querySelector('button')?.focus();
-  },
-  help: () => byId('help').showModal(),
-});
+const buttons = { play: toggle, previous: () => moveSteps(-1), next: () => moveSteps(1), 'go-live': goLive, 'help-button': showHelp };
+for (const [id, action] of Object.entries(buttons)) byId(id).addEventListener('click', action);
 matchMedia('(prefers-color-scheme: dark)').addEventListener('change', () => {
   lanes.draw();
   scrubber.draw();
@@ -340,7 +372,7 @@ async function begin() {
   addEventListener('hashchange', followLink);
   if (followLink()) {
     showButtons();
-  } else if (OVER.includes(state.info.life)) {
+  } else if (isOver(state.info)) {
     playhead.seek(playhead.end); // what it came to; play goes through it from its start
     showButtons();
   } else {

@@ -33,20 +33,14 @@ export function versionsOf(runs, count) {
 }
 
 const gapOf = (tokens, index) => {
-  const [policy, behaviour] = [tokens.policy[index], tokens.behaviour[index]];
+  const [policy, behaviour] = [tokens.policy_logprobs[index], tokens.behaviour_logprobs[index]];
   return policy === null || behaviour === null ? null : policy - behaviour;
 };
 
 export class Rollouts {
   constructor(onError) {
-    this.requests = new Latest(onError);
-    this.reading = new Latest(onError);
-    this.row = 0;
-    this.step = -1;
-    this.mode = 'version';
-    this.ordinal = null;
-    this.sample = 0;
-    this.bottom = [];
+    Object.assign(this, { requests: new Latest(onError), reading: new Latest(onError) });
+    Object.assign(this, { shown: [], row: 0, step: -1, mode: 'version', ordinal: null, sample: 0 });
     byId('earlier').addEventListener('click', () => this.page(-1));
     byId('later').addEventListener('click', () => this.page(1));
     byId('follow').addEventListener('change', () => (this.step = -1));
@@ -68,22 +62,17 @@ export class Rollouts {
 
   page(direction) {
     byId('follow').checked = false;
-    const rows = this.shown ?? [];
-    const row = direction > 0 ? (rows.at(-1)?.row ?? 0) + 1 : Math.max(0, (rows[0]?.row ?? 0) - COUNT * this.spread());
-    this.list({ row });
-  }
-
-  /** How many rows it takes on average to find one that is shown. */
-  spread() {
-    const rows = this.shown ?? [];
-    return rows.length > 1 ? Math.ceil((rows.at(-1).row - rows[0].row) / (rows.length - 1)) : 32;
+    const [first, last] = [this.shown[0]?.row ?? 0, this.shown.at(-1)?.row ?? 0];
+    // How many rows it takes on average to find one that is shown.
+    const spread = this.shown.length > 1 ? Math.ceil((last - first) / (this.shown.length - 1)) : 32;
+    this.list({ row: direction > 0 ? last + 1 : Math.max(0, first - COUNT * spread) });
   }
 
   list(query) {
     const tokens = byId('only-tokens').checked ? '1' : '0';
     this.requests.run(async () => {
       let answer = await get('groups', { ...query, count: COUNT, tokens });
-      if (!answer.groups.length && tokens === '1' && answer.num_groups && !this.hasChosen) {
+      if (!answer.groups.length && tokens === '1' && answer.num_groups) {
         byId('only-tokens').checked = false; // this run has written none
         answer = await get('groups', { ...query, count: COUNT, tokens: '0' });
       }
@@ -100,22 +89,19 @@ export class Rollouts {
       byId('follow').checked = false;
       this.open(group.ordinal);
     };
-    const attributes = { type: 'button', 'data-ordinal': group.ordinal, 'aria-pressed': String(group.ordinal === this.ordinal), onclick: open };
     const cells = [
       el('span', { class: 'group-fate' }, fate),
       el('bdi', { class: 'group-prompt' }, printable(group.prompt)),
       group.has_tokens ? el('span', { class: 'badge' }, 'tokens') : null,
       el('span', { class: 'group-reward' }, number(group.mean_reward)),
     ];
-    return el('li', {}, el('button', attributes, ...cells));
+    return el('li', {}, choice('', 'ordinal', group.ordinal, this.ordinal, open, ...cells));
   }
 
   /** Read group `ordinal`; `isAsked`: a person has pointed at it. */
   open(ordinal, isAsked = false) {
     this.ordinal = ordinal;
-    for (const button of byId('group-list').querySelectorAll('button')) {
-      button.setAttribute('aria-pressed', String(Number(button.dataset.ordinal) === ordinal));
-    }
+    press('ordinal', ordinal);
     this.reading.run(async () => {
       const answer = await get('group', { ordinal });
       if (ordinal !== this.ordinal) return;
@@ -139,9 +125,8 @@ export class Rollouts {
     const { group } = answer;
     const fate = group.step === null ? `was dropped (${group.outcome})` : `was trained in step ${group.step}`;
     const samples = answer.rollouts.map(({ sample, failure, reward }) => {
-      const [isPressed, onclick] = [String(sample === this.sample), () => this.choose(sample)];
-      const attributes = { type: 'button', class: 'sample', 'aria-pressed': isPressed, 'data-sample': sample, onclick };
-      return el('button', attributes, `${sample + 1}`, el('small', {}, failure ? 'failed' : number(reward)));
+      const told = el('small', {}, failure ? 'failed' : number(reward));
+      return choice('sample', 'sample', sample, this.sample, () => this.choose(sample), `${sample + 1}`, told);
     });
     this.body = el('div', { class: 'answer' });
     byId('reader').replaceChildren(
@@ -159,9 +144,7 @@ export class Rollouts {
 
   choose(sample) {
     this.sample = sample;
-    for (const button of byId('reader').querySelectorAll('.sample')) {
-      button.setAttribute('aria-pressed', String(Number(button.dataset.sample) === sample));
-    }
+    press('sample', sample);
     this.renderAnswer();
   }
 
@@ -178,19 +161,12 @@ export class Rollouts {
       `on generator-${rollout.replica}${seconds === null ? '' : ` in ${number(seconds)} s`}`,
       versionWords(rollout.versions),
     ];
-    const children = [
-      el('p', { class: 'facts' }, facts.join(' · ')),
-      rollout.failure ? el('p', { class: 'failure' }, 'failed: ', el('bdi', {}, printable(rollout.failure))) : null,
+    const failure = rollout.failure ? [el('p', { class: 'failure' }, 'failed: ', el('bdi', {}, printable(rollout.failure)))] : [];
+    const text = rollout.tokens ? [this.modes(), ...this.tokenView(rollout.tokens, step)] : [
+      el('pre', { class: 'text', dir: 'auto' }, printable(rollout.completion, true), rollout.is_cut ? ' …' : ''),
+      el('p', { class: 'muted' }, 'Single tokens are written for some groups only (observe.tokens_every).'),
     ];
-    if (rollout.tokens) {
-      children.push(this.modes(), ...this.tokenView(rollout.tokens, step));
-    } else {
-      children.push(
-        el('pre', { class: 'text', dir: 'auto' }, printable(rollout.completion, true), rollout.is_cut ? ' …' : ''),
-        el('p', { class: 'muted' }, 'Single tokens are written for some groups only (observe.tokens_every).'),
-      );
-    }
-    this.body.replaceChildren(...children.filter((child) => child !== null));
+    this.body.replaceChildren(el('p', { class: 'facts' }, facts.join(' · ')), ...failure, ...text);
   }
 
   modes() {
@@ -257,6 +233,18 @@ export class Rollouts {
   }
 }
 
+/** A button for one of several; `press` says which of those with that `data-` name is chosen. */
+function choice(kind, name, value, chosen, onclick, ...children) {
+  const attributes = { type: 'button', class: kind || null, [`data-${name}`]: value, 'aria-pressed': String(value === chosen), onclick };
+  return el('button', attributes, ...children);
+}
+
+function press(name, chosen) {
+  for (const button of byId('rollouts').querySelectorAll(`[data-${name}]`)) {
+    button.setAttribute('aria-pressed', String(Number(button.dataset[name]) === chosen));
+  }
+}
+
 /** A token's text with what cannot be seen made visible; line breaks stay line breaks. */
 function visible(text) {
   if (text === '') return [el('i', { class: 'unseen' }, '∅')];
@@ -273,12 +261,12 @@ function versionWords(runs) {
 
 function tokenWords(tokens, index, versions, step) {
   const text = printable(tokens.texts[index]);
-  const start = `Token ${index + 1} of ${tokens.texts.length} “${text}” (id ${tokens.ids[index]})`;
+  const start = `Token ${index + 1} of ${tokens.texts.length} “${text}” (id ${tokens.tokens[index]})`;
   if (versions[index] < 0) return `${start}: given, not sampled`;
   const gap = gapOf(tokens, index);
   const behind = step === null ? '' : `, ${age(step - versions[index])}`;
   return (
-    `${start}: version ${versions[index]}${behind} · logprob ${number(tokens.behaviour[index])} when sampled, ` +
-    `${number(tokens.policy[index])} when trained on (gap ${number(gap)}) · advantage ${number(tokens.advantages[index])}`
+    `${start}: version ${versions[index]}${behind} · logprob ${number(tokens.behaviour_logprobs[index])} when sampled, ` +
+    `${number(tokens.policy_logprobs[index])} when trained on (gap ${number(gap)}) · advantage ${number(tokens.advantages[index])}`
   );
 }
