@@ -49,8 +49,6 @@ from slipstream.plan.measured import (
     Point,
     Side,
     Together,
-    rises,
-    write_measured,
 )
 
 SEED = 0
@@ -478,6 +476,8 @@ def num_params(model: ShapedModel) -> int:
 
 def show(name: str, job: Job, curve: EtaCurve, disturbed: float) -> None:
     """One curve as a table, and where it does not fall."""
+    from eta_figure import rises
+
     unit = "core" if job.device == "cpu" else "GPU"
     print(
         f"\n{name}, {job.side} on {job.devices} {unit}{'s' * (job.devices > 1)}, {job.precision}: samples of "
@@ -556,6 +556,8 @@ def main() -> None:
         models=models,
     )
     if arguments.json is not None:
+        from eta_figure import write_measured
+
         write_measured(measured, arguments.json)
         print(f"\ncurves: {arguments.json}")
     if arguments.svg is not None:

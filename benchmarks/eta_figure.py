@@ -1,4 +1,4 @@
-"""The two panels of LlamaRL's Figure 5 out of measured curves, as one SVG file that needs nothing else."""
+"""Measured curves as a file; and the two panels of LlamaRL's Figure 5, as one SVG file that needs nothing else."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
+from pathlib import Path
 
+import msgspec
+
+from slipstream.core.disk import replace_file
 from slipstream.plan.measured import EtaCurve, MeasuredCurves, Point, Side
 
 _WIDTH, _HEIGHT = 1120, 470
@@ -34,6 +39,19 @@ class _Axis:
     def at(self, value: float) -> float:
         share = math.log(value / self.low) / math.log(self.high / self.low)
         return self.start + share * (self.stop - self.start)
+
+
+def write_measured(measured: MeasuredCurves, path: Path) -> None:
+    """Write the file, as a whole or not at all."""
+    replace_file(path, msgspec.json.format(msgspec.json.encode(measured), indent=1) + b"\n")
+
+
+def rises(points: Sequence[Point]) -> list[tuple[Point, Point]]:
+    """Return neighbours at which eta does not fall (assumption 7.1 of LlamaRL says it does, everywhere).
+
+    Only rises beyond the spread of the turns count: the later point's lowest turn is above the earlier one's highest.
+    """
+    return [(before, after) for before, after in pairwise(points) if after.low > before.high]
 
 
 def eta_figure(measured: MeasuredCurves) -> str:

@@ -28,7 +28,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from slipstream.core.fields import Precision
-from slipstream.plan.architectures import ARCHITECTURES
 from slipstream.plan.cost_model import CostModel
 from slipstream.plan.hardware import cluster
 from slipstream.plan.layouts import (
@@ -42,6 +41,7 @@ from slipstream.plan.layouts import (
     Workload,
 )
 from slipstream.plan.lengths import LengthSample, lengths_with_tail
+from slipstream.plan.question import ARCHITECTURES
 
 GROUPS, GROUP_SIZE = 512, 4
 PROMPT_TOKENS = 150  # a problem of MATH in a chat template; the paper says nothing

@@ -17,11 +17,14 @@ half the range.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from statistics import mean
+
+import numpy as np
 
 from slipstream.controller.policies import POLICIES, make_policy
 from slipstream.core.run_log import ScheduleConfig
-from slipstream.plan.simulated_run import Costs, MadeUp, Simulated, SimulatedSetup, heavy_tailed
+from slipstream.plan.simulated_run import Costs, MadeUp, Simulated, SimulatedSetup
 from slipstream.plan.simulator import simulate
 
 GROUPS, COMPLETIONS = 16, 8
@@ -30,6 +33,33 @@ SLOTS = 64
 
 SPEEDS = (100.0, 50.0)  # tokens per second of a row, however many there are
 STEP_S = 4.0
+
+
+def steps_of(found: Simulated) -> list[tuple[int, ...]]:
+    """The groups of each step."""
+    return [step.ordinals for step in found.timed]
+
+
+def trained_of(found: Simulated) -> list[int]:
+    """The groups that were trained, in order."""
+    return [ordinal for step in found.timed for ordinal in step.ordinals]
+
+
+def slot_idle_frac(found: Simulated) -> float:
+    """Share of decode slots times time that was empty. Both are sums of many parts, and may round apart."""
+    return max(0.0, 1 - found.slot_busy_s / max(found.slot_s, 1e-9))
+
+
+def heavy_tailed(
+    seed: int, *, completions: int, median: float = 200.0, sigma: float = 1.0, longest: int = 4000
+) -> Callable[[int], tuple[int, ...]]:
+    """Lognormal lengths, cut at `longest`: at sigma = 1 the mean is 1.65 medians, and one in 100 beyond 10 medians."""
+
+    def lengths(ordinal: int) -> tuple[int, ...]:
+        drawn = np.random.default_rng((seed, ordinal)).lognormal(np.log(median), sigma, completions)
+        return tuple(int(length) for length in np.clip(drawn, 1, longest))
+
+    return lengths
 
 
 def workload(seed: int) -> MadeUp:
@@ -61,19 +91,19 @@ def config(policy: str, *, steps: int, max_staleness: int, reorder_window: int) 
 def numbers(trace: Simulated, lengths) -> dict[str, float]:
     """The columns of one run."""
     without = {ordinal for ordinal, cause in trace.dropped.items() if cause != "stale"}
-    size = {ordinal: sum(lengths(ordinal)) for ordinal in range(trace.num_admitted) if ordinal not in without}
-    trained = trace.trained
+    size = {ordinal: sum(lengths(ordinal)) for ordinal in range(trace.started.total()) if ordinal not in without}
+    trained = trained_of(trace)
     longest = sorted(size, key=lambda ordinal: -size[ordinal])[: max(1, len(size) // 100)]
     return {
-        "steps/h": len(trace.steps) / trace.wall_s * 3600,
+        "steps/h": len(trace.timed) / trace.wall_s * 3600,
         "tokens wasted %": 100 * trace.stale_tokens / trace.generated_tokens,
         "left %": 100 * trace.left_tokens / trace.generated_tokens,
-        "staleness mean": trace.staleness_mean,
-        "max": float(trace.staleness_max),
+        "staleness mean": trace.outcome.staleness_mean,
+        "max": float(trace.outcome.staleness_max),
         "length bias %": 100 * (mean(size[o] for o in trained) / mean(size.values()) - 1),
         "longest 1 % trained": 100 * len(set(longest) & set(trained)) / len(longest),
-        "trainer idle %": 100 * trace.trainer_idle_frac,
-        "slots idle %": 100 * trace.slot_idle_frac,
+        "trainer idle %": 100 * trace.outcome.idle["trainer"],
+        "slots idle %": 100 * slot_idle_frac(trace),
     }
 
 

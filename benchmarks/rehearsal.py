@@ -3,7 +3,7 @@
     python benchmarks/rehearsal.py [--steps 60]
 
 For each model and bound k the best configuration that the search finds (`plan/search.py`): the step time by its rules
-of thumb, by the rehearsal that `slipstream plan` makes (`plan/rehearsal.py`), and by one of so many steps. Lengths:
+of thumb, by the rehearsal that `slipstream plan` makes (`plan/planner.py`), and by one of so many steps. Lengths:
 mean 1024, p99 four means, lognormal; 512 prompts x 4 completions. Deterministic.
 """
 
@@ -15,12 +15,12 @@ import sys
 import time
 
 from slipstream.observe.summary import versions
-from slipstream.plan import rehearsal
-from slipstream.plan.architectures import ARCHITECTURES
+from slipstream.plan import planner
 from slipstream.plan.cost_model import CostModel
 from slipstream.plan.hardware import cluster
 from slipstream.plan.layouts import Workload
 from slipstream.plan.lengths import lengths_with_tail
+from slipstream.plan.question import ARCHITECTURES
 from slipstream.plan.search import Search, default_space
 
 CASES = (("llama-3.1-8b", 16), ("llama-3.1-70b", 128), ("llama-3.1-405b", 1024))
@@ -42,9 +42,9 @@ def main() -> None:
         for bound in BOUNDS:
             found = next(iter(search.asynchronous(bound).values()))
             started_s = time.process_time()
-            short = rehearsal.rehearse(model, found.plan, bound)
+            short = planner.rehearse(model, found.plan, bound)
             cpu_s = time.process_time() - started_s
-            long = rehearsal.rehearse(model, found.plan, bound, steps=arguments.steps)
+            long = planner.rehearse(model, found.plan, bound, steps=arguments.steps)
             print(
                 f"| {name} | {devices} | {bound} | {found.seconds:.3g} s | {short.step_s:.3g} s | {long.step_s:.3g} s "
                 f"| {short.step_s / long.step_s - 1:+.1%} | {short.staleness_mean:.1f} | {long.staleness_mean:.1f} "

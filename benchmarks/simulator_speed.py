@@ -19,12 +19,12 @@ import time
 from slipstream.controller.policies import make_policy
 from slipstream.core.run_log import ScheduleConfig
 from slipstream.observe.summary import versions
-from slipstream.plan.architectures import ARCHITECTURES
 from slipstream.plan.cost_model import CostModel
 from slipstream.plan.hardware import cluster
 from slipstream.plan.layouts import AsynchronousPlan, GeneratorLayout, TrainerLayout, Workload
 from slipstream.plan.lengths import lengths_with_tail
-from slipstream.plan.rehearsal import simulated_plan
+from slipstream.plan.planner import simulated_plan
+from slipstream.plan.question import ARCHITECTURES
 from slipstream.plan.simulated_run import MadeUp, Simulated
 from slipstream.plan.simulator import simulate
 
@@ -61,16 +61,16 @@ def main() -> None:
     options = parser.parse_args()
     print(" ".join(sys.argv), versions(), platform.machine(), sep="\n")
     warm = run(12, options.max_staleness)
-    steps = max(12, round(options.hours * 3600 / warm.step_s))
+    steps = max(12, round(options.hours * 3600 / warm.outcome.step_s))
     profile = cProfile.Profile()
     started_s = time.process_time()
     found = profile.runcall(run, steps, options.max_staleness) if options.profile else run(steps, options.max_staleness)
     cpu_s = time.process_time() - started_s
     print(
-        f"{len(found.steps)} steps of {GROUPS} x {COMPLETIONS} in {found.wall_s / 3600:.1f} h: "
-        f"{found.step_s:.0f} s a step, {found.trained_tokens_per_s:,.0f} tokens/s, "
-        f"trainer idle {found.trainer_idle_frac:.1%}, generators {found.generator_idle_frac:.1%}, "
-        f"staleness {found.staleness_mean:.2f}"
+        f"{len(found.timed)} steps of {GROUPS} x {COMPLETIONS} in {found.wall_s / 3600:.1f} h: "
+        f"{found.outcome.step_s:.0f} s a step, {found.outcome.trained_tokens_per_s:,.0f} tokens/s, "
+        f"trainer idle {found.outcome.idle['trainer']:.1%}, generators {found.outcome.idle['generator']:.1%}, "
+        f"staleness {found.outcome.staleness_mean:.2f}"
     )
     print(
         f"{found.num_events:,} events, {found.num_jumps:,} jumps of the clock in {cpu_s:.1f} s of CPU: "

@@ -34,7 +34,8 @@ from slipstream.core.recipes import merge, resolve, save_config
 from slipstream.observe.hardware import describe
 from slipstream.observe.summary import versions
 from slipstream.plan.calibrate import Calibration, calibrate
-from slipstream.plan.recorded import RunOutcome, measured, read_run
+from slipstream.plan.recorded import measured, read_run
+from slipstream.plan.simulated_run import RunOutcome
 from slipstream.plan.what_if import as_simulated, predict
 
 HERE = Path(__file__).resolve().parent

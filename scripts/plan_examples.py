@@ -69,6 +69,7 @@ def main() -> int:
     if arguments.check and stale:
         sys.stderr.write(f"stale: {', '.join(stale)}; run without --check\n")
         return 1
+    sys.stdout.write(f"renewed: {', '.join(stale)}\n" if stale else "every example prints what is shown\n")
     return 0
 
 

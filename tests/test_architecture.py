@@ -173,7 +173,7 @@ MAX_LINES_OF_FOLDER = {
     "jobs": 500,
     "models": 5_250,
     "observe": 9_150,
-    "plan": 6_600,
+    "plan": 5_800,
     "prompts": 1_150,
     "rewards": 3_950,
     "stages": 2_250,

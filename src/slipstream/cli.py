@@ -419,10 +419,8 @@ def plan_command(argv: Sequence[str]) -> int:
             allowed="a name (llama-3.1-8b), a Hugging Face folder or config.json, a recipe, the folder of a run",
             hint="try `slipstream plan llama-3.1-8b --gpus 16`",
         )
-    from slipstream.plan.answer import answer
+    from slipstream.plan.answer import answer, check_writable, show
     from slipstream.plan.question import Question
-    from slipstream.plan.recipe import check_writable
-    from slipstream.plan.show import show
 
     if out is not None:
         check_writable(out)

@@ -9,7 +9,6 @@ from typing import Any
 
 from slipstream.core.fields import Precision
 from slipstream.models.config import TransformerConfig
-from slipstream.plan.architectures import ARCHITECTURES
 from slipstream.plan.hardware import DEVICES, GpuCluster
 from slipstream.plan.layouts import (
     AsynchronousPlan,
@@ -23,6 +22,7 @@ from slipstream.plan.layouts import (
     Workload,
 )
 from slipstream.plan.lengths import LengthSample
+from slipstream.plan.question import ARCHITECTURES
 from slipstream.plan.search import executors
 
 LENGTHS = LengthSample(prompt_mean=4.0, completions=(4, 8), source="test")

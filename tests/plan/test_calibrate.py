@@ -94,7 +94,7 @@ def truth(of: RunConfig):
     """What the true costs make of a configuration."""
 
     class True_:
-        cores, train, decode = CORES, fits.Fit({}, {1: 1.0}, BESIDE["train"], 0, 0.0, ()), None
+        cores, train, decode = CORES, fits.Fit({}, {1: 1.0}, BESIDE["train"], 0.0, ()), None
         background = 0.1
 
     True_.decode = replace(True_.train, beside=BESIDE["decode"])
@@ -119,10 +119,10 @@ def test_what_was_measured_is_what_happened(recorded):
     assert outcome.steps == 40
     assert outcome.step_s == pytest.approx(found.timed[-1].done_s / 40, rel=0.01)  # less the last word on its way
     assert outcome.staleness == dict(sorted(found.lags.items()))
-    assert outcome.staleness_mean == pytest.approx(found.staleness_mean)
-    assert outcome.idle["trainer"] == pytest.approx(found.trainer_idle_frac, abs=0.01)
-    assert outcome.idle["generator"] == pytest.approx(found.generator_idle_frac, abs=0.01)
-    assert outcome.generated_tokens_per_s == pytest.approx(found.generated_tokens_per_s, rel=0.03)
+    assert outcome.staleness_mean == pytest.approx(found.outcome.staleness_mean)
+    assert outcome.idle["trainer"] == pytest.approx(found.outcome.idle["trainer"], abs=0.01)
+    assert outcome.idle["generator"] == pytest.approx(found.outcome.idle["generator"], abs=0.01)
+    assert outcome.generated_tokens_per_s == pytest.approx(found.outcome.generated_tokens_per_s, rel=0.03)
 
 
 def test_the_true_costs_are_found(told):
@@ -164,10 +164,10 @@ def test_another_run_is_predicted_from_the_files_of_one(told, name):
     words = Words(samples, changed.groups_per_step)
     real = simulate(schedule_for(changed), truth(changed), words, costs, seed=1)
     predicted = predict(told, changed, seeds=4)  # which completions are drawn makes 4 % of a step
-    assert predicted.step_s == pytest.approx(real.step_s, rel=0.06)
-    assert predicted.idle["trainer"] == pytest.approx(real.trainer_idle_frac, abs=0.04)
-    assert predicted.idle["generator"] == pytest.approx(real.generator_idle_frac, abs=0.04)
-    assert predicted.staleness_mean == pytest.approx(real.staleness_mean, rel=0.08, abs=0.01)
+    assert predicted.step_s == pytest.approx(real.outcome.step_s, rel=0.06)
+    assert predicted.idle["trainer"] == pytest.approx(real.outcome.idle["trainer"], abs=0.04)
+    assert predicted.idle["generator"] == pytest.approx(real.outcome.idle["generator"], abs=0.04)
+    assert predicted.staleness_mean == pytest.approx(real.outcome.staleness_mean, rel=0.08, abs=0.01)
 
 
 def with_two_threads(costs: Costs) -> Costs:
@@ -189,8 +189,8 @@ def test_what_if_tells_three_outcomes(recorded, tmp_path):
     folder, found = recorded
     result = what_if(folder, {"max_staleness": 3, "generator.replicas": 2}, seeds=1, events=tmp_path / "events.jsonl")
     assert result.overrides == {"max_staleness": 3, "generator": {"replicas": 2}}
-    assert result.as_it_was.step_s == pytest.approx(found.step_s, rel=0.04)
-    assert result.as_it_was.staleness_mean == pytest.approx(found.staleness_mean, rel=0.05)
+    assert result.as_it_was.step_s == pytest.approx(found.outcome.step_s, rel=0.04)
+    assert result.as_it_was.staleness_mean == pytest.approx(found.outcome.staleness_mean, rel=0.05)
     assert result.changed.staleness_max > result.as_it_was.staleness_max
     assert result.to_dict()["changed"]["step_s"] == result.changed.step_s
     replayed = replay(tmp_path / "events.jsonl")
@@ -323,18 +323,11 @@ def test_groups_for_another_batch_size_are_those_of_a_policy_that_was_as_far(rec
 # Fits
 
 
-class FakeMachine:
-    """Spans of time with given rates."""
-
-    cores = 2
-
-    def __init__(self, overlap: np.ndarray, threads: int) -> None:
-        self.overlap, self.threads = overlap, {"x": threads}
-
-    def rates(self, process, start_ns, end_ns):
-        if self.threads["x"] == 2:
-            return np.stack([0 * self.overlap, 1 - self.overlap + self.overlap * 2 / 3], axis=1)
-        return np.stack([1 - self.overlap, self.overlap], axis=1)
+def rates_of(overlap: np.ndarray, threads: int) -> np.ndarray:
+    """The rates of spans of time that overlap with one other thread for these shares of them, on two cores."""
+    if threads == 2:
+        return np.stack([0 * overlap, 1 - overlap + overlap * 2 / 3], axis=1)
+    return np.stack([1 - overlap, overlap], axis=1)
 
 
 def test_a_noisy_run_does_not_spoil_what_others_tell():
@@ -343,8 +336,8 @@ def test_a_noisy_run_does_not_spoil_what_others_tell():
     noisy = pieces(1, beside=0.6, threads=2, speed=1.3, noise=0.02)
     seconds = noisy.seconds.copy()
     seconds[::40] *= 6
-    told = fit(("microbatches", "tokens"), [quiet, replace(noisy, seconds=seconds)])
-    alone = fit(("microbatches", "tokens"), [quiet])
+    told = fit(("microbatches", "tokens"), CORES, [quiet, replace(noisy, seconds=seconds)])
+    alone = fit(("microbatches", "tokens"), CORES, [quiet])
     for tokens in (8, 64):
         size = {"microbatches": 1, "tokens": tokens}
         assert told.seconds(1, **size) == pytest.approx(alone.seconds(1, **size), rel=0.04)
@@ -356,16 +349,15 @@ def pieces(seed: int, beside: float, threads: int, speed: float, noise: float, o
     count = 400
     overlap = rng.random(count) if overlap is None else np.full(count, overlap)
     counts = np.stack([np.ones(count), rng.integers(1, 9, count) * 8.0], axis=1)
-    machine = FakeMachine(overlap, threads)
     work = counts @ np.array([0.004, 0.0003]) / speed * rng.gamma(1 / noise**2, noise**2, count)
-    rate = machine.rates("x", None, None) @ np.array([1.0, beside])
-    own = 1.0 if threads == 1 else beside
-    return Pieces(machine, "x", np.zeros(count), np.ones(count), work / (rate / own), counts, np.ones(count))
+    rates, own = rates_of(overlap, threads), 1.0 if threads == 1 else beside
+    seconds = work / (rates @ np.array([1.0, beside]) / own)
+    return Pieces(seconds, counts, np.ones(count), rates, np.full(count, threads), np.full(count, seed))
 
 
 @pytest.mark.parametrize("noise", [0.02, 0.5])
 def test_a_fit_finds_costs_and_interference_in_noise(noise):
-    found = fit(("steps", "rows"), [pieces(seed, 0.6, 1, 1.0, noise) for seed in range(4)])
+    found = fit(("steps", "rows"), CORES, [pieces(seed, 0.6, 1, 1.0, noise) for seed in range(4)])
     assert found.beside == pytest.approx(0.6, abs=0.02 + 0.1 * noise)
     expected = 0.004 + 0.0003 * 36
     assert found.seconds(1, steps=1, rows=36) == pytest.approx(expected, rel=0.02 + 0.1 * noise), "no bias by noise"
@@ -373,7 +365,7 @@ def test_a_fit_finds_costs_and_interference_in_noise(noise):
 
 
 def test_a_fit_over_runs_finds_the_speed_of_threads():
-    found = fit(("steps", "rows"), [pieces(0, 0.6, 1, 1.0, 0.1), pieces(1, 0.6, 2, 1.3, 0.1, overlap=0.0)])
+    found = fit(("steps", "rows"), CORES, [pieces(0, 0.6, 1, 1.0, 0.1), pieces(1, 0.6, 2, 1.3, 0.1, overlap=0.0)])
     assert found.speed(2) / found.speed(1) == pytest.approx(1.3, rel=0.05)
     assert found.beside == pytest.approx(0.6, abs=0.03)
 
@@ -382,10 +374,10 @@ def test_work_at_low_priority_is_told_by_when_there_was_a_core():
     """Jobs of 40 ms, which get 0.3 of a core where there is none."""
     rng = np.random.default_rng(0)
     alone = rng.random(60) * 0.04
-    work, share = fits.fit_background(alone.tolist(), ((0.04 * rng.normal(1, 0.05, 60) - alone) / 0.3).tolist())
+    work, share = fits.fit_background(list(zip(alone, (0.04 * rng.normal(1, 0.05, 60) - alone) / 0.3, strict=True)))
     assert work == pytest.approx(0.04, rel=0.05)
     assert share == pytest.approx(0.3, rel=0.2)
-    assert fits.fit_background([0.0] * 9, [0.4] * 9)[1] == pytest.approx(0.1, rel=0.1), "nobody could tell"
+    assert fits.fit_background([(0.0, 0.4)] * 9)[1] == pytest.approx(0.1, rel=0.1), "nobody could tell"
 
 
 def test_a_run_on_a_slow_day_says_nothing_of_sizes():
@@ -393,12 +385,12 @@ def test_a_run_on_a_slow_day_says_nothing_of_sizes():
     vary a little, and that is what tells."""
     rng = np.random.default_rng(0)
     parts = []
-    for rows, slow in ((16.0, 1.2), (64.0, 1.0)):
+    for run, (rows, slow) in enumerate(((16.0, 1.2), (64.0, 1.0))):
         counts = np.stack([np.ones(400), rows * rng.uniform(0.8, 1.2, 400)], axis=1)
         seconds = counts @ np.array([0.004, 0.0003]) * slow * rng.gamma(400, 1 / 400, 400)
-        machine = FakeMachine(np.zeros(400), 1)
-        parts.append(Pieces(machine, "x", np.zeros(400), np.ones(400), seconds, counts, np.ones(400)))
-    found = fit(("steps", "rows"), parts)
+        rates, ones = rates_of(np.zeros(400), 1), np.ones(400, dtype=int)
+        parts.append(Pieces(seconds, counts, ones, rates, ones, run * ones))
+    found = fit(("steps", "rows"), CORES, parts)
     middle = found.seconds(1, steps=1, rows=32)
     assert found.seconds(1, steps=1, rows=64) / middle == pytest.approx((4 + 19.2) / (4 + 9.6), rel=0.04)
     assert found.seconds(1, steps=1, rows=16) / middle == pytest.approx((4 + 4.8) / (4 + 9.6), rel=0.08)
@@ -406,7 +398,7 @@ def test_a_run_on_a_slow_day_says_nothing_of_sizes():
 
 def test_what_the_pieces_do_not_tell_is_as_usual():
     """Always overlapped: r is what it is on such machines, and the costs follow from it."""
-    found = fit(("steps", "rows"), [pieces(0, 0.6, 1, 1.0, 0.05, overlap=1.0)])
+    found = fit(("steps", "rows"), CORES, [pieces(0, 0.6, 1, 1.0, 0.05, overlap=1.0)])
     assert found.beside == pytest.approx(fits.PRIORS["beside"].value, abs=0.1)
     overlapped = found.seconds(1, steps=1, rows=36) / found.beside
     assert overlapped == pytest.approx((0.004 + 0.0003 * 36) / 0.6, rel=0.03)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 from measured_kit import measured
+from theory import eta_t
 
-from slipstream.plan.architectures import ARCHITECTURES
 from slipstream.plan.cost_model import CostModel
 from slipstream.plan.hardware import cluster
 from slipstream.plan.layouts import GeneratorLayout, TrainerLayout, Workload
 from slipstream.plan.lengths import LengthSample
 from slipstream.plan.measured import COMMUNICATION, CalibratedCostModel
+from slipstream.plan.question import ARCHITECTURES
 
 SHAPE = ARCHITECTURES["qwen2.5-0.5b"]
 CLUSTER = cluster("h100", 8)
@@ -27,7 +28,7 @@ def models(**curves):
 def test_one_gpu_takes_what_was_measured(batch):
     calibrated, _ = models(train_s=lambda _, b: 0.02 * (1 + 3 / b), generate_s=lambda _, b: 0.1 * (1 + 5 / b))
     trainer = TrainerLayout(devices=1, tensor_parallel=1, microbatch=batch, recompute=False)
-    assert calibrated.eta_t(trainer) == pytest.approx(0.02 * (1 + 3 / batch))
+    assert eta_t(calibrated, trainer) == pytest.approx(0.02 * (1 + 3 / batch))
     generator = GeneratorLayout(devices=1, tensor_parallel=1, slots=batch)
     step = calibrated.decode_step(generator, live=batch, context=6 + 5 / 2)
     assert step.total == pytest.approx(0.1 * (1 + 5 / batch) * batch / 5)

@@ -13,8 +13,8 @@ from slipstream.generator.paged_kv import PagedKV
 from slipstream.models.config import TransformerConfig, local_config
 from slipstream.models.quantized import WeightLayout
 from slipstream.models.transformer import OneRank, Transformer
-from slipstream.plan.architectures import ARCHITECTURES
 from slipstream.plan.counts import Counts
+from slipstream.plan.question import ARCHITECTURES
 
 LLAMA = TransformerConfig(
     family="llama",

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from slipstream.plan.event_loop import BACKGROUND_SHARE, Cores, EventLoop, OwnDevice
+from slipstream.plan.event_loop import BACKGROUND_SHARE, Cores, EventLoop
 
 
 def run(loop: EventLoop) -> None:
@@ -106,7 +106,7 @@ def test_cores_against_small_steps_of_time(seed):
 def test_a_job_that_is_shortened_ends_sooner(device):
     loop = EventLoop()
     ended = []
-    one = OwnDevice(loop) if device == "own" else Cores(loop, 2, {})
+    one = Cores(loop) if device == "own" else Cores(loop, 2, {})
     job = one.run("a", 1, 10.0, lambda: ended.append(loop.time_s))
     loop.at(4.0, lambda: (ended.append(job.done_s()), job.shorten(6.0)))
     run(loop)

@@ -12,6 +12,7 @@ import tomli_w
 from measured_kit import measured, quickstart_shape
 
 import slipstream
+from benchmarks.eta_figure import write_measured
 from slipstream import cli
 from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import resolve
@@ -22,7 +23,6 @@ from slipstream.models.initialise import initialise
 from slipstream.models.preflight import check_policy
 from slipstream.models.tokenizer import char_tokenizer
 from slipstream.models.transformer import Transformer
-from slipstream.plan.measured import write_measured
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = [

@@ -8,11 +8,11 @@ from measured_kit import measured, quickstart_shape
 from slipstream.controller.placement import place
 from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import resolve
-from slipstream.plan.architectures import ARCHITECTURES
 from slipstream.plan.cpu import CpuMachine, plan_for_cpu
 from slipstream.plan.layouts import AsynchronousPlan, Workload
 from slipstream.plan.lengths import LengthSample
 from slipstream.plan.measured import Curves, Together, interpolated, measured_model
+from slipstream.plan.question import ARCHITECTURES
 
 ROW_S = TOKEN_S = 0.001  # on one core; half on two
 # 8 groups of 4 completions of 10 tokens, prompts of 4 that a group shares: 8 x 4 + 32 x 10 rows, 320 tokens.

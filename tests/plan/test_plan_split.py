@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.plan.search import Choice, Frontier, best_split
+from slipstream.plan.search import Choice, best_split, frontier
 
 seconds = st.integers(1, 12).map(float)  # few values: ties are what goes wrong
 choices = st.lists(
-    st.builds(Choice, devices=st.integers(1, 6), seconds=seconds, what=st.none()), min_size=1, max_size=6
+    st.builds(Choice, devices=st.integers(1, 6), seconds=seconds, layout=st.none()), min_size=1, max_size=6
 )
 
 
@@ -28,7 +28,7 @@ def brute_force(given_choices, devices):
 
 @given(given_choices=st.lists(choices, min_size=1, max_size=4), devices=st.integers(1, 16))
 def test_equals_brute_force_over_all_divisions(given_choices, devices):
-    frontiers = {str(index): Frontier(those) for index, those in enumerate(given_choices)}
+    frontiers = {str(index): frontier(those) for index, those in enumerate(given_choices)}
     found = best_split(frontiers, devices)
     expected = brute_force(given_choices, devices)
     if expected is None:
@@ -45,14 +45,14 @@ def test_equals_brute_force_over_all_divisions(given_choices, devices):
 def test_work_that_divides_evenly_is_divided_by_its_amount(devices, expected):
     """12 and 6 device-seconds of work: twice as many devices for the first."""
     frontiers = {
-        "trainer": Frontier([Choice(n, 12 / n, n) for n in range(1, 13)]),
-        "generator": Frontier([Choice(n, 6 / n, n) for n in range(1, 13)]),
+        "trainer": frontier([Choice(n, 12 / n, n) for n in range(1, 13)]),
+        "generator": frontier([Choice(n, 6 / n, n) for n in range(1, 13)]),
     }
     found = best_split(frontiers, devices)
     assert (found and (found["trainer"].seconds, found["generator"].seconds)) == expected
 
 
 def test_devices_that_help_nobody_are_left_over():
-    found = best_split({"one": Frontier([Choice(2, 3.0, "x")]), "other": Frontier([Choice(1, 1.0, "y")])}, 64)
+    found = best_split({"one": frontier([Choice(2, 3.0, "x")]), "other": frontier([Choice(1, 1.0, "y")])}, 64)
     assert found is not None
     assert [choice.devices for choice in found.values()] == [2, 1]

@@ -7,14 +7,13 @@ from dataclasses import replace
 import pytest
 
 from slipstream.core.errors import ConfigError
-from slipstream.plan.architectures import ARCHITECTURES
 from slipstream.plan.cost_model import CostModel
 from slipstream.plan.hardware import DEVICES, GpuCluster
 from slipstream.plan.layouts import Workload
 from slipstream.plan.lengths import LengthSample, lengths_with_tail
-from slipstream.plan.planner import CLOSE, PlanRow, bounds_up_to, plan_for_cluster, recommended
+from slipstream.plan.planner import CLOSE, PlanRow, bounds_up_to, plan_for_cluster, recommended, rehearse
+from slipstream.plan.question import ARCHITECTURES
 from slipstream.plan.reasons import constraints
-from slipstream.plan.rehearsal import rehearse
 from slipstream.plan.search import Search, default_space, executors
 
 SPREAD = LengthSample(prompt_mean=256.0, completions=tuple(range(256, 769, 16)), source="test")

@@ -8,10 +8,10 @@ import pytest
 import tomli_w
 
 from slipstream.core.errors import ConfigError
-from slipstream.plan.architectures import ARCHITECTURES
 from slipstream.plan.counts import counts_of
 from slipstream.plan.hardware import DEVICES
 from slipstream.plan.question import (
+    ARCHITECTURES,
     Question,
     cluster_of,
     max_new_tokens,

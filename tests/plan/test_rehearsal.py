@@ -9,16 +9,15 @@ import numpy as np
 import pytest
 from test_calibrate import WrittenRun, config, true_costs, truth  # a run whose true costs are known
 
-from slipstream.plan.architectures import ARCHITECTURES
+from slipstream.plan.calibrate import calibrate
 from slipstream.plan.cost_model import CostModel
-from slipstream.plan.cpu import CpuMachine, times_of_runs
+from slipstream.plan.cpu import CpuMachine, RunTimes
 from slipstream.plan.hardware import cluster
-from slipstream.plan.layouts import AsynchronousPlan, GeneratorLayout, TrainerLayout, Workload
+from slipstream.plan.layouts import AsynchronousPlan, GeneratorLayout, TrainerLayout, Workload, layout_tables
 from slipstream.plan.lengths import LengthSample
-from slipstream.plan.planner import PlanRow, ranked
-from slipstream.plan.recipe import layout_tables
+from slipstream.plan.planner import PlanRow, Rehearsed, ranked, simulated_plan
+from slipstream.plan.question import ARCHITECTURES
 from slipstream.plan.recorded import measured, read_run
-from slipstream.plan.rehearsal import Rehearsed, simulated_plan
 from slipstream.plan.search import Found
 from slipstream.plan.simulated_run import Batch, GroupWork
 
@@ -112,7 +111,7 @@ def recorded(tmp_path_factory):
 
 
 def machine_of(folder):
-    times = times_of_runs([folder])
+    times = RunTimes(calibrate([read_run(folder)]))
     run = read_run(folder)
     lengths = LengthSample(6.0, tuple(sorted(line.num_tokens for line in run.rollouts)), "test")
     workload = Workload(groups=12, group_size=4, lengths=lengths, minibatches=2)

@@ -158,9 +158,9 @@ def test_misfits_say_how_much_memory_is_missing_and_from_where_on_it_is_not():
     for misfit in search.misfits:
         by_executor.setdefault((misfit.executor, misfit.tensor_parallel), misfit)
     alone = by_executor["trainer", 1]
-    assert (alone.devices, alone.short_bytes, alone.fits_from) == (1, 12.0, 2)
+    assert (alone.devices, alone.memory.total - 12.0, alone.fits_from) == (1, 12.0, 2)
     assert ("trainer", 2) not in by_executor  # two devices hold 12 bytes each
-    assert (by_executor["generator", 1].short_bytes, by_executor["generator", 1].fits_from) == (8.0, None)
+    assert (by_executor["generator", 1].memory.total - 12.0, by_executor["generator", 1].fits_from) == (8.0, None)
     assert by_executor["generator", 2].devices == 6  # the largest number that was tried and did not help
 
 

@@ -8,10 +8,11 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
+from benchmarks.policies import heavy_tailed, slot_idle_frac, steps_of, trained_of
 from slipstream.controller.policies import POLICIES, make_policy
 from slipstream.core.errors import ScheduleError
 from slipstream.core.run_log import ScheduleConfig
-from slipstream.plan.simulated_run import Costs, MadeUp, Simulated, SimulatedSetup, heavy_tailed
+from slipstream.plan.simulated_run import Costs, MadeUp, Simulated, SimulatedSetup
 from slipstream.plan.simulator import simulate
 
 P, G, STEPS, SLOTS = 16, 4, 60, 64
@@ -78,7 +79,7 @@ def test_ours_trains_a_prefix_of_the_ordinals_whatever_their_lengths(window):
     """Exactly: after every step all that has signal is trained, up to the window, and a place holds what was drawn."""
     trace = trace_of("oldest_first", reorder_window=window)
     trained: set[int] = set()
-    for n, step in enumerate(trace.steps, start=1):
+    for n, step in enumerate(steps_of(trace), start=1):
         trained |= set(step)
         assert len(trained) == n * P, "each once"
         oldest_left = next(o for o in range(10**6) if o not in trained and has_signal(o))
@@ -91,33 +92,33 @@ def test_ours_trains_a_prefix_of_the_ordinals_whatever_their_lengths(window):
 
 @pytest.mark.parametrize("window", [1, 2 * P + 1])
 def test_ours_trains_the_lengths_that_were_sampled_also_halfway(window):
-    steps = trace_of("oldest_first", reorder_window=window).steps
+    steps = steps_of(trace_of("oldest_first", reorder_window=window))
     for part in (steps[: STEPS // 8], steps[STEPS // 8 :], steps):
         assert kolmogorov_smirnov(lengths(o for step in part for o in step), FRESH) < KS_AT_1_IN_1000
 
 
 def test_finish_order_trains_short_completions_first():
     """The contrast: among as many trained groups the same test sees another distribution."""
-    early = lengths(o for step in trace_of("finish_order").steps[: STEPS // 8] for o in step)
+    early = lengths(o for step in steps_of(trace_of("finish_order"))[: STEPS // 8] for o in step)
     assert kolmogorov_smirnov(early, FRESH) > KS_AT_1_IN_1000
     assert np.mean(early) < 0.75 * np.mean(FRESH)
 
 
 def test_drop_stale_leaves_out_the_long_ones_for_good():
     trace = trace_of("drop_stale")
-    trained = lengths(trace.trained)
+    trained = lengths(trained_of(trace))
     stale = lengths(o for o, cause in trace.dropped.items() if cause == "stale")
     assert kolmogorov_smirnov(trained, FRESH) > 2 * KS_AT_1_IN_1000
     assert np.mean(trained) < 0.8 * np.mean(FRESH)
     assert np.mean(stale) > 1.3 * np.mean(FRESH)
     assert trace.stale_tokens > 0.1 * trace.generated_tokens
-    assert trace.staleness_max <= 2, "that is what it buys"
+    assert trace.outcome.staleness_max <= 2, "that is what it buys"
 
 
 def test_areal_trains_stragglers_at_any_lag():
     trace = trace_of("areal")
-    assert trace.staleness_max > 2 * BASE["max_staleness"]
-    assert trace.staleness_mean < BASE["max_staleness"] + 1
+    assert trace.outcome.staleness_max > 2 * BASE["max_staleness"]
+    assert trace.outcome.staleness_mean < BASE["max_staleness"] + 1
     assert "stale" not in trace.dropped.values()
 
 
@@ -148,10 +149,10 @@ def test_areal_starts_as_many_as_its_formula_says():
 
 def test_one_step_samples_one_batch_at_a_time():
     trace = trace_of("one_step")
-    assert trace.staleness_max == 1
+    assert trace.outcome.staleness_max == 1
     places = [o for o in range(10**5) if has_signal(o)]
-    assert [list(step) for step in trace.steps] == [places[n * P : (n + 1) * P] for n in range(STEPS)]
-    assert trace.slot_idle_frac > trace_of("oldest_first", max_staleness=1).slot_idle_frac
+    assert [list(step) for step in steps_of(trace)] == [places[n * P : (n + 1) * P] for n in range(STEPS)]
+    assert slot_idle_frac(trace) > slot_idle_frac(trace_of("oldest_first", max_staleness=1))
 
 
 @pytest.mark.parametrize(("threshold", "every"), [(0.0, 1), (0.5, 1), (0.5, 3)])
@@ -178,9 +179,9 @@ def test_sample_budget_starts_a_budget_per_version(threshold, every):
     assert all(left_over[v] + count <= budget for v, count in per_version.items())
     assert any(left_over[v] + count == budget for v, count in per_version.items())
     if threshold:
-        assert trace.staleness_max > (1 + threshold) * every, "a ratio of samples is no bound on versions"
+        assert trace.outcome.staleness_max > (1 + threshold) * every, "a ratio of samples is no bound on versions"
     else:
-        assert trace.staleness_max == 0, "without slack nothing starts while the trainer trains"
+        assert trace.outcome.staleness_max == 0, "without slack nothing starts while the trainer trains"
 
 
 def test_finish_order_stops_at_a_full_queue():
@@ -203,14 +204,14 @@ def test_finish_order_stops_at_a_full_queue():
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_accounts_for_every_token_and_group(policy):
     trace = trace_of(policy)
-    trained, dropped = trace.trained, trace.dropped
+    trained, dropped = trained_of(trace), trace.dropped
     assert len(trained) == len(set(trained)) == STEPS * P
     assert not set(trained) & dropped.keys()
     tokens = sum(trace.lags.values()) + trace.left_tokens + sum(size(o) for o in dropped)
     assert tokens == trace.generated_tokens
     assert all(not has_signal(o) for o, cause in dropped.items() if cause == "no_signal")
     bound = make_policy(policy, ScheduleConfig(**BASE)).staleness_bound
-    assert bound is None or trace.staleness_max <= bound
+    assert bound is None or trace.outcome.staleness_max <= bound
 
 
 def test_a_stuck_schedule_is_an_error_not_an_endless_run():

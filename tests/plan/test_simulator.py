@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.policies import heavy_tailed, slot_idle_frac, steps_of, trained_of
 from slipstream.controller.policies import POLICIES, make_policy
 from slipstream.controller.replay import replay
 from slipstream.core.errors import ScheduleError
 from slipstream.core.run_log import ScheduleConfig, read_decisions
 from slipstream.core.types import CompletionFinished, StepDone, Swapped, TrainStep
-from slipstream.plan.simulated_run import Costs, GroupWork, MadeUp, Simulated, SimulatedSetup, heavy_tailed
+from slipstream.plan.simulated_run import Costs, GroupWork, MadeUp, Simulated, SimulatedSetup
 from slipstream.plan.simulator import simulate
 
 P, G, LENGTH = 4, 2, 10
@@ -59,7 +60,9 @@ def test_where_the_trainer_is_slower_a_step_takes_its_time():
     found = run(max_staleness=2, steps=30, costs=replace(COSTS, publish_s=0.5, record_s=0.01, receive_s=0.005))
     each_s = TRAIN_S + 0.5 + P * G * (0.01 + 0.005)
     assert found.timed[24].done_s - found.timed[9].done_s == pytest.approx(15 * each_s)
-    assert found.trainer_idle_frac == pytest.approx((LENGTH * DECODE_S) / found.wall_s, rel=0.02), "the first batch"
+    assert found.outcome.idle["trainer"] == pytest.approx((LENGTH * DECODE_S) / found.wall_s, rel=0.02), (
+        "the first batch"
+    )
 
 
 def test_where_generation_is_slower_a_step_takes_its_time():
@@ -67,7 +70,7 @@ def test_where_generation_is_slower_a_step_takes_its_time():
         Costs(decode=lambda *_: DECODE_S, train=lambda _: {"forward_backward": 0.05}), max_staleness=3, steps=40
     )
     assert found.timed[-1].done_s - found.timed[9].done_s == pytest.approx(30 * LENGTH * DECODE_S)
-    assert found.generator_idle_frac < 0.02
+    assert found.outcome.idle["generator"] < 0.02
 
 
 def test_a_window_has_neither_the_beginning_nor_the_end():
@@ -75,13 +78,13 @@ def test_a_window_has_neither_the_beginning_nor_the_end():
     costs = replace(COSTS, publish_s=0.5)
     whole = run(costs, max_staleness=2, steps=30)
     found = simulate(schedule(max_staleness=2, steps=30), SimulatedSetup(slots=P * G), WORK, costs, window=(10, 20))
-    assert [step.ordinals for step in found.timed] == whole.steps[10:20]
+    assert [step.ordinals for step in found.timed] == steps_of(whole)[10:20]
     assert found.wall_s == pytest.approx(10 * (TRAIN_S + 0.5))
-    assert found.trainer_idle_frac == 0.0 < whole.trainer_idle_frac
+    assert found.outcome.idle["trainer"] == 0.0 < whole.outcome.idle["trainer"]
     assert found.accounting["trainer"] == pytest.approx({"forward_backward": 10 * TRAIN_S, "stage": 10 * 0.5})
     # It generates ten steps' tokens meanwhile, with all of its slots or none.
     assert found.accounting["generator-0"]["decode"] == pytest.approx(10 * LENGTH * DECODE_S)
-    assert found.slot_idle_frac == pytest.approx(1 - 10 * LENGTH * DECODE_S / found.wall_s)
+    assert slot_idle_frac(found) == pytest.approx(1 - 10 * LENGTH * DECODE_S / found.wall_s)
     assert found.generated_tokens == 10 * P * G * LENGTH
     assert sum(found.accounting["generator-0"].values()) == pytest.approx(found.wall_s)
 
@@ -91,7 +94,9 @@ def test_a_deeper_queue_hides_uneven_lengths():
     work = MadeUp(lengths=lambda o: (8 * LENGTH if o % 4 == 0 else LENGTH,) * G)
     costs = Costs(decode=lambda *_: DECODE_S, train=lambda _: {"forward_backward": 2.0})
     setup = SimulatedSetup(slots=64)
-    step_s = {k: run(costs, setup, work, max_staleness=k, capacity=64 + G, steps=60).step_s for k in (0, 1, 2, 4, 6)}
+    step_s = {
+        k: run(costs, setup, work, max_staleness=k, capacity=64 + G, steps=60).outcome.step_s for k in (0, 1, 2, 4, 6)
+    }
     assert step_s[0] == pytest.approx(8 * LENGTH * DECODE_S + 2.0, rel=0.01)
     assert all(step_s[a] >= step_s[b] - 1e-9 for a, b in zip([0, 1, 2, 4], [1, 2, 4, 6], strict=True))
     assert step_s[6] == pytest.approx(2.0, rel=0.1)
@@ -157,9 +162,9 @@ def test_on_shared_cores_both_sides_are_slower_while_they_overlap():
     setup = SimulatedSetup(slots=P * G, cores=2, beside={"train": 0.5, "decode": 0.5})
     own = run(costs, SimulatedSetup(slots=P * G), max_staleness=1, steps=30)
     shared = run(costs, setup, max_staleness=1, steps=30)
-    assert own.step_s == pytest.approx(3.0, rel=0.05)
-    assert shared.step_s == pytest.approx(6.0, rel=0.05)
-    assert run(costs, setup).step_s == pytest.approx(run(costs, SimulatedSetup(slots=P * G)).step_s), (
+    assert own.outcome.step_s == pytest.approx(3.0, rel=0.05)
+    assert shared.outcome.step_s == pytest.approx(6.0, rel=0.05)
+    assert run(costs, setup).outcome.step_s == pytest.approx(run(costs, SimulatedSetup(slots=P * G)).outcome.step_s), (
         "in turns nobody is beside"
     )
 
@@ -185,7 +190,7 @@ def test_a_publish_without_a_slot_is_skipped_and_comes_later():
     costs = Costs(decode=lambda *_: 0.1, train=lambda _: {"forward_backward": 1.0}, stage_s=2.5)
     found = run(costs, SimulatedSetup(slots=64), max_staleness=8, steps=20, capacity=64 + G)
     assert found.publishes_skipped > 0
-    assert len(found.steps) == 20
+    assert len(found.timed) == 20
 
 
 def test_messages_and_the_controller_take_their_time():
@@ -208,12 +213,12 @@ def test_a_log_replays_and_says_the_same(tmp_path):
     assert replayed.is_sound, replayed
     assert (replayed.num_steps, replayed.num_trained) == (25, 25 * P)
     assert replayed.num_decisions == found.num_events
-    assert replayed.max_staleness == found.staleness_max
+    assert replayed.max_staleness == found.outcome.staleness_max
     lines = list(read_decisions(tmp_path / "events.jsonl"))
     done = [line.time_s for line in lines if isinstance(line.event, StepDone)]
     assert done == [step.done_s for step in found.timed]
     trained = [c.ordinals for line in lines for c in line.commands if isinstance(c, TrainStep)]
-    assert trained == found.steps
+    assert trained == steps_of(found)
 
 
 def test_a_seed_says_all():
@@ -231,7 +236,7 @@ def test_a_seed_says_all():
 def test_slots_that_were_never_empty_are_not_busier_than_that():
     run = Simulated(slot_busy_s=sum([0.1] * 10) + 1e-15, slot_s=1.0)
     assert run.slot_busy_s > run.slot_s, "sums of many parts round apart"
-    assert run.slot_idle_frac == 0
+    assert slot_idle_frac(run) == 0
 
 
 def test_a_stuck_schedule_is_an_error():
@@ -317,7 +322,7 @@ def test_whatever_the_dials_nothing_is_lost_and_every_second_is_told(tmp_path_fa
     policy = make_policy(name, config)
     found = simulate(policy, setup, work, costs, seed=seed, events=folder / "events.jsonl")
     # Groups: each trained once, dropped once, or still under way
-    trained, dropped = found.trained, found.dropped
+    trained, dropped = trained_of(found), found.dropped
     assert len(trained) == len(set(trained)) == config.steps * config.groups_per_step
     assert not set(trained) & set(dropped)
     assert all(work.asked[o].has_signal for o in trained)
@@ -328,14 +333,14 @@ def test_whatever_the_dials_nothing_is_lost_and_every_second_is_told(tmp_path_fa
     assert found.lags.total() == sum(size[o] for o in trained)
     assert found.generated_tokens == found.lags.total() + sum(size[o] for o in dropped) + found.left_tokens
     # The bound, and time
-    assert policy.staleness_bound is None or found.staleness_max <= policy.staleness_bound
+    assert policy.staleness_bound is None or found.outcome.staleness_max <= policy.staleness_bound
     assert min(found.lags) >= 0
     assert set(found.accounting) == {"trainer", *(f"generator-{i}" for i in range(setup.replicas))}
     for process, states in found.accounting.items():
         assert sum(states.values()) == pytest.approx(found.wall_s), process
         assert min(states.values(), default=0) >= 0
     assert all(a.done_s <= b.start_s + 1e-9 for a, b in zip(found.timed, found.timed[1:], strict=False))
-    assert 0 <= found.slot_idle_frac <= 1
+    assert 0 <= slot_idle_frac(found) <= 1
     # The log
     replayed = replay(folder)
     assert replayed.is_sound, (replayed.divergence, replayed.violations)
@@ -369,7 +374,7 @@ def test_one_step_after_the_other_is_the_same_as_many_on_end(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(simulated_generator.Replica, "_limited", one_by_one)
             each = simulate(schedule(**dials), setup, work, costs)
-        assert at_once.steps == each.steps
+        assert steps_of(at_once) == steps_of(each)
         assert [s.done_s for s in at_once.timed] == pytest.approx([s.done_s for s in each.timed])
         assert at_once.lags == each.lags
         for process, states in at_once.accounting.items():
@@ -418,9 +423,9 @@ def test_a_window_is_that_part_of_the_run():
     )
     start_s, end_s = whole.timed[4].done_s, whole.timed[14].done_s
     assert part.wall_s == pytest.approx(end_s - start_s)
-    assert part.steps == whole.steps[5:15]
+    assert steps_of(part) == steps_of(whole)[5:15]
     assert [step.done_s for step in part.timed] == pytest.approx([s.done_s - start_s for s in whole.timed[5:15]])
     assert part.lags.total() == sum(step.batch.completion_tokens for step in whole.timed[5:15])
     for states in part.accounting.values():
         assert sum(states.values()) == pytest.approx(part.wall_s)
-    assert 0 < part.slot_idle_frac < 1
+    assert 0 < slot_idle_frac(part) < 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.policies import trained_of
 from slipstream.controller.schedule import Schedule
 from slipstream.core.run_log import ScheduleConfig
 from slipstream.plan.simulated_run import Costs, MadeUp, SimulatedSetup
@@ -34,9 +35,9 @@ def run(speeds, *, staleness, window=1):
 @pytest.mark.parametrize("staleness", [0, 1, 2, 4])
 def test_a_slow_replica_costs_time_and_no_group(staleness):
     trace = run((100.0, 10.0), staleness=staleness)
-    assert len(trace.steps) == STEPS
-    assert trace.trained == list(range(P * STEPS))  # each once, in order
-    assert trace.staleness_max <= staleness
+    assert len(trace.timed) == STEPS
+    assert trained_of(trace) == list(range(P * STEPS))  # each once, in order
+    assert trace.outcome.staleness_max <= staleness
     assert not trace.dropped
     both_fast = run((100.0, 100.0), staleness=staleness)
     both_slow = run((10.0, 10.0), staleness=staleness)
@@ -56,15 +57,15 @@ def test_who_waits_for_whom_is_told():
     """Between even replicas the trainer waits for generation; beside a slow one finished groups wait for its groups."""
     even = run((100.0, 100.0), staleness=1)
     uneven = run((100.0, 10.0), staleness=1)
-    assert even.waited["straggler"] < 0.1 * even.wall_s
-    assert uneven.waited["straggler"] > 0.5 * uneven.wall_s
+    assert even.accounting["trainer"].get("wait_straggler", 0.0) < 0.1 * even.wall_s
+    assert uneven.accounting["trainer"].get("wait_straggler", 0.0) > 0.5 * uneven.wall_s
 
 
 def test_a_wider_window_waits_less():
     narrow = run((100.0, 10.0), staleness=4)
     trace = run((100.0, 10.0), staleness=4, window=2 * P)
-    assert sorted(trace.trained) == list(range(P * STEPS))
-    assert trace.staleness_max <= 4
+    assert sorted(trained_of(trace)) == list(range(P * STEPS))
+    assert trace.outcome.staleness_max <= 4
     assert trace.wall_s <= narrow.wall_s
     assert trace.started.total() == P * STEPS
 

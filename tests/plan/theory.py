@@ -21,9 +21,21 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from slipstream.core.errors import ConfigError
+from slipstream.plan.cost_model import CostModel
+from slipstream.plan.layouts import GeneratorLayout, TrainerLayout
 
 Eta = Callable[[float], float]
 """Seconds per sample by batch."""
+
+
+def eta_t(model: CostModel, layout: TrainerLayout) -> float:
+    """Seconds per rollout of a microbatch: LlamaRL's eta_t(b) = tau_t(b) / b, b = `layout.microbatch`."""
+    return model._microbatch(layout, layout.microbatch).total / layout.microbatch
+
+
+def eta_g(model: CostModel, layout: GeneratorLayout) -> float:
+    """Seconds per completion with all slots taken: LlamaRL's eta_g(b) = tau_g(b) / b, b = `layout.slots`."""
+    return model._full(layout, 1.0).total
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,6 +49,7 @@ SMALLER = {
     " --loss.no-skip-no-signal",  # a random model writes no program
     r"tensorboard wandb trackio": "tensorboard",  # the others have servers: tests/observe/test_trackers.py
     r"^(slipstream watch .*)": r"until_it_says http://127 \1 --port 0",
+    r"(slipstream eval \S+ --recipe smollm2)$": r"\1 --num-prompts 4 --prompts.max-prompt-tokens 512",
     r"--num-prompts 48 --num-samples 8": "--num-prompts 4 --num-samples 2 --prompts.max-prompt-tokens 512",
     r"(slipstream launch \w+ --slurm.*)": r"rm -rf jobs; \1",  # the page writes into one folder more than once
     r"^jobs/(\S+)/submit.sh": r"bash -n jobs/\1/submit.sh",  # tests/test_job_files.py runs it, with stand-ins
@@ -78,7 +79,7 @@ SCRIPTS = {
     "benchmarks/precision.py": "--model MODEL --rows 8 --steps 2 --threads 1",
     "benchmarks/probe.py": "--model MODEL --texts 2",
     "benchmarks/rehearsal.py": "--steps 3",
-    "benchmarks/rounds.py": "--ranks 2 --rounds 100",
+    "benchmarks/rounds.py": "--ranks 2 --rounds 300",
     "benchmarks/row_multiple.py": "--microbatches 2",
     "benchmarks/sampler.py": "--threads 1 --seconds 0.05",
     "benchmarks/simulator_speed.py": "--hours 0.02",
@@ -138,7 +139,6 @@ NEEDS = {
         "minutes each: `make test-chaos`", instead=r"python tests/chaos/\1.py --help"
     ),
     r"^python -m experiments (?!--list)": Needs("hours", instead="python -m experiments --list"),
-    r"^python -m slipstream\.controller\.host": Needs("the controller, which starts it"),
     r"scripts/vllm_env\.py": Needs("a download", instead="python scripts/vllm_env.py --help"),
     r"^python$": Needs("nothing: it is only named"),
 }

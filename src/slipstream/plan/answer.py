@@ -1,23 +1,31 @@
-"""The answer to a question: its plan as an object, as JSON types and as a recipe."""
+"""The answer to a question: its plan as an object, as JSON types, as a recipe and as tables."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import tomli_w
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
 from slipstream.controller.placement import num_cores
+from slipstream.core.disk import replace_file
 from slipstream.core.errors import ConfigError
-from slipstream.core.recipes import resolve
+from slipstream.core.recipes import merge, read_toml, resolve
 from slipstream.observe.hardware import memory_bytes
+from slipstream.plan.calibrate import calibrate
 from slipstream.plan.cost_model import CostModel
 from slipstream.plan.counts import counts_of
-from slipstream.plan.cpu import CpuMachine, Times, plan_for_cpu, times_of_runs
+from slipstream.plan.cpu import CpuMachine, RunTimes, Times, plan_for_cpu
 from slipstream.plan.hardware import GpuCluster
-from slipstream.plan.layouts import Parts, Workload
+from slipstream.plan.layouts import GeneratorLayout, Layout, Parts, TrainerLayout, Workload, layout_tables
 from slipstream.plan.measured import CalibratedCostModel, Curves, MeasuredCurves, measured_model, read_measured
-from slipstream.plan.planner import Plan, PlanRow, plan_for_cluster
+from slipstream.plan.planner import Plan, PlanRow, Rehearsed, plan_for_cluster
 from slipstream.plan.question import (
     MOST_STALENESS,
     Question,
@@ -29,27 +37,60 @@ from slipstream.plan.question import (
     subject_of,
     workload_of,
 )
-from slipstream.plan.reasons import misfit_line
-from slipstream.plan.recipe import base_tables, layout_tables, recipe_of, write_recipe
+from slipstream.plan.reasons import NAMES, WORDS, gigabytes, misfit_line
+from slipstream.plan.recorded import read_run
 from slipstream.plan.search import Found, executors
 
+MODELS = "models"  # the folder of checkpoints in a recipe that was made for a model by name
+KL_COEF = 0.05  # weight of the reference in a recipe for a model by name
 STEPS_OF_COST = 1000
-HOUR_S = 3600.0
+MOST_MISFITS = 4
+
+
+def base_tables(
+    subject: Subject, workload: Workload, max_new_tokens: int, *, reward_model: str | None
+) -> dict[str, Any]:
+    """Return the recipe that was planned for, or one for the model with only the fields that it needs."""
+    batch = {
+        "groups_per_step": workload.groups,
+        "completions_per_group": workload.group_size,
+        "generator": {"max_new_tokens": max_new_tokens},
+    }
+    if subject.recipe is not None and (config := subject.config) is not None:
+        greedy = config.samples_per_group - config.completions_per_group  # ReMax samples one besides
+        return merge(subject.recipe, batch | {"completions_per_group": workload.group_size - greedy})
+    longest_prompt = math.ceil(2 * workload.lengths.prompt_mean)
+    prompts = {"max_prompt_tokens": min(longest_prompt, subject.shape.max_positions - max_new_tokens)}
+    named = {"recipe": subject.name, "model": {"path": subject.path or f"{MODELS}/{subject.name}"}, "prompts": prompts}
+    tables = merge(read_toml(Path(__file__).with_name("planned.toml")), named)
+    if workload.reference:
+        tables["kl"] = {"coef": KL_COEF}
+    if workload.critic:
+        tables["loss"] = {"name": "ppo", "advantages": "gae"}
+    if reward_model is not None:
+        path = reward_model if Path(reward_model).is_dir() else f"{MODELS}/{Path(reward_model).name}"
+        tables["rewards"] = {"terms": [], "models": [{"path": path}]}
+    return merge(tables, batch)
+
+
+def check_writable(path: Path) -> None:
+    """Raise ConfigError where no recipe can be written."""
+    if path.is_dir() or not path.parent.is_dir() or path.suffix != ".toml":
+        raise ConfigError(
+            "the recipe cannot be written there", got=path, allowed="a file NAME.toml in an existing folder"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
     """The plan of a question. `cluster`: of GPUs; None where the plan is for the cores of this machine.
 
-    `assumed`: defaults in place of what was not given. `usable_bytes`: of a device, or of the machine.
+    `assumed`: defaults in place of what was not given. `base`: the recipe that was planned for.
     """
 
-    question: Question
     subject: Subject
     plan: Plan
     cluster: GpuCluster | None
-    num_devices: int
-    usable_bytes: float
     assumed: tuple[str, ...]
     base: Mapping[str, Any]
 
@@ -59,31 +100,34 @@ class Answer:
 
     @property
     def recipe(self) -> dict[str, Any]:
-        """The best configuration as a recipe's tables: `slipstream.run` takes them."""
+        """The best configuration as a recipe's tables: `slipstream.run` takes them. ConfigError if it cannot."""
         device = "cpu" if self.cluster is None else "cuda"
         layout = layout_tables(self.plan.best.plan, self.plan.workload, self.plan.max_staleness, device=device)
-        return recipe_of(self.base, layout)
+        tables = merge(self.base, layout)
+        resolve(tables)
+        return tables
 
     def usd(self, step_s: float) -> float | None:
         """Return the dollars of STEPS_OF_COST steps on the whole cluster; None where no price was given."""
         if self.cluster is None or self.cluster.usd_per_device_hour is None:
             return None
-        hours = STEPS_OF_COST * step_s / HOUR_S
+        hours = STEPS_OF_COST * step_s / 3600
         return hours * self.cluster.num_devices * self.cluster.usd_per_device_hour
 
     def write_recipe(self, path: Path) -> None:
         """Write the best configuration as a recipe that `slipstream run` takes."""
+        check_writable(path)
         best = self.plan.best
-        predicted = (
-            f"Planned for {self.where()}: {best.rehearsed.step_s:.3g} s a step predicted, "
-            f"{best.rehearsed.tokens_per_s:,.0f} trained tokens/s."
+        head = (
+            f"# Planned for {self.where()}: {best.rehearsed.step_s:.3g} s a step predicted, "
+            f"{best.rehearsed.tokens_per_s:,.0f} trained tokens/s.\n"
         )
-        write_recipe(path, self.recipe, [predicted])
+        replace_file(path, (head + tomli_w.dumps(self.recipe)).encode())
 
     def where(self) -> str:
         """Name the devices of the plan."""
         if self.cluster is None:
-            return f"{self.num_devices} core{'s' * (self.num_devices > 1)} of this machine"
+            return f"{self.plan.num_devices} core{'s' * (self.plan.num_devices > 1)} of this machine"
         return f"{self.cluster.num_devices} {self.cluster.device.name}, {self.cluster.device.devices_per_node} a node"
 
     def to_dict(self) -> dict[str, Any]:
@@ -92,7 +136,7 @@ class Answer:
         lengths = workload.lengths
         return {
             "model": {"name": self.subject.name, "num_params": counts_of(self.subject.shape).params},
-            "devices": {"unit": self.unit, "count": self.num_devices, "usable_bytes": self.usable_bytes}
+            "devices": {"unit": self.unit, "count": plan.num_devices, "usable_bytes": plan.usable_bytes}
             | ({} if self.cluster is None else {"name": self.cluster.device.name}),
             "batch": {"groups_per_step": workload.groups, "completions_per_group": workload.group_size},
             "lengths": {
@@ -108,7 +152,7 @@ class Answer:
             "by_staleness": [self._told_row(row) for row in plan.by_staleness],
             "synchronous": None if plan.synchronous is None else self._told_synchronous(plan.synchronous),
             "why": list(plan.why),
-            "does_not_fit": [misfit_line(misfit, self.usable_bytes, self.unit) for misfit in plan.misfits],
+            "does_not_fit": [misfit_line(misfit, plan.usable_bytes, self.unit) for misfit in plan.misfits],
             "recipe": self.recipe,
         }
 
@@ -179,22 +223,10 @@ def answer(question: Question) -> Answer:
     if cluster is None:
         machine = _cpu_machine(subject, measured, base, workload)
         plan = plan_for_cpu(machine, max_staleness=bound, num_rows=question.rows)
-        usable, count = machine.usable_bytes, machine.cores
     else:
-        model = _cost_model(subject, cluster, workload, measured)
-        precisions = precisions_of(question, cluster)
+        model, precisions = _cost_model(subject, cluster, workload, measured), precisions_of(question, cluster)
         plan = plan_for_cluster(model, precisions=precisions, max_staleness=bound, num_rows=question.rows)
-        usable, count = model.usable_bytes, cluster.num_devices
-    found = Answer(
-        question=question,
-        subject=subject,
-        plan=plan,
-        cluster=cluster,
-        num_devices=count,
-        usable_bytes=usable,
-        assumed=assumed,
-        base=base,
-    )
+    found = Answer(subject=subject, plan=plan, cluster=cluster, assumed=assumed, base=base)
     _ = found.recipe  # a plan that cannot be run is no plan
     return found
 
@@ -221,15 +253,10 @@ def _cpu_machine(
         times, cores = Curves(measured_model(measured, subject.shape)), num_cores()
     else:
         assert subject.run is not None, "`answer` has seen to that"
-        times = times_of_runs([subject.run])
+        times = RunTimes(calibrate([read_run(subject.run)]))
         cores = times.calibration.cores
     return CpuMachine(
-        config=config,
-        shape=subject.shape,
-        workload=workload,
-        times=times,
-        cores=cores,
-        memory_bytes=memory_bytes(),
+        config=config, shape=subject.shape, workload=workload, times=times, cores=cores, memory_bytes=memory_bytes()
     )
 
 
@@ -245,3 +272,117 @@ def _cost_model(
             allowed="--measured without --gpus, or what a checkout's benchmarks/eta_curves.py --device cuda writes",
         )
     return CalibratedCostModel(subject.shape, cluster, workload, measured_model(measured, subject.shape))
+
+
+def show(answer: Answer, console: Console) -> None:
+    """Print the tables of `answer` and the reasons for it; `Answer.to_dict` has the rest."""
+    for line in _heading(answer):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    per = "in all" if answer.cluster is None else f"per {answer.unit}"
+    for title, table, legend in (
+        (f"Best configurations under max_staleness k = {answer.plan.max_staleness}", _configurations(answer), True),
+        (f"Memory of the best, GB {per}, of {gigabytes(answer.plan.usable_bytes)}", _memory(answer), False),
+        ("The best for each k, by the real schedule in virtual time", _bounds(answer), False),
+    ):
+        console.print(f"\n{title}", style="bold", highlight=False)
+        console.print(table)
+        if legend:
+            console.print(Text(WORDS["legend"].format(unit=answer.unit, per=per), style="dim"))
+    console.print()
+    for line in answer.plan.why:
+        console.print(Text(f"- {line}"), soft_wrap=True)
+    # What never fits first, then what fits only on many devices.
+    if misfits := sorted(
+        answer.plan.misfits, key=lambda one: (one.fits_from is not None, -(one.fits_from or 0), one.tensor_parallel)
+    ):
+        console.print("\nDoes not fit:", highlight=False)
+        for misfit in misfits[:MOST_MISFITS]:
+            console.print(Text(f"- {misfit_line(misfit, answer.plan.usable_bytes, answer.unit)}"), soft_wrap=True)
+        if len(misfits) > MOST_MISFITS:
+            console.print(f"- and {len(misfits) - MOST_MISFITS} more (--json)", highlight=False)
+
+
+def _heading(answer: Answer) -> list[str]:
+    workload, lengths = answer.plan.workload, answer.plan.workload.lengths
+    params = counts_of(answer.subject.shape).params
+    size = f"{params / 1e9:.3g} B" if params >= 1e9 else f"{params / 1e6:.3g} M"
+    lines = [
+        f"{answer.subject.name}, {size} parameters, on {answer.where()}",
+        f"a step: {workload.groups} prompts x {workload.group_size} completions; prompts of {lengths.prompt_mean:.4g} "
+        f"tokens, completions of {lengths.mean:.4g} (p99 {lengths.p99:.4g}, at most {lengths.longest})",
+    ]
+    if answer.assumed:
+        lines.append(f"assumed, as not given: {', '.join(answer.assumed)}")
+    return lines
+
+
+def _configurations(answer: Answer) -> Table:
+    plan = answer.plan
+    names = [name for name in NAMES if any(name in executors(row.plan) for row in plan.rows)]
+    table = _table(["", *map(_title, names)], ["step s", "tok/s", "idle %", "stale", "GB"], no_wrap=True)
+    if answer.usd(1.0) is not None:
+        table.add_column(f"$/{STEPS_OF_COST}", justify="right", no_wrap=True)
+
+    def add(label: str, found: Found, numbers: Sequence[str], step_s: float, style: str | None = None) -> None:
+        layouts, usd = executors(found.plan), answer.usd(step_s)
+        told = [_layout(layouts[name]) if name in layouts else "" for name in names]
+        held = "/".join(gigabytes(parts.total, 2) for parts in found.memory.values())
+        costs = [] if usd is None else [f"{usd / 1000:,.0f}k" if usd >= 100_000 else f"{usd:,.0f}"]
+        table.add_row(label, *told, *numbers, held, *costs, style=style)
+
+    for index, row in enumerate(plan.rows):
+        add(str(index + 1), row.found, _told(row.rehearsed), row.rehearsed.step_s, None if index else "bold")
+    if (found := plan.synchronous) is not None:
+        tokens_per_s = plan.workload.rollouts * plan.workload.lengths.mean / found.seconds
+        add("sync", found, [*_numbers(found.seconds, tokens_per_s, found.step.idle), "0"], found.seconds)
+    return table
+
+
+def _table(words: Sequence[str], numbers: Sequence[str], *, no_wrap: bool = False) -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    for names, justify in ((words, "left"), (numbers, "right")):
+        for name in names:
+            table.add_column(name, justify=justify, no_wrap=no_wrap)  # type: ignore[arg-type]
+    return table
+
+
+def _numbers(step_s: float, tokens_per_s: float, idle: Mapping[str, float]) -> list[str]:
+    return [f"{step_s:.3g}", f"{tokens_per_s:,.0f}", "/".join(f"{100 * share:.0f}" for share in idle.values())]
+
+
+def _told(rehearsed: Rehearsed) -> list[str]:
+    stale = f"{rehearsed.staleness_mean:.1f}/{rehearsed.staleness_max}"
+    return [*_numbers(rehearsed.step_s, rehearsed.tokens_per_s, rehearsed.idle), stale]
+
+
+def _layout(layout: Layout) -> str:
+    if isinstance(layout, TrainerLayout):
+        return f"{layout.devices}: m{layout.tensor_parallel} b{layout.microbatch:g}" + " r" * layout.recompute
+    if isinstance(layout, GeneratorLayout):
+        precision = {"bfloat16": "bf16", "float32": "fp32"}.get(layout.precision, layout.precision)
+        return f"{layout.devices}: {layout.replicas}xm{layout.tensor_parallel} b{layout.slots} {precision}"
+    return f"{layout.devices}"
+
+
+def _memory(answer: Answer) -> Table:
+    best = answer.plan.best.found
+    table = _table([""], [_title(name) for name in best.memory])
+    causes = dict.fromkeys(cause for held in best.memory.values() for cause in held.parts)
+    for cause in causes:
+        held = (gigabytes(parts.parts[cause]) if cause in parts.parts else "" for parts in best.memory.values())
+        table.add_row(cause.replace("_", " "), *held)
+    table.add_section()
+    table.add_row("in all", *(gigabytes(parts.total) for parts in best.memory.values()))
+    return table
+
+
+def _bounds(answer: Answer) -> Table:
+    table = _table([], ["k", "step s", "tok/s", "idle %", "stale"])
+    for row in answer.plan.by_staleness:
+        bound = row.rehearsed.max_staleness
+        table.add_row(str(bound), *_told(row.rehearsed), style="bold" if bound == answer.plan.max_staleness else None)
+    return table
+
+
+def _title(name: str) -> str:
+    return NAMES[name].removeprefix("the ")

@@ -1,21 +1,18 @@
 """Calibration of the simulator: from the files of finished runs to the seconds of everything (`Costs`).
 
-    calibrate([read_run(path), ...]) -> Calibration
-
-Decode steps and microbatches are fitted by their rows and tokens, together with how much slower each side is beside the
-other, and by threads (`plan/fits.py`). All else is a mean over the timelines, as it would have been alone; latencies of
-messages come from comparing the files of two processes, whose clocks are one. Runs that calibrate together are of one
-model on one machine; they may differ in everything else.
+Decode steps and microbatches are fitted by their rows and tokens (`plan/fits.py`). All else is a mean over the
+timelines, as it would have been alone; latencies of messages come from comparing the files of two processes, whose
+clocks are one. Runs that calibrate together are of one model on one machine; they may differ in everything else.
 """
 
 from __future__ import annotations
 
-import bisect
-import heapq
+import itertools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 
@@ -28,7 +25,8 @@ from slipstream.core.types import CompletionFinished, Swapped
 from slipstream.observe.states import DECODES, kind
 from slipstream.observe.timeline import Instant, Slice
 from slipstream.plan.fits import Fit, Pieces, RunProcesses, cores_of, fit, fit_background, seconds_in
-from slipstream.plan.recorded import RecordedRun
+from slipstream.plan.lengths import queued
+from slipstream.plan.recorded import RecordedRun, RecordedWorkload
 from slipstream.plan.simulated_run import Batch, Costs
 
 SLOT_ROWS = 8  # rows of the slot engine's decode steps, on a CPU, are a multiple of it (`generator/kv_cache.py`)
@@ -76,12 +74,6 @@ class Calibration:
         seconds, decode, train = self.seconds, self.decode, self.train
         pass_s, token_s = decode.seconds(generator, passes=1), decode.seconds(generator, prefilled=1)
 
-        def decode_s(replica: int, rows: int, context: float) -> float:  # noqa: ARG001 - replicas are alike
-            return decode.seconds(generator, steps=1, rows=rows, context=context)
-
-        def prefill_s(replica: int, tokens: int, is_alone: bool) -> float:  # noqa: ARG001
-            return tokens * token_s + (pass_s if is_alone else 0.0)
-
         def train_s(batch: Batch) -> dict[str, float]:
             updates, epochs = config.updates_per_step, config.trainer.epochs
             rows = batch.prompt_tokens + batch.completion_tokens - batch.completions
@@ -94,8 +86,23 @@ class Calibration:
             measures = {state: rows * seconds[state] / train.speed(trainer) for state in MEASURES if seconds[state]}
             return states | measures
 
-        fixed = {name: seconds[name.removesuffix("_s")] for name in FIXED}
-        return Costs(decode=decode_s, train=train_s, prefill=prefill_s, jitter=self.jitter, **fixed)
+        return Costs(
+            decode=lambda _, rows, context: decode.seconds(generator, steps=1, rows=rows, context=context),
+            train=train_s,
+            prefill=lambda _, tokens, is_alone: tokens * token_s + (pass_s if is_alone else 0.0),
+            jitter=self.jitter,
+            **{name: seconds[name.removesuffix("_s")] for name in FIXED},
+        )
+
+    def workload(self, config: RunConfig, seed: int) -> RecordedWorkload:
+        """Return the groups of the runs for a run with `config`."""
+        return RecordedWorkload(
+            self.runs,
+            groups_per_step=config.groups_per_step,
+            samples=config.samples_per_group,
+            num_held_out=config.eval.num_prompts,
+            seed=seed,
+        )
 
 
 FIXED = tuple(field.name for field in fields(Costs) if field.type == "float")
@@ -105,16 +112,21 @@ FIXED = tuple(field.name for field in fields(Costs) if field.type == "float")
 def calibrate(runs: Sequence[RecordedRun]) -> Calibration:
     """Calibrate with `runs`. ConfigError where they are of different models or machines."""
     _check_alike(runs)
-    machines = [RunProcesses(run, cores_of(run)) for run in runs]
+    machines = [RunProcesses(run) for run in runs]
     decode, train = _fit_decode(machines), _fit_train(machines)
     told = [_seconds(machine, decode.beside, train) for machine in machines]
+
+    def mean_of(name: str) -> float:  # over runs, by how much each has seen
+        count = sum(part[name][1] for part in told)
+        return sum(mean * seen for mean, seen in (part[name] for part in told)) / count if count else 0.0
+
     staged = [each for machine in machines for each in _staging(machine, decode.beside)]
-    stage_s, background = fit_background(*zip(*staged, strict=True)) if staged else fit_background((), ())
+    stage_s, background = fit_background(staged)
     return Calibration(
         cores=machines[0].cores,
         decode=decode,
         train=train,
-        seconds={name: _mean([part[name] for part in told]) for name in told[0]} | {"stage": stage_s},
+        seconds={name: mean_of(name) for name in told[0]} | {"stage": stage_s},
         background=background,
         jitter={"decode": _jitter(decode.residuals), "train": _jitter(_step_factors(machines, train.beside))},
         runs=tuple(runs),
@@ -139,7 +151,11 @@ def row_multiple(generator: GeneratorConfig) -> int:
     return SLOT_ROWS if generator.device == "cpu" and generator.engine == "native" else 1
 
 
-# Decoding and training
+def generator_dials(config: RunConfig) -> dict[str, Any]:
+    """Return the fields of `SimulatedSetup` that are fields of a run's generators."""
+    same = ("replicas", "segment_tokens", "prefill_tokens", "prefill_chunk")
+    fields = {name: getattr(config.generator, name) for name in same}
+    return fields | {"slots": config.generator.num_slots, "weight_update": config.weight_update}
 
 
 def _fit_decode(machines: Sequence[RunProcesses]) -> Fit:
@@ -147,7 +163,7 @@ def _fit_decode(machines: Sequence[RunProcesses]) -> Fit:
     longest = max(machine.run.config.least_sequence for machine in machines)
     terms = ("steps", "rows", "prefilled", "passes", "context")[: 5 if longest >= LONG_CONTEXT else 4]
 
-    def pieces(machine: RunProcesses, name: str) -> Pieces:
+    def pieces(run: int, machine: RunProcesses, name: str) -> Pieces:
         slices = [one for one in machine.slices[name] if one.state in (*PASSES, "evaluate") and one.count]
         number = np.array([one.count for one in slices], dtype=np.float64)
         is_decoding = np.array([one.state in (*DECODES, "evaluate") for one in slices], dtype=np.float64)
@@ -161,9 +177,10 @@ def _fit_decode(machines: Sequence[RunProcesses]) -> Fit:
             (1 - is_decoding) * number,
             is_decoding * number * _context(machine.run, name, middles),
         ]
-        return Pieces.of(machine, name, slices, columns[: len(terms)])
+        return Pieces.of(machine, run, name, slices, columns[: len(terms)])
 
-    return fit(terms, [pieces(machine, name) for machine in machines for name in machine.processes("generator")])
+    parts = [pieces(run, machine, name) for run, machine in enumerate(machines) for name in machine.generators]
+    return fit(terms, machines[0].cores, parts)
 
 
 def _replica(process: str) -> int:
@@ -180,18 +197,21 @@ def _prefilled(machine: RunProcesses, process: str, passes: Sequence[Slice], mul
     for line in machine.run.rollouts:
         if line.replica == _replica(process) and line.started_s < first.get(line.ordinal, (np.inf, 0))[0]:
             first[line.ordinal] = line.started_s, len(line.prompt)
-    padded = {ordinal: -(-num_chars // multiple) * multiple for ordinal, (_, num_chars) in first.items()}
-    per_token = fmean(padded.values()) / _mean_length(machine.run) if padded else 0.0
-    tokens = np.array([one.units * per_token if one.state == "evaluate" else 0.0 for one in passes])
-    own = [index for index, one in enumerate(passes) if one.state != "evaluate"]
-    starts = [passes[index].start_ns for index in own]
-    for ordinal, (started_s, _) in first.items():
-        place = bisect.bisect_right(starts, round(started_s * 1e9) + CLOSE_NS) - 1
-        if place >= 0:
-            one = passes[own[place]]
-            place -= started_s * 1e9 < one.start_ns + one.state_ns / one.count / 2  # with the first step of that slice
-        if place >= 0:
-            tokens[own[place]] += padded[ordinal]
+    tokens = np.zeros(len(passes))
+    if not first:
+        return tokens
+    started_s, prompts = np.array(list(first.values())).T
+    padded = np.ceil(prompts / multiple) * multiple
+    is_own = np.array([one.state != "evaluate" for one in passes], dtype=bool)
+    units = np.array([one.units for one in passes])
+    tokens[~is_own] = units[~is_own] * (fmean(padded) / _mean_length(machine.run))
+    if not is_own.any():
+        return tokens
+    # A row that starts with the first step of a slice was prefilled in the one before.
+    starts_ns, firsts_ns = np.array([(one.start_ns, one.state_ns / one.count / 2) for one in passes])[is_own].T
+    place = np.searchsorted(starts_ns, np.round(started_s * 1e9) + CLOSE_NS, side="right") - 1
+    place -= (place >= 0) & (started_s * 1e9 < (starts_ns + firsts_ns)[place])
+    np.add.at(tokens, np.flatnonzero(is_own)[place[place >= 0]], padded[place >= 0])
     return tokens
 
 
@@ -213,15 +233,12 @@ def _context(run: RecordedRun, process: str, times_s: np.ndarray) -> np.ndarray:
 def _fit_train(machines: Sequence[RunProcesses]) -> Fit:
     """Seconds per microbatch and token of forward-backward."""
 
-    def pieces(machine: RunProcesses) -> Pieces:
+    def pieces(run: int, machine: RunProcesses) -> Pieces:
         slices = [one for one in machine.slices[machine.trainer] if one.state == "forward_backward" and one.count]
         columns = [np.array([one.count for one in slices], float), np.array([one.units for one in slices], float)]
-        return Pieces.of(machine, machine.trainer, slices, columns)
+        return Pieces.of(machine, run, machine.trainer, slices, columns)
 
-    return fit(("microbatches", "tokens"), [pieces(machine) for machine in machines])
-
-
-# The rest, as seconds of work for one of what it is counted by
+    return fit(("microbatches", "tokens"), machines[0].cores, [pieces(*each) for each in enumerate(machines)])
 
 
 def _seconds(machine: RunProcesses, beside: float, train: Fit) -> dict[str, Told]:
@@ -249,7 +266,7 @@ def _seconds(machine: RunProcesses, beside: float, train: Fit) -> dict[str, Told
     }
     speed = train.speed(machine.threads[trainer])
     sums |= {state: (trained(state) * speed, tokens) for state in MEASURES}
-    for name in machine.processes("generator"):
+    for name in machine.generators:
         for what, (total, count) in _of_generator(machine, name, beside).items():
             before = sums.get(what, (0.0, 0))
             sums[what] = before[0] + total, before[1] + count
@@ -271,12 +288,6 @@ def _num_wakes(machine: RunProcesses) -> int:
     return int((is_apart & is_waiting[np.maximum(place, 0)]).sum())
 
 
-def _mean(told: Sequence[Told]) -> float:
-    """Over runs, by how much each has seen."""
-    count = sum(one[1] for one in told)
-    return sum(mean * seen for mean, seen in told) / count if count else 0.0
-
-
 def _of_generator(machine: RunProcesses, name: str, beside: float) -> dict[str, tuple[float, float]]:
     """Return what one replica spends besides decode steps: (seconds of work, the number of pieces)."""
     run, slices = machine.run, machine.slices[name]
@@ -293,18 +304,14 @@ def _of_generator(machine: RunProcesses, name: str, beside: float) -> dict[str, 
 
 
 def _turns(slices: Sequence[Slice]) -> tuple[list[Slice], int]:
-    """The slices between two waits in which something was decoded, and how many steps that were."""
+    """Return the slices between two waits in which something was decoded, and how many steps that were."""
     found: list[Slice] = []
     turns = 0
-    bout: list[Slice] = []
-    for one in [*slices, Slice("idle", 0, 0)]:
-        if kind(one.state) != "wait":
-            bout.append(one)
-            continue
-        if steps := sum(each.count for each in bout if each.state in DECODES or each.state == "evaluate"):
+    for is_wait, group in itertools.groupby(slices, lambda one: kind(one.state) == "wait"):
+        bout = [] if is_wait else list(group)
+        if steps := sum(one.count for one in bout if one.state in DECODES or one.state == "evaluate"):
             found += bout
             turns += steps
-        bout = []
     return found, turns
 
 
@@ -319,16 +326,9 @@ def _staging(machine: RunProcesses, beside: float) -> list[tuple[float, float]]:
         for one in machine.slices[machine.trainer]
         if one.state in ("publish", "stage") and "version" in one.args
     }
-    staged = []
-    for line in machine.run.events:
-        event = line.event
-        if isinstance(event, Swapped) and event.version in published and event.transfer_s > 0:
-            start_ns = published[event.version]
-            staged.append(machine.background_s(start_ns, start_ns + event.transfer_s * 1e9, beside))
-    return staged
-
-
-# On the way
+    swaps = [line.event for line in machine.run.events if isinstance(line.event, Swapped)]
+    spans_ns = [(published[e.version], 1e9 * e.transfer_s) for e in swaps if e.version in published]
+    return [machine.background_s(at_ns, at_ns + length_ns, beside) for at_ns, length_ns in spans_ns if length_ns > 0]
 
 
 def _latencies(machine: RunProcesses, send_s: float, receive_s: float, wake_s: float) -> dict[str, Told]:
@@ -351,18 +351,20 @@ def _latencies(machine: RunProcesses, send_s: float, receive_s: float, wake_s: f
                 case "training":
                     commanded[group.step] = line.time_s
     together: dict[tuple[int, float], list[RolloutLine]] = defaultdict(list)  # that finished with one decode step
-    groups: dict[int, list[RolloutLine]] = defaultdict(list)
+    last_s: dict[int, float] = defaultdict(float)
     for rollout in run.rollouts:
         together[rollout.replica, rollout.finished_s].append(rollout)
-        groups[rollout.ordinal].append(rollout)
+        last_s[rollout.ordinal] = max(last_s[rollout.ordinal], rollout.scored_s)
     to_controller = []
     for (_, finished_s), members in together.items():
         if heard := [told[one.ordinal, one.sample] for one in members if (one.ordinal, one.sample) in told]:
             to_controller.append(max(heard) - finished_s - len(members) * send_s)
-    from_rewards = []
-    for ordinal, time_s in scored.items():
-        if ordinal in groups and _is_idle(machine, trainer, last_s := max(r.scored_s for r in groups[ordinal]), time_s):
-            from_rewards.append(time_s - last_s)
+    from_rewards = [
+        time_s - last_s[ordinal]
+        for ordinal, time_s in scored.items()
+        if ordinal in last_s
+        and _waited_s(machine, trainer, last_s[ordinal], time_s) > 2 / 3 * (time_s - last_s[ordinal]) > 0
+    ]
     begun: dict[int, float] = {}
     for one in machine.slices[trainer]:
         if one.state in STEP_STATES and "step" in one.args:
@@ -397,24 +399,15 @@ def scoring(run: RecordedRun) -> tuple[float, float]:
     finished, scored = np.array([(line.finished_s, line.scored_s) for line in lines]).T
     best = (np.inf, 0.0, 0.0)
     for score_s in np.geomspace(*SCORE_RANGE_S, SCORE_TRIALS):
-        late = scored - _queued(finished, float(score_s), run.config.rewards.num_workers)
+        each = [float(score_s)] * len(lines)
+        late = scored - queued(finished.tolist(), each, run.config.rewards.num_workers)
         on_the_way = max(0.0, float(np.median(late)))
         best = min(best, (float(np.abs(late - on_the_way).mean()), on_the_way, float(score_s)))
     return best[1], best[2]
 
 
-def _queued(arrived_s: np.ndarray, score_s: float, workers: int) -> np.ndarray:
-    """When each of those who arrive in this order is done, by the first worker that is free."""
-    free = [-np.inf] * workers
-    done = np.empty(len(arrived_s))
-    for index, at in enumerate(arrived_s.tolist()):
-        done[index] = end = max(at, heapq.heappop(free)) + score_s
-        heapq.heappush(free, end)
-    return done
-
-
 def _usual(seconds: Sequence[float], *, less: float = 0.0) -> Told:
-    """The mean, without what is beyond the `LATEST` quantile: then something else held it up."""
+    """Return the mean, without what is beyond the `LATEST` quantile: then something else held it up."""
     if not seconds:
         return 0.0, 0.0
     kept = np.minimum(seconds, np.quantile(seconds, LATEST))
@@ -427,11 +420,6 @@ def _waited_s(machine: RunProcesses, name: str, start_s: float, end_s: float) ->
     return (1 - share) * max(0.0, end_s - start_s)
 
 
-def _is_idle(machine: RunProcesses, name: str, start_s: float, end_s: float) -> bool:
-    """Return whether `name` mostly waited in this span of time."""
-    return end_s > start_s and _waited_s(machine, name, start_s, end_s) > 2 / 3 * (end_s - start_s)
-
-
 def _waits(machine: RunProcesses, name: str, time_s: float) -> bool:
     """Return whether `name` waited at that moment."""
     slices = machine.slices[name]
@@ -440,18 +428,13 @@ def _waits(machine: RunProcesses, name: str, time_s: float) -> bool:
 
 
 def _next_work(machine: RunProcesses, name: str, time_s: float) -> float:
-    """When `name` began to prefill or decode after that moment, in which it waited."""
-    begins = (
-        one.start_ns * 1e-9 for one in machine.slices[name] if one.start_ns >= time_s * 1e9 and one.state in PASSES
-    )
-    return next(begins, time_s)
-
-
-# Jitter
+    """Return when `name` began to prefill or decode after that moment, in which it waited."""
+    begins = (one.start_ns for one in machine.slices[name] if one.state in PASSES and one.start_ns >= time_s * 1e9)
+    return next((start_ns * 1e-9 for start_ns in begins), time_s)
 
 
 def _jitter(factors: Sequence[float]) -> tuple[float, ...]:
-    """Some of `factors`, in their order, of mean 1."""
+    """Return some of `factors`, in their order, divided by their mean."""
     if len(factors) < FEWEST:
         return ()
     low, high = np.quantile(factors, JITTER_QUANTILES)

@@ -4,14 +4,8 @@
 
 NCCL (github.com/NVIDIA/nccl, src/graph/tuning.cc) counts microseconds to start, for a hop inside a node and for one
 between nodes, by algorithm (ring, tree, NVLink SHARP) and protocol (LL: half of all bytes are flags; LL128: one in 16;
-Simple: none, but fences). An all-reduce over n ranks on s nodes takes 2 (n - 1) hops around a ring, of which 2 (s - 1)
-leave a node, or 2 (n/s - 1) hops along each node's chain and 2 log2(s) up and down a tree of nodes.
-
-Shares of a link's bandwidth are those that NCCL's maintainers quote of H100: 370 of 450 GB/s of NVLink, 275 GB/s of
-summed bytes with SHARP (NVIDIA/nccl-tests issue 212), 47 of 50 GB/s of a 400 Gb/s adapter (issue 290). Between nodes a
-proxy thread of the host moves the bytes: captured in a CUDA graph, each collective has a host task to wake it, a round
-trip of about 26 us (meta-pytorch/torchcomms pull request 1203), and all ranks wait for the last one's: the longest of n
-exponential times is in the mean 1 + 1/2 + ... + 1/n of them. docs/planning.md compares with measurements.
+Simple: none, but fences). Shares of a link's bandwidth are those that NCCL's maintainers quote of H100
+(NVIDIA/nccl-tests issues 212 and 290). docs/planning.md has the rest, and compares with measurements.
 """
 
 from __future__ import annotations
@@ -105,7 +99,8 @@ def all_gather_s(nbytes: float, ranks: int, cluster: GpuCluster, *, stride: int 
 
 
 def last_host_task_s(mean_s: float, ranks: int, cluster: GpuCluster) -> float:
-    """Seconds until the last rank's host task is done that a collective in a CUDA graph has between nodes."""
-    if cluster.nodes_of(ranks) == 1:
-        return 0.0
-    return mean_s * sum(1 / rank for rank in range(1, ranks + 1))
+    """Seconds until the last rank's host task is done that a collective in a CUDA graph has between nodes.
+
+    The longest of n exponential times is in the mean 1 + 1/2 + ... + 1/n of them.
+    """
+    return mean_s * sum(1 / rank for rank in range(1, ranks + 1)) if cluster.nodes_of(ranks) > 1 else 0.0

@@ -69,15 +69,7 @@ class CostModel:
         """Seconds of the reference's logprobs, where it lies beside the trainer and is divided as the policy is."""
         mine = max(self.workload.rollouts / layout.data_parallel, 1.0)
         count = max(1, math.ceil(mine / layout.microbatch - 1e-9))
-        return Parts({"reference": self._forward(layout, mine / count).total * count})
-
-    def eta_t(self, layout: TrainerLayout) -> float:
-        """Seconds per rollout of a microbatch: LlamaRL's eta_t(b) = tau_t(b) / b, b = `layout.microbatch`."""
-        return self._microbatch(layout, layout.microbatch).total / layout.microbatch
-
-    def eta_g(self, layout: GeneratorLayout) -> float:
-        """Seconds per completion with all slots taken: LlamaRL's eta_g(b) = tau_g(b) / b, b = `layout.slots`."""
-        return self._full(layout, 1.0).total
+        return Parts({"reference": self._passes(layout, mine / count, 1).total * count})
 
     def decode_step(self, layout: GeneratorLayout, *, live: float, context: float) -> Parts:
         """Seconds for one token of each of `live` completions, that see `context` tokens in the mean."""
@@ -133,7 +125,7 @@ class CostModel:
         one = CostModel(model, self.cluster, self.workload, self.efficiency)
         precision = layout.precision
         alone = replace(ALONE, microbatch=8, precision=precision, recompute=False, head_precision=precision)
-        return Parts({"score": one._forward(alone, 8).total * self.workload.rollouts / 8 / layout.devices})
+        return Parts({"score": one._passes(alone, 8, 1).total * self.workload.rollouts / 8 / layout.devices})
 
     def weight_sync(self, trainer: TrainerLayout, generator: GeneratorLayout) -> Parts:
         """Seconds of a version's way: the trainer's `stage`, the `transfer`, the generators' `pause`.
@@ -206,10 +198,6 @@ class CostModel:
         anywhere = TrainerLayout(devices=layout.devices, tensor_parallel=1, microbatch=1)
         transfer = self.weight_sync(anywhere, layout)["transfer"]
         return self.generation(layout, waits_for_longest=True) + Parts({"transfer": transfer})
-
-    def tokens_per_s(self, step: StepTime) -> float:
-        """Completion tokens that a step trains, per second."""
-        return self.workload.rollouts * self.workload.lengths.mean / step.seconds
 
     def train_memory(self, layout: TrainerLayout, *, served: Precision | None = "bfloat16") -> Parts:
         """Bytes on each of the trainer's devices; `served`: the precision that versions are staged in, None for none.
@@ -311,14 +299,14 @@ class CostModel:
         decode = self.decode_step(layout, live=layout.slots, context=self.context)
         return decode.times(steps) + self.prefill(layout, prompts=rollouts / self.workload.group_size)
 
-    def _roofline(self, flops: float, nbytes: float, precision: Precision) -> float:
-        """Seconds of a product: operations and bytes in quadrature, so that more rows always cost less each."""
-        compute = flops / self.cluster.device.flops_of(precision) / self.efficiency.matmul
-        return math.hypot(compute, self._move(nbytes))
-
     def _product(self, rows: float, weights: float, precision: Precision, *, flops: float = 0.0) -> float:
-        """Seconds of `rows` times a matrix of `weights`; `flops` come along without bytes of their own."""
-        return self._roofline(2 * rows * weights + flops, weights * BYTES[precision], precision)
+        """Seconds of `rows` times a matrix of `weights`; `flops` come along without bytes of their own.
+
+        Operations and bytes are added in quadrature, so that more rows always cost less each.
+        """
+        total = 2 * rows * weights + flops
+        compute = total / self.cluster.device.flops_of(precision) / self.efficiency.matmul
+        return math.hypot(compute, self._move(weights * BYTES[precision]))
 
     def _move(self, nbytes: float) -> float:
         """Seconds to read or write so much memory."""
@@ -334,27 +322,20 @@ class CostModel:
         """Seconds of the forward and backward pass over `rollouts` on one model-parallel group."""
         return self._passes(layout, rollouts, 4 if layout.recompute else 3)
 
-    def _forward(self, layout: TrainerLayout, rollouts: float) -> Parts:
-        """Seconds of a forward pass alone, down to logprobs."""
-        return self._passes(layout, rollouts, 1)
-
     def _passes(self, layout: TrainerLayout, rollouts: float, passes: int) -> Parts:
         """Seconds of so many passes over the layers, the last two of them backward unless there is just one."""
-        is_trained = passes > 1
-        counts, ranks, layers = (
-            counts_of(self.model, layout.tensor_parallel),
-            layout.tensor_parallel,
-            self.model.num_layers,
-        )
+        is_trained, layers, element = passes > 1, self.model.num_layers, COMPUTED_BYTES[layout.precision]
+        counts, ranks = counts_of(self.model, layout.tensor_parallel), layout.tensor_parallel
         tokens = rollouts * self.workload.trained_tokens
-        layer = self._layer_pass(layout, tokens)
-        width = tokens * self.model.hidden_size * COMPUTED_BYTES[layout.precision]
+        attention = 4 * tokens * self.context * counts.local.query_size
+        product_s = self._product(tokens, counts.layer_matrix, layout.precision, flops=attention)
+        moved_s, width = self._move(tokens * counts.moved_elements * element), tokens * self.model.hidden_size * element
         # Forward, again if recomputed, and of each branch's gradient.
         sums = counts.joins * (passes - 2) + 2 if is_trained else counts.joins
         head = self._head(layout, rollouts, is_trained=is_trained)
         work = {
-            "compute": passes * layers * layer["compute"] + head["compute"],
-            "activations": passes * layers * layer["activations"] + head["activations"],
+            "compute": passes * layers * product_s + head["compute"],
+            "activations": passes * layers * moved_s + head["activations"],
             "tensor_parallel": layers * sums * self._all_reduce(width, ranks) + head["tensor_parallel"],
         }
         # A layer is gathered forward and backward, the root is kept in between.
@@ -362,18 +343,6 @@ class CostModel:
         if is_trained and not layout.reduce_once:
             fsdp += self._reduce_gradients(layout)
         return Parts(work | {"data_parallel": max(0.0, fsdp - sum(work.values()))})
-
-    def _layer_pass(self, layout: TrainerLayout, tokens: float) -> Parts:
-        """One layer, once; a backward pass is two of them."""
-        counts = counts_of(self.model, layout.tensor_parallel)
-        attention = 4 * tokens * self.context * counts.local.query_size
-        nbytes = tokens * counts.moved_elements * COMPUTED_BYTES[layout.precision]
-        return Parts(
-            {
-                "compute": self._product(tokens, counts.layer_matrix, layout.precision, flops=attention),
-                "activations": self._move(nbytes),
-            }
-        )
 
     def _head(self, layout: TrainerLayout, rollouts: float, *, is_trained: bool) -> Parts:
         """Logits of completion tokens, gathered over the ranks that share the vocabulary."""

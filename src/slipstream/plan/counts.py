@@ -122,5 +122,5 @@ class Counts:
 
 @cache
 def counts_of(model: TransformerConfig, ranks: int = 1) -> Counts:
-    """The counts of a shape, made once: a search asks for the same ones thousands of times."""
+    """Return the counts of a shape, made once: a search asks for the same ones thousands of times."""
     return Counts(model, ranks)

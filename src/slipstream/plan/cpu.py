@@ -2,37 +2,48 @@
 
 `controller/placement.py` divides the cores by the number of replicas, which is chosen here with decode slots and
 microbatch. Seconds come from measured curves of trainer and engine (`measured.Curves`), or from the files of finished
-runs (`RunTimes`), which include the work between the two. Both sides slow each other while they work at the same time,
-as the simulator's cores do.
+runs (`RunTimes`), which include the work between the two.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from slipstream.controller.placement import place
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import merge, resolve
 from slipstream.models.config import TransformerConfig
-from slipstream.plan.calibrate import Calibration, calibrate, row_multiple
+from slipstream.plan.calibrate import Calibration, generator_dials, row_multiple
 from slipstream.plan.counts import counts_of
-from slipstream.plan.layouts import AsynchronousPlan, GeneratorLayout, Parts, StepTime, TrainerLayout, Workload
+from slipstream.plan.layouts import (
+    AsynchronousPlan,
+    GeneratorLayout,
+    Parts,
+    StepTime,
+    TrainerLayout,
+    Workload,
+    layout_tables,
+)
 from slipstream.plan.measured import Curves, PlannedWork
-from slipstream.plan.planner import Plan, PlanRow, bounds_up_to, ranked, recommended
+from slipstream.plan.planner import (
+    SEED,
+    Plan,
+    Rehearsed,
+    best_rows,
+    bounds_up_to,
+    rehearsed,
+    run_schedule,
+    steps_of,
+)
 from slipstream.plan.reasons import limits, staleness
-from slipstream.plan.recipe import layout_tables
-from slipstream.plan.recorded import RecordedWorkload, read_run
-from slipstream.plan.rehearsal import SEED, Rehearsed, rehearsed, run_schedule
-from slipstream.plan.search import Found
+from slipstream.plan.search import ROW_MULTIPLE, Found, most_slots
 from slipstream.plan.simulated_run import SimulatedSetup
 
 USABLE_MEMORY = 0.8  # of a machine: the rest is the system's, and what processes hold besides their tensors
-ROW_MULTIPLE = 8
 
 
 class RunTimes:
@@ -86,20 +97,9 @@ class RunTimes:
 
     def simulated(self, config: RunConfig, plan: AsynchronousPlan, workload: Workload) -> PlannedWork:  # noqa: ARG002
         """Return the run's own groups, those without signal included, with the seconds of every piece of work."""
-        groups = RecordedWorkload(
-            self.calibration.runs,
-            groups_per_step=workload.groups,
-            samples=workload.group_size,
-            num_held_out=1,
-            seed=SEED,
-        )
         beside = {"train": self.calibration.train.beside, "decode": self.calibration.decode.beside}
-        return PlannedWork(self.calibration.costs(config), beside, row_multiple(config.generator), groups)
-
-
-def times_of_runs(paths: Sequence[Path]) -> RunTimes:
-    """Calibrate with finished runs of one model on one machine. ConfigError for a folder that is none."""
-    return RunTimes(calibrate([read_run(path) for path in paths]))
+        setup = {"beside": beside, "row_multiple": row_multiple(config.generator)}
+        return self.calibration.costs(config), setup, self.calibration.workload(config, SEED)
 
 
 Times = Curves | RunTimes
@@ -123,12 +123,17 @@ class CpuMachine:
 
     def candidates(self, max_staleness: int) -> Iterator[Found]:
         """Yield what fits of every number of replicas that divides the cores, of slots, and size of microbatch."""
+        busy = sum if max_staleness else max  # of the threads that want a core at the same time
+        microbatches = _doubled(1, math.ceil(self.workload.rollouts / self.workload.minibatches))
         for replicas in range(1, self.cores + 1):
-            threads = place(self._placed(replicas, max_staleness), self.cores)
+            generators = self.config.generator.model_copy(update={"replicas": replicas})
+            changes = {"generator": generators, "max_staleness": max_staleness, "sync_placement": "colocated"}
+            threads = place(self.config.model_copy(update=changes), self.cores)
             trainer, generator = threads["trainer"].together, threads["generator"].together
-            if replicas > 1 and self._busy(trainer, replicas * generator, max_staleness) > self.cores:
+            if replicas > 1 and busy((trainer, replicas * generator)) > self.cores:
                 continue
-            for slots, rollouts in itertools.product(self._slots(replicas, max_staleness), self._microbatches()):
+            slots_tried = _doubled(ROW_MULTIPLE, most_slots(self.workload, replicas, max_staleness))
+            for slots, rollouts in itertools.product(slots_tried, microbatches):
                 plan = _in_float32(
                     trainer, rollouts, replicas * generator, generator, slots, recompute=self.config.trainer.recompute
                 )
@@ -159,50 +164,26 @@ class CpuMachine:
         plan, bound = found.side_by_side, found.max_staleness
         trainer, generator = plan.trainer, plan.generator
         config = self.planned(plan, bound)
-        work = self.times.simulated(config, plan, self.workload)
+        costs, work, groups = self.times.simulated(config, plan, self.workload)
         setup = SimulatedSetup(
-            replicas=generator.replicas,
-            slots=generator.slots,
-            row_multiple=work.row_multiple,
-            weight_update=config.weight_update,
-            segment_tokens=config.generator.segment_tokens,
-            prefill_tokens=config.generator.prefill_tokens,
-            prefill_chunk=config.generator.prefill_chunk,
+            **generator_dials(config),
             cores=self.cores,
             trainer_threads=trainer.devices,
             generator_threads=generator.tensor_parallel,
-            beside=work.beside,
+            **work,
         )
-        return rehearsed(run_schedule(setup, work.costs, self.workload, bound, work.groups), bound)
+        return rehearsed(run_schedule(setup, costs, self.workload, bound, groups), bound)
 
     def planned(self, plan: AsynchronousPlan, max_staleness: int) -> RunConfig:
-        """The recipe with the plan's layout."""
+        """Return the recipe with the plan's layout."""
         layout = layout_tables(plan, self.workload, max_staleness, device="cpu")
         return resolve(merge(self.config.model_dump(), layout))
-
-    def _placed(self, replicas: int, max_staleness: int) -> RunConfig:
-        generator = self.config.generator.model_copy(update={"replicas": replicas})
-        changes = {"generator": generator, "max_staleness": max_staleness, "sync_placement": "colocated"}
-        return self.config.model_copy(update=changes)
-
-    def _slots(self, replicas: int, max_staleness: int) -> list[int]:
-        in_flight = math.ceil((max_staleness + 1) * self.workload.rollouts / replicas / ROW_MULTIPLE) * ROW_MULTIPLE
-        counts = [ROW_MULTIPLE * 2**power for power in range(in_flight.bit_length())]
-        return [slots for slots in counts if slots < in_flight] + [in_flight]
-
-    def _microbatches(self) -> list[int]:
-        all_of_it = math.ceil(self.workload.rollouts / self.workload.minibatches)
-        return [2**power for power in range(all_of_it.bit_length()) if 2**power < all_of_it] + [all_of_it]
-
-    @staticmethod
-    def _busy(trainer: int, generators: int, max_staleness: int) -> int:
-        """Return how many threads want a core at the same time."""
-        return trainer + generators if max_staleness else max(trainer, generators)
 
     def _found(self, plan: AsynchronousPlan, memory: dict[str, Parts], max_staleness: int) -> Found:
         workload, trainer, generator = self.workload, plan.trainer, plan.generator
         slower = self.times.together(trainer.devices, generator.devices) if max_staleness else (1.0, 1.0)
-        turns = max(1.0, self._busy(trainer.devices, generator.devices, max_staleness) / self.cores)
+        busy = (sum if max_staleness else max)((trainer.devices, generator.devices))
+        turns = max(1.0, busy / self.cores)
         sides = {
             "trainer": self.times.train(trainer, workload).times(slower[0] * turns),
             "generator": self.times.generate(generator, workload).times(slower[1] * turns),
@@ -218,6 +199,12 @@ class CpuMachine:
             longest_s=workload.lengths.longest_of(workload.rollouts) * token_s if max_staleness else 0.0,
             max_staleness=max_staleness,
         )
+
+
+def _doubled(first: int, last: int) -> list[int]:
+    """Return `first` and its doubles below `last`, and `last`."""
+    counts = [first * 2**power for power in range(last.bit_length())]
+    return [count for count in counts if count < last] + [last]
 
 
 def _in_float32(
@@ -241,26 +228,23 @@ def plan_for_cpu(machine: CpuMachine, *, max_staleness: int = 8, num_rows: int =
     tables = {bound: _table(machine, bound) for bound in (0, *bounds_up_to(max_staleness))}
     if not all(tables.values()):
         raise _too_large(machine)
-    best = {bound: _row(machine, table[0]) for bound, table in tables.items()}
-    steps_s = {bound: row.rehearsed.step_s for bound, row in best.items()}
-    bound = recommended(steps_s)
-    rows = ranked((best[bound], *(_row(machine, found) for found in tables[bound][1:num_rows])))
-    in_turns = best[0]
-    synchronous = replace(
-        in_turns.found, step=replace(in_turns.found.step, seconds=in_turns.rehearsed.step_s), longest_s=0.0
-    )
+    rows, by_staleness = best_rows(tables, machine.rehearse, num_rows)
+    in_turns = by_staleness[0]
+    step = replace(in_turns.found.step, seconds=in_turns.rehearsed.step_s)
     gain = in_turns.rehearsed.step_s / rows[0].rehearsed.step_s
     why = [
         *limits(rows[0].found),
-        staleness(steps_s, bound),
+        staleness(steps_of(by_staleness), rows[0].found.max_staleness),
         f"{gain:.2f} times as fast as taking turns on all {machine.cores} cores (k = 0).",
         machine.times.guessed(rows[0].plan),
     ]
     return Plan(
         workload=machine.workload,
+        num_devices=machine.cores,
+        usable_bytes=machine.usable_bytes,
         rows=rows,
-        by_staleness=tuple(best.values()),
-        synchronous=synchronous,
+        by_staleness=by_staleness,
+        synchronous=replace(in_turns.found, step=step, longest_s=0.0),
         misfits=(),
         why=tuple(line for line in why if line is not None),
     )
@@ -275,10 +259,6 @@ def _table(machine: CpuMachine, bound: int) -> list[Found]:
         if key not in best or found.seconds < best[key].seconds:
             best[key] = found
     return sorted(best.values(), key=lambda found: found.seconds)
-
-
-def _row(machine: CpuMachine, found: Found) -> PlanRow:
-    return PlanRow(found=found, rehearsed=machine.rehearse(found))
 
 
 def _too_large(machine: CpuMachine) -> ConfigError:

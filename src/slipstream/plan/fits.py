@@ -5,22 +5,22 @@ process is g(n) / g(t) seconds of its work. g is linear in r, the speed with all
 
     sum over n of seconds(n) g(n) / g(t)  =  (costs of the pieces) / (speed of t threads)
 
-is solved for the costs, for r, and, over runs with different numbers of threads, for the speed of each number: r and
-the speeds are searched, the costs follow by least squares, none below zero. Quantities that runs do not show, such as r
-where both sides always overlap, stay near those of such machines (`PRIORS`).
+is solved for the costs, for r, and for the speed of each number of threads: r and the speeds are searched, the costs
+follow by least squares, none below zero. Quantities that runs do not show stay near those of such machines (`PRIORS`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import numpy as np
 
+from slipstream.observe.balance import COMPUTING
 from slipstream.observe.states import kind, side_of
-from slipstream.observe.timeline import ProcessStart, Slice
-from slipstream.plan.event_loop import BACKGROUND_SHARE
+from slipstream.observe.timeline import Slice
+from slipstream.plan.event_loop import BACKGROUND_SHARE, thread_speed
 from slipstream.plan.recorded import RecordedRun
 
 
@@ -44,48 +44,32 @@ a job of low priority gets of a core where others want all of them."""
 SEARCH, SEARCH_STEPS = (2.0, 0.3, 0.03), 21  # logarithms that are searched to either side, one after the other
 LEAST_BESIDE = 0.2  # r at least: beside another a thread keeps so much of its speed
 ROUNDS = 3  # rounds of least squares, each weighed by the costs of the one before
-COMPUTING = frozenset({"trainer", "generator", "reward_models", "reference"})
-"""Sides that run models. What the others do is part of what these take: it is there in every run."""
 INDEPENDENT = 200  # pieces at most that count as so many observations: neighbours in time have the same troubles
 
 
 def speed(busy: int, cores: int) -> tuple[float, float]:
-    """g(busy) as a + b r: of one thread among so many."""
-    if busy > cores:
-        return 0.0, cores / busy
-    alone = 1.0 if cores == 1 else 1.0 - (busy - 1) / (cores - 1)
-    return alone, 1.0 - alone
-
-
-def speed_with(threads: int, cores: int, beside: float) -> float:
-    """g(t) of a process's own threads, at r = `beside`."""
-    a, b = speed(min(threads, cores), cores)
-    return a + b * beside
+    """Return g(busy) of one thread among so many, as a and b of a + b r."""
+    at_zero = thread_speed(busy, cores, 0.0)
+    return at_zero, thread_speed(busy, cores, 1.0) - at_zero
 
 
 class RunProcesses:
     """The processes of a run that compute, what they did in its loop, and when they were busy."""
 
-    def __init__(self, run: RecordedRun, cores: int) -> None:
-        self.run, self.cores = run, cores
-        start_s, end_s = run.loop_s
-        self._window = round(start_s * 1e9), round(end_s * 1e9)
+    def __init__(self, run: RecordedRun) -> None:
+        self.run, self.cores = run, cores_of(run)
+        start_ns, end_ns = (round(seconds * 1e9) for seconds in run.loop_s)
         self.slices = {
-            name: [one for one in records if isinstance(one, Slice) and self._has(one)]
+            name: [
+                one for one in records if isinstance(one, Slice) and start_ns <= one.start_ns <= one.end_ns <= end_ns
+            ]
             for name, records in run.timelines.items()
         }
-        self.threads = {name: started(run, name).threads for name in run.timelines if side_of(name) in COMPUTING}
+        processes = run.accounting.processes
+        self.threads = {name: one.threads for name, one in processes.items() if one.side in COMPUTING}
         self.busy = {name: _work_curve(self.slices[name]) for name in self.threads}
-
-    def _has(self, one: Slice) -> bool:
-        return self._window[0] <= one.start_ns and one.end_ns <= self._window[1]
-
-    def processes(self, side: str) -> list[str]:
-        return [name for name in self.threads if side_of(name) == side]
-
-    @property
-    def trainer(self) -> str:
-        return self.processes("trainer")[0]
+        [self.trainer, *_] = (name for name in self.threads if side_of(name) == "trainer")
+        self.generators = [name for name in self.threads if side_of(name) == "generator"]
 
     def share(self, process: str, start_ns: np.ndarray, end_ns: np.ndarray) -> np.ndarray:
         """float64 [N] in 0..1: which part of each of these spans of time `process` was busy."""
@@ -112,7 +96,7 @@ class RunProcesses:
             spread: dict[int, np.ndarray] = {}
             for busy, chance in chances.items():
                 for count, part in ((busy, 1 - share), (busy + self.threads[name], share)):
-                    spread[count] = spread.get(count, np.zeros(len(start_ns))) + chance * part
+                    spread[count] = spread.get(count, 0.0) + chance * part
             chances = spread
         return chances
 
@@ -124,29 +108,20 @@ class RunProcesses:
             return 0.0
         start_ns, end_ns, seconds = np.array(table, dtype=np.float64).T
         total = float(seconds @ self.rates(process, start_ns, end_ns) @ np.array([1.0, beside]))
-        return total / speed_with(self.threads[process], self.cores, beside)
+        return total / thread_speed(min(self.threads[process], self.cores), self.cores, beside)
 
     def background_s(self, start_ns: float, end_ns: float, beside: float) -> tuple[float, float]:
         """Seconds of work of a job of low priority in this span: with a core of its own, and with all cores wanted."""
-        span = np.array([start_ns]), np.array([end_ns])
-        with_core = without = 0.0
-        for threads, chance in self._busy_threads(0, self.threads, *span).items():
-            seconds = float(chance[0]) * (end_ns - start_ns) * 1e-9
-            if threads < self.cores:
-                with_core += seconds * speed_with(threads + 1, self.cores, beside)
-            else:
-                without += seconds * speed_with(self.cores, self.cores, beside)
-        return with_core, without
+        seconds = [0.0, 0.0]
+        for threads, chance in self._busy_threads(0, self.threads, np.array([start_ns]), np.array([end_ns])).items():
+            speed_s = thread_speed(min(threads + 1, self.cores), self.cores, beside)
+            seconds[threads >= self.cores] += float(chance[0]) * (end_ns - start_ns) * 1e-9 * speed_s
+        return seconds[0], seconds[1]
 
 
 def cores_of(run: RecordedRun) -> int:
     """Return the cores of the trainer's machine: alone, it takes all of them (`controller/placement.py`)."""
-    return started(run, "trainer").threads_alone * run.config.trainer.ranks
-
-
-def started(run: RecordedRun, process: str) -> ProcessStart:
-    """Return the last start of `process`."""
-    return [record for record in run.timelines[process] if isinstance(record, ProcessStart)][-1]
+    return run.accounting.processes["trainer"].most_threads * run.config.trainer.ranks
 
 
 def seconds_in(one: Slice, states: Sequence[str]) -> float:
@@ -169,28 +144,39 @@ def _work_curve(slices: Sequence[Slice]) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass(frozen=True)
 class Pieces:
-    """Work of one process: when, for how many seconds of it, counts [N, terms], and how many `pieces` of work."""
+    """Slices of work: seconds [N], counts [N, terms], how many `pieces` [N], and `rates` [N, 2] as of `RunProcesses`.
 
-    machine: RunProcesses
-    process: str
-    start_ns: np.ndarray
-    end_ns: np.ndarray
+    `threads` [N] of the process, and the number of its run, `runs` [N].
+    """
+
     seconds: np.ndarray
     counts: np.ndarray
     pieces: np.ndarray
+    rates: np.ndarray
+    threads: np.ndarray
+    runs: np.ndarray
 
     @classmethod
-    def of(cls, machine: RunProcesses, process: str, slices: Sequence[Slice], columns: Sequence[np.ndarray]) -> Pieces:
-        """The slices' own states alone."""
-        return cls(
-            machine,
-            process,
-            np.array([one.start_ns for one in slices], dtype=np.float64),
-            np.array([one.end_ns for one in slices], dtype=np.float64),
-            np.array([one.state_ns * 1e-9 for one in slices]),
-            np.stack(columns, axis=1),
-            np.array([one.count for one in slices], dtype=np.float64),
-        )
+    def of(
+        cls, machine: RunProcesses, run: int, process: str, slices: Sequence[Slice], columns: Sequence[np.ndarray]
+    ) -> Pieces:
+        """Count the slices' own states alone."""
+        table = [(one.start_ns, one.end_ns, one.state_ns * 1e-9, one.count) for one in slices]
+        start_ns, end_ns, seconds, number = np.array(table, dtype=np.float64).reshape(-1, 4).T
+        rates, counts = machine.rates(process, start_ns, end_ns), np.stack(columns, axis=1)
+        threads = np.full(len(table), machine.threads[process])
+        return cls(seconds, counts, number, rates, threads, np.full(len(table), run))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Pieces]) -> Pieces:
+        return cls(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(cls)))
+
+    def work(self, cores: int, beside: float, speeds: Mapping[int, float], drifts: np.ndarray) -> np.ndarray:
+        """Seconds that each slice would have taken alone, with the threads whose speed is 1."""
+        scale = {t: value / thread_speed(min(t, cores), cores, beside) for t, value in speeds.items()}
+        factors = np.array([scale[int(t)] for t in self.threads])
+        work: np.ndarray = self.seconds * (self.rates @ np.array([1.0, beside])) * factors / drifts[self.runs]
+        return work
 
 
 @dataclass(frozen=True)
@@ -203,7 +189,6 @@ class Fit:
     terms: dict[str, float]
     speeds: dict[int, float]
     beside: float
-    num_pieces: int
     error: float
     residuals: tuple[float, ...]
 
@@ -222,27 +207,17 @@ class Fit:
 def together(threads: int, beside: float, cores: int = 0) -> float:
     """Return the work of so many threads over that of one alone. `cores`: as many as threads, if not given."""
     cores = cores or threads
-    return min(threads, cores) * speed_with(threads, cores, beside)
+    return min(threads, cores) * thread_speed(min(threads, cores), cores, beside)
 
 
-def fit(terms: tuple[str, ...], parts: Sequence[Pieces]) -> Fit:
-    """Costs, r and speeds that explain these pieces best."""
-    parts = [part for part in parts if len(part.seconds)]
-    cores, runs = parts[0].machine.cores, list(dict.fromkeys(id(part.machine) for part in parts))
-    table = _Table(
-        seconds=np.concatenate([part.seconds for part in parts]),
-        counts=np.concatenate([part.counts for part in parts]),
-        rates=np.concatenate([part.machine.rates(part.process, part.start_ns, part.end_ns) for part in parts]),
-        threads=np.concatenate([np.full(len(part.seconds), part.machine.threads[part.process]) for part in parts]),
-        pieces=np.concatenate([part.pieces for part in parts]),
-        runs=np.concatenate([np.full(len(part.seconds), runs.index(id(part.machine))) for part in parts]),
-    )
+def fit(terms: tuple[str, ...], cores: int, parts: Sequence[Pieces]) -> Fit:
+    """Return the costs, r and speeds that explain these pieces best."""
+    table = Pieces.joined(parts)
     seen = {int(t): float(table.seconds[table.threads == t].sum()) for t in np.unique(table.threads)}
     own = max(seen, key=lambda t: seen[t])
     beside, speeds, drifts = _search(table, cores, own, [t for t in seen if t != own])
-    speeds, drifts = _of_the_usual_run(table, own, speeds, drifts)
-    costs, _ = _solve(table, table.work(cores, beside, speeds, drifts))
     work = table.work(cores, beside, speeds, drifts)
+    costs, _ = _solve(table, work)
     expected = np.maximum(table.counts @ costs, 1e-12)
     ratio = work / expected
     residuals = 1 + (ratio - 1) * np.sqrt(table.pieces)  # those of many pieces on end average out
@@ -250,95 +225,56 @@ def fit(terms: tuple[str, ...], parts: Sequence[Pieces]) -> Fit:
         terms=dict(zip(terms, costs.tolist(), strict=True)),
         speeds=speeds,
         beside=beside,
-        num_pieces=len(work),
         error=float(np.sqrt(np.average((ratio - 1) ** 2, weights=expected))),
         residuals=tuple(residuals.tolist()),
     )
 
 
-class _Point(NamedTuple):
-    """A point of the search: logarithms of r, of the speed of each number of threads, and of each run's slowness."""
+def _search(table: Pieces, cores: int, own: int, others: Sequence[int]) -> tuple[float, dict[int, float], np.ndarray]:
+    """Return r, the speed of each number of threads relative to `own`, and the factor of each run's times.
 
-    beside: float
-    speeds: tuple[float, ...]
-    drifts: tuple[float, ...]
-
-    def moved(self, index: int, step: float) -> _Point:
-        """One of them by `step`."""
-        values = [self.beside, *self.speeds, *self.drifts]
-        values[index] += step
-        values[0] = float(min(max(values[0], np.log(LEAST_BESIDE)), 0.0))
-        split = 1 + len(self.speeds)
-        return _Point(values[0], tuple(values[1:split]), tuple(values[split:]))
-
-
-def _search(table: _Table, cores: int, own: int, others: Sequence[int]) -> tuple[float, dict[int, float], np.ndarray]:
-    """r, the speed of each number of threads relative to `own`, and what each run's times are divided by.
-
-    One after the other is searched, first coarsely, then finely. Two runs of the same work differ, as the machine was
-    not the same: without a factor of its own for each run, such a difference would be taken for what their sizes cost.
+    A point of the search has the logarithms of all of them; one after the other is searched, first coarsely, then
+    finely. Two runs of the same work differ, as the machine was not the same: without a factor of its own for each run,
+    such a difference would be taken for what their sizes cost.
     """
-    prior, num_runs = PRIORS["beside"].value, int(table.runs.max()) + 1
+    prior, num_runs, speeds_end = PRIORS["beside"].value, int(table.runs.max()) + 1, 1 + len(others)
     usual = {t: together(t, prior, cores) / together(own, prior, cores) for t in others}
 
-    def told(point: _Point) -> tuple[float, dict[int, float], np.ndarray]:
-        speeds = {t: usual[t] * float(np.exp(value)) for t, value in zip(others, point.speeds, strict=True)}
-        drifts = np.array(point.drifts) if num_runs > 1 else np.zeros(num_runs)
-        return float(np.exp(point.beside)), {own: 1.0} | speeds, np.exp(drifts)
+    def told(point: np.ndarray) -> tuple[float, dict[int, float], np.ndarray]:
+        speeds = {t: usual[t] * float(np.exp(value)) for t, value in zip(others, point[1:speeds_end], strict=True)}
+        drifts = point[speeds_end:] if num_runs > 1 else np.zeros(1)
+        return float(np.exp(point[0])), {own: 1.0} | speeds, np.exp(drifts)
 
-    def misfit(point: _Point) -> float:
+    def misfit(point: np.ndarray) -> float:
         _, found = _solve(table, table.work(cores, *told(point)))
-        found += ((point.beside - float(np.log(prior))) / PRIORS["beside"].error) ** 2
-        found += sum((value / PRIORS["threads"].error) ** 2 for value in point.speeds)
+        found += ((point[0] - float(np.log(prior))) / PRIORS["beside"].error) ** 2
+        found += sum((value / PRIORS["threads"].error) ** 2 for value in point[1:speeds_end])
         # Heavy tails: machines are about the same from run to run, or something happened.
-        return found + sum(2 * float(np.log1p((value / PRIORS["drift"].error) ** 2)) for value in point.drifts)
+        return float(found + sum(2 * np.log1p((value / PRIORS["drift"].error) ** 2) for value in point[speeds_end:]))
 
-    best = _Point(float(np.log(prior)), (0.0,) * len(others), (0.0,) * (num_runs if num_runs > 1 else 0))
+    best = np.zeros(speeds_end + (num_runs if num_runs > 1 else 0))
+    best[0] = np.log(prior)
     for reach in SEARCH:
-        for index in [*range(1, 1 + len(best.speeds) + len(best.drifts)), 0] * 2:
-            best = min(
-                (best.moved(index, float(step)) for step in np.linspace(-reach, reach, SEARCH_STEPS)), key=misfit
-            )
-    return told(best)
+        for index in [*range(1, len(best)), 0] * 2:
+            points = np.tile(best, (SEARCH_STEPS, 1))
+            points[:, index] += np.linspace(-reach, reach, SEARCH_STEPS)
+            points[:, 0] = points[:, 0].clip(np.log(LEAST_BESIDE), 0.0)
+            best = min(points, key=misfit)
+    beside, speeds, drifts = told(best)
+    # Told of the mean of the runs with each number of threads, not of the fastest of them.
+    runs = {t: np.unique(table.runs[table.threads == t]) for t in speeds}
+    means = {t: float(drifts[which].mean()) for t, which in runs.items()}
+    for threads, which in runs.items():
+        drifts[which] /= means[threads]
+    return beside, {t: value * means[own] / means[t] for t, value in speeds.items()}, drifts
 
 
-def _of_the_usual_run(
-    table: _Table, own: int, speeds: Mapping[int, float], drifts: np.ndarray
-) -> tuple[dict[int, float], np.ndarray]:
-    """The same fit, told of the mean of the runs with each number of threads, not of the fastest of them."""
-    means, relative = {}, drifts.copy()
-    for threads in speeds:
-        which = np.unique(table.runs[table.threads == threads])
-        means[threads] = float(drifts[which].mean())
-        relative[which] /= means[threads]
-    return {t: value * means[own] / means[t] for t, value in speeds.items()}, relative
+def _solve(table: Pieces, work: np.ndarray) -> tuple[np.ndarray, float]:
+    """Return costs that explain `work`, and how badly: twice the negative log-likelihood.
 
-
-@dataclass(frozen=True)
-class _Table:
-    """Pieces from all runs. `rates` [N, 2] as in `RunProcesses.rates`."""
-
-    seconds: np.ndarray
-    counts: np.ndarray
-    rates: np.ndarray
-    threads: np.ndarray
-    pieces: np.ndarray
-    runs: np.ndarray
-
-    def work(self, cores: int, beside: float, speeds: Mapping[int, float], drifts: np.ndarray) -> np.ndarray:
-        """Seconds that each piece would have taken alone, with the threads whose speed is 1."""
-        scale = {t: value / speed_with(t, cores, beside) for t, value in speeds.items()}
-        factors = np.array([scale[int(t)] for t in self.threads])
-        work: np.ndarray = self.seconds * (self.rates @ np.array([1.0, beside])) * factors / drifts[self.runs]
-        return work
-
-
-def _solve(table: _Table, work: np.ndarray) -> tuple[np.ndarray, float]:
-    """Costs that explain `work` with a variance in proportion to what they expect, as large as each run's is, and how
-    badly: twice the negative log-likelihood. So sums of what they expect are sums of what there was, whatever the
-    noise.
-
-    The first term is what most pieces take whatever their size: it has a prior, which weighs as much as one piece.
+    The variance is in proportion to what they expect, as large as each run's is: so sums of what they expect are sums
+    of what there was, whatever the noise. The first term is what most pieces take whatever their size: it has a prior,
+    which weighs as much as one piece.
     """
     counts, pieces, runs = table.counts, table.pieces, table.runs
     share, error = PRIORS["fixed"]
@@ -362,7 +298,7 @@ def _solve(table: _Table, work: np.ndarray) -> tuple[np.ndarray, float]:
 
 
 def _not_negative(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """The solution of normal equations with no cost below zero: those that would be are left out."""
+    """Return the solution of normal equations with no cost below zero: those that would be are left out."""
     used = list(range(len(target)))
     costs = np.zeros(len(target))
     while used:
@@ -374,11 +310,14 @@ def _not_negative(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
     return costs
 
 
-def fit_background(with_core_s: Sequence[float], without_s: Sequence[float]) -> tuple[float, float]:
-    """(seconds of work, share of a core where others want all) of jobs alike, each of which had so much of both."""
-    if not with_core_s:
+def fit_background(seconds: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Return (seconds of work, share of a core where others want all) of jobs alike.
+
+    `seconds` of each: those that there was a core of its own, and those that others wanted all.
+    """
+    if not seconds:
         return 0.0, BACKGROUND_SHARE
-    alone, wanted = np.array(with_core_s), np.array(without_s)
+    alone, wanted = np.array(seconds).T
     best = (np.inf, 0.0, BACKGROUND_SHARE)
     for share in np.geomspace(0.02, 1.0, 40):
         work = alone + share * wanted

@@ -1,21 +1,18 @@
-"""Peak rates of hardware: published constants of GPUs, their links and their networks.
+"""Peak rates of hardware: the published constants of GPUs, their links and their networks (`hardware.toml`).
 
-    A100    NVIDIA A100 datasheet, SXM 80 GB: 312 TFLOP/s bf16, 2.039 TB/s, NVLink 600 GB/s; HDR InfiniBand, 200 Gb/s
-    H100    NVIDIA H100 datasheet, SXM5: 989 TFLOP/s bf16, 3.35 TB/s, NVLink 900 GB/s; NDR InfiniBand, 400 Gb/s
-    H200    NVIDIA H200 datasheet, SXM: an H100 with 141 GB at 4.8 TB/s
-    B200    NVIDIA HGX B200 datasheet: 2.25 PFLOP/s bf16, 180 GB, 8 TB/s, NVLink 1.8 TB/s; 400 Gb/s
-
-All rates are dense (no 2:4 sparsity) and of one direction: NVIDIA quotes NVLink as the sum of both. `Efficiency` has
-the shares of them that are reached.
+`Efficiency` has the shares of them that are reached.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from slipstream.core.errors import ConfigError
+from slipstream.core.errors import ConfigError, did_you_mean
 from slipstream.core.fields import MAX_COUNT, Precision
+from slipstream.core.recipes import read_toml
 
 GB = 1e9
 
@@ -36,7 +33,7 @@ class Device:
     network_bandwidth: float
     host_bandwidth: float
     devices_per_node: int = 8
-    has_sharp: bool = False  # whether the switches of a node add what passes through them (NVLink SHARP)
+    has_sharp: bool = False
 
     def flops_of(self, precision: Precision) -> float:
         """Peak of `precision`. ConfigError where the hardware has no products of it."""
@@ -45,40 +42,39 @@ class Device:
         return self.flops[precision]
 
 
-_HOPPER: dict[Precision, float] = {"float32": 66.9e12, "bfloat16": 989.4e12, "fp8": 1978.9e12, "int8": 1978.9e12}
-_H100 = Device(
-    name="H100",
-    memory_bytes=80 * GB,
-    memory_bandwidth=3350 * GB,
-    flops=_HOPPER,
-    node_bandwidth=450 * GB,
-    network_bandwidth=50 * GB,
-    host_bandwidth=64 * GB,
-    has_sharp=True,
-)
-DEVICES: dict[str, Device] = {
-    "A100": Device(
-        name="A100",
-        memory_bytes=80 * GB,
-        memory_bandwidth=2039 * GB,
-        flops={"float32": 19.5e12, "bfloat16": 312e12, "int8": 624e12},
-        node_bandwidth=300 * GB,
-        network_bandwidth=25 * GB,
-        host_bandwidth=32 * GB,
-    ),
-    "H100": _H100,
-    "H200": replace(_H100, name="H200", memory_bytes=141 * GB, memory_bandwidth=4800 * GB),
-    "B200": Device(
-        name="B200",
-        memory_bytes=180 * GB,
-        memory_bandwidth=8000 * GB,
-        flops={"float32": 80e12, "bfloat16": 2250e12, "fp8": 4500e12, "int8": 4500e12},
-        node_bandwidth=900 * GB,
-        network_bandwidth=50 * GB,
-        host_bandwidth=64 * GB,
-        has_sharp=True,
-    ),
+IN_GB = {
+    "memory_gb": "memory_bytes",
+    "memory_bandwidth_gb_s": "memory_bandwidth",
+    "node_bandwidth_gb_s": "node_bandwidth",
+    "network_bandwidth_gb_s": "network_bandwidth",
+    "host_bandwidth_gb_s": "host_bandwidth",
 }
+"""Fields of a table -> those of `Device`."""
+
+
+def device_fields(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of `Device` that a table in GB, GB/s and TFLOP/s has."""
+    found = {field: table[key] * GB for key, field in IN_GB.items() if key in table}
+    return found | {"flops": {name: 1000 * rate * GB for name, rate in table.get("tflops", {}).items()}}
+
+
+DEVICES = {
+    name: Device(name=name, has_sharp=table["has_sharp"], **device_fields(table))
+    for name, table in read_toml(Path(__file__).with_name("hardware.toml")).items()
+}
+
+
+def device_named(name: str) -> Device:
+    """Return the published constants of a GPU, whatever the case. ConfigError for a name that is not in DEVICES."""
+    if name.upper() not in DEVICES:
+        raise ConfigError(
+            "no constants are known of this GPU",
+            got=name,
+            allowed=", ".join(DEVICES).lower(),
+            hint=did_you_mean(name.upper(), DEVICES)
+            or "--cluster FILE.toml takes any: give a `gpu` that is near, and the constants that differ",
+        )
+    return DEVICES[name.upper()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,8 +94,6 @@ class GpuCluster:
         return -(-ranks // self.device.devices_per_node)
 
 
-def cluster(name: str, num_devices: int, *, usd_per_device_hour: float | None = None) -> GpuCluster:
-    """`num_devices` of the devices called `name`, whatever the case. ConfigError for a name that is not in DEVICES."""
-    if name.upper() not in DEVICES:
-        raise ConfigError("no constants are known of this device", got=name, allowed=", ".join(DEVICES))
-    return GpuCluster(device=DEVICES[name.upper()], num_devices=num_devices, usd_per_device_hour=usd_per_device_hour)
+def cluster(name: str, num_devices: int) -> GpuCluster:
+    """Return `num_devices` of the GPU called `name`."""
+    return GpuCluster(device=device_named(name), num_devices=num_devices)

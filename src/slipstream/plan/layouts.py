@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from slipstream.core.fields import Precision
 from slipstream.models.config import TransformerConfig
@@ -80,14 +81,10 @@ class Workload:
         return self.groups * self.group_size
 
     @property
-    def prompt_share(self) -> float:
-        """The share of a prompt's tokens that each of its rollouts costs the trainer."""
-        return 1 / self.group_size if self.shares_prompts else 1.0
-
-    @property
     def trained_tokens(self) -> float:
-        """Mean tokens of a rollout in the trainer."""
-        return self.prompt_share * self.lengths.prompt_mean + self.lengths.mean
+        """Mean tokens of a rollout in the trainer, its share of a shared prompt included."""
+        prompt_share = 1 / self.group_size if self.shares_prompts else 1.0
+        return prompt_share * self.lengths.prompt_mean + self.lengths.mean
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,3 +165,26 @@ class StepTime:
         """Return a step of `seconds` in which each executor waits whenever it has no work."""
         idle = {side: 1 - parts.total / seconds for side, parts in sides.items()}
         return cls(seconds=seconds, sides=sides, idle=idle)
+
+
+def layout_tables(plan: AsynchronousPlan, workload: Workload, max_staleness: int, *, device: str) -> dict[str, Any]:
+    """Return the fields of a run that a plan determines."""
+    trainer, generator = plan.trainer, plan.generator
+    training: dict[str, Any] = {"device": device, "precision": trainer.precision, "recompute": trainer.recompute}
+    training["microbatch_tokens"] = math.ceil(trainer.microbatch * workload.trained_tokens)
+    generating: dict[str, Any] = {"device": device, "precision": generator.precision, "replicas": generator.replicas}
+    generating["num_slots"] = generator.slots
+    if device == "cuda":
+        training |= {"ranks": trainer.devices, "tensor_parallel": trainer.tensor_parallel}
+        training["reduce_once"] = trainer.reduce_once
+        generating["tensor_parallel"] = generator.tensor_parallel
+    tables: dict[str, Any] = {"max_staleness": max_staleness, "trainer": training, "generator": generating}
+    if not max_staleness:
+        tables |= {"weight_update": "between_batches", "sync_placement": "colocated"}
+    if plan.reference is not None:
+        own = {"executor": "own", "ranks": plan.reference.devices, "device": device}
+        tables["kl"] = own | {"precision": plan.reference.precision}
+    if plan.reward_model is not None:
+        scored = {"model_ranks": plan.reward_model.devices, "device": device}
+        tables["rewards"] = scored | {"precision": plan.reward_model.precision}
+    return tables

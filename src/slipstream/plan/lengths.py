@@ -1,16 +1,14 @@
-"""Lengths of completions: those of a run's files, or a distribution with a mean and a tail; and what a batch of them
-costs that has to be generated to its end.
-
-With the bound closed until the trainer has all of a batch (staleness 0), nothing takes the place of what has finished:
-the last completion decodes alone, long after the other replicas have finished.
+"""Lengths of completions: those of a run's files, or a distribution with a mean and a tail; and the decode steps of a
+batch of them that has to be generated to its end (staleness 0).
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import Counter
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from statistics import NormalDist
 
@@ -83,23 +81,17 @@ def lengths_with_tail(prompt_mean: float, mean: float, p99: float, longest: int,
             hint="--lengths RUN takes the lengths of a finished run as they are",
         )
     # As the deviation rises from 0, the quantiles below p99 fall, and with them the mean.
+    normal = np.array([NormalDist().inv_cdf((point + 0.5) / points) for point in range(points)])
+
+    def quantiles(sigma: float) -> np.ndarray:
+        return np.clip(p99 * np.exp(sigma * (normal - P99_DEVIATIONS)), 1, longest)
+
     low, high = 0.0, P99_DEVIATIONS
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if np.mean(_quantiles(p99, middle, longest, points)) > mean else (low, middle)
-    drawn = np.rint(_quantiles(p99, high, longest, points)).astype(int)
-    return LengthSample(prompt_mean, tuple(drawn.tolist()), f"lognormal, mean {mean:g}, p99 {p99:g}", longest)
-
-
-def _quantiles(p99: float, sigma: float, longest: int, points: int) -> np.ndarray:
-    """Return, ascending, the middles of `points` equal shares of the distribution whose 99th percentile is `p99`."""
-    return np.clip(p99 * np.exp(sigma * (_normal_quantiles(points) - P99_DEVIATIONS)), 1, longest)
-
-
-@cache
-def _normal_quantiles(points: int) -> np.ndarray:
-    standard = NormalDist()
-    return np.array([standard.inv_cdf((point + 0.5) / points) for point in range(points)])
+        low, high = (middle, high) if np.mean(quantiles(middle)) > mean else (low, middle)
+    completions = tuple(np.rint(quantiles(high)).astype(int).tolist())
+    return LengthSample(prompt_mean, completions, f"lognormal, mean {mean:g}, p99 {p99:g}", longest)
 
 
 def lengths_of_run(run_dir: Path) -> LengthSample:
@@ -110,17 +102,13 @@ def lengths_of_run(run_dir: Path) -> LengthSample:
     path = run_dir / "rollouts.jsonl"
     if not path.is_file():
         raise ConfigError(f"'{run_dir}' has no rollouts.jsonl", allowed="the folder of a run that trained a step")
-    completions: list[int] = []
-    prompt_chars, completion_chars = 0, 0
-    for line in read_rollouts(path):
-        completions.append(line.num_tokens)
-        prompt_chars += len(line.prompt)
-        completion_chars += len(line.completion)
+    lines = [(line.num_tokens, len(line.prompt), len(line.completion)) for line in read_rollouts(path)]
+    completions, prompt_chars, completion_chars = zip(*lines, strict=True) if lines else ((), (), ())
     positive = sorted(count for count in completions if count > 0)
     if not positive:
         raise ConfigError(f"'{path}' has no completions", allowed="the folder of a run that trained a step")
-    tokens_per_char = sum(positive) / max(completion_chars, 1)
-    prompt_mean = max(1.0, prompt_chars / len(completions) * min(tokens_per_char, 1.0))
+    tokens_per_char = sum(positive) / max(sum(completion_chars), 1)
+    prompt_mean = max(1.0, sum(prompt_chars) / len(completions) * min(tokens_per_char, 1.0))
     return LengthSample(prompt_mean, tuple(positive), f"{len(positive)} completions of {path.parent}")
 
 
@@ -135,24 +123,24 @@ def slowest_replica(
     """
     places = ((np.arange(rollouts) + 0.5) / rollouts * len(completions)).astype(int)
     lengths = np.asarray(completions)[places]
-    steps: Counter[int] = Counter()
+    steps: dict[int, float] = defaultdict(float)
     for seed in range(_SHUFFLES):
         dealt = np.random.default_rng(seed).permutation(lengths)
         busy = min(replicas, rollouts)  # the others have nothing to do
-        slowest = max((_ends(dealt[replica::replicas].tolist(), slots) for replica in range(busy)), key=max)
-        before = 0
+        shares = (dealt[replica::replicas].tolist() for replica in range(busy))
+        slowest = max((sorted(queued([0] * len(share), share, slots)) for share in shares), key=max)
+        before = 0.0
         for index, end in enumerate(slowest):
             steps[min(slots, len(slowest) - index)] += end - before
             before = end
     return tuple((live, count / _SHUFFLES) for live, count in sorted(steps.items(), reverse=True) if count)
 
 
-def _ends(lengths: list[int], slots: int) -> list[int]:
-    """Return when each completion ends, ascending, in decode steps; a slot takes the next as it comes free."""
-    live: list[int] = []
-    ends = []
-    for length in lengths:
-        start = heapq.heappop(live) if len(live) == slots else 0
-        ends.append(start + length)
-        heapq.heappush(live, start + length)
-    return sorted(ends)
+def queued(arrived: Sequence[float], lasts: Sequence[float], servers: int) -> list[float]:
+    """Return when each of those who arrive in this order is done, by the first server that is free."""
+    free = [0.0] * servers
+    done = []
+    for at, seconds in zip(arrived, lasts, strict=True):
+        done.append(max(at, heapq.heappop(free)) + seconds)
+        heapq.heappush(free, done[-1])
+    return done

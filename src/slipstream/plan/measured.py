@@ -2,9 +2,7 @@
 
 `benchmarks/eta_curves.py` writes them, `slipstream plan --measured FILE` takes them in place of the hardware table.
 LlamaRL (arXiv:2505.24034), definition 7.3: eta(b) = tau(b) / b, where tau(b) are the seconds of a batch of b samples.
-
-Between points that were measured a power of the batch (and of the number of devices) is taken, between lengths a share
-by the token: a trainer's time is per row that it reads, an engine's per token that it samples, its prompt included.
+Between lengths a share by the token is taken: of the rows that a trainer reads, of the tokens that an engine samples.
 """
 
 from __future__ import annotations
@@ -13,16 +11,15 @@ import bisect
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 
 from slipstream.core.config import RunConfig
-from slipstream.core.disk import replace_file
 from slipstream.core.errors import ConfigError
+from slipstream.core.files import decode_json
 from slipstream.models.config import TransformerConfig
 from slipstream.plan.cost_model import ALONE, CostModel
 from slipstream.plan.hardware import GpuCluster
@@ -79,10 +76,6 @@ class MeasuredModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     curves: tuple[EtaCurve, ...]
     together: tuple[Together, ...] = ()
 
-    def curve(self, side: Side, devices: int) -> EtaCurve | None:
-        """Return the curve of `side` on just so many devices; None where it was not measured."""
-        return next((curve for curve in self.curves if (curve.side, curve.devices) == (side, devices)), None)
-
 
 class MeasuredCurves(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The curves of one machine; `hardware` has the lines that `slipstream doctor` shows of it."""
@@ -96,44 +89,27 @@ class MeasuredCurves(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     models: tuple[MeasuredModel, ...]
 
 
-def write_measured(measured: MeasuredCurves, path: Path) -> None:
-    """Write the file, as a whole or not at all."""
-    replace_file(path, msgspec.json.format(msgspec.json.encode(measured), indent=1) + b"\n")
-
-
 def read_measured(path: Path) -> MeasuredCurves:
-    """Read a file that `write_measured` wrote. ConfigError for any other."""
+    """Read a file that `benchmarks/eta_curves.py` wrote. ConfigError for any other."""
     hint = "in a checkout, `python benchmarks/eta_curves.py --json FILE` writes one"
     try:
-        measured = msgspec.json.decode(path.read_bytes(), type=MeasuredCurves)
+        measured = decode_json(path, MeasuredCurves)
     except OSError as error:
         raise ConfigError(
             f"'{path}' cannot be read", got=error.strerror, allowed="measured curves", hint=hint
         ) from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # msgspec's errors are ValueErrors, and so is bad UTF-8
         raise ConfigError(f"'{path}' holds no measured curves", got=error, hint=hint) from error
     if measured.format != FORMAT:
         raise ConfigError(f"'{path}' is of another format", got=measured.format, allowed=FORMAT, hint=hint)
-    for model in measured.models:
-        for curve in model.curves:
-            _check(curve, path, f"{model.name}, {curve.side} on {curve.devices}")
+    for name, curve in ((model.name, curve) for model in measured.models for curve in model.curves):
+        where, batches = f"({name}, {curve.side} on {curve.devices})", [point.batch for point in curve.points]
+        if not batches or batches[0] < 1 or batches != sorted(set(batches)):
+            what = f"'{path}' has a curve without order {where}"
+            raise ConfigError(what, got=batches, allowed="ascending batches >= 1")
+        if curve.devices < 1 or not all(0 < point.seconds < float("inf") for point in curve.points):
+            raise ConfigError(f"'{path}' has a curve that cannot be {where}", got=curve, allowed="positive numbers")
     return measured
-
-
-def _check(curve: EtaCurve, path: Path, of: str) -> None:
-    batches = [point.batch for point in curve.points]
-    if not batches or batches[0] < 1 or any(b >= c for b, c in pairwise(batches)):
-        raise ConfigError(f"'{path}' has a curve without order ({of})", got=batches, allowed="ascending batches >= 1")
-    if curve.devices < 1 or not all(0 < point.seconds < float("inf") for point in curve.points):
-        raise ConfigError(f"'{path}' has a curve that cannot be ({of})", got=curve, allowed="positive numbers")
-
-
-def rises(points: Sequence[Point]) -> list[tuple[Point, Point]]:
-    """Return neighbours at which eta does not fall (assumption 7.1 of LlamaRL says it does, everywhere).
-
-    Only rises beyond the spread of the turns count: the later point's lowest turn is above the earlier one's highest.
-    """
-    return [(before, after) for before, after in pairwise(points) if after.low > before.high]
 
 
 def interpolated(points: Sequence[tuple[float, float]], at: float) -> float:
@@ -166,17 +142,12 @@ def measured_model(measured: MeasuredCurves, shape: TransformerConfig) -> Measur
     )
 
 
-class PlannedWork(NamedTuple):
-    """The work of a plan on a machine's cores, for the simulator.
+PlannedWork = tuple[Costs, dict[str, Any], SimulatedWorkload | None]
+"""The work of a plan on a machine's cores, for the simulator: seconds, fields of `SimulatedSetup`, and groups.
 
-    `beside`: the speed of each kind of work with all cores busy, over its speed alone. Decode steps are filled up to a
-    multiple of `row_multiple` rows. `groups`: None for completions of the workload's lengths.
-    """
-
-    costs: Costs
-    beside: dict[str, float]
-    row_multiple: int
-    groups: SimulatedWorkload | None
+The fields are `beside`, and the `row_multiple` that decode steps are filled up to. Without groups there are completions
+of the workload's lengths.
+"""
 
 
 class Curves:
@@ -204,12 +175,13 @@ class Curves:
         """Return how much longer trainer and generators take beside each other, in the nearest division measured."""
         if not self.model.together:
             return 1.0, 1.0
-
-        def distance(one: Together) -> float:
-            trainer, generator = one.trainer_devices / trainer_cores, one.generator_devices / generator_cores
-            return abs(math.log(trainer)) + abs(math.log(generator))
-
-        nearest = min(self.model.together, key=distance)
+        nearest = min(
+            self.model.together,
+            key=lambda one: (
+                abs(math.log(one.trainer_devices / trainer_cores))
+                + abs(math.log(one.generator_devices / generator_cores))
+            ),
+        )
         return max(1.0, nearest.trainer), max(1.0, nearest.generator)
 
     def train(self, layout: TrainerLayout, workload: Workload) -> Parts:
@@ -228,7 +200,11 @@ class Curves:
     def guessed(self, plan: AsynchronousPlan) -> str | None:
         """Name the numbers of cores of `plan` that were not measured; None where all were."""
         wanted: dict[Side, int] = {"trainer": plan.trainer.devices, "generator": plan.generator.tensor_parallel}
-        unseen = [f"the {side} on {cores}" for side, cores in wanted.items() if self.model.curve(side, cores) is None]
+        unseen = [
+            f"the {side} on {cores}"
+            for side, cores in wanted.items()
+            if cores not in [curve.devices for curve in self._of(side)]
+        ]
         return f"No curve was measured of {' or '.join(unseen)} cores: it was interpolated." if unseen else None
 
     def simulated(self, config: RunConfig, plan: AsynchronousPlan, workload: Workload) -> PlannedWork:  # noqa: ARG002
@@ -241,19 +217,14 @@ class Curves:
             rows = batch.prompt_tokens + batch.completion_tokens
             return {"forward_backward": workload.epochs * rows * row_s, "optimizer": update_s}
 
-        def decode(_: int, rows: int, context: float) -> float:  # noqa: ARG001
-            return rows * self.decoded_token_s(cores, rows)
-
         slower = self.together(plan.trainer.devices, plan.generator.devices)
         beside = {"train": 1 / slower[0], "decode": 1 / slower[1]}
-        return PlannedWork(Costs(decode=decode, train=train), beside, row_multiple=1, groups=None)
+        costs = Costs(decode=lambda _, rows, __: rows * self.decoded_token_s(cores, rows), train=train)
+        return costs, {"beside": beside, "row_multiple": 1}, None
 
     def _seconds(self, side: Side, cores: int, batch: float) -> float:
-        at_batch = [
-            (curve.devices, interpolated([(one.batch, one.seconds) for one in curve.points], batch))
-            for curve in self._of(side)
-        ]
-        return interpolated(at_batch, cores)
+        curves = [(curve.devices, [(one.batch, one.seconds) for one in curve.points]) for curve in self._of(side)]
+        return interpolated([(devices, interpolated(points, batch)) for devices, points in curves], cores)
 
     def _of(self, side: Side) -> list[EtaCurve]:
         curves = sorted((curve for curve in self.model.curves if curve.side == side), key=lambda curve: curve.devices)

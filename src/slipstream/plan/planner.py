@@ -1,7 +1,8 @@
 """The best configurations of a model and its work on a cluster, and the reasons why they are.
 
     1. `search.py` lists everything that fits, and finds the best division for each staleness bound k.
-    2. `rehearsal.py` runs the real schedule with the best one for each k, and for each row of the table.
+    2. A rehearsal runs the real schedule in virtual time with the best one for each k, and for each row of the table:
+       waiting and staleness depend on the bound and on the longest completions, and only the schedule tells how.
     3. The smallest k whose step is within 2% of the best one is recommended: fresher data costs nothing there.
 
 `cpu.py` answers the same question for the cores of one machine without GPUs.
@@ -9,21 +10,26 @@
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from operator import itemgetter
-from typing import TypeVar
+from types import MappingProxyType
 
+import numpy as np
+
+from slipstream.controller.policies import make_policy
 from slipstream.core.errors import ConfigError
 from slipstream.core.fields import Precision
+from slipstream.core.run_log import ScheduleConfig
 from slipstream.plan.cost_model import CostModel
 from slipstream.plan.layouts import AsynchronousPlan, Frees, SynchronousPlan, Workload
 from slipstream.plan.reasons import against_synchronous, constraints, limits, losses, misfit_line, staleness
-from slipstream.plan.rehearsal import Rehearsed, rehearse
 from slipstream.plan.search import Found, Misfit, Search, Space, default_space, generator_layouts, trainer_layouts
+from slipstream.plan.simulated_run import Batch, Costs, MadeUp, Simulated, SimulatedSetup, SimulatedWorkload
+from slipstream.plan.simulator import simulate
 
 STALENESS = (1, 2, 4, 8, 16)  # bounds that are tried, up to the largest one allowed
 CLOSE = 1.02  # step times within this factor of the best one are as good
@@ -31,9 +37,148 @@ STEPS_IN_TURNS = 6  # steps of a rehearsal without overlap: there is no pipeline
 SAME = 1.005  # step times whose quotient is less are the same
 MOST_DEVICES = 1 << 14  # the largest cluster that is tried in search of one that is large enough
 FREES: tuple[Frees, ...] = ("nothing", "gradients_and_activations", "optimizer_too")
+STEPS, LEAST_STEPS = 14, 6  # looked at: so many less the bound, as more hangs on single completions where it is small
+NEVER_WAITS = 0.01  # idle share below which the trainer limits
+SEED = 0
+SCORERS = ("reference", "reward_model")
 
-Item = TypeVar("Item")
-Other = TypeVar("Other")
+
+@dataclass(frozen=True, kw_only=True)
+class Rehearsed:
+    """A plan's steps under the bound `max_staleness`, by the schedule. `idle`: shares of the step by executor."""
+
+    max_staleness: int
+    step_s: float
+    tokens_per_s: float
+    idle: dict[str, float]
+    staleness_mean: float
+    staleness_max: int
+
+
+def rehearse(model: CostModel, plan: AsynchronousPlan, max_staleness: int, *, steps: int | None = None) -> Rehearsed:
+    """Simulate `steps` steps of `plan` in the middle of a run, by default as many as are enough."""
+    setup, costs = simulated_plan(model, plan)
+    steps = steps if steps or max_staleness else STEPS_IN_TURNS
+    found = run_schedule(setup, costs, model.workload, max_staleness, steps=steps)
+    others = {name: side.total for name, side in model.asynchronous(plan).sides.items() if name in SCORERS}
+    return rehearsed(found, max_staleness, others)
+
+
+def simulated_plan(model: CostModel, plan: AsynchronousPlan) -> tuple[SimulatedSetup, Costs]:
+    """Return the simulator's layout of `plan`, and its seconds by the cost model."""
+    sync = model.weight_sync(plan.trainer, plan.generator)
+    token_s = model.prefill(plan.generator, prompts=1.0).total / model.workload.lengths.prompt_mean
+    scoring_s, workers, behind_s = _scoring(model, plan)
+    costs = Costs(
+        decode=_decode(model, plan),
+        prefill=lambda _, tokens, __: tokens * token_s,
+        train=_train(model, plan),
+        publish_s=sync["stage"],
+        stage_s=sync["transfer"],
+        swap_s=sync["pause"],
+        score_s=scoring_s,
+        from_rewards_s=behind_s,
+    )
+    return SimulatedSetup(replicas=plan.generator.replicas, slots=plan.generator.slots, workers=workers), costs
+
+
+def run_schedule(
+    setup: SimulatedSetup,
+    costs: Costs,
+    workload: Workload,
+    max_staleness: int,
+    work: SimulatedWorkload | None = None,
+    *,
+    steps: int | None = None,
+) -> Simulated:
+    """Simulate a window of steady steps with this layout and these times, of `work` or of lengths as `workload`'s."""
+    first = max_staleness + 2  # what was admitted under version 0 is trained by then
+    last = first + (steps or max(LEAST_STEPS, STEPS - max_staleness))
+    group = workload.group_size
+    config = ScheduleConfig(
+        groups_per_step=workload.groups,
+        completions_per_group=group,
+        max_staleness=max_staleness,
+        reorder_window=1,
+        steps=last + max_staleness + 2,
+        capacity=max(setup.slots, group) + group,
+    )
+    if work is None:
+        drawn = workload.lengths.drawn(SEED, config.steps * config.groups_per_step, group)
+        work = MadeUp(lengths=drawn.__getitem__, prompt_tokens=round(workload.lengths.prompt_mean))
+    window = (first, last)
+    return simulate(make_policy("oldest_first", config), setup, work, costs, seed=SEED, window=window)
+
+
+def rehearsed(found: Simulated, max_staleness: int, scorers_s: Mapping[str, float] = MappingProxyType({})) -> Rehearsed:
+    """Extrapolate a window to all steps; `scorers_s` are the seconds of work that other executors have of each.
+
+    In the long run what is generated is trained. So where the trainer waits, a window's tokens are counted where they
+    are made, which is even, and not where they are taken, which a few long completions delay. Then a short window says
+    what a long one does, to a few per cent (`benchmarks/rehearsal.py`).
+    """
+    outcome, trained = found.outcome, sum(step.batch.completion_tokens for step in found.timed)
+    step_s = outcome.step_s
+    if outcome.idle["trainer"] > NEVER_WAITS and found.generated_tokens:
+        step_s *= trained / found.generated_tokens
+    busy_s = (1 - outcome.idle["trainer"]) * outcome.step_s
+    idle = outcome.idle | {"trainer": max(0.0, 1 - busy_s / step_s)}
+    return Rehearsed(
+        max_staleness=max_staleness,
+        step_s=step_s,
+        tokens_per_s=trained / len(found.timed) / step_s,
+        idle=idle | {name: max(0.0, 1 - seconds / step_s) for name, seconds in scorers_s.items()},
+        staleness_mean=outcome.staleness_mean,
+        staleness_max=outcome.staleness_max,
+    )
+
+
+def _decode(model: CostModel, plan: AsynchronousPlan) -> Callable[[int, int, float], float]:
+    """Return a step's time, which is linear in the tokens that its rows see together."""
+
+    @cache
+    def line(rows: int) -> tuple[float, float]:
+        start = model.decode_step(plan.generator, live=rows, context=0.0).total
+        return start, (model.decode_step(plan.generator, live=rows, context=1000.0).total - start) / (1000.0 * rows)
+
+    def decode(_: int, rows: int, context: float) -> float:
+        start, slope = line(rows)
+        return start + slope * context
+
+    return decode
+
+
+def _train(model: CostModel, plan: AsynchronousPlan) -> Callable[[Batch], dict[str, float]]:
+    """Return a step's seconds by state: those of its passes grow with its tokens, those of its updates do not."""
+    workload, lengths = model.workload, model.workload.lengths
+    step = model.train_step(plan.trainer)
+    fixed_s = step["optimizer"] + step["serial"]
+    reference_s = 0.0
+    if workload.reference and plan.reference is None:
+        reference_s = model.reference_pass(plan.trainer).total
+    mean_tokens = workload.groups * lengths.prompt_mean + workload.rollouts * lengths.mean
+
+    def train(batch: Batch) -> dict[str, float]:
+        share = (batch.prompt_tokens + batch.completion_tokens) / mean_tokens
+        states = {"forward_backward": share * (step.total - fixed_s), "optimizer": fixed_s}
+        return states | ({"reference": share * reference_s} if reference_s else {})
+
+    return train
+
+
+def _scoring(model: CostModel, plan: AsynchronousPlan) -> tuple[float, int, float]:
+    """Return the seconds of a copy of the reward model for a completion, the number of copies, and seconds after it.
+
+    Without a reward model a completion is scored at once: functions run beside. An own reference is a station more.
+    """
+    workload, behind_s = model.workload, 0.0
+    if workload.reference and plan.reference is not None:
+        scored_s = model.scoring(model.model, plan.reference).total
+        behind_s = scored_s * plan.reference.devices / workload.rollouts
+    if workload.reward_model is None or plan.reward_model is None:
+        return 0.0, 0, behind_s
+    scored_s = model.scoring(workload.reward_model, plan.reward_model).total
+    return scored_s * plan.reward_model.devices / workload.rollouts, plan.reward_model.devices, behind_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +197,11 @@ class PlanRow:
 class Plan:
     """An answer. `rows`: the best configurations under the recommended bound, best first; `by_staleness`: the best one
     for each bound that was tried, and that for k = 1 with k = 0; `synchronous`: the best one whose executors take turns
-    on the same devices."""
+    on the same devices; `usable_bytes`: of one of the devices, or of a machine with so many cores."""
 
     workload: Workload
+    num_devices: int
+    usable_bytes: float
     rows: tuple[PlanRow, ...]
     by_staleness: tuple[PlanRow, ...]
     synchronous: Found | None
@@ -91,6 +238,27 @@ def ranked(rows: Iterable[PlanRow]) -> tuple[PlanRow, ...]:
     return tuple(sorted(rows, key=key))
 
 
+def steps_of(rows: Iterable[PlanRow]) -> dict[int, float]:
+    """Return the seconds of a step by staleness bound."""
+    return {row.rehearsed.max_staleness: row.rehearsed.step_s for row in rows}
+
+
+def best_rows(
+    tables: Mapping[int, Sequence[Found]], rehearsed: Callable[[Found], Rehearsed], num_rows: int
+) -> tuple[tuple[PlanRow, ...], tuple[PlanRow, ...]]:
+    """Return the best configurations under the recommended bound, and the best one for each bound.
+
+    `tables` has what was found for each bound, fastest first.
+    """
+
+    def row(found: Found) -> PlanRow:
+        return PlanRow(found=found, rehearsed=rehearsed(found))
+
+    best = {bound: row(table[0]) for bound, table in tables.items()}
+    bound = recommended(steps_of(best.values()))
+    return ranked((best[bound], *map(row, tables[bound][1:num_rows]))), tuple(best.values())
+
+
 def plan_for_cluster(
     model: CostModel,
     *,
@@ -108,48 +276,38 @@ def plan_for_cluster(
     tables = {bound: search.asynchronous(bound) for bound in bounds_up_to(max_staleness)}
     if not any(tables.values()):
         raise _too_small(model, search, precisions)
-    best = {bound: _row(model, next(iter(table.values()))) for bound, table in tables.items()}
-    best = {0: _in_turns(model, best[1].found)} | best
-    steps_s = {bound: row.rehearsed.step_s for bound, row in best.items()}
-    bound = recommended(steps_s)
-    others = [_row(model, found) for found in list(tables.get(bound, {}).values())[1:num_rows]]
-    rows = ranked((best[bound], *others))
+    found = {bound: list(table.values()) for bound, table in tables.items()}
+    # Executors on devices of their own, of which one works at a time.
+    in_turns = replace(found[1][0], max_staleness=0, longest_s=0.0)
+    rows, by_staleness = best_rows(
+        {0: [in_turns]} | found, lambda one: rehearse(model, one.side_by_side, one.max_staleness), num_rows
+    )
     chosen, synchronous = rows[0].found, best_synchronous(model, space)
     why = [
         *limits(chosen),
         *constraints(model, space.slots, chosen),
-        losses(search, chosen, tables.get(bound, {})),
-        staleness(steps_s, bound),
+        losses(search, chosen, tables.get(chosen.max_staleness, {})),
+        staleness(steps_of(by_staleness), chosen.max_staleness),
         against_synchronous(rows[0].rehearsed.step_s, synchronous),
     ]
     return Plan(
         workload=model.workload,
+        num_devices=model.cluster.num_devices,
+        usable_bytes=model.usable_bytes,
         rows=rows,
-        by_staleness=tuple(best.values()),
+        by_staleness=by_staleness,
         synchronous=synchronous,
         misfits=tuple(search.misfits),
         why=tuple(line for line in why if line is not None),
     )
 
 
-def _row(model: CostModel, found: Found) -> PlanRow:
-    return PlanRow(found=found, rehearsed=rehearse(model, found.side_by_side, found.max_staleness))
-
-
-def _in_turns(model: CostModel, found: Found) -> PlanRow:
-    """Return the layout for k = 1 with k = 0: executors on devices of their own, of which one works at a time."""
-    turns = rehearse(model, found.side_by_side, 0, steps=STEPS_IN_TURNS)
-    return PlanRow(found=replace(found, max_staleness=0, longest_s=0.0), rehearsed=turns)
-
-
 def _too_small(model: CostModel, search: Search, precisions: Sequence[Precision]) -> ConfigError:
     """Name the executor that is furthest from fitting, and a cluster that is large enough."""
     cluster, usable = model.cluster, model.usable_bytes
-    nearest: dict[str, Misfit] = {}
-    for misfit in search.misfits:
-        if misfit.executor not in nearest or misfit.short_bytes < nearest[misfit.executor].short_bytes:
-            nearest[misfit.executor] = misfit
-    worst = max(nearest.values(), key=lambda misfit: misfit.short_bytes, default=None)
+    by_size = sorted(search.misfits, key=lambda misfit: misfit.memory.total)
+    nearest = {misfit.executor: misfit for misfit in reversed(by_size)}
+    worst = max(nearest.values(), key=lambda misfit: misfit.memory.total, default=None)
     return ConfigError(
         f"this model does not fit on {cluster.num_devices} {cluster.device.name}",
         got="executors that need more devices than there are" if worst is None else misfit_line(worst, usable),
@@ -177,9 +335,8 @@ def best_synchronous(costs: CostModel, space: Space) -> Found | None:
         minimise  training(trainer, frees) + generation(generator)    subject to  the memory of both phases <= M0
 
     LlamaRL's baseline has one degree of parallelism for both and keeps everything in memory (section 7). This one may
-    divide the model differently in each phase, and give up what the other phase does not need: the strongest baseline
-    there is. Time is a sum and memory is not, so pairs are taken in the order of their sum, from a heap, and the first
-    one that fits is the best; layouts that would not fit with nothing beside them are left out before.
+    divide the model differently in each phase, and give up what the other phase does not need. Time is a sum and memory
+    is not, so pairs are taken in the order of their sum, and the first one that fits is the best.
     """
     found = [_best_on(costs, space, devices) for devices in space.synchronous_devices]
     return min((one for one in found if one is not None), key=lambda one: one.seconds, default=None)
@@ -200,28 +357,16 @@ def _best_on(costs: CostModel, space: Space, devices: int) -> Found | None:
         for layout in generator_layouts(space, devices, degree, precision)
         if costs.fits(costs.generator_memory(layout, shadow=False))
     ]
-    turns = [(costs.training_turn(layout, frees).total, (layout, frees)) for layout in trainers for frees in FREES]
-    others = [(costs.generating_turn(layout).total, layout) for layout in generators]
-    for seconds, (trainer, frees), generator in _pairs(turns, others):
+    turns = [(costs.training_turn(layout, frees).total, layout, frees) for layout in trainers for frees in FREES]
+    turns.sort(key=itemgetter(0))
+    others = sorted(((costs.generating_turn(layout).total, layout) for layout in generators), key=itemgetter(0))
+    sums = np.add.outer([turn[0] for turn in turns], [other[0] for other in others])
+    for place in np.argsort(sums, axis=None, kind="stable").tolist():
+        (_, trainer, frees), (_, generator) = turns[place // len(others)], others[place % len(others)]
         plan = SynchronousPlan(trainer=trainer, generator=generator, frees=frees)
         memory = costs.colocated_memory(plan)
         if costs.fits(*memory.values()):
             step = costs.synchronous(plan)
-            assert math.isclose(step.seconds, seconds, rel_tol=1e-6), "a step takes both turns"
+            assert math.isclose(step.seconds, sums.flat[place], rel_tol=1e-6), "a step takes both turns"
             return Found(plan=plan, step=step, memory=memory)
     return None
-
-
-def _pairs(
-    first: Sequence[tuple[float, Item]], second: Sequence[tuple[float, Other]]
-) -> Iterator[tuple[float, Item, Other]]:
-    """Yield all pairs by the sum of their seconds, lowest first."""
-    first, second = sorted(first, key=itemgetter(0)), sorted(second, key=itemgetter(0))
-    heap = [(first[0][0] + second[0][0], 0, 0)] if first and second else []
-    while heap:
-        seconds, i, j = heapq.heappop(heap)
-        yield seconds, first[i][1], second[j][1]
-        if j + 1 < len(second):
-            heapq.heappush(heap, (first[i][0] + second[j + 1][0], i, j + 1))
-        if j == 0 and i + 1 < len(first):
-            heapq.heappush(heap, (first[i + 1][0] + second[0][0], i + 1, 0))

@@ -7,7 +7,7 @@ ConfigError before anything is searched.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -20,8 +20,7 @@ from slipstream.core.recipes import check_path, list_recipes, load_recipe, read_
 from slipstream.models.config import TransformerConfig, config_from_hf
 from slipstream.models.hf_fields import read_object
 from slipstream.models.hub import config_file, hub_id
-from slipstream.plan.architectures import ARCHITECTURES
-from slipstream.plan.hardware import DEVICES, GB, Device, GpuCluster
+from slipstream.plan.hardware import IN_GB, GpuCluster, device_fields, device_named
 from slipstream.plan.layouts import Workload
 from slipstream.plan.lengths import LengthSample, lengths_of_run, lengths_with_tail
 
@@ -36,6 +35,19 @@ MOST = {
 }
 MAX_SIMULATED = 2**19  # completions of a step, of which the search simulates twenty for each row
 LENGTHS = ("prompt_tokens", "completion_tokens", "p99_tokens")
+_SIZES = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
+
+
+def _published() -> Iterator[tuple[str, TransformerConfig]]:
+    for family in read_toml(Path(__file__).with_name("architectures.toml")).values():
+        for name, values in family["models"].items():
+            sizes = dict(zip(_SIZES, values, strict=False))
+            heads = {"head_dim": values[0] // values[3], "tie_embeddings": False}
+            yield name, TransformerConfig(**heads | family["fields"] | sizes | dict(*values[len(_SIZES) :]))
+
+
+ARCHITECTURES: Mapping[str, TransformerConfig] = dict(_published())
+"""Published shapes by name, in lower case, so that a plan needs no checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,17 +97,17 @@ def _flag(name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """The model that was named: its shape, where its checkpoint lies if that is known, and the recipe it came with."""
+    """The model that was named: its shape, where its checkpoint lies if that is known, and the recipe it came with.
+
+    `config` is that of the recipe's tables, `run` the folder of a run that was named.
+    """
 
     name: str
     shape: TransformerConfig
     path: str | None = None
     recipe: Mapping[str, Any] | None = None
+    config: RunConfig | None = None
     run: Path | None = None
-
-    @property
-    def config(self) -> RunConfig | None:
-        return None if self.recipe is None else resolve(self.recipe)
 
 
 def subject_of(named: str) -> Subject:
@@ -127,106 +139,86 @@ def _shape_named(path: str, field: str) -> TransformerConfig:
 
 
 def _subject_of_recipe(name: str, tables: Mapping[str, Any]) -> Subject:
-    config = resolve(tables)
+    config, path = resolve(tables), None
     if config.model.path is not None:
         path = config.model.path if config.model.revision is None else f"{config.model.path}@{config.model.revision}"
-        return Subject(name=name, shape=_shape_named(path, "model.path"), path=path, recipe=tables)
-    from slipstream.models.build import build_tokenizer
-    from slipstream.models.initialise import new_config
+        shape = _shape_named(path, "model.path")
+    else:
+        from slipstream.models.build import build_tokenizer
+        from slipstream.models.initialise import new_config
 
-    return Subject(name=name, shape=new_config(config.model, len(build_tokenizer(config.model))), recipe=tables)
+        shape = new_config(config.model, len(build_tokenizer(config.model)))
+    return Subject(name=name, shape=shape, path=path, recipe=tables, config=config)
+
+
+_BY_FLAG = {
+    "gpus": "gpus",
+    "gpu": "gpu",
+    "gpus_per_node": "gpus_per_node",
+    "network": "network_bandwidth_gb_s",
+    "price": "usd_per_gpu_hour",
+}
+"""Fields of a question -> those of a cluster's file."""
+_CLUSTER_KEYS = ("gpus", "gpu", "gpus_per_node", "usd_per_gpu_hour", "name", "tflops", *IN_GB)
 
 
 def cluster_of(question: Question) -> GpuCluster | None:
     """Return the GPUs of the question; None where it names none."""
-    given = {name: getattr(question, name) for name in ("gpus", "gpu", "gpus_per_node", "network", "price")}
-    given = {name: value for name, value in given.items() if value is not None}
+    given = {name: getattr(question, name) for name in _BY_FLAG if getattr(question, name) is not None}
+    flags = ", ".join(_flag(name) for name in given)
     if question.cluster is not None:
         if given:
-            raise ConfigError(
-                "a cluster is described by a file or by flags",
-                got=f"--cluster with {', '.join(map(_flag, given))}",
-            )
+            raise ConfigError("a cluster is described by a file or by flags", got=f"--cluster with {flags}")
         return cluster_of_file(question.cluster)
     if question.gpus is None:
         if given:
-            got = f"{', '.join(map(_flag, given))} without --gpus"
-            raise ConfigError("a cluster has a number of GPUs", got=got, allowed="--gpus N")
+            raise ConfigError("a cluster has a number of GPUs", got=f"{flags} without --gpus", allowed="--gpus N")
         return None
-    device = _device(question.gpu or "h100")
-    if question.gpus_per_node is not None:
-        device = replace(device, devices_per_node=int(_positive("--gpus-per-node", question.gpus_per_node)))
-    if question.network is not None:
-        device = replace(device, network_bandwidth=_positive("--network", question.network) * GB)
-    if question.price is not None:
-        _positive("--price", question.price)
-    return GpuCluster(device=device, num_devices=question.gpus, usd_per_device_hour=question.price)
-
-
-_CLUSTER_FIELDS: dict[str, str] = {
-    "memory_gb": "memory_bytes",
-    "memory_bandwidth_gb_s": "memory_bandwidth",
-    "node_bandwidth_gb_s": "node_bandwidth",
-    "network_bandwidth_gb_s": "network_bandwidth",
-    "host_bandwidth_gb_s": "host_bandwidth",
-}
-_CLUSTER_KEYS = ("gpus", "gpu", "gpus_per_node", "usd_per_gpu_hour", "name", "tflops", *_CLUSTER_FIELDS)
+    called = {key: _flag(name) for name, key in _BY_FLAG.items()}
+    return _cluster_of_table({_BY_FLAG[name]: value for name, value in given.items()}, called.__getitem__)
 
 
 def cluster_of_file(path: Path) -> GpuCluster:
     """Read a TOML file with `gpus`, a known `gpu`, and those of its constants that differ from the published ones."""
-    tables = read_toml(path)
-    for key in tables:
+    table = read_toml(path)
+    for key in table:
         if key not in _CLUSTER_KEYS:
             raise ConfigError(
                 f"unknown field '{key}' in '{path}'",
                 allowed=", ".join(_CLUSTER_KEYS),
                 hint=did_you_mean(key, _CLUSTER_KEYS),
             )
-    count = tables.get("gpus")
+    count = table.get("gpus")
     if not isinstance(count, int) or isinstance(count, bool):
         raise ConfigError(f"'{path}' does not say how many GPUs there are", got=repr(count), allowed="gpus = N")
-    device = _device(str(tables.get("gpu", "h100")))
-    changes: dict[str, Any] = {
-        field: _positive(f"{key} in '{path}'", tables[key]) * GB
-        for key, field in _CLUSTER_FIELDS.items()
-        if key in tables
-    }
-    if "gpus_per_node" in tables:
-        changes["devices_per_node"] = int(_positive(f"gpus_per_node in '{path}'", tables["gpus_per_node"]))
-    if "name" in tables:
-        changes["name"] = str(tables["name"])
-    if "tflops" in tables:
-        changes["flops"] = dict(device.flops) | _flops(tables["tflops"], path)
-    price = tables.get("usd_per_gpu_hour")
-    if price is not None:
-        price = _positive(f"usd_per_gpu_hour in '{path}'", price)
-    return GpuCluster(device=replace(device, **changes), num_devices=count, usd_per_device_hour=price)
+    flops, allowed = table.get("tflops", {}), get_args(Precision)
+    if not isinstance(flops, dict) or not set(flops) <= set(allowed):
+        raise ConfigError(f"'tflops' in '{path}' is by precision", got=flops, allowed=", ".join(allowed))
+    return _cluster_of_table(table, lambda key: f"{key} in '{path}'")
 
 
-def _flops(given: Any, path: Path) -> dict[str, float]:
-    allowed = get_args(Precision)
-    if not isinstance(given, dict) or not set(given) <= set(allowed):
-        raise ConfigError(f"'tflops' in '{path}' is by precision", got=given, allowed=", ".join(allowed))
-    return {name: 1e12 * _positive(f"tflops.{name} in '{path}'", value) for name, value in given.items()}
+def _cluster_of_table(table: Mapping[str, Any], called: Callable[[str], str]) -> GpuCluster:
+    """Return the cluster of a file's fields; `called` is how a message names one of them."""
+    device = device_named(str(table.get("gpu", "h100")))
+    for key in (*IN_GB, "gpus_per_node", "usd_per_gpu_hour"):
+        if key in table:
+            _positive(called(key), table[key])
+    for name, rate in table.get("tflops", {}).items():
+        _positive(called(f"tflops.{name}"), rate)
+    changes = device_fields(table)
+    device = replace(
+        device,
+        **changes | {"flops": {**device.flops, **changes["flops"]}},
+        name=str(table.get("name", device.name)),
+        devices_per_node=int(table.get("gpus_per_node", device.devices_per_node)),
+    )
+    price = table.get("usd_per_gpu_hour")
+    return GpuCluster(device=device, num_devices=table["gpus"], usd_per_device_hour=price)
 
 
-def _device(name: str) -> Device:
-    if name.upper() not in DEVICES:
-        raise ConfigError(
-            "no constants are known of this GPU",
-            got=name,
-            allowed=", ".join(DEVICES).lower(),
-            hint=did_you_mean(name.upper(), DEVICES)
-            or "--cluster FILE.toml takes any: give a `gpu` that is near, and the constants that differ",
-        )
-    return DEVICES[name.upper()]
-
-
-def _positive(what: str, value: Any) -> float:
+def _positive(what: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ConfigError(f"{what} must be a positive number", got=repr(value))
-    return value
 
 
 def workload_of(question: Question, subject: Subject) -> tuple[Workload, tuple[str, ...]]:
@@ -295,26 +287,25 @@ def _lengths(question: Question, subject: Subject) -> tuple[LengthSample, list[s
         run = subject.run
     if run is not None:
         return lengths_of_run(run), []
-    config, assumed = subject.config, []
-    prompt, mean, p99 = question.prompt_tokens, question.completion_tokens, question.p99_tokens
-    longest = question.max_new_tokens
+    assumed: list[str] = []
+
+    def either(value: float | None, default: float, words: str) -> float:
+        if value is None:
+            assumed.append(words.format(default))
+        return default if value is None else value
+
+    config, room = subject.config, subject.shape.max_positions
+    prompt, longest = question.prompt_tokens, question.max_new_tokens
     if config is not None:
         longest = longest or config.generator.max_new_tokens
         if prompt is None and config.prompts.max_prompt_tokens is not None:
             prompt = config.prompts.max_prompt_tokens / 2
-    room = subject.shape.max_positions
-    if prompt is None:
-        prompt = min(PROMPT_TOKENS, room / 8)
-        assumed.append(f"prompts of {prompt:g}")
-    if mean is None:
-        mean = min(COMPLETION_TOKENS, room / 16) if longest is None else min(COMPLETION_TOKENS, longest / 2)
-        assumed.append(f"completions of {mean:g} tokens in the mean")
-    if p99 is None:
-        p99 = TAIL * mean if longest is None else min(TAIL * mean, longest)
-        assumed.append(f"one in a hundred above {p99:g}")
-    if longest is None:
-        longest = math.ceil(2 * p99)
-    return lengths_with_tail(prompt, mean, p99, longest), assumed
+    most = room / 16 if longest is None else longest / 2
+    prompt = either(prompt, min(PROMPT_TOKENS, room / 8), "prompts of {:g}")
+    mean = either(question.completion_tokens, min(COMPLETION_TOKENS, most), "completions of {:g} tokens in the mean")
+    tail = min(TAIL * mean, math.inf if longest is None else longest)
+    p99 = either(question.p99_tokens, tail, "one in a hundred above {:g}")
+    return lengths_with_tail(prompt, mean, p99, math.ceil(2 * p99) if longest is None else longest), assumed
 
 
 def max_new_tokens(question: Question, subject: Subject, lengths: LengthSample) -> int:

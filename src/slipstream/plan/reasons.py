@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
+from slipstream.core.recipes import read_toml
 from slipstream.plan.cost_model import CostModel
 from slipstream.plan.hardware import GB
 from slipstream.plan.layouts import Parts
@@ -13,53 +15,9 @@ from slipstream.plan.search import Found, Misfit, Search, Signature, executors, 
 BALANCED = 0.02  # executors whose times are closer than this are called equally fast
 WORTH_TELLING = 0.01  # share of an executor's time
 
-CAUSES = {
-    "weights": "reading weights",
-    "keys_and_values": "reading keys and values",
-    "kernels": "starting kernels",
-    "tensor_parallel": "messages between the GPUs of a model",
-    "data_parallel": "messages between the copies of the model",
-    "sampler": "the sampler and the host",
-    "compute": "matrix products",
-    "activations": "moving activations",
-    "imbalance": "waiting for the rank with the most tokens",
-    "prefill": "prompts",
-    "straggler": "waiting for the longest completions",
-    "optimizer": "the optimizer",
-    "stage": "copying weights to be published",
-    "pause": "taking over new weights",
-    "transfer": "moving weights between the phases",
-    "offload": "moving the optimizer out and back",
-    "reference": "the reference's pass",
-    "score": "reading completions",
-    "serial": "the trainer's host",
-    "forward_backward": "forward and backward passes",
-    "decode": "decoding",
-}
-"""Words for the causes of seconds in the cost model."""
-
-HELD = {
-    "weights": "of weights",
-    "moments": "of the optimizer's moments",
-    "gradients": "of gradients",
-    "gathered": "of layers as they run",
-    "activations": "of activations",
-    "logits": "of logits",
-    "staging": "of staging copies",
-    "reference": "of the reference",
-    "keys_and_values": "of keys and values",
-    "shadow": "for the version that arrives",
-    "prefill": "of prompts under way",
-    "served": "of the generators' weights",
-}
-"""Words for the uses of memory in the cost model."""
-
-NAMES = {
-    "trainer": "the trainer",
-    "generator": "the generators",
-    "reference": "the reference",
-    "reward_model": "the reward model",
-}
+WORDS = read_toml(Path(__file__).with_name("words.toml"))
+CAUSES, USES = WORDS["causes"], WORDS["uses"]
+NAMES: dict[str, str] = WORDS["executors"]
 
 
 def limits(found: Found) -> Iterator[str]:
@@ -115,40 +73,21 @@ def constraints(costs: CostModel, space_slots: Sequence[int], found: Found) -> I
         yield f"A microbatch of {larger_batch.microbatch:g} would fit, and make no step shorter."
 
 
-def alternatives(search: Search, found: Found, table: Mapping[Signature, Found]) -> Iterator[tuple[str, float]]:
-    """Yield (the change, by what factor the step gets longer) for each property of the best configuration."""
-    plan = found.side_by_side
-    own = signature_of(plan)
-    worded = {
-        "trainer_parallel": "each layer of the trainer on {} GPU(s)",
-        "generator_parallel": "{} GPU(s) a replica",
-        "precision": "generators in {}",
-        "own_reference": "the reference {}",
-    }
-    for field, words in worded.items():
+def losses(search: Search, found: Found, table: Mapping[Signature, Found]) -> str | None:
+    """Name what changes of the best configuration lose, one property at a time; None where there are none."""
+    plan, own, changed = found.side_by_side, signature_of(found.side_by_side), []
+    for field, words in WORDS["alternatives"].items():
         other = next((s for s in table if getattr(s, field) != getattr(own, field)), None)
-        if other is None:
-            continue
-        value = getattr(other, field)
-        if field == "own_reference":
-            value = "on devices of its own" if value else "beside the trainer"
-        yield (
-            words.format(value).replace("GPU(s)", "GPU" if value == 1 else "GPUs"),
-            table[other].seconds / found.seconds,
-        )
+        if other is not None:
+            value = getattr(other, field)
+            told = words.get(str(value), words.get("other")).format(value)
+            changed.append(f"{told} {_longer(table[other].seconds / found.seconds)}")
     for giver, taker in (("trainer", "generator"), ("generator", "trainer")):
         moved = search.shifted(found, giver, taker)
         if moved is not None:
             count = executors(plan)[giver].devices - executors(moved.plan)[giver].devices
-            yield (
-                f"{count} GPU{'s' * (count > 1)} moved from {NAMES[giver]} to {NAMES[taker]}",
-                moved.seconds / found.seconds,
-            )
-
-
-def losses(search: Search, found: Found, table: Mapping[Signature, Found]) -> str | None:
-    """Name what the next best configurations lose, one change at a time; None where there are none."""
-    changed = [f"{words} {_longer(factor)}" for words, factor in alternatives(search, found, table)]
+            told = f"{count} GPU{'s' * (count > 1)} moved from {NAMES[giver]} to {NAMES[taker]}"
+            changed.append(f"{told} {_longer(moved.seconds / found.seconds)}")
     return f"Otherwise: {'; '.join(changed)}." if changed else None
 
 
@@ -168,8 +107,7 @@ def against_synchronous(step_s: float, synchronous: Found | None) -> str:
     """Compare with taking turns on the same devices, and name what most of its time is spent on."""
     if synchronous is None:
         return "No configuration fits whose executors take turns on the same devices."
-    sides = synchronous.step.sides
-    causes = sides["trainer"] + sides["generator"]
+    causes = synchronous.step.sides["trainer"] + synchronous.step.sides["generator"]
     cause, seconds = max(causes.parts.items(), key=lambda item: item[1])
     return (
         f"{synchronous.seconds / step_s:.2f} times as fast as the best synchronous configuration, which spends "
@@ -180,14 +118,15 @@ def against_synchronous(step_s: float, synchronous: Found | None) -> str:
 def misfit_line(misfit: Misfit, usable_bytes: float, unit: str = "GPU") -> str:
     """Name an executor that does not fit, by how much, what takes the room, and from where on it fits."""
     largest = sorted(misfit.memory.parts.items(), key=lambda item: -item[1])[:2]
-    holds = ", ".join(f"{gigabytes(nbytes)} GB {HELD.get(name, name)}" for name, nbytes in largest)
+    holds = ", ".join(f"{gigabytes(nbytes)} GB {USES.get(name, name)}" for name, nbytes in largest)
     count = f"{misfit.devices} {unit}{'s' * (misfit.devices > 1)}"
     where = f"on {count}" if misfit.fits_from is None else f"on {count} or fewer"
     degree = f", {misfit.tensor_parallel} of them sharing each layer" if misfit.tensor_parallel > 1 else ""
     shares = f"more {unit}s to share each layer" if misfit.executor == "generator" else f"more {unit}s"
     remedy = f"it takes {shares}" if misfit.fits_from is None else f"it fits on {misfit.fits_from}"
     who = f"{NAMES[misfit.executor].capitalize()} {where}{degree} ({misfit.precision} versions)"
-    held = f"{gigabytes(misfit.memory.total)} GB of {gigabytes(usable_bytes)}, {gigabytes(misfit.short_bytes)} GB short"
+    short_bytes = misfit.memory.total - usable_bytes
+    held = f"{gigabytes(misfit.memory.total)} GB of {gigabytes(usable_bytes)}, {gigabytes(short_bytes)} GB short"
     return f"{who}: {held} ({holds}); {remedy}."
 
 

@@ -6,6 +6,7 @@ same groups, and others of the same time of training where they do not. `measure
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from slipstream.core.training_sections import GROUP_RELATIVE
 from slipstream.core.types import CompletionFinished
 from slipstream.observe.accounting import RunAccounting, read_accounting
 from slipstream.observe.timeline import Record, process_files, read_timeline
-from slipstream.plan.simulated_run import GroupWork
+from slipstream.plan.simulated_run import GroupWork, RunOutcome
 
 NEARBY_STEPS = 2
 """Groups of so many steps before and after are of the same time of training: lengths change as a policy learns."""
@@ -69,7 +70,7 @@ class RecordedRun:
 
 
 def read_run(path: Path) -> RecordedRun:
-    """The run in `path`. ConfigError for a folder that is none, or of a run that has not done two steps."""
+    """Read the run in `path`. ConfigError for a folder that is none, or of a run that has not done two steps."""
     config_path = path / "config.toml"
     if not config_path.is_file():
         raise ConfigError(f"'{path}' is no run: it has no config.toml", hint="give the folder of a run")
@@ -104,24 +105,9 @@ def read_run(path: Path) -> RecordedRun:
     )
 
 
-@dataclass(frozen=True)
-class RunOutcome:
-    """The result of a run, recorded or simulated: seconds per step, rates, idle share by side, staleness in steps."""
-
-    steps: int
-    step_s: float
-    trained_tokens_per_s: float
-    generated_tokens_per_s: float
-    idle: dict[str, float]
-    staleness_mean: float
-    staleness_max: int
-    staleness: dict[int, int]  # steps -> tokens
-
-
 def measured(run: RecordedRun) -> RunOutcome:
     """Return the recorded outcome of the run's loop."""
     start_s, end_s = run.loop_s
-    wall_s = end_s - start_s
     lags: Counter[int] = Counter()
     for line in run.metrics:
         for name, value in line.items():
@@ -129,26 +115,16 @@ def measured(run: RecordedRun) -> RunOutcome:
                 lags[int(name.rpartition("_")[2])] += int(value)
     within = [line.event for line in run.events if start_s <= line.time_s <= end_s]
     generated = sum(event.num_tokens for event in within if isinstance(event, CompletionFinished))
-    return RunOutcome(
-        steps=run.num_steps,
-        step_s=wall_s / run.num_steps,
-        trained_tokens_per_s=lags.total() / wall_s,
-        generated_tokens_per_s=generated / wall_s,
-        idle={side: run.accounting.idle[side] for side in ("trainer", "generator")},
-        staleness_mean=sum(lag * tokens for lag, tokens in lags.items()) / max(lags.total(), 1),
-        staleness_max=max(lags, default=0),
-        staleness=dict(sorted(lags.items())),
-    )
+    idle = {side: run.accounting.idle[side] for side in ("trainer", "generator")}
+    return RunOutcome.of(run.num_steps, end_s - start_s, lags, generated, idle)
 
 
 def groups_of(run: RecordedRun) -> list[RecordedGroup]:
-    """The groups whose fate is known, by ordinal."""
-    rollouts: dict[int, list[RolloutLine]] = defaultdict(list)
-    for line in run.rollouts:
-        rollouts[line.ordinal].append(line)
+    """Return the groups whose fate is known, by ordinal."""
+    rollouts = sorted(run.rollouts, key=lambda line: (line.ordinal, line.sample))
     groups, num_dropped = [], 0
-    for ordinal in sorted(rollouts):
-        lines = sorted(rollouts[ordinal], key=lambda line: line.sample)
+    for ordinal, found in itertools.groupby(rollouts, lambda line: line.ordinal):
+        lines = list(found)
         is_dropped = lines[0].step is None
         groups.append(
             RecordedGroup(
@@ -165,7 +141,7 @@ def groups_of(run: RecordedRun) -> list[RecordedGroup]:
 
 
 def learning_exponent(runs: Sequence[RecordedRun]) -> float:
-    """a, where runs with n samples a step are equally far at equal step x n^a, by the share of groups without signal.
+    """Return a, where runs with n samples a step are equally far at equal step x n^a, by groups without signal.
 
     Runs of one n do not tell; then, and beside what they tell, it is about `USUAL_EXPONENT`.
     """
@@ -237,15 +213,20 @@ class RecordedWorkload:
 
     def group(self, ordinal: int, step: int) -> GroupWork:
         if (same := self._same.get(ordinal)) is not None:
-            return GroupWork(self._prompt_tokens(same), same.lengths, same.has_signal)
+            return self._work(same, same.lengths, same.has_signal)
         rng = np.random.default_rng((self._seed, ordinal))
-        drawn = self._drawn(rng, step)
-        return self._with_samples(rng, drawn)
+        group, samples = self._drawn(rng, step), self._samples
+        recorded = len(group.lengths)
+        if recorded == samples:
+            return self._work(group, group.lengths, group.has_signal)
+        picks = rng.choice(recorded, samples, replace=samples > recorded)
+        has_signal = not self._compares or len({group.rewards[pick] for pick in picks}) > 1
+        return self._work(group, tuple(group.lengths[pick] for pick in picks), has_signal)
 
     def held_out(self, version: int) -> Sequence[GroupWork]:
         rng = np.random.default_rng((self._seed, 1 << 40, version))
         drawn = [self._drawn(rng, version) for _ in range(self._num_held_out)]
-        return [GroupWork(self._prompt_tokens(group), (int(rng.choice(group.lengths)),)) for group in drawn]
+        return [self._work(group, (int(rng.choice(group.lengths)),), True) for group in drawn]
 
     def _drawn(self, rng: np.random.Generator, step: int) -> RecordedGroup:
         nearby = self.nearby(step)
@@ -259,13 +240,5 @@ class RecordedWorkload:
             reach *= 2
         return found
 
-    def _with_samples(self, rng: np.random.Generator, group: RecordedGroup) -> GroupWork:
-        recorded = len(group.lengths)
-        if recorded == self._samples:
-            return GroupWork(self._prompt_tokens(group), group.lengths, group.has_signal)
-        picks = rng.choice(recorded, self._samples, replace=self._samples > recorded)
-        has_signal = not self._compares or len({group.rewards[pick] for pick in picks}) > 1
-        return GroupWork(self._prompt_tokens(group), tuple(group.lengths[pick] for pick in picks), has_signal)
-
-    def _prompt_tokens(self, group: RecordedGroup) -> int:
-        return max(1, round(group.prompt_chars * self._per_char))
+    def _work(self, group: RecordedGroup, lengths: tuple[int, ...], has_signal: bool) -> GroupWork:
+        return GroupWork(max(1, round(group.prompt_chars * self._per_char)), lengths, has_signal)

@@ -3,11 +3,11 @@
     asynchronous   minimise  max_e seconds_e(layout_e)   subject to  sum_e devices_e <= G0,   memory_e(layout_e) <= M0
     synchronous    minimise  training + generation        subject to  memory of both on the same devices <= M0
 
-over integer degrees of parallelism m, bounded microbatches b_t and decode concurrencies b_g, recomputation, when
-gradients are summed, the precision of the generators, and where the reference lies: LlamaRL's problems (7) and (8) with
-what it leaves out (docs/planning.md). Nothing is approximated. Executors side by side share only devices and the
-precision that versions are published in; so for each precision every executor's choices are listed, and `best_split`
-finds the division exactly. Executors that take turns: `planner.best_synchronous`.
+over integer degrees of parallelism, bounded microbatches and decode concurrencies, recomputation, when gradients are
+summed, the precision of the generators, and where the reference lies: LlamaRL's problems (7) and (8) with what it
+leaves out (docs/planning.md). Executors side by side share only devices and the precision that versions are published
+in; so for each precision every executor's choices are listed, and `best_split` finds the division exactly. Executors
+that take turns: `planner.best_synchronous`.
 
 The staleness bound k enters twice. No more than k + 1 steps' completions are in flight, so decode slots beyond that
 stay empty. And a completion that begins under version v is trained by step v + k at the latest, which waits for it:
@@ -16,12 +16,12 @@ where the longest one of a step takes L seconds, a step takes at least L / k. (A
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from functools import cache
+from typing import Any
 
 from slipstream.core.errors import ConfigError
 from slipstream.core.fields import Precision
@@ -46,8 +46,7 @@ ROW_MULTIPLE = 8  # decode slots are a multiple of it (`generator.num_slots`)
 _SLOTS = (*range(8, 65, 8), 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1536, 2048)
 _ANY_TRAINER = TrainerLayout(devices=1, tensor_parallel=1, microbatch=1)
 _ANY_GENERATOR = GeneratorLayout(devices=1, tensor_parallel=1, slots=ROW_MULTIPLE)
-
-What = TypeVar("What")
+_NOTHING = Parts({})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,83 +132,78 @@ def most_slots(workload: Workload, replicas: int, max_staleness: int) -> int:
     return max(ROW_MULTIPLE, math.ceil(in_flight / ROW_MULTIPLE) * ROW_MULTIPLE)
 
 
-# The division of devices over executors that work at the same time
-
-
 @dataclass(frozen=True)
-class Choice(Generic[What]):
-    """A layout of an executor, which takes `seconds` on so many devices for its share of one step."""
+class Choice:
+    """A layout of an executor that fits, which takes `seconds` on so many devices for its share of one step.
+
+    `longest_s` are those of a step's longest completion.
+    """
 
     devices: int
     seconds: float
-    what: What
+    layout: Any
+    memory: Parts = _NOTHING
+    longest_s: float = 0.0
 
 
-class Frontier(Generic[What]):
-    """The choices of one executor that no other one beats with as few devices, by rising devices and falling time."""
-
-    def __init__(self, choices: Iterable[Choice[What]]) -> None:
-        self.choices: list[Choice[What]] = []
-        for choice in sorted(choices, key=lambda choice: (choice.devices, choice.seconds)):
-            if not self.choices or choice.seconds < self.choices[-1].seconds:
-                self.choices.append(choice)
-        self._rising = [-choice.seconds for choice in self.choices]
-
-    def within(self, seconds: float) -> Choice[What] | None:
-        """Return the choice with the fewest devices that takes at most `seconds`."""
-        index = bisect.bisect_left(self._rising, -seconds)
-        return self.choices[index] if index < len(self.choices) else None
-
-    def with_devices(self, devices: int) -> Choice[What] | None:
-        """Return the fastest choice on at most `devices`."""
-        index = bisect.bisect_right(self.choices, devices, key=lambda choice: choice.devices)
-        return self.choices[index - 1] if index else None
+Frontier = list[Choice]
+"""The choices of one executor that no other one beats with as few devices, by rising devices and falling time."""
 
 
-def best_split(frontiers: Mapping[str, Frontier[What]], devices: int) -> dict[str, Choice[What]] | None:
+def frontier(choices: Iterable[Choice]) -> Frontier:
+    """Return those of `choices` that no other one beats with as few devices."""
+    kept: Frontier = []
+    for choice in sorted(choices, key=lambda choice: (choice.devices, choice.seconds)):
+        if not kept or choice.seconds < kept[-1].seconds:
+            kept.append(choice)
+    return kept
+
+
+def fastest(choices: Frontier, devices: int) -> Choice | None:
+    """Return the fastest choice on at most `devices`."""
+    return next((choice for choice in reversed(choices) if choice.devices <= devices), None)
+
+
+def best_split(frontiers: Mapping[str, Frontier], devices: int) -> dict[str, Choice] | None:
     """Return the choices with the lowest largest time; None where `devices` do not suffice for one of each.
 
-    To be done within T, each executor needs the fewest devices of its choices that take at most T. The sum of those
-    falls as T rises, so the best T is found by bisection over the times that occur: exact, whatever the times look
-    like. Among the choices within it the second largest time is lowest, and so on (leximin): devices that cannot help
-    the slowest executor help the next one, and devices that help none are left over.
+    From the fewest devices on, the slowest executor gets its next choice as long as there are devices for it: exact,
+    whatever the times look like. Among the choices with the lowest largest time the second largest is lowest, and so on
+    (leximin): devices that cannot help the slowest executor help the next one, those that help none are left over.
     """
-    chosen = _within_best_time(frontiers, devices)
-    if chosen is None or len(frontiers) == 1:
+    if not all(frontiers.values()):
+        return None
+    places = dict.fromkeys(frontiers, 0)
+    while True:
+        chosen = {name: frontiers[name][place] for name, place in places.items()}
+        slowest_s = max(choice.seconds for choice in chosen.values())
+        tied = [name for name, choice in chosen.items() if choice.seconds == slowest_s]
+        further = {name: place + (name in tied) for name, place in places.items()}
+        if any(place == len(frontiers[name]) for name, place in further.items()):
+            break
+        if sum(frontiers[name][place].devices for name, place in further.items()) > devices:
+            break
+        places = further
+    if sum(choice.devices for choice in chosen.values()) > devices:
+        return None
+    if len(frontiers) == 1:
         return chosen
-    best: dict[str, Choice[What]] | None = None
-    slowest_s = max(choice.seconds for choice in chosen.values())
-    for name, choice in chosen.items():
-        if choice.seconds < slowest_s:
-            continue  # one of those that tie is the slowest for good; the others may still get faster
-        others = {other: frontier for other, frontier in frontiers.items() if other != name}
-        rest = best_split(others, devices - choice.devices)
+    best: dict[str, Choice] = {}
+    for name in tied:  # one of those that tie is the slowest for good; the others may still get faster
+        rest = best_split({each: frontiers[each] for each in frontiers if each != name}, devices - chosen[name].devices)
         assert rest is not None, "they fitted before"
-        found = {each: choice if each == name else rest[each] for each in frontiers}
-        if best is None or _falling(found) < _falling(best):
+        found = {each: chosen[each] if each == name else rest[each] for each in frontiers}
+        if not best or _falling(found) < _falling(best):
             best = found
     return best
 
 
-def _falling(chosen: Mapping[str, Choice[What]]) -> list[float]:
+def _falling(chosen: Mapping[str, Choice]) -> list[float]:
     return sorted((choice.seconds for choice in chosen.values()), reverse=True)
 
 
-def _within_best_time(frontiers: Mapping[str, Frontier[What]], devices: int) -> dict[str, Choice[What]] | None:
-    """Return each executor's choice with the fewest devices that keeps the lowest T that can be kept."""
-    times = sorted({choice.seconds for frontier in frontiers.values() for choice in frontier.choices})
-
-    def within(seconds: float) -> dict[str, Choice[What]] | None:
-        chosen = {name: frontier.within(seconds) for name, frontier in frontiers.items()}
-        kept = {name: choice for name, choice in chosen.items() if choice is not None}
-        is_enough = len(kept) == len(frontiers) and sum(choice.devices for choice in kept.values()) <= devices
-        return kept if is_enough else None
-
-    first = bisect.bisect_left(times, True, key=lambda seconds: within(seconds) is not None)
-    return within(times[first]) if first < len(times) else None
-
-
-# The search
+_Layouts = tuple[Callable[[int], Iterable[Layout]], Callable[[Any], Parts], Callable[[Any], tuple[float, float]]]
+"""The layouts of an executor by devices; the memory of one; its seconds for a step, and those of the longest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,7 +235,7 @@ class Found:
 class Misfit:
     """An executor of which no layout with this degree fits on `devices` or fewer; it does from `fits_from` on, if ever.
 
-    `memory` is that of the layout on `devices` that comes closest, by `short_bytes`.
+    `memory` is that of the layout on `devices` that comes closest.
     """
 
     executor: str
@@ -249,7 +243,6 @@ class Misfit:
     precision: Precision
     devices: int
     memory: Parts
-    short_bytes: float
     fits_from: int | None
 
 
@@ -262,128 +255,147 @@ class Signature:
     precision: Precision
     own_reference: bool = False
 
-
-@dataclass(frozen=True)
-class _Option:
-    """One layout of an executor that fits, with its share of a step and the longest completion's time."""
-
-    layout: Layout
-    memory: Parts
-    seconds: float
-    longest_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class _Listed:
-    """The layouts of an executor that fit, by devices; and the closest one of those that did not."""
-
-    options: Mapping[int, Sequence[_Option]]
-    misfit: Misfit | None
+    def key(self, executor: str) -> tuple[Any, ...]:
+        """Return the part of a signature that an executor's choices depend on."""
+        if executor == "trainer":
+            return executor, self.precision, self.own_reference, self.trainer_parallel
+        return (executor, self.precision, self.generator_parallel) if executor == "generator" else (executor,)
 
 
 class Search:
-    """Every layout of `space` that fits on the cluster of `costs`, listed once for all staleness bounds."""
+    """Every layout of `space` that fits on the cluster of `costs`, listed once for all staleness bounds.
+
+    `misfits`: the closest layouts that do not fit, of each executor, degree and precision.
+    """
 
     def __init__(self, costs: CostModel, space: Space) -> None:
         self.costs, self.space = costs, space
-        workload = costs.workload
-        self._train_s: dict[TrainerLayout, float] = {}
-        self._listed: dict[tuple[Any, ...], _Listed] = {}  # by executor, and what a signature says of it
-        for precision in space.generator_precisions:
-            for own, degree in itertools.product((False, True)[: 1 + workload.reference], space.trainer_parallel):
-                self._listed["trainer", precision, own, degree] = self._list_trainers(precision, degree, own)
-        for precision, degree in itertools.product(space.generator_precisions, space.generator_parallel):
-            self._listed["generator", precision, degree] = self._list_generators(precision, degree)
-        if workload.reference:
-            self._listed["reference",] = self._list_scorers("reference", costs.model)
-        if workload.reward_model is not None:
-            self._listed["reward_model",] = self._list_scorers("reward_model", workload.reward_model)
+        self.misfits: list[Misfit] = []
+        owns = (False, True)[: 1 + costs.workload.reference]
+        self.signatures = [
+            Signature(trainer, generator, precision, own)
+            for precision, own, trainer, generator in itertools.product(
+                space.generator_precisions, owns, space.trainer_parallel, space.generator_parallel
+            )
+        ]
+        self._train_s = cache(lambda layout: costs.train_step(layout).total)
+        self._listed: dict[tuple[Any, ...], list[Choice]] = {}  # by executor, and what a signature says of it
+        for executor in ("trainer", "generator", "reference", "reward_model"):
+            for one in self.signatures:
+                if executor in self._executors(one) and one.key(executor) not in self._listed:
+                    self._listed[one.key(executor)] = self._list(executor, one)
 
-    @property
-    def misfits(self) -> list[Misfit]:
-        """The closest layouts that do not fit, of each executor, degree and precision."""
-        return [one.misfit for one in self._listed.values() if one.misfit is not None]
+    def _executors(self, signature: Signature) -> list[str]:
+        is_there = {"reference": signature.own_reference, "reward_model": self.costs.workload.reward_model is not None}
+        return ["trainer", "generator", *(name for name, is_one in is_there.items() if is_one)]
 
     def asynchronous(self, max_staleness: int) -> dict[Signature, Found]:
         """Return the best configuration of every signature that has one, under this bound (>= 1), fastest first."""
-        trainers = [key[1:] for key in self._listed if key[0] == "trainer"]
-        generators = [key[1:] for key in self._listed if key[0] == "generator"]
-        found: dict[Signature, Found] = {}
-        frontiers = self._frontiers(max_staleness)
-        for (precision, own_reference, trainer), (of, generator) in itertools.product(trainers, generators):
-            if of != precision:
-                continue
-            signature = Signature(trainer, generator, precision, own_reference)
-            chosen = best_split(_of(frontiers, signature), self.costs.cluster.num_devices)
+        frontiers, found = self._frontiers(max_staleness), {}
+        for one in self.signatures:
+            chosen = best_split(self._of(frontiers, one), self.costs.cluster.num_devices)
             if chosen is not None:
-                found[signature] = self._found(chosen, max_staleness)
-        return dict(sorted(found.items(), key=lambda item: _by_time(item[1])))
+                found[one] = self._found(chosen, max_staleness)
+
+        def by_time(item: tuple[Signature, Found]) -> tuple[float, ...]:  # among equals the least busy first
+            return item[1].seconds, *sorted((side.total for side in item[1].step.sides.values()), reverse=True)
+
+        return dict(sorted(found.items(), key=by_time))
 
     def shifted(self, found: Found, giver: str, taker: str) -> Found | None:
         """Return `found` with the fewest devices that `giver` can give moved to `taker`; None where it has no fewer."""
-        frontiers = _of(self._frontiers(found.max_staleness), signature_of(found.side_by_side))
+        frontiers = self._of(self._frontiers(found.max_staleness), signature_of(found.side_by_side))
         counts = {name: layout.devices for name, layout in executors(found.plan).items()}
-        less = frontiers[giver].with_devices(counts[giver] - 1)
+        less = fastest(frontiers[giver], counts[giver] - 1)
         if less is None:
             return None
-        more = frontiers[taker].with_devices(counts[taker] + counts[giver] - less.devices)
-        others = {name: frontiers[name].with_devices(count) for name, count in counts.items()}
+        more = fastest(frontiers[taker], counts[taker] + counts[giver] - less.devices)
+        others = {name: fastest(frontiers[name], count) for name, count in counts.items()}
         chosen = others | {giver: less, taker: more}
         return self._found({name: choice for name, choice in chosen.items() if choice is not None}, found.max_staleness)
 
-    def _frontiers(self, max_staleness: int) -> dict[tuple[Any, ...], Frontier[_Option]]:
+    def _frontiers(self, max_staleness: int) -> dict[tuple[Any, ...], Frontier]:
         """Return the choices of every executor under a bound."""
         return {
-            key: Frontier(
-                Choice(devices, max(option.seconds, option.longest_s / max_staleness), option)
-                for devices, options in listed.options.items()
-                for option in options
-                if not isinstance(option.layout, GeneratorLayout)
-                or option.layout.slots <= most_slots(self.costs.workload, option.layout.replicas, max_staleness)
+            key: frontier(
+                replace(choice, seconds=max(choice.seconds, choice.longest_s / max_staleness))
+                for choice in choices
+                if not isinstance(choice.layout, GeneratorLayout)
+                or choice.layout.slots <= most_slots(self.costs.workload, choice.layout.replicas, max_staleness)
             )
-            for key, listed in self._listed.items()
+            for key, choices in self._listed.items()
         }
 
-    def _found(self, chosen: Mapping[str, Choice[_Option]], max_staleness: int) -> Found:
-        layouts: dict[str, Any] = {name: choice.what.layout for name, choice in chosen.items()}
-        plan = AsynchronousPlan(**layouts)
+    def _of(self, frontiers: Mapping[tuple[Any, ...], Frontier], signature: Signature) -> dict[str, Frontier]:
+        """Return those of the executors that configurations of this signature have."""
+        return {name: frontiers[signature.key(name)] for name in self._executors(signature)}
+
+    def _found(self, chosen: Mapping[str, Choice], max_staleness: int) -> Found:
+        plan = AsynchronousPlan(**{name: choice.layout for name, choice in chosen.items()})
         found = Found(
             plan=plan,
             step=self.costs.asynchronous(plan),
-            memory={name: choice.what.memory for name, choice in chosen.items()},
-            longest_s=chosen["generator"].what.longest_s,
+            memory={name: choice.memory for name, choice in chosen.items()},
+            longest_s=chosen["generator"].longest_s,
             max_staleness=max_staleness,
         )
         listed_s = max(choice.seconds for choice in chosen.values())
         assert math.isclose(found.seconds, listed_s, rel_tol=1e-6), "a step takes what its slowest executor takes"
         return found
 
-    def _list_trainers(self, precision: Precision, degree: int, own_reference: bool) -> _Listed:
-        costs = self.costs
-        has_pass = costs.workload.reference and not own_reference
+    def _list(self, executor: str, signature: Signature) -> list[Choice]:
+        """Time every layout that fits; of the most devices on which none does, remember the closest one."""
+        match executor:
+            case "trainer":
+                degree, listed = signature.trainer_parallel, self._trainers(signature)
+            case "generator":
+                degree, listed = signature.generator_parallel, self._generators(signature)
+            case _:
+                degree, listed = 1, self._scorers(executor)
+        layouts, memory, times = listed
+        choices: list[Choice] = []
+        closest: tuple[Parts, Any] | None = None
+        for devices in self.space.devices:
+            if devices % degree:
+                continue
+            tried = [(memory(layout), layout) for layout in layouts(devices)]
+            fitting = [(held, layout, *times(layout)) for held, layout in tried if self.costs.fits(held)]
+            choices += [Choice(devices, seconds, layout, held, longest) for held, layout, seconds, longest in fitting]
+            if tried and not fitting:
+                closest = min(tried, key=lambda one: one[0].total)
+        if closest is not None:
+            held, layout = closest
+            fits_from = [choice.devices for choice in choices if choice.devices > layout.devices]
+            misfit = Misfit(
+                executor=executor,
+                tensor_parallel=degree,
+                precision=layout.precision if executor != "trainer" else signature.precision,
+                devices=layout.devices,
+                memory=held,
+                fits_from=min(fits_from, default=None),
+            )
+            self.misfits.append(misfit)
+        return choices
 
-        def layouts(devices: int) -> Iterator[TrainerLayout]:
-            return trainer_layouts(costs.workload, self.space, devices, degree)
-
-        def memory(layout: Any) -> Parts:
-            held = costs.train_memory(layout, served=precision)
-            return held.without("reference") if own_reference else held
+    def _trainers(self, signature: Signature) -> _Layouts:
+        costs, precision, degree = self.costs, signature.precision, signature.trainer_parallel
+        elsewhere = ("reference",) if signature.own_reference else ()
+        has_pass = costs.workload.reference and not signature.own_reference
 
         def times(layout: Any) -> tuple[float, float]:
-            if layout not in self._train_s:
-                self._train_s[layout] = costs.train_step(layout).total
             stage_s = costs.weight_sync(layout, replace(_ANY_GENERATOR, precision=precision))["stage"]
             reference_s = costs.reference_pass(layout).total if has_pass else 0.0
-            return self._train_s[layout] + stage_s + reference_s, 0.0
+            return self._train_s(layout) + stage_s + reference_s, 0.0
 
-        return self._list("trainer", degree, precision, layouts, memory, times)
+        return (
+            lambda devices: trainer_layouts(costs.workload, self.space, devices, degree),
+            lambda layout: costs.train_memory(layout, served=precision).without(*elsewhere),
+            times,
+        )
 
-    def _list_generators(self, precision: Precision, degree: int) -> _Listed:
+    def _generators(self, signature: Signature) -> _Layouts:
         costs, workload = self.costs, self.costs.workload
         longest = workload.lengths.longest_of(workload.rollouts)
-
-        def layouts(devices: int) -> Iterator[GeneratorLayout]:
-            return generator_layouts(self.space, devices, degree, precision)
 
         def times(layout: Any) -> tuple[float, float]:
             generating_s = costs.generation(layout, waits_for_longest=False).total
@@ -391,83 +403,27 @@ class Search:
             token_s = generating_s * layout.slots * layout.replicas / (workload.rollouts * workload.lengths.mean)
             return generating_s + pause_s, longest * token_s
 
-        return self._list("generator", degree, precision, layouts, costs.generator_memory, times)
+        degree, precision = signature.generator_parallel, signature.precision
+        return lambda devices: generator_layouts(self.space, devices, degree, precision), costs.generator_memory, times
 
-    def _list_scorers(self, name: str, model: TransformerConfig) -> _Listed:
+    def _scorers(self, executor: str) -> _Layouts:
         costs = self.costs
-
-        def memory(layout: Any) -> Parts:
-            return costs.scorer_memory(model, layout)
-
-        def times(layout: Any) -> tuple[float, float]:
-            return costs.scoring(model, layout).total, 0.0
-
-        precision = ScorerLayout(devices=1).precision
-        return self._list(name, 1, precision, lambda devices: (ScorerLayout(devices=devices),), memory, times)
-
-    def _list(
-        self,
-        executor: str,
-        degree: int,
-        precision: Precision,
-        layouts: Callable[[int], Iterable[Layout]],
-        memory: Callable[[Any], Parts],
-        times: Callable[[Any], tuple[float, float]],
-    ) -> _Listed:
-        """Time every layout that fits; of the most devices on which none does, remember the closest one."""
-        options: dict[int, list[_Option]] = {}
-        closest: tuple[int, Parts] | None = None
-        for devices in self.space.devices:
-            if devices % degree:
-                continue
-            tried = [(layout, memory(layout)) for layout in layouts(devices)]
-            fitting = [_Option(layout, held, *times(layout)) for layout, held in tried if self.costs.fits(held)]
-            if fitting:
-                options[devices] = fitting
-            elif tried:
-                closest = devices, min((held for _, held in tried), key=lambda held: held.total)
-        if closest is None:
-            return _Listed(options, None)
-        devices, held = closest
-        misfit = Misfit(
-            executor=executor,
-            tensor_parallel=degree,
-            precision=precision,
-            devices=devices,
-            memory=held,
-            short_bytes=held.total - self.costs.usable_bytes,
-            fits_from=min((count for count in options if count > devices), default=None),
+        model = costs.model if executor == "reference" else costs.workload.reward_model
+        assert model is not None
+        return (
+            lambda devices: (ScorerLayout(devices=devices),),
+            lambda layout: costs.scorer_memory(model, layout),
+            lambda layout: (costs.scoring(model, layout).total, 0.0),
         )
-        return _Listed(options, misfit)
-
-
-def _of(frontiers: Mapping[tuple[Any, ...], Frontier[_Option]], signature: Signature) -> dict[str, Frontier[_Option]]:
-    """Return those of the executors that configurations of this signature have."""
-    precision, own_reference = signature.precision, signature.own_reference
-    found = {
-        "trainer": frontiers["trainer", precision, own_reference, signature.trainer_parallel],
-        "generator": frontiers["generator", precision, signature.generator_parallel],
-    }
-    scorers = ["reference"] if own_reference else []
-    return found | {name: frontiers[name,] for name in [*scorers, "reward_model"] if (name,) in frontiers}
-
-
-def _by_time(found: Found) -> tuple[float, ...]:
-    """Order by the slowest executor's seconds, then the next one's: among equals the least busy."""
-    return found.seconds, *sorted((side.total for side in found.step.sides.values()), reverse=True)
 
 
 def executors(plan: AsynchronousPlan | SynchronousPlan) -> dict[str, Layout]:
     """Return the layouts of a plan by executor."""
-    found: dict[str, Layout | None] = {"trainer": plan.trainer, "generator": plan.generator}
-    if isinstance(plan, AsynchronousPlan):
-        found |= {"reference": plan.reference, "reward_model": plan.reward_model}
-    return {name: layout for name, layout in found.items() if layout is not None}
+    return {name: layout for name, layout in vars(plan).items() if layout is not None and name != "frees"}
 
 
 def signature_of(plan: AsynchronousPlan) -> Signature:
     """Return the signature that `plan` is the best of, if it came out of a search."""
-    trainer, generator = plan.trainer, plan.generator
-    return Signature(
-        trainer.tensor_parallel, generator.tensor_parallel, generator.precision, plan.reference is not None
-    )
+    reference = plan.reference is not None
+    generator = plan.generator
+    return Signature(plan.trainer.tensor_parallel, generator.tensor_parallel, generator.precision, reference)

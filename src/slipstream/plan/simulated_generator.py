@@ -13,10 +13,14 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from slipstream.plan.event_loop import Device, EventLoop, Job
-from slipstream.plan.simulated_run import Clockwork, Costs, GroupWork, SimulatedSetup
+from slipstream.core.types import Swapped
+from slipstream.plan.event_loop import Cores, EventLoop, Job
+from slipstream.plan.simulated_run import Costs, GroupWork, SimulatedSetup
+
+if TYPE_CHECKING:
+    from slipstream.plan.simulator import Simulation
 
 ROWS_PER_REQUEST_AHEAD = 8
 """For so many rows the prompt of one waiting request is stored before a row is free (`generator/engine.py`)."""
@@ -255,13 +259,9 @@ def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-class Tell(NamedTuple):
-    """The messages of a replica."""
-
-    finished: Callable[[int, Sequence[tuple[SimulatedRow, Spans]]], None]  # replica, completions
-    evaluated: Callable[[int], None]  # number of completions
-    swapped: Callable[[int, int], None]  # replica, version
-    released: Callable[[int, int], None]  # version, replica
+def swapped(replica: int, version: int) -> Swapped:
+    """Return the event of a replica that has swapped in a version."""
+    return Swapped(replica=replica, version=version, transfer_s=0.0, pause_s=0.0, probe_error=0.0)
 
 
 class Replica:
@@ -272,11 +272,11 @@ class Replica:
     end with the evaluation step under way.
     """
 
-    def __init__(self, clockwork: Clockwork, index: int, device: Device, tell: Tell) -> None:
-        self.clockwork, self.setup, self.costs = clockwork, clockwork.setup, clockwork.costs
-        self.index, self.device, self.name, self.tell = index, device, f"generator-{index}", tell
+    def __init__(self, simulation: Simulation, index: int, device: Cores) -> None:
+        self.simulation, self.setup, self.costs = simulation, simulation.setup, simulation.costs
+        self.index, self.device, self.name = index, device, f"generator-{index}"
         self.engine = SimulatedEngine(self.setup, self.costs, index, self.setup.slots, version=0)
-        self.account = Account(clockwork.loop, "wait_trainer")
+        self.account = Account(simulation.loop, "wait_trainer")
         self.swap_steps, self.swap_versions = [0], [0]
         self.inbox: list[WaitingRows] = []
         self.evaluations: deque[SimulatedEngine] = deque()
@@ -296,7 +296,7 @@ class Replica:
     def offer(self, version: int) -> None:
         """Take the newest version on offer; an older one that waits is released unread."""
         if self.offered is not None:
-            self.tell.released(self.offered, self.index)
+            self.simulation.trainer.release(self.offered, self.index)
         self.offered = version
         self.wake()
 
@@ -343,7 +343,7 @@ class Replica:
             ahead["receive"] = turn_s
         steps = planned.steps if planned.steps <= 1 else self._limited(planned.steps)
         self.stretch = DecodeStretch(ahead, steps, planned.first_s + turn_s, planned.growth_s, planned.rows)
-        self.factor = self.clockwork.drawn("decode", steps) if self.costs.jitter else 1.0
+        self.factor = self.simulation.drawn("decode", steps) if self.costs.jitter else 1.0
         self.job = self.device.run("decode", self.setup.generator_threads, self._work_s(), self._end)
 
     @property
@@ -381,12 +381,12 @@ class Replica:
         stretch = self.stretch
         self.drain_steps += stretch.steps if self.engine.is_paused else 0
         finished = self.engine.decoded(stretch.steps)
-        self.clockwork.result.generated_tokens += stretch.rows * stretch.steps
+        self.simulation.result.generated_tokens += stretch.rows * stretch.steps
         if self.num_evaluated:
-            self.tell.evaluated(self.num_evaluated)
+            self.simulation.score([None] * self.num_evaluated)
             self.num_evaluated = 0
         if finished:
-            self.tell.finished(self.index, [(row, self._spans(row)) for row in finished])
+            self.simulation.finished(self.index, [(row, self._spans(row)) for row in finished])
         self.turn()
 
     def spend(self) -> None:
@@ -395,7 +395,7 @@ class Replica:
         if self.job is None:
             self.account.enter(self._idle_state)
             return
-        self.clockwork.result.slot_busy_s += stretch.rows * self.account.elapsed_s
+        self.simulation.result.slot_busy_s += stretch.rows * self.account.elapsed_s
         if not stretch.ahead and not self.num_ending:
             self.account.enter(self._state)
             return
@@ -408,14 +408,14 @@ class Replica:
         engine, done = self.engine, 0
         if self.job is not None:
             done = min(self.stretch.steps, self._steps_done(self.job))
-        self.clockwork.result.generated_tokens += done * len(engine.live)
+        self.simulation.result.generated_tokens += done * len(engine.live)
         live = sum(row.done + engine.steps + done - row.start_step for _, _, row in engine.live)
         return live + sum(row.done for entry in engine.waiting for row in entry.rows)
 
     def _poll_weights(self) -> None:
         """Notice a finished transfer; else stage the newest offer, before which a pending version gives way."""
         if self.staged is not None:
-            self.tell.released(self.staged, self.index)
+            self.simulation.trainer.release(self.staged, self.index)
             self.pending, self.staged, self.staging = self.staged, None, None
         elif self.offered is not None and self.staging is None:
             self.staging, self.offered, self.pending = self.offered, None, None
@@ -455,7 +455,7 @@ class Replica:
             engine.put_back(engine.take_out(lambda row: row.kv_version < oldest, self._spans), was_live=True)
         if self.costs.swap_s:
             ahead["swap"] = self.costs.swap_s
-        self.tell.swapped(self.index, version)
+        self.simulation.tell(swapped(self.index, version))
 
     def _spans(self, row: SimulatedRow) -> Spans:
         """Return the versions and tokens of what `row` has so far."""

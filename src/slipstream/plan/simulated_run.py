@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
-import numpy as np
-
 from slipstream.observe.states import idle_share
-from slipstream.plan.event_loop import BACKGROUND_SHARE, EventLoop
-
-DRAWN_AT_ONCE = 1024  # factors of jitter: one call draws so many
+from slipstream.plan.event_loop import BACKGROUND_SHARE
 
 
 class GroupWork(NamedTuple):
@@ -49,18 +44,6 @@ class MadeUp:
 
     def held_out(self, version: int) -> Sequence[GroupWork]:  # noqa: ARG002
         return ()
-
-
-def heavy_tailed(
-    seed: int, *, completions: int, median: float = 200.0, sigma: float = 1.0, longest: int = 4000
-) -> Callable[[int], tuple[int, ...]]:
-    """Lognormal lengths, cut at `longest`: at sigma = 1 the mean is 1.65 medians, and one in 100 beyond 10 medians."""
-
-    def lengths(ordinal: int) -> tuple[int, ...]:
-        drawn = np.random.default_rng((seed, ordinal)).lognormal(np.log(median), sigma, completions)
-        return tuple(int(length) for length in np.clip(drawn, 1, longest))
-
-    return lengths
 
 
 class Batch(NamedTuple):
@@ -144,6 +127,36 @@ class Step(NamedTuple):
     batch: Batch
 
 
+@dataclass(frozen=True)
+class RunOutcome:
+    """The result of a run, recorded or simulated: seconds per step, rates, idle share by side, staleness in steps."""
+
+    steps: int
+    step_s: float
+    trained_tokens_per_s: float
+    generated_tokens_per_s: float
+    idle: dict[str, float]
+    staleness_mean: float
+    staleness_max: int
+    staleness: dict[int, int]  # steps -> tokens
+
+    @classmethod
+    def of(
+        cls, steps: int, wall_s: float, lags: Counter[int], generated_tokens: int, idle: dict[str, float]
+    ) -> RunOutcome:
+        """Return the outcome of steps that took `wall_s` together and trained tokens with these `lags`."""
+        return cls(
+            steps=steps,
+            step_s=wall_s / max(steps, 1),
+            trained_tokens_per_s=lags.total() / max(wall_s, 1e-9),
+            generated_tokens_per_s=generated_tokens / max(wall_s, 1e-9),
+            idle=idle,
+            staleness_mean=sum(lag * tokens for lag, tokens in lags.items()) / max(lags.total(), 1),
+            staleness_max=max(lags, default=0),
+            staleness=dict(sorted(lags.items())),
+        )
+
+
 @dataclass
 class Simulated:
     """The course of a run from the first admission to the end of the last step, `wall_s` later.
@@ -156,7 +169,6 @@ class Simulated:
     lags: Counter[int] = field(default_factory=Counter)
     dropped: dict[int, str] = field(default_factory=dict)  # ordinal -> cause
     started: Counter[int] = field(default_factory=Counter)  # replica -> groups
-    waited: dict[str, float] = field(default_factory=dict)  # what the trainer lacked, by the schedule -> seconds
     accounting: dict[str, dict[str, float]] = field(default_factory=dict)
     generated_tokens: int = 0
     stale_tokens: int = 0  # of groups that were discarded for their age
@@ -169,76 +181,9 @@ class Simulated:
     num_jumps: int = 0  # of the clock
 
     @property
-    def steps(self) -> list[tuple[int, ...]]:
-        return [step.ordinals for step in self.timed]
-
-    @property
-    def trained(self) -> list[int]:
-        return [ordinal for step in self.timed for ordinal in step.ordinals]
-
-    @property
-    def num_admitted(self) -> int:
-        return self.started.total()
-
-    @property
-    def step_s(self) -> float:
-        """Mean seconds per step."""
-        return self.wall_s / max(len(self.timed), 1)
-
-    @property
-    def trained_tokens_per_s(self) -> float:
-        return self.lags.total() / max(self.wall_s, 1e-9)
-
-    @property
-    def generated_tokens_per_s(self) -> float:
-        return self.generated_tokens / max(self.wall_s, 1e-9)
-
-    @property
-    def staleness_mean(self) -> float:
-        return sum(lag * tokens for lag, tokens in self.lags.items()) / max(self.lags.total(), 1)
-
-    @property
-    def staleness_max(self) -> int:
-        return max(self.lags, default=0)
-
-    @property
-    def trainer_idle_frac(self) -> float:
-        return idle_share(self.accounting["trainer"])
-
-    @property
-    def generator_idle_frac(self) -> float:
-        """Share of its time that the mean replica waited."""
-        shares = [idle_share(states) for name, states in self.accounting.items() if name.startswith("generator")]
-        return sum(shares) / len(shares)
-
-    @property
-    def slot_idle_frac(self) -> float:
-        """Share of decode slots times time that was empty. Both are sums of many parts, and may round apart."""
-        return max(0.0, 1 - self.slot_busy_s / max(self.slot_s, 1e-9))
-
-
-class Clockwork:
-    """The clock, layout, seconds of work, noise and result that all processes of a simulated run share."""
-
-    def __init__(self, setup: SimulatedSetup, costs: Costs, seed: int) -> None:
-        self.setup, self.costs, self.loop, self.result = setup, costs, EventLoop(), Simulated()
-        self._random = np.random.default_rng((seed, 0))
-        self._drawn: dict[str, list[float]] = {}
-
-    def later(self, seconds: float, do: Callable[[], None]) -> None:
-        """Call `do` after `seconds`; at once, and not by way of the heap, where that is nothing."""
-        if seconds > 0:
-            self.loop.after(seconds, do)
-        else:
-            do()
-
-    def drawn(self, kind: str, count: int = 1) -> float:
-        """Draw a factor of the jitter of `kind`; for `count` pieces on end one that varies as their mean does."""
-        factors = self.costs.jitter.get(kind)
-        if not factors:
-            return 1.0
-        drawn = self._drawn.setdefault(kind, [])
-        if not drawn:
-            drawn.extend(self._random.choice(np.asarray(factors), DRAWN_AT_ONCE).tolist())
-        factor = drawn.pop()
-        return factor if count <= 1 else 1.0 + (factor - 1.0) / math.sqrt(count)
+    def outcome(self) -> RunOutcome:
+        """The figures of the course; the idle share of generators is that of the mean replica."""
+        idle = {name: idle_share(states) for name, states in self.accounting.items()}
+        replicas = [share for name, share in idle.items() if name.startswith("generator")]
+        sides = {"trainer": idle["trainer"], "generator": sum(replicas) / len(replicas)}
+        return RunOutcome.of(len(self.timed), self.wall_s, self.lags, self.generated_tokens, sides)

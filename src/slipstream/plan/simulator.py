@@ -6,52 +6,38 @@
     ends when     the last step is done; ScheduleError where nothing can happen any more
 
 The schedule is the real one (`controller/policies.py`), so admission, order, bound and batches are those of a run. The
-rest of the system is modelled by the rules that its code follows:
+rest of the system is modelled by the rules that its code follows (docs/planning.md, "The simulator"):
 
-    generator   `slots` rows decode in lock step; how long a step takes depends on the rows and their context. A group's
-                prompt is prefilled once, within a budget, in the step before its rows start, or alone where nothing
-                decodes. Messages, swaps and evaluation come between two steps. A staged version is swapped in at once
-                (in flight), or when no completion lives (between batches: until then none starts), or after
-                `segment_tokens` steps, when live ones are exported, prefilled again and go on.
+    generator   plan/simulated_generator.py
     rewards     `workers` score one completion each at a time, first come first served
     trainer     does one thing at a time: it takes rollouts, and tells of whole groups, between two commands only; a
                 step, then the staging copy of a publish, then records; a command None saves a checkpoint
     weights     two versions may be in transit; a replica stages the newest beside decoding, at low priority
     controller  takes one event after the other; messages take a while either way
-
-Completions come from a `SimulatedWorkload`, seconds from `Costs`: of a run's files (`plan/calibrate.py`), of a cost
-model, or made up. Executors on one machine's cores slow each other (`event_loop.Cores`). The effect of weights on
-lengths and rewards is not modelled, nor are failures.
 """
 
 from __future__ import annotations
 
 import gc
+import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+
+import numpy as np
 
 from slipstream.controller.schedule import SchedulingPolicy
 from slipstream.core.errors import ScheduleError
 from slipstream.core.run_log import Command, Event
 from slipstream.core.types import CompletionFinished, GroupScored, Skip, StartGroup, StepDone, Swapped, TrainStep
 from slipstream.observe.recorder import EventRecorder
-from slipstream.plan.event_loop import Cores, Device, OwnDevice
-from slipstream.plan.simulated_generator import Account, Replica, SimulatedRow, Tell
-from slipstream.plan.simulated_run import (
-    Batch,
-    Clockwork,
-    Costs,
-    GroupWork,
-    Simulated,
-    SimulatedSetup,
-    SimulatedWorkload,
-    Step,
-)
+from slipstream.plan.event_loop import Cores, EventLoop
+from slipstream.plan.simulated_generator import Account, Replica, SimulatedRow, Spans, swapped
+from slipstream.plan.simulated_run import Batch, Costs, GroupWork, Simulated, SimulatedSetup, SimulatedWorkload, Step
 
 VERSIONS_IN_TRANSIT = 2  # slots of a publisher (`controller/weights.py`)
+DRAWN_AT_ONCE = 1024  # factors of jitter: one call draws so many
 
 
 def simulate(
@@ -64,27 +50,18 @@ def simulate(
     events: Path | None = None,
     window: tuple[int, int] | None = None,
 ) -> Simulated:
-    """Run `policy` from its first event to its last step; a function of its arguments.
+    """Run `policy` from its first event to its last step; a function of its arguments. ScheduleError for a deadlock.
 
-    With `events` every decision is written there, as a run writes `events.jsonl`: `slipstream replay` takes it. With a
-    `window` of steps (m, n) the run is left when n steps are done, and what happened is told from the end of the first
-    m on: neither its beginning, when nothing is there to train, nor its end, when nothing is left to generate.
-    Raises ScheduleError where it deadlocks.
+    With `events` every decision is written there, as a run writes `events.jsonl`. With a `window` of steps (m, n) the
+    run is left when n steps are done, and its course is told from the end of the first m on.
     """
     simulation = Simulation(policy, setup, workload, costs, seed=seed, events=events, window=window)
-    with _no_collection():
-        return simulation.run()
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Millions of small objects and no cycle among them: looking for one is a tenth of the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
+    was_collecting = gc.isenabled()
+    gc.disable()  # millions of small objects and no cycle among them: looking for one is a tenth of the time
     try:
-        yield
+        return simulation.run()
     finally:
-        if was_enabled:
+        if was_collecting:
             gc.enable()
 
 
@@ -111,20 +88,15 @@ class _Rewards:
 
     def _scored(self, ordinals: Sequence[int | None]) -> None:
         self.num_busy -= 1
-        self.simulation.later(self.simulation.costs.from_rewards_s, partial(self._hand_on, ordinals))
+        self.simulation.later(self.simulation.costs.from_rewards_s, partial(self.simulation.trainer.take, ordinals))
         if self.queue:
             self.score(())
-
-    def _hand_on(self, ordinals: Sequence[int | None]) -> None:
-        for ordinal in ordinals:
-            if ordinal is not None:
-                self.simulation.trainer.take(ordinal)
 
 
 class _Trainer:
     """The trainer process: it takes rollouts that arrived, then commands up to one step, and again."""
 
-    def __init__(self, simulation: Simulation, device: Device) -> None:
+    def __init__(self, simulation: Simulation, device: Cores) -> None:
         self.simulation, self.setup, self.costs, self.device = simulation, simulation.setup, simulation.costs, device
         self.account = Account(simulation.loop, "wait_generation")
         self.reason = "generation"
@@ -138,18 +110,19 @@ class _Trainer:
         self.reading: dict[int, set[int]] = {}  # version in transit -> replicas that have not released it
         self.held: int | None = None  # was published while none could go on its way
 
-    # What comes in
-
-    def take(self, ordinal: int) -> None:
-        """A rollout of group `ordinal`."""
-        left = self.missing.pop(ordinal, self.simulation.policy.config.completions_per_group) - 1
-        if left:
-            self.missing[ordinal] = left
-        else:
-            self.whole.append(ordinal)
-        self.num_arrived += 1
-        if not left or self.costs.receive_s:
-            self.wake()
+    def take(self, ordinals: Sequence[int | None]) -> None:
+        """Take rollouts of these groups, but not those of an evaluation (None)."""
+        for ordinal in ordinals:
+            if ordinal is None:
+                continue
+            left = self.missing.pop(ordinal, self.simulation.policy.config.completions_per_group) - 1
+            if left:
+                self.missing[ordinal] = left
+            else:
+                self.whole.append(ordinal)
+            self.num_arrived += 1
+            if not left or self.costs.receive_s:
+                self.wake()
 
     def obey(self, command: TrainStep | Skip | None) -> None:
         self.commands.append(command)
@@ -165,8 +138,6 @@ class _Trainer:
         if not self.reading[version]:
             del self.reading[version]
             self.wake()
-
-    # The loop
 
     def wake(self) -> None:
         if not self.is_busy:
@@ -205,42 +176,33 @@ class _Trainer:
         if self.num_arrived:
             count, whole = self.num_arrived, self.whole
             self.num_arrived, self.whole = 0, []
-            return {"receive": count * costs.receive_s}, partial(self._tell, whole)
+            return {"receive": count * costs.receive_s}, partial(self.simulation.scored, whole)
         if not self.commands:
             return None
         match self.commands.popleft():
             case TrainStep() as command:
-                return self._begin(command)
+                batch, factor = self.simulation.began(command), self.simulation.drawn("train")
+                states = {state: seconds * factor for state, seconds in costs.train(batch).items()}
+                return states, partial(self._trained, command, batch)
             case Skip() as command:
                 rollouts = len(command.ordinals) * self.simulation.policy.config.completions_per_group
                 return {"record": rollouts * costs.record_s}, _nothing
             case None:
                 return {"checkpoint": costs.checkpoint_s}, _nothing
 
-    def _tell(self, whole: Sequence[int]) -> None:
-        for ordinal in whole:
-            self.simulation.scored(ordinal)
-
-    def _begin(self, command: TrainStep) -> tuple[Mapping[str, float], Callable[[], None]]:
-        batch = self.simulation.began(command)
-        factor = self.simulation.drawn("train")
-        states = {state: seconds * factor for state, seconds in self.costs.train(batch).items()}
-        return states, partial(self._trained, command, batch)
-
     def _trained(self, command: TrainStep, batch: Batch) -> None:
         version, config = command.step + 1, self.simulation.policy.config
-        self.simulation.stepped(command)
+        self.simulation.tell(StepDone(step=command.step, version=version, metrics={}))
         if version % config.publish_every == 0 or version == config.steps:
             self.todo.append(({"stage": self.costs.publish_s}, partial(self._publish, version)))
         self.todo.append(({"record": batch.completions * self.costs.record_s}, _nothing))
 
     def _publish(self, version: int) -> None:
-        self.held = None
-        if len(self.reading) < VERSIONS_IN_TRANSIT:
+        has_room = len(self.reading) < VERSIONS_IN_TRANSIT
+        self.held = None if has_room else version
+        self.simulation.result.publishes_skipped += not has_room
+        if has_room:
             self._offer(version)
-        else:
-            self.held = version
-            self.simulation.result.publishes_skipped += 1
 
     def _offer(self, version: int) -> None:
         self.reading[version] = {replica.index for replica in self.simulation.replicas}
@@ -259,8 +221,8 @@ def _nothing() -> None:
     """End a piece of work that only takes time."""
 
 
-class Simulation(Clockwork):
-    """The controller, and the messages between all processes. `run` it once."""
+class Simulation:
+    """The controller, and the clock, messages, noise and result that all processes share. `run` it once."""
 
     def __init__(
         self,
@@ -273,23 +235,23 @@ class Simulation(Clockwork):
         events: Path | None = None,
         window: tuple[int, int] | None = None,
     ) -> None:
-        super().__init__(setup, costs, seed)
-        self.policy, self.workload = policy, workload
+        self.policy, self.setup, self.workload, self.costs = policy, setup, workload, costs
+        self.loop, self.result = EventLoop(), Simulated()
+        self._random = np.random.default_rng((seed, 0))
+        self._drawn: dict[str, list[float]] = {}
         self._first, self._last = (0, policy.config.steps) if window is None else window
         self._origin_s = 0.0  # of the result's times
         cores = None if setup.cores is None else Cores(self.loop, setup.cores, setup.beside, setup.background)
-        self.trainer = _Trainer(self, cores or OwnDevice(self.loop))
+        self.trainer = _Trainer(self, cores or Cores(self.loop))
         self.rewards = _Rewards(self)
-        tell = Tell(self.finished, self.evaluated, self.swapped, self.trainer.release)
-        self.replicas = [Replica(self, index, cores or OwnDevice(self.loop), tell) for index in range(setup.replicas)]
+        self.replicas = [Replica(self, index, cores or Cores(self.loop)) for index in range(setup.replicas)]
         self._recorder = None if events is None else EventRecorder(events, self.loop)
         self._groups: dict[int, GroupWork] = {}  # admitted, not trained or dropped
         self._tokens: dict[int, dict[int, int]] = {}  # what is finished of them, by version
-        self._begun: dict[int, tuple[float, Batch]] = {}  # step -> when, of what
+        self._begun: dict[int, tuple[tuple[int, ...], float, Batch]] = {}  # step -> groups, when, of what
         self._events: deque[Event] = deque()
         self._is_deciding = False
         self._free_s = 0.0  # when the controller has come to the last event
-        self._reason_since_s = 0.0
         self._evaluation_due: int | None = None
 
     def run(self) -> Simulated:
@@ -298,7 +260,7 @@ class Simulation(Clockwork):
             self._recorder.record(self.policy.began(), [])
         try:
             for replica in self.replicas:
-                self._decide(_swapped(replica.index, 0))
+                self._decide(swapped(replica.index, 0))
             for _ in range(self.setup.evaluates_first):
                 self._evaluate(0)
             policy, step = self.policy, self.loop.step
@@ -314,25 +276,48 @@ class Simulation(Clockwork):
                 self._recorder.close()
         return self._finished()
 
-    # What the executors tell
+    def later(self, seconds: float, do: Callable[[], None]) -> None:
+        """Call `do` after `seconds`; at once, and not by way of the heap, where that is nothing."""
+        if seconds > 0:
+            self.loop.at(self.loop.time_s + seconds, do)
+        else:
+            do()
 
-    def finished(self, replica: int, rows: Sequence[tuple[SimulatedRow, list[tuple[int, int]]]]) -> None:
+    def drawn(self, kind: str, count: int = 1) -> float:
+        """Draw a factor of the jitter of `kind`; for `count` pieces on end one that varies as their mean does."""
+        factors = self.costs.jitter.get(kind)
+        if not factors:
+            return 1.0
+        drawn = self._drawn.setdefault(kind, [])
+        if not drawn:
+            drawn.extend(self._random.choice(np.asarray(factors), DRAWN_AT_ONCE).tolist())
+        factor = drawn.pop()
+        return factor if count <= 1 else 1.0 + (factor - 1.0) / math.sqrt(count)
+
+    def tell(self, *events: Event) -> None:
+        """Send events to the controller."""
+        self.later(self.costs.to_controller_s, partial(self._hear, events))
+
+    def score(self, ordinals: Sequence[int | None]) -> None:
+        """Send completions to the rewards: of training groups, or of an evaluation (None)."""
+        self.later(self.costs.to_rewards_s, partial(self.rewards.score, ordinals))
+
+    def finished(self, replica: int, rows: Sequence[tuple[SimulatedRow, Spans]]) -> None:
         """Send completions to the rewards, and word of them to the controller."""
+        told = []
         for row, spans in rows:
             tokens = self._tokens[row.ordinal]
             for version, count in spans:
                 tokens[version] = tokens.get(version, 0) + count
-        self.later(self.costs.to_controller_s, partial(self._hear_finished, replica, [row for row, _ in rows]))
-        self.later(self.costs.to_rewards_s, partial(self.rewards.score, [row.ordinal for row, _ in rows]))
+            done = {"ordinal": row.ordinal, "sample": row.sample, "replica": replica, "num_tokens": row.length}
+            told.append(CompletionFinished(**done, min_version=0, max_version=0))
+        self.tell(*told)
+        self.score([row.ordinal for row, _ in rows])
 
-    def evaluated(self, count: int) -> None:
-        self.later(self.costs.to_rewards_s, partial(self.rewards.score, [None] * count))
-
-    def swapped(self, replica: int, version: int) -> None:
-        self.later(self.costs.to_controller_s, partial(self._hear_swapped, replica, version))
-
-    def scored(self, ordinal: int) -> None:
-        self.later(self.costs.to_controller_s, partial(self._hear_scored, ordinal))
+    def scored(self, ordinals: Sequence[int]) -> None:
+        """Send word of groups that are scored and beside the trainer."""
+        for ordinal in ordinals:
+            self.tell(_scored(ordinal, self._groups[ordinal], self._tokens[ordinal]))
 
     def began(self, command: TrainStep) -> Batch:
         """Note that the trainer begins a step; return the tokens that it reads."""
@@ -343,53 +328,26 @@ class Simulation(Clockwork):
                 self.result.lags[command.step - version] += count
                 total += count
         batch = Batch(len(works), sum(len(w.lengths) for w in works), sum(w.prompt_tokens for w in works), total)
-        self._begun[command.step] = (self.loop.time_s, batch)
+        self._begun[command.step] = (command.ordinals, self.loop.time_s, batch)
         return batch
 
-    def stepped(self, command: TrainStep) -> None:
-        self.later(self.costs.to_controller_s, partial(self._hear_stepped, command))
-
-    # The controller
-
-    def _hear_finished(self, replica: int, rows: Sequence[SimulatedRow]) -> None:
-        for row in rows:
-            self._decide(
-                CompletionFinished(
-                    ordinal=row.ordinal,
-                    sample=row.sample,
-                    replica=replica,
-                    num_tokens=row.length,
-                    min_version=0,
-                    max_version=0,
-                )
-            )
-
-    def _hear_scored(self, ordinal: int) -> None:
-        tokens = self._tokens[ordinal]
-        self._decide(
-            GroupScored(
-                ordinal=ordinal,
-                has_signal=self._groups[ordinal].has_signal,
-                mean_reward=0.5,
-                num_failed=0,
-                min_version=min(tokens),
-                max_version=max(tokens),
-            )
-        )
-
-    def _hear_swapped(self, replica: int, version: int) -> None:
-        self._decide(_swapped(replica, version))
-        if self._evaluation_due is not None and version >= self._evaluation_due:
-            self._evaluation_due = None
-            self._evaluate(version)
-
-    def _hear_stepped(self, command: TrainStep) -> None:
-        start_s, batch = self._begun.pop(command.step)
-        origin_s = self._origin_s
-        self.result.timed.append(Step(command.ordinals, start_s - origin_s, self.loop.time_s - origin_s, batch))
-        if command.step + 1 == self._first:
-            self._look_from_here()
-        self._decide(StepDone(step=command.step, version=command.step + 1, metrics={}))
+    def _hear(self, events: Sequence[Event]) -> None:
+        for event in events:
+            if isinstance(event, StepDone):
+                ordinals, start_s, batch = self._begun.pop(event.step)
+                origin_s = self._origin_s
+                self.result.timed.append(Step(ordinals, start_s - origin_s, self.loop.time_s - origin_s, batch))
+                if event.version == self._first:
+                    processes: list[_Trainer | Replica] = [self.trainer, *self.replicas]
+                    for process in processes:  # forget the run so far
+                        process.spend()
+                        process.account.seconds.clear()
+                    self.result, self._origin_s = Simulated(), self.loop.time_s
+            self._decide(event)
+            due = self._evaluation_due
+            if due is not None and isinstance(event, Swapped) and event.version >= due:
+                self._evaluation_due = None
+                self._evaluate(event.version)
 
     def _decide(self, event: Event) -> None:
         """Give the schedule one event after the other, and carry out its commands."""
@@ -405,10 +363,15 @@ class Simulation(Clockwork):
                 self._recorder.record(event, commands)
             self._free_s = max(self._free_s, self.loop.time_s) + self.costs.decide_s
             if isinstance(event, StepDone):
-                self._after_step(event.version)
+                setup, done = self.setup, event.version
+                if setup.checkpoint_every and done % setup.checkpoint_every == 0:
+                    self._send(self.costs.to_trainer_s, partial(self.trainer.obey, None))
+                if setup.evaluate_every and done % setup.evaluate_every == 0 and done < self.policy.config.steps:
+                    self._evaluation_due = done
             if commands:
                 self._carry_out(commands)
-            self._tell_reason()
+            if (reason := self.policy.waits_for()) != self.trainer.reason:
+                self.trainer.wait_for(reason)
         self._is_deciding = False
 
     def _carry_out(self, commands: Sequence[Command]) -> None:
@@ -423,17 +386,6 @@ class Simulation(Clockwork):
                     self._skip(command)
         for replica, groups in admitted.items():  # what is ready together travels together
             self._send(self.costs.to_generator_s, partial(self.replicas[replica].admit, groups))
-
-    def _tell_reason(self) -> None:
-        reason = self.policy.waits_for()
-        if reason != self.trainer.reason:
-            self._count_reason()
-            self.trainer.wait_for(reason)
-
-    def _count_reason(self) -> None:
-        now_s, reason, waited = self.loop.time_s, self.trainer.reason, self.result.waited
-        waited[reason] = waited.get(reason, 0.0) + now_s - self._reason_since_s
-        self._reason_since_s = now_s
 
     def _send(self, seconds: float, do: Callable[[], None]) -> None:
         """Call `do` `seconds` after the controller has come to it."""
@@ -454,13 +406,6 @@ class Simulation(Clockwork):
             self.result.stale_tokens += tokens if command.cause == "stale" else 0
         self._send(self.costs.to_trainer_s, partial(self.trainer.obey, command))
 
-    def _after_step(self, done: int) -> None:
-        setup = self.setup
-        if setup.checkpoint_every and done % setup.checkpoint_every == 0:
-            self._send(self.costs.to_trainer_s, partial(self.trainer.obey, None))
-        if setup.evaluate_every and done % setup.evaluate_every == 0 and done < self.policy.config.steps:
-            self._evaluation_due = done
-
     def _evaluate(self, version: int) -> None:
         """Evaluate on the first replica with the newest version."""
         versions = self.policy.versions
@@ -468,18 +413,8 @@ class Simulation(Clockwork):
         prompts = self.workload.held_out(version)
         self._send(self.costs.to_generator_s, partial(newest.evaluate, prompts, version))
 
-    def _look_from_here(self) -> None:
-        """Forget the run so far."""
-        self._count_reason()
-        processes: list[_Trainer | Replica] = [self.trainer, *self.replicas]
-        for process in processes:
-            process.spend()
-            process.account.seconds.clear()
-        self.result, self._origin_s = Simulated(), self.loop.time_s
-
     def _finished(self) -> Simulated:
         result = self.result
-        self._count_reason()
         self.trainer.spend()
         result.left_tokens = sum(replica.end_run() for replica in self.replicas)
         result.left_tokens += sum(sum(tokens.values()) for tokens in self._tokens.values())
@@ -490,5 +425,12 @@ class Simulation(Clockwork):
         return result
 
 
-def _swapped(replica: int, version: int) -> Swapped:
-    return Swapped(replica=replica, version=version, transfer_s=0.0, pause_s=0.0, probe_error=0.0)
+def _scored(ordinal: int, work: GroupWork, versions: Collection[int]) -> GroupScored:
+    return GroupScored(
+        ordinal=ordinal,
+        has_signal=work.has_signal,
+        mean_reward=0.5,
+        num_failed=0,
+        min_version=min(versions),
+        max_version=max(versions),
+    )

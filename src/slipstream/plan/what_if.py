@@ -3,18 +3,17 @@
     result = what_if("runs/quickstart", {"max_staleness": 4, "generator": {"replicas": 3}})
     result.changed.step_s, result.as_it_was.step_s, result.measured.step_s
 
-The run is simulated twice, as it was and as it might have been, from the same times, completions and noise: so what
-differs between the two comes from the dials. That the first one agrees with what was measured is the reason to believe
-the second.
+The run is simulated twice, as it was and as it might have been, from the same times, completions and noise: what
+differs comes from the dials. That the first one agrees with what was measured is the reason to believe the second.
 """
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from rich.console import Console
@@ -28,40 +27,22 @@ from slipstream.core.fields import MAX_WAIT_S
 from slipstream.core.plain import shown
 from slipstream.core.recipes import merge, nested, resolve
 from slipstream.generator.vllm.settings import check_settings
-from slipstream.plan.calibrate import Calibration, calibrate, row_multiple
-from slipstream.plan.recorded import RecordedRun, RecordedWorkload, RunOutcome, measured, read_run
-from slipstream.plan.simulated_run import Simulated, SimulatedSetup
+from slipstream.plan.calibrate import Calibration, calibrate, generator_dials, row_multiple
+from slipstream.plan.recorded import RecordedRun, measured, read_run
+from slipstream.plan.simulated_run import RunOutcome, SimulatedSetup
 from slipstream.plan.simulator import simulate
 
 SEEDS, MAX_SEEDS = 3, 1000  # simulations of each run, whose mean is returned
-DIALS = (
-    "steps",
-    "groups_per_step",
-    "completions_per_group",
-    "max_staleness",
-    "weight_update",
-    "publish_every",
-    "reorder_window",
-    "schedule.policy",
-    "schedule.staleness_threshold",
-    "schedule.queue_groups",
-    "generator.replicas",
-    "generator.num_slots",
-    "generator.segment_tokens",
-    "generator.kv_on_update",
-    "generator.max_kv_age",
-    "generator.prefill_tokens",
-    "generator.prefill_chunk",
-    "rewards.num_workers",
-    "loss.skip_no_signal",
-    "trainer.minibatches",
-    "trainer.epochs",
-    "trainer.microbatch_tokens",
-    "trainer.checkpoint_every",
-    "eval.every",
-    "eval.num_prompts",
-    "eval.num_slots",
-)
+_DIALS = {
+    "": "steps groups_per_step completions_per_group max_staleness weight_update publish_every reorder_window",
+    "schedule.": "policy staleness_threshold queue_groups",
+    "generator.": "replicas num_slots segment_tokens kv_on_update max_kv_age prefill_tokens prefill_chunk",
+    "rewards.": "num_workers",
+    "loss.": "skip_no_signal",
+    "trainer.": "minibatches epochs microbatch_tokens checkpoint_every",
+    "eval.": "every num_prompts num_slots",
+}
+DIALS = tuple(section + name for section, names in _DIALS.items() for name in names.split())
 """The fields whose effect on time and staleness a run's files show: not a model, prompts or a learning rate."""
 BAR = 20  # characters of the longest bar of a histogram
 LEAST_STALENESS = 0.005  # steps: less is no difference
@@ -158,40 +139,15 @@ def predict(
     events: Path | None = None,
 ) -> RunOutcome:
     """Return the mean of simulations of a run with `config`; the decisions of the first are written to `events`."""
-    logs = [events, *(None for _ in range(1, seeds))]
-    return mean_outcome(
-        [
-            simulate_config(calibration, config, seed=seed, reward_s=reward_s, events=log)
-            for seed, log in enumerate(logs)
-        ]
-    )
-
-
-def simulate_config(
-    calibration: Calibration,
-    config: RunConfig,
-    *,
-    seed: int = 0,
-    reward_s: float | None = None,
-    events: Path | None = None,
-) -> Simulated:
-    """Simulate one run with `config` by `calibration`."""
     costs = calibration.costs(config)
-    workload = RecordedWorkload(
-        calibration.runs,
-        groups_per_step=config.groups_per_step,
-        samples=config.samples_per_group,
-        num_held_out=config.eval.num_prompts,
-        seed=seed,
-    )
-    return simulate(
-        schedule_for(config),
-        setup_of(config, calibration),
-        workload,
-        costs if reward_s is None else replace(costs, score_s=reward_s),
-        seed=seed,
-        events=events,
-    )
+    if reward_s is not None:
+        costs = replace(costs, score_s=reward_s)
+    outcomes = []
+    for seed in range(seeds):
+        setup, log = setup_of(config, calibration), None if seed else events
+        groups = calibration.workload(config, seed)
+        outcomes.append(simulate(schedule_for(config), setup, groups, costs, seed=seed, events=log).outcome)
+    return mean_outcome(outcomes)
 
 
 def setup_of(config: RunConfig, calibration: Calibration) -> SimulatedSetup:
@@ -199,15 +155,10 @@ def setup_of(config: RunConfig, calibration: Calibration) -> SimulatedSetup:
     threads, generator = place(config, calibration.cores), config.generator
     is_on_cpu = config.trainer.device == "cpu" and generator.device == "cpu"
     return SimulatedSetup(
-        replicas=generator.replicas,
-        slots=generator.num_slots,
+        **generator_dials(config),
         row_multiple=row_multiple(generator),
-        weight_update=config.weight_update,
-        segment_tokens=generator.segment_tokens,
         kv_on_update=generator.kv_on_update if config.weight_update == "in_flight" else "keep",
         max_kv_age=generator.max_kv_age,
-        prefill_tokens=generator.prefill_tokens,
-        prefill_chunk=generator.prefill_chunk,
         workers=config.rewards.num_workers,
         evaluates_first=2,  # greedy and sampled (`controller/controller.py`)
         evaluate_every=config.eval.every,
@@ -221,26 +172,18 @@ def setup_of(config: RunConfig, calibration: Calibration) -> SimulatedSetup:
     )
 
 
-def mean_outcome(runs: Sequence[Simulated]) -> RunOutcome:
+def mean_outcome(outcomes: Sequence[RunOutcome]) -> RunOutcome:
     """Return the mean of several simulations of one run."""
-    lags: Counter[int] = sum((found.lags for found in runs), Counter())
-    mean = statistics.fmean
-    return RunOutcome(
-        steps=len(runs[0].timed),
-        step_s=mean(found.step_s for found in runs),
-        trained_tokens_per_s=mean(found.trained_tokens_per_s for found in runs),
-        generated_tokens_per_s=mean(found.generated_tokens_per_s for found in runs),
-        idle={
-            "trainer": mean(found.trainer_idle_frac for found in runs),
-            "generator": mean(found.generator_idle_frac for found in runs),
-        },
-        staleness_mean=mean(found.staleness_mean for found in runs),
-        staleness_max=max(found.staleness_max for found in runs),
-        staleness={lag: round(lags[lag] / len(runs)) for lag in sorted(lags)},
+    lags: Counter[int] = sum((Counter(one.staleness) for one in outcomes), Counter())
+    rates = ("step_s", "trained_tokens_per_s", "generated_tokens_per_s", "staleness_mean")
+    return replace(
+        outcomes[0],
+        **dict[str, Any]((name, fmean(getattr(one, name) for one in outcomes)) for name in rates),
+        idle={side: fmean(one.idle[side] for one in outcomes) for side in outcomes[0].idle},
+        staleness_max=max(one.staleness_max for one in outcomes),
+        staleness={lag: round(lags[lag] / len(outcomes)) for lag in sorted(lags)},
     )
 
-
-# On the terminal
 
 ROWS: tuple[tuple[str, Callable[[RunOutcome], str]], ...] = (
     ("step time", lambda outcome: f"{outcome.step_s:.3g} s"),
@@ -260,7 +203,9 @@ def show(found: WhatIf, console: Console) -> None:
         del columns["what if"]
     console.print(f"{found.run}: {found.measured.steps} steps measured", highlight=False, soft_wrap=True)
     if found.is_changed:
-        console.print(f"what if: {in_words(found)}", highlight=False, soft_wrap=True, markup=False)
+        words = [f"{name} = {value}" for name, value in _flat(found.overrides).items()]
+        words += [] if found.reward_s is None else [f"reward = {found.reward_s:g} s a completion"]
+        console.print(f"what if: {', '.join(words)}", highlight=False, soft_wrap=True, markup=False)
     table = Table("", *columns, show_edge=False)
     for column in table.columns[1:]:
         column.justify = "right"
@@ -270,12 +215,6 @@ def show(found: WhatIf, console: Console) -> None:
         table.add_row(f"tokens {lag} stale", *(_share(outcome, lag) for outcome in columns.values()))
     console.print(table)
     console.print(verdict(found), highlight=False, soft_wrap=True, markup=False)
-
-
-def in_words(found: WhatIf) -> str:
-    """Name the changes: `max_staleness = 4, generator.replicas = 3`."""
-    words = [f"{name} = {value}" for name, value in _flat(found.overrides).items()]
-    return ", ".join(words + ([] if found.reward_s is None else [f"reward = {found.reward_s:g} s a completion"]))
 
 
 def verdict(found: WhatIf) -> str:
