@@ -41,12 +41,14 @@ CONTROLLER = "controller"
 class ProcessAccounting(msgspec.Struct, frozen=True, kw_only=True):
     """One process over the run: `states` (state -> seconds) sum to its `wall_s`.
 
-    It computes with `threads` on `device`, perhaps `within` another process, as an inline executor does.
+    It computes with `threads`, alone with `most_threads`, on `device`, perhaps `within` another process, as an inline
+    executor does.
     """
 
     name: str
     states: dict[str, float]
     threads: int = 1
+    most_threads: int = 1
     device: str = "cpu"
     within: str = ""
 
@@ -177,8 +179,14 @@ def _process(name: str, records: Sequence[timeline.Record], states: dict[str, fl
     newest = timeline.ProcessStart(name, 0, 0)
     for record in records:
         newest = record if isinstance(record, timeline.ProcessStart) else newest
-    threads, device, within = newest.threads, newest.device, newest.within
-    return ProcessAccounting(name=name, states=states, threads=threads, device=device, within=within)
+    return ProcessAccounting(
+        name=name,
+        states=states,
+        threads=newest.threads,
+        most_threads=max(newest.threads, newest.threads_alone),
+        device=newest.device,
+        within=newest.within,
+    )
 
 
 def _steps(files: Sequence[Path], events: Path, start_ns: int) -> tuple[list[int], list[int]]:

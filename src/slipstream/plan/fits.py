@@ -66,7 +66,7 @@ class RunProcesses:
             for name, records in run.timelines.items()
         }
         processes = run.accounting.processes
-        self.threads = {name: one.threads for name, one in processes.items() if one.side in COMPUTING}
+        self.threads = {name: one.threads for name, one in processes.items() if side_of(name) in COMPUTING}
         self.busy = {name: _work_curve(self.slices[name]) for name in self.threads}
         [self.trainer, *_] = (name for name in self.threads if side_of(name) == "trainer")
         self.generators = [name for name in self.threads if side_of(name) == "generator"]
