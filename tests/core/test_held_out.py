@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from slipstream.core.config import RunConfig
@@ -44,7 +45,10 @@ TRL = [  # [format_reward, accuracy_reward], the first of which every answer ear
 
 def test_the_mean_reward_and_its_parts_need_no_measure() -> None:
     found = measured(TRL, None)
-    assert found == Measured(0.5, {"format_reward": 1.0, "accuracy_reward": 0.5}, None)
+    error = np.std([2.0, 1.0, 1.5, 1.0, -3.0], ddof=1) / 5**0.5
+    assert found.reward_error == pytest.approx(error)
+    parts = {"format_reward": 1.0, "accuracy_reward": 0.5}
+    assert found == Measured(0.5, parts, None, found.reward_error)
     assert found.headline == ("reward", 0.5)
 
 

@@ -168,7 +168,10 @@ def test_a_whole_configuration_of_another_trainer_is_told_in_one_screen() -> Non
     assert "learning_rate is `trainer.optimizer.lr` here" in said
     assert len(said) < 2000
     two = sentences(["num_generations", "beta", "unknown"], as_flags=True)
-    assert two == "num_generations is `--completions-per-group` here; beta is `--kl.coef` here"
+    assert two is not None
+    first, second = (line.strip() for line in two.splitlines())
+    assert first == "TRL's num_generations is `--completions-per-group` here"
+    assert second.startswith("TRL's beta is `--kl.coef` here, with `--kl.place loss`"), "what goes with it, too"
 
 
 def test_ours_and_typing_errors_are_still_guessed() -> None:

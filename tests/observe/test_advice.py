@@ -18,6 +18,7 @@ import pytest
 from synthetic_run import make_run_dir, make_summary
 from test_health import healthy, watched
 
+from slipstream.core.held_out import Measured
 from slipstream.core.jsonl import JsonlWriter
 from slipstream.core.observe_sections import AlarmName, HealthConfig
 from slipstream.core.recipes import resolve
@@ -506,3 +507,10 @@ def test_a_run_that_ended_before_its_first_step_has_no_rates_and_no_verdict(caps
 
 def test_the_time_of_a_resumed_run_is_that_of_all_attempts(capsys: pytest.CaptureFixture[str]) -> None:
     assert "done: 20 steps in 1 min 12 s " in finished(capsys, earlier_s=60.0)
+
+
+def test_a_mean_reward_within_its_error_may_be_chance() -> None:
+    before, after = Measured(0.651, reward_error=0.12), Measured(0.842, reward_error=0.1)
+    assert overview.reward_may_be_chance(before, after) == ", which may be chance"
+    assert overview.reward_may_be_chance(before, replace(after, reward=1.4)) == ""
+    assert overview.reward_may_be_chance(before, replace(after, reward_error=None)) == "", "nothing is known of it"

@@ -21,10 +21,12 @@ from slipstream.observe.summary import (
 # The interface. A change here is a breaking change for everybody's scripts.
 FIELDS = {
     "": "recipe seed status steps wall_s policy_version model_params eval throughput staleness accounting prompts "
-    "weight_sync padding_frac versions earlier_s evaluation alarms data restarts balance",
+    "weight_sync padding_frac versions earlier_s evaluation alarms data restarts balance error",
     "eval": "before after",
-    "eval.before": "accuracy sampled_accuracy num_prompts reward sampled_reward reward_parts sampled_reward_parts",
-    "eval.after": "accuracy sampled_accuracy num_prompts reward sampled_reward reward_parts sampled_reward_parts",
+    "eval.before": "accuracy sampled_accuracy num_prompts reward sampled_reward reward_parts "
+    "sampled_reward_parts reward_error sampled_reward_error",
+    "eval.after": "accuracy sampled_accuracy num_prompts reward sampled_reward reward_parts "
+    "sampled_reward_parts reward_error sampled_reward_error",
     "throughput": "generated_tokens_per_s trained_tokens_per_s completions_per_s",
     "staleness": "max mean bound histogram updates_max",
     "prompts": "admitted trained failed skipped pending lost repeated regenerated_tokens failed_completions",

@@ -51,6 +51,7 @@ class Tally:
     started_s: float
     clock: Clock = field(default_factory=WallClock)
     status: s.Status = "running"
+    error: str | None = None
     ended_s: float = 0.0
     steps_done: int = 0
     num_params: int = 0
@@ -279,6 +280,7 @@ class Tally:
             recipe=self.config.recipe,
             seed=self.config.seed,
             status=self.status,
+            error=self.error if self.status == "failed" else None,
             steps=self.steps_done,
             wall_s=self.ended_s - self.started_s,
             earlier_s=self.earlier_s,

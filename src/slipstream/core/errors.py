@@ -44,6 +44,13 @@ class SlipstreamError(Exception):
         super().__init__("\n".join(lines))
 
 
+def reason(error: BaseException) -> str:
+    """Return `error` in a line of at most a screen's width or two, without what was allowed and the hint."""
+    if not isinstance(error, SlipstreamError):
+        return clip(f"{type(error).__name__}: {error}")
+    return clip(error.what if error.got is None else f"{error.what} ({error.got})")
+
+
 class ConfigError(SlipstreamError, ValueError):
     """The user's configuration or input is wrong."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import stdev
 from typing import Any, Protocol
 
 from slipstream.core.config import RunConfig
@@ -35,11 +36,13 @@ class Measured:
     """Means over answers: of `reward`, of each part of it where that was given, and of being right, in 0..1.
 
     `accuracy` is None without a measure, and where it abstained everywhere; `reward` in files of runs that had none.
+    `reward_error` is the standard error of `reward`; None of a single answer, and in files of runs that had none.
     """
 
     reward: float | None = None
     reward_parts: dict[str, float] = field(default_factory=dict)
     accuracy: float | None = None
+    reward_error: float | None = None
 
     @property
     def headline(self) -> tuple[str, float | None]:
@@ -48,8 +51,9 @@ class Measured:
 
     def metrics(self, prefix: str) -> dict[str, Any]:
         """Return these as metrics of an evaluation, for `metrics.jsonl`."""
-        found = {f"{prefix}reward": self.reward, prefix + PARTS: self.reward_parts}
-        return found if self.accuracy is None else found | {f"{prefix}accuracy": self.accuracy}
+        found: dict[str, Any] = {f"{prefix}reward": self.reward, prefix + PARTS: self.reward_parts}
+        others = {f"{prefix}accuracy": self.accuracy, f"{prefix}reward_error": self.reward_error}
+        return found | {name: value for name, value in others.items() if value is not None}
 
 
 def measured(answers: Sequence[Scored], measure: str | None) -> Measured:
@@ -60,8 +64,10 @@ def measured(answers: Sequence[Scored], measure: str | None) -> Measured:
             if value is not None:
                 parts.setdefault(name, []).append(value)
     judged = [right for answer in answers if (right := is_right(answer, measure)) is not None]
+    rewards = [answer.reward for answer in answers]
     return Measured(
-        reward=_mean([answer.reward for answer in answers]),
+        reward=_mean(rewards),
+        reward_error=stdev(rewards) / math.sqrt(len(rewards)) if len(rewards) > 1 else None,
         reward_parts={name: _mean(values) for name, values in parts.items()},
         accuracy=_mean(judged) if judged else None,
     )
@@ -84,7 +90,8 @@ def in_metrics(line: Mapping[str, Any], prefix: str) -> Measured | None:
         return None
     start = f"{prefix}{PARTS}/"
     parts = {name.removeprefix(start): value for name, value in line.items() if name.startswith(start)}
-    return Measured(reward, {name: value for name, value in parts.items() if value is not None}, accuracy)
+    found = {name: value for name, value in parts.items() if value is not None}
+    return Measured(reward, found, accuracy, line.get(f"{prefix}reward_error"))
 
 
 def check_measure(config: RunConfig) -> None:

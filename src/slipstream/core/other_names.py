@@ -67,23 +67,17 @@ def sentence(path: str, *, as_flags: bool = False) -> str | None:
 
 
 def sentences(paths: Iterable[str], *, as_flags: bool = False) -> str | None:
-    """Return one `sentence` in full; of several fields what each is here, without what goes with it."""
-    known = {path: found for path in dict.fromkeys(paths) if (found := counterparts(path))}
-    if len(known) < 2:
-        return next((sentence(path, as_flags=as_flags) for path in known), None)
-    fields = {
-        path: list(dict.fromkeys(entry.partition(", ")[0] for *_, entry in found)) for path, found in known.items()
-    }
-    said = [
-        f"{path} is " + (" or ".join(f"`{field}`" for field in ours if field != "-") or "nothing") + " here"
-        for path, ours in fields.items()
-    ]
-    told = "; ".join(said[:_MAX_TOLD]) + (f"; and {len(said) - _MAX_TOLD} more" if len(said) > _MAX_TOLD else "")
-    return flags_in(told) if as_flags else told
+    """Return the `sentence` of each field that is known, one a line."""
+    said = [told for path in dict.fromkeys(paths) if (told := sentence(path, as_flags=as_flags)) is not None]
+    if len(said) > MAX_TOLD:
+        said[MAX_TOLD:] = [f"and {len(said) - MAX_TOLD} more"]
+    return LINE.join(said) or None
 
 
-_MAX_TOLD = 6
+MAX_TOLD = 10
 """Fields in one hint: an error has one screen."""
+LINE = "\n" + " " * 11
+"""Between two of them, as far in as an error's hint."""
 
 
 def sentence_of_value(field: str, value: object, *, as_flags: bool = False) -> str | None:

@@ -27,8 +27,9 @@ ACCOUNTING_TOLERANCE_S = 1e-3
 class Evaluation(msgspec.Struct, frozen=True):
     """The scores of one policy version's answers to held-out prompts: greedy ones, and `sampled_` at temperature 1.
 
-    `reward` is the mean of what would be trained on, `reward_parts` those of its terms. The accuracies are shares of
-    right answers, None where no term is named as the measure (`eval.measure`). Runs older than the rewards lack these.
+    `reward` is the mean of what would be trained on, `reward_error` its standard error, `reward_parts` the means of its
+    terms. The accuracies are shares of right answers, None where no term is named as the measure (`eval.measure`). Runs
+    older than the rewards lack these.
     """
 
     accuracy: float | None
@@ -38,6 +39,8 @@ class Evaluation(msgspec.Struct, frozen=True):
     sampled_reward: float | None = None
     reward_parts: dict[str, float] = {}
     sampled_reward_parts: dict[str, float] = {}
+    reward_error: float | None = None
+    sampled_reward_error: float | None = None
 
     @classmethod
     def of(cls, greedy: Measured, sampled: Measured, num_prompts: int) -> Evaluation:
@@ -49,15 +52,19 @@ class Evaluation(msgspec.Struct, frozen=True):
             sampled_reward=sampled.reward,
             reward_parts=greedy.reward_parts,
             sampled_reward_parts=sampled.reward_parts,
+            reward_error=greedy.reward_error,
+            sampled_reward_error=sampled.reward_error,
         )
 
     @property
     def greedy(self) -> Measured:
-        return Measured(self.reward, self.reward_parts, self.accuracy)
+        return Measured(self.reward, self.reward_parts, self.accuracy, self.reward_error)
 
     @property
     def sampled(self) -> Measured:
-        return Measured(self.sampled_reward, self.sampled_reward_parts, self.sampled_accuracy)
+        return Measured(
+            self.sampled_reward, self.sampled_reward_parts, self.sampled_accuracy, self.sampled_reward_error
+        )
 
 
 class Evaluations(msgspec.Struct, frozen=True):
@@ -173,6 +180,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     data: Data | None = None
     restarts: dict[str, int] = {}  # executor -> how often it was started again
     balance: Balance | None = None  # who starves, why, and what would help, over the loop (`observe/balance.py`)
+    error: str | None = None  # of a run that failed: the reason
 
     @property
     def total_s(self) -> float:

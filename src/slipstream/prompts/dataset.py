@@ -187,7 +187,7 @@ def row_of(record: Mapping[str, Any], config: PromptsConfig, *, template: Templa
         )
     columns = to_json_types(dict(record), where=where)
     prompt = columns.pop(config.prompt_column)
-    answer = columns.pop(config.answer_column, None)
+    answer = columns.get(config.answer_column)  # rewards may ask for it under either name
     answer_text = answer if answer is None or isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
     columns["answer"] = answer_text
     if isinstance(prompt, str):

@@ -29,7 +29,7 @@ from slipstream.controller.tally import Tally
 from slipstream.core.clock import WallClock
 from slipstream.core.config import RunConfig
 from slipstream.core.disk import HeldFolder
-from slipstream.core.errors import CheckpointError, ConfigError, DiskError, ExecutorLost, SlipstreamError
+from slipstream.core.errors import CheckpointError, ConfigError, DiskError, ExecutorLost, SlipstreamError, reason
 from slipstream.core.files import open_regular
 from slipstream.core.interrupts import Interrupted, Interrupts
 from slipstream.core.recipes import resolve, save_config, with_stage_paths
@@ -222,7 +222,8 @@ def _run_and_conclude(controller: Controller, conclude: Callable[[], Summary]) -
         controller.run()
     except Interrupted:
         raise
-    except BaseException:
+    except BaseException as error:
+        controller.tally.error = reason(error)
         with contextlib.suppress(DiskError):  # a full disk has already been told of, by whoever met it first
             conclude()
         raise

@@ -274,7 +274,8 @@ def outcome_table(runs: Mapping[str, RunData]) -> str:
 
 def are_alike(runs: Sequence[RunData]) -> bool:
     """Whether their rewards and held-out scores mean the same."""
-    return all(run.rewarded == runs[0].rewarded for run in runs)
+    terms = {run.terms for run in runs if run.terms}  # none of a run that ended before a step
+    return len(terms) < 2 and all(run.rewarded == runs[0].rewarded for run in runs)
 
 
 # The race

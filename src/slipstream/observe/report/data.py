@@ -185,12 +185,17 @@ class RunData:
     def rewarded(self) -> object:
         """Return a value that is equal for runs whose rewards mean the same: the prompts' source, and what scores them.
 
-        Of functions that were given from Python only the names of their terms are known.
+        Functions that were given from Python are known by the names of their `terms` alone.
         """
         prompts, given = self.config.get("prompts"), self.path / "prompts.jsonl"
         if prompts is not None and given.is_file():  # its path is the run's own
             prompts = prompts | {"dataset": hashlib.sha256(given.read_bytes()).hexdigest()}
-        return prompts, self.config.get("rewards"), set(self.history.names("reward_parts/"))
+        return prompts, self.config.get("rewards")
+
+    @cached_property
+    def terms(self) -> frozenset[str]:
+        """The names of the reward's terms, of a run that has trained a step."""
+        return frozenset(self.history.names("reward_parts/"))
 
     @property
     def tokens_trained(self) -> float:

@@ -15,7 +15,7 @@ from slipstream.observe.balance import LEAST_STEPS, SMALL
 from slipstream.observe.display import duration, plural
 from slipstream.observe.evaluation import MOMENTS
 from slipstream.observe.health import WATCHED_STEPS, AlarmSpan
-from slipstream.observe.noise import LEAST_TREND, mean_of, rises, share
+from slipstream.observe.noise import LEAST_TREND, Estimate, mean_of, rises, share
 from slipstream.observe.report.data import RunData
 from slipstream.observe.report.html import card, cards, items, part, table, text
 from slipstream.observe.summary import Evaluations, violations
@@ -66,7 +66,9 @@ def opening(run: RunData) -> str:
         "not finished": "The run did not end by itself, or was killed; this page shows what its files hold.",
         "failed": "The run failed; this page shows how far it came.",
     }
-    return words.get(status_of(run), "Point at any picture for its numbers.")
+    told = words.get(status_of(run), "Point at any picture for its numbers.")
+    reason = None if run.summary is None or status_of(run) != "failed" else run.summary.error
+    return told if reason is None else f"{told} The reason: {reason}"
 
 
 def tiles(run: RunData) -> list[tuple[str, str]]:
@@ -78,11 +80,14 @@ def tiles(run: RunData) -> list[tuple[str, str]]:
         change = f"{percent(before.accuracy).removesuffix('%')} → {percent(after.accuracy)}"
         found.append((change, "held-out accuracy, greedy"))
     elif after.reward is not None:
-        found.append((f"{mean(before.reward)} → {mean(after.reward)}", "held-out mean reward, greedy"))
-    elif history.steps:
-        rewards = history.values("reward")
-        ends = f"{number(rewards[0])} → {number(rewards[-1])}" if rewards else "?"
-        found.append((ends, "reward, first and last step"))
+        chance = reward_may_be_chance(before, after)
+        found.append((f"{mean(before.reward)} → {mean(after.reward)}", f"held-out mean reward, greedy{chance}"))
+    elif rewards := history.values("reward"):
+        if (trend := _trend(rewards)) is not None:
+            first, last, length = trend
+            found.append((f"{number(first)} → {number(last)}", f"reward, means of the first and last {length} steps"))
+        else:
+            found.append((number(fmean(rewards)), f"reward, mean of {plural(len(rewards), 'step')}"))
     if run.evaluation is not None and "win_rate" in run.evaluation["after"]["gold"]:
         rates = [run.evaluation[moment]["gold"]["win_rate"]["mean"] for moment in MOMENTS]
         change = " → ".join("?" if rate is None else f"{rate:.1%}" for rate in rates).replace("% →", " →")
@@ -96,7 +101,7 @@ def tiles(run: RunData) -> list[tuple[str, str]]:
     if run.staleness:
         bound = "no bound" if run.bound is None else f"bound {run.bound}"
         found.append((f"{run.mean_staleness:.2f}", f"steps old is a trained token (most {run.max_staleness}, {bound})"))
-    if (share := run.wasted_share) is not None:
+    if (share := run.wasted_share) is not None and len(history.steps) >= LEAST_STEPS:
         found.append((f"{share:.0%}", "as many tokens were wasted as trained on"))
     trainer, generators = run.idle("trainer"), run.idle("generator")
     if trainer is not None and generators is not None:
@@ -130,7 +135,8 @@ def learned(run: RunData) -> str:
     before, after = run.held_out
     if run.summary is not None and run.evaluations.after is not None and (told := _held_out(before, after)):
         count = run.num_held_out
-        chance = may_be_chance(before.accuracy, after.accuracy, count)  # of a mean reward the error is not known
+        chance = may_be_chance(before.accuracy, after.accuracy, count)
+        chance = reward_may_be_chance(before, after) if after.accuracy is None else chance
         steps = plural(run.summary.steps, "step")
         never = run.summary.eval.never_right
         more = _sampled(run.evaluations) + ("" if never is None else f" {never}")
@@ -145,18 +151,36 @@ def may_be_chance(before: float | None, after: float | None, num_prompts: int) -
     return "" if share(before, num_prompts).differs(share(after, num_prompts)) else ", which may be chance"
 
 
+def reward_may_be_chance(before: Measured, after: Measured) -> str:
+    """A clause where two mean rewards differ by no more than the noise of their prompts."""
+    if before.reward is None or after.reward is None or before.reward == after.reward:
+        return ""
+    if before.reward_error is None or after.reward_error is None:  # of runs that did not measure it
+        return ""
+    first, last = Estimate(before.reward, before.reward_error), Estimate(after.reward, after.reward_error)
+    return "" if first.differs(last) else ", which may be chance"
+
+
 def _rewarded(rewards: list[float]) -> str:
     """Say how the reward began and ended, for a run without held-out prompts; its mean where these differ by noise."""
     if not rewards:
         return "No step was trained."
     steps = plural(len(rewards), "step")
-    if len(rewards) >= 2 * LEAST_TREND:
-        length = max(LEAST_TREND // 2, len(rewards) // 10)
-        first, last = mean_of(rewards[:length]), mean_of(rewards[-length:])
-        if first is not None and last is not None and first.differs(last):
-            means = f"means of the first and last {length} of {steps}"
-            return f"The reward went from {first.value:.3f} to {last.value:.3f} ({means})."
+    if (trend := _trend(rewards)) is not None:
+        first, last, length = trend
+        return f"The reward went from {first:.3f} to {last:.3f} (means of the first and last {length} of {steps})."
     return f"The reward was {fmean(rewards):.3f} (mean of {steps})."
+
+
+def _trend(rewards: list[float]) -> tuple[float, float, int] | None:
+    """Return the means of the first and the last so many rewards; None where they differ by no more than noise."""
+    if len(rewards) < 2 * LEAST_TREND:
+        return None
+    length = max(LEAST_TREND // 2, len(rewards) // 10)
+    first, last = mean_of(rewards[:length]), mean_of(rewards[-length:])
+    if first is None or last is None or not first.differs(last):
+        return None
+    return first.value, last.value, length
 
 
 def _held_out(before: Measured, after: Measured) -> str:
