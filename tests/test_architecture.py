@@ -152,7 +152,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 59_200
+MAX_LINES = 59_250
 MAX_LINES_OF_SPINE = 1_600
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -167,12 +167,12 @@ MAX_LINES_OF_FOLDER = {
     "algorithms": 1_650,
     "batching": 350,
     "controller": 5_000,
-    "core": 7_900,
+    "core": 8_000,
     "evals": 1_350,
     "generator": 6_200,
     "jobs": 500,
     "models": 5_250,
-    "observe": 9_150,
+    "observe": 9_200,
     "plan": 5_800,
     "prompts": 1_150,
     "rewards": 3_950,

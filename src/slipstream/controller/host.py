@@ -56,8 +56,7 @@ class Host:
         clock: Clock | None = None,
         links: Links | None = None,
     ) -> None:
-        clock = WallClock() if clock is None else clock
-        group = RankGroup.alone() if group is None else group
+        clock, group = clock or WallClock(), group or RankGroup.alone()
         self.name = node.members[group.rank]
         self.ports = ports
         self.executor = node.build()
