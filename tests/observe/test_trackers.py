@@ -282,6 +282,7 @@ def track(names: list[str], run_dir: Path) -> list[str]:
         "tags": ["red"],
         "group": "both",
         "run_name": "me",
+        "deadline_s": 200,  # a program beside takes its time from the tracker
     }
     config = resolve("quickstart", secrets | {"trackers": options})
     with open_trackers(config, run_dir, first_step=0, note=notes.append) as told:
