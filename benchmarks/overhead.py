@@ -4,6 +4,11 @@
     python benchmarks/overhead.py --run DIR                         reads that of a run that is there
     python benchmarks/overhead.py --timeline [--pairs 5] [RECIPE] [--a.b value ...]
 
+First come the CPU seconds per completion, by process and by kind of work, over all threads of each process. A process
+knows its own by state (`timeline_hook/`); what the run's other processes take (the one that imports, the workers of
+rewards) is the rest of what the system counts. What is neither model, sampling nor scoring is what a completion costs
+besides arithmetic.
+
 The trainer's critical path is the time from the start of its first step to the end of its last. Of that time it works,
 waits for data that does not exist yet (generation, rewards, a straggler), or is held up by what joins the two: taking
 and handing on messages (`receive`, `send`), the loop around its work (`overhead`), waiting for a command although its
@@ -31,11 +36,16 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 from slipstream.controller.placement import num_cores
 from slipstream.core.clock import WallClock
-from slipstream.core.run_log import read_metrics
+from slipstream.core.held_out import GREEDY_PREFIX, SAMPLED_PREFIX, in_metrics
+from slipstream.core.run_log import read_decisions, read_metrics
+from slipstream.core.types import CompletionFinished
 from slipstream.observe.chrome_trace import merge_timelines
 from slipstream.observe.hardware import describe
 from slipstream.observe.states import kind
@@ -51,6 +61,22 @@ from slipstream.observe.timeline import (
 DATA = ("wait_generation", "wait_rewards", "wait_straggler")
 JOINING = ("receive", "send", "schedule", "overhead")
 HOOK = Path(__file__).parent / "timeline_hook"
+KINDS = {  # of CPU seconds -> the states; the first three are the work itself
+    "model": ("model", "forward_backward", "optimizer", "reference", "proximal", "values", "warm_start", "train"),
+    "sampling": ("sample",),
+    "scoring": ("score",),
+    "engine": ("decode", "prefill", "re_prefill", "evaluate", "drain"),
+    "batch": ("collate",),
+    "weights": ("publish", "stage", "swap"),
+    "channel": ("send", "receive"),
+    "schedule": ("schedule",),
+    "log": ("record", "checkpoint", "export"),
+    "loop": ("overhead",),
+    "asleep": (),  # the other states: threads that work while the process waits, and what waking costs
+    "start-up": ("start_up", "shut_down"),
+}
+EVALUATED = (GREEDY_PREFIX, SAMPLED_PREFIX)
+ARITHMETIC = ("model", "sampling", "scoring")
 SAME_WORK = ["--max-staleness", "0", "--weight-update", "between_batches"]
 
 
@@ -107,6 +133,12 @@ def read_trace(run_dir: Path) -> None:
     )
 
 
+def hooked(mode: str, counts: Path | None = None) -> dict[str, str]:
+    """The environment in which each process of a run has the hook of `timeline_hook/`."""
+    path = os.pathsep.join([str(HOOK), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {"PYTHONPATH": path, "TIMELINE_HOOK": mode} | ({} if counts is None else {"TIMELINE_COUNTS": str(counts)})
+
+
 def train(run_dir: Path, arguments: list[str], **environment: str) -> float:
     """Run a recipe; the CPU seconds of all its processes."""
     command = [sys.executable, "-m", "slipstream.cli", "run", *(arguments or ["quickstart"]), "--out", str(run_dir)]
@@ -114,6 +146,37 @@ def train(run_dir: Path, arguments: list[str], **environment: str) -> float:
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=os.environ | environment)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+# CPU seconds per completion
+
+
+def num_completions(run_dir: Path) -> int:
+    """Completions that generators finished, for training and for evaluations."""
+    finished = sum(isinstance(line.event, CompletionFinished) for line in read_decisions(run_dir / "events.jsonl"))
+    prompts = tomllib.loads((run_dir / "config.toml").read_text())["eval"]["num_prompts"]
+    measured = [in_metrics(line, p) for line in read_metrics(run_dir / "metrics.jsonl") for p in EVALUATED]
+    return finished + prompts * sum(found is not None for found in measured)
+
+
+def cost_table(of_process: Mapping[str, Mapping[str, float]], total_s: float, completions: int) -> None:
+    """Print CPU milliseconds per completion of each process by kind; `of_process` has seconds by state."""
+    kind_of = {state: kind for kind, states in KINDS.items() for state in states}
+    rows = {
+        name: Counter({k: sum(s for state, s in states.items() if kind_of.get(state, "asleep") == k) for k in KINDS})
+        for name, states in of_process.items()
+    }
+    rest_s = total_s - sum(sum(row.values()) for row in rows.values())
+    print(f"CPU ms per completion ({completions:,} completions, {total_s:.1f} s of CPU):")
+    print(f"  {'':<14}" + "".join(f"{kind:>9}" for kind in KINDS) + f"{'all':>9}")
+    together = sum(rows.values(), Counter())
+    for name, row in [*rows.items(), ("together", together)]:
+        cells = "".join(f"{row[kind] / completions * 1e3:9.3f}" for kind in KINDS)
+        print(f"  {name:<14}{cells}{sum(row.values()) / completions * 1e3:9.3f}")
+    print(f"  {'other processes':<{14 + 9 * len(KINDS)}}{rest_s / completions * 1e3:9.3f}")
+    besides = sum(seconds for kind, seconds in together.items() if kind not in (*ARITHMETIC, "start-up"))
+    share = sum(together[kind] for kind in ARITHMETIC) / total_s
+    print(f"  besides arithmetic and start-up: {besides / completions * 1e3:.3f} ms; arithmetic is {share:.1%} of all")
 
 
 # The timeline
@@ -143,8 +206,7 @@ def count(folder: Path, arguments: list[str]) -> None:
     print(f"a span costs {span_s * 1e6:.2f} us of CPU time, one that writes a line of its own {line_s * 1e6:.2f} us")
     counts, run_dir = folder / "counts", folder / "counted"
     counts.mkdir()
-    path = os.pathsep.join([str(HOOK), *filter(None, [os.environ.get("PYTHONPATH")])])
-    train(run_dir, arguments, PYTHONPATH=path, TIMELINE_HOOK="count", TIMELINE_COUNTS=str(counts))
+    train(run_dir, arguments, **hooked("count", counts))
     start_s, end_s, num_steps = loop_of(run_dir)
     print(f"{num_steps} steps of {(end_s - start_s) / num_steps:.3f} s:")
     total = 0.0
@@ -166,14 +228,12 @@ def count(folder: Path, arguments: list[str]) -> None:
 
 def compare(folder: Path, arguments: list[str], num_pairs: int) -> None:
     """Print how runs with a timeline compare to those without, pair by pair."""
-    path = os.pathsep.join([str(HOOK), *filter(None, [os.environ.get("PYTHONPATH")])])
     ratios: dict[str, list[float]] = {"CPU seconds": [], "median step": []}
     for pair in range(num_pairs):
         found: dict[str, tuple[float, float]] = {}
         for mode in ("on", "off") if pair % 2 == 0 else ("off", "on"):
             run_dir = folder / f"{mode}{pair}"
-            hook = {"PYTHONPATH": path, "TIMELINE_HOOK": "off"} if mode == "off" else {}
-            cpu_s = train(run_dir, arguments, **hook)
+            cpu_s = train(run_dir, arguments, **(hooked("off") if mode == "off" else {}))
             steps = [line["step_s"] for line in read_metrics(run_dir / "metrics.jsonl") if "step_s" in line]
             found[mode] = cpu_s, statistics.median(steps[2:])
         weights = [(folder / f"{mode}{pair}" / "model" / "model.safetensors").read_bytes() for mode in ("on", "off")]
@@ -210,9 +270,13 @@ def main() -> None:
             count(folder, arguments)
             compare(folder, [*(arguments or ["quickstart"]), *SAME_WORK], options.pairs)
         else:
-            train(folder / "run", arguments)
-            read_run(folder / "run")
-            read_trace(folder / "run")
+            run_dir, counts = folder / "run", folder / "counts"
+            counts.mkdir()
+            total_s = train(run_dir, arguments, **hooked("cpu", counts))
+            of_process = {file.stem: json.loads((counts / file.stem).read_text()) for file in process_files(run_dir)}
+            cost_table(of_process, total_s, num_completions(run_dir))
+            read_run(run_dir)
+            read_trace(run_dir)
 
 
 if __name__ == "__main__":

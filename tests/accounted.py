@@ -79,11 +79,14 @@ def check_accounting(run_dir: Path, *, stopped_s: float = 0.0, most_overhead: fl
             assert abs(states.get(state, 0.0) - told[state]) < 1e-3, f"{where}: {state} {states}, but {told}"
     starts = {name: [line for line in timeline if line["kind"] == "process"] for name, timeline in timelines.items()}
     for name, timeline in timelines.items():
+        if not starts[name]:  # it was killed before it wrote
+            assert summary["accounting"][name].keys() <= {"absent", "unlabelled"}
+            continue
         begin = starts[name][-1]
         ends = [line for line in timeline if line["kind"] == "end" and line["time_ns"] >= begin["time_ns"]]
         if not ends or begin.get("within"):
             continue
-        here = [name, *(other for other, lives in starts.items() if lives[-1].get("within") == name)]
+        here = [name, *(other for other, lives in starts.items() if lives and lives[-1].get("within") == name)]
         busy = sum(busy_s(timelines[one], begin["time_ns"], ends[-1]["time_ns"]) for one in here)
         cpu, main, background = (ends[-1].get(f"{which}_ns", 0) * 1e-9 for which in ("cpu", "main", "background"))
         threads = max(begin.get("threads", 1), begin.get("threads_alone", 1))

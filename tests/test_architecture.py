@@ -152,7 +152,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 59_250
+MAX_LINES = 59_700
 MAX_LINES_OF_SPINE = 1_600
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -166,18 +166,18 @@ SPINE = (
 MAX_LINES_OF_FOLDER = {
     "algorithms": 1_650,
     "batching": 350,
-    "controller": 5_000,
-    "core": 8_000,
+    "controller": 5_240,
+    "core": 8_030,
     "evals": 1_350,
     "generator": 6_200,
     "jobs": 500,
     "models": 5_250,
-    "observe": 9_200,
+    "observe": 9_210,
     "plan": 5_800,
     "prompts": 1_150,
     "rewards": 3_950,
-    "stages": 2_250,
-    "trainer": 4_050,
+    "stages": 2_265,
+    "trainer": 4_110,
     "weight_sync": 3_300,
 }
 LONG_FUNCTIONS = {"generator/paged_kernels.py": "a kernel is one function"}
@@ -212,6 +212,11 @@ def test_docstrings_begin_with_a_verb_or_their_object() -> None:
         if (text := ast.get_docstring(node)) and text.split()[0].rstrip(",:") in OPENINGS
     ]
     assert not bad, "\n" + "\n".join(bad)
+
+
+def test_a_class_name_has_one_meaning() -> None:
+    names = Counter(node.name for source in SOURCES for node in ast.walk(source.tree) if isinstance(node, ast.ClassDef))
+    assert not (twice := [name for name, count in names.items() if count > 1]), f"{twice}: each word one meaning"
 
 
 def test_functions_fit_a_screen() -> None:
@@ -259,6 +264,7 @@ FORBIDDEN_NAMES = {
 PATTERNS_ON_BOUNDED_TEXT = {
     "models/hub.py",  # linear ones, for names of the configuration, and commits that the hub tells
     "core/plain.py",  # linear ones, for paths and flags of the user
+    "flags.py",  # for what is said of flags of the user
     "evals/judge.py",  # linear ones, see docs/rewards.md
     "observe/report/comparison.py",  # a linear one, for names of folders
     "observe/outlet.py",  # a linear one, for what a run itself has shown

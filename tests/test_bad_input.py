@@ -28,6 +28,7 @@ import torch
 
 import slipstream
 from slipstream import cli
+from slipstream.controller.nursery import Nursery
 from slipstream.controller.policies import schedule_for
 from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import resolve, save_config
@@ -53,6 +54,7 @@ from slipstream.trainer.optim import AdamW
 
 TRIES_TEXT = "slipstream.models.foreign_text"  # processes that a check may start
 CALLS_REWARDS = "slipstream.rewards.worker"
+IMPORTS = "slipstream.controller.forking"
 MAX_LINES, MAX_COLUMNS = 24, 480
 
 MODEL = {"hidden_size": 16, "intermediate_size": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2}
@@ -925,7 +927,7 @@ RUNS = [
     refused("run recipe.toml --out " + "x" * 300, "'out' cannot be a path", "too long"),
     refused("run recipe.toml --preset sync --max-staleness 1", "contradict", "drop the preset"),
     refused("run recipe.toml --preset synch", "unknown preset 'synch'", "did you mean 'sync'?"),
-    refused("run --resume nowhere", "'nowhere' is no run", "config.toml", "hint"),
+    refused("run --resume nowhere", "no folder 'nowhere'", "allowed: the folder of a run"),
     refused("run --resume model", "'model' is no run"),
     refused("run --resume data.jsonl", "'data.jsonl' is no run"),
     refused("run --resume run", "the run is already complete", "2 of 2 steps", "hint", prepare=complete),
@@ -984,12 +986,12 @@ RUNS = [
     refused("eval model --recipe recipe.toml", "more tokens than the model", prepare=another_vocabulary),
     refused("eval model --recipe recipe.toml", "dataset", prepare=remove("data.jsonl")),
     refused("report", "a run is needed", "folder of a run"),
-    refused("report nowhere", "'nowhere' is no run", "metrics.jsonl", "hint"),
+    refused("report nowhere", "no folder 'nowhere'", "allowed: the folder of a run"),
     refused("report model", "'model' is no run"),
     refused("report run", "config.toml' is not valid TOML", prepare=text("run/config.toml", "=")),
     refused("report run", "summary", prepare=text("run/summary.json", "{}")),
     refused("report run", "metrics.jsonl is damaged", "line 1", prepare=text("run/metrics.jsonl", "x\n{}\n")),
-    refused("watch", "run", "required"),
+    refused("watch", "the argument RUN is missing", "`slipstream watch --help`"),
     refused("watch data.jsonl", "'data.jsonl' is no folder of a run", "a file"),
     refused("watch run --port 70000", "no such port", "0..65535"),
     refused("watch run --port http", "port"),
@@ -1070,14 +1072,14 @@ ABSURD = [
         "model.max_positions",
     ),
     wrong("tasks", {**TASKS, "prompts": {**TASKS["prompts"], "num_train": 2**31 - 1}}, "the prompts", "x 1024 bytes"),
-    refused("run recipe.toml --steps 1_000", "--steps", "'1_000' is no integer"),
-    refused("run recipe.toml --steps ١٢", "--steps", "'١٢' is no integer"),
+    refused("run recipe.toml --steps 1_000", "'--steps' is no integer", "got:     1_000", "digits 0-9"),
+    refused("run recipe.toml --steps ١٢", "'--steps' is no integer", "digits 0-9"),
     refused("run recipe.toml --deadline-s 1_0.5", "--deadline-s", "is no number"),
     refused("run recipe.toml --steps " + "9" * 5000, "--steps", "5,000 characters"),
-    refused("plan llama-3.1-8b --gpus 1_6", "--gpus", "'1_6' is no integer"),
-    refused("simulate run --seeds 1_0", "--seeds", "'1_0' is no integer"),
-    refused("eval model --num-samples 1_0", "--num-samples", "'1_0' is no integer"),
-    refused("launch --group trainer --nnodes 1_0", "--nnodes", "'1_0' is no integer"),
+    refused("plan llama-3.1-8b --gpus 1_6", "'--gpus' is no integer", "got:     1_6"),
+    refused("simulate run --seeds 1_0", "'--seeds' is no integer", "got:     1_0"),
+    refused("eval model --num-samples 1_0", "'--num-samples' is no integer", "got:     1_0"),
+    refused("launch --group trainer --nnodes 1_0", "'--nnodes' is no integer", "got:     1_0"),
     refused("eval model --recipe recipe.toml --num-samples 1000000000000", "the completions", "samples x", "GB"),
     refused("plan llama-3.1-8b --gpus 1000000000000", "--gpus is out of range", "1..65536"),
     refused("plan llama-3.1-8b --gpus 8 --groups-per-step 1000000000000", "--groups-per-step is out of range"),
@@ -1126,14 +1128,23 @@ COMMANDS = [
     refused("run recipe.toml --prompts.tasks x", "'--prompts.tasks'", "--out", "has no flag here", "recipe"),
     refused("simulate run --model.path x", "'--model.path'", "--beside", "has no flag here"),
     refused("plan --gpus-per-nod 3", "'--gpus-per-nod'", "--cluster", "did you mean '--gpus-per-node'?"),
-    refused("run recipe.toml --steps", "Missing value", "--steps", "Expected 1"),
-    refused("run recipe.toml --steps many", "--steps", "'many'", "INT"),
+    refused("run recipe.toml --steps", "the value of '--steps' is missing"),
+    refused("run recipe.toml --steps many", "'--steps' is no integer", "got:     many", "digits"),
     refused("run recipe.toml --weight-update inflight", "--weight-update", "in_flight"),
     refused("run recipe.toml --steps 0", "'steps'", "> 0"),
-    refused("run recipe.toml other.toml", "other.toml"),
-    refused("run recipe.toml --trainer.optimizer.betas 0.9", "Missing value", "betas", "Expected 2"),
+    refused("run recipe.toml other.toml", "more arguments than the command takes", "other.toml"),
+    refused("run recipe.toml steps=5", "more arguments", "steps=5", "`--steps 5`"),
+    refused("run recipe.toml data.train_batch_size=8", "more arguments", "verl's", "`--groups-per-step`"),
+    refused("run recipe.toml --loss.params.eps_low 0.1", "'loss.params' is a table: `--loss.params eps_low VALUE`"),
+    refused("run recipe.toml --preset.x 1", "unknown flag '--preset.x'"),
+    refused("run recipe.toml --foo 1", "unknown flag '--foo'", "--help lists them"),
+    refused("run recipe.toml --trainer.optimizer.betas 0.9", "betas' is missing", "2 values"),
     refused("eval model --recipe recipe.toml --kl", "unknown flag '--kl'", "--kl.coef", "'kl' is a section"),
-    Case("a long word", ("invalid choice", "...", "--help"), arguments="run recipe.toml --host " + "x" * 9000),
+    Case(
+        "a long word",
+        ("unknown value of '--host'", "...", "process, inline"),
+        arguments="run recipe.toml --host " + "x" * 9000,
+    ),
     refused("recipes --task", "allowed: --tasks", "did you mean '--tasks'?"),
     refused("recipes all", "all"),
     refused("doctor --jsn", "did you mean '--json'?"),
@@ -1256,6 +1267,7 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> None:
         (multiprocessing.process.BaseProcess, "start"),
         (os, "fork"),
         (os, "posix_spawn"),
+        (Nursery, "start"),
         (slipstream.models.hf, "safe_open"),
         (slipstream.trainer.checkpoint_boxes, "safe_open"),
         (slipstream.trainer.first_format, "load_file"),
@@ -1264,7 +1276,7 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> None:
     start = subprocess.Popen.__init__
 
     def start_a_check(self: Any, arguments: Any, *args: Any, **kwargs: Any) -> None:
-        if not {TRIES_TEXT, CALLS_REWARDS} & set(arguments):  # gone when the check is done: `nothing_is_left`
+        if not {TRIES_TEXT, CALLS_REWARDS, IMPORTS} & set(arguments):  # gone when the check is done: `nothing_is_left`
             raise Started("a process")
         start(self, arguments, *args, **kwargs)
 
@@ -1362,7 +1374,9 @@ def test_python_says_the_same(
         slipstream.run("recipe.toml")
     check_screen(str(caught.value))
     check_words(str(caught.value), case.words)
-    assert capsys.readouterr() == ("", "")
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert not [line for line in err.splitlines() if not line.startswith("starting ")]
     assert files_of(place) == before
 
 

@@ -91,12 +91,12 @@ def test_presets_and_lists(calls: list[Any]) -> None:
         ("run tiny --preset synch", "did you mean 'sync'?"),
         ("run tiny --publish-every 9", "publish_every leaves"),
         ("run tiny --model.path nowhere", "no Hugging Face checkpoint"),
-        ("run --resume nowhere", "'nowhere' is no run"),
+        ("run --resume nowhere", "no folder 'nowhere'"),
         ("eval", "a model is needed"),
         ("eval nowhere", "no checkpoint in 'nowhere'"),
         ("report", "a run is needed"),
-        ("report nowhere", "'nowhere' is no run"),
-        ("report nowhere elsewhere", "'nowhere' is no run"),
+        ("report nowhere", "no folder 'nowhere'"),
+        ("report nowhere elsewhere", "no folder 'nowhere'"),
     ],
 )
 @pytest.mark.usefixtures("recipe")

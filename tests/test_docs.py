@@ -19,11 +19,11 @@ from shown import DOCUMENTS, ROOT, Block, anchors, blocks, command_blocks, files
 
 from slipstream import cli
 from slipstream.cli import COMMANDS, LaunchOptions, PlanOptions, SimulateOptions
-from slipstream.controller.checks import check_loss
 from slipstream.core.config import PRESETS, RunConfig
 from slipstream.core.recipes import list_recipes, merge, resolve
 from slipstream.flags import parse
 from slipstream.plan.question import cluster_of_file
+from slipstream.trainer.loss_checks import check_loss
 
 PACKAGE = ROOT / "src" / "slipstream"
 README = (ROOT / "README.md").read_text(encoding="utf-8")

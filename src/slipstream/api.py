@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Never
 
 from rich.console import Console
 
+from slipstream.controller.nursery import nursery_for
 from slipstream.controller.pipeline import SCRIPTS_BEING_IMPORTED, Pipeline, ReachedRun
 from slipstream.core.config import RunConfig
 from slipstream.core.disk import replace_file
@@ -29,12 +30,13 @@ from slipstream.core.interrupts import Interrupted, Interrupts
 from slipstream.core.other_names import KEYWORDS, sentence
 from slipstream.core.plain import wrong_text
 from slipstream.core.recipes import check_path, merge, nested, resolve, resumed_config, same_name
-from slipstream.core.run_lock import holding
+from slipstream.core.run_lock import check_free, holding
+from slipstream.generator.vllm.settings import interpreter
 from slipstream.models.hub import Tell, pinned, with_folders
 from slipstream.observe.outlet import CONSOLE_LOG, lasting_output
 from slipstream.rewards.given import Functions, Reward, with_given
 from slipstream.stages.named import check_named
-from slipstream.stages.run_folder import PROMPTS_FILE, folder_of, new_run_dir
+from slipstream.stages.run_folder import PROMPTS_FILE, check_goes_on, folder_of, new_run_dir
 
 if TYPE_CHECKING:  # torch and transformers are imported when the input has been looked at
     from slipstream.controller.meeting import Cluster
@@ -78,13 +80,11 @@ def run(
     **columns)` returns one number (or None) per completion; it replaces the config's terms and runs in this process
     with `rewards.timeout_s` as its deadline. A list may mix functions, names as in `rewards.terms` ("length",
     "file.py:function"), and tables of these with their `weight`, `per` and `params`; `reward_weights` are their factors
-    in the sum. `prompts` (strings, or rows with `prompt` and `answer`) replace the
-    config's; a tenth of them is held out, at most `prompts.num_eval`. `out` is the run's directory, new or empty;
-    `resume` continues the run in that directory, from its last checkpoint or with the first of its `stages` that is
-    not done, under the configuration that it saved: `config` is not looked at, and `overrides` may change what
-    `core.recipes.RESUMED_WITH` lists (`{"steps": 400}` extends a run, also one that is done). `pipeline` replaces the
-    default pipeline. With `cluster` (`slipstream.launch.cluster_of`) trainer and generators are not started here:
-    they join, from wherever they are.
+    in the sum. `prompts` (strings, or rows with `prompt` and `answer`) replace the config's; a tenth of them is held
+    out, at most `prompts.num_eval`. `out` is the run's directory, new or empty; `resume` continues the run in that
+    directory, from its last checkpoint or with the first of its `stages` that is not done, under the configuration that
+    it saved: `overrides` may change what `core.recipes.RESUMED_WITH` lists (`{"steps": 400}` extends a run, also one
+    that is done). `pipeline` replaces the default one. With `cluster` (`launch.cluster_of`) its groups join the run.
 
     Raises ConfigError before anything starts; ExecutorDied or another SlipstreamError when the run fails (the files
     written so far stay, and `summary.json` says `failed`). In the main thread SIGINT, SIGTERM and SIGHUP end the run
@@ -108,15 +108,23 @@ def run(
             is_measure_given = isinstance(own := over.get("eval"), Mapping) and "measure" in own
             resolved, functions = with_given(resolved, reward, reward_weights, keeps_measure=is_measure_given)
             check_named(resolved, given=functions, has_own_prompts=prompts is not None)
+            _check_engine(resolved, cluster)
             resolved = pinned(resolved, tell=_tell(display=display))
-        from slipstream.stages.rl import FromPython
+        run_dir = new_run_dir(resolved.recipe, out) if resume is None else Path(resume)
+        with nursery_for(resolved, tell=_tell(display=display)):
+            from slipstream.stages.rl import FromPython
 
-        given = FromPython(
-            functions=functions, display=display, pipeline=pipeline, cluster=cluster, interrupts=interrupts
-        )
-        if resume is not None:
-            return _resume(resolved, Path(resume), given)
-        return _run(resolved, prompts, out, given)
+            given = FromPython(functions, display, pipeline, cluster, interrupts)
+            if resume is not None:
+                return _resume(resolved, run_dir, given)
+            return _run(resolved, prompts, run_dir, given, is_named=out is not None)
+
+
+def _check_engine(config: RunConfig, cluster: Cluster | None) -> None:
+    """Raise ConfigError where vLLM is to generate here, and there is no environment with it."""
+    is_here = cluster is None or "generator" not in cluster.remote
+    if is_here and "rl" in config.stages and config.generator.engine == "vllm":
+        interpreter(config.generator)
 
 
 def _unknown_arguments(names: Sequence[str]) -> ConfigError:
@@ -172,20 +180,28 @@ def _saved(
 ) -> tuple[RunConfig, Functions]:
     """Return the configuration that the run in `run_dir` goes on with, and the functions that it is given anew."""
     check_path(run_dir, "the run's directory")
-    config = pinned(resumed_config(run_dir, overrides), tell=tell, is_resumed=True)
+    config = resumed_config(run_dir, overrides)
+    check_free(run_dir)
+    if config.stages == ["rl"]:
+        check_goes_on(config, run_dir)
+    config = pinned(config, tell=tell, is_resumed=True)
     return with_given(config, *scored_by)
 
 
 def _run(
-    config: RunConfig, prompts: Sequence[str | Mapping[str, Any]] | None, out: str | Path | None, given: FromPython
+    config: RunConfig,
+    prompts: Sequence[str | Mapping[str, Any]] | None,
+    run_dir: Path,
+    given: FromPython,
+    *,
+    is_named: bool,
 ) -> Result:
-    """Make a new run, with the arguments of `run`."""
+    """Make a new run in `run_dir`, or beside it where nobody named that and another run took it."""
     from slipstream.stages.chain import check_data, run_stages
     from slipstream.stages.rl import run_rl
 
-    run_dir = new_run_dir(config.recipe, out)
     _check(config, given)
-    with folder_of(run_dir, is_named=out is not None) as run_dir:
+    with folder_of(run_dir, is_named=is_named) as run_dir:
         if prompts is not None:
             config = _with_prompts(config, prompts, run_dir)
         check_data(config, run_dir, given)

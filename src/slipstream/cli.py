@@ -454,7 +454,8 @@ def recipes_command(argv: Sequence[str]) -> int:
     _console.print(table)
     _say(
         "\nStart one with `slipstream run RECIPE`. What it needs of the Hugging Face hub is downloaded then, or before"
-        "\nwith `hf download NAME` (data: `--repo-type dataset`). Files are yours to make, as the recipe's text says."
+        "\nwith `hf download NAME` (NAME@REV: `--revision REV`; data: `--repo-type dataset`). Files are yours to make,"
+        "\nas the recipe's text says."
         f"\nFiles: {recipes_dir()}"
     )
     return EXIT_DONE

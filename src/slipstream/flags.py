@@ -5,10 +5,11 @@ A flag that is not there is refused before tyro sees it, with what is near it or
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
+import os
 import re
-import sys
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
@@ -21,12 +22,13 @@ from pydantic import BaseModel
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from slipstream.core.config import RunConfig
-from slipstream.core.errors import ConfigError, did_you_mean
-from slipstream.core.other_names import counterparts, sentence_of_value, sentences
+from slipstream.core.errors import ConfigError, clip, did_you_mean
+from slipstream.core.other_names import counterparts, sentence, sentence_of_value, sentences
 from slipstream.core.plain import parse_float, parse_int
 from slipstream.core.recipes import check_path, field_paths, same_name
 
-_SCREEN = 22  # lines
+_WIDEST = 20_000  # characters that tyro may write in a line
+_NOT_PARSED = re.compile(r": '(.*)' (is no \w+): (.*)")  # of `parse_int` and `parse_float`
 
 REQUIRED: Any = dataclasses.MISSING
 
@@ -58,7 +60,7 @@ def parse(
     """Return the `options` in `argv`; `command` has their description, and is named after the subcommand.
 
     Of a class `WithFields`, --help prints the values of `shown(argv)`, and `only` these fields have flags. Raises
-    ConfigError for flags that are not there, SystemExit (2) for values that cannot be read, or (0) for --help.
+    ConfigError for flags that are not there and values that cannot be read, SystemExit (0) for --help.
     """
     of_class: Any = options
     own = {field.name: field for field in dataclasses.fields(of_class) if field.name != "overrides"}
@@ -75,8 +77,8 @@ def parse(
         annotated: Any = Annotated  # the types are built at run time
         fields.append(("overrides", annotated[flags, tyro.conf.arg(name="")], dataclasses.field(default_factory=dict)))
     wanted = dataclasses.make_dataclass(options.__name__, fields, kw_only=True)
-    with _on_one_screen():
-        prog = f"slipstream {command.__name__.removesuffix('_command')}"
+    prog = f"slipstream {command.__name__.removesuffix('_command')}"
+    with contextlib.nullcontext() if is_help else _in_our_words(prog):
         found: Any = tyro.cli(wanted, args=list(argv), prog=prog, description=command.__doc__, registry=_strict())
     values = vars(found)
     for name, value in values.items():
@@ -218,10 +220,13 @@ def _unknown_flag(flag: str, own: Collection[str], known: Collection[str]) -> Co
         hint: str | None = f"'{field}' is a section: its fields have flags"
     elif known and field in field_paths():
         hint = f"'{field}' has no flag here: write a recipe, or `overrides` in Python"
+    elif (parent := field.rpartition(".")[0]) in known:
+        hint = f"'{parent}' is a table: `{_flag(parent)} {field.rpartition('.')[2]} VALUE`"
     elif same is not None and same in known:
         hint = f"did you mean '{_flag(same)}'?"
     else:
-        hint = did_you_mean(flag, map(_flag, [*own, *known]))
+        near = did_you_mean(field, [*own, *known])
+        hint = near and re.sub(r"'(.+)'", lambda name: f"'{_flag(name[1])}'", near)
     return ConfigError(
         f"unknown flag '{flag}'",
         allowed=", ".join(map(_flag, sorted(inside or own))) + ("" if inside or not known else _MORE),
@@ -234,18 +239,51 @@ def _flag(field: str) -> str:
 
 
 @contextmanager
-def _on_one_screen() -> Iterator[None]:
-    """Shorten in the middle what tyro says of bad values: it quotes arguments whole, and lists sections."""
-    told = io.StringIO()
+def _in_our_words(prog: str) -> Iterator[None]:
+    """Raise ConfigError in place of the box, with lines of the terminal's width, in which tyro says what is wrong."""
+    told, columns = io.StringIO(), os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = str(_WIDEST)
     try:
         with redirect_stderr(told):
             yield
+    except SystemExit:
+        lines = [line.strip("│| ") for line in told.getvalue().splitlines()]
+        raise _refused([line for line in lines[1:] if line.strip("─-")], prog) from None
     finally:
-        lines = told.getvalue().splitlines()
-        if len(lines) > _SCREEN:
-            lines[_SCREEN - 4 : -3] = ["│ ..."]
-        if lines and sys.stderr is not None:
-            sys.stderr.write("".join(f"{line}\n" for line in lines))
+        os.environ.pop("COLUMNS")
+        if columns is not None:
+            os.environ["COLUMNS"] = columns
+
+
+def _refused(lines: Sequence[str], prog: str) -> ConfigError:
+    """Return the error for what tyro says in `lines`."""
+    said, helped = next(iter(lines), ""), f"`{prog} --help` lists what there is"
+    if (flag := re.match(r"Error parsing (\S+): ", said)) and (found := _NOT_PARSED.search("\n".join(lines))):
+        return ConfigError(f"the value of '{flag[1]}' {found[2]}", got=clip(found[1]), allowed=found[3])
+    if said.startswith("Missing from ") and len(lines) > 1:
+        return ConfigError(f"the argument {lines[1]} is missing", hint=helped)
+    if found := re.fullmatch(r"invalid choice '(.*)' for argument '(\S+)'\. Expected one of \((.*)\)\.", said):
+        choices = re.findall(r"'([^']*)'", found[3])
+        hint = did_you_mean(found[1], choices)
+        return ConfigError(f"unknown value of '{found[2]}'", got=clip(found[1]), allowed=", ".join(choices), hint=hint)
+    if found := re.fullmatch(r"Missing value for argument '(\S+)'\. Expected (\d+) values\.", said):
+        allowed = "a value behind it" if found[2] == "1" else f"{found[2]} values behind it"
+        return ConfigError(f"the value of '{found[1]}' is missing", allowed=allowed, hint=helped)
+    if found := re.fullmatch(r"Unrecognized options: (.*)", said):
+        got = found[1].split(", ")
+        hints = [hint for word in got if (hint := _as_flag(word)) is not None]
+        return ConfigError("more arguments than the command takes", got=clip(found[1]), hint="; ".join(hints) or helped)
+    return ConfigError(clip(said), hint=helped)
+
+
+def _as_flag(word: str) -> str | None:
+    """Return what verl's 'data.train_batch_size=64', or 'steps=5', is here."""
+    field, joint, value = word.partition("=")
+    if not joint:
+        return None
+    if field in field_paths():
+        return f"a field is set by a flag: `{_flag(field)} {value}`"
+    return sentence(field, as_flags=True) or "fields are set by flags: `--steps 5`"
 
 
 def _strict() -> ConstructorRegistry:

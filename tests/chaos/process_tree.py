@@ -55,7 +55,7 @@ def is_alive(pid: int) -> bool:
 def command_line(pid: int) -> list[str]:
     """Its arguments; none of a zombie."""
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").replace("\0", " ").split()
     except (FileNotFoundError, ProcessLookupError):
         return []
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from slipstream.controller.checks import check_loss
 from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import resolve
+from slipstream.trainer.loss_checks import check_loss
 
 BASE: dict[str, Any] = {"prompts": {"tasks": [{"name": "spell_backward"}]}}
 TERMS = [{"function": "task"}, {"function": "length", "params": {"target_tokens": 4}}]

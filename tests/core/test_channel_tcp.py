@@ -488,7 +488,7 @@ def test_an_executor_that_came_back_gets_new_messages_only(books: Callable[..., 
     out.put(item(4))
     assert take(again, 1, a) == [4]
     assert take(c, 4, a) == [1, 2, 3, 4]
-    out.flush(5)
+    until(lambda: out.depth == 0, [a, again, c])
     assert drain(again.inputs["in"]) == []
 
 
@@ -615,7 +615,7 @@ def test_a_connection_that_breaks_loses_nothing(books: Callable[..., Books]) -> 
         got += take(b, max(10, sent - len(got) - 40), a)  # nobody else takes: 20 more must find room, of 64
     got += take(b, 160 - len(got), a)
     assert got == list(range(160))
-    out.flush(5)
+    until(lambda: out.depth == 0, [a, b])
     assert proxy.num_accepted > 1
     assert a.outputs["out"].stats.disconnects >= 1
 

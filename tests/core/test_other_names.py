@@ -15,12 +15,12 @@ import tomli_w
 import slipstream
 from slipstream import cli
 from slipstream.algorithms.losses import LOSSES
-from slipstream.controller.checks import check_loss
 from slipstream.core.config import PRESETS, RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.other_names import FIELDS, KEYWORDS, VALUES, counterparts, flags_in, sentence, sentences
 from slipstream.core.recipes import field_paths, merge, nested, resolve
 from slipstream.flags import parse
+from slipstream.trainer.loss_checks import check_loss
 
 ENTRIES = [(whose, name, entry) for whose, names in FIELDS.items() for name, entry in names.items()]
 TEXTS = sorted({entry for *_, entry in ENTRIES} | {said for table in VALUES.values() for said in table.values()})

@@ -18,10 +18,11 @@ from slipstream.algorithms.logprobs import probe_logprobs
 from slipstream.core.config import RunConfig
 from slipstream.generator.native import native_engine
 from slipstream.generator.requests import Finished, Request
-from slipstream.generator.vllm.backend import WORKER, environment, interpreter, spec_of
+from slipstream.generator.vllm.backend import WORKER, environment, spec_of
 from slipstream.generator.vllm.engine import Deadlines, VLLMEngine
 from slipstream.generator.vllm.folder import WeightFolder
 from slipstream.generator.vllm.process import Launch
+from slipstream.generator.vllm.settings import interpreter
 from slipstream.models.config import TransformerConfig
 from slipstream.models.transformer import Transformer
 
@@ -66,7 +67,7 @@ def vllm(model: Transformer, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         model,
         WeightFolder(1 << 20),
         Launch(
-            command=[str(interpreter(CONFIG)), str(WORKER)],
+            command=[str(interpreter(CONFIG.generator)), str(WORKER)],
             environment=environment(CONFIG, num_threads=1),
             log_path=Path(tmp_path_factory.mktemp("vllm")) / "vllm.log",
         ),

@@ -16,8 +16,8 @@ def descendants(pid: int) -> list[int]:
 
 
 def command_line(pid: int) -> list[str]:
-    """Its arguments."""
-    return Path(f"/proc/{pid}/cmdline").read_bytes().decode().rstrip("\0").split("\0")
+    """Its arguments, where none has a space in it: a forked process has its title there, as one text."""
+    return Path(f"/proc/{pid}/cmdline").read_bytes().decode().replace("\0", " ").split()
 
 
 def is_alive(pid: int) -> bool:

@@ -72,7 +72,7 @@ def test_a_run_of_several_rewards(tiny, tmp_path, capfd):
     assert "\x1b[31mthe third" not in told
 
     with pytest.raises(ConfigError, match="'flaky' is a Python function"):
-        slipstream.run(result.out, resume=result.out)
+        slipstream.run(result.out, resume=result.out, overrides={"steps": 8})
     with pytest.raises(ConfigError, match="already complete"):
         slipstream.run(result.out, resume=result.out, reward=rewards)
 

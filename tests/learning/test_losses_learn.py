@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from slipstream.algorithms.losses import LOSSES
-from slipstream.controller.checks import check_loss
 from slipstream.core.recipes import resolve
+from slipstream.trainer.loss_checks import check_loss
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = runpy.run_path(str(ROOT / "scripts" / "losses_learn.py"))

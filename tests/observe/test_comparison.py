@@ -442,7 +442,7 @@ def test_bad_input_is_told_and_ends_with_2(
     (tmp_path / "young" / "config.toml").write_text('recipe = "x"\n')
     for argv, message in (
         ([], "a run is needed"),
-        ([a, "nowhere"], "'nowhere' is no run"),
+        ([a, "nowhere"], "no folder 'nowhere'"),
         ([a, str(tmp_path / "folder")], "is no run"),
         (["young"], "'young' has nothing to report yet"),
         ([a, b, a], "a run is compared with itself"),

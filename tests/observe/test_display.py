@@ -46,6 +46,26 @@ def play(display: Display, clock: VirtualClock, steps: int = 100, step_s: float 
         )
 
 
+def test_processes_that_are_ready_are_told_with_their_seconds_the_first_of_many():
+    display, clock, out = make_display(is_terminal=False)
+    for replica in range(20):
+        clock.advance(0.5)
+        display.ready(f"generator-{replica}")
+    lines = [line for line in out.getvalue().splitlines() if "ready" in line]
+    assert lines[0] == "generator-0: ready after 0.5 s"
+    assert len(lines) == 8
+
+
+def test_the_rate_of_training_is_over_the_last_steps_as_that_of_sampling():
+    display, clock, out = make_display(is_terminal=False, steps=3)
+    for step, tokens in enumerate((1000, 3000, 2000)):
+        clock.advance(2.5)
+        rates = {"trained_tokens_per_s": tokens / 1.0, "generated_tokens_per_s": 1500.0}
+        display.step({"step": step, "version": step + 1, "tokens_trained": tokens, "step_s": 1.0} | rates)
+    trained = re.findall(r"trained ([\d,]+) tokens/s", out.getvalue())
+    assert trained == ["1,000", "2,000", "2,000"]
+
+
 def test_plain_output_is_a_line_now_and_then_without_escape_codes():
     display, clock, out = make_display(is_terminal=False)
     play(display, clock)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from slipstream.core.clock import VirtualClock, WallClock
 from slipstream.core.errors import SlipstreamError
 from slipstream.core.spans import Spans
-from slipstream.observe.timeline import Timeline, account_file, read_timeline, timeline_path
+from slipstream.observe.timeline import Timeline, account_file, presence, read_timeline, timeline_path
 
 DURATIONS = st.floats(0, 0.3) | st.floats(0, 1e-3) | st.just(0.0)
 TREE = st.recursive(
@@ -48,6 +48,11 @@ def test_random_nested_spans_sum_to_the_wall_time(tmp_path_factory, tree, pause_
     halves = [timeline.accounting(5.0, middle_s), timeline.accounting(middle_s, clock.now_s())]
     assert sum(sum(half.values()) for half in halves) == pytest.approx(clock.now_s() - 5.0, abs=1e-9)
     timeline.close()
+
+
+def test_one_that_was_killed_before_it_wrote_was_absent_all_along():
+    assert [(s.state, s.start_ns, s.end_ns) for s in presence([], 10, 50, is_over=True)] == [("absent", 10, 50)]
+    assert presence([], 10, 50) == []
 
 
 def test_before_its_life_a_process_is_absent_and_what_comes_after_what_it_said_is_unlabelled():

@@ -431,7 +431,7 @@ def test_the_command_prints_json(recorded, capsys):
     ("argv", "what"),
     [
         ([], "a run is needed"),
-        (["/nowhere"], "no run"),
+        (["/nowhere"], "no folder '/nowhere'"),
         (["RUN", "--reward-s", "-1"], "reward"),
         (["RUN", "--reorder-window", "1000"], "reorder_window"),
     ],

@@ -11,7 +11,7 @@ from test_calibrate import WrittenRun, config, true_costs, truth  # a run whose 
 
 from slipstream.plan.calibrate import calibrate
 from slipstream.plan.cost_model import CostModel
-from slipstream.plan.cpu import CpuMachine, RunTimes
+from slipstream.plan.cpu import CalibratedTimes, CpuMachine
 from slipstream.plan.hardware import cluster
 from slipstream.plan.layouts import AsynchronousPlan, GeneratorLayout, TrainerLayout, Workload, layout_tables
 from slipstream.plan.lengths import LengthSample
@@ -111,7 +111,7 @@ def recorded(tmp_path_factory):
 
 
 def machine_of(folder):
-    times = RunTimes(calibrate([read_run(folder)]))
+    times = CalibratedTimes(calibrate([read_run(folder)]))
     run = read_run(folder)
     lengths = LengthSample(6.0, tuple(sorted(line.num_tokens for line in run.rollouts)), "test")
     workload = Workload(groups=12, group_size=4, lengths=lengths, minibatches=2)

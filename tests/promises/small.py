@@ -81,6 +81,7 @@ SCRIPTS = {
     "benchmarks/rehearsal.py": "--steps 3",
     "benchmarks/rounds.py": "--ranks 2 --rounds 300",
     "benchmarks/row_multiple.py": "--microbatches 2",
+    "benchmarks/startup.py": "--runs 1",
     "benchmarks/sampler.py": "--threads 1 --seconds 0.05",
     "benchmarks/simulator_speed.py": "--hours 0.02",
     "benchmarks/simulator_vs_measured.py": "--out OUT --steps 6 --repeats 1 --cases 'continuous, k = 2'",

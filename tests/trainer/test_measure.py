@@ -11,7 +11,8 @@ from slipstream.core.errors import ShapeError
 from slipstream.models.initialise import new_model
 from slipstream.trainer.batch import train_sequence, without_targets
 from slipstream.trainer.critic import Critic
-from slipstream.trainer.measure import Auxiliary, measure, microbatch_logprobs, needed_columns, with_columns
+from slipstream.trainer.loss_checks import needed_columns
+from slipstream.trainer.measure import Auxiliary, measure, microbatch_logprobs, with_columns
 from slipstream.trainer.optim import AdamW
 from slipstream.trainer.step import train_on_batch
 

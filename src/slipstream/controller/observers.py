@@ -24,7 +24,7 @@ from slipstream.controller.tally import Tally
 from slipstream.core.config import RunConfig
 from slipstream.core.held_out import GREEDY_PREFIX, SAMPLED_PREFIX
 from slipstream.core.run_log import Metrics
-from slipstream.core.service_messages import Counters, Noted, Progress
+from slipstream.core.service_messages import Counters, Noted, Progress, Ready
 from slipstream.core.types import GroupScored, StepDone, Swapped
 from slipstream.observe.display import Display, config_summary, in_numbers
 from slipstream.observe.health import Alarm, Watchman, in_a_line, unfit
@@ -33,7 +33,7 @@ from slipstream.observe.samples import Sample
 from slipstream.observe.summary import Summary
 from slipstream.observe.trackers import Trackers
 from slipstream.observe.vitals import Vitals
-from slipstream.observe.waste import SampledTokens
+from slipstream.observe.waste import UntrainedTokens
 from slipstream.prompts import PromptReport
 
 FILES = ("summary.json", "report.html", "metrics.jsonl", "rollouts.jsonl", "timeline.json", "model")
@@ -69,7 +69,7 @@ class Observers:
         self._metrics = MetricsWriter(run_dir / "metrics.jsonl", sinks=[one.metrics for one in told])
         self._watchman = Watchman(config.health, run_dir, sinks=[one.alarm for one in told], silent=unfit(config))
         self._all: list[Observer] = [
-            SampledTokens(),
+            UntrainedTokens(),
             tally,
             vitals,
             MetricLines(config, run_dir, self._metrics, tally, vitals),
@@ -150,6 +150,8 @@ class Screen:
                 self.note(text if executor == CONTROLLER else f"{executor}: {text}")
             case Alarm():
                 self.note(in_a_line(news))
+            case Ready(executor=executor):
+                self._display.ready(executor)
             case Progress():
                 self._display.phase(news.phase, news.done, news.total, news.metrics)
             case Counters(executor=executor, values=values) if executor != CONTROLLER:

@@ -1,6 +1,6 @@
 """An executor in a process of its own: a child of the controller, or a rank of a torchrun job on another machine.
 
-    python -m slipstream.controller.process SPEC                                       what `Child.start` starts
+    python -m slipstream.controller.process SPEC                                       what `nursery.py` starts
     torchrun ... -m slipstream.controller.process --controller HOST:PORT --group ...   what `slipstream launch` starts
 
 A child ends when its executor is finished, when it fails, or when its standard input closes: the other end of that pipe
@@ -17,7 +17,6 @@ import json
 import os
 import select
 import signal
-import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.controller.host import Host, report, serve
+from slipstream.controller.nursery import NURSERY, search_path
 from slipstream.controller.pipeline import CONTROLLER, Node, decode_channel, decode_node, encode_node
 from slipstream.controller.placement import thread_environment
 from slipstream.core import lifeline
@@ -203,13 +203,15 @@ def _incarnation(store: Store, name: str, group: RankGroup) -> int:
 
 @dataclass
 class Child:
-    """A process that hosts an executor; `pidfd` is readable once it has ended."""
+    """A process that hosts an executor; `pidfd` is readable once it has ended. It ends when `lifeline` is closed."""
 
     name: str
-    process: subprocess.Popen[bytes]
+    pid: int
     pidfd: int
+    lifeline: int
     log_path: Path
     log_start: int = 0
+    is_reaped: bool = False
 
     @classmethod
     def start(
@@ -249,32 +251,36 @@ class Child:
         spec_path.write_text(json.dumps(spec))
         log_path = run_dir / "logs" / f"{name}.log"
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        search_path = os.pathsep.join(path or os.getcwd() for path in sys.path if not path.endswith(".zip"))
-        environment = os.environ | thread_environment(node.num_threads) | {"PYTHONPATH": search_path}
+        environment = os.environ | thread_environment(node.num_threads) | {"PYTHONPATH": search_path()}
         if place is not None:
             environment |= place.child_environment()
-        with log_path.open("ab") as log:
-            log_start = log.tell()
-            process = subprocess.Popen(
-                lifeline.command(MODULE, str(spec_path)),
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                env=environment,
-                pass_fds=inherited(run_dir),  # it writes there: the lock is to outlive a controller that is killed
-                start_new_session=True,  # a Ctrl-C at the terminal reaches the controller only
-            )
-        return cls(name, process, os.pidfd_open(process.pid), log_path, log_start)
+        stdin, line = os.pipe()
+        try:
+            with log_path.open("ab") as log:
+                log_start = log.tell()
+                pid = NURSERY.start(
+                    [str(spec_path)],
+                    environment=environment,
+                    stdin=stdin,
+                    log=log.fileno(),
+                    keep=inherited(run_dir),  # it writes there: the lock is to outlive a controller that is killed
+                )
+        except BaseException:
+            os.close(line)
+            raise
+        finally:
+            os.close(stdin)
+        return cls(name, pid, os.pidfd_open(pid), line, log_path, log_start)
 
     @property
     def has_ended(self) -> bool:
         """Return whether it has ended; its number is not given to another process before `kill` or `end`."""
-        return self.process.returncode is not None or bool(select.select([self.pidfd], [], [], 0)[0])
+        return self.is_reaped or self._ends_within(0.0)
 
     @property
     def how_it_ended(self) -> str:
         """Return 'exit code 1' or 'killed by SIGKILL', of a process that has ended."""
-        status = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
+        status = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         assert status is not None, "it has ended"
         is_exit = status.si_code == os.CLD_EXITED
         return f"exit code {status.si_status}" if is_exit else f"killed by {signal.Signals(status.si_status).name}"
@@ -289,26 +295,34 @@ class Child:
     def kill(self) -> None:
         """End it and what it has started at once, so that it cannot come back."""
         with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        with suppress(subprocess.TimeoutExpired):  # it is in the kernel, and comes out of it dead
-            self.process.wait(KILL_DEADLINE_S)
-        assert self.process.stdin is not None
-        self.process.stdin.close()
+            os.killpg(self.pid, signal.SIGKILL)
+        self._reap(KILL_DEADLINE_S)  # where it is in the kernel so long, it comes out of it dead
+        self.let_go()
         os.close(self.pidfd)
 
     def let_go(self) -> None:
         """Close the lifeline: the child ends by itself."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
+        if self.lifeline >= 0:
+            os.close(self.lifeline)
+        self.lifeline = -1
 
     def end(self, deadline_s: float) -> None:
         """Wait for the end; kill what does not end in time."""
-        try:
-            self.process.wait(deadline_s)
-        except subprocess.TimeoutExpired:
-            self.kill()
-        else:
+        if self._reap(deadline_s):
+            self.let_go()
             os.close(self.pidfd)
+        else:
+            self.kill()
+
+    def _ends_within(self, timeout_s: float) -> bool:
+        return bool(select.select([self.pidfd], [], [], timeout_s)[0])
+
+    def _reap(self, timeout_s: float) -> bool:
+        """Wait for the end, and let the system forget the process; whether it has ended."""
+        if not self.is_reaped and self._ends_within(timeout_s):
+            os.waitid(os.P_PID, self.pid, os.WEXITED)
+            self.is_reaped = True
+        return self.is_reaped
 
 
 def main(argv: list[str]) -> int:

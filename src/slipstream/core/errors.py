@@ -149,7 +149,7 @@ def _in_part(text: str) -> str:
 
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:
     """Return `did you mean 'max_staleness'?` for the nearest of `known`, or None when nothing is near."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f"did you mean '{close[0]}'?" if close else None
 
 

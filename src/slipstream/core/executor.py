@@ -43,7 +43,7 @@ class Receiver(Protocol):
     """The reading end of a channel."""
 
     def get_nowait(self) -> Message | None:
-        """The oldest waiting message, or None. Taking it acknowledges it: from here on the caller owns it."""
+        """The oldest waiting message, or None. From here on the caller owns it: it is not sent again."""
         ...
 
 

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 
-from slipstream.core.errors import SlipstreamError, clip
+from slipstream.core.errors import ConfigError, SlipstreamError, clip
 
 T = TypeVar("T")
 
@@ -32,6 +32,12 @@ _KINDS = (
     (stat.S_ISCHR, "a device"),
     (stat.S_ISBLK, "a device"),
 )
+
+
+def no_run(run_dir: Path, lacking: str) -> ConfigError:
+    """Return the error for a folder that is not there, or is no run's: the file `lacking` is not in it."""
+    what = f"'{run_dir}' is no run: it has no {lacking}" if run_dir.exists() else f"there is no folder '{run_dir}'"
+    return ConfigError(what, allowed="the folder of a run")
 
 
 def open_regular(path: Path) -> BinaryIO:

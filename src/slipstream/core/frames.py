@@ -2,6 +2,8 @@
 
 ZeroMQ loses messages when a connection breaks. So every message has (channel, incarnation, sequence number). The
 receiver acknowledges, cumulatively, the messages that were taken; the sender keeps all others and can send them again.
+An acknowledgement wakes both processes, so of one channel there are few: for many messages, after some time, or when
+the sender asks.
 
     data   DEALER -> ROUTER   magic, kind, length of name, incarnation, base, sequence, count, name, lengths, payloads
     probe  DEALER -> ROUTER   the same with count 0 and no payload
@@ -11,15 +13,17 @@ A data frame is an envelope for `count` messages with the sequence numbers from 
 travels together. Everything else is per message.
 
 `base` is the oldest sequence number that the sender still keeps; a receiver that does not know the sender starts there.
-A probe asks "do you have everything up to `sequence`?" and is always answered, by TAKEN or RESEND. After a reconnect it
-finds the messages and acknowledgements that the broken connection lost. Sent regularly it is a sign of life of both
-ends.
+A probe asks "do you have everything up to `sequence`?" and is always answered, by TAKEN or RESEND, and by TAKEN once
+more when all that had arrived was taken. A sender that waits for room, or until all was taken, sends one. After a
+reconnect it finds the messages and acknowledgements that the broken connection lost. Sent regularly it is a sign of
+life of both ends.
 """
 
 from __future__ import annotations
 
 import enum
 import itertools
+import math
 import struct
 
 import msgspec
@@ -29,6 +33,9 @@ from slipstream.core.channel_spec import ChannelSpec, executor_of
 from slipstream.core.errors import ChannelError
 
 MAX_MESSAGES = 256  # in a frame
+_ACK_EVERY = 64  # messages, or a quarter of a channel's capacity, if that is less
+_ACK_BYTES = 1 << 18  # or so many bytes of them: a sender keeps that much longer than it has to
+_ACK_AGAIN_S = 0.1  # after the last one, where fewer have come
 MAX_OVERHEAD_BYTES = 1024 + 4 * MAX_MESSAGES  # beyond its payloads: header, name, lengths, the bytes that CURVE adds
 
 _MAGIC = b"SLP3"
@@ -137,9 +144,12 @@ class Stream:
         """Whether a higher incarnation counts only when `fence` has announced it."""
         self.early: list[tuple[bytes, ChannelFrame]] = []
         self.early_probe: tuple[bytes, ChannelFrame] | None = None
+        self.is_asked = False
+        """Whether a probe waits for the news that everything was taken."""
         self._capacity = spec.capacity
-        self._ack_every = max(1, spec.capacity // 4)
-        self._num_unacknowledged = 0
+        self._ack_every = max(1, min(_ACK_EVERY, spec.capacity // 4))
+        self._num_unacknowledged = self._bytes_unacknowledged = 0
+        self._acknowledged_s = -math.inf
         self._resend_after: int | None = None
         self._is_new = True
 
@@ -147,7 +157,8 @@ class Stream:
         """Judge a frame; NEW counts it as arrived."""
         if frame.incarnation < self.incarnation:
             return Arrival.FENCED
-        if frame.incarnation > self.incarnation and self.awaits_word and not self._is_new:
+        is_first = self._is_new and self.incarnation == 0  # before any word
+        if frame.incarnation > self.incarnation and self.awaits_word and not is_first:
             return Arrival.EARLY
         if frame.incarnation > self.incarnation or self._is_new:
             self.incarnation = frame.incarnation
@@ -158,6 +169,7 @@ class Stream:
         if frame.base > self.arrived + 1:  # acknowledged to a receiver that died: no sender keeps what lies between
             self.arrived = self.taken = frame.base - 1
         if frame.is_probe:
+            self.is_asked = frame.sequence > self.taken
             return Arrival.GAP if frame.sequence > self.arrived else Arrival.COMPLETE
         if frame.sequence <= self.arrived:
             return Arrival.DUPLICATE
@@ -178,16 +190,26 @@ class Stream:
         elif len(self.early) < self._capacity:
             self.early.append((peer, frame))
 
-    def take(self, frame: ChannelFrame) -> bool:
-        """Count a message as taken; True when it is time to acknowledge."""
-        if frame.incarnation != self.incarnation:  # the sender was replaced since the message arrived
+    def take(self, frame: ChannelFrame) -> None:
+        """Count a message as taken."""
+        if frame.incarnation == self.incarnation:  # else the sender was replaced since the message arrived
+            self.taken = max(self.taken, frame.sequence)
+            self._num_unacknowledged += 1
+            self._bytes_unacknowledged += len(frame.payload)
+
+    def owes(self, now_s: float, *, is_empty: bool) -> bool:
+        """Return whether it is time to acknowledge; `is_empty`: no message waits to be taken, of any channel."""
+        if not self._num_unacknowledged:
             return False
-        self.taken = max(self.taken, frame.sequence)
-        self._num_unacknowledged += 1
-        if self._num_unacknowledged < self._ack_every:
-            return False
-        self._num_unacknowledged = 0
-        return True
+        is_much = self._num_unacknowledged >= self._ack_every or self._bytes_unacknowledged >= _ACK_BYTES
+        is_asked = self.is_asked and self.taken == self.arrived
+        return is_much or is_asked or (is_empty and now_s >= self._acknowledged_s + _ACK_AGAIN_S)
+
+    def acknowledged(self, now_s: float) -> None:
+        """Note that the sender was told what has been taken."""
+        self._num_unacknowledged = self._bytes_unacknowledged = 0
+        self._acknowledged_s = now_s
+        self.is_asked &= self.taken < self.arrived
 
     def fence(self, incarnation: int) -> list[tuple[bytes, ChannelFrame]]:
         """Refuse all incarnations below `incarnation` from now on. Return the frames that were held back, in order."""

@@ -102,6 +102,8 @@ def flags_in(text: str) -> str:
 
 def _flag(found: re.Match[str]) -> str:
     name, value = found[1].replace("_", "-"), found[2]
+    if found[1] in ("rewards.terms", "rewards.models"):  # lists of tables, which have no flags
+        return found[0]
     if value is None:
         return f"`--{name}`" if "_" in found[1] or "." in found[1] or found[1] in ("steps", "seed") else found[0]
     if value == "true":

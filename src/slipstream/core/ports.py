@@ -86,7 +86,7 @@ class Inbox(_End):
         self._streams = {spec.name: Stream(spec) for spec in specs}
         self._local_links: list[LocalLink] = []
         self._heard_s: dict[str, float] = {}
-        self._unacknowledged: set[Stream] = set()
+        self._owing: set[Stream] = set()  # of which messages were taken and not acknowledged
         self._listener: Listener | None = None
         if book is not None:
             self._listener = Listener(
@@ -119,7 +119,7 @@ class Inbox(_End):
         return tuple(self._listener.bound) if self._listener is not None else ()
 
     def get_nowait(self) -> Message | None:
-        """Return the oldest waiting message, or None. Taking it acknowledges it. Raises ChannelClosed."""
+        """Return the oldest waiting message, or None. The caller owns it then. Raises ChannelClosed."""
         with self._lock:
             self.check_open()
             if not self._queue:
@@ -128,7 +128,7 @@ class Inbox(_End):
                 message = self._take(*self._queue.popleft())
                 if not self._queue:
                     self.wake.clear()
-                    self._acknowledge_all()
+                    self._acknowledge_due()
                 if message is not None:
                     self.stats.received += 1
                     return message
@@ -184,11 +184,10 @@ class Inbox(_End):
             assert isinstance(item, Message)
             return item
         assert isinstance(item, ChannelFrame)  # frames wait undecoded
-        if origin.take(item):
-            self._unacknowledged.discard(origin)
+        origin.take(item)
+        self._owing.add(origin)
+        if origin.owes(0.0, is_empty=False):
             self._acknowledge(origin)
-        else:
-            self._unacknowledged.add(origin)
         try:
             return wire.decode(item.payload, origin.messages)
         except ChannelError:
@@ -201,7 +200,7 @@ class Inbox(_End):
         while (received := self._listener.receive()) is not None:
             self._arrived(*received)
         if not self._queue:
-            self._acknowledge_all()
+            self._acknowledge_due()
 
     def _arrived(self, peer: bytes, raw: bytes) -> None:
         try:
@@ -225,7 +224,6 @@ class Inbox(_End):
                 self._queue.append((stream, frame))
             case Arrival.DUPLICATE:
                 self.stats.duplicates += 1
-                self._unacknowledged.add(stream)
             case Arrival.COMPLETE:
                 self._acknowledge(stream)
             case Arrival.GAP:
@@ -240,12 +238,15 @@ class Inbox(_End):
             case Arrival.WAITING:
                 pass
 
-    def _acknowledge_all(self) -> None:
-        for stream in self._unacknowledged:
-            self._acknowledge(stream)
-        self._unacknowledged.clear()
+    def _acknowledge_due(self) -> None:
+        if self._owing:
+            now_s = _CLOCK.now_s()
+            for stream in [stream for stream in self._owing if stream.owes(now_s, is_empty=True)]:
+                self._acknowledge(stream)
 
     def _acknowledge(self, stream: Stream) -> None:
+        self._owing.discard(stream)
+        stream.acknowledged(_CLOCK.now_s())
         self._reply(stream.peer, Reply.TAKEN, stream, stream.taken)
 
     def _reply(self, peer: bytes | None, reply: Reply, stream: Stream, sequence: int = 0) -> None:
@@ -495,6 +496,8 @@ class Outbox(_End):
     def _wait_until(self, waiting: Callable[[], list[Link]], deadline_s: float) -> None:
         started_s = _CLOCK.now_s()
         self.release()
+        for link in waiting():
+            link.probe()  # else the target tells of what it has taken when that is much
         try:
             while blocked := waiting():
                 remaining_s = started_s + deadline_s - _CLOCK.now_s()

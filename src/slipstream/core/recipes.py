@@ -23,7 +23,7 @@ from pydantic import BaseModel, ValidationError
 from slipstream.core.config import PRESETS, STAGES, RunConfig, stage_of
 from slipstream.core.disk import replace_file
 from slipstream.core.errors import ConfigError, did_you_mean
-from slipstream.core.files import read_whole
+from slipstream.core.files import no_run, read_whole
 from slipstream.core.other_names import leaves, sentence_of_value, sentences
 from slipstream.core.plain import shortened, shown, wrong_path
 from slipstream.core.sections import RewardsConfig
@@ -173,7 +173,7 @@ def resumed_config(run_dir: Path, overrides: Mapping[str, Any] | None = None) ->
     """
     path = run_dir / "config.toml"
     if not path.is_file():
-        raise ConfigError(f"'{run_dir}' is no run: it has no config.toml", hint="give the folder of a run")
+        raise no_run(run_dir, "config.toml")
     tables = read_toml(path)
     saved, config = resolve(tables), resolve(tables, overrides)
     changed = [field for field in field_paths() if value_at(saved, field) != value_at(config, field)]
@@ -430,6 +430,8 @@ def _as_config_error(invalid: ValidationError) -> ConfigError:
     if first["type"] == "extra_forbidden":
         unknown = [error for error in errors if error["type"] == "extra_forbidden"]
         elsewhere = sentences(leaf for error in unknown for leaf in leaves(_dotted(error["loc"]), error["input"]))
+        if path in ("preset", "out", "resume"):
+            elsewhere = f"it is given beside the fields: `--{path} VALUE`, or {path}=... of slipstream.run"
         guess = None if elsewhere else _guess_field(path, first["input"], model)
         return ConfigError(
             f"unknown field '{name}'" + (f"; {guess}" if guess else ""),
@@ -441,7 +443,7 @@ def _as_config_error(invalid: ValidationError) -> ConfigError:
     info = model.model_fields.get(name)
     field = _dotted([part for part in first["loc"] if isinstance(part, str)])
     guess = sentence_of_value(field, first["input"]) or _guess_value(first) or _as_table(first)
-    hints = [text for text in (guess, info.description if info else None, also) if text]
+    hints = [text.rstrip(".") for text in (guess, info.description if info else None, also) if text]
     return ConfigError(
         f"'{path}' has a value that is not allowed" if template else f"'{path}': {first['msg']}",
         got="nothing" if first["type"] == "missing" else shown(first["input"]),

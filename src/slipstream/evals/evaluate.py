@@ -33,7 +33,7 @@ from slipstream.rewards.given import Reward, with_given
 
 
 @dataclass(frozen=True)
-class Answer:
+class HeldOutAnswer:
     """One answer to one held-out prompt. `reference` is the dataset's answer, `failure` why scoring failed.
 
     `reward` is what would be trained on, `reward_parts` its terms (None: abstained); `is_correct` is what the term
@@ -77,10 +77,10 @@ class EvalResult:
     num_prompts: int
     num_samples: int
     num_failed: int
-    answers: tuple[Answer, ...]
+    answers: tuple[HeldOutAnswer, ...]
 
     @property
-    def greedy_answers(self) -> tuple[Answer, ...]:
+    def greedy_answers(self) -> tuple[HeldOutAnswer, ...]:
         return self.answers[: self.num_prompts]
 
 
@@ -181,9 +181,9 @@ def _held_out(config: RunConfig, tokenizer: PreTrainedTokenizerBase, num_prompts
     return held_out[:wanted]
 
 
-def _as_answer(rollout: Rollout, measure: str | None, *, sample: int, temperature: float) -> Answer:
+def _as_answer(rollout: Rollout, measure: str | None, *, sample: int, temperature: float) -> HeldOutAnswer:
     completion = rollout.completion
-    return Answer(
+    return HeldOutAnswer(
         prompt_id=completion.prompt.prompt_id,
         prompt=completion.prompt.text,
         reference=completion.prompt.answer,

@@ -290,7 +290,7 @@ def _downloaded(wanted: HubId, files: Collection[str], *, is_shown: bool) -> Pat
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
 
-    class Quiet(tqdm):
+    class NoProgressBar(tqdm):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **{**kwargs, "disable": True})  # type: ignore[no-untyped-call]
 
@@ -300,7 +300,7 @@ def _downloaded(wanted: HubId, files: Collection[str], *, is_shown: bool) -> Pat
             revision=wanted.revision,
             allow_patterns=list(files),
             etag_timeout=ASK_TIMEOUT_S,
-            tqdm_class=None if is_shown else Quiet,
+            tqdm_class=None if is_shown else NoProgressBar,
         )
 
     try:

@@ -108,7 +108,13 @@ def rope_frequencies(config: TransformerConfig) -> Tensor:
 
 
 def rope_tables(config: TransformerConfig) -> tuple[Tensor, Tensor]:
-    """cos and signed sin, each [max_positions, rotary_dim] fp32, as `rotate` takes them."""
+    """cos and signed sin, each [max_positions, rotary_dim] fp32, as `rotate` takes them; on `meta` without values.
+
+    There the first product would import sympy and torch's decompositions, for seconds.
+    """
+    if torch.get_default_device().type == "meta":
+        shape = (config.max_positions, config.rotary_dim)
+        return torch.empty(shape), torch.empty(shape)
     angle = torch.arange(config.max_positions, dtype=torch.float32)[:, None] * rope_frequencies(config)
     cos, sin = angle.cos(), angle.sin()
     return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)

@@ -349,7 +349,11 @@ def _more_samples(dials: Dials, generator: Side) -> Dial | None:
     suggested = int(now * min(1 / max(1 - generator.idle, 0.05), MOST_CHANGE))
     if suggested <= now:
         return None
-    selecting = " with loss.select = 'best_and_worst'" if dials.select == "all" else ""
-    return _change(
-        "completions_per_group", now, suggested, "would use idle generators", was=f" (K; now {now}){selecting}"
-    )
+    selecting = effect = ""
+    if dials.select == "all":
+        selecting, effect = (
+            " with loss.select = 'best_and_worst'",
+            "; two of each group are trained on, the rest is not",
+        )
+    was = f" (K; now {now}){selecting}"
+    return _change("completions_per_group", now, suggested, f"would use idle generators{effect}", was=was)

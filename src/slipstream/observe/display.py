@@ -34,6 +34,7 @@ __all__ = ["TIME_PREFIX", "Display", "Sample", "config_summary", "duration", "pr
 
 REFRESHES_PER_S = 4.0
 LINE_EVERY_S = 2.0
+MAX_NAMED = 8  # processes that are ready; of more, the others are not named
 WINDOW_S = 10.0  # who waits for whom: over this many recent seconds
 _BARS = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 40
@@ -86,7 +87,8 @@ class Display:
         self._first_step = 0
         self._phase: tuple[str, int, int, list[str]] | None = None
         self._metrics: dict[str, Any] = {}
-        self._num_done = 0
+        self._trained: deque[tuple[float, float]] = deque(maxlen=10)  # (tokens, seconds) of the last steps
+        self._num_done = self._num_ready = 0
         self._spark: list[tuple[float, int]] = [(0.0, 0)] * min(_SPARK_WIDTH, steps)
         self._evaluations: deque[tuple[str, Measured]] = deque(maxlen=8)
         self._first_evaluation: tuple[str, Measured] | None = None
@@ -99,6 +101,12 @@ class Display:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def ready(self, executor: str) -> None:
+        """`executor` has loaded what it needs."""
+        self._num_ready += 1
+        if self._num_ready <= MAX_NAMED:
+            self.note(f"{executor}: ready after {self._clock.now_s() - self._start_s:.1f} s")
 
     def phase(self, name: str, done: int, total: int, metrics: Mapping[str, float] | None = None) -> None:
         """Progress of something outside the RL loop: the warm start, an evaluation, the export."""
@@ -113,6 +121,10 @@ class Display:
         now_s = self._clock.now_s()
         self._phase = None
         self._metrics = dict(metrics)
+        if metrics.get("step_s") and "tokens_trained" in metrics:  # one step may train what was sampled long before
+            self._trained.append((metrics["tokens_trained"], metrics["step_s"]))
+            tokens, seconds = map(sum, zip(*self._trained, strict=True))
+            self._metrics["trained_tokens_per_s"] = tokens / seconds
         step = int(metrics["step"])
         self._num_done = step + 1
         if self._first_step_s is None:
@@ -158,7 +170,8 @@ class Display:
             table.add_column(name, overflow="fold")
         for sample in samples:
             table.add_row(*(Text(self._encodable(printable(getattr(sample, name) or ""))) for name in names))
-        self._print(table)
+        if table.row_count:
+            self._print(table)
 
     def evaluation_table(self, evaluation: Mapping[str, Any]) -> None:
         """Print the findings of the stage `evaluate`, before and after (`observe/evaluation.py`)."""

@@ -108,7 +108,7 @@ class Prompts(msgspec.Struct, frozen=True):
     """Groups by fate. `lost` were admitted and have none; `repeated` were trained more than once: both are bugs.
 
     `failed` are groups of which every completion failed to be scored and that were dropped; `failed_completions` counts
-    single ones, of all groups.
+    single ones, in all groups that were sampled for training; held-out answers that fail count in no field.
     """
 
     admitted: int

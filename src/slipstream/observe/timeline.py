@@ -429,6 +429,8 @@ class Life:
 def gone(lives: Sequence[Life], start_ns: int, end_ns: int, *, is_over: bool = False) -> Iterator[tuple[str, int, int]]:
     """(state, start, end) before, between and after `lives`, as `presence` says; some may be empty, or end before."""
     if not lives:
+        if is_over:  # it was killed before it wrote
+            yield ABSENT, start_ns, end_ns
         return
     yield ABSENT, start_ns, lives[0].first_ns
     for life, successor in zip(lives, [*lives[1:], None], strict=True):

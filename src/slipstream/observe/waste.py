@@ -73,7 +73,7 @@ def replica_tokens(process: str, records: Iterable[Record]) -> tuple[int, Replic
     return int(number), found
 
 
-class SampledTokens:
+class UntrainedTokens:
     """The finished completions' tokens, from their end until their group is trained or dropped; `loop` says when."""
 
     def __init__(self) -> None:
@@ -117,7 +117,7 @@ def wasted(decisions: Iterable[Decision], replicas: Mapping[int, ReplicaTokens])
 
     Identity, where no process was lost: tokens sampled = trained + all causes but `re_prefilled`.
     """
-    sampled, time_ns = SampledTokens(), 0
+    sampled, time_ns = UntrainedTokens(), 0
     begun = {number: replica.sampled for number, replica in replicas.items() if replica.sampled is not None}
     since_ns = {number: replicas[number].since_ns for number in begun}
     for line in decisions:

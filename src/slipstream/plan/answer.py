@@ -21,7 +21,7 @@ from slipstream.observe.hardware import memory_bytes
 from slipstream.plan.calibrate import calibrate
 from slipstream.plan.cost_model import CostModel
 from slipstream.plan.counts import counts_of
-from slipstream.plan.cpu import CpuMachine, RunTimes, Times, plan_for_cpu
+from slipstream.plan.cpu import CalibratedTimes, CpuMachine, Times, plan_for_cpu
 from slipstream.plan.hardware import GpuCluster
 from slipstream.plan.layouts import GeneratorLayout, Layout, Parts, TrainerLayout, Workload, layout_tables
 from slipstream.plan.measured import CalibratedCostModel, Curves, MeasuredCurves, measured_model, read_measured
@@ -253,7 +253,7 @@ def _cpu_machine(
         times, cores = Curves(measured_model(measured, subject.shape)), num_cores()
     else:
         assert subject.run is not None, "`answer` has seen to that"
-        times = RunTimes(calibrate([read_run(subject.run)]))
+        times = CalibratedTimes(calibrate([read_run(subject.run)]))
         cores = times.calibration.cores
     return CpuMachine(
         config=config, shape=subject.shape, workload=workload, times=times, cores=cores, memory_bytes=memory_bytes()

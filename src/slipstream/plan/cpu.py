@@ -2,7 +2,7 @@
 
 `controller/placement.py` divides the cores by the number of replicas, which is chosen here with decode slots and
 microbatch. Seconds come from measured curves of trainer and engine (`measured.Curves`), or from the files of finished
-runs (`RunTimes`), which include the work between the two.
+runs (`CalibratedTimes`), which include the work between the two.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from slipstream.plan.simulated_run import SimulatedSetup
 USABLE_MEMORY = 0.8  # of a machine: the rest is the system's, and what processes hold besides their tensors
 
 
-class RunTimes:
+class CalibratedTimes:
     """Seconds of both sides from the files of runs: also of the work that curves of each side alone leave out."""
 
     def __init__(self, calibration: Calibration) -> None:
@@ -102,7 +102,7 @@ class RunTimes:
         return self.calibration.costs(config), setup, self.calibration.workload(config, SEED)
 
 
-Times = Curves | RunTimes
+Times = Curves | CalibratedTimes
 """Seconds of both sides on a machine's cores, each alone there."""
 
 

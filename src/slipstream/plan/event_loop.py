@@ -49,7 +49,7 @@ class EventLoop:
 
 
 @dataclass(eq=False, slots=True)
-class Job:
+class CoreJob:
     """A job on cores: `before_s` of its `work_s` were done at `since_s`, and since then it goes on at `rate`."""
 
     cores: Cores
@@ -95,13 +95,13 @@ class Cores:
         background: float = BACKGROUND_SHARE,
     ) -> None:
         self.loop, self.num_cores, self._beside, self._background = loop, num_cores, beside, background
-        self._jobs: list[Job] = []
+        self._jobs: list[CoreJob] = []
 
     def run(
         self, kind: str, threads: int, work_s: float, do: Callable[[], None], *, is_background: bool = False
-    ) -> Job:
+    ) -> CoreJob:
         """Call `do` when `work_s` seconds of work are done, counted as they pass for the job alone."""
-        job = Job(self, kind, threads, work_s, do, self.loop.time_s, is_background)
+        job = CoreJob(self, kind, threads, work_s, do, self.loop.time_s, is_background)
         if self.num_cores is None:
             job.rate = 1.0
             self.plan(job)
@@ -126,13 +126,13 @@ class Cores:
                 job.before_s, job.since_s, job.rate = job.done_s(), self.loop.time_s, rate
                 self.plan(job)
 
-    def plan(self, job: Job) -> None:
+    def plan(self, job: CoreJob) -> None:
         """(Re)plan the end of `job`; what was planned before for it is void."""
         job.plan += 1
         plan = job.plan
         self.loop.at(job.since_s + (job.work_s - job.before_s) / job.rate, lambda: self._end(job, plan))
 
-    def _end(self, job: Job, plan: int) -> None:
+    def _end(self, job: CoreJob, plan: int) -> None:
         if plan != job.plan:
             return
         job.plan += 1

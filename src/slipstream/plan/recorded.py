@@ -18,6 +18,7 @@ import numpy as np
 
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
+from slipstream.core.files import no_run
 from slipstream.core.recipes import resolve
 from slipstream.core.run_log import Decision, RolloutLine, num_missing, read_decisions, read_metrics, read_rollouts
 from slipstream.core.training_sections import GROUP_RELATIVE
@@ -73,7 +74,7 @@ def read_run(path: Path) -> RecordedRun:
     """Read the run in `path`. ConfigError for a folder that is none, or of a run that has not done two steps."""
     config_path = path / "config.toml"
     if not config_path.is_file():
-        raise ConfigError(f"'{path}' is no run: it has no config.toml", hint="give the folder of a run")
+        raise no_run(path, "config.toml")
     config = resolve(config_path)
     if config.host != "process":
         raise ConfigError(

@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.core.types import Swapped
-from slipstream.plan.event_loop import Cores, EventLoop, Job
+from slipstream.plan.event_loop import CoreJob, Cores, EventLoop
 from slipstream.plan.simulated_run import Costs, GroupWork, SimulatedSetup
 
 if TYPE_CHECKING:
@@ -286,7 +286,7 @@ class Replica:
         self.pending: int | None = None
         self.num_evaluated = self.drain_steps = 0
         self.is_in_turn = self.has_news = False
-        self.job: Job | None = None
+        self.job: CoreJob | None = None
         self.stretch, self.num_ending, self.factor = NO_DECODING, 0, 1.0
 
     def admit(self, groups: Sequence[tuple[int, GroupWork]]) -> None:
@@ -366,10 +366,10 @@ class Replica:
         self.num_ending = self.engine.num_ending(stretch.steps) if self.costs.send_s else 0
         return (sum(stretch.ahead.values()) + stretch.decode_s()) * self.factor + self.num_ending * self.costs.send_s
 
-    def _steps_done(self, job: Job) -> int:
+    def _steps_done(self, job: CoreJob) -> int:
         return self.stretch.steps_in(job.done_s() / self.factor - sum(self.stretch.ahead.values()))
 
-    def _end_with_this_step(self, job: Job) -> None:
+    def _end_with_this_step(self, job: CoreJob) -> None:
         done = self._steps_done(job) + 1
         if done < self.stretch.steps:
             self.stretch = self.stretch._replace(steps=done)

@@ -47,6 +47,12 @@ def check_source(source: str) -> None:
         )
 
 
+def check_first(source: str, config: PromptsConfig) -> None:
+    """Raise ConfigError where the first record of a JSONL file is no prompt; of other kinds, nothing is read."""
+    if Path(source).suffix in KINDS[:2]:
+        next(read_rows(source, config, template=Template(config.template, field="prompts.template")), None)
+
+
 def read_records(source: str, name: str | None, split: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Each record with where it stands, for errors: the line of a JSONL file, or its place in the data, from 1."""
     check_source(source)

@@ -33,7 +33,8 @@ from slipstream.stages.named import check_conflicts
 from slipstream.stages.one_process import run_stage
 from slipstream.stages.progress import Quiet, read_record, record_path, watch
 from slipstream.stages.reward_model import read_preferences
-from slipstream.stages.rl import FromPython, is_rl_done, resume_rl, run_rl, tell
+from slipstream.stages.rl import FromPython, resume_rl, run_rl, tell
+from slipstream.stages.run_folder import is_rl_done
 from slipstream.stages.sft import stage_demonstrations
 
 

@@ -9,17 +9,21 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from slipstream.algorithms.losses import loss_named
 from slipstream.core import recipes
 from slipstream.core.config import RunConfig
 from slipstream.core.held_out import check_measure
 from slipstream.generator.vllm.settings import check_settings
 from slipstream.models.hub import check_model_path
-from slipstream.prompts.dataset import check_source
+from slipstream.observe.trackers import check_trackers
+from slipstream.prompts.dataset import check_first, check_source
 from slipstream.prompts.tasks import check_task_names, task_table
 from slipstream.rewards.checks import setup_of
 from slipstream.rewards.given import check_given
 from slipstream.stages.order import check_order
+from slipstream.trainer.loss_checks import check_loss
+
+_ANSWERING = {"preferences", "rl", "evaluate"}
+"""The stages in which prompts are answered."""
 
 
 def resolve(
@@ -47,9 +51,10 @@ def check_named(config: RunConfig, *, given: Collection[str] = (), has_own_promp
     place of the configuration's.
     """
     check_conflicts(config)
-    if "rl" in config.stages:
-        loss_named(config.loss.name, config.loss.params)
+    check_trackers(config.trackers)
     check_model_path(config)
+    if "rl" in config.stages:
+        check_loss(config)
     if not has_own_prompts:
         check_task_names(config.prompts.tasks)
     sources = [] if has_own_prompts else [config.prompts.dataset, config.prompts.eval_dataset]
@@ -57,6 +62,8 @@ def check_named(config: RunConfig, *, given: Collection[str] = (), has_own_promp
     sources += [config.reward_model.preferences] if "reward_model" in config.stages else []
     for source in filter(None, sources):
         check_source(source)
+    if not has_own_prompts and config.prompts.dataset is not None and _ANSWERING & set(config.stages):
+        check_first(config.prompts.dataset, config.prompts)
     if "rl" in config.stages and (config.rewards.terms or not config.rewards.models):
         check_given(config.rewards, given)
         setup_of(config.rewards, task_table(config.prompts.tasks))

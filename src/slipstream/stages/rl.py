@@ -51,8 +51,9 @@ from slipstream.rewards.dry_call import dry_call
 from slipstream.rewards.given import Functions
 from slipstream.stages.progress import watch
 from slipstream.stages.resume import FILES, Resumed, prepare_resume
+from slipstream.stages.run_folder import check_goes_on, is_rl_done
 from slipstream.trainer.checkpoint import policy_shapes
-from slipstream.trainer.checkpoint_folder import FORMATS, Found, newest_whole, read_manifest
+from slipstream.trainer.checkpoint_folder import FORMATS, Found, newest_first, newest_whole, read_manifest
 from slipstream.trainer.optim import lr_factor
 
 log = logging.getLogger(__name__)
@@ -72,6 +73,11 @@ class FromPython:
     def remote(self) -> frozenset[str]:
         """The groups that run on other machines."""
         return frozenset() if self.cluster is None else self.cluster.remote
+
+    def how_to_go_on(self, run_dir: Path) -> str:
+        """Return a line with the command, or the call, that goes on with the run in `run_dir`."""
+        has_saved = bool(newest_first(run_dir / "checkpoints"))
+        return f"{'go on' if has_saved else 'nothing is saved yet: begin it again'} with: {self.resume_call(run_dir)}"
 
     def resume_call(self, run_dir: Path) -> str:
         """Return the command, or the call, that goes on with the run in `run_dir`."""
@@ -114,7 +120,7 @@ def run_rl(
             sleep(pause_s)
         except KeyboardInterrupt:
             _mark_interrupted(run_dir)
-            tell(config, given, [f"go on with: {given.resume_call(run_dir)}"])
+            tell(config, given, [given.how_to_go_on(run_dir)])
             raise
         resumed, prepared = prepare_resume(run_dir), None
         count = f"{restarts.counts[executor]} of {config.max_restarts}"
@@ -174,12 +180,12 @@ def _attempt(
             with given.interrupts.deferred(config.shutdown_grace_s):
                 told = _run_and_conclude(controller, conclude)
             if told["status"] == "interrupted":
-                note(f"go on with: {given.resume_call(run_dir)}")
+                note(given.how_to_go_on(run_dir))
             return told
         except Interrupted as interrupted:  # once more, or the grace period is over: there is no time for a report
             note(f"{interrupted}: ended at once, without a checkpoint of the present step")
             _save_interrupted(tally, folder, run_dir)
-            note(f"go on with: {given.resume_call(run_dir)}")
+            note(given.how_to_go_on(run_dir))
             raise
 
 
@@ -293,14 +299,7 @@ def resume_rl(config: RunConfig, run_dir: Path, given: FromPython) -> dict[str, 
     With more steps than the run was to have, a run that is done goes on, too. What was written so far is kept under
     `attempt_<n>/` (`stages/resume.py`). ConfigError where RL is done, or has gone on further than `config` says.
     """
-    if is_rl_done(config, run_dir):
-        raise ConfigError(
-            "the run is already complete",
-            got=f"{config.steps} of {config.steps} steps",
-            allowed="a run that was stopped before its last step, or more steps",
-            hint=f"--steps {2 * config.steps} goes on with it; a new run from its policy takes "
-            f"--model.path {run_dir / 'model'}",
-        )
+    check_goes_on(config, run_dir)
     with_paths = with_stage_paths(config, run_dir)
     found = _checked_checkpoint(with_paths, run_dir)
     checkpoint = found[0]
@@ -453,35 +452,3 @@ def tell(config: RunConfig, given: FromPython, notes: Sequence[str]) -> None:
     with watch(config, "rl", display=given.display) as watcher:
         for note in notes:
             watcher.note(note)
-
-
-def is_rl_done(config: RunConfig, run_dir: Path) -> bool:
-    """Return whether RL has done all of its steps and left a policy: its summary is written last.
-
-    ConfigError where it has gone through more.
-    """
-    summary = _summarised(run_dir)
-    if summary is None or summary.status != "done" or not (run_dir / "model" / "config.json").is_file():
-        return False
-    if summary.steps > config.steps:
-        raise ConfigError(
-            "the run has gone further than that",
-            got=f"steps = {config.steps}, after {summary.steps} steps",
-            allowed=f"at least {summary.steps}",
-        )
-    return summary.steps == config.steps
-
-
-def _summarised(run_dir: Path) -> Summary | None:
-    """The run's summary, where an attempt has come to its end."""
-    if not (run_dir / "summary.json").is_file():
-        return None
-    try:
-        return read_summary(run_dir / "summary.json")
-    except SlipstreamError as error:
-        raise ConfigError(
-            error.what,
-            got=error.got,
-            allowed="what the run has written",
-            hint="without that file the run goes on from its last checkpoint",
-        ) from error

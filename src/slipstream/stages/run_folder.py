@@ -1,4 +1,4 @@
-"""The folder of a new run: named, made and locked, and removed again where nothing comes of the run."""
+"""The folder of a run: named, made and locked, removed where nothing comes of the run, and whether RL in it is done."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from slipstream.core.errors import ConfigError, DiskError
+from slipstream.core.config import RunConfig
+from slipstream.core.errors import ConfigError, DiskError, SlipstreamError
 from slipstream.core.interrupts import Interrupted
 from slipstream.core.recipes import check_path
 from slipstream.core.run_lock import LOCK_FILE, check_free, holding
+from slipstream.observe.summary import Summary, read_summary
 
 PROMPTS_FILE = "prompts.jsonl"
 """The prompts given from Python, in a run's directory."""
@@ -96,3 +98,47 @@ def _check_unused(run_dir: Path) -> None:
             allowed="a new or empty directory",
             hint=f"choose another --out, or continue that run with --resume {run_dir}",
         )
+
+
+def check_goes_on(config: RunConfig, run_dir: Path) -> None:
+    """Raise ConfigError where RL in `run_dir` has done all the steps that `config` asks for."""
+    if is_rl_done(config, run_dir):
+        raise ConfigError(
+            "the run is already complete",
+            got=f"{config.steps} of {config.steps} steps",
+            allowed="a run that was stopped before its last step, or more steps",
+            hint=f"--steps {2 * config.steps} goes on with it; a new run from its policy takes "
+            f"--model.path {run_dir / 'model'}",
+        )
+
+
+def is_rl_done(config: RunConfig, run_dir: Path) -> bool:
+    """Return whether RL has done all of its steps and left a policy: its summary is written last.
+
+    ConfigError where it has gone through more.
+    """
+    summary = _summarised(run_dir)
+    if summary is None or summary.status != "done" or not (run_dir / "model" / "config.json").is_file():
+        return False
+    if summary.steps > config.steps:
+        raise ConfigError(
+            "the run has gone further than that",
+            got=f"steps = {config.steps}, after {summary.steps} steps",
+            allowed=f"at least {summary.steps}",
+        )
+    return summary.steps == config.steps
+
+
+def _summarised(run_dir: Path) -> Summary | None:
+    """The run's summary, where an attempt has come to its end."""
+    if not (run_dir / "summary.json").is_file():
+        return None
+    try:
+        return read_summary(run_dir / "summary.json")
+    except SlipstreamError as error:
+        raise ConfigError(
+            error.what,
+            got=error.got,
+            allowed="what the run has written",
+            hint="without that file the run goes on from its last checkpoint",
+        ) from error

@@ -36,7 +36,8 @@ from slipstream.models.transformer import Transformer
 from slipstream.observe.timeline import TRAINED
 from slipstream.trainer.critic import Critic
 from slipstream.trainer.inbox import RolloutInbox
-from slipstream.trainer.measure import Auxiliary, brings_reference, follows_warm_start, needed_columns, reference_path
+from slipstream.trainer.loss_checks import needed_columns
+from slipstream.trainer.measure import Auxiliary, brings_reference, follows_warm_start, reference_path
 from slipstream.trainer.policy import Policy
 from slipstream.trainer.records import Records, TokenSample
 from slipstream.trainer.refused import write_report

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from slipstream.algorithms.logprobs import kept_token_logprobs, token_logprobs_and_entropy
-from slipstream.algorithms.losses import loss_named
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ShapeError
 from slipstream.core.packed import Batching, PackedMicrobatch, TrainSequence, empty_microbatch
@@ -27,6 +26,7 @@ from slipstream.core.types import Group, Rollout
 from slipstream.models.packed import at_targets
 from slipstream.models.transformer import Transformer
 from slipstream.trainer.critic import Critic
+from slipstream.trainer.loss_checks import needed_columns
 
 Key = tuple[int, int]  # (ordinal, sample)
 Columns = dict[Key, np.ndarray]
@@ -63,18 +63,6 @@ class StepContext:
     batching: Batching
     ranks: RankGroup
     spans: Spans
-
-
-def needed_columns(config: RunConfig) -> tuple[str, ...]:
-    """Return the columns to measure on a batch before its first update, for its loss, its penalty and its critic."""
-    requires = loss_named(config.loss.name, config.loss.params).requires
-    is_needed = {
-        "behaviour_logprobs": config.rereads_behaviour,
-        "reference_logprobs": "reference_logprobs" in requires or config.kl.coef > 0,
-        "proximal_logprobs": "proximal_logprobs" in requires or (config.has_critic and config.critic.vtrace),
-        "values": config.has_critic,
-    }
-    return tuple(name for name, needed in is_needed.items() if needed)
 
 
 def brings_reference(config: RunConfig) -> bool:

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.optim.adamw import adamw
 
 from slipstream.core.errors import NonFiniteError
 from slipstream.core.training_sections import OptimizerConfig
@@ -77,8 +78,8 @@ class AdamW:
     epsilon stands (`corrected_eps`), `OptimizerConfig.schedule_by` whether `updates_per_step` updates share a rate.
     `num_updates` counts updates made; `planned` is the next update's place in the schedule, beyond `num_updates` where
     planned ones had nothing to train on. On several ranks all of them call everything but `zero_grad` together.
-    Identities: equals torch.optim.AdamW with two parameter groups; several ranks get the weights of one, up to
-    rounding.
+    Identities: equals torch.optim.AdamW with two parameter groups, whose function this calls (the class would import
+    torch.compile, for seconds); several ranks get the weights of one, up to rounding.
     """
 
     def __init__(
@@ -86,10 +87,9 @@ class AdamW:
     ) -> None:
         self.parameters, self._config, self._total_updates = parameters, config, total_updates
         self._updates_per_rate = updates_per_step if config.schedule_by == "step" else 1
-        self._stored = [nn.Parameter(tensor) for tensor in parameters.stored()]
-        self._adamw = torch.optim.AdamW(
-            self._stored, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=0.0, fused=True
-        )
+        self._stored = list(parameters.stored())
+        self._moments = {moment: [torch.zeros_like(tensor) for tensor in self._stored] for moment in MOMENTS}
+        self._steps = [torch.zeros((), device=tensor.device) for tensor in self._stored]
         self.num_updates = 0
         self.planned = 0
 
@@ -134,13 +134,23 @@ class AdamW:
         if self._config.weight_decay:
             matrices = [view for view in self.parameters.named_views().values() if view.ndim >= 2]
             torch._foreach_mul_(matrices, 1.0 - lr * self._config.weight_decay)
-        for tensor, grad in zip(self._stored, grads, strict=True):
-            tensor.grad = grad
-        self._adamw.param_groups[0]["lr"] = lr
-        self._adamw.param_groups[0]["eps"] = corrected_eps(self._config, update=self.num_updates + 1)
-        self._adamw.step()
-        for tensor in self._stored:
-            tensor.grad = None
+        beta1, beta2 = self._config.betas
+        adamw(
+            self._stored,
+            list(grads),
+            self._moments["exp_avg"],
+            self._moments["exp_avg_sq"],
+            [],
+            self._steps,
+            fused=True,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=lr,
+            weight_decay=0.0,
+            eps=corrected_eps(self._config, update=self.num_updates + 1),
+            maximize=False,
+        )
         self.parameters.reshard()
         self.num_updates += 1
         self.planned += 1
@@ -148,21 +158,11 @@ class AdamW:
 
     def named_moments(self) -> dict[str, dict[str, Tensor]]:
         """Return each of MOMENTS by parameter name, like `Parameters.named_views`: live, never copies."""
-        for tensor in self._stored:
-            if not self._adamw.state[tensor]:
-                self._adamw.state[tensor] = {
-                    "step": torch.tensor(float(self.num_updates), device=tensor.device),
-                    **{moment: torch.zeros_like(tensor, requires_grad=False) for moment in MOMENTS},
-                }
-        return {
-            moment: self.parameters.by_name([self._adamw.state[tensor][moment] for tensor in self._stored])
-            for moment in MOMENTS
-        }
+        return {moment: self.parameters.by_name(tensors) for moment, tensors in self._moments.items()}
 
     def resumed(self, num_updates: int) -> None:
         """Go on after `num_updates`, whose weights and moments were written into the live ones."""
-        self.named_moments()
         self.num_updates = self.planned = num_updates
-        for state in self._adamw.state.values():
-            state["step"].fill_(float(num_updates))
+        for steps in self._steps:
+            steps.fill_(float(num_updates))
         self.parameters.reshard()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from slipstream.generator.vllm import protocol
 from slipstream.generator.vllm.engine import Deadlines, VLLMEngine
 from slipstream.generator.vllm.folder import WeightFolder
 from slipstream.generator.vllm.process import Launch
+from slipstream.generator.vllm.settings import interpreter
 from slipstream.models.build import build_policy
 from slipstream.models.config import config_from_hf
 from slipstream.models.flat import FlatParameters
@@ -79,7 +79,7 @@ class VLLMBackend(Backend):
                 model,
                 self._folder,
                 Launch(
-                    command=[str(interpreter(config)), str(WORKER)],
+                    command=[str(interpreter(config.generator)), str(WORKER)],
                     environment=environment(config, num_threads=context.num_threads),
                     log_path=context.run_dir / "logs" / f"{context.name}-vllm.log",
                 ),
@@ -186,19 +186,6 @@ def environment(config: RunConfig, *, num_threads: int) -> dict[str, str]:
     }
 
 
-def interpreter(config: RunConfig) -> Path:
-    """The Python of vLLM's environment. Raises ConfigError where there is none."""
-    path = Path(config.generator.vllm.python)
-    if not os.access(path, os.X_OK) or path.is_dir():
-        raise ConfigError(
-            "there is no environment with vLLM",
-            got=f"generator.vllm.python = '{path}', from {Path.cwd()}",
-            allowed="a Python interpreter that can import vllm",
-            hint="in a checkout, `make vllm-env` makes .venv-vllm; elsewhere, name an interpreter that has vllm",
-        )
-    return path.absolute()  # not resolved: a link into an environment is what makes it one
-
-
 def model_room(config: RunConfig, max_len: int) -> int:
     """vLLM's `max_model_len` for sequences of `max_len` tokens. Raises ConfigError when the one given is too short."""
     given, needed = config.generator.vllm.max_model_len, max(max_len, PROBE_ROOM) + 1
@@ -215,9 +202,7 @@ def check_vllm(config: RunConfig) -> None:
     """Raise ConfigError, before anything starts, for a missing environment and what vLLM would refuse of the model."""
     if config.generator.engine != "vllm":
         return
-    if not sys.platform.startswith("linux"):
-        raise ConfigError("generator.engine = 'vllm' needs Linux", got=sys.platform)
-    interpreter(config)
+    interpreter(config.generator)
     model = config.model
     path = config.sft.path if stage_of(model.path) is not None else model.path
     if path is None:

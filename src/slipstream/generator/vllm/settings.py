@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from pathlib import Path
+
 from slipstream.core.errors import ConfigError
 from slipstream.core.sections import GeneratorConfig
 
@@ -38,6 +42,21 @@ def check_settings(generator: GeneratorConfig) -> None:
     if generator.engine == "vllm":
         _check_memory(generator)
         _check_sampling(generator)
+
+
+def interpreter(generator: GeneratorConfig) -> Path:
+    """Return the Python of vLLM's environment. Raises ConfigError where there is none."""
+    if not sys.platform.startswith("linux"):
+        raise ConfigError("generator.engine = 'vllm' needs Linux", got=sys.platform)
+    path = Path(generator.vllm.python)
+    if not os.access(path, os.X_OK) or path.is_dir():
+        raise ConfigError(
+            "there is no environment with vLLM",
+            got=f"generator.vllm.python = '{path}', from {Path.cwd()}",
+            allowed="a Python interpreter that can import vllm",
+            hint="in a checkout, `make vllm-env` makes .venv-vllm; elsewhere, name an interpreter that has vllm",
+        )
+    return path.absolute()  # not resolved: a link into an environment is what makes it one
 
 
 def _check_memory(generator: GeneratorConfig) -> None:

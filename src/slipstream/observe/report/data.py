@@ -19,7 +19,7 @@ from pydantic import BaseModel
 
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError, SlipstreamError
-from slipstream.core.files import load_json
+from slipstream.core.files import load_json, no_run
 from slipstream.core.held_out import Measured
 from slipstream.core.jsonl import sample_jsonl
 from slipstream.core.recipes import read_toml
@@ -288,7 +288,7 @@ def check_run(run_dir: Path) -> None:
             f"'{run_dir}' has nothing to report yet: it has no metrics.jsonl",
             hint="RL has not begun, or is not among the stages of this run",
         )
-    raise ConfigError(f"'{run_dir}' is no run: it has no metrics.jsonl", hint="give the folder of a run")
+    raise no_run(run_dir, "metrics.jsonl")
 
 
 def read_run(run_dir: Path) -> RunData:

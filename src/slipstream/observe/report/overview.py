@@ -34,6 +34,8 @@ def heading(run: RunData) -> str:
     if summary is not None:
         took = "an unknown time" if run.wall_s is None else duration(run.wall_s)  # all attempts, abandoned steps too
         attempts = "" if run.num_attempts == 1 else f", {run.num_attempts} attempts"
+        if attempts and run.wall_s is not None and (abandoned_s := run.wall_s - summary.total_s) >= 1:
+            attempts += f", {duration(abandoned_s)} of it for steps that were abandoned"
         size = [f"{summary.model_params / 1e6:,.3g} M parameters"] if summary.model_params else []
         versions = [f"Slipstream {summary.versions.slipstream}", f"torch {summary.versions.torch}"]
         done = f"{plural(summary.steps, 'step')} in {took}{attempts}"

@@ -97,7 +97,7 @@ class Chart {
       const box = this.picture.getBoundingClientRect();
       onStep(Math.round(this.right * ((event.clientX - box.left) / box.width)));
     });
-    const axis = el('div', { class: 'x-axis', 'aria-hidden': true }, el('span', {}, 'step 0'), this.last);
+    const axis = el('div', { class: 'x-axis', 'aria-hidden': true }, el('span', {}, 'step 1'), this.last);
     this.element = el('figure', { class: 'chart' }, el('figcaption', {}, title), el('p', { class: 'keys' }, ...keys), plot, axis);
     this.right = 1;
   }
@@ -124,7 +124,7 @@ class Chart {
     this.picture.replaceChildren(...lines, this.cursor);
     say(this.low, number(low));
     say(this.high, number(high));
-    say(this.last, String(Math.round(this.right)));
+    say(this.last, String(Math.round(this.right) + 1)); // steps count from 0 in metrics.jsonl, from 1 on the pages
   }
 
   show(curves, step) {

@@ -255,7 +255,7 @@ function frame(now) {
 function showSlowly(passage) {
   const version = passage?.version ?? 0;
   const tenths = playhead.end < 3600;
-  say(byId('clock'), `${clock(playhead.time, tenths)} / ${clock(playhead.end)}`);
+  say(byId('clock'), `${clock(playhead.time, tenths)} / ${clock(playhead.end, tenths)}`);
   curves.show(version);
   showAlarms(version);
   if (state.pulse?.num_groups) rollouts.show(version);

@@ -1,0 +1,89 @@
+"""Checks of `[loss]` beside the rest of a configuration, and the columns that a loss takes; without torch."""
+
+from __future__ import annotations
+
+from slipstream.algorithms.losses import LOSSES, loss_named
+from slipstream.algorithms.losses.table import Loss
+from slipstream.core.config import RunConfig
+from slipstream.core.errors import ConfigError
+from slipstream.core.other_names import sentence_of_value
+
+
+def needed_columns(config: RunConfig) -> tuple[str, ...]:
+    """Return the columns to measure on a batch before its first update, for its loss, its penalty and its critic."""
+    requires = loss_named(config.loss.name, config.loss.params).requires
+    is_needed = {
+        "behaviour_logprobs": config.rereads_behaviour,
+        "reference_logprobs": "reference_logprobs" in requires or config.kl.coef > 0,
+        "proximal_logprobs": "proximal_logprobs" in requires or (config.has_critic and config.critic.vtrace),
+        "values": config.has_critic,
+    }
+    return tuple(name for name, needed in is_needed.items() if needed)
+
+
+def check_loss(config: RunConfig) -> None:
+    """Raise ConfigError for a loss that is not there, is no policy loss, or cannot go with the rest."""
+    loss = loss_named(config.loss.name, config.loss.params)
+    if loss.kind != "policy":
+        raise ConfigError(
+            f"'{config.loss.name}' is not a loss of a policy",
+            got=f"a {loss.kind.replace('_', ' ')} loss",
+            allowed=", ".join(sorted(name for name, other in LOSSES.items() if other.kind == "policy")),
+            hint=sentence_of_value("loss.name", config.loss.name),
+        )
+    if config.loss.select not in loss.selects:
+        raise ConfigError(
+            f"loss '{config.loss.name}' looks at no advantage: which completions it trains on must say it all",
+            got=f"loss.select = '{config.loss.select}'",
+            allowed=" or ".join(f"loss.select = '{select}'" for select in loss.selects),
+        )
+    ratios = {"behaviour_logprobs", "proximal_logprobs"} & set(loss.requires)
+    if ratios and config.generator.truncates and not config.generator.keep_sets:
+        raise ConfigError(
+            f"the ratios of loss '{config.loss.name}' would compare a policy over the whole vocabulary with samples "
+            "from a part of it",
+            got="generator.top_k, top_p or min_p without generator.keep_sets",
+            allowed="generator.keep_sets = true (with generator.top_k = 1..512), or no cut",
+            hint="losses without ratios, such as 'reinforce', may be trained on such samples as they are",
+        )
+    if loss.atom == "pair" and config.loss.advantages == "greedy_baseline":
+        raise ConfigError(
+            f"loss '{config.loss.name}' has no use for a baseline: a greedy completion would be sampled for nothing",
+            got="loss.advantages = 'greedy_baseline'",
+            allowed="any other",
+        )
+    _check_beside(config, loss)
+
+
+def _check_beside(config: RunConfig, loss: Loss) -> None:
+    """Raise ConfigError where `loss` cannot go with the critic, the reference or the reduction."""
+    if config.has_critic and config.critic.vtrace and "behaviour_logprobs" not in loss.requires:
+        raise ConfigError(
+            f"V-trace leaves the importance ratio of the action to the loss, and '{config.loss.name}' has none",
+            got=f"critic.vtrace with loss.name = '{config.loss.name}'",
+            allowed="a loss with ratios, e.g. 'aipo' or 'ppo'",
+        )
+    if config.kl.coef and config.kl.place == "reward" and "advantages" not in loss.requires:
+        raise ConfigError(
+            f"loss '{config.loss.name}' takes no advantages: a KL penalty in the reward would change nothing",
+            got="kl.place = 'reward'",
+            allowed="kl.place = 'loss' with kl.estimator = 'k2' or 'k3', or kl.coef = 0",
+        )
+    if config.kl.executor == "own" and "reference_logprobs" not in needed_columns(config):
+        raise ConfigError(
+            "an executor of the reference would compute what nobody takes",
+            got=f"kl.executor = 'own' with kl.coef = 0 and loss.name = '{config.loss.name}'",
+            allowed="kl.coef > 0, or a loss that compares with the reference, e.g. 'online_dpo'",
+        )
+    if loss.unit != "token" and config.loss.reduction != "token":
+        raise ConfigError(
+            f"loss '{config.loss.name}' is of whole completions: there are no tokens to reduce",
+            got=f"loss.reduction = '{config.loss.reduction}'",
+            allowed="the default",
+        )
+    if loss.unit != "token" and config.has_critic:
+        raise ConfigError(
+            f"loss '{config.loss.name}' is of whole completions, a critic's advantages are of tokens",
+            got="loss.advantages = 'gae'",
+            allowed="a token loss with it, e.g. 'ppo'",
+        )

@@ -1,0 +1,101 @@
+"""Processes are forked from one that has imported what they need: whose children they are, and what is theirs."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from slipstream.controller import nursery as module
+from slipstream.controller.nursery import Nursery
+from slipstream.core.errors import SlipstreamError
+
+GET_CHILD_SUBREAPER = 37
+
+
+@pytest.fixture
+def nursery() -> Iterator[Nursery]:
+    found = Nursery()
+    yield found
+    found.close()
+
+
+def started(nursery: Nursery, folder: Path, spec: str = "no such file.json") -> int:
+    """A child that cannot read its spec, says so in the log, and ends with 1."""
+    stdin, line = os.pipe()
+    try:
+        with (folder / "log").open("ab") as log:
+            return nursery.start(
+                [str(folder / spec)], environment=os.environ | {"OMP_NUM_THREADS": "1"}, stdin=stdin, log=log.fileno()
+            )
+    finally:
+        os.close(stdin)
+        os.close(line)
+
+
+def status(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def is_adopting() -> bool:
+    found = ctypes.c_int(-1)
+    ctypes.CDLL(None).prctl(GET_CHILD_SUBREAPER, ctypes.byref(found), 0, 0, 0)
+    return bool(found.value)
+
+
+def test_a_child_is_ours_and_says_how_it_ended(nursery: Nursery, tmp_path: Path) -> None:
+    first = started(nursery, tmp_path)
+    assert os.getsid(first) == first, "a Ctrl-C at the terminal is not for it"
+    assert status(first) == 1
+    log = (tmp_path / "log").read_text()
+    assert "FileNotFoundError" in log
+    assert "no such file.json" in log
+    assert status(started(nursery, tmp_path)) == 1
+    assert not is_adopting(), "other orphans are not for us"
+
+
+def test_a_nursery_that_was_killed_is_replaced(nursery: Nursery, tmp_path: Path) -> None:
+    status(started(nursery, tmp_path))
+    assert nursery._process is not None
+    killed = nursery._process.pid
+    os.kill(killed, signal.SIGKILL)
+    assert status(started(nursery, tmp_path)) == 1
+    assert nursery._process.pid != killed
+
+
+def test_it_is_asked_from_several_threads(nursery: Nursery, tmp_path: Path) -> None:
+    pids: list[int] = []
+    threads = [threading.Thread(target=lambda: pids.append(started(nursery, tmp_path))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(pids)) == 8
+    assert [status(pid) for pid in pids] == [1] * 8
+
+
+def test_one_that_cannot_start_is_an_error(nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.lifeline, "command", lambda *_: [sys.executable, "-c", ""])
+    with pytest.raises(SlipstreamError, match="the process that starts the others does not answer"):
+        started(nursery, tmp_path)
+
+
+def test_its_end_is_not_that_of_its_children(nursery: Nursery, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "spec")
+    pid = started(nursery, tmp_path, "spec")  # it waits for what nobody writes
+    end_s = time.monotonic() + 60
+    while "slipstream.controller.process" not in (told := Path(f"/proc/{pid}/cmdline").read_text()):
+        assert time.monotonic() < end_s, f"ps shows it as {told}"
+        time.sleep(0.01)
+    assert str(tmp_path / "spec") in told
+    nursery.close()
+    assert os.waitpid(pid, os.WNOHANG) == (0, 0)
+    os.kill(pid, signal.SIGKILL)
+    assert status(pid) == -signal.SIGKILL
