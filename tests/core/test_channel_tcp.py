@@ -135,7 +135,7 @@ def test_messages_pass_in_order_with_keys(books: Callable[..., Books]) -> None:
     for step in range(50):
         a.outputs["out"].put(item(step))
     assert take(b, 50, a) == list(range(50))
-    a.outputs["out"].flush(5)
+    until(lambda: a.outputs["out"].depth == 0, [a, b])
     assert b.inputs["in"].stats.refused_peers == b.inputs["in"].stats.refused == 0
 
 

@@ -136,6 +136,16 @@ def test_a_damaged_middle_line_is_an_error_not_a_silent_loss(tmp_path: Path):
         list(read_timeline(tmp_path / "p.jsonl"))
 
 
+@pytest.mark.parametrize("line", ["start_ns", "end_ns", "gap_ns", "decode"])
+def test_times_that_no_clock_shows_are_an_error(line: str, tmp_path: Path):
+    times = {"start_ns": "1", "end_ns": "2", "gap_ns": "0", "decode": "0"} | {line: str(2**63)}
+    also = f"""{{"decode":{times.pop("decode")}}}"""
+    fields = ",".join(f'"{name}":{value}' for name, value in times.items())
+    (tmp_path / "p.jsonl").write_text(f'{{"kind":"slice","state":"train",{fields},"also":{also}}}\n{{}}\n')
+    with pytest.raises(SlipstreamError, match="line 1"):
+        list(read_timeline(tmp_path / "p.jsonl"))
+
+
 def test_slices_reach_the_disk_within_a_second(tmp_path: Path):
     clock = VirtualClock()
     timeline = Timeline("p", tmp_path / "p.jsonl", clock)

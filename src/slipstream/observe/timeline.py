@@ -23,7 +23,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -43,6 +43,9 @@ MERGE_GAP_S = 1e-3  # slices closer than this become one line of the file, with 
 MERGE_LENGTH_S = 0.1  # ... as long as the line stays this short, so that pictures and windows keep their resolution
 COARSER_AFTER = 50_000  # lines: from then on both are twice as long, and again after as many
 
+Nanoseconds = Annotated[int, msgspec.Meta(ge=-(2**61), le=2**61)]
+"""73 years: sums and differences of three fit in 64 bits. A file may have been written by anybody."""
+
 
 class ProcessStart(msgspec.Struct, frozen=True, omit_defaults=True, tag="process", tag_field="kind"):
     """A process began to write here, again after it was started again: it computes with `threads` on `device`.
@@ -54,12 +57,12 @@ class ProcessStart(msgspec.Struct, frozen=True, omit_defaults=True, tag="process
 
     process: str
     pid: int
-    time_ns: int
+    time_ns: Nanoseconds
     threads: int = 1
     threads_alone: int = 1
     device: str = "cpu"
     within: str = ""
-    zero_ns: int = 0
+    zero_ns: Nanoseconds = 0
 
 
 class ProcessEnd(msgspec.Struct, frozen=True, omit_defaults=True, tag="end", tag_field="kind"):
@@ -70,11 +73,11 @@ class ProcessEnd(msgspec.Struct, frozen=True, omit_defaults=True, tag="end", tag
     because others had them: seconds that its states have, and that say nothing about its work.
     """
 
-    time_ns: int
-    cpu_ns: int = 0
-    main_ns: int = 0
-    background_ns: int = 0
-    kept_ns: int = 0
+    time_ns: Nanoseconds
+    cpu_ns: Nanoseconds = 0
+    main_ns: Nanoseconds = 0
+    background_ns: Nanoseconds = 0
+    kept_ns: Nanoseconds = 0
 
 
 class Slice(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag="slice", tag_field="kind"):
@@ -86,11 +89,11 @@ class Slice(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag="slic
     """
 
     state: str
-    start_ns: int
-    end_ns: int
-    gap_ns: int = 0
+    start_ns: Nanoseconds
+    end_ns: Nanoseconds
+    gap_ns: Nanoseconds = 0
     args: dict[str, Any] = {}
-    also: dict[str, int] = {}
+    also: dict[str, Nanoseconds] = {}
     count: int = 0
     units: int = 0
 
@@ -104,7 +107,7 @@ class Instant(msgspec.Struct, frozen=True, omit_defaults=True, tag="instant", ta
     """Something happened: a swap, a publish."""
 
     name: str
-    time_ns: int
+    time_ns: Nanoseconds
     args: dict[str, Any] = {}
 
 
@@ -112,7 +115,7 @@ class Counter(msgspec.Struct, frozen=True, tag="counter", tag_field="kind"):
     """A quantity had these values: staleness, queue depth."""
 
     name: str
-    time_ns: int
+    time_ns: Nanoseconds
     values: dict[str, float]
 
 
