@@ -25,7 +25,7 @@ from slipstream.rewards.protocol import (
 from slipstream.rewards.sandbox import RewardWorker
 
 _MAX_BATCH = 64  # jobs sent to a worker together; each still has the deadline of its own
-_BATCH_S = 0.05  # so that slow jobs spread over the workers
+_QUICK_S = 2e-3  # jobs that take longer, on average, are sent one by one: so they spread over the workers
 _START_S = 120.0  # imports of sympy and reasoning-gym on a busy machine
 _MAX_FAILED_STARTS = 3  # in a row
 NO_NETWORK = (
@@ -67,7 +67,9 @@ class ScoringPool:
     Consumes: jobs (`submit`). Produces: one `ScoredJob` per job (`poll`), whatever the job does. Each job has
     `timeout_s` from the moment its worker reached it, as far as the pool can see: results that wait are read before any
     deadline is judged, so a pool that was not polled for a while accuses no job. A job that is overdue, or whose worker
-    dies, is failed and its worker killed with everything it started; jobs queued behind it move on. Ends: `close`.
+    dies, is failed and its worker killed with everything it started. Quick jobs go to a worker together and their
+    answers come together, so of several jobs that a worker still had, any may be at fault: each is scored again, alone.
+    Ends: `close`.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class ScoringPool:
         self._num_workers = num_workers
         self._selector = _nested_selector()
         self._waiting: deque[AnyJob] = deque()
+        self._suspects: set[int] = set()  # ids of jobs that go to a worker alone; they are the first of those waiting
         self._done: list[ScoredJob] = []
         self._slots: list[_Slot] = []
         self._failed_starts = 0
@@ -187,11 +190,11 @@ class ScoringPool:
         self._job_s += 0.05 * (max(0.0, now_s - started_s) - self._job_s)
         slot.deadline_s = now_s + self._setup.timeout_s
         error = None if result.error is None else _explained(result.error[: 2 * MAX_ERROR_CHARS], slot)
-        self._done.append(ScoredJob(job_id=result.job_id, parts=result.parts, failure=error))
+        self._settle(ScoredJob(job_id=result.job_id, parts=result.parts, failure=error))
         slot.term, slot.has_tried_network = None, False
 
     def _replace(self, slot: _Slot, failure: str) -> None:
-        """Kill the worker of `slot` and start another; its first job failed, the others go to the next worker."""
+        """Kill the worker of `slot` and start another. Its job failed; of several each is tried again alone."""
         self._slots.remove(slot)
         self._selector.unregister(slot.worker)
         slot.worker.close()
@@ -204,13 +207,19 @@ class ScoringPool:
                     hint="raise rewards.memory_mb, or see `slipstream doctor`",
                 )
         self.num_restarts += 1
-        if slot.jobs:
+        if len(slot.jobs) > 1:
+            self._suspects.update(job.job_id for job in slot.jobs)
+            self._waiting.extendleft(reversed(slot.jobs))
+        elif slot.jobs:
             job = slot.jobs.popleft()
             term = slot.term or self._only_term(job)
             failure = _explained(failure if term is None else f"{term}: {failure}", slot)
-            self._done.append(ScoredJob(job_id=job.job_id, parts=[], failure=failure))
-        self._waiting.extendleft(reversed(slot.jobs))
+            self._settle(ScoredJob(job_id=job.job_id, parts=[], failure=failure))
         self._start()
+
+    def _settle(self, scored: ScoredJob) -> None:
+        self._suspects.discard(scored.job_id)
+        self._done.append(scored)
 
     def _only_term(self, job: AnyJob) -> str | None:
         """The term that scores `job`, where there is just one."""
@@ -226,14 +235,18 @@ class ScoringPool:
     def _dispatch(self) -> None:
         free = self._free()
         for i, slot in enumerate(free):
-            share = -(-len(self._waiting) // (len(free) - i))
-            fitting = _MAX_BATCH if self._job_s * _MAX_BATCH <= _BATCH_S else max(1, int(_BATCH_S / self._job_s))
-            batch = [self._waiting.popleft() for _ in range(min(share, fitting))]
-            if batch:
+            if batch := self._next_batch(-(-len(self._waiting) // (len(free) - i))):
                 slot.jobs.extend(batch)
                 slot.deadline_s = self._clock.now_s() + self._setup.timeout_s
                 slot.worker.send(batch)
                 self._watch(slot)
+
+    def _next_batch(self, share: int) -> list[AnyJob]:
+        """Take jobs for one worker: `share` at most, and one where it is slow or a suspect."""
+        most = min(share, _MAX_BATCH if self._job_s <= _QUICK_S else 1)
+        if self._waiting and self._waiting[0].job_id in self._suspects:
+            most = 1
+        return [self._waiting.popleft() for _ in range(most)]
 
     def _watch(self, slot: _Slot) -> None:
         """Wake for writability exactly while something waits to be written."""

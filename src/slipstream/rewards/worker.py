@@ -16,6 +16,7 @@ import shutil
 import signal
 import socket
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -45,6 +46,7 @@ from slipstream.rewards.protocol import (
 
 _MAX_JOB_BYTES = 1 << 30  # frames of jobs come from the trusted side
 _RESOLVER = "/etc/resolv.conf"
+_TOGETHER_S = 1e-3  # answers of quick jobs wait for each other for so long: each frame wakes the pool's process
 _NETWORK_CALLS = {"socket.getaddrinfo", "socket.gethostbyname", "socket.gethostbyaddr"}
 
 
@@ -169,14 +171,15 @@ def _start_launcher(connection: int, layout: WorkerLayout, namespaces: isolation
 
 
 def serve(connection: socket.socket, held: Iterable[str], programs: Programs | None) -> None:
-    """Build the scorers, then answer each job of each list of jobs with one Result, in order. Ends by EOFError.
+    """Build the scorers, then answer each job of each list of jobs with one JobResult, in order. Ends by EOFError.
 
     `held` are the barriers around this process; of those, what does not hold around programs too is not reported.
     """
     reader = FrameReader(_MAX_JOB_BYTES)
     bodies = _receive(connection, reader)
     setup = msgspec.msgpack.decode(bodies.pop(0), type=WorkerSetup)
-    network = _NetworkWatch(connection)
+    to_pool = _ToPool(connection)
+    network = _NetworkWatch(to_pool)
     if not setup.allow_network:
         sys.addaudithook(network.hear)
     terms: list[Scoring] = []
@@ -185,40 +188,68 @@ def serve(connection: socket.socket, held: Iterable[str], programs: Programs | N
             terms.append(build_scoring(term, setup.tasks, programs=programs, timeout_s=setup.timeout_s))
             _warm_up(term, terms[-1])
         except SlipstreamError as error:
-            connection.sendall(frame(SetupFailed(error=str(error)[:MAX_ERROR_CHARS])))
+            to_pool.send(SetupFailed(error=str(error)[:MAX_ERROR_CHARS]))
             return
         except BaseException as error:  # noqa: BLE001 - the user's module may raise anything while it is imported
-            connection.sendall(frame(SetupFailed(error=f"{term.label}: {describe(error)}")))
+            to_pool.send(SetupFailed(error=f"{term.label}: {describe(error)}"))
             return
     isolation.limit_resources(setup.memory_bytes, is_own_user="user" in held)
     around_programs = programs.probe() if programs is not None else None
     reported = [name for name in (*held, "limits") if around_programs is None or name in around_programs]
-    connection.sendall(frame(WorkerReady(isolation=reported)))
+    to_pool.send(WorkerReady(isolation=reported))
     pid = os.getpid()
     decoder = msgspec.msgpack.Decoder(list[AnyJob])
     num_of_kind = Counter(term.per for term in terms)
 
     def began(index: int) -> None:
-        if num_of_kind[terms[index].per] > 1:
-            connection.sendall(frame(Began(index)))
+        if is_alone and num_of_kind[terms[index].per] > 1:
+            to_pool.send(Began(index))
 
     while True:
         for body in bodies:
-            for job in decoder.decode(body):
+            jobs = decoder.decode(body)
+            is_alone = len(jobs) == 1  # else the pool asks again where one fails (`ScoringPool`)
+            for job in jobs:
                 isolation.limit_cpu(2 * setup.timeout_s)
                 network.is_told = False
                 result = answer(terms, job, began)
                 if os.getpid() != pid:  # a verifier forked and let its child return: only one of the two may go on
                     os._exit(0)
-                connection.sendall(frame(result))
+                to_pool.answer(result)
+            to_pool.flush()
         bodies = _receive(connection, reader)
+
+
+class _ToPool:
+    """The scorer's words to the pool, in order."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._unsent = bytearray()
+        self._sent_s = 0.0
+
+    def send(self, message: msgspec.Struct) -> None:
+        self._unsent += frame(message)
+        self.flush()
+
+    def answer(self, result: JobResult) -> None:
+        """Send `result` with those that come within `_TOGETHER_S` of each other; `flush` sends the rest."""
+        self._unsent += frame(result)
+        if time.monotonic() - self._sent_s >= _TOGETHER_S:
+            self.flush()
+
+    def flush(self) -> None:
+        if self._unsent:
+            self._connection.sendall(self._unsent)
+            self._unsent.clear()
+        self._sent_s = time.monotonic()
 
 
 class _NetworkWatch:
     """Tells the pool, once a job, that Python was asked for a network: the error that follows seldom says why."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
+    def __init__(self, to_pool: _ToPool) -> None:
+        self._to_pool = to_pool
         self.is_told = False
 
     def hear(self, event: str, arguments: tuple[Any, ...]) -> None:
@@ -228,7 +259,7 @@ class _NetworkWatch:
         is_socket = event == "socket.__new__" and arguments[1] in (socket.AF_INET, socket.AF_INET6)
         if is_socket or event in _NETWORK_CALLS:
             self.is_told = True
-            self._connection.sendall(frame(TriedNetwork()))
+            self._to_pool.send(TriedNetwork())
 
 
 def _warm_up(term: Term, scoring: Scoring) -> None:
