@@ -27,7 +27,10 @@ MESSAGES: MessageTypes = tuple(kind for kind in Message.__subclasses__() if kind
 _ARRAY_CODE = 1  # msgpack extension type of an array
 _DTYPES = ("b1", "u1", "i1", "i2", "i4", "i8", "f2", "f4", "f8", "u2", "u4", "u8")
 _MAX_DIMS = 8
-_ARRAY_HEADER = struct.Struct("<BB")  # index into _DTYPES, number of dimensions; then one uint64 per dimension
+_CODES = {np.dtype(name): code for code, name in enumerate(_DTYPES)}  # of this machine's order, which is little-endian
+_KINDS = tuple(map(np.dtype, _DTYPES))
+_ARRAY_HEADERS = tuple(struct.Struct(f"<BB{num_dims}Q") for num_dims in range(_MAX_DIMS + 1))
+"""By number of dimensions: index into _DTYPES, number of dimensions, the length of each."""
 
 
 def encode(message: Message) -> bytes:
@@ -71,26 +74,25 @@ def message_types(names: Iterable[str]) -> MessageTypes:
 def _encode_array(value: Any) -> msgspec.msgpack.Ext:
     if not isinstance(value, np.ndarray):
         raise TypeError(f"{type(value).__name__} has no wire form")
-    array = np.ascontiguousarray(value).reshape(value.shape)
-    name = array.dtype.str[1:]
-    if name not in _DTYPES or array.dtype.str[0] == ">" or array.ndim > _MAX_DIMS:
-        raise TypeError(f"array of dtype {array.dtype} and {array.ndim} dimensions has no wire form")
-    header = _ARRAY_HEADER.pack(_DTYPES.index(name), array.ndim) + struct.pack(f"<{array.ndim}Q", *array.shape)
-    return msgspec.msgpack.Ext(_ARRAY_CODE, header + array.tobytes())
+    code = _CODES.get(value.dtype)
+    if code is None or value.ndim > _MAX_DIMS:
+        raise TypeError(f"array of dtype {value.dtype} and {value.ndim} dimensions has no wire form")
+    header = _ARRAY_HEADERS[value.ndim].pack(code, value.ndim, *value.shape)
+    return msgspec.msgpack.Ext(_ARRAY_CODE, header + value.tobytes())
 
 
 def _decode_array(code: int, data: memoryview) -> np.ndarray:
-    if code != _ARRAY_CODE or len(data) < _ARRAY_HEADER.size:
+    if code != _ARRAY_CODE or len(data) < 2:
         raise ValueError(f"unknown extension {code} of {len(data)} bytes")
-    index, num_dims = _ARRAY_HEADER.unpack_from(data)
-    start = _ARRAY_HEADER.size + 8 * num_dims
-    if index >= len(_DTYPES) or num_dims > _MAX_DIMS or len(data) < start:
+    kind, num_dims = data[0], data[1]
+    if kind >= len(_KINDS) or num_dims > _MAX_DIMS or len(data) < (start := _ARRAY_HEADERS[num_dims].size):
         raise ValueError("malformed array header")
-    dtype = np.dtype(_DTYPES[index])
-    shape = struct.unpack_from(f"<{num_dims}Q", data, _ARRAY_HEADER.size)
+    dtype = _KINDS[kind]
+    shape = _ARRAY_HEADERS[num_dims].unpack_from(data)[2:]
     if math.prod(shape) * dtype.itemsize != len(data) - start:
         raise ValueError(f"array of shape {shape} and dtype {dtype} does not have {len(data) - start} bytes")
-    return np.frombuffer(data, dtype, offset=start).reshape(shape).copy()  # aligned, writable, outlives the frame
+    array = np.frombuffer(data, dtype, -1, start).copy()  # aligned, writable, outlives the frame
+    return array if num_dims == 1 else array.reshape(shape)
 
 
 def _check_array(kind: type, value: Any) -> Any:
