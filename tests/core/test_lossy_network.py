@@ -87,6 +87,8 @@ class Network:
 
     # The target's listener
 
+    def look(self) -> None: ...
+
     def receive(self) -> tuple[bytes, bytes] | None:
         return self.arrived.popleft() if self.arrived else None
 

@@ -202,8 +202,8 @@ def wait(
     """Sleep until there is something to do; False when `timeout_s` passed first.
 
     Unblocked by: a message at a receiver, room at a sender whose `has_room_for` said no, a readable descriptor, a
-    closed end. Meanwhile the senders read their acknowledgements and send again what a broken connection lost. Only the
-    sleep itself is inside the context that `asleep` returns: all around it is work.
+    closed end. Meanwhile messages leave, acknowledgements are read and given, and what a broken connection lost is sent
+    again. Only the sleep itself is inside the context that `asleep` returns: all around it is work.
     """
     receivers, senders, extra_fds = list(receivers), list(senders), list(extra_fds)
     ends: list[Inbox | Outbox] = [*receivers, *senders]
@@ -216,17 +216,21 @@ def wait(
                 return True
         is_over = False
         while True:
-            for sender in senders:
-                sender.pump()
-            if any(end.is_closed for end in ends) or any(receiver.depth for receiver in receivers):
+            now_s = _CLOCK.now_s()
+            for end in ends:
+                if end.is_due(now_s):
+                    end.pump()
+            if any(end.is_closed for end in ends) or any(receiver.has_messages for receiver in receivers):
                 return True
             if any(sender.is_relieved for sender in senders):
                 return True
             if is_over:
                 return False
-            awaited = [*(p for end in ends for p in end.pollables()), *extra_fds]
+            awaited = {pollable: end for end in ends for pollable in end.pollables()}
             with asleep():
-                ready = poll(awaited, None if deadline_s is None else deadline_s - _CLOCK.now_s())
+                ready = poll([*awaited, *extra_fds], None if deadline_s is None else deadline_s - _CLOCK.now_s())
+            for end in {awaited[pollable] for pollable in ready if pollable in awaited}:
+                end.pump()
             if any(fd in ready for fd in extra_fds):
                 return True
             is_over = deadline_s is not None and _CLOCK.now_s() >= deadline_s

@@ -134,6 +134,10 @@ class Link(abc.ABC):
     def release(self) -> None:  # noqa: B027 - within a process a message leaves at once
         """Let the messages leave that were sent, those that are ready together in one frame."""
 
+    def is_due(self, now_s: float) -> bool:
+        """Whether there is work for `release` or `pump` that no pollable tells of."""
+        return False
+
     @abc.abstractmethod
     def pump(self) -> None:
         """Read replies of the target and changes of the connection."""
@@ -256,8 +260,14 @@ class ZmqLink(Link):
                 self._replied(*frames.unpack_reply(b"".join(parts)))
             except ChannelError:
                 self._stats.refused += 1
-        if not self.is_closed and not self.is_connected and _CLOCK.now_s() - self._tried_s >= _REOPEN_S:
+        if not self.is_closed and self._is_given_up(_CLOCK.now_s()):
             self._reopen()
+
+    def is_due(self, now_s: float) -> bool:
+        return not self.is_closed and (self._left < self.sequence or self._is_given_up(now_s))
+
+    def _is_given_up(self, now_s: float) -> bool:
+        return not self.is_connected and now_s - self._tried_s >= _REOPEN_S
 
     def pollables(self) -> list[Pollable]:
         return [] if self.is_closed else [self._socket, self._monitor]
@@ -367,8 +377,8 @@ class Listener:
                 hint=address,
             ) from error
 
-    def receive(self) -> tuple[bytes, bytes] | None:
-        """Return (peer, frame), or None when there is none. A message of several frames comes out malformed."""
+    def look(self) -> None:
+        """Count what became of connections."""
         while (event := _next_event(self.monitor)) is not None:
             if event != zmq.EVENT_DISCONNECTED:
                 self._stats.refused_peers += 1
@@ -377,6 +387,9 @@ class Listener:
                 self._num_refused -= 1
             else:
                 self._stats.disconnects += 1
+
+    def receive(self) -> tuple[bytes, bytes] | None:
+        """Return (peer, frame), or None when there is none. A message of several frames comes out malformed."""
         if not is_readable(self.socket):
             return None
         parts = self.socket.recv_multipart(zmq.NOBLOCK)
@@ -397,10 +410,8 @@ def is_readable(socket: zmq.Socket[bytes]) -> bool:
 
 def poll(pollables: Iterable[Pollable], timeout_s: float | None) -> set[Pollable]:
     """Wait until one of `pollables` is readable, at most `timeout_s` seconds; return those that are."""
-    poller = zmq.Poller()
-    for item in pollables:
-        poller.register(item, zmq.POLLIN)
-    return {item for item, _ in poller.poll(None if timeout_s is None else max(0, round(timeout_s * 1000 + 0.5)))}
+    timeout_ms = -1 if timeout_s is None else max(0, round(timeout_s * 1000 + 0.5))
+    return {item for item, _ in zmq.zmq_poll([(item, zmq.POLLIN) for item in pollables], timeout_ms)}
 
 
 def _socket(kind: int, addresses: Sequence[str]) -> zmq.Socket[bytes]:

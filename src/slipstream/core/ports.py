@@ -60,7 +60,15 @@ class _End(abc.ABC):
 
     @abc.abstractmethod
     def pollables(self) -> list[Pollable]:
-        """Return all that becomes readable when a wait here may be over."""
+        """Return all that becomes readable when `pump` has work or a wait here may be over."""
+
+    @abc.abstractmethod
+    def is_due(self, now_s: float) -> bool:
+        """Whether `pump` has work that no pollable tells of."""
+
+    @abc.abstractmethod
+    def pump(self) -> None:
+        """Read what has come and say what is due; nothing on a closed end."""
 
     def _drop(self) -> None:  # noqa: B027 - messages of an output port stay on their way
         """Forget waiting messages; called once, at the close."""
@@ -135,12 +143,24 @@ class Inbox(_End):
             return None
 
     @property
+    def has_messages(self) -> bool:
+        """Whether messages wait that `pump` has read."""
+        return bool(self._queue)
+
+    @property
     def depth(self) -> int:
         """Messages that have arrived and were not taken."""
+        self.pump()
+        return len(self._queue)
+
+    def is_due(self, now_s: float) -> bool:
+        return not self._queue and any(stream.owes(now_s, is_empty=True) for stream in self._owing)
+
+    def pump(self) -> None:
+        """Read the frames that have come, and acknowledge what is due."""
         with self._lock:
             if not self.is_closed:
                 self._pump()
-            return len(self._queue)
 
     def fence(self, executor: str, incarnation: int) -> None:
         """Refuse everything of incarnations of `executor` below `incarnation`, also what waits here already."""
@@ -161,10 +181,8 @@ class Inbox(_End):
     @property
     def heard_s(self) -> Mapping[str, float]:
         """The times at which a frame of each executor was last read here, on the wall clock; no local executors."""
-        with self._lock:
-            if not self.is_closed:
-                self._pump()
-            return dict(self._heard_s)
+        self.pump()
+        return dict(self._heard_s)
 
     def pollables(self) -> list[Pollable]:
         if self._listener is None:
@@ -197,6 +215,7 @@ class Inbox(_End):
     def _pump(self) -> None:
         if self._listener is None:
             return
+        self._listener.look()
         while (received := self._listener.receive()) is not None:
             self._arrived(*received)
         if not self._queue:
@@ -394,6 +413,9 @@ class Outbox(_End):
     def depth(self) -> int:
         """Messages put and not taken yet, over all targets."""
         return sum(link.depth for link in self._links)
+
+    def is_due(self, now_s: float) -> bool:
+        return any(link.is_due(now_s) for link in self._links)
 
     def pump(self) -> None:
         """Read acknowledgements and send again what a broken connection lost. `wait` and a full `put` do it."""

@@ -35,6 +35,7 @@ from slipstream.rewards.protocol import (
     AnyJob,
     Began,
     FrameReader,
+    JobResult,
     RewardJob,
     SetupFailed,
     Term,
