@@ -76,6 +76,8 @@ class Played:
 class Notes:
     """An observer that keeps what is for people."""
 
+    hears = (Noted,)
+
     def __init__(self) -> None:
         self.notes: list[str] = []
 

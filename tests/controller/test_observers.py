@@ -53,6 +53,8 @@ def scored(*, failure: str | None = None) -> GroupScored:
 class Run:
     """Observers in virtual time, and what the last of them was told."""
 
+    hears = (object,)
+
     def __init__(self, run_dir: Path, **overrides: Any) -> None:
         self.run_dir, self.news, self.clock = run_dir, list[object](), VirtualClock()
         config = resolve("quickstart", overrides)

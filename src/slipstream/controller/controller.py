@@ -204,6 +204,8 @@ class Controller:
                     has_worked = True
                     with self.timeline.span("schedule"):
                         self._handle(message)
+                self.ledger.flush()  # before anybody hears of what was decided
+                self.events.flush()
             has_worked |= self.executors.work()
             if not has_worked and not is_done():
                 self.executors.sleep(self.timeline.idle)

@@ -33,7 +33,7 @@ from slipstream.core.errors import ChannelClosed, ExecutorDied, ExecutorLost, Sl
 from slipstream.core.peer_messages import Failed, Joined, Left
 from slipstream.core.ports import Turn
 from slipstream.core.ranks import RANK_MARK, split_rank_name
-from slipstream.core.service_messages import Counters, Ready
+from slipstream.core.service_messages import CompletionsFinished, Counters, Ready
 from slipstream.core.spans import Spans
 from slipstream.core.types import CompletionFinished, Message, ReplicaLost, Stop, Swapped
 
@@ -140,6 +140,8 @@ class Executors:
             if not isinstance(message, Counters):
                 self.heard_s = self._clock.now_s()
             match message:
+                case CompletionsFinished():
+                    self._found.extendleft(reversed(message.finished))
                 case Swapped() | CompletionFinished() if self._membership.is_absent(f"generator-{message.replica}"):
                     pass  # last words of a replica that was lost
                 case Joined():

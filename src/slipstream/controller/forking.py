@@ -14,6 +14,7 @@ Waits for: requests of `nursery.py`. Ends when: the controller closes the socket
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -43,9 +44,11 @@ def main(descriptor: int) -> None:
     """Import, then fork a process for each request."""
     setproctitle.getproctitle()  # finds its place in memory, for which the environment must be as it was
     connection = socket.socket(fileno=descriptor)
+    gc.disable()  # imports leave hardly any garbage, and a search of all that torch has made takes long
     for module in PRELOADED:
         with contextlib.suppress(Exception):
             importlib.import_module(module)
+    gc.freeze()  # nor is it searched in the processes that are forked, which so share its memory
     is_single = len(os.listdir("/proc/self/task")) == 1
     while True:
         try:
@@ -103,6 +106,7 @@ def _become(connection: socket.socket, request: Mapping[str, Any], fds: Sequence
             os.close(fd)
         for fd in kept:
             os.set_inheritable(fd, True)
+        gc.enable()
         os.environ.clear()
         os.environ.update(request["environment"])
         connection.sendall(os.getpid().to_bytes(HEADER_BYTES))

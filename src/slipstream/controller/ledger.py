@@ -19,12 +19,13 @@ from slipstream.core.run_log import LedgerLine, LedgerState, Snapshot
 
 
 class Ledger:
-    """Current state of every ordinal; each change is a line of the file."""
+    """Current state of every ordinal; each change is a line of the file, at a `flush`."""
 
     def __init__(self, path: Path) -> None:
         self.states: dict[int, LedgerState] = {entry.ordinal: entry.state for entry in read_jsonl(path, LedgerLine)}
         self.repeated = 0
-        self._writer = JsonlWriter(path)
+        self._writer = JsonlWriter(path, in_blocks=True)
+        self.flush = self._writer.flush
 
     def admit(self, ordinal: int) -> None:
         if ordinal not in self.states:  # a regenerated group is admitted already

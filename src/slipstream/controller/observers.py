@@ -16,7 +16,7 @@ import contextlib
 from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from slipstream.controller.evaluations import GREEDY, EvaluationDone
 from slipstream.controller.pipeline import CONTROLLER
@@ -46,9 +46,12 @@ class StepWritten(NamedTuple):
 
 
 class Observer(Protocol):
-    """Takes news at once, those that it does not know too; returns what all observers are to take next."""
+    """Takes news of the kinds that it `hears`, at once; returns what all observers are to take next."""
 
-    def take(self, news: object) -> Iterable[object] | None: ...
+    @property
+    def hears(self) -> tuple[type, ...]: ...
+
+    def take(self, news: Any) -> Iterable[object] | None: ...
 
 
 class Observers:
@@ -68,6 +71,7 @@ class Observers:
         self.tally = tally
         self._metrics = MetricsWriter(run_dir / "metrics.jsonl", sinks=[one.metrics for one in told])
         self._watchman = Watchman(config.health, run_dir, sinks=[one.alarm for one in told], silent=unfit(config))
+        self._hearers: dict[type, list[Observer]] = {}
         self._all: list[Observer] = [
             UntrainedTokens(),
             tally,
@@ -78,12 +82,17 @@ class Observers:
         ]
 
     def take(self, news: object) -> None:
-        """Hand `news` to all observers, and then what they make of it."""
+        """Hand `news` to the observers that hear it, and then what they make of it."""
         waiting = deque([news])
         while waiting:
             one = waiting.popleft()
-            for observer in self._all:
+            for observer in self._hearers_of(type(one)):
                 waiting.extend(observer.take(one) or ())
+
+    def _hearers_of(self, kind: type) -> list[Observer]:
+        if kind not in self._hearers:
+            self._hearers[kind] = [observer for observer in self._all if issubclass(kind, observer.hears)]
+        return self._hearers[kind]
 
     def note(self, text: str) -> None:
         """Tell people, on the controller's behalf."""
@@ -101,6 +110,8 @@ class Observers:
 
 class MetricLines:
     """Write the metrics of steps and evaluations, put together from those who measure, and samples of the answers."""
+
+    hears = (StepDone, EvaluationDone)
 
     def __init__(self, config: RunConfig, run_dir: Path, writer: MetricsWriter, tally: Tally, vitals: Vitals) -> None:
         self._config, self._run_dir, self._writer, self._tally, self._vitals = config, run_dir, writer, tally, vitals
@@ -124,6 +135,8 @@ class MetricLines:
 class Alarms:
     """Ask the watchman about each step, and about failures to score, which may come before any step is done."""
 
+    hears = (StepWritten, GroupScored)
+
     def __init__(self, watchman: Watchman, tally: Tally) -> None:
         self._watchman, self._tally = watchman, tally
 
@@ -139,6 +152,8 @@ class Alarms:
 
 class Screen:
     """The live display on a terminal, plain lines elsewhere."""
+
+    hears = (Noted, Alarm, Ready, Progress, Counters, Swapped, StepWritten, EvaluationDone)
 
     def __init__(self, config: RunConfig, run_dir: Path) -> None:
         self._run_dir, self._steps = run_dir, config.steps

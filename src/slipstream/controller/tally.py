@@ -47,6 +47,7 @@ class Tally:
     attempt alone.
     """
 
+    hears = (Decision, GroupScored, Counters, Swapped, Published, Ready, Wasted, EvaluationDone)
     config: RunConfig
     started_s: float
     clock: Clock = field(default_factory=WallClock)

@@ -27,13 +27,15 @@ CHECK_EVERY_S = 0.5  # two calls of the system, which cost as much as the line i
 class JsonlWriter:
     """Append msgspec-encodable objects, one a line; `write` hands each batch to the system in a single call.
 
+    `in_blocks`: `flush` does, with all that was written since, and so do `sync` and `close`.
     DiskError where the disk refuses; the file then ends with the last whole batch, so that it can be gone on with. And
     where the file was removed, moved or replaced, since its lines would be seen by nobody: `sync` says so at once,
     `write` within `CHECK_EVERY_S`.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, in_blocks: bool = False) -> None:
         self._path = path = path.absolute()  # the working directory may change
+        self._in_blocks, self._block = in_blocks, bytearray()
         with disk_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             cut_torn_tail(path)
@@ -43,13 +45,21 @@ class JsonlWriter:
         self._encoder = msgspec.json.Encoder()
 
     def write(self, *records: Any) -> None:
-        if records:
+        for record in records:
+            self._block += self._encoder.encode(record) + b"\n"
+        if not self._in_blocks:
+            self.flush()
+
+    def flush(self) -> None:
+        """Hand the lines that were written to the system. Where it refuses them, they are forgotten."""
+        if self._block:
+            block, self._block = self._block, bytearray()
             if time.monotonic() - self._checked_s >= CHECK_EVERY_S:
                 self._check()
             with disk_errors(self._path):
-                self._append(b"\n".join(map(self._encoder.encode, records)) + b"\n")
+                self._append(block)
 
-    def _append(self, data: bytes) -> None:
+    def _append(self, data: bytearray) -> None:
         """Write all of `data` or nothing: a full disk takes a part first, which would stay in the file's middle."""
         left = memoryview(data)
         try:
@@ -62,6 +72,7 @@ class JsonlWriter:
 
     def sync(self) -> None:
         """Return once everything written is on the disk; the first time, that there is such a file, too."""
+        self.flush()
         self._check()
         with disk_errors(self._path):
             os.fsync(self._file.fileno())
@@ -70,7 +81,10 @@ class JsonlWriter:
                 self._is_named = True
 
     def close(self) -> None:
-        self._file.close()
+        try:
+            self.flush()
+        finally:
+            self._file.close()
 
     def _check(self) -> None:
         check_in_place(self._path, self._file.fileno())

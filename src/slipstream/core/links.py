@@ -134,7 +134,7 @@ class Link(abc.ABC):
     def release(self) -> None:  # noqa: B027 - within a process a message leaves at once
         """Let the messages leave that were sent, those that are ready together in one frame."""
 
-    def is_due(self, now_s: float) -> bool:
+    def is_due(self, now_s: float) -> bool:  # noqa: ARG002 - within a process there is none
         """Whether there is work for `release` or `pump` that no pollable tells of."""
         return False
 

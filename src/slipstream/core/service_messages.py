@@ -10,9 +10,18 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from slipstream.core.types import Message, Prompt, Rollout
+from slipstream.core.types import CompletionFinished, Message, Prompt, Rollout
 
 WaitReason = Literal["generation", "rewards", "straggler", "nothing", "trainer", "prompt"]
+
+
+# Generator -> controller
+
+
+class CompletionsFinished(Message):
+    """The completions that one decode step has finished; the controller takes them as that many events."""
+
+    finished: tuple[CompletionFinished, ...]
 
 
 # Controller -> generator

@@ -16,7 +16,15 @@ from slipstream.core.config import RunConfig
 from slipstream.core.executor import Context, Executor
 from slipstream.core.peer_messages import Wake
 from slipstream.core.saved import SUFFIX, rollouts_dir
-from slipstream.core.service_messages import Checkpoint, Counters, Evaluate, Ready, Settled, Waiting
+from slipstream.core.service_messages import (
+    Checkpoint,
+    CompletionsFinished,
+    Counters,
+    Evaluate,
+    Ready,
+    Settled,
+    Waiting,
+)
 from slipstream.core.types import Admit, CompletionFinished, Message, Prompt, Stop, Swapped
 from slipstream.generator.backend import Backend
 from slipstream.generator.backends import BACKENDS, Setting
@@ -36,7 +44,7 @@ class Generator(Executor):
     """Continuous batching over fixed slots; never waits for the trainer except where the schedule admits nothing.
 
     Consumes: `Admit`, `Checkpoint`, `Evaluate`, `Settled`, `Waiting`, `Stop` (commands), versions (its WEIGHTS
-    channel). Produces: `Completion` (completions), `Swapped` and `CompletionFinished` (events). Waits for: an admission
+    channel). Produces: `Completion` (completions), `Swapped`, `CompletionsFinished` (events). Waits for: an admission
     or a version; with work, on several ranks, also for the others at the beginning of a step and in every layer.
     Ends when: told to stop; what is in its slots then belongs to no step and is dropped.
     """
@@ -277,16 +285,20 @@ class Generator(Executor):
 
     def _deliver(self, finished: list[Finished]) -> None:
         self.together.note(finished)
-        if finished:
-            with self.context.spans.span("send"), self.context.together():
-                for item in finished:
-                    if item.request.stream == TRAIN_STREAM:
-                        self._send(item)
-                    else:
-                        self._send_evaluated(item)
+        if not finished:
+            return
+        with self.context.spans.span("send"), self.context.together():
+            told = []
+            for item in finished:
+                if item.request.stream != TRAIN_STREAM:
+                    self._send_evaluated(item)
+                elif (event := self._send(item)) is not None:
+                    told.append(event)
+            if told:
+                self.context.outputs["events"].put(CompletionsFinished(finished=tuple(told)))
 
-    def _send(self, item: Finished) -> None:
-        """Send one finished completion to its verifier, at once and alone, and report it to the controller."""
+    def _send(self, item: Finished) -> CompletionFinished | None:
+        """Send one finished completion to its verifier; return what the controller is to hear, from rank 0."""
         prompt, remaining = self.prompts.pop(item.ordinal)
         is_settled = item.ordinal in self.settled_early
         if remaining > 1:
@@ -294,21 +306,19 @@ class Generator(Executor):
         else:
             self.settled_early.discard(item.ordinal)
         if self.unsettled is None:
-            return
+            return None
         completion = self.completion_of(item, prompt)
         self.generated_tokens += completion.num_tokens
         if not is_settled:
             self.unsettled.add(completion)
-        self.context.outputs["events"].put(
-            CompletionFinished(
-                ordinal=item.ordinal,
-                sample=item.sample,
-                replica=self.replica,
-                num_tokens=completion.num_tokens,
-                min_version=completion.min_version,
-                max_version=completion.max_version,
-                num_restored=self.continued.take(item.ordinal, item.sample),
-            )
+        return CompletionFinished(
+            ordinal=item.ordinal,
+            sample=item.sample,
+            replica=self.replica,
+            num_tokens=completion.num_tokens,
+            min_version=completion.min_version,
+            max_version=completion.max_version,
+            num_restored=self.continued.take(item.ordinal, item.sample),
         )
 
     # Evaluation

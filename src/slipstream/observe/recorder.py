@@ -15,14 +15,14 @@ from slipstream.core.types import Completion, Rollout
 
 
 class EventRecorder(JsonlWriter):
-    """Append one line per event, in the order of decisions. `seq` counts from 0, over resumes too.
+    """Append one line per event, in the order of decisions, at a `flush`. `seq` counts from 0, over resumes too.
 
     `num_events` is how many there were before, by the checkpoint that the run goes on from: where lines of them have
     been lost, numbers are skipped.
     """
 
     def __init__(self, path: Path, clock: Clock, *, num_events: int = 0) -> None:
-        super().__init__(path)
+        super().__init__(path, in_blocks=True)
         self._now_s = clock.now_s
         self._seq = max([num_events, *(line.seq + 1 for line in read_jsonl(path, DecisionHead))])
 

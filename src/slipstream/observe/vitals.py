@@ -32,6 +32,7 @@ class Vitals:
     What there was none of is left out, but for wasted tokens.
     """
 
+    hears = (GroupScored, Published, Swapped, ReplicaLost, Counters, Wasted)
     samples_per_group: int
     max_staleness: int
     scored: list[GroupScored] = field(default_factory=list)

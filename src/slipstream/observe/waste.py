@@ -76,6 +76,8 @@ def replica_tokens(process: str, records: Iterable[Record]) -> tuple[int, Replic
 class UntrainedTokens:
     """The finished completions' tokens, from their end until their group is trained or dropped; `loop` says when."""
 
+    hears = (Decision,)
+
     def __init__(self) -> None:
         self.loop = LoopState()
         self._pending: dict[int, dict[int, int]] = {}  # ordinal -> sample -> tokens; neither trained nor dropped yet
@@ -86,14 +88,12 @@ class UntrainedTokens:
         """Return the tokens of completions that are finished, and neither trained nor dropped."""
         return sum(sum(samples.values()) for samples in self._pending.values())
 
-    def take(self, decision: object) -> Iterator[Wasted]:
-        """Yield the waste that a decision makes; other news is passed over. Decisions are taken in order.
+    def take(self, decision: Decision) -> Iterator[Wasted]:
+        """Yield the waste that a decision makes. Decisions are taken in order.
 
         A second copy of a group may still be sampled when the group is settled: the first one was not lost with its
         replica.
         """
-        if not isinstance(decision, Decision):
-            return
         event, time_ns = decision.event, round(decision.time_s * 1e9)
         if isinstance(event, CompletionFinished):
             is_again = event.ordinal in self._again
