@@ -16,8 +16,8 @@ from scripted_generator import ScriptedGenerator
 from slipstream.core.clock import VirtualClock
 from slipstream.core.config import RunConfig
 from slipstream.core.executor import Context
-from slipstream.core.service_messages import Evaluate, Waiting
-from slipstream.core.types import Admit, Completion, CompletionFinished, Prompt, Swapped, VersionSpan
+from slipstream.core.service_messages import CompletionsFinished, Evaluate, Waiting
+from slipstream.core.types import Admit, Completion, Prompt, Swapped, VersionSpan
 from slipstream.core.weights import Swap
 from slipstream.generator.backend import Pin
 from slipstream.generator.executor import Generator
@@ -294,7 +294,8 @@ def test_a_completion_has_no_more_tokens_than_there_is_room_for(at: Path) -> Non
     [completion] = node.finished().values()
     assert (completion.num_tokens, completion.finish_reason) == (4, "length")
     assert completion.segments[0].version_spans == (VersionSpan(start=0, version=0),)
-    assert any(isinstance(message, CompletionFinished) for message in node.events.messages)
+    [told] = [message for message in node.events.messages if isinstance(message, CompletionsFinished)]
+    assert [(one.ordinal, one.num_tokens) for one in told.finished] == [(0, 4)]
 
 
 def test_without_work_a_generator_says_what_it_waits_for(at: Path) -> None:

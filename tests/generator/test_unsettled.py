@@ -11,8 +11,8 @@ import pytest
 from ports import Port
 from test_executor_swaps import Node
 
-from slipstream.core.service_messages import Evaluate, Settled
-from slipstream.core.types import Admit, Completion, CompletionFinished, Prompt, Segment
+from slipstream.core.service_messages import CompletionsFinished, Evaluate, Settled
+from slipstream.core.types import Admit, Completion, Prompt, Segment
 from slipstream.generator.unsettled import Unsettled
 
 PROMPT = Prompt(prompt_id="p", text="x", tokens=np.zeros(1, np.int32), task="t")
@@ -131,7 +131,8 @@ def test_a_generator_keeps_what_it_has_finished_and_sends_no_group_that_others_w
     node.steps(4)
     node.commands.put(Settled(ordinals=(1,)))  # its first copy was scored after all
     node.steps(60)
-    finished = [m.ordinal for m in node.events.messages if isinstance(m, CompletionFinished)]
+    told = [m for m in node.events.messages if isinstance(m, CompletionsFinished)]
+    finished = [one.ordinal for message in told for one in message.finished]
     assert sorted(finished) == [0, 0, 1, 1], "the schedule hears of all"
     assert set(node.finished()) == {(0, 0), (0, 1)}
     node.completions.messages.clear()

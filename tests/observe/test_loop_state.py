@@ -74,6 +74,7 @@ class Driver:
         self.clock.advance(self.random.choice([0.0, 0.125]))
         commands = self.schedule.apply(event)
         self.recorder.record(event, commands)
+        self.recorder.flush()
         for command in commands:
             match command:
                 case StartGroup(ordinal=ordinal, replica=replica):

@@ -24,8 +24,8 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.executor import Context
 from slipstream.core.fields import Precision
 from slipstream.core.sections import ModelConfig
-from slipstream.core.service_messages import Counters, Evaluate, Ready
-from slipstream.core.types import Completion, CompletionFinished, Message, Swapped
+from slipstream.core.service_messages import CompletionsFinished, Counters, Evaluate, Ready
+from slipstream.core.types import Completion, Message, Swapped
 from slipstream.generator.lockstep import COMMANDS_AT_ONCE, LockStep
 from slipstream.models.build import check_division
 from slipstream.models.served import ServedWeights
@@ -132,7 +132,8 @@ def test_completions_are_those_of_one_executor(ranks: RankPool, policy: str) -> 
         assert max(by_rank[0].probe_errors) < 1e-4
         spans = [len(said(completion)[1]) for completion in by_rank[0].completions.values()]
         assert max(spans) > 1
-    assert {event.ordinal for event in by_rank[0].events if isinstance(event, CompletionFinished)} == {0, 1, 2, 3}
+    told = [event for event in by_rank[0].events if isinstance(event, CompletionsFinished)]
+    assert {one.ordinal for event in told for one in event.finished} == {0, 1, 2, 3}
 
 
 arrivals = st.lists(st.integers(0, 30), max_size=3, unique=True).map(sorted)

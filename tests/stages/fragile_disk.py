@@ -86,7 +86,7 @@ class FragileDisk:
             self.count += 1
             self.names.append(f"{name} {Path(path).name}")
             if self.refused is not None and self.count >= self.fails_from:
-                raise self.refused
+                raise OSError(*self.refused.args)  # a new one, as the system does
             if self.album is not None:
                 self._take(self.count, torn)
         finally:
