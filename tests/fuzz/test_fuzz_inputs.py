@@ -25,9 +25,9 @@ def test_no_input_ends_badly(tmp_path: Path) -> None:
     parts = []
     for first in range(NUM_PROCESSES):
         arguments = ["--count", str(COUNT - first), "--first", str(first), "--every", str(NUM_PROCESSES)]
-        output = (tmp_path / f"{first}.txt").open("w")
         command = [sys.executable, str(HERE / "fuzz.py"), "--seed", "1", *arguments, "--keep", str(tmp_path / "kept")]
-        parts.append(subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT))
+        with (tmp_path / f"{first}.txt").open("w") as output:
+            parts.append(subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT))
     codes = [part.wait() for part in parts]
     told = "".join((tmp_path / f"{first}.txt").read_text() for first in range(NUM_PROCESSES))
     assert codes == [0] * NUM_PROCESSES, told

@@ -12,13 +12,18 @@ import slipstream
 SECONDS_A_SCORE = 0.05
 
 
-def slowly(prompts, completions, **columns):
-    """A reward that takes its time, and no core's."""
-    threading.Event().wait(SECONDS_A_SCORE)
+def at_once(prompts, completions, **columns):
+    """A reward that is ready when all else is: importing that of a task takes longer than these runs' first steps."""
     return [float(len(completion) % 3) for completion in completions]
 
 
-def balance_of(out, tiny, *, reward=None, **changes):
+def slowly(prompts, completions, **columns):
+    """A reward that takes its time, and no core's."""
+    threading.Event().wait(SECONDS_A_SCORE)
+    return at_once(prompts, completions)
+
+
+def balance_of(out, tiny, *, reward=at_once, **changes):
     overrides = tiny | {"steps": 12, "warm_start": {"steps": 0}, "loss": {"skip_no_signal": False}} | changes
     result = slipstream.run("quickstart", overrides=overrides, reward=reward, out=out, display=False)
     return json.loads((result.out / "summary.json").read_text())["balance"]
