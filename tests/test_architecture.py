@@ -152,7 +152,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 59_700
+MAX_LINES = 59_850
 MAX_LINES_OF_SPINE = 1_600
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -166,16 +166,16 @@ SPINE = (
 MAX_LINES_OF_FOLDER = {
     "algorithms": 1_650,
     "batching": 350,
-    "controller": 5_240,
-    "core": 8_030,
+    "controller": 5_265,
+    "core": 8_090,
     "evals": 1_350,
     "generator": 6_200,
     "jobs": 500,
     "models": 5_250,
-    "observe": 9_210,
+    "observe": 9_215,
     "plan": 5_800,
     "prompts": 1_150,
-    "rewards": 3_950,
+    "rewards": 3_980,
     "stages": 2_265,
     "trainer": 4_110,
     "weight_sync": 3_300,

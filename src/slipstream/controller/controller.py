@@ -343,8 +343,7 @@ class Controller:
         if evaluation is None:
             return
         if evaluation.replica is not None:
-            settled = Settled(eval_ids=(evaluation.eval_id,))
-            self.executors.send(f"generator-{evaluation.replica}", settled)
+            self.executors.send(f"generator-{evaluation.replica}", Settled(eval_ids=(evaluation.eval_id,)))
         found = measured(evaluation.scores, self.config.eval.measure)
         self.observers.take(EvaluationDone(message.version, evaluation.temperature, found, evaluation.scores))
 
