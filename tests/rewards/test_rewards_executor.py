@@ -91,7 +91,7 @@ def test_each_completion_becomes_one_rollout(tmp_path: Path) -> None:
     last = [e for e in events if isinstance(e, Counters)][-1]
     assert last.values["scored"] == 5
     assert last.values["failed"] == 2
-    assert last.values["restarts"] == 1
+    assert last.values["restarts"] in (1, 2)  # it hung alone, or beside others first
 
 
 def test_an_evaluation_that_failed_says_so(tmp_path: Path) -> None:
