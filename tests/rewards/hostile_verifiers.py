@@ -72,6 +72,12 @@ def attack(completions: list[str], **columns: Any) -> list[float]:
                 os.write(fd, b"\x05\x00\x00\x00\x93\x01\x91\x01\xc0")
             except OSError:
                 continue
+    if command == "fork_and_call":
+        if (pid := os.fork()) == 0:
+            _network()
+            os._exit(0)
+        os.waitpid(pid, 0)
+        return [1.0]
     if command == "fork_and_return":
         os.fork()
         return [1.0]

@@ -118,6 +118,15 @@ def test_a_forked_copy_of_the_scorer_stays_silent(pool: ScoringPool) -> None:
     assert [one.parts for _, one in sorted(done.items())] == [[1.0]] * 3
 
 
+def test_what_a_verifier_forks_does_not_answer_again(make_pool: MakePool) -> None:
+    """It says that it tried the network, while answers to the jobs before it wait to be sent together."""
+    pool = make_pool(ATTACK)
+    texts = ["ok"] * 8 + ["fork_and_call"] + ["ok"] * 8
+    done = run_jobs(pool, [job(index, text) for index, text in enumerate(texts)])
+    assert [done[index].parts for index in range(len(texts))] == [[1.0]] * len(texts)
+    assert pool.num_restarts == 0
+
+
 def test_a_flood_of_text_goes_nowhere(pool: ScoringPool) -> None:
     assert run_jobs(pool, [job(0, "stdout")])[0].parts == [1.0]
 

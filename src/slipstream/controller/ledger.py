@@ -25,7 +25,6 @@ class Ledger:
         self.states: dict[int, LedgerState] = {entry.ordinal: entry.state for entry in read_jsonl(path, LedgerLine)}
         self.repeated = 0
         self._writer = JsonlWriter(path, in_blocks=True)
-        self.flush = self._writer.flush
 
     def admit(self, ordinal: int) -> None:
         if ordinal not in self.states:  # a regenerated group is admitted already
@@ -51,6 +50,10 @@ class Ledger:
     def counts(self) -> dict[str, int]:
         """See `counts`, with how many were trained more than once."""
         return counts(self.states) | {"repeated": self.repeated}
+
+    def flush(self) -> None:
+        """Hand every line to the system."""
+        self._writer.flush()
 
     def sync(self) -> None:
         """Return once every line is on the disk."""

@@ -227,6 +227,7 @@ class _ToPool:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._unsent = bytearray()
+        os.register_at_fork(after_in_child=self._unsent.clear)  # what a verifier forks must not answer a second time
         self._sent_s = 0.0
 
     def send(self, message: msgspec.Struct) -> None:
