@@ -7,7 +7,7 @@ TRL := .venv-trl
 VLLM := .venv-vllm
 ARGS ?=
 TRL_PINS := torch==2.13.0 transformers==5.23.0 trl==1.16.0 accelerate==1.15.0
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+INSTALL := $(PYTHON) scripts/install.py .venv -c constraints.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help venv quickstart test test-slow test-promises fuzz test-chaos test-cluster check bench bench-engine vllm-env \
@@ -73,19 +73,19 @@ experiments-all: .venv/experiments ## the same with all of them, and TRL beside 
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	    echo "Slipstream needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1)." >&2; \
 	    echo "Name another one: make PYTHON=python3.12 ..." >&2; exit 1; }
-	$(PYTHON) -m venv .venv
+	@$(PYTHON) scripts/install.py .venv
 
 # The stamps keep repeated calls from installing again. A development environment serves for running, too.
 .venv/run: .venv/pyvenv.cfg pyproject.toml constraints.txt
-	$(INSTALL) -e .
+	@$(INSTALL) -e .
 	@touch $@
 
 .venv/dev: .venv/pyvenv.cfg pyproject.toml constraints.txt
-	$(INSTALL) -e '.[dev]'
+	@$(INSTALL) -e '.[dev]'
 	@touch $@ .venv/run .venv/experiments
 
 .venv/experiments: .venv/pyvenv.cfg pyproject.toml constraints.txt
-	$(INSTALL) -e '.[experiments]'
+	@$(INSTALL) -e '.[experiments]'
 	@touch $@ .venv/run
 
 # vLLM in an environment of its own: it pins torch and transformers.
@@ -95,6 +95,5 @@ $(VLLM)/installed: scripts/vllm_env.py
 
 # TRL in an environment of its own: it shares no package with ours.
 $(TRL)/installed: Makefile
-	$(PYTHON) -m venv $(TRL)
-	$(TRL)/bin/python -m pip install --quiet --disable-pip-version-check $(TRL_PINS)
+	@$(PYTHON) scripts/install.py $(TRL) $(TRL_PINS)
 	@touch $@

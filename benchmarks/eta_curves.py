@@ -399,7 +399,7 @@ def model_of(name: str) -> ShapedModel:
     if name == "quickstart":
         from slipstream.core.recipes import resolve
         from slipstream.models.build import build_tokenizer
-        from slipstream.models.initialise import new_config
+        from slipstream.models.config import new_config
 
         model = resolve("quickstart").model
         return ShapedModel(new_config(model, vocab_size=len(build_tokenizer(model))))

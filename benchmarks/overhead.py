@@ -1,6 +1,7 @@
 """What it costs to join generators and trainer, and to watch them: scheduling, channels, and the timeline.
 
     python benchmarks/overhead.py [RECIPE] [--a.b value ...]        trains, then reads the run's accounting
+    python benchmarks/overhead.py --replicas 1,2,8 [RECIPE] ...     the same with so many replicas, run after run
     python benchmarks/overhead.py --run DIR                         reads that of a run that is there
     python benchmarks/overhead.py --timeline [--pairs 5] [RECIPE] [--a.b value ...]
 
@@ -22,7 +23,7 @@ each process of a run, times what one of each costs in a loop that does nothing 
 pairs, one with the timeline and one without, in turns. Staleness is 0 there, so that both of a pair do the same work,
 bit for bit. Printed are the CPU seconds of all processes and the median step; on a machine that does other things as
 well, or with few pairs, noise is larger than what is looked for. `timeline_hook/` does both to an unchanged
-installation.
+installation. What the controller alone carries is in `fleet.py`.
 """
 
 from __future__ import annotations
@@ -254,6 +255,7 @@ def compare(folder: Path, arguments: list[str], num_pairs: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, help="a finished run to read")
+    parser.add_argument("--replicas", default="", help="numbers of generators, such as 1,2,8; else the recipe's own")
     parser.add_argument("--timeline", action="store_true", help="what the timeline costs")
     parser.add_argument("--pairs", type=int, default=5, help="runs with and without it")
     options, arguments = parser.parse_known_args()
@@ -269,10 +271,12 @@ def main() -> None:
         if options.timeline:
             count(folder, arguments)
             compare(folder, [*(arguments or ["quickstart"]), *SAME_WORK], options.pairs)
-        else:
-            run_dir, counts = folder / "run", folder / "counts"
+            return
+        for replicas in options.replicas.split(","):
+            run_dir, counts = folder / f"run{replicas}", folder / f"counts{replicas}"
             counts.mkdir()
-            total_s = train(run_dir, arguments, **hooked("cpu", counts))
+            own = ["--generator.replicas", replicas] if replicas else []
+            total_s = train(run_dir, [*(arguments or ["quickstart"]), *own], **hooked("cpu", counts))
             of_process = {file.stem: json.loads((counts / file.stem).read_text()) for file in process_files(run_dir)}
             cost_table(of_process, total_s, num_completions(run_dir))
             read_run(run_dir)

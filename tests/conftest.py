@@ -1,6 +1,8 @@
 """What holds for the test process and for all that it starts."""
 
+import itertools
 import os
+import random
 import signal
 import threading
 import time
@@ -30,6 +32,18 @@ settings.load_profile("fixed")
 # What a shell runs in the background ignores Ctrl-C, what nohup runs SIGHUP, and so would every run that a test starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shuffle-files", type=int, metavar="SEED", help="run the files of tests in another order")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Shuffle the files and keep the order within each, since its tests share what it has made."""
+    if (seed := config.getoption("--shuffle-files")) is not None:
+        files = [list(tests) for _, tests in itertools.groupby(items, key=lambda item: item.path)]
+        random.Random(seed).shuffle(files)
+        items[:] = itertools.chain.from_iterable(files)
 
 
 # Threads of libraries that live as long as the process, and wait in Python: they end with it and harm nobody.

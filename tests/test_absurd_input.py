@@ -19,7 +19,7 @@ from slipstream.core.fields import MAX_COUNT, MAX_INTEGER, MAX_WAIT_S, MIN_WAIT_
 from slipstream.core.plain import MAX_DEPTH, parse_float, parse_int, wrong_path, wrong_with
 from slipstream.core.recipes import config_toml, defaults, field_paths, load_recipe, merge, validate
 from slipstream.models.build import build_tokenizer
-from slipstream.models.initialise import new_config
+from slipstream.models.config import new_config
 from slipstream.models.sizes import check_sizes
 from slipstream.rewards.functions import MAX_REPETITIONS, make_term
 

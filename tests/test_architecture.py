@@ -152,7 +152,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 59_850
+MAX_LINES = 60_050
 MAX_LINES_OF_SPINE = 1_600
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -166,17 +166,17 @@ SPINE = (
 MAX_LINES_OF_FOLDER = {
     "algorithms": 1_650,
     "batching": 350,
-    "controller": 5_265,
-    "core": 8_090,
+    "controller": 5_300,
+    "core": 8_100,
     "evals": 1_350,
     "generator": 6_200,
     "jobs": 500,
     "models": 5_250,
-    "observe": 9_215,
+    "observe": 9_260,
     "plan": 5_800,
     "prompts": 1_150,
     "rewards": 3_980,
-    "stages": 2_265,
+    "stages": 2_285,
     "trainer": 4_110,
     "weight_sync": 3_300,
 }

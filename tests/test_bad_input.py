@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+from collections import UserDict
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -1406,11 +1407,25 @@ def test_a_run_that_was_killed_goes_on(place: Path) -> None:
         slipstream.run("ignored", resume="run", display=False)
 
 
+class Columns(UserDict[str, list[str]]):
+    """As a table of pandas: its length is that of its rows, and going through it gives the names of its columns."""
+
+    def __init__(self) -> None:
+        super().__init__({"prompt": ["a", "b"], "answer": ["c", "d"]})
+
+
 @pytest.mark.usefixtures("guarded")
 @pytest.mark.parametrize(
     ("given", "words"),
     [
         ({"prompts": ["one"]}, ("too few prompts", "at least 2")),
+        ({"prompts": []}, ("too few prompts", "0")),
+        ({"prompts": "data.jsonl"}, ("'prompts' is no list", "overrides={\"prompts.dataset\": 'data.jsonl'}")),
+        ({"prompts": Path("data.jsonl")}, ("'prompts' is no list", "prompts.dataset")),
+        ({"prompts": {"prompt": ["a", "b"], "answer": ["c", "d"]}}, ("'prompts' is no list", "dict", "a list of")),
+        ({"prompts": (text for text in "ab")}, ("'prompts' is no list", "generator", "list(...)")),
+        ({"prompts": Columns()}, ("'prompts' is no list", "Columns", "to_dict('records')")),
+        ({"prompts": [1, 2]}, ("prompts are kept as JSON", "'int' object", "strings, or dicts")),
         ({"prompts": [{"prompt": "a", "tag": object()}, "b"]}, ("prompts are kept as JSON", "object")),
         ({"prompts": [{"question": "a"}, {"question": "b"}]}, ("no column 'prompt'", "question")),
         ({"prompts": ["a", "b"]}, ("compares with an answer", "2 of 2")),

@@ -57,6 +57,7 @@ def folder(tmp_path: Path) -> Path:
         ("run reward.toml", "there is no such file"),
         ("run function.toml", "has no function 'f'"),
         ("run module.toml", "there is no module 'no_such_module'"),
+        ("plan quickstart", "there is nothing to plan for"),
         ("run quickstart --preset async", "unknown preset"),
         ("run quickstart --loss.name grop", "did you mean 'grpo'?"),
         ("run quickstart --loss.params eps_hgih 2", "has no parameter 'eps_hgih'"),

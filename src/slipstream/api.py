@@ -28,7 +28,7 @@ from slipstream.core.disk import replace_file
 from slipstream.core.errors import ConfigError, did_you_mean
 from slipstream.core.interrupts import Interrupted, Interrupts
 from slipstream.core.other_names import KEYWORDS, sentence
-from slipstream.core.plain import wrong_text
+from slipstream.core.plain import shown, wrong_text
 from slipstream.core.recipes import check_path, merge, nested, resolve, resumed_config, same_name
 from slipstream.core.run_lock import check_free, holding
 from slipstream.generator.vllm.settings import interpreter
@@ -36,6 +36,7 @@ from slipstream.models.hub import Tell, pinned, with_folders
 from slipstream.observe.outlet import CONSOLE_LOG, lasting_output
 from slipstream.rewards.given import Functions, Reward, with_given
 from slipstream.stages.named import check_named
+from slipstream.stages.progress import told_of
 from slipstream.stages.run_folder import PROMPTS_FILE, check_goes_on, folder_of, new_run_dir
 
 if TYPE_CHECKING:  # torch and transformers are imported when the input has been looked at
@@ -104,7 +105,7 @@ def run(
             raise ConfigError("a configuration is needed", allowed="a recipe's name or path, tables, or resume=DIR")
         else:
             over = nested(overrides or {})
-            resolved = _resolved(config, over, preset, has_prompts=prompts is not None)
+            resolved = _resolved(config, over, preset, prompts)
             is_measure_given = isinstance(own := over.get("eval"), Mapping) and "measure" in own
             resolved, functions = with_given(resolved, reward, reward_weights, keeps_measure=is_measure_given)
             check_named(resolved, given=functions, has_own_prompts=prompts is not None)
@@ -112,7 +113,8 @@ def run(
             resolved = pinned(resolved, tell=_tell(display=display))
         run_dir = new_run_dir(resolved.recipe, out) if resume is None else Path(resume)
         with nursery_for(resolved, tell=_tell(display=display)):
-            from slipstream.stages.rl import FromPython
+            with told_of("importing torch", display=display):
+                from slipstream.stages.rl import FromPython
 
             given = FromPython(functions, display, pipeline, cluster, interrupts)
             if resume is not None:
@@ -163,14 +165,15 @@ def _resolved(
     config: RunConfig | str | Path | Mapping[str, Any],
     overrides: Mapping[str, Any] | None,
     preset: str | None,
-    *,
-    has_prompts: bool,
+    prompts: Sequence[str | Mapping[str, Any]] | None,
 ) -> RunConfig:
+    if prompts is not None:
+        _check_prompts(prompts)
     if isinstance(config, RunConfig):
         if overrides or preset:
             raise ConfigError("a RunConfig is already resolved", hint="pass a recipe name or tables with overrides")
         return config
-    if has_prompts:  # tables need not name a source that would be replaced
+    if prompts is not None:  # tables need not name a source that would be replaced
         overrides = merge(overrides or {}, {"prompts": {"tasks": [], "dataset": PROMPTS_FILE}})
     return resolve(config, overrides, preset)
 
@@ -232,13 +235,27 @@ def _check(config: RunConfig, given: FromPython) -> None:
         check_listening(given.cluster.listen)
 
 
+def _check_prompts(prompts: Sequence[str | Mapping[str, Any]]) -> None:
+    """Raise ConfigError for what is no list of prompts: from a path, its letters would be taken for prompts."""
+    allowed = "a list of strings, or of rows with `prompt` and `answer`"
+    if isinstance(prompts, (str, bytes, Path)):
+        hint = f'a file, or a data set of the hub, is overrides={{"prompts.dataset": {shown(str(prompts))}}}'
+        raise ConfigError("'prompts' is no list", got=shown(prompts), allowed=allowed, hint=hint)
+    try:
+        num_prompts = len(prompts)
+        _ = prompts[0] if num_prompts else None
+    except (TypeError, LookupError):  # a generator, a dict of columns or of splits, a table of pandas
+        hint = "of several splits give one; list(...) makes a list, and of a table of pandas .to_dict('records')"
+        raise ConfigError("'prompts' is no list", got=type(prompts).__name__, allowed=allowed, hint=hint) from None
+    if num_prompts < 2:
+        raise ConfigError("too few prompts", got=num_prompts, allowed="at least 2: one is held out")
+
+
 def _with_prompts(config: RunConfig, prompts: Sequence[str | Mapping[str, Any]], run_dir: Path) -> RunConfig:
     """Return `config` with `prompts` as its dataset, written to the run's directory, where a resume finds it."""
-    if len(prompts) < 2:
-        raise ConfigError("too few prompts", got=len(prompts), allowed="at least 2: one is held out")
     path = (run_dir / PROMPTS_FILE).resolve()
-    rows = [{"prompt": row} if isinstance(row, str) else dict(row) for row in prompts]
     try:
+        rows = [{"prompt": row} if isinstance(row, str) else dict(row) for row in prompts]
         lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError("prompts are kept as JSON", got=error, allowed="strings, or dicts of JSON's types") from error

@@ -124,7 +124,9 @@ def test_one_more_step_of_staleness_hides_a_transfer_that_takes_a_step(tmp_path)
     found = compare(tmp_path, steps=25)
     limited = found["k = 1"].transfer_s
     assert limited > 0.5 * found["k = 2, no limit"].step_s, "the cable was no bottleneck"
+    # In seconds of a step that are waited: a step's own length is what else runs on these cores, a run later.
     for side in ("trainer_idle", "generator_idle"):
-        shares = {name: getattr(measured, side) for name, measured in found.items()}
-        assert shares["k = 2"] < shares["k = 1"], f"{side}: {shares}"
-    assert found["k = 2"].step_s < 0.8 * found["k = 1"].step_s
+        waits_s = {name: getattr(measured, side) * measured.step_s for name, measured in found.items()}
+        assert waits_s["k = 2"] < waits_s["k = 1"], f"{side}: {waits_s}"
+        if side == "trainer_idle":
+            assert waits_s["k = 3"] < 0.5 * waits_s["k = 1"], f"{side}: {waits_s}"

@@ -432,3 +432,28 @@ def test_a_run_goes_on_while_counters_and_steps_come(make: Any) -> None:
     run.say("trainer", Counters(executor="trainer", values={}), StepDone(step=0, version=1, metrics={}))
     assert len(run.hear(2)) == 2
     assert run.executors.heard_s == run.clock.now_s()
+
+
+def test_processes_that_load_are_told_of_until_they_are_ready(make: Any) -> None:
+    run = make()
+    run.clock.advance(2.5)
+    run.executors.work()
+    assert run.notes == [], "all are ready"
+    run.dies("generator-0")
+    run.work()
+    del run.notes[:]
+    for _ in range(9):
+        run.clock.advance(0.5)
+        run.executors.work()
+    assert run.notes == [f"loading: generator-0, generator-0@1, {seconds} s" for seconds in (2, 4)]
+    run.say("generator-0@1", Counters(executor="generator-0@1", values={}))
+    run.hear(1)
+    run.clock.advance(2.5)
+    run.executors.work()
+    assert run.notes[2:] == ["loading: generator-0, 7 s"], "one that counts has loaded, and warms up"
+    run.say("generator-0", Ready(executor="generator-0"))
+    run.hear(1)
+    del run.notes[:]
+    run.clock.advance(2.5)
+    run.executors.work()
+    assert run.notes == []

@@ -16,6 +16,7 @@ import pytest
 from slipstream.controller import nursery as module
 from slipstream.controller.nursery import Nursery
 from slipstream.core.errors import SlipstreamError
+from slipstream.core.recipes import resolve
 
 GET_CHILD_SUBREAPER = 37
 
@@ -99,3 +100,16 @@ def test_its_end_is_not_that_of_its_children(nursery: Nursery, tmp_path: Path) -
     assert os.waitpid(pid, os.WNOHANG) == (0, 0)
     os.kill(pid, signal.SIGKILL)
     assert status(pid) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("was_there", [True, False])
+def test_one_that_was_there_outlasts_a_run(was_there: bool, nursery: Nursery, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "NURSERY", nursery)
+    if was_there:
+        nursery.begin()
+    process, told = nursery._process, list[str]()
+    with module.nursery_for(resolve("quickstart"), tell=told.append):
+        assert nursery.is_there
+        assert (nursery._process is process) is was_there
+    assert nursery.is_there is was_there
+    assert bool(told) is not was_there

@@ -107,6 +107,15 @@ def test_an_alarm_is_news_for_all_and_ends_the_run_where_it_is_to(tmp_path: Path
     assert told == ["failed_rewards", "ended"]
 
 
+def test_a_reward_that_is_always_the_same_rings_before_any_step(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    for _ in range(200):
+        run.tell(scored(), Skip(ordinals=(0,)))
+    (alarm,) = [one for one in run.news if isinstance(one, Alarm)]
+    run.observers.close()
+    assert (alarm.name, alarm.step, alarm.value) == ("equal_rewards", 0, 64.0)
+
+
 def test_evaluations_are_lines_too_and_the_end_ones_are_samples(tmp_path: Path) -> None:
     run = Run(tmp_path, steps=3)
     for version, temperature in ((0, GREEDY), (0, SAMPLED), (2, GREEDY)):

@@ -116,7 +116,7 @@ def test_nothing_of_a_successor_is_read_before_it_is_announced(directory: Path) 
     new = connect(SPECS, "a", directory, 2)
     for step in range(10, 74):
         new.outputs["out"].put(item(step))
-    assert not new.outputs["out"].has_room
+    assert not new.outputs["out"].has_room_for(item(0))
     assert not wait([inbox], [new.outputs["out"], old.outputs["out"]], timeout_s=0.3)
     old.outputs["out"].put(item(1))
     assert take(inbox, 1) == [1], "until then the old one counts"

@@ -19,6 +19,7 @@ from slipstream.core.config import PRESETS, RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.other_names import FIELDS, KEYWORDS, VALUES, counterparts, flags_in, sentence, sentences
 from slipstream.core.recipes import field_paths, merge, nested, resolve
+from slipstream.core.sections import RewardTerm
 from slipstream.flags import parse
 from slipstream.trainer.loss_checks import check_loss
 
@@ -116,6 +117,11 @@ def ways(tmp_path: Path, field: str, value: Any) -> Iterator[str]:
         ("max_async_level", "max_staleness"),
         ("n_samples_per_prompt", "completions_per_group"),
         ("output_dir", "out=DIR in Python"),
+        ("ref_model_sync_steps", "kl.reference"),
+        ("vllm_group_port", "the run starts vLLM by itself"),
+        ("gradient_checkpointing_kwargs", "trainer.recompute"),
+        ("load_best_model_at_end", "the policy after the last step"),
+        ("chat_template_kwargs", "the template of the checkpoint"),
     ],
 )
 def test_a_name_of_another_trainer_is_told_everywhere(field: str, ours: str, tmp_path: Path) -> None:
@@ -181,6 +187,45 @@ def test_ours_and_typing_errors_are_still_guessed() -> None:
             resolve("quickstart", {name: {"num_slots": 8} if name == "genrator" else 1})
     with pytest.raises(ConfigError, match=r"did you mean '--trainer\.optimizer\.lr'"):
         cli.run_command(["quickstart", "--lr", "1"])
+
+
+def test_the_own_section_goes_before_the_same_name_elsewhere(tmp_path: Path) -> None:
+    wrong = {f"rewards.{name}": "`[[rewards.terms]]`" for name in RewardTerm.model_fields}
+    wrong |= {"rewards.path": "`[[rewards.models]]`", "prompts.name": "`[[prompts.tasks]]`"}
+    policy = [loss for loss in LOSSES.values() if loss.kind == "policy"]
+    wrong |= {f"loss.{name}": "`loss.params`" for loss in policy for name in loss.params}
+    for field, said in wrong.items():
+        assert said in str(sentence(field)), field
+    for field in ("rewards.function", "prompts.name", "loss.eps_low"):
+        for told in ways(tmp_path, field, 1):
+            assert "did you mean" not in told
+            assert wrong[field] in told.replace("`__", "`")
+
+
+def test_near_names_and_other_sections_are_still_guessed_in_a_section() -> None:
+    for field, meant in (("loss.redction", "--loss.reduction"), ("loss.temperature", "--generator.temperature")):
+        with pytest.raises(ConfigError, match=f"did you mean '{meant}'"):
+            cli.run_command(["quickstart", f"--{field}", "1"])
+
+
+def test_every_option_of_trls_grpo_is_known() -> None:
+    """Those of TRL's GRPOConfig itself: 'An option of TRL is an error that names the option of Slipstream'."""
+    known = [name.rpartition(".")[2] for name in PATHS]
+    assert [name for name in GRPO.split() if not counterparts(name) and name not in known] == []
+
+
+GRPO = """
+model_init_kwargs disable_dropout cast_lm_head_to_fp32 remove_unused_columns num_generations num_generations_eval
+max_completion_length ds3_gather_for_generation shuffle_dataset generation_batch_size steps_per_generation temperature
+top_p top_k min_p generation_kwargs chat_template_kwargs repetition_penalty use_transformers_paged cache_implementation
+use_vllm vllm_mode vllm_model_impl vllm_enable_sleep_mode vllm_structured_outputs_regex vllm_server_base_url
+vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port vllm_gpu_memory_utilization vllm_max_model_length
+vllm_tensor_parallel_size beta num_iterations epsilon delta epsilon_high sapo_temperature_neg sapo_temperature_pos
+importance_sampling_level reward_weights multi_objective_aggregation scale_rewards loss_type mask_truncated_completions
+sync_ref_model ref_model_mixup_alpha ref_model_sync_steps top_entropy_quantile max_tool_calling_iterations
+vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_importance_sampling_cap off_policy_mask_threshold
+use_bias_correction_kl log_completions num_completions_to_print log_unique_prompts log_completions_hub_repo
+"""
 
 
 def test_a_loss_of_another_kind_is_offered_to_nobody() -> None:

@@ -77,6 +77,18 @@ def test_unknown_recipe_names_the_nearest_and_all(shelf: Path) -> None:
 
 
 @pytest.mark.usefixtures("shelf")
+@pytest.mark.parametrize("path", ["mine", "runs/mine"])
+def test_the_folder_of_a_run_is_no_recipe_but_goes_on(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / path).mkdir(parents=True)
+    (tmp_path / path / "config.toml").touch()
+    with pytest.raises(ConfigError, match=f"hint: .*`slipstream run --resume {path}`"):
+        resolve(path)
+
+
+@pytest.mark.usefixtures("shelf")
 @pytest.mark.parametrize("path", ["nowhere/x.toml", "x.toml"])
 def test_missing_file_is_named(path: str) -> None:
     with pytest.raises(ConfigError, match=f"no recipe file '{path}'"):

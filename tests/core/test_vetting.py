@@ -13,7 +13,7 @@ from slipstream.core.vetting import (
     MAX_REWARD,
     POISONED,
     Limits,
-    completion_fault,
+    completion_faults,
     emptied,
     is_of_run,
     vetted,
@@ -57,6 +57,10 @@ def sound(*, kept=False):
         finished_s=2.0,
     )
     return Rollout(completion=completion, reward=0.5, reward_parts={"a": 0.5, "b": None}, scored_s=3.0)
+
+
+def vetted_alone(rollout, limits, **known):
+    return vetted([rollout], limits, **known)[0]
 
 
 def with_segment(rollout, index, **changes):
@@ -131,25 +135,25 @@ POISON = {
 @pytest.mark.parametrize("name", POISON)
 def test_what_cannot_be_is_poisoned(name):
     change, words = POISON[name]
-    found = vetted(change(sound()), LIMITS, newest_version=NEWEST)
+    found = vetted_alone(change(sound()), LIMITS, newest_version=NEWEST)
     assert found.failure.startswith(POISONED)
     assert words in found.failure
     assert (found.reward, found.reward_parts) == (-3.0, {})
     assert (found.ordinal, found.sample, found.completion.text) == (11, 2, "said")
     assert found.completion.num_tokens == 0
-    assert wire.encode(vetted(found, LIMITS, newest_version=NEWEST)) == wire.encode(found)
+    assert wire.encode(vetted_alone(found, LIMITS, newest_version=NEWEST)) == wire.encode(found)
     again = wire.decode(wire.encode(found))
-    assert vetted(again, Limits(failure_reward=-3.0)).failure == found.failure
+    assert vetted_alone(again, Limits(failure_reward=-3.0)).failure == found.failure
 
 
 def test_what_is_sound_stays_as_it_is():
     rollout = sound()
-    assert vetted(rollout, LIMITS, newest_version=NEWEST) is rollout
+    assert vetted_alone(rollout, LIMITS, newest_version=NEWEST) is rollout
     failed = msgspec.structs.replace(rollout, failure="timed out", reward=-3.0, reward_parts={})
-    assert vetted(failed, LIMITS, newest_version=NEWEST) is failed
+    assert vetted_alone(failed, LIMITS, newest_version=NEWEST) is failed
     with_sets = sound(kept=True)
-    assert vetted(with_sets, limits_with(keeps_sets=True), newest_version=NEWEST) is with_sets
-    assert completion_fault(rollout.completion, Limits()) is None  # who knows no limits minds none
+    assert vetted_alone(with_sets, limits_with(keeps_sets=True), newest_version=NEWEST) is with_sets
+    assert completion_faults([rollout.completion], Limits())[0] is None  # who knows no limits minds none
 
 
 def limits_with(**changes):
@@ -172,10 +176,10 @@ KEPT = {
 @pytest.mark.parametrize("name", KEPT)
 def test_kept_sets_fit_their_tokens(name):
     change, words = KEPT[name]
-    found = vetted(change(sound(kept=True)), limits_with(keeps_sets=True), newest_version=NEWEST)
+    found = vetted_alone(change(sound(kept=True)), limits_with(keeps_sets=True), newest_version=NEWEST)
     assert words in found.failure
     baseline = with_completion(sound(), sample=4)  # ReMax's: greedy, so drawn from no set
-    assert vetted(baseline, limits_with(keeps_sets=True), newest_version=NEWEST).failure is None
+    assert vetted_alone(baseline, limits_with(keeps_sets=True), newest_version=NEWEST).failure is None
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 2 * MAX_REWARD, -2 * MAX_REWARD])
@@ -183,7 +187,7 @@ def test_kept_sets_fit_their_tokens(name):
 def test_a_reward_that_is_no_number_fails_its_rollout_alone(value, where):
     rollout = sound()
     changes = {"reward": value} if where == "reward" else {"reward_parts": {"a": value}}
-    found = vetted(msgspec.structs.replace(rollout, **changes), LIMITS, newest_version=NEWEST)
+    found = vetted_alone(msgspec.structs.replace(rollout, **changes), LIMITS, newest_version=NEWEST)
     assert str(value) in found.failure
     assert not found.failure.startswith(POISONED)
     assert (found.reward, found.reward_parts) == (-3.0, {})
@@ -192,9 +196,9 @@ def test_a_reward_that_is_no_number_fails_its_rollout_alone(value, where):
 
 def test_a_reference_that_was_to_come_is_missed():
     limits = limits_with(brings_reference=True)
-    assert "without the reference's" in vetted(sound(), limits, newest_version=NEWEST).failure
+    assert "without the reference's" in vetted_alone(sound(), limits, newest_version=NEWEST).failure
     measured = msgspec.structs.replace(sound(), reference_logprobs=-np.ones(6, np.float32))
-    assert vetted(measured, limits, newest_version=NEWEST) is measured
+    assert vetted_alone(measured, limits, newest_version=NEWEST) is measured
     assert len(emptied(sound(), "x", failure_reward=0.0).reference_logprobs) == 0
 
 
@@ -203,6 +207,15 @@ def test_a_reference_that_was_to_come_is_missed():
 )
 def test_a_place_that_no_group_has(ordinal, sample, known):
     assert is_of_run(with_completion(sound(), ordinal=ordinal, sample=sample), samples_per_group=4) is known
+
+
+def test_one_that_cannot_be_does_no_harm_to_those_beside_it():
+    changes = [*(change for change, _ in POISON.values()), lambda rollout: rollout]
+    rollouts = [change(sound()) for change in changes]
+    alone = [vetted_alone(rollout, LIMITS, newest_version=NEWEST) for rollout in rollouts]
+    assert list(map(wire.encode, vetted(rollouts, LIMITS, newest_version=NEWEST))) == list(map(wire.encode, alone))
+    assert alone[-1] is rollouts[-1]
+    assert vetted([], LIMITS) == []
 
 
 def test_random_damage_never_raises_and_never_passes_numbers_that_are_none():
@@ -229,7 +242,7 @@ def test_random_damage_never_raises_and_never_passes_numbers_that_are_none():
         index = int(rng.choice([0, 2]))
         name = str(rng.choice(["tokens", "behaviour_logprobs"]))
         rollout = with_segment(rollout, index, **{name: damaged(vars_of(rollout.completion.segments[index])[name])})
-        found = vetted(rollout, LIMITS, newest_version=NEWEST)
+        found = vetted_alone(rollout, LIMITS, newest_version=NEWEST)
         if found.failure is None:
             num_passed += 1
             for segment in found.completion.segments:
@@ -251,7 +264,7 @@ def test_it_is_cheap():
     for _ in range(5):
         started_s = time.perf_counter()
         for _ in range(100):
-            vetted(rollout, LIMITS, newest_version=NEWEST)
+            vetted_alone(rollout, LIMITS, newest_version=NEWEST)
         best_s = min(best_s, (time.perf_counter() - started_s) / 100)
     assert best_s < 1e-3  # 15 microseconds on one core of a server
 
@@ -265,7 +278,7 @@ def test_a_reference_that_is_only_scored_needs_no_sampled_token():
         text="4",
         finish_reason="stop",
     )
-    assert completion_fault(reference, Limits()) is not None
-    assert completion_fault(reference, Limits(may_be_given=True)) is None
+    assert completion_faults([reference], Limits())[0] is not None
+    assert completion_faults([reference], Limits(may_be_given=True))[0] is None
     nothing = msgspec.structs.replace(reference, segments=())
-    assert completion_fault(nothing, Limits(may_be_given=True)) is not None
+    assert completion_faults([nothing], Limits(may_be_given=True))[0] is not None

@@ -14,7 +14,7 @@ from experiments.async_vs_sync.reading import Curve, Times
 from experiments.gpu import experiment, runs
 from experiments.gpu.experiment import Found, Numbers, numbers_of, told, verdicts
 from experiments.lab import Lab, Unavailable, metrics, summary
-from slipstream.models.initialise import new_config
+from slipstream.models.config import new_config
 
 
 def specs() -> dict[runs.Key, Any]:

@@ -50,8 +50,13 @@ def become_subreaper() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def tried(arguments: tuple[str, ...], folder: Path, *, by_executable: bool = False) -> Ended:
-    """Run `slipstream` with `arguments` in `folder`, in a forked child or as a new process."""
+def tried(
+    arguments: tuple[str, ...], folder: Path, *, by_executable: bool = False, enough_s: float = ENOUGH_S
+) -> Ended:
+    """Run `slipstream` with `arguments` in `folder`, in a forked child or as a new process.
+
+    A run that goes on for `enough_s` after its first step is interrupted.
+    """
     before, steps = files_of(folder), steps_of(folder)
     scratch = folder.parent / f"{folder.name}.tmp"
     told = folder.parent / f"{folder.name}.told"
@@ -62,7 +67,7 @@ def tried(arguments: tuple[str, ...], folder: Path, *, by_executable: bool = Fal
     pid = os.fork()
     if pid == 0:
         child(arguments, folder, scratch, told, by_executable=by_executable)
-    status, fault = awaited(pid, folder, steps)
+    status, fault = awaited(pid, folder, steps, enough_s)
     seconds = time.monotonic() - start_s
     faults = [] if fault is None else [fault]
     code = os.waitstatus_to_exitcode(status)
@@ -109,7 +114,7 @@ def child(arguments: tuple[str, ...], folder: Path, scratch: Path, told: Path, *
         os._exit(code)
 
 
-def awaited(pid: int, folder: Path, steps: int) -> tuple[int, str | None]:
+def awaited(pid: int, folder: Path, steps: int, enough_s: float) -> tuple[int, str | None]:
     """The child's status, and whether it hung. A run with many more than `steps` is interrupted."""
     start_s, begun_s, interrupted_s = time.monotonic(), None, None
     while True:
@@ -120,7 +125,7 @@ def awaited(pid: int, folder: Path, steps: int) -> tuple[int, str | None]:
         had_s = now_s - (start_s if interrupted_s is None else interrupted_s)
         if begun_s is None and had_s > 2 and steps_of(folder) > steps:
             begun_s = now_s
-        if interrupted_s is None and begun_s is not None and now_s - begun_s > ENOUGH_S:
+        if interrupted_s is None and begun_s is not None and now_s - begun_s > enough_s:
             interrupted_s = now_s
             os.kill(pid, signal.SIGINT)
         elif had_s > HANG_S and had_s - kept_s(pid) > HANG_S:

@@ -14,6 +14,15 @@ from accounted import check_accounting
 from processes import descendants
 
 import slipstream
+from slipstream.controller.nursery import NURSERY
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_import_for_all_runs() -> Iterator[None]:
+    """Fork the processes of all runs that tests start by `slipstream.run` from one that has imported once."""
+    NURSERY.begin()
+    yield
+    NURSERY.close()
 
 
 @pytest.fixture(autouse=True)

@@ -49,10 +49,10 @@ def test_a_full_disk_ends_a_run_that_goes_on_when_there_is_space(tiny: dict[str,
     tables["trainer"] = {"checkpoint_every": 1}
     decide = Controller._decide
 
-    def filling(self: Controller, event: Any) -> None:
-        if isinstance(event, StepDone) and event.step == 2:
+    def filling(self: Controller, *events: Any) -> None:
+        if isinstance(events[0], StepDone) and events[0].step == 2:
             fill(disk)
-        decide(self, event)
+        decide(self, *events)
 
     with monkeypatch.context() as patch:
         patch.setattr(Controller, "_decide", filling)

@@ -89,9 +89,9 @@ def test_what_is_decided_between_the_last_step_and_a_checkpoint_stays_decided(ti
     tracked = sync | {"trackers": {"names": ["tensorboard"]}}
     decide = Controller._decide
 
-    def interrupting(self, event):
-        decide(self, event)
-        is_skip = isinstance(event, GroupScored) and not event.has_signal
+    def interrupting(self, *events):
+        decide(self, *events)
+        is_skip = isinstance(events[0], GroupScored) and not events[0].has_signal
         if is_skip and self.schedule.steps_done >= 2 and not self.schedule.training:
             self.interrupts.number = signal.SIGINT
 

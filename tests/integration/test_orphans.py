@@ -32,10 +32,11 @@ def pipeline(config):
 
 
 @pytest.fixture(autouse=True)
-def _adopts() -> Iterator[None]:
+def others() -> Iterator[frozenset[int]]:
+    """The processes below this one before the test; orphans come to it from here on."""
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    yield
+    yield frozenset(descendants(os.getpid()))
     libc.prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
@@ -53,12 +54,12 @@ def await_that(holds: Callable[[], bool], what: str, process: subprocess.Popen[b
         time.sleep(0.02)
 
 
-def kill_and_see_all_end(process: subprocess.Popen[bytes], phase: str) -> None:
-    known = descendants(os.getpid())
+def kill_and_see_all_end(process: subprocess.Popen[bytes], phase: str, others: frozenset[int]) -> None:
+    known = [pid for pid in descendants(os.getpid()) if pid not in others]
     process.kill()
     killed_s = time.monotonic()
     process.wait()
-    known += [pid for pid in descendants(os.getpid()) if pid not in known]  # those started meanwhile
+    known += [pid for pid in descendants(os.getpid()) if pid not in {*known, *others}]  # those started meanwhile
     for pid in known:
         try:
             descriptor = os.pidfd_open(pid)
@@ -73,7 +74,7 @@ def kill_and_see_all_end(process: subprocess.Popen[bytes], phase: str) -> None:
     for pid in known:
         with suppress(ChildProcessError):  # one that was never adopted
             os.waitpid(pid, os.WNOHANG)
-    assert not [pid for pid in descendants(os.getpid()) if is_alive(pid)]
+    assert not [pid for pid in descendants(os.getpid()) if pid not in others and is_alive(pid)]
 
 
 def hosts() -> int:
@@ -89,7 +90,7 @@ def steps_of(out: Path) -> int:
 
 @pytest.mark.parametrize("where", ["init", "step"])
 def test_a_child_that_looks_at_nothing_ends_with_the_controller(
-    where: str, tiny: dict[str, Any], tmp_path: Path
+    where: str, tiny: dict[str, Any], tmp_path: Path, others: frozenset[int]
 ) -> None:
     """However long it would take: amid `init` at once, amid a step after a grace period."""
     mark = tmp_path / "stuck"
@@ -98,29 +99,29 @@ def test_a_child_that_looks_at_nothing_ends_with_the_controller(
     call = f"overrides=json.loads({tables!r}), out={str(tmp_path / 'run')!r}, pipeline=pipeline"
     process = start(tmp_path / "run", call, prelude)
     await_that(mark.exists, f"rewards in {where}", process)
-    kill_and_see_all_end(process, where)
+    kill_and_see_all_end(process, where, others)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_no_phase_of_a_run_leaves_orphans(tiny: dict[str, Any], tmp_path: Path) -> None:
+def test_no_phase_of_a_run_leaves_orphans(tiny: dict[str, Any], tmp_path: Path, others: frozenset[int]) -> None:
     out = tmp_path / "run"
     tables = json.dumps(tiny | {"steps": 100_000, "trainer": {"checkpoint_every": 2}})
     fresh, resume = f"overrides=json.loads({tables!r}), out={str(out)!r}", f"resume={str(out)!r}"
 
     process = start(out, fresh, "import json")
     await_that(lambda: hosts() >= 1, "a child", process)
-    kill_and_see_all_end(process, "the start")
+    kill_and_see_all_end(process, "the start", others)
 
     process = start(out, resume)
     await_that(lambda: hosts() == 3, "all children", process)
-    kill_and_see_all_end(process, "a resume without a checkpoint")
+    kill_and_see_all_end(process, "a resume without a checkpoint", others)
 
     process = start(out, resume)
     await_that(lambda: steps_of(out) >= 5, "the fifth step", process)
-    kill_and_see_all_end(process, "training")
+    kill_and_see_all_end(process, "training", others)
 
     for num_hosts in (1, 3):
         process = start(out, resume)
         await_that(lambda: hosts() == num_hosts, f"{num_hosts} children", process)  # noqa: B023
-        kill_and_see_all_end(process, f"a resume with {num_hosts} children")
+        kill_and_see_all_end(process, f"a resume with {num_hosts} children", others)

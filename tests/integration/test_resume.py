@@ -61,10 +61,11 @@ def cut_off(
     """
     decide, poll = Controller._decide, ScoringPool.poll
 
-    def ending(self: Controller, event: Any) -> None:
-        decide(self, event)
-        if is_time(self, event):
-            raise Cut
+    def ending(self: Controller, *events: Any) -> None:
+        for event in events:
+            decide(self, event)
+            if is_time(self, event):
+                raise Cut
 
     def polling(self: ScoringPool) -> list[ScoredJob]:
         scored = poll(self)
@@ -202,9 +203,9 @@ def test_without_what_was_under_way_it_is_sampled_again(damage, small, tmp_path,
 def test_a_lost_trainer_is_followed_by_another_attempt_from_the_last_checkpoint(small, tmp_path, monkeypatch, capsys):
     decide, losses = Controller._decide, [3, 3]
 
-    def losing(self: Controller, event: Any) -> None:
-        decide(self, event)
-        if isinstance(event, StepDone) and losses and event.step == losses[0]:
+    def losing(self: Controller, *events: Any) -> None:
+        decide(self, *events)
+        if isinstance(events[0], StepDone) and losses and events[0].step == losses[0]:
             losses.pop(0)
             raise ExecutorLost("the process of 'trainer' ended", executor="trainer", got="killed by SIGKILL")
 

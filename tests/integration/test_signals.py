@@ -152,9 +152,9 @@ def signalled(monkeypatch: pytest.MonkeyPatch, number: signal.Signals, *, steps:
     """This process gets the signal once so many steps are done."""
     decide = Controller._decide
 
-    def signalling(self: Controller, event: Any) -> None:
-        decide(self, event)
-        if isinstance(event, StepDone) and event.step + 1 == steps:
+    def signalling(self: Controller, *events: Any) -> None:
+        decide(self, *events)
+        if isinstance(events[0], StepDone) and events[0].step + 1 == steps:
             signal.raise_signal(number)
 
     monkeypatch.setattr(Controller, "_decide", signalling)
@@ -200,8 +200,8 @@ def test_ctrl_c_says_what_is_finished_and_how_to_go_on(
     inline = tiny | {"host": "inline", "steps": 3, "warm_start": {"steps": 0}, "eval": {"num_prompts": 4}}
     decide, evaluate = Controller._decide, Controller._evaluate
 
-    def interrupting(self: Controller, event: Any) -> None:
-        decide(self, event)
+    def interrupting(self: Controller, *events: Any) -> None:
+        decide(self, *events)
         now = "while a step is trained" if self.schedule.training else "between two steps"
         if self.interrupts.number is None and self.schedule.steps_done == 1 and when == now:
             signal.raise_signal(signal.SIGINT)

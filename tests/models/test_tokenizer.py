@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,7 +12,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from slipstream.core.errors import ConfigError
-from slipstream.models.tokenizer import PRINTABLE, TokenTexts, char_tokenizer, load_tokenizer
+from slipstream.models.tokenizer import (
+    PRINTABLE,
+    SPECIAL_TOKENS,
+    CharTokenizer,
+    TokenTexts,
+    char_tokenizer,
+    load_tokenizer,
+)
 
 TOKENIZER = char_tokenizer()
 
@@ -112,3 +122,29 @@ def test_texts_of_broken_bytes_end() -> None:
 def test_texts_spell_out_special_tokens() -> None:
     assert TokenTexts(TOKENIZER)([*TOKENIZER.encode("ab"), 1, 0]) == ["a", "b", "<eos>", "<pad>"]
     assert TokenTexts(char_tokenizer("xy"))([3, 4, 1, 2]) == ["x", "y", "<eos>", "<unk>"]
+
+
+@pytest.mark.parametrize("alphabet", [None, "abc<eo>", "äß→漢 \n"], ids=["ascii", "letters of a special token", "wide"])
+def test_the_tokenizer_of_characters_needs_no_transformers_and_does_the_same(alphabet: str | None, tmp_path: Path):
+    light, full = CharTokenizer(alphabet), char_tokenizer(alphabet)
+    rng = random.Random(0)
+    pieces = [*(alphabet or PRINTABLE), *SPECIAL_TOKENS, "<", "<e", "eos>", "Ω", "\r\n", "e\u0301", "\U0001f600", " "]
+    texts = ["", *("".join(rng.choices(pieces, k=rng.randrange(1, 30))) for _ in range(300))]
+    assert light(texts, add_special_tokens=False) == {"input_ids": full(texts, add_special_tokens=False)["input_ids"]}
+    for text in texts:
+        ids = light.encode(text, add_special_tokens=False)
+        assert ids == full.encode(text, add_special_tokens=False)
+        assert light(text, add_special_tokens=False) == {"input_ids": ids}
+        for skips in (False, True):
+            assert light.decode(ids, skip_special_tokens=skips) == full.decode(ids, skip_special_tokens=skips)
+    assert light.decode([3, len(light), 4, 10_000]) == full.decode([3, len(light), 4, 10_000])
+    assert light.get_vocab() == full.get_vocab()
+    assert len(light) == len(full)
+    for name in ("pad_token_id", "eos_token_id", "unk_token_id", "special_tokens_map", "name_or_path", "chat_template"):
+        assert getattr(light, name) == getattr(full, name), name
+    light.save_pretrained(tmp_path / "light")
+    full.save_pretrained(tmp_path / "full")
+    files = sorted(path.name for path in (tmp_path / "full").iterdir())
+    assert files == sorted(path.name for path in (tmp_path / "light").iterdir())
+    for name in files:
+        assert (tmp_path / "light" / name).read_bytes() == (tmp_path / "full" / name).read_bytes()

@@ -20,7 +20,7 @@ from slipstream.core.background import background_cpu_s, start_thread
 from slipstream.core.clock import VirtualClock, WallClock
 from slipstream.observe.accounting import RunAccounting, read_accounting
 from slipstream.observe.balance import Dials, Loop, Side, judge, whole_split
-from slipstream.observe.states import STATES, TRAINS, idle_share, in_words, kind
+from slipstream.observe.states import STATES, TRAINS, idle_share, in_words, kind, model_share
 from slipstream.observe.timeline import TRAINED, ProcessEnd, Slice, Timeline, account, read_timeline, timeline_path
 from slipstream.observe.waste import WASTE
 
@@ -187,6 +187,21 @@ def test_where_scoring_is_the_bottleneck_both_starve(tmp_path: Path):
     # Without waiting for rewards a step takes 0.45 s: scoring has to be 1 / 0.45 times as fast; twice is the most.
     assert (balance.dial.field, balance.dial.now, balance.dial.suggested) == ("rewards.num_workers", 2, 4)
     assert balance.verdict.startswith("Scoring is the bottleneck: the trainer waits for rewards 55% of the time")
+
+
+@pytest.mark.parametrize(("starting", "bottleneck"), [(0.5, None), (0.3, None), (0.2, "rewards")])
+def test_waiting_for_the_start_of_scoring_is_no_bottleneck(
+    starting: float, bottleneck: str | None, tmp_path: Path
+) -> None:
+    """A resume has no warm start that would hide it: more workers would not shorten that wait."""
+    balance = make_run(
+        tmp_path,
+        trainer=[("wait_rewards", 0.55), ("forward_backward", 0.45)],
+        generator=[("decode", 0.35), ("wait_trainer", 0.65)],
+        rewards=[("start_up", starting), ("score", 0.1), ("wait_completions", 0.9 - starting)],
+    ).balance
+    assert balance.bottleneck == bottleneck
+    assert bool(balance.verdict) == (bottleneck is not None)
 
 
 def test_where_stragglers_hold_a_batch_up_the_window_is_the_dial(tmp_path: Path):
@@ -764,3 +779,13 @@ def test_the_page_explains_every_state_and_cause():
     words = {"work": "works", "wait": "waits", "gone": "is not there", None: "?"}
     assert table("states") == [[name, words[kind(name)], state.meaning] for name, state in STATES.items()]
     assert table("waste") == [[name, meaning] for name, meaning in WASTE.items()]
+
+
+def test_the_model_has_its_share_of_the_work_and_not_of_the_waits():
+    seconds = {
+        "generator-0": {"decode": 4.0, "evaluate": 1.0, "wait_trainer": 50.0, "overhead": 1.0, "absent": 9.0},
+        "trainer": {"forward_backward": 2.0, "optimizer": 1.0, "receive": 1.0, "unlabelled": 7.0},
+        "rewards": {"score": 5.0, "start_up": 1.0},
+    }
+    assert model_share(seconds) == pytest.approx(8.0 / 16.0)
+    assert model_share({"rewards": {"idle": 3.0}}) == 0.0

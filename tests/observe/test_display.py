@@ -70,7 +70,7 @@ def test_plain_output_is_a_line_now_and_then_without_escape_codes():
     display, clock, out = make_display(is_terminal=False)
     play(display, clock)
     display.samples([Sample(prompt="abc>", answer="cba", before="abc", after="\x1b[31mcba\n")])
-    display.finish(make_summary(), {"report": Path("runs/q/report.html")})
+    display.finish(make_summary(model_share=0.625), {"report": Path("runs/q/report.html")})
     text = out.getvalue()
     assert "\x1b" not in text
     assert r"\x1b[31mcba\n" in text
@@ -78,6 +78,7 @@ def test_plain_output_is_a_line_now_and_then_without_escape_codes():
     steps = [line for line in lines if line.startswith("step ")]
     assert 25 <= len(steps) <= 30  # 50 s at a line every 2 s, the first and the last
     assert "reward 0.990" in steps[-1]
+    assert "model: 62% of the working time of all processes" in lines
     assert "trainer waits for generation 34%" in steps[-1]
     assert "left" in steps[1]
     assert "warm start 250/250  loss 0.25" in lines

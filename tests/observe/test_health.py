@@ -43,6 +43,7 @@ def healthy(rng, step):
         "completion_tokens_mean": 5.5 + rng.normal(0, 0.15),
         "truncated_frac": 0.02 * rng.random(),
         "no_signal_frac": float(np.clip(0.2 + 0.4 * learned + rng.normal(0, 0.08), 0, 1)),
+        "no_signal_in_a_row": float(rng.geometric(0.4) - 1),
         "scored_failed_frac": float(rng.binomial(256, 0.005)) / 256,
         "failed_completions": 15.0,  # since the run began
         "poisoned": 0.0,
@@ -77,6 +78,7 @@ SICK = {
     },
     "grad_norm_spikes": lambda rng, age: {"grad_norm": 100.0} if age in (0, 7) else {},
     "no_signal": lambda rng, age: {"no_signal_frac": rng.uniform(0.96, 1.0)},
+    "equal_rewards": lambda rng, age: {"no_signal_in_a_row": 10.0 * age},
     "failed_rewards": lambda rng, age: {"failed_completions": 2.0 * age},
     "poisoned": lambda rng, age: {"poisoned": float(age == 3)},
     "starving_trainer": lambda rng, age: {"wait_frac/trainer/wait_generation": rng.uniform(0.85, 0.95)},
@@ -184,6 +186,19 @@ def test_the_sixteenth_failure_rings_at_any_length_of_run_and_says_why():
     assert "\x1b" not in printable(in_a_line(alarm), limit=2000)
     assert list(failing(HealthConfig(alarms=False))) == []
     assert [count for count, _ in failing(HealthConfig(thresholds={"failed_rewards": 3}))] == [3]
+
+
+def test_equal_rewards_ring_before_the_first_step_and_say_which():
+    """A reward that is always the same trains no step, so that no line of a step could tell of it."""
+    found = Health(HealthConfig())
+    begun = [(count, one) for count in range(1, 2000) for one in found.without_signal(0, count, (0.5, 0.5))]
+    ((count, alarm),) = begun
+    assert (count, alarm.name, alarm.event, alarm.step) == (64, "equal_rewards", "began", 0)
+    assert "(the last 64 groups, rewards of 0.5)" in alarm.text
+    assert [one.event for one in found.update({"step": 3, "step_s": 0.3, "no_signal_in_a_row": 0.0})] == ["ended"]
+    assert found.without_signal(4, 63, (0.0, 1.0)) == []
+    (again,) = found.without_signal(4, 64, (0.0, 1.0))
+    assert "rewards of 0 to 1)" in again.text
 
 
 def test_failures_that_a_step_tells_of_after_they_have_rung_ring_no_more():
@@ -349,6 +364,7 @@ def test_vitals_of_a_step_by_hand():
         "groups_scored": 4.0,
         "poisoned": 3.0,
         "no_signal_frac": 0.25,
+        "no_signal_in_a_row": 0.0,
         "scored_failed_frac": 0.25,
         "publish_skipped_frac": 0.5,
         "version_lag_max": 4.0,

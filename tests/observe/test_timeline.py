@@ -160,3 +160,20 @@ def test_timeline_is_what_executors_are_promised():
     spans: Spans = Timeline("p", None, WallClock())
     with spans.span("decode", slots=3):
         spans.instant("swap")
+
+
+class Ticking(VirtualClock):
+    """A clock on which every look takes a millisecond, as where another program has the core."""
+
+    def now_s(self) -> float:
+        self.advance(1e-3)
+        return super().now_s()
+
+
+def test_an_open_span_lasts_until_the_end_of_a_timeline(tmp_path):
+    path = timeline_path(tmp_path, "generator-0")
+    timeline = Timeline("generator-0", path, Ticking())
+    with timeline.span("shut_down"):
+        timeline.close()
+    *_, last, end = read_timeline(path)
+    assert last.end_ns == end.time_ns, "what is written in between would be in no state"

@@ -151,4 +151,4 @@ def test_a_model_that_was_not_measured_is_refused():
     with pytest.raises(ConfigError, match=r"does not have this model") as refused:
         measured_model(made, ARCHITECTURES["llama-3.1-8b"])
     assert "made up" in str(refused.value)
-    assert "eta_curves.py" in str(refused.value)
+    assert "docs/planning.md" in str(refused.value)

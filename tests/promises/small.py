@@ -36,6 +36,7 @@ SMALLER = {
     r"\bplan MODEL\b": "plan llama-3.1-8b",
     r"--gpus N\b": "--gpus 16",
     r"RUN/sft/model": "RUN/model",
+    r"--against PYTHON\b": "--against python",  # of another installation: this one, here
     r"--resume DIR --steps \d+": "--resume CUT --steps 44",
     r"--resume DIR": "--resume CUT",
     r"^pytest(?: -q)?": "pytest -qq --collect-only",
@@ -70,6 +71,7 @@ SCRIPTS = {
     "benchmarks/end_to_end.py": "--cases short --rounds 1 --steps 1",
     "benchmarks/engine.py": "--quick --models tiny --contenders slipstream generate",
     "benchmarks/eta_curves.py": "--models quickstart --batches 1 2 --repeats 1 --retries 0",
+    "benchmarks/fleet.py": "--replicas 3 --groups 2 --completions 4 --steps 3",
     "benchmarks/health.py": "RUN",
     "benchmarks/linear.py": "--threads 1 --rows 8",
     "benchmarks/model_check.py": "--steps 1 --stride 20",
@@ -94,6 +96,7 @@ SCRIPTS = {
     "benchmarks/weight_sync.py": "--repeats 2 --params 100000 --only whole,pairs,plans",
     "scripts/import_lm_human_preferences.py": "offline_5k.json preferences.jsonl --tokenizer MODEL",
     "scripts/import_smollm2.py": "OUT",
+    "scripts/install.py": "installed pip",  # it is there already: nothing is downloaded
     "scripts/learning_curve.py": "RUN",
     "scripts/losses_learn.py": "--small --losses gspo online_dpo --presets sync --seeds 0",
     "scripts/plan_examples.py": "--check docs/planning.md",

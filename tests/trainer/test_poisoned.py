@@ -83,7 +83,7 @@ def test_a_poisoned_completion_counts_like_a_failed_one_whose_tokens_are_masked(
     changes = {"rewards": {"failure_reward": -1.0}, **LOSSES[name]}
     groups = make_groups(4, 3, seed=4)
     limits = Limits(failure_reward=-1.0)
-    poisoned = replaced(groups, (2, 1), lambda one: vetted(with_logprobs(one, math.nan), limits))
+    poisoned = replaced(groups, (2, 1), lambda one: vetted([with_logprobs(one, math.nan)], limits)[0])
     weights, metrics = trained(poisoned, run_config(**changes))
 
     def masked(one):
@@ -109,7 +109,7 @@ def test_what_the_poison_is_makes_no_difference(name):
             one, completion=msgspec.structs.replace(one.completion, segments=()), reward=math.nan
         ),
     ]
-    found = [trained(replaced(groups, (0, 0), lambda one, c=c: vetted(c(one), limits)), config) for c in changes]
+    found = [trained(replaced(groups, (0, 0), lambda one, c=c: vetted([c(one)], limits)[0]), config) for c in changes]
     for weights, metrics in found:
         assert torch.isfinite(weights).all()
         assert all(math.isfinite(value) for value in metrics.values())
@@ -123,7 +123,9 @@ def test_a_poisoned_completion_is_in_no_pair():
     limits = Limits(failure_reward=-9.0)  # it would be the worst
 
     def chosen(*poisoned):
-        members = [vetted(with_logprobs(one, math.nan), limits) if one.sample in poisoned else one for one in rollouts]
+        members = [
+            vetted([with_logprobs(one, math.nan)], limits)[0] if one.sample in poisoned else one for one in rollouts
+        ]
         return [
             head.sample for head in selected(scored_group(Group(ordinal=0, rollouts=tuple(members)), config), config)
         ]

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
-
 from slipstream.controller.placement import check_processes, check_remote, computing_groups
 from slipstream.core.config import RunConfig, stage_of
 from slipstream.core.errors import ConfigError
@@ -18,7 +16,7 @@ from slipstream.models.foreign_text import rehearse_tokenizer
 from slipstream.models.hub import check_model_path
 from slipstream.models.preflight import Head, check_checkpoint, check_policy
 from slipstream.models.sizes import check_sizes
-from slipstream.models.tokenizer import has_tokenizer, load_tokenizer
+from slipstream.models.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from slipstream.prompts import task_table
 from slipstream.rewards.checks import check_rewards
 from slipstream.rewards.given import is_from_python
@@ -111,7 +109,7 @@ def check_checkpoints(config: RunConfig, named: Sequence[Reader]) -> None:
             )
 
 
-def policy_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
+def policy_tokenizer(config: RunConfig) -> Tokenizer:
     """The run's tokenizer, also before the stage `sft` has handed it on."""
     is_of_sft = stage_of(config.model.path) == "sft"
     path = config.sft.path if is_of_sft else config.model.path

@@ -41,6 +41,7 @@ from slipstream.core.scratch import claim, cleanup, sweep
 from slipstream.core.service_messages import (
     Checkpoint,
     CheckpointSaved,
+    CompletionsFinished,
     Counters,
     EvalScored,
     Export,
@@ -198,16 +199,12 @@ class Controller:
         started_s = self.clock.now_s()
         while not is_done():
             self._tell_of_interrupt()
-            has_worked = False
-            with self.executors.together():
+            with self.executors.together(), self.timeline.span("schedule"):
                 while (message := self.executors.receive()) is not None:
-                    has_worked = True
-                    with self.timeline.span("schedule"):
-                        self._handle(message)
+                    self._handle(message)
                 self.ledger.flush()  # before anybody hears of what was decided
                 self.events.flush()
-            has_worked |= self.executors.work()
-            if not has_worked and not is_done():
+            if not self.executors.work() and not is_done():
                 self.executors.sleep(self.timeline.idle)
                 self._check_deadline(what, started_s)
 
@@ -231,6 +228,8 @@ class Controller:
             self.observers.take(Counters(executor=CONTROLLER, values=times))
         self.observers.take(message)
         match message:
+            case CompletionsFinished(finished=(_, *_)):
+                self._decide(*message.finished)
             case CompletionFinished() | Swapped() | StepDone():
                 self._decide(message)
             case GroupScored(ordinal=ordinal):
@@ -249,23 +248,24 @@ class Controller:
             case Leaving(executor=executor):
                 self.observers.note(f"{executor} was told to end: a checkpoint follows the current step")
                 self.is_checkpoint_wanted = True
-            case Counters() | Noted() | Progress() | Published() | Ready() | Left():
-                pass  # for observers; of a child's end the system tells
+            case Counters() | Noted() | Progress() | Published() | Ready() | Left() | CompletionsFinished():
+                pass  # for observers, or empty; of a child's end the system tells
             case _:
                 raise TypeError(f"the controller does not take {type(message).__name__}")
 
-    def _decide(self, event: Event) -> None:
+    def _decide(self, *events: Event) -> None:
         """Let the schedule decide; carry it out; tell executors what they wait for when that has changed."""
-        try:
-            commands = self.schedule.apply(event)
-        except SlipstreamError as error:  # the run ends; a replay of its events should end the same way
-            self.events.record(event, [], error=error.what)
-            raise
-        self.observers.take(self.events.record(event, commands))
-        if isinstance(event, StepDone):
-            self._save_if_due()  # before the next step: the checkpoint has the weights between the two
-        for command in commands:
-            self._carry_out(command)
+        for event in events:
+            try:
+                commands = self.schedule.apply(event)
+            except SlipstreamError as error:  # the run ends; a replay of its events should end the same way
+                self.events.record(event, [], error=error.what)
+                raise
+            self.observers.take(self.events.record(event, commands))
+            if isinstance(event, StepDone):
+                self._save_if_due()  # before the next step: the checkpoint has the weights between the two
+            for command in commands:
+                self._carry_out(command)
         for executor, waiting in self.waits.changed(event, self.schedule):
             self.executors.send(executor, waiting)
         if isinstance(event, Swapped | ReplicaLost):

@@ -38,6 +38,8 @@ from slipstream.core.spans import Spans
 from slipstream.core.types import CompletionFinished, Message, ReplicaLost, Stop, Swapped
 
 WAKE_EVERY_S = 1.0  # how often a silent run is looked at; decisions never wait for it
+TELL_EVERY_S = 2.0  # that processes still load
+MAX_NAMED = 4
 STOP_DEADLINE_S = 10.0
 LET_GO_DEADLINE_S = 2.0
 CAUSE_DEADLINE_S = 2.0  # so long is a cause looked for, where an error may be the consequence of another's end
@@ -73,6 +75,8 @@ class Executors:
         self.ready: set[str] = set()
         self.heard_s = clock.now_s()
         """The time of the last event that was no report of counters."""
+        self._loading_s = self._told_s = self.heard_s  # since when processes load; when this was told
+        self._serving: set[str] = set()  # those that have loaded: the trainer is ready after its warm start only
         self._clock, self._note, self._lost, self._spans = clock, note, lost, spans
         self._ports = Ports()
         self._inline: list[Host] = []
@@ -89,6 +93,7 @@ class Executors:
     def launch(self, transport_dir: Path, run_id: str, cluster: Cluster | None) -> None:
         """Start children, let groups join, connect. Waits for all to announce their ports: `deadline_s` for each."""
         channels, deadline_s = self.pipeline.all_channels, self.config.deadline_s
+        self._loading_s = self._told_s = self._clock.now_s()
         book: AddressBook = LocalAddresses(channels, transport_dir)
         self._transport_dir, self._run_id, self._place = transport_dir, run_id, None
         if cluster is not None:
@@ -137,12 +142,16 @@ class Executors:
     def receive(self) -> Message | None:
         """Return the next event, or None. Of joins and losses, only the loss of a replica is returned."""
         while (message := self._next()) is not None:
-            if not isinstance(message, Counters):
+            if isinstance(message, Counters):
+                self._serving.add(message.executor)
+            else:
                 self.heard_s = self._clock.now_s()
             match message:
-                case CompletionsFinished():
-                    self._found.extendleft(reversed(message.finished))
-                case Swapped() | CompletionFinished() if self._membership.is_absent(f"generator-{message.replica}"):
+                case (
+                    CompletionsFinished(finished=(CompletionFinished(replica=replica), *_))
+                    | Swapped(replica=replica)
+                    | CompletionFinished(replica=replica)
+                ) if self._membership.is_absent(f"generator-{replica}"):
                     pass  # last words of a replica that was lost
                 case Joined():
                     self._changed(self._membership.joined(message, self._ports))
@@ -152,6 +161,7 @@ class Executors:
                     self._lost(message.members)
                 case Ready():
                     self.ready.add(message.executor)
+                    self._told_s = self._clock.now_s()
                     return message
                 case _:
                     return message
@@ -168,13 +178,15 @@ class Executors:
                 for host in self._inline:
                     has_worked |= host.step()
         has_worked |= self._bury()
-        patience = {
-            name: self._patience.of(self._nodes[split_rank_name(name)[0]], is_ready=name in self.ready)
-            for name in self._children
-        }
-        for name in self._membership.check(self._ports, busy=self._busy(), patience=patience):
-            has_worked = True
-            self._lose_silent(name)
+        self._tell_of_loading()
+        if self._membership.wait_s() <= 0.0:  # else `check` has no work
+            patience = {
+                name: self._patience.of(self._nodes[split_rank_name(name)[0]], is_ready=name in self.ready)
+                for name in self._children
+            }
+            for name in self._membership.check(self._ports, busy=self._busy(), patience=patience):
+                has_worked = True
+                self._lose_silent(name)
         for group in self._restarts.take_due():
             has_worked = True
             self._start_again(self._nodes[group])
@@ -235,6 +247,18 @@ class Executors:
         with contextlib.ExitStack() as ends:
             for ports in (*(host.ports for host in self._inline), self._ports):
                 ends.callback(ports.close)
+
+    def _tell_of_loading(self) -> None:
+        """Say now and then which processes have not loaded yet; less often the longer it takes."""
+        now_s = self._clock.now_s()
+        if now_s - self._told_s < max(TELL_EVERY_S, (now_s - self._loading_s) / 10):
+            return
+        self._told_s = now_s
+        missing = [name for name in self.missing if name not in self._serving]
+        if not missing:
+            return
+        more = f" and {len(missing) - MAX_NAMED} more" if len(missing) > MAX_NAMED else ""
+        self._note(f"loading: {', '.join(missing[:MAX_NAMED])}{more}, {now_s - self._loading_s:.0f} s")
 
     def _next(self) -> Message | _Gone | None:
         return self._found.popleft() if self._found else self._ports.inputs["events"].get_nowait()
@@ -355,6 +379,8 @@ class Executors:
     def _forget(self, group: str, members: Sequence[str], changes: Collection[Change]) -> None:
         """Forget processes that are gone; the schedule is told of a replica that was there."""
         self.ready.difference_update(members)
+        self._serving.difference_update(members)
+        self._loading_s = self._told_s = self._clock.now_s()
         self._found.append(_Gone(tuple(members)))
         replica = replica_of(group)
         if replica is not None and changes:

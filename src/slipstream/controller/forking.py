@@ -1,6 +1,6 @@
 """The nursery: the process from which those of a run are forked. It has imported once what all of them need.
 
-    python -m slipstream.core.lifeline PARENT slipstream.controller.forking DESCRIPTOR
+    python -m slipstream.core.lifeline PARENT slipstream.controller.forking DESCRIPTOR [MODULE ...]
 
 A forked process is the controller's child, not the nursery's: the nursery forks twice, and the controller adopts the
 orphan (`PR_SET_CHILD_SUBREAPER`). So it dies with the controller, and its exit status is the controller's to read. What
@@ -35,17 +35,16 @@ PRELOADED = (
     "slipstream.generator.native",
     "slipstream.rewards.executor",
     "slipstream.trainer.executor",
-    "transformers.models.auto.tokenization_auto",
 )
 """Modules that most processes of a run import. One that cannot be imported fails where it is needed."""
 
 
-def main(descriptor: int) -> None:
-    """Import, then fork a process for each request."""
+def main(descriptor: int, *also: str) -> None:
+    """Import PRELOADED and the modules `also`, then fork a process for each request."""
     setproctitle.getproctitle()  # finds its place in memory, for which the environment must be as it was
     connection = socket.socket(fileno=descriptor)
     gc.disable()  # imports leave hardly any garbage, and a search of all that torch has made takes long
-    for module in PRELOADED:
+    for module in (*PRELOADED, *also):
         with contextlib.suppress(Exception):
             importlib.import_module(module)
     gc.freeze()  # nor is it searched in the processes that are forked, which so share its memory
@@ -139,4 +138,4 @@ def _serve(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), *sys.argv[2:])

@@ -9,14 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from slipstream.controller.pipeline import (
-    CONTROLLER,
-    MEMBERSHIP,
-    Node,
-    has_weights,
-    replica_of,
-    weight_readers,
-)
+from slipstream.controller.pipeline import CONTROLLER, MEMBERSHIP, Node, has_weights, replica_of, weight_readers
 from slipstream.core.channel import Ports, wait
 from slipstream.core.channel_spec import ChannelSpec
 from slipstream.core.clock import Clock, WallClock

@@ -54,6 +54,7 @@ class Incarnations:
             name: _Presence(tuple(members), 1, is_lost=False) if name in present else _Presence(tuple(members))
             for name, members in groups.items()
         }
+        self.absent = [name for name in groups if name not in present]  # not joined yet, or lost
 
     @property
     def groups(self) -> list[str]:
@@ -66,11 +67,6 @@ class Incarnations:
             for name, group in self._groups.items()
             if group.incarnation > 1 or (group.is_lost and group.incarnation)
         ]
-
-    @property
-    def absent(self) -> list[str]:
-        """Return the groups that have not joined, or were lost."""
-        return [name for name, group in self._groups.items() if group.is_lost]
 
     def joined(self, executor: str, incarnation: int) -> list[Change]:
         """Take that `executor` is there; return what follows: a loss, if it comes back unannounced, and a joining.
@@ -86,6 +82,7 @@ class Incarnations:
             return []
         changes = self.lost(name)
         group.incarnation, group.is_lost = incarnation, False
+        self.absent.remove(name)
         group.joining.clear()
         return [*changes, Change(name, group.members, incarnation, is_lost=False)]
 
@@ -96,6 +93,7 @@ class Incarnations:
         if group.is_lost:
             return []
         group.is_lost = True
+        self.absent.append(name)
         return [Change(name, group.members, group.incarnation, is_lost=True)]
 
 

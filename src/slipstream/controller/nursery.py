@@ -24,6 +24,7 @@ from slipstream.core.errors import SlipstreamError
 
 START_DEADLINE_S = 60.0  # for an answer: the first comes when all is imported
 HEADER_BYTES = 8
+OF_CHECKPOINTS = "transformers.models.auto.tokenization_auto"  # seconds of imports; characters need no transformers
 
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 
@@ -36,13 +37,21 @@ class Nursery:
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
 
-    def begin(self) -> None:
-        """Start the nursery, which then imports beside this process. Does nothing where it is there."""
+    @property
+    def is_there(self) -> bool:
+        """Whether the nursery was started, and not ended."""
+        return self._process is not None
+
+    def begin(self, *also: str) -> None:
+        """Start the nursery, which then imports beside this process, the modules `also` too.
+
+        Does nothing where it is there.
+        """
         with self._lock:
-            if self._process is not None:
+            if self.is_there:
                 return
             ours, theirs = socket.socketpair()
-            command = lifeline.command("slipstream.controller.forking", str(theirs.fileno()))
+            command = lifeline.command("slipstream.controller.forking", str(theirs.fileno()), *also)
             environment = os.environ | thread_environment(1) | {"PYTHONPATH": search_path()}
             with theirs, contextlib.ExitStack() as failed:
                 failed.callback(ours.close)
@@ -125,12 +134,15 @@ atexit.register(NURSERY.close)
 def nursery_for(config: RunConfig, *, tell: Callable[[str], object] | None = None) -> Iterator[None]:
     """Let the nursery import beside what is done within, where the run has processes of its own, and end it then.
 
-    `tell` is told that this takes some seconds.
+    One that was there before stays: it serves all runs between its `begin` and its `close`. `tell` is told that the
+    import takes some seconds.
     """
-    if config.host == "process":
-        if tell is not None:
-            tell(f"starting {config.recipe}: torch and transformers are imported first, for some seconds")
-        NURSERY.begin()
+    if config.host != "process" or NURSERY.is_there:
+        yield
+        return
+    if tell is not None:
+        tell(f"starting {config.recipe}: libraries are imported first, for some seconds")
+    NURSERY.begin(*([] if config.model.path is None else [OF_CHECKPOINTS]))
     try:
         yield
     finally:

@@ -77,7 +77,7 @@ class Observers:
             tally,
             vitals,
             MetricLines(config, run_dir, self._metrics, tally, vitals),
-            Alarms(self._watchman, tally),
+            Alarms(self._watchman, tally, vitals),
             *([] if screen is None else [screen]),
         ]
 
@@ -133,12 +133,12 @@ class MetricLines:
 
 
 class Alarms:
-    """Ask the watchman about each step, and about failures to score, which may come before any step is done."""
+    """Ask the watchman about each step; about failures and equal rewards also before any step is done."""
 
     hears = (StepWritten, GroupScored)
 
-    def __init__(self, watchman: Watchman, tally: Tally) -> None:
-        self._watchman, self._tally = watchman, tally
+    def __init__(self, watchman: Watchman, tally: Tally, vitals: Vitals) -> None:
+        self._watchman, self._tally, self._vitals = watchman, tally, vitals
 
     def take(self, news: object) -> list[Alarm]:
         match news:
@@ -147,6 +147,8 @@ class Alarms:
             case GroupScored(failure=str() as failure):
                 count, num_scored = self._tally.failed_completions, self._tally.scored_completions
                 return self._watchman.failed(self._tally.steps_done, count, num_scored, failure)
+            case GroupScored(has_signal=False) if count := self._vitals.num_equal:
+                return self._watchman.without_signal(self._tally.steps_done, count, self._vitals.equal_rewards)
         return []
 
 

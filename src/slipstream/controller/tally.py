@@ -24,6 +24,7 @@ from slipstream.observe.accounting import read_accounting
 from slipstream.observe.health import ALARMS_FILE, read_alarms, spans
 from slipstream.observe.metrics import rate
 from slipstream.observe.samples import Sample, read_samples, write_samples
+from slipstream.observe.states import model_share
 from slipstream.observe.waste import Wasted
 
 NUM_SAMPLES = 6
@@ -301,6 +302,7 @@ class Tally:
                 updates_max=self.staleness_updates_max,
             ),
             accounting=found.accounting,
+            model_share=model_share(found.accounting),
             balance=found.balance,
             restarts=dict(self.restarts),
             prompts=s.Prompts(

@@ -25,13 +25,14 @@ class WaitReasons:
             self._trainer = reason
             yield "trainer", Waiting(reason=reason)
         held_back = None if schedule.is_finished else schedule.held_back()
-        if held_back == self._held_back and not isinstance(event, Swapped | ReplicaLost):
-            return
+        moved = [event.replica] if isinstance(event, Swapped) else []
+        concerned = moved if held_back == self._held_back else schedule.versions  # that is, seldom, every replica
         self._held_back = held_back
         if isinstance(event, ReplicaLost):
             self._replicas.pop(event.replica, None)
-        for replica, version in schedule.versions.items():
-            reason = "nothing" if held_back is None else "trainer" if version in held_back else "prompt"
+        for replica in concerned:
+            is_held_back = held_back is not None and schedule.versions[replica] in held_back
+            reason = "nothing" if held_back is None else "trainer" if is_held_back else "prompt"
             if self._replicas.get(replica, "trainer") != reason:
                 self._replicas[replica] = reason
                 yield f"generator-{replica}", Waiting(reason=reason)

@@ -37,6 +37,7 @@ AlarmName = Literal[
     "entropy_collapse",
     "grad_norm_spikes",
     "no_signal",
+    "equal_rewards",
     "failed_rewards",
     "poisoned",
     "starving_trainer",

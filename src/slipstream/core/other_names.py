@@ -25,7 +25,7 @@ def _filled(tables: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, str]
 
 
 FIELDS = _filled(_TABLES["fields"])
-"""The names of our fields, by trainer."""
+"""The names of our fields, by trainer; those of "the recipe" are ours, looked for in the wrong place of a section."""
 VALUES = _filled(_TABLES["values"])
 """The words of others for our values, by field."""
 KEYWORDS: dict[str, str] = _TABLES["keywords"]
@@ -45,7 +45,7 @@ def counterparts(path: str) -> list[tuple[str, str, str]]:
             entry: (whose, name, entry)
             for whose, names in FIELDS.items()
             for name, entry in names.items()
-            if name == end or (is_own and name.endswith(f".{end}"))
+            if name == end or (is_own and whose != "the recipe" and name.endswith(f".{end}"))
         }
         if found:
             return list(found.values())
@@ -102,7 +102,7 @@ def flags_in(text: str) -> str:
 
 def _flag(found: re.Match[str]) -> str:
     name, value = found[1].replace("_", "-"), found[2]
-    if found[1] in ("rewards.terms", "rewards.models"):  # lists of tables, which have no flags
+    if found[1] in ("rewards.terms", "rewards.models", "prompts.tasks"):  # lists of tables, which have no flags
         return found[0]
     if value is None:
         return f"`--{name}`" if "_" in found[1] or "." in found[1] or found[1] in ("steps", "seed") else found[0]

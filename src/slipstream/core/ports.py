@@ -386,11 +386,6 @@ class Outbox(_End):
             for link in self._links:
                 link.release()
 
-    @property
-    def has_room(self) -> bool:
-        """True when a `put` would not have to wait, whatever its target."""
-        return all(link.has_room() for link in self._links if not link.is_closed)
-
     def has_room_for(self, message: Message) -> bool:
         """True when a `put` of this message would not have to wait; other targets may be full.
 
@@ -484,6 +479,8 @@ class Outbox(_End):
 
         Those are a link that is its only target, and every link that knows that this executor was replaced.
         """
+        if (kind := self._links[0].spec.kind) is Kind.GATHER:  # of one target, also a closed one
+            return self._links
         if fenced := [link for link in self._links if link.is_fenced]:
             return fenced
         index = self._route(message, len(self._links)) if self._route else None
@@ -494,13 +491,9 @@ class Outbox(_End):
                 )
             return [self._links[index]]
         living = [link for link in self._links if not link.is_closed]
-        match self._links[0].spec.kind:
-            case Kind.GATHER:
-                return self._links
-            case Kind.WEIGHTS:  # an offer that reaches no replica is no error: the next one is made anyhow
-                return living
-            case _:
-                return living or [link for link in self._links if not link.is_away]
+        if kind is Kind.WEIGHTS:  # an offer that reaches no replica is no error: the next one is made anyhow
+            return living
+        return living or [link for link in self._links if not link.is_away]
 
     def _send(self, link: Link, message: Message) -> None:
         try:

@@ -354,6 +354,7 @@ def _first_comment(path: Path) -> str:
 def _find(name_or_path: str | Path) -> Path:
     check_path(name_or_path, f"recipe {shortened(str(name_or_path), 60)!r}")
     path = Path(name_or_path)
+    run = f"a run goes on with `slipstream run --resume {path}`" if os.path.isfile(path / "config.toml") else None
     if path.suffix == ".toml" or len(path.parts) > 1:
         if os.path.lexists(path) and not path.is_dir():
             return path
@@ -361,14 +362,14 @@ def _find(name_or_path: str | Path) -> Path:
             f"there is no recipe file '{path}'",
             got="a folder" if path.is_dir() else "nothing of that name",
             allowed="a file, or the name of a shipped recipe",
-            hint="`slipstream recipes` lists the shipped ones",
+            hint=run or "`slipstream recipes` lists the shipped ones",
         )
     shipped = {recipe.name: recipe.path for recipe in list_recipes()}
     if path.name not in shipped:
         raise ConfigError(
             f"unknown recipe '{name_or_path}'",
             allowed=", ".join([*shipped, "the path of a .toml file"]),
-            hint=did_you_mean(path.name, shipped) or "`slipstream recipes` says what they do",
+            hint=run or did_you_mean(path.name, shipped) or "`slipstream recipes` says what they do",
         )
     return shipped[path.name]
 

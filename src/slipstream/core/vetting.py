@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -63,22 +64,25 @@ class Limits:
         )
 
 
-def vetted(rollout: Rollout, limits: Limits, *, newest_version: int | None = None) -> Rollout:
-    """Return `rollout`, poisoned where its completion cannot be, failed where only its reward cannot.
+def vetted(rollouts: Sequence[Rollout], limits: Limits, *, newest_version: int | None = None) -> list[Rollout]:
+    """Return `rollouts`, poisoned where a completion cannot be, failed where only a reward cannot.
 
     `newest_version` is the newest one published so far, where the caller knows it. Idempotent. Of a failed reward the
     completion stays as it is, and is trained on with `limits.failure_reward` like that of any failed verifier.
     """
+    faults = completion_faults([one.completion for one in rollouts], limits, newest_version=newest_version)
+    return [_vetted(rollout, fault, limits) for rollout, fault in zip(rollouts, faults, strict=True)]
+
+
+def _vetted(rollout: Rollout, fault: str | None, limits: Limits) -> Rollout:
     if rollout.failure is not None and rollout.failure.startswith(POISONED):
         return emptied(rollout, rollout.failure, failure_reward=limits.failure_reward)
-    fault = completion_fault(rollout.completion, limits, newest_version=newest_version)
-    if fault is None:
-        fault = _reference_fault(rollout, limits)
-    if fault is not None:
+    if fault := fault or _reference_fault(rollout, limits):
         return emptied(rollout, POISONED + fault, failure_reward=limits.failure_reward)
-    fault = reward_fault(rollout)
-    if fault is not None:
-        return msgspec.structs.replace(rollout, reward=limits.failure_reward, reward_parts={}, failure=fault)
+    for name, value in {"reward": rollout.reward, **rollout.reward_parts}.items():
+        if value is not None and not abs(value) <= MAX_REWARD:  # a comparison with NaN is false
+            fault = f"{name} is {value}, allowed are numbers up to {MAX_REWARD:g}"
+            return msgspec.structs.replace(rollout, reward=limits.failure_reward, reward_parts={}, failure=fault)
     return rollout
 
 
@@ -97,38 +101,30 @@ def emptied(rollout: Rollout, failure: str, *, failure_reward: float) -> Rollout
 
 def without_tokens(completion: Completion) -> Completion:
     """Return `completion` with one token of a prompt: it can be packed, and has nothing to train on."""
-    prompt = msgspec.structs.replace(completion.prompt, tokens=np.zeros(1, dtype=np.int32))
     times = (completion.started_s, completion.finished_s)
     started_s, finished_s = times if all(map(math.isfinite, times)) else (0.0, 0.0)
     return msgspec.structs.replace(
         completion,
-        prompt=prompt,
+        prompt=msgspec.structs.replace(completion.prompt, tokens=np.zeros(1, dtype=np.int32)),
         segments=(Segment(tokens=np.zeros(0, dtype=np.int32)),),
         started_s=started_s,
         finished_s=finished_s,
     )
 
 
-def completion_fault(completion: Completion, limits: Limits, *, newest_version: int | None = None) -> str | None:
-    """Return what cannot be about `completion`, in words that name the place; None for a sound one.
+def completion_faults(
+    completions: Sequence[Completion], limits: Limits, *, newest_version: int | None = None
+) -> list[str | None]:
+    """Return what cannot be about each completion, in words that name the place; None for a sound one.
 
     Checked: shapes and types of all arrays, token ids, lengths, behaviour logprobs (finite, at most 0), version spans
-    (from the first token on, ascending, none from the future), kept sets, times.
+    (from the first token on, ascending, none from the future), kept sets, times. Numbers are first looked at together.
     """
-    fault = _completion_fault(completion, limits, newest_version)
-    if fault is None:
-        return None
-    versions = [span.version for segment in completion.segments for span in segment.version_spans]
-    of = f"versions {min(versions)}..{max(versions)}" if versions else "no version"
-    return f"{fault} ({of}, replica {completion.replica})"
-
-
-def reward_fault(rollout: Rollout) -> str | None:
-    """Return what cannot be about the reward and its parts; None for a sound one."""
-    for name, value in {"reward": rollout.reward, **rollout.reward_parts}.items():
-        if value is not None and not abs(value) <= MAX_REWARD:  # a comparison with NaN is false
-            return f"{name} is {value}, allowed are numbers up to {MAX_REWARD:g}"
-    return None
+    faults = [_form_fault(completion, limits, newest_version) for completion in completions]
+    formed = [completion for completion, fault in zip(completions, faults, strict=True) if fault is None]
+    if not _are_numbers_possible(formed, limits.vocab_size):
+        faults = [old or _number_fault(one, limits.vocab_size) for one, old in zip(completions, faults, strict=True)]
+    return [None if fault is None else _placed(fault, one) for one, fault in zip(completions, faults, strict=True)]
 
 
 def is_of_run(rollout: Rollout, *, samples_per_group: int) -> bool:
@@ -136,65 +132,79 @@ def is_of_run(rollout: Rollout, *, samples_per_group: int) -> bool:
     return rollout.ordinal >= 0 and 0 <= rollout.sample < samples_per_group
 
 
-def _completion_fault(completion: Completion, limits: Limits, newest_version: int | None) -> str | None:
-    if not len(completion.prompt.tokens.shape) or not completion.prompt.tokens.size:
+def _placed(fault: str, completion: Completion) -> str:
+    versions = [span.version for segment in completion.segments for span in segment.version_spans]
+    of = f"versions {min(versions)}..{max(versions)}" if versions else "no version"
+    return f"{fault} ({of}, replica {completion.replica})"
+
+
+def _form_fault(completion: Completion, limits: Limits, newest_version: int | None) -> str | None:
+    """Return what cannot be about all but the tokens and logprobs themselves."""
+    prompt, started_s, finished_s = completion.prompt.tokens, completion.started_s, completion.finished_s
+    if not prompt.shape or not prompt.size:
         return "the prompt has no token"
-    if (fault := _tokens_fault(completion.prompt.tokens, limits.vocab_size)) is not None:
-        return f"the prompt has {fault}"
-    if not (math.isfinite(completion.started_s) and math.isfinite(completion.finished_s)):
-        return f"it started at {completion.started_s} s and finished at {completion.finished_s} s"
-    num_sampled, length, version = 0, len(completion.prompt.tokens), 0
+    if not _is_row(prompt, "i"):
+        return f"the prompt has tokens of shape {list(prompt.shape)} and type {prompt.dtype}"
+    if not (math.isfinite(started_s) and math.isfinite(finished_s)):
+        return f"it started at {started_s} s and finished at {finished_s} s"
+    num_sampled, length, version, has_kept = 0, len(prompt), 0, False
     for segment in completion.segments:
-        fault = _tokens_fault(segment.tokens, limits.vocab_size)
-        if fault is None and segment.behaviour_logprobs is not None:
-            fault = _sampled_fault(segment, oldest=version, newest=newest_version)
-            num_sampled += len(segment.tokens) if fault is None else 0
-            version = max([version, *(span.version for span in segment.version_spans)])
-        elif fault is None and segment.version_spans:
-            fault = "versions on tokens that were given"
-        if fault is not None:
-            return fault
+        if not _is_row(segment.tokens, "i"):
+            return f"tokens of shape {list(segment.tokens.shape)} and type {segment.tokens.dtype}"
+        if segment.behaviour_logprobs is not None:
+            if (fault := _sampled_fault(segment, oldest=version, newest=newest_version)) is not None:
+                return fault
+            num_sampled += len(segment.tokens)
+            version = segment.version_spans[-1].version if segment.version_spans else version
+        elif segment.version_spans:
+            return "versions on tokens that were given"
+        has_kept |= segment.kept_tokens is not None or segment.kept_counts is not None
         length += len(segment.tokens)
-    if not num_sampled and not (limits.may_be_given and length > len(completion.prompt.tokens)):
+    if not num_sampled and not (limits.may_be_given and length > len(prompt)):
         return "no token was sampled"
     if limits.max_new_tokens is not None and num_sampled > limits.max_new_tokens:
         return f"{num_sampled} sampled tokens, at most {limits.max_new_tokens} were asked for"
     if limits.max_positions is not None and length > limits.max_positions:
         return f"{length} tokens with its prompt, the model reads {limits.max_positions}"
     is_trained = limits.num_trained is None or completion.sample < limits.num_trained
-    return _kept_fault(completion, limits.keeps_sets) if is_trained else None
+    return _kept_fault(completion, limits.keeps_sets) if is_trained and (has_kept or limits.keeps_sets) else None
 
 
 def _is_row(array: np.ndarray, kind: str) -> bool:
     return array.ndim == 1 and array.dtype.kind == kind
 
 
-def _tokens_fault(tokens: np.ndarray, vocab_size: int | None) -> str | None:
-    if not _is_row(tokens, "i"):
-        return f"tokens of shape {list(tokens.shape)} and type {tokens.dtype}"
-    if not len(tokens):
-        return None
-    low, high = int(tokens.min()), int(tokens.max())
-    if low < 0 or (vocab_size is not None and high >= vocab_size):
-        wrong = low if low < 0 else high
-        place = int(np.argmax(tokens == wrong))
-        return f"token id {wrong} at {place}, where the vocabulary has {vocab_size or 'no negative ones'}"
+def _are_numbers_possible(completions: Sequence[Completion], vocab_size: int | None) -> bool:
+    """Return whether all tokens and logprobs are possible, of completions whose form is sound."""
+    segments = [segment for completion in completions for segment in completion.segments]
+    tokens = np.concatenate([*(s.tokens for s in segments), *(one.prompt.tokens for one in completions), [0]])
+    logprobs = np.concatenate([*(s.behaviour_logprobs for s in segments if s.behaviour_logprobs is not None), [0.0]])
+    is_known = tokens.min() >= 0 and tokens.max() < (vocab_size or np.inf)
+    return bool(is_known and -np.inf < logprobs.min() and logprobs.max() <= MAX_LOGPROB)  # NaN is in no order
+
+
+def _number_fault(completion: Completion, vocab_size: int | None) -> str | None:
+    """Return which token or logprob cannot be, of a completion whose form is sound."""
+    named = [("the prompt has ", completion.prompt.tokens), *(("", segment.tokens) for segment in completion.segments)]
+    for name, tokens in named:
+        if (wrong := (tokens < 0) | (tokens >= (vocab_size or np.inf))).any():
+            place, known = int(np.argmax(wrong)), vocab_size or "no negative ones"
+            return f"{name}token id {tokens[place]} at {place}, where the vocabulary has {known}"
+    for logprobs in [s.behaviour_logprobs for s in completion.segments if s.behaviour_logprobs is not None]:
+        if not (possible := np.isfinite(logprobs) & (logprobs <= MAX_LOGPROB)).all():
+            place = int(np.argmin(possible))
+            return f"behaviour logprob {logprobs[place]} at token {place} of {len(logprobs)}"
     return None
 
 
 def _sampled_fault(segment: Segment, *, oldest: int, newest: int | None) -> str | None:
-    logprobs, length = segment.behaviour_logprobs, len(segment.tokens)
+    logprobs, spans, length = segment.behaviour_logprobs, segment.version_spans, len(segment.tokens)
     assert logprobs is not None
     if not _is_row(logprobs, "f") or len(logprobs) != length:
         return f"behaviour logprobs of shape {list(logprobs.shape)} and type {logprobs.dtype} for {length} tokens"
-    possible = np.isfinite(logprobs) & (logprobs <= MAX_LOGPROB)
-    if not possible.all():
-        place = int(np.argmin(possible))
-        return f"behaviour logprob {logprobs[place]} at token {place} of {length}"
     if not length:
-        return None if not segment.version_spans else "versions without tokens"
-    starts = [span.start for span in segment.version_spans]
-    versions = [span.version for span in segment.version_spans]
+        return None if not spans else "versions without tokens"
+    starts, versions = [span.start for span in spans], [span.version for span in spans]
     if not starts or starts[0] != 0 or starts[-1] >= length or any(a >= b for a, b in itertools.pairwise(starts)):
         return f"version spans that start at {starts} of {length} tokens"
     if versions != sorted(versions) or versions[0] < oldest:

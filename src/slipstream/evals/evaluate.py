@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from transformers import PreTrainedTokenizerBase
 
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
@@ -26,6 +25,7 @@ from slipstream.evals.target import eval_target
 from slipstream.models.build import build_policy, build_tokenizer
 from slipstream.models.preflight import check_policy
 from slipstream.models.sizes import check_completions, check_sizes
+from slipstream.models.tokenizer import Tokenizer
 from slipstream.prompts import build_prompts, task_table
 from slipstream.rewards.checks import check_rewards
 from slipstream.rewards.dry_call import dry_call
@@ -168,7 +168,7 @@ def write_answers(result: EvalResult, path: Path) -> None:
     path.write_bytes(b"".join(encoder.encode(answer) + b"\n" for answer in result.answers))
 
 
-def _held_out(config: RunConfig, tokenizer: PreTrainedTokenizerBase, num_prompts: int | None) -> list[Prompt]:
+def _held_out(config: RunConfig, tokenizer: Tokenizer, num_prompts: int | None) -> list[Prompt]:
     held_out = build_prompts(config, tokenizer).eval
     wanted = config.eval.num_prompts if num_prompts is None else num_prompts
     if not 1 <= wanted <= len(held_out):

@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from transformers import PreTrainedTokenizerBase
-
 from slipstream.core.config import RunConfig
 from slipstream.core.types import Completion, Prompt
 from slipstream.generator.completions import EVAL_STREAM, completion_of, request_of
 from slipstream.generator.native import native_engine
 from slipstream.models.build import stop_token_ids
+from slipstream.models.tokenizer import Tokenizer
 from slipstream.models.transformer import Transformer
 
 
 def sample_completions(
     config: RunConfig,
     model: Transformer,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     prompts: Sequence[Prompt],
     *,
     temperature: float,

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from transformers import PreTrainedTokenizerBase
-
 from slipstream.core.clock import Clock
 from slipstream.core.config import RunConfig
 from slipstream.core.executor import Context
@@ -14,6 +12,7 @@ from slipstream.generator.backend import Backend
 from slipstream.generator.native import NativeBackend
 from slipstream.generator.requests import StateSpans
 from slipstream.generator.vllm.backend import VLLMBackend
+from slipstream.models.tokenizer import Tokenizer
 
 SEEDS_APART = 100_003  # between the seeds of two processes in the original RLHF code (N, item 9)
 
@@ -25,7 +24,7 @@ class Setting:
     config: RunConfig
     context: Context
     replica: int
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
     stop_token_ids: Sequence[int]
     spans: StateSpans
     clock: Clock

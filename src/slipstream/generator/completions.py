@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from slipstream.algorithms.responses import truncate_at_token
 from slipstream.core.sections import GeneratorConfig, RewardsConfig
 from slipstream.core.types import Completion, Prompt, Purpose
 from slipstream.generator.requests import Finished, Request, segment_of
+from slipstream.models.tokenizer import Tokenizer
 
 TRAIN_STREAM, EVAL_STREAM = 0, 1
 """Streams of noise: training and evaluations count their ordinals apart, so their noise is keyed apart."""
@@ -52,7 +52,7 @@ def completion_of(
     item: Finished,
     prompt: Prompt,
     *,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     stop_ids: list[int],
     rewards: RewardsConfig,
     replica: int = 0,
@@ -76,7 +76,7 @@ def completion_of(
     )
 
 
-def decode_text(tokenizer: PreTrainedTokenizerBase, tokens: np.ndarray, stop_ids: list[int]) -> str:
+def decode_text(tokenizer: Tokenizer, tokens: np.ndarray, stop_ids: list[int]) -> str:
     """Return the text of a completion, without its stop token and other special tokens."""
     ids = tokens.tolist()
     if ids and ids[-1] in stop_ids:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import nn
-from transformers import PreTrainedTokenizerBase
 
 from slipstream.algorithms.logprobs import probe_logprobs
 from slipstream.core.clock import Clock
@@ -24,6 +23,7 @@ from slipstream.generator.slot_runner import SlotRunner
 from slipstream.models.linear import Linear
 from slipstream.models.served import ServedWeights
 from slipstream.models.sharded import Division, build_sharded_policy
+from slipstream.models.tokenizer import Tokenizer
 from slipstream.models.transformer import Transformer
 
 
@@ -101,7 +101,7 @@ class NativeBackend(Backend):
         self,
         config: RunConfig,
         *,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: Tokenizer,
         seed: int,
         stop_token_ids: Sequence[int],
         spans: StateSpans,

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
-
 from slipstream.core.config import RunConfig, stage_of
 from slipstream.core.sections import GeneratorConfig, ModelConfig
-from slipstream.models.config import config_from_hf, local_config
+from slipstream.models.config import config_from_hf, local_config, new_config
 from slipstream.models.hf import load_model, read_hf_config
-from slipstream.models.initialise import new_config, new_model
-from slipstream.models.tokenizer import char_tokenizer, load_tokenizer
+from slipstream.models.initialise import new_model
+from slipstream.models.tokenizer import CharTokenizer, Tokenizer, load_tokenizer
 from slipstream.models.transformer import Transformer
 
 
-def build_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+def build_tokenizer(config: ModelConfig) -> Tokenizer:
     """The checkpoint's tokenizer, or one token per character for a fresh model."""
-    return char_tokenizer(config.alphabet) if config.path is None else load_tokenizer(Path(config.path))
+    return CharTokenizer(config.alphabet) if config.path is None else load_tokenizer(Path(config.path))
 
 
 def max_positions(config: RunConfig) -> int:
@@ -27,8 +25,8 @@ def max_positions(config: RunConfig) -> int:
 
 
 def build_policy(
-    config: ModelConfig, *, seed: int, tokenizer: PreTrainedTokenizerBase | None = None
-) -> tuple[Transformer, PreTrainedTokenizerBase]:
+    config: ModelConfig, *, seed: int, tokenizer: Tokenizer | None = None
+) -> tuple[Transformer, Tokenizer]:
     """Model (fp32, on the CPU) and tokenizer. A fresh model is fully determined by `config` and `seed`."""
     tokenizer = build_tokenizer(config) if tokenizer is None else tokenizer
     if config.path is not None:
@@ -54,7 +52,7 @@ def check_division(config: ModelConfig, ranks: int) -> None:
     local_config(model, ranks)
 
 
-def stop_token_ids(tokenizer: PreTrainedTokenizerBase, config: GeneratorConfig) -> list[int]:
+def stop_token_ids(tokenizer: Tokenizer, config: GeneratorConfig) -> list[int]:
     """Tokens that end a completion, ascending: the tokenizer's EOS, unless it shall not, and what the config adds."""
     ends = config.stop_at_eos and tokenizer.eos_token_id is not None
     return sorted({*([tokenizer.eos_token_id] if ends else []), *config.stop_token_ids})

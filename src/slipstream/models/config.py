@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from slipstream.core.errors import ConfigError, clip
+from slipstream.core.sections import ModelConfig
 from slipstream.models.hf_fields import known_fields
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt_neox", "gpt2")
@@ -313,3 +314,29 @@ def _rotary_to_hf(config: TransformerConfig) -> dict[str, Any]:
     if config.family == "qwen3":
         return fields | {"attention_bias": config.qkv_bias, "use_sliding_window": False}
     return fields | {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
+
+
+def new_config(
+    config: ModelConfig, vocab_size: int, *, eos_token_id: int | None = None, pad_token_id: int | None = None
+) -> TransformerConfig:
+    """The decoder that `config` describes, with its family's usual norms, biases and activation."""
+    is_gpt = config.family in ("gpt2", "gpt_neox")
+    return TransformerConfig(
+        family=config.family,
+        vocab_size=vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_layers=config.num_layers,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_heads if is_gpt else config.num_kv_heads,
+        head_dim=config.hidden_size // config.num_heads,
+        max_positions=config.max_positions,
+        tie_embeddings=config.tie_embeddings,
+        norm_eps=1e-5 if is_gpt else 1e-6,
+        activation={"gpt2": "gelu_tanh", "gpt_neox": "gelu"}.get(config.family, "silu"),
+        rotary_fraction={"gpt2": 0.0, "gpt_neox": 0.25}.get(config.family, 1.0),
+        **usual_parts(config.family),
+        parallel_residual=config.family == "gpt_neox",
+        eos_token_ids=() if eos_token_id is None else (eos_token_id,),
+        pad_token_id=pad_token_id,
+    )

@@ -18,7 +18,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from slipstream.core.errors import CheckpointError, ShapeError
 from slipstream.core.rank_group import RankGroup, lost_rank
@@ -27,6 +26,7 @@ from slipstream.models.hf import WEIGHTS_FILE, shard_file, write_configs, write_
 from slipstream.models.inventory import Held, gather_holdings, givers, holdings
 from slipstream.models.safetensors_file import Entry, write_safetensors
 from slipstream.models.shards import Box, Shard, whole_shapes
+from slipstream.models.tokenizer import Tokenizer
 
 
 @torch.no_grad()
@@ -35,7 +35,7 @@ def export_sharded(
     path: str | Path,
     group: RankGroup,
     config: TransformerConfig,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: Tokenizer | None = None,
     *,
     max_file_bytes: int = 5 * 1024**3,
 ) -> None:

@@ -267,14 +267,14 @@ def _rendered(request: dict[str, Any]) -> dict[str, Any]:
     from jinja2 import TemplateSyntaxError
     from transformers import PreTrainedTokenizerBase
 
-    class Tokenizer:  # what `apply_chat_template` uses of one
+    class TemplateOwner:  # what `apply_chat_template` uses of one
         chat_template = request["template"]
         special_tokens_map = request["special_tokens"]
         get_chat_template = PreTrainedTokenizerBase.get_chat_template
         apply_chat_template = PreTrainedTokenizerBase.apply_chat_template
 
     texts: list[str] = []
-    tokenizer: Any = Tokenizer()
+    tokenizer: Any = TemplateOwner()
     room = MAX_CHARACTERS
     for index, chat in enumerate(request["chats"]):
         try:

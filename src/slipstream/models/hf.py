@@ -11,7 +11,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from slipstream.core.errors import ConfigError, clip
 from slipstream.core.files import open_regular
@@ -19,7 +18,7 @@ from slipstream.models.config import TransformerConfig, config_from_hf, config_t
 from slipstream.models.hf_fields import read_object
 from slipstream.models.initialise import new_model
 from slipstream.models.layout import LogicalTensor, layout
-from slipstream.models.tokenizer import load_tokenizer
+from slipstream.models.tokenizer import Tokenizer, load_tokenizer
 from slipstream.models.transformer import OneRank, Transformer
 
 __all__ = ["load_model", "load_tokenizer", "logical_tensors", "new_model", "save_model"]
@@ -172,7 +171,7 @@ def write_tensor(tensor: LogicalTensor, value: Tensor) -> list[str]:
 def save_model(
     model: Transformer,
     path: str | Path,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: Tokenizer | None = None,
     *,
     max_shard_bytes: int = 5 * 1024**3,
 ) -> None:

@@ -6,20 +6,18 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from slipstream.core.config import RunConfig, stage_of
 from slipstream.core.errors import ConfigError
 from slipstream.models.build import build_tokenizer, stop_token_ids
-from slipstream.models.config import TransformerConfig, config_from_hf
+from slipstream.models.config import TransformerConfig, config_from_hf, new_config
 from slipstream.models.foreign_text import rehearse_tokenizer
 from slipstream.models.hf import canonical_name, misfit, read_hf_config, weight_files
-from slipstream.models.initialise import new_config
 from slipstream.models.layout import layout
 from slipstream.models.safetensors_file import Header, tensor_headers
 from slipstream.models.scalar import HEAD_NAME
 from slipstream.models.sizes import check_tables
-from slipstream.models.tokenizer import has_tokenizer
+from slipstream.models.tokenizer import Tokenizer, has_tokenizer
 from slipstream.models.transformer import Transformer
 
 Head = Literal["language", "score", "any"]
@@ -92,7 +90,7 @@ def check_checkpoint(path: Path, head: Head) -> TransformerConfig:
     return shape
 
 
-def check_vocabulary(tokenizer: PreTrainedTokenizerBase, shape: TransformerConfig, path: Path) -> None:
+def check_vocabulary(tokenizer: Tokenizer, shape: TransformerConfig, path: Path) -> None:
     """Raise ConfigError for a tokenizer with ids that the model has no embedding for."""
     largest = max(tokenizer.get_vocab().values(), default=-1)
     if largest >= shape.vocab_size:
@@ -112,7 +110,7 @@ def _check_lengths(config: RunConfig, shape: TransformerConfig) -> None:
     )
 
 
-def _check_ends(config: RunConfig, tokenizer: PreTrainedTokenizerBase, shape: TransformerConfig) -> None:
+def _check_ends(config: RunConfig, tokenizer: Tokenizer, shape: TransformerConfig) -> None:
     ends = stop_token_ids(tokenizer, config.generator)
     allowed = f"0..{shape.vocab_size - 1}, the model's vocabulary"
     if outside := [token for token in ends if not 0 <= token < shape.vocab_size]:

@@ -13,7 +13,6 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
 
 from slipstream.core.errors import ConfigError
 from slipstream.models.config import TransformerConfig, config_from_hf, config_to_hf
@@ -27,6 +26,7 @@ from slipstream.models.hf import (
     write_weights,
 )
 from slipstream.models.layout import LogicalTensor, layout
+from slipstream.models.tokenizer import Tokenizer
 from slipstream.models.transformer import Attention, OneRank, Ranks, Transformer
 
 HeadInit = Literal["reward", "zero"]
@@ -168,7 +168,7 @@ def _bias(raw: dict[str, Any], path: Path) -> float:
 def save_scalar_model(
     model: ScalarModel,
     path: str | Path,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: Tokenizer | None = None,
     *,
     max_shard_bytes: int = 5 * 1024**3,
 ) -> None:

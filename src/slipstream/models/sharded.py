@@ -23,16 +23,15 @@ from typing import TYPE_CHECKING, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
 
 from slipstream.core.errors import ConfigError
 from slipstream.core.rank_group import RankGroup
 from slipstream.core.sections import ModelConfig
 from slipstream.models.build import build_policy
-from slipstream.models.config import TransformerConfig, config_from_hf, local_config
+from slipstream.models.config import TransformerConfig, config_from_hf, local_config, new_config
 from slipstream.models.flat import FlatParameters
 from slipstream.models.hf import logical_tensors, read_hf_config, write_tensor
-from slipstream.models.initialise import initialise, new_config
+from slipstream.models.initialise import initialise
 from slipstream.models.scalar import (
     HEAD_NAME,
     HeadInit,
@@ -45,6 +44,7 @@ from slipstream.models.scalar import (
 )
 from slipstream.models.shards import Box, Part, checkpoint_slices, is_dtensor, load_shard, local_parts, local_tensor
 from slipstream.models.tensor_parallel import SharedRows, TensorParallel, shared_rows, whole_config
+from slipstream.models.tokenizer import Tokenizer
 from slipstream.models.transformer import OneRank, Ranks, Transformer
 
 if TYPE_CHECKING:  # torch's distributed parts take a second to import, and one rank needs none of them
@@ -160,9 +160,7 @@ def _unfilled(config: TransformerConfig, division: Division) -> Transformer:
     return model
 
 
-def build_sharded_policy(
-    config: ModelConfig, division: Division, *, seed: int, tokenizer: PreTrainedTokenizerBase
-) -> Transformer:
+def build_sharded_policy(config: ModelConfig, division: Division, *, seed: int, tokenizer: Tokenizer) -> Transformer:
     """Return this rank's part of the policy that `build.build_policy` gives, with the same numbers."""
     if division.is_whole:
         model, _ = build_policy(config, seed=seed, tokenizer=tokenizer)

@@ -2,25 +2,97 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
-
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from typing import TYPE_CHECKING, Any, Protocol
 
 from slipstream.core.errors import ConfigError, clip
+
+if TYPE_CHECKING:  # two seconds of import time, only where a tokenizer is read or written
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 PRINTABLE = "".join(map(chr, range(32, 127))) + "\n"
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>")
 BROKEN = "\ufffd"  # what a decoder says for bytes that are no character
 
 
-def char_tokenizer(alphabet: str | None = None) -> PreTrainedTokenizerFast:
-    """One token per character of `alphabet` (default: printable ASCII and newline), in its order, after the specials.
+class Tokenizer(Protocol):
+    """The part of transformers' `PreTrainedTokenizerBase` that a run uses."""
 
-    Ids: <pad> 0, <eos> 1, <unk> 2 (any other character), characters from 3. Nothing is added around a text, and
-    `decode(encode(text)) == text` for every text over the alphabet, also after `save_pretrained`.
+    eos_token_id: Any
+    pad_token_id: Any
+    chat_template: Any
+    name_or_path: Any
+
+    @property
+    def special_tokens_map(self) -> Any: ...
+    def __len__(self) -> int: ...
+    def __call__(self, text: str | list[str], *, add_special_tokens: bool) -> Any: ...
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+    def decode(
+        self, token_ids: list[int], skip_special_tokens: bool = ..., *, clean_up_tokenization_spaces: bool = ...
+    ) -> Any: ...
+    def get_vocab(self) -> dict[str, int]: ...
+    def save_pretrained(self, save_directory: Path) -> Any: ...
+
+
+class CharTokenizer:
+    """One token per character of `alphabet`, for models trained from scratch: `char_tokenizer` without transformers.
+
+    Identity: it encodes and decodes as `char_tokenizer` does, and saves what that saves.
     """
+
+    pad_token_id, eos_token_id, unk_token_id = range(len(SPECIAL_TOKENS))
+    chat_template = None
+    name_or_path = ""
+
+    def __init__(self, alphabet: str | None = None) -> None:
+        self._alphabet = alphabet
+        self._ids = _vocabulary(alphabet)
+        self._tokens = list(self._ids)
+
+    @property
+    def special_tokens_map(self) -> dict[str, str]:
+        """Return the names and texts of the special tokens."""
+        return {f"{token[1:-1]}_token": token for token in SPECIAL_TOKENS}
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __call__(self, text: str | list[str], *, add_special_tokens: bool = True) -> dict[str, Any]:
+        """Return the tokens of a text, or a list with those of each text, as `input_ids`."""
+        if isinstance(text, str):
+            return {"input_ids": self.encode(text, add_special_tokens=add_special_tokens)}
+        return {"input_ids": [self.encode(one, add_special_tokens=add_special_tokens) for one in text]}
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:  # noqa: ARG002 - there are none
+        """Return the tokens of `text`. None are added; a special token that is spelled out is itself."""
+        pieces = text if "<" not in text else re.findall("|".join((*SPECIAL_TOKENS, r"[\s\S]")), text)
+        return [self._ids.get(piece, self.unk_token_id) for piece in pieces]
+
+    def decode(
+        self,
+        token_ids: list[int],
+        skip_special_tokens: bool = False,
+        *,
+        clean_up_tokenization_spaces: bool = False,  # noqa: ARG002 - there is nothing to clean
+    ) -> str:
+        """Return the text of tokens; those that the vocabulary does not have add nothing to it."""
+        least = len(SPECIAL_TOKENS) if skip_special_tokens else 0
+        return "".join([self._tokens[token] for token in token_ids if least <= token < len(self._tokens)])
+
+    def get_vocab(self) -> dict[str, int]:
+        """Return token -> id."""
+        return dict(self._ids)
+
+    def save_pretrained(self, save_directory: Path) -> None:
+        """Write the files of the tokenizer for transformers."""
+        char_tokenizer(self._alphabet).save_pretrained(save_directory)
+
+
+def _vocabulary(alphabet: str | None) -> dict[str, int]:
+    """Return token -> id: the special tokens, then the characters of `alphabet` (default: printable ASCII, newline)."""
     alphabet = PRINTABLE if alphabet is None else alphabet
     if not alphabet or len(set(alphabet)) != len(alphabet):
         repeated = sorted({c for c in alphabet if alphabet.count(c) > 1})
@@ -29,8 +101,19 @@ def char_tokenizer(alphabet: str | None = None) -> PreTrainedTokenizerFast:
             got=repeated or "an empty alphabet",
             hint="see model.alphabet",
         )
-    vocabulary = {token: index for index, token in enumerate([*SPECIAL_TOKENS, *alphabet])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    return {token: index for index, token in enumerate([*SPECIAL_TOKENS, *alphabet])}
+
+
+def char_tokenizer(alphabet: str | None = None) -> PreTrainedTokenizerFast:
+    """One token per character of `alphabet` (default: printable ASCII and newline), in its order, after the specials.
+
+    Ids: <pad> 0, <eos> 1, <unk> 2 (any other character), characters from 3. Nothing is added around a text, and
+    `decode(encode(text)) == text` for every text over the alphabet, also after `save_pretrained`.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel(_vocabulary(alphabet), unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
@@ -67,6 +150,8 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 
 def read_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     """`load_tokenizer` with the errors of the libraries, whatever they are."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
     tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     if not isinstance(tokenizer, PreTrainedTokenizerBase):  # tokenizer_class may name any class of the library
         raise TypeError(f"tokenizer_class makes a {type(tokenizer).__name__}")
@@ -86,7 +171,7 @@ class TokenTexts:
 
     LONGEST = 8  # tokens that make one character, at most, before its bytes are taken for broken
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         # Behind another token, since some decoders strip the space at the start of a text.
         self._anchor = tokenizer.encode("a", add_special_tokens=False)[-1:]

@@ -3,7 +3,7 @@
 `judge` takes what the sides did from the first admission to the end of the last step, measured
 (`observe/accounting.py`) or simulated. The order of its questions:
 
-    1. Do scores hold both up?          the trainer waits for rewards, more than for anything else
+    1. Do scores hold both up?          the trainer waits for rewards most; while they start, nothing is said
     2. Does either side wait at all?    below `SMALL` on both sides, the run is balanced
     3. Do they take turns?              both wait, generators for the bound: `max_staleness` 0 means that, a tight one
                                         leads to it. Where generators wait for something else, nothing is said
@@ -175,7 +175,8 @@ def judge(loop: Loop, *, allows: Callable[[Dial], bool] = lambda _: True) -> Ver
         return NOTHING
     takes_turns = loop.dials is not None and loop.dials.takes_turns
     found = _diagnosis(trainer, generator, takes_turns=takes_turns)
-    if found is None:
+    starts = [loop.sides[name].share("start_up") for name in ("rewards", "reward_models") if name in loop.sides]
+    if found is None or (found[1] == "rewards" and 2 * max(starts, default=0) >= trainer.share("wait_rewards")):
         return NOTHING
     starves, bottleneck = found
     split = _split(loop)

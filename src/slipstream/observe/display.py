@@ -193,6 +193,8 @@ class Display:
             self._say(f"staleness mean {staleness.mean:.2f}  max {staleness.max}  bound {self._bound} (steps)")
         for process, seconds in summary.accounting.items():
             self._say(f"{process}: " + ", ".join(f"{in_words(s)} {p:.0%}" for s, p in shares(seconds)[:4]))
+        if summary.model_share is not None:
+            self._say(f"model: {summary.model_share:.0%} of the working time of all processes")
         if summary.prompts.failed_completions:
             failed = plural(summary.prompts.failed_completions, "completion")
             told = "could not be scored, and counted with rewards.failure_reward: see `failure` in rollouts.jsonl"

@@ -150,11 +150,21 @@ class Health:
 
     def failed(self, step: int, count: int, num_scored: int, failure: str) -> list[Alarm]:
         """Take that `count` of `num_scored` completions have failed by now, the last one with `failure`."""
+        detail = f"{count:,} of {num_scored:,} completions so far, the last: {shortened(failure, _FAILURE_CHARS)}"
+        return self._counted("failed_rewards", "failed_completions", step, count, detail)
+
+    def without_signal(self, step: int, count: int, rewards: tuple[float, float]) -> list[Alarm]:
+        """Take that the last `count` groups had no signal, their mean rewards lying between those two."""
+        least, most = (f"{reward:.3g}" for reward in rewards)
+        detail = f"the last {count:,} groups, rewards of {least}{'' if least == most else f' to {most}'}"
+        return self._counted("equal_rewards", "no_signal_in_a_row", step, count, detail)
+
+    def _counted(self, name: AlarmName, metric: str, step: int, count: int, detail: str) -> list[Alarm]:
+        """Take the value of a metric that counts what may happen before any step is done."""
         if not self._config.alarms:
             return []
-        self._history.add({"failed_completions": count})
-        detail = f"{count:,} of {num_scored:,} completions so far, the last: {shortened(failure, _FAILURE_CHARS)}"
-        alarm = self._turned("failed_rewards", step, detail)
+        self._history.add({metric: count})
+        alarm = self._turned(name, step, detail)
         return [] if alarm is None else [alarm]
 
     def _turned(self, name: AlarmName, step: int, detail: str = "") -> Alarm | None:
@@ -209,6 +219,10 @@ class Watchman:
     def failed(self, step: int, count: int, num_scored: int, failure: str) -> list[Alarm]:
         """Return the alarms as completions fail to be scored, perhaps before any step is done (`Health.failed`)."""
         return self._tell(self._health.failed(step, count, num_scored, failure))
+
+    def without_signal(self, step: int, count: int, rewards: tuple[float, float]) -> list[Alarm]:
+        """Return the alarm of groups in a row without signal, perhaps before any step is done."""
+        return self._tell(self._health.without_signal(step, count, rewards))
 
     def _tell(self, alarms: list[Alarm]) -> list[Alarm]:
         self._writer.write(*alarms)

@@ -49,14 +49,14 @@ STATES = {
 }
 """The states that ours have, of `states.toml`."""
 
-
 DECODES = frozenset({"decode", "drain"})
 """Of generators: the states that sample tokens for training."""
 GENERATES = DECODES | {"prefill", "re_prefill", "evaluate"}
 """Of generators: those that run the model."""
 TRAINS = frozenset({"forward_backward", "optimizer", "collate", "reference", "proximal", "values", "stage", "publish"})
 """Of the trainer: those of a step that compute, or move weights."""
-
+COMPUTES = GENERATES | {"forward_backward", "optimizer", "reference", "proximal", "values", "train", "warm_start"}
+"""Of all: those in which the model is computed, sampled from or updated."""
 
 AWAITED = {
     "wait_generation": "generator",
@@ -114,6 +114,13 @@ def totals_of(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
         for name, value in part.items():
             totals[name] = totals.get(name, 0.0) + value
     return totals
+
+
+def model_share(seconds: Mapping[str, Mapping[str, float]]) -> float:
+    """Return the share of the model's states (`COMPUTES`) in the work of all processes, from process -> state -> s."""
+    totals = totals_of(seconds.values())
+    work_s = seconds_of("work", totals)
+    return sum(totals.get(state, 0.0) for state in COMPUTES) / work_s if work_s > 0 else 0.0
 
 
 def idle_share(seconds: Mapping[str, float]) -> float:

@@ -179,6 +179,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     alarms: list[AlarmSpan] = []  # each with the steps it lasted, by the step it began at
     data: Data | None = None
     restarts: dict[str, int] = {}  # executor -> how often it was started again
+    model_share: float | None = None  # of the work of all processes: in states that compute the model, wall time
     balance: Balance | None = None  # who starves, why, and what would help, over the loop (`observe/balance.py`)
     error: str | None = None  # of a run that failed: the reason
 

@@ -262,9 +262,12 @@ class Timeline:
         if self._is_closed:
             return
         self._is_closed = True
-        self.flush()
-        used = (_ns(now - before) for now, before in zip(_cpu_s(), self._cpu_s, strict=True))
-        self._buffer.append(ProcessEnd(_ns(self._now_s()), *used))
+        used = [_ns(now - before) for now, before in zip(_cpu_s(), self._cpu_s, strict=True)]
+        ended_s = self._now_s()  # also of the open span: nothing is read or written in between
+        if self._stack:
+            self._cut(ended_s)
+        self._release_last()
+        self._buffer.append(ProcessEnd(_ns(ended_s), *used))
         self._write()
         self._stop_writing()
 

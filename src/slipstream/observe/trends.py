@@ -90,7 +90,7 @@ def clipped_tokens(history: History, count: int) -> float | None:
     return None if history.last("sequence_ratio", 1) is not None else level(history, "clipped_frac", count)
 
 
-def equal_rewards(history: History, count: int) -> float | None:
+def without_signal(history: History, count: int) -> float | None:
     """The median share of groups whose rewards are all equal; 0 while most completions fail, and so are equal."""
     failed = history.last("scored_failed_frac", count)
     return 0.0 if failed is not None and median(failed) >= 0.5 else level(history, "no_signal_frac", count)

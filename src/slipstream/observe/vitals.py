@@ -19,6 +19,7 @@ class Vitals:
 
         groups_scored             groups that got all their rewards
         no_signal_frac            of these, the share whose rewards gave none
+        no_signal_in_a_row        groups since the last that gave one, those left out that failed altogether
         scored_failed_frac        of their completions, the share that failed, trained or not
         poisoned                  completions that cannot be (`core/vetting.py`), rollouts of no group included
         publish_skipped_frac      of the versions published, the share for which no slot was free
@@ -36,6 +37,8 @@ class Vitals:
     samples_per_group: int
     max_staleness: int
     scored: list[GroupScored] = field(default_factory=list)
+    num_equal: int = 0  # groups without signal since the last with one
+    equal_rewards: tuple[float, float] = (0.0, 0.0)  # the least and the greatest mean reward of these
     published: list[Published] = field(default_factory=list)
     versions: dict[int, int] = field(default_factory=dict)  # replica -> version it samples from
     totals: dict[str, dict[str, float]] = field(default_factory=dict)  # executor -> state -> seconds, newest report
@@ -50,6 +53,7 @@ class Vitals:
         match news:
             case GroupScored():
                 self.scored.append(news)
+                self._follow(news)
             case Published():
                 self.published.append(news)
             case Swapped(replica=replica, version=version):
@@ -62,6 +66,14 @@ class Vitals:
                 self.wasted[cause] += tokens
             case _:
                 pass
+
+    def _follow(self, group: GroupScored) -> None:
+        if group.has_signal:
+            self.num_equal = 0
+        elif group.num_failed < self.samples_per_group:
+            least, most = self.equal_rewards if self.num_equal else (group.mean_reward, group.mean_reward)
+            self.equal_rewards = (min(least, group.mean_reward), max(most, group.mean_reward))
+            self.num_equal += 1
 
     def _count(self, message: Counters) -> None:
         values = message.values
@@ -84,6 +96,7 @@ class Vitals:
         if self.scored:
             num_completions = len(self.scored) * self.samples_per_group
             metrics["no_signal_frac"] = sum(not group.has_signal for group in self.scored) / len(self.scored)
+            metrics["no_signal_in_a_row"] = float(self.num_equal)
             metrics["scored_failed_frac"] = sum(group.num_failed for group in self.scored) / num_completions
         if self.published:
             metrics["publish_skipped_frac"] = sum(one.skipped for one in self.published) / len(self.published)

@@ -208,7 +208,7 @@ def answer(question: Question) -> Answer:
             "there is nothing to plan for",
             allowed="--gpus N (and --gpu NAME), --cluster FILE.toml; for a machine's cores --measured FILE, or a run's "
             "folder as the model",
-            hint="in a checkout, `python benchmarks/eta_curves.py --json eta.json` measures this machine",
+            hint="for this machine: train for a few steps, and plan for the run's folder",
         )
     bound = MOST_STALENESS if question.max_staleness is None else question.max_staleness
     if bound < 1 or question.rows < 1:
@@ -269,7 +269,7 @@ def _cost_model(
         raise ConfigError(
             "curves of a CPU say nothing of GPUs",
             got=f"a file measured on {measured.device} with a cluster of {cluster.device.name}",
-            allowed="--measured without --gpus, or what a checkout's benchmarks/eta_curves.py --device cuda writes",
+            allowed="--measured without --gpus, or curves measured on GPUs (docs/planning.md)",
         )
     return CalibratedCostModel(subject.shape, cluster, workload, measured_model(measured, subject.shape))
 

@@ -91,7 +91,7 @@ class MeasuredCurves(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 def read_measured(path: Path) -> MeasuredCurves:
     """Read a file that `benchmarks/eta_curves.py` wrote. ConfigError for any other."""
-    hint = "in a checkout, `python benchmarks/eta_curves.py --json FILE` writes one"
+    hint = "docs/planning.md says how to measure"
     try:
         measured = decode_json(path, MeasuredCurves)
     except OSError as error:
@@ -138,7 +138,7 @@ def measured_model(measured: MeasuredCurves, shape: TransformerConfig) -> Measur
             f"{model.name} ({', '.join(f'{name} {model.shape.get(name)}' for name in _SHAPE[:5])})"
             for model in measured.models
         ),
-        hint="in a checkout, `python benchmarks/eta_curves.py --json FILE` measures some: see its --models",
+        hint="docs/planning.md says how to measure others",
     )
 
 

@@ -17,9 +17,10 @@ from slipstream.core.errors import ConfigError, did_you_mean
 from slipstream.core.fields import MAX_COUNT, MAX_INTEGER, Precision
 from slipstream.core.plain import shortened, shown
 from slipstream.core.recipes import check_path, list_recipes, load_recipe, read_toml, resolve
-from slipstream.models.config import TransformerConfig, config_from_hf
+from slipstream.models.config import TransformerConfig, config_from_hf, new_config
 from slipstream.models.hf_fields import read_object
 from slipstream.models.hub import config_file, hub_id
+from slipstream.models.tokenizer import CharTokenizer
 from slipstream.plan.hardware import IN_GB, GpuCluster, device_fields, device_named
 from slipstream.plan.layouts import Workload
 from slipstream.plan.lengths import LengthSample, lengths_of_run, lengths_with_tail
@@ -144,10 +145,7 @@ def _subject_of_recipe(name: str, tables: Mapping[str, Any]) -> Subject:
         path = config.model.path if config.model.revision is None else f"{config.model.path}@{config.model.revision}"
         shape = _shape_named(path, "model.path")
     else:
-        from slipstream.models.build import build_tokenizer
-        from slipstream.models.initialise import new_config
-
-        shape = new_config(config.model, len(build_tokenizer(config.model)))
+        shape = new_config(config.model, len(CharTokenizer(config.model.alphabet)))
     return Subject(name=name, shape=shape, path=path, recipe=tables, config=config)
 
 

@@ -23,7 +23,7 @@ from slipstream.prompts.tasks import TaskSource, task_table
 from slipstream.prompts.template import Encoder, Template
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from slipstream.models.tokenizer import Tokenizer
 
 _BATCH = 1024  # rows tokenised at once
 MAX_DROPPED_FRAC = 0.05  # A larger share of the distinct prompts that is too long is worth a warning
@@ -96,7 +96,7 @@ class _Collector:
         return kept[:limit]
 
 
-def build_prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> PromptSet:
+def build_prompts(config: RunConfig, tokenizer: Tokenizer) -> PromptSet:
     """All prompts of a run, a pure function of (config.prompts, config.seed, tokenizer).
 
     Held out are the `num_eval` prompts whose seeded hash of the normalised text is smallest: neither order nor seed of
@@ -148,7 +148,7 @@ def _prompt_key(prompt: Prompt) -> str:
 
 
 def demonstrations(
-    config: WarmStartConfig, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, *, seed: int
+    config: WarmStartConfig, prompts: Sequence[Prompt], tokenizer: Tokenizer, *, seed: int
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """(prompt tokens, completion tokens), int32 [Tp] and [T], of the first `num_demonstrations` of `prompts`.
 

@@ -18,7 +18,7 @@ from slipstream.models.foreign_text import ChatRenderer
 from slipstream.prompts.rows import PromptRow, row_key, split_hash
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from slipstream.models.tokenizer import Tokenizer
 
 
 class Template:
@@ -72,7 +72,7 @@ class Template:
 class Encoder:
     """Rows to `Prompt`s with a tokenizer, many at a time."""
 
-    def __init__(self, config: PromptsConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, config: PromptsConfig, tokenizer: Tokenizer) -> None:
         self._config = config
         self._tokenizer = tokenizer
         self._template = Template(config.template, field="prompts.template")

@@ -10,13 +10,14 @@ from slipstream.core.executor import Context, Executor
 from slipstream.core.sections import RewardsConfig, TaskConfig
 from slipstream.core.service_messages import Counters, EvalScored, Noted, Ready
 from slipstream.core.types import Completion, Rollout, Stop
-from slipstream.core.vetting import POISONED, Limits, completion_fault, without_tokens
+from slipstream.core.vetting import POISONED, Limits, completion_faults, without_tokens
 from slipstream.rewards.assembly import Assembly, ScoreEntry
 from slipstream.rewards.functions import combined_reward
 from slipstream.rewards.given import Functions
 from slipstream.rewards.scorers import Scorers
 
 _MAX_PENDING = 1024  # completions taken from the channel and not yet scored; beyond, the channel holds them back
+_MAX_TOGETHER = 64  # completions that are vetted at once, before their calls are counted
 _COUNTERS_EVERY_S = 1.0
 _MAX_NOTES = 8  # failures that are shown at once, each the first of its kind
 
@@ -112,21 +113,22 @@ class Rewards(Executor):
 
     def _take(self, scorers: Scorers) -> int:
         """Hand every completion that arrived to the scorers, up to a bound; how many."""
-        num_taken = 0
-        while not self._is_stopping and self._assembly.num_called + len(self._unsent) < _MAX_PENDING:
-            completion = self._context.inputs["completions"].get_nowait()
-            if completion is None:
-                break
+        taken: list[Completion] = []
+        room = min(_MAX_TOGETHER, _MAX_PENDING - self._assembly.num_called - len(self._unsent))
+        room = 0 if self._is_stopping else room
+        while len(taken) < room and (completion := self._context.inputs["completions"].get_nowait()) is not None:
             assert isinstance(completion, Completion)
-            num_taken += 1
-            if (fault := completion_fault(completion, Limits(may_be_given=True))) is None:
+            taken.append(completion)
+        faults = completion_faults(taken, Limits(may_be_given=True))
+        for completion, fault in zip(taken, faults, strict=True):
+            if fault is None:
                 calls = self._assembly.add(completion)
             else:  # there is nothing to score
                 calls = self._assembly.leave_out(completion)
                 self._emit(ScoreEntry(without_tokens(completion), [], num_open=0, failure=POISONED + fault))
             for call in calls:
                 scorers.submit(call)
-        return num_taken
+        return len(taken)
 
     def _emit(self, entry: ScoreEntry) -> None:
         completion, parts = entry.completion, entry.parts

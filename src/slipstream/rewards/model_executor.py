@@ -182,7 +182,7 @@ class RewardModels(Executor):
             if isinstance(message, Completion):
                 message = Rollout(completion=message, reward=0.0)
             assert isinstance(message, Rollout)
-            batch.append(vetted(message, self._limits))
+            batch += vetted([message], self._limits)
         return batch
 
     def _emit(self, rollout: Rollout) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from slipstream.algorithms.responses import truncate_at_token
 from slipstream.controller.pipeline import resolve_import
@@ -18,6 +17,7 @@ from slipstream.core.stage_sections import JudgeConfig
 from slipstream.core.types import Completion, Prompt, Segment
 from slipstream.evals.judge import EndpointJudge, Judge
 from slipstream.evals.sampling import sample_completions
+from slipstream.models.tokenizer import Tokenizer
 from slipstream.models.transformer import Transformer
 from slipstream.prompts.template import Template
 
@@ -29,7 +29,7 @@ PREFERENCE_STREAM, NORMALISATION_STREAM = 2, 3  # of sampling noise, beside trai
 def sampled(
     config: RunConfig,
     policy: Transformer,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     prompts: Sequence[Prompt],
     *,
     stream: int,
@@ -50,9 +50,7 @@ def sampled(
     )
 
 
-def reference_completions(
-    reference: str, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase
-) -> list[Completion]:
+def reference_completions(reference: str, prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[Completion]:
     """Return the prompts' reference answers, by the template `prompts.reference`, as completions with EOS.
 
     `ordinal` counts the prompts.

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from transformers import PreTrainedTokenizerBase
 
 from slipstream.core.config import RunConfig
 from slipstream.core.disk import replace_file
@@ -26,6 +25,7 @@ from slipstream.evals.statistics import completion_lengths, mean_pass_at_k
 from slipstream.evals.win_rate import Comparison, gold_win_rate, judge_win_rate
 from slipstream.models.build import build_policy
 from slipstream.models.hf import load_model
+from slipstream.models.tokenizer import Tokenizer
 from slipstream.observe.evaluation import EVALUATION_FILE
 from slipstream.prompts import build_prompts
 from slipstream.prompts.template import Template
@@ -108,9 +108,7 @@ def start_of(config: RunConfig, run_dir: Path) -> Path:
     )
 
 
-def _references(
-    reference: str, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase
-) -> list[Completion] | None:
+def _references(reference: str, prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[Completion] | None:
     """Return one reference per prompt; None where some prompt has none."""
     template = Template(reference, field="prompts.reference")
     if "answer" in template.columns and any(prompt.answer is None for prompt in prompts):

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
 import msgspec
+from rich.console import Console
 
+from slipstream.core.background import start_thread
 from slipstream.core.clock import WallClock
 from slipstream.core.config import RunConfig
 from slipstream.core.disk import replace_file
@@ -20,6 +24,25 @@ from slipstream.observe.display import Display
 from slipstream.observe.timeline import ABSENT, UNLABELLED, Timeline
 
 RECORD = "stage.json"
+TELL_EVERY_S = 2.0
+
+
+@contextmanager
+def told_of(what: str, *, display: bool) -> Iterator[None]:
+    """Say every `TELL_EVERY_S` that `what` goes on, with the seconds; from a thread, as what it is about takes all."""
+    console, ended, started_s = Console(stderr=True), threading.Event(), time.monotonic()
+
+    def tell() -> None:
+        while not ended.wait(TELL_EVERY_S):
+            console.print(f"{what}, {time.monotonic() - started_s:.0f} s", highlight=False, markup=False)
+
+    thread = start_thread(tell, name="progress") if display else None
+    try:
+        yield
+    finally:
+        ended.set()
+        if thread is not None:
+            thread.join()
 
 
 class StageProgress(Protocol):

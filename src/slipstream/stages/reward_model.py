@@ -12,7 +12,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from slipstream.batching import collate
 from slipstream.core.config import RunConfig
@@ -22,6 +21,7 @@ from slipstream.core.recipes import stage_dir
 from slipstream.models.build import build_policy
 from slipstream.models.scalar import load_scalar_model, new_scalar_model, save_scalar_model
 from slipstream.models.scoring import Sample, score
+from slipstream.models.tokenizer import Tokenizer
 from slipstream.prompts import build_prompts, prompts_that_fit
 from slipstream.prompts.dataset import read_records
 from slipstream.prompts.rows import PromptRow
@@ -110,7 +110,7 @@ def _check_lengths(preferences: Sequence[Preference], max_positions: int) -> Non
 
 
 def read_preferences(
-    config: RunConfig, run_dir: Path, tokenizer: PreTrainedTokenizerBase, progress: StageProgress
+    config: RunConfig, run_dir: Path, tokenizer: Tokenizer, progress: StageProgress
 ) -> tuple[list[Preference], list[Preference]]:
     """(training, held-out) preferences: the stage's, or those of `reward_model.preferences`.
 
@@ -159,7 +159,7 @@ def _has_candidates(path: Path) -> bool:
 
 
 def _from_dataset(
-    config: RunConfig, tokenizer: PreTrainedTokenizerBase, progress: StageProgress
+    config: RunConfig, tokenizer: Tokenizer, progress: StageProgress
 ) -> tuple[list[Preference], list[Preference]]:
     source = config.reward_model.preferences
     assert source is not None
@@ -184,7 +184,7 @@ def _from_dataset(
     ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
     def tokens(text: str) -> np.ndarray:
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"] + ends
+        ids = tokenizer.encode(text, add_special_tokens=False) + ends
         return scored_tokens(np.asarray(ids, dtype=np.int32), config.rewards)
 
     found = [
@@ -210,7 +210,7 @@ def _from_dataset(
     return train, held_out
 
 
-def _samples(config: RunConfig, policy: Any, tokenizer: PreTrainedTokenizerBase) -> Sequence[Sample]:
+def _samples(config: RunConfig, policy: Any, tokenizer: Tokenizer) -> Sequence[Sample]:
     """Return the samples that scores are normalised on: the policy's, or references (N, items 20 and 21)."""
     settings = config.reward_model
     if settings.normalise == "none":

@@ -49,7 +49,7 @@ from slipstream.prompts import PromptReport, PromptSet, task_table
 from slipstream.rewards.checks import check_answers
 from slipstream.rewards.dry_call import dry_call
 from slipstream.rewards.given import Functions
-from slipstream.stages.progress import watch
+from slipstream.stages.progress import told_of, watch
 from slipstream.stages.resume import FILES, Resumed, prepare_resume
 from slipstream.stages.run_folder import check_goes_on, is_rl_done
 from slipstream.trainer.checkpoint import policy_shapes
@@ -356,16 +356,18 @@ def extension(before: RunConfig, config: RunConfig, cut: Snapshot) -> list[str]:
 
 def _work(config: RunConfig, run_dir: Path, given: FromPython, *, is_resumed: bool) -> tuple[RunInput, PromptSet]:
     """Prompts and demonstrations. ConfigError for data that cannot be read, or that the rewards cannot score."""
-    work, prompts = _build(config, given, is_resumed=is_resumed)
+    with told_of("reading prompts", display=given.display):
+        work, prompts = _build(config, given, is_resumed=is_resumed)
     check_answers(config.rewards, [*prompts.train.prompts, *prompts.eval])
-    note = dry_call(
-        config.rewards,
-        task_table(config.prompts.tasks),
-        [*prompts.train.prompts, *prompts.eval],
-        functions=given.functions,
-        group_size=config.samples_per_group,
-        private=[str(run_dir)],
-    )
+    with told_of("calling rewards on two prompts", display=given.display):
+        note = dry_call(
+            config.rewards,
+            task_table(config.prompts.tasks),
+            [*prompts.train.prompts, *prompts.eval],
+            functions=given.functions,
+            group_size=config.samples_per_group,
+            private=[str(run_dir)],
+        )
     if note is not None:
         tell(config, given, [note])
     return work, prompts

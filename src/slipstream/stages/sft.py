@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from slipstream.batching import collate
 from slipstream.core.config import RunConfig
@@ -21,6 +20,7 @@ from slipstream.core.types import Prompt
 from slipstream.models.build import build_policy
 from slipstream.models.flat import FlatParameters
 from slipstream.models.hf import save_model
+from slipstream.models.tokenizer import Tokenizer
 from slipstream.prompts import build_prompts, demonstrations
 from slipstream.prompts.dataset import read_records, row_of
 from slipstream.prompts.template import Encoder, Template
@@ -114,7 +114,7 @@ def _split(
     return train, held_out, num_too_long
 
 
-def stage_demonstrations(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Demonstration], int]:
+def stage_demonstrations(config: RunConfig, tokenizer: Tokenizer) -> tuple[list[Demonstration], int]:
     """(prompt tokens, completion tokens with EOS), of the dataset or made of the run's training prompts.
 
     And how many of the dataset's were left out because their prompts are too long. Prompts of a dataset get the
@@ -131,7 +131,7 @@ def stage_demonstrations(config: RunConfig, tokenizer: PreTrainedTokenizerBase) 
     return demonstrations(kinds, prompts, tokenizer, seed=config.seed), num_too_long
 
 
-def _prompts_of_dataset(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Prompt], int]:
+def _prompts_of_dataset(config: RunConfig, tokenizer: Tokenizer) -> tuple[list[Prompt], int]:
     sft, source = config.sft, config.sft.dataset
     assert source is not None
     reading = config.prompts.model_copy(

@@ -60,13 +60,15 @@ class RolloutInbox:
         has_news = False
         heads: list[RolloutHead] = []
         if self._tensor_ranks.is_leader:
+            rollouts = []
             while (message := self._context.inputs["rollouts"].get_nowait()) is not None:
                 has_news = True
                 assert isinstance(message, Rollout)
                 if is_of_run(message, samples_per_group=self._config.samples_per_group):
-                    heads += self._taken(message, newest_version)
+                    rollouts.append(message)
                 else:
                     self._refuse(message)
+            heads = self._taken(rollouts, newest_version)
         if not self._ranks.is_leader:
             if heads:
                 self._context.outputs["arrived"].put(Arrived(heads=tuple(heads)))
@@ -79,10 +81,10 @@ class RolloutInbox:
         self._count_in(heads)
         return has_news
 
-    def _taken(self, rollout: Rollout, newest_version: int) -> list[RolloutHead]:
-        """Keep `rollout` until its step; return its head, unless it is a duplicate."""
-        rollout = vetted(rollout, self._limits, newest_version=newest_version)
-        return [head_of(rollout, self._config.rewards)] if self.rollouts.add(rollout) else []
+    def _taken(self, rollouts: Sequence[Rollout], newest_version: int) -> list[RolloutHead]:
+        """Keep `rollouts` until their step; return the heads of those that are no duplicates."""
+        rollouts = vetted(rollouts, self._limits, newest_version=newest_version)
+        return [head_of(rollout, self._config.rewards) for rollout in rollouts if self.rollouts.add(rollout)]
 
     def _count_in(self, heads: Iterable[RolloutHead]) -> None:
         """Tell the controller of groups that are whole with `heads`, which lie on some rank."""
@@ -138,10 +140,12 @@ class RolloutInbox:
         schedule = extra.get("schedule", {})
         owed, dropped = schedule.get("readmit", ()), schedule.get("dropped", ())
         notes: list[str] = []
-        heads: list[RolloutHead] = []
-        for rollout in saved_rollouts(path, cut=extra.get("cut", ""), owed=owed, step=version, notes=notes):
-            if self._is_dealt_here(rollout.ordinal, rollout.sample) and self._may_still_be_trained(rollout, dropped):
-                heads += self._taken(rollout, version)
+        saved = [
+            rollout
+            for rollout in saved_rollouts(path, cut=extra.get("cut", ""), owed=owed, step=version, notes=notes)
+            if self._is_dealt_here(rollout.ordinal, rollout.sample) and self._may_still_be_trained(rollout, dropped)
+        ]
+        heads = self._taken(saved, version)
         for note in notes:
             log.warning("%s", note)
         if self._data_ranks.world > 1:

@@ -11,14 +11,13 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from slipstream.core.observe_sections import ObserveConfig
 from slipstream.core.packed import PackedMicrobatch
 from slipstream.core.rank_group import RankGroup
 from slipstream.core.run_log import RolloutLine
 from slipstream.core.types import Group
-from slipstream.models.tokenizer import TokenTexts
+from slipstream.models.tokenizer import Tokenizer, TokenTexts
 from slipstream.observe.recorder import RolloutRecorder, rollout_line
 from slipstream.observe.tokens import TOKENS_FILE, TokenLine, TokenRecorder, token_line
 from slipstream.trainer.measure import Key
@@ -59,7 +58,7 @@ class Records:
         self,
         config: ObserveConfig,
         run_dir: Path,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: Tokenizer,
         *,
         is_leader: bool,
         ranks: RankGroup,

@@ -61,7 +61,7 @@ class ReferencePolicy(Executor):
         if self._model is None:
             with self._context.spans.span("start_up"):
                 self._model = self._load()
-        batch = [vetted(rollout, limits_of(self._model, self._config)) for rollout in batch]
+        batch = vetted(batch, limits_of(self._model, self._config))
         with self._context.spans.span("reference"):
             measured = reference_logprobs(self._model, batch, config=self._config, batching=self._batching)
             self._context.spans.did(sum(_num_tokens(rollout) for rollout in batch))
@@ -94,7 +94,7 @@ class ReferencePolicy(Executor):
             if rollout is None:
                 break
             assert isinstance(rollout, Rollout)
-            rollout = vetted(rollout, Limits())  # what has no shape has no length
+            [rollout] = vetted([rollout], Limits())  # what has no shape has no length
             batch.append(rollout)
             num_tokens += _num_tokens(rollout)
         return batch

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from slipstream.core.config import RunConfig, stage_of
 from slipstream.core.errors import ConfigError
@@ -27,6 +26,7 @@ from slipstream.models.config import config_from_hf
 from slipstream.models.flat import FlatParameters
 from slipstream.models.hf import read_hf_config
 from slipstream.models.quantized import WeightLayout
+from slipstream.models.tokenizer import Tokenizer
 
 WORKER = Path(__file__).with_name("worker.py")
 PROBE_ROOM = 64  # tokens; the trainer's probe text is shorter
@@ -64,7 +64,7 @@ class VLLMBackend(Backend):
         config: RunConfig,
         context: Context,
         *,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: Tokenizer,
         seed: int,
         stop_token_ids: Sequence[int],
     ) -> None:

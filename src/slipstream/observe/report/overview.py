@@ -81,10 +81,10 @@ def tiles(run: RunData) -> list[tuple[str, str]]:
     if after.accuracy is not None:
         change = f"{percent(before.accuracy).removesuffix('%')} → {percent(after.accuracy)}"
         found.append((change, "held-out accuracy, greedy"))
-    elif after.reward is not None:
+    if after.reward is not None:
         chance = reward_may_be_chance(before, after)
         found.append((f"{mean(before.reward)} → {mean(after.reward)}", f"held-out mean reward, greedy{chance}"))
-    elif rewards := history.values("reward"):
+    if not found and (rewards := history.values("reward")):
         if (trend := _trend(rewards)) is not None:
             first, last, length = trend
             found.append((f"{number(first)} → {number(last)}", f"reward, means of the first and last {length} steps"))
