@@ -343,6 +343,43 @@ def test_a_resume_while_somebody_watches(made: Loop, folder: Path) -> None:
     assert mine["attempts"] == 2
 
 
+def test_a_timeline_that_was_not_read_yet_has_no_lane(made: Loop, folder: Path) -> None:
+    """The controller's file tells when an attempt began; another's may not be there yet, or be replaced just now."""
+    run_dir = made.write(folder / "run")
+    index = caught_up(RunIndex(run_dir))
+    (run_dir / "timeline" / "trainer.jsonl").write_bytes(b"")
+    index.advance()
+    lanes = answer(index, "lanes", **{"from": 0, "to": 9})["lanes"]
+    assert "trainer" not in lanes
+    assert lanes["controller"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_whatever_becomes_of_the_files_there_is_an_answer(
+    made: Loop, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """Each is gone, cut anywhere or another run's, in place or anew, while one who watches has read a part of it."""
+    whole = made.write(tmp_path_factory.mktemp("runs") / "whole")
+    other = Loop(seed=4, steps=2, replicas=1, start_s=RAW_START_S + 60).run().write(whole.parent / "other")
+    names = sorted(str(path.relative_to(whole)) for path in whole.rglob("*.json*"))
+    index = caught_up(RunIndex(made.write(whole.parent / "watched")))
+    for _ in range(data.draw(st.integers(1, 6))):
+        for name in data.draw(st.lists(st.sampled_from(names), unique=True)):
+            target = index.run_dir / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            source = data.draw(st.sampled_from([whole, other])) / name
+            if data.draw(st.booleans()):
+                target.unlink(missing_ok=True)
+            if source.exists():
+                bytes_ = source.read_bytes()
+                target.write_bytes(bytes_[: data.draw(st.sampled_from([0, len(bytes_) // 3, len(bytes_)]))])
+        for _ in range(data.draw(st.integers(0, 4))):
+            index.advance()
+        for name, query in QUERIES:
+            answer(index, name, **query)
+
+
 def test_damaged_lines_are_counted_and_passed_over(run_dir: Path, folder: Path) -> None:
     for path in run_dir.rglob("*.jsonl"):
         target = folder / path.relative_to(run_dir)

@@ -68,6 +68,18 @@ def test_everything_that_the_page_asks_for_is_there(page: Watch) -> None:
         assert json.loads(body)["revision"] == 0
 
 
+def test_a_request_that_cannot_be_answered_says_why(
+    page: Watch, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> dict[str, Any]:
+        raise KeyError("generator-9")
+
+    monkeypatch.setitem(server.ANSWERS, "/api/lanes", broken)
+    response, body = ask(page, "/api/lanes?from=0&to=1")
+    assert (response.status, body) == (500, b"KeyError: 'generator-9'")
+    assert "no answer to /api/lanes" in caplog.text
+
+
 def test_nothing_in_the_page_is_inline_or_from_elsewhere() -> None:
     """The policy forbids it; the page would silently lack it."""
     html = (PAGE / "page.html").read_text()

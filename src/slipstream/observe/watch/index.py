@@ -229,7 +229,7 @@ class RunIndex:
         }
         near = [folder for folder, seconds in ahead_s.items() if 0 <= seconds < 3600]
         folder = min(near, key=ahead_s.__getitem__, default=None)
-        return [index for path, index in self.timelines.items() if path.parent == folder]
+        return [index for path, index in self.timelines.items() if path.parent == folder and index.lives]
 
     @property
     def processes(self) -> list[str]:

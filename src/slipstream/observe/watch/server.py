@@ -271,6 +271,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             except BadRequest as error:
                 self._send(400, "text/plain; charset=utf-8", str(error).encode())
                 return
+            except Exception as error:  # files of every kind are read: whoever asked is told, and so is the log
+                log.exception("no answer to %s", self.path)
+                self._send(500, "text/plain; charset=utf-8", f"{type(error).__name__}: {error}".encode())
+                return
             self._send(200, "application/json", body)
         else:
             self._send(404, "text/plain; charset=utf-8", b"there is nothing here")
