@@ -18,11 +18,15 @@ from slipstream.core.channel_spec import MAX_MESSAGE_BYTES, ChannelSpec
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.executor import Executor
+from slipstream.core.sections import RewardTerm
 from slipstream.core.service_messages import WarmStart
+from slipstream.environments.build import Given
+from slipstream.environments.executor import Environments
+from slipstream.generator.episodes import ENVIRONMENTS
 from slipstream.generator.executor import Generator
 from slipstream.models.build import build_tokenizer
 from slipstream.prompts import PromptSet, build_prompts, demonstrations, task_table
-from slipstream.rewards.executor import Rewards
+from slipstream.rewards.executor import ENVIRONMENT, Rewards
 from slipstream.rewards.given import Functions
 from slipstream.rewards.model_executor import RewardModels
 from slipstream.trainer.executor import Trainer
@@ -46,14 +50,31 @@ def make_trainer(config: RunConfig, resume: str | None = None) -> Trainer:
 def make_rewards(config: RunConfig, functions: Functions | None = None) -> Rewards:
     """The reward executor: the config's terms in sandboxed workers, the caller's `functions` in this process."""
     tasks = task_table(config.prompts.tasks)
-    return Rewards(config=config.rewards, tasks=tasks, functions=functions, group_size=config.samples_per_group)
+    return Rewards(
+        config=config.rewards,
+        tasks=tasks,
+        functions=functions,
+        group_size=config.samples_per_group,
+        environment_weight=config.environment.reward_weight if config.environment.is_set else None,
+    )
+
+
+def make_environments(config: RunConfig, given: Given | None = None) -> Environments:
+    """The executor of environments: in sandboxed workers, those that were `given` from Python in this process."""
+    return Environments(config=config, given=given)
+
+
+def environment_term(config: RunConfig) -> list[RewardTerm]:
+    """The environment's own reward as a term of the sum, if there is an environment."""
+    environment = config.environment
+    return [RewardTerm(function=ENVIRONMENT, weight=environment.reward_weight)] if environment.is_set else []
 
 
 def make_reward_models(config: RunConfig) -> RewardModels:
     """The executor of `rewards.models`, behind the functions that score first."""
     return RewardModels(
         config.rewards,
-        terms=config.rewards.terms,
+        terms=[*config.rewards.terms, *environment_term(config)],
         batching=collate,
         microbatch_tokens=config.trainer.microbatch_tokens,
         max_tokens=config.least_sequence,
@@ -69,6 +90,7 @@ def nodes(
     config: RunConfig,
     *,
     functions: Functions | None = None,
+    environments: Given | None = None,
     resume: Path | None = None,
     remote: Collection[str] = (),
 ) -> tuple[Node, ...]:
@@ -98,6 +120,16 @@ def nodes(
         node(f"generator-{replica}", make_generator, ranks=ranks, device=device, replica=replica)
         for replica in range(config.generator.replicas)
     ]
+    if config.environment.is_set:
+        made.append(
+            Node(
+                name=ENVIRONMENTS,
+                factory=make_environments,
+                kwargs={"config": config} | ({"given": environments} if environments else {}),
+                host="inline" if environments else config.host,
+                is_replaceable=True,
+            )
+        )
     if has_functions(config):
         made.append(
             Node(
@@ -122,19 +154,22 @@ def default_pipeline(
     config: RunConfig,
     *,
     functions: Functions | None = None,
+    environments: Given | None = None,
     resume: Path | None = None,
     remote: Collection[str] = (),
 ) -> Pipeline:
     """generators -> rewards -> reward models -> reference -> trainer -> weights -> generators.
 
-    Rewards, reward models and reference where there are any of their own.
+    Rewards, reward models and reference where there are any of their own. Generators and environments speak to each
+    other turn by turn.
     """
-    made = nodes(config, functions=functions, resume=resume, remote=remote)
+    made = nodes(config, functions=functions, environments=environments, resume=resume, remote=remote)
     replicas = [node for node in made if node.name.startswith("generator")]
     trainer = next(node for node in made if node.name == "trainer")
     leaders = trainer.members[:: config.trainer.tensor_parallel]  # of the data-parallel ranks: they get the rollouts
     deadline_s = config.deadline_s
     channels = [
+        *_turn_by_turn(config, replicas),
         *_through_stations(config, made, leaders),
         *(
             gather(f"arrived/{name}", f"{name}.arrived", "trainer.arrived", deadline_s=deadline_s)
@@ -160,6 +195,17 @@ STATIONS = {
     "reference": ("rollouts", "measured"),
 }
 """The stations of a completion on its way to the trainer, in order: the ports by which it comes and leaves."""
+
+
+def _turn_by_turn(config: RunConfig, replicas: Sequence[Node]) -> Iterator[ChannelSpec]:
+    """The way of turns from all replicas to the environments, and of observations back to the replica that sampled."""
+    if not config.environment.is_set:
+        return
+    deadline_s = config.deadline_s
+    for node in replicas:
+        yield gather(f"turns/{node.name}", f"{node.name}.turns", f"{ENVIRONMENTS}.turns", deadline_s=deadline_s)
+    targets = [f"{node.name}.commands" for node in replicas]
+    yield from scatter("observations", f"{ENVIRONMENTS}.observations", targets, "replica", deadline_s=deadline_s)
 
 
 def _through_stations(config: RunConfig, made: Sequence[Node], leaders: Sequence[str]) -> Iterator[ChannelSpec]:

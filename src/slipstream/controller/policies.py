@@ -184,8 +184,8 @@ def schedule_for(config: RunConfig, snapshot: Snapshot | None = None) -> Schedul
         max_staleness=config.max_staleness,
         reorder_window=config.reorder_window,
         steps=config.steps,
-        # One group in reserve keeps the slots full while an admission is on its way.
-        capacity=max(config.generator.num_slots, group) + group,
+        # One group in reserve keeps slots and sessions full while an admission is on its way.
+        capacity=max(config.sessions, group) + group,
         publish_every=config.publish_every,
         skip_no_signal=config.loss.skip_no_signal,
         max_dropped_in_a_row=DROPPED_PER_GROUP * config.groups_per_step,

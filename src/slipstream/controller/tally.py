@@ -153,7 +153,7 @@ class Tally:
         Theirs have completions of one length; fps counts ours at that length, too.
         """
         assert self.rl_started_s is not None
-        steps = self.config.completions_per_step * self.config.generator.max_new_tokens
+        steps = self.config.completions_per_step * self.config.longest_completion
         fps = rate(steps, step_s)
         return {"elapsed/time": self.wall_s} | _known(
             {

@@ -9,7 +9,7 @@ from functools import partial
 
 from slipstream.core.errors import ChannelError
 from slipstream.core.ranks import Dealt, data_parallel_rank
-from slipstream.core.types import Admit, Completion, Message, Rollout
+from slipstream.core.types import Admit, Completion, Message, Observation, Rollout
 
 Route = Callable[[Message, int], int | None]
 """Return which of so many targets gets a message; None: all of them."""
@@ -65,8 +65,8 @@ def executor_of(port: str) -> str:
 
 
 def _route_by_replica(message: Message, num_targets: int) -> int | None:  # noqa: ARG001 - replicas count for themselves
-    """Send `Admit` to the replica it names, everything else to all."""
-    return message.replica if isinstance(message, Admit) else None
+    """Send `Admit` and `Observation` to the replica they name, everything else to all."""
+    return message.replica if isinstance(message, Admit | Observation) else None
 
 
 def _route_rollouts(message: Message, num_targets: int, *, by: Dealt) -> int | None:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
+from slipstream.core.environment_section import EnvironmentConfig, check_episodes
 from slipstream.core.errors import ConfigError
 from slipstream.core.fields import Count, FolderName, NonNegative, Positive, Seconds, Section, Steps
 from slipstream.core.observe_sections import HealthConfig, ObserveConfig, TrackersConfig
@@ -111,6 +112,9 @@ class RunConfig(Section):
     model: ModelConfig = Field(default_factory=ModelConfig, description="The policy.")
     prompts: PromptsConfig = Field(default_factory=PromptsConfig, description="Where questions come from.")
     generator: GeneratorConfig = Field(default_factory=GeneratorConfig, description="Sampling and decoding.")
+    environment: EnvironmentConfig = Field(
+        default_factory=EnvironmentConfig, description="What answers between the turns of an episode, if there are any."
+    )
     rewards: RewardsConfig = Field(default_factory=RewardsConfig, description="Scoring.")
     loss: LossConfig = Field(default_factory=LossConfig, description="Loss and advantages.")
     kl: KLConfig = Field(default_factory=KLConfig, description="Penalty for leaving the reference policy.")
@@ -181,28 +185,42 @@ class RunConfig(Section):
     def has_critic(self) -> bool:
         return self.loss.advantages == "gae"
 
+    @property
+    def longest_completion(self) -> int:
+        """Return the most tokens behind a prompt: those of a completion, or of all turns of an episode."""
+        turn = self.generator.max_new_tokens
+        if not self.environment.is_set:
+            return turn
+        return self.environment.max_episode_tokens or self.environment.max_turns * turn
+
+    @property
+    def sessions(self) -> int:
+        """Return the completions or episodes that a replica has open at a time."""
+        slots = self.generator.num_slots
+        return self.generator.sessions or 2 * slots if self.environment.is_set else slots
+
     def longest_prompt(self, max_positions: int) -> int:
         """Return the tokens of the longest prompt that is taken, in a model of so many positions."""
         asked = self.prompts.max_prompt_tokens
-        return max_positions - self.generator.max_new_tokens if asked is None else asked
+        return max_positions - self.longest_completion if asked is None else asked
 
     def longest_sequence(self, max_positions: int) -> int:
         """Return the tokens of the longest prompt and completion together, in a model of so many positions."""
-        return min(max_positions, self.longest_prompt(max_positions) + self.generator.max_new_tokens)
+        return min(max_positions, self.longest_prompt(max_positions) + self.longest_completion)
 
     @property
     def least_sequence(self) -> int:
         """Return what is known of `longest_sequence` before prompts are read: without a limit, they have a token."""
-        return (self.prompts.max_prompt_tokens or 1) + self.generator.max_new_tokens
+        return (self.prompts.max_prompt_tokens or 1) + self.longest_completion
 
     def check_lengths(self, max_positions: int, *, of: str, hint: str) -> None:
         """Raise ConfigError where prompts and completions do not fit the `max_positions` `of` a model."""
-        asked = self.prompts.max_prompt_tokens
+        asked, has_turns = self.prompts.max_prompt_tokens, self.environment.is_set
         if self.least_sequence > max_positions:
             raise ConfigError(
-                "prompts and completions do not fit the model",
+                f"prompts and {'episodes' if has_turns else 'completions'} do not fit the model",
                 got=f"max_prompt_tokens = {'null' if asked is None else asked}, "
-                f"max_new_tokens = {self.generator.max_new_tokens}",
+                f"{'environment.max_episode_tokens' if has_turns else 'max_new_tokens'} = {self.longest_completion}",
                 allowed=f"together at most {of} = {max_positions}",
                 hint=hint,
             )
@@ -229,6 +247,7 @@ class RunConfig(Section):
         self._check_prompts()
         self._check_processes()
         self.rewards.check_terms(self.samples_per_group)
+        check_episodes(self)
         check_training(self)
         return self
 

@@ -256,6 +256,16 @@ class GeneratorConfig(Section):
         512,
         description="Longer prompts are prefilled in pieces of so many tokens, one a step, whatever prefill_tokens is.",
     )
+    sessions: Positive | None = Field(
+        None,
+        description="With [environment]: episodes that a replica has open at a time, live ones and those whose "
+        "environment thinks. null: twice num_slots.",
+    )
+    parked_tokens: NonNegative | None = Field(
+        None,
+        description="With [environment]: tokens whose keys and values stay while an environment thinks; of more, those "
+        "idle for longest are made again. null: those of all sessions, as far as a GPU's memory has room.",
+    )
     prefix_cache_tokens: NonNegative = Field(
         2048, description="Tokens of finished prompts kept for later completions of the same prompt and version."
     )

@@ -65,11 +65,31 @@ class Segment(Message):
         return self.behaviour_logprobs is not None
 
 
+class EpisodeRecord(Message):
+    """What an environment's side knows of an episode that is over.
+
+    `messages` are the chat behind the prompt, turns of the policy and what the environment said, as people and rewards
+    read it; the tokens are the completion's. `reward` is the environment's own, None without one, and `turn_rewards`
+    its parts by turn (None: nothing was said). `failure` is there where the environment failed too often.
+    """
+
+    messages: list[dict[str, Any]] = []
+    reward: float | None = None
+    turn_rewards: list[float | None] = []
+    is_cut: bool = False  # by a limit: the environment had not said that it is done
+    num_tool_calls: int = 0
+    num_tool_errors: int = 0
+    num_restarts: int = 0
+    environment_s: float = 0.0  # spent in the environment's answers
+    failure: str | None = None
+
+
 class Completion(Message):
     """A completion of a prompt: `sample` of G for group `ordinal`.
 
     `purpose = "eval"` completions belong to evaluation `eval_id`; their `ordinal` counts its prompts and they are never
-    admitted, trained or entered in the ledger.
+    admitted, trained or entered in the ledger. With an environment the segments are the turns of an episode and what
+    was said between them, and `episode` is there.
     """
 
     ordinal: int
@@ -83,6 +103,7 @@ class Completion(Message):
     eval_id: int = -1
     started_s: float = 0.0
     finished_s: float = 0.0
+    episode: EpisodeRecord | None = None
 
     @property
     def tokens(self) -> np.ndarray:
@@ -94,6 +115,10 @@ class Completion(Message):
         return sum(len(s.tokens) for s in self.segments)
 
     @property
+    def num_sampled(self) -> int:
+        return sum(len(s.tokens) for s in self.segments if s.is_sampled)
+
+    @property
     def min_version(self) -> int:
         """Return that of the sampled tokens; -1 where there are none."""
         return min((span.version for s in self.segments for span in s.version_spans), default=-1)
@@ -102,6 +127,44 @@ class Completion(Message):
     def max_version(self) -> int:
         """Return that of the sampled tokens; -1 where there are none."""
         return max((span.version for s in self.segments for span in s.version_spans), default=-1)
+
+
+class TurnSampled(Message):
+    """Generator -> environments: turn `turn` of an episode was sampled, or, with turn 0, an episode is to begin.
+
+    The opening brings the prompt. If `may_continue`, an episode that was begun on a replica that is lost goes on from
+    there. `segment` are the tokens of the turn; `finish_reason` says whether they end with a stop token.
+    """
+
+    ordinal: int
+    sample: int
+    replica: int
+    turn: int
+    eval_id: int = -1
+    prompt: Prompt | None = None
+    may_continue: bool = False
+    segment: Segment | None = None
+    finish_reason: FinishReason | None = None
+
+
+class Observation(Message):
+    """Environments -> generator: what comes behind turn `turn` of an episode; 0: behind its prompt.
+
+    `tokens` are given; then the policy samples a turn of at most `max_new_tokens`. Where `record` is there the episode
+    is over, and nothing is sampled any more. `replaces`: what the generator has of this episode is void; it is now
+    `segments`, those of another replica or none, and `tokens` behind them.
+    """
+
+    ordinal: int
+    sample: int
+    replica: int
+    turn: int
+    eval_id: int = -1
+    tokens: np.ndarray  # int32 [T]
+    max_new_tokens: int = 0
+    replaces: bool = False
+    segments: tuple[Segment, ...] = ()
+    record: EpisodeRecord | None = None
 
 
 class Rollout(Message):

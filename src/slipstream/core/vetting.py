@@ -55,7 +55,7 @@ class Limits:
         """Return the limits of a run's trainer; `vocab_size` and `max_positions` are its policy's."""
         return cls(
             vocab_size=vocab_size,
-            max_new_tokens=config.generator.max_new_tokens,
+            max_new_tokens=config.longest_completion,
             max_positions=max_positions,
             keeps_sets=config.generator.keep_sets,
             num_trained=config.completions_per_group,

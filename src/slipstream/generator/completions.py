@@ -6,7 +6,8 @@ import numpy as np
 
 from slipstream.algorithms.responses import truncate_at_token
 from slipstream.core.sections import GeneratorConfig, RewardsConfig
-from slipstream.core.types import Completion, Prompt, Purpose
+from slipstream.core.types import Completion, Prompt, Purpose, Segment
+from slipstream.generator.episodes import EndedEpisode
 from slipstream.generator.requests import Finished, Request, segment_of
 from slipstream.models.tokenizer import Tokenizer
 
@@ -73,6 +74,30 @@ def completion_of(
         eval_id=eval_id,
         started_s=item.started_s,
         finished_s=item.finished_s,
+    )
+
+
+def completion_of_episode(
+    ended: EndedEpisode, *, tokenizer: Tokenizer, replica: int, finished_s: float
+) -> Completion:
+    """Return the completion of an episode that is over; its text is that of all its tokens, given ones included."""
+    episode = ended.episode
+    segments = tuple(episode.segments) or (Segment(tokens=np.zeros(0, dtype=np.int32)),)
+    text = tokenizer.decode(np.concatenate([one.tokens for one in segments]).tolist(), skip_special_tokens=True)
+    assert isinstance(text, str)
+    return Completion(
+        ordinal=episode.request.ordinal,
+        sample=episode.request.sample,
+        prompt=episode.prompt,
+        segments=segments,
+        text=text,
+        finish_reason=ended.finish_reason,
+        replica=replica,
+        purpose="train" if episode.eval_id < 0 else "eval",
+        eval_id=episode.eval_id,
+        started_s=finished_s if episode.started_s is None else episode.started_s,
+        finished_s=finished_s,
+        episode=ended.record,
     )
 
 

@@ -11,6 +11,7 @@ from slipstream.core.spans import Spans
 from slipstream.core.types import Prompt
 from slipstream.generator.backend import Backend, Pin
 from slipstream.generator.completions import EVAL_STREAM, request_of
+from slipstream.generator.episodes import EndedEpisode, Episodes
 from slipstream.generator.requests import Finished, GenerationEngine, Labelled
 
 
@@ -25,11 +26,23 @@ class EvalJob:
 
 
 class EvalJobs:
-    """A queue of evaluations; one runs at a time."""
+    """A queue of evaluations; one runs at a time. With an environment its answers are `episodes`."""
 
-    def __init__(self, backend: Backend, generator: GeneratorConfig, spans: Spans) -> None:
-        self._backend, self._generator, self._spans = backend, generator, spans
+    def __init__(
+        self, backend: Backend, generator: GeneratorConfig, spans: Spans, episodes: Episodes | None = None
+    ) -> None:
+        self._backend, self._generator, self._spans, self._episodes = backend, generator, spans, episodes
         self._jobs: deque[EvalJob] = deque()
+
+    @property
+    def engine(self) -> GenerationEngine | None:
+        """The engine of the evaluation that runs, if one does."""
+        return self._jobs[0].engine if self._jobs else None
+
+    @property
+    def eval_id(self) -> int:
+        """The evaluation that runs."""
+        return self._jobs[0].request.eval_id
 
     def add(self, request: Evaluate) -> None:
         """Queue an evaluation of the version that is live now."""
@@ -38,7 +51,8 @@ class EvalJobs:
     def step(self) -> list[Finished] | None:
         """Start the oldest evaluation, or decode one step of it; None where there was nothing to do.
 
-        An evaluation that shares the engine of training shares its steps too, and has none of its own.
+        An evaluation that shares the engine of training shares its steps too, and has none of its own; one whose
+        environments are to answer has none now.
         """
         if not self._jobs:
             return None
@@ -47,12 +61,20 @@ class EvalJobs:
             with self._spans.span("evaluate"):
                 job.engine = self._start(job)
             return []
-        return None if job.engine is self._backend.engine else job.engine.step()
+        return None if job.engine is self._backend.engine or job.engine.is_idle else job.engine.step()
 
-    def take(self, item: Finished) -> tuple[Prompt, int]:
+    @staticmethod
+    def is_of(ended: Finished | EndedEpisode) -> bool:
+        """Whether it is an answer of an evaluation."""
+        request = ended.episode.request if isinstance(ended, EndedEpisode) else ended.request
+        return request.stream == EVAL_STREAM
+
+    def take(self, item: Finished | EndedEpisode) -> tuple[Prompt, int]:
         """Count a finished answer of the running evaluation; return its prompt and the evaluation's id."""
         job = self._jobs[0]
-        assert {span.version for span in item.version_spans} == {job.pin.version}, "not of the version it is pinned to"
+        turns = item.episode.segments if isinstance(item, EndedEpisode) else [item]
+        versions = {span.version for turn in turns for span in turn.version_spans}
+        assert versions <= {job.pin.version}, "not of the version it is pinned to"
         job.remaining -= 1
         if not job.remaining:
             self._jobs.popleft()
@@ -63,18 +85,21 @@ class EvalJobs:
         engine = self._backend.evaluation_engine(
             job.pin, Labelled(self._spans, version=job.pin.version, state="evaluate")
         )
-        engine.submit(
-            [
-                request_of(
-                    self._generator,
-                    prompt,
-                    ordinal=ordinal,
-                    max_len=self._backend.max_len,
-                    temperature=job.request.temperature,
-                    stream=EVAL_STREAM,
-                    is_whole=True,
-                )
-                for ordinal, prompt in enumerate(job.request.prompts)
-            ]
-        )
+        requests = [
+            request_of(
+                self._generator,
+                prompt,
+                ordinal=ordinal,
+                max_len=self._backend.max_len,
+                temperature=job.request.temperature,
+                stream=EVAL_STREAM,
+                is_whole=True,
+            )
+            for ordinal, prompt in enumerate(job.request.prompts)
+        ]
+        if self._episodes is None:
+            engine.submit(requests)
+        else:
+            for request, prompt in zip(requests, job.request.prompts, strict=True):
+                self._episodes.begin(request, prompt, eval_id=job.request.eval_id)
         return engine

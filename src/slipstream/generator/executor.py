@@ -6,8 +6,8 @@ They obey, swap, evaluate and decode in lock step (`lockstep.py`); rank 0 alone 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,22 +18,22 @@ from slipstream.core.peer_messages import Wake
 from slipstream.core.saved import SUFFIX, rollouts_dir
 from slipstream.core.service_messages import (
     Checkpoint,
-    CompletionsFinished,
     Counters,
     Evaluate,
     Ready,
     Settled,
     Waiting,
 )
-from slipstream.core.types import Admit, CompletionFinished, Message, Prompt, Stop, Swapped
+from slipstream.core.types import Admit, Message, Observation, Stop, Swapped
 from slipstream.generator.backend import Backend
 from slipstream.generator.backends import BACKENDS, Setting
-from slipstream.generator.completions import TRAIN_STREAM, completion_of, request_of
+from slipstream.generator.completions import TRAIN_STREAM, request_of
+from slipstream.generator.episodes import Episodes
 from slipstream.generator.evaluations import EvalJobs
 from slipstream.generator.lockstep import Agreement, LockStep
+from slipstream.generator.outgoing import Ended, Outgoing
 from slipstream.generator.partials import Continued, Saver, partial_of, partial_of_finished
 from slipstream.generator.requests import Finished, Labelled, Request
-from slipstream.generator.unsettled import Unsettled
 from slipstream.models.build import build_tokenizer, stop_token_ids
 from slipstream.observe.waste import RE_PREFILLED
 
@@ -43,15 +43,16 @@ COUNTERS_EVERY_S = 1.0
 class Generator(Executor):
     """Continuous batching over fixed slots; never waits for the trainer except where the schedule admits nothing.
 
-    Consumes: `Admit`, `Checkpoint`, `Evaluate`, `Settled`, `Waiting`, `Stop` (commands), versions (its WEIGHTS
-    channel). Produces: `Completion` (completions), `Swapped`, `CompletionsFinished` (events). Waits for: an admission
-    or a version; with work, on several ranks, also for the others at the beginning of a step and in every layer.
+    Consumes: `Admit`, `Checkpoint`, `Evaluate`, `Observation`, `Settled`, `Waiting`, `Stop` (commands), versions (its
+    WEIGHTS channel). Produces: `Completion` (completions), `TurnSampled` (turns), `Swapped`, `CompletionsFinished`
+    (events). Waits for: an admission, an observation or a version; with work, on several ranks, also for the others at
+    the beginning of a step and in every layer.
     Ends when: told to stop; what is in its slots then belongs to no step and is dropped.
     """
 
     outputs = ("completions",)
-    """On several ranks rank 0 also has the output `relay` to the others' `commands`, and they have the output
-    `staged` to its input of that name."""
+    """With an environment also `turns`. On several ranks rank 0 also has the output `relay` to the others' `commands`,
+    and they have the output `staged` to its input of that name."""
 
     def __init__(self, *, config: RunConfig, replica: int = 0) -> None:
         self.config = config
@@ -65,13 +66,6 @@ class Generator(Executor):
         torch.set_num_threads(context.num_threads)
         self.tokenizer = build_tokenizer(config.model)
         self.stop_ids = stop_token_ids(self.tokenizer, config.generator)
-        self.completion_of = partial(
-            completion_of,
-            tokenizer=self.tokenizer,
-            stop_ids=self.stop_ids,
-            rewards=config.rewards,
-            replica=self.replica,
-        )
         self.spans = Labelled(context.spans)
         self.together = LockStep(context)
         self.backend = self._build_backend()
@@ -87,15 +81,15 @@ class Generator(Executor):
             probes_prepared=self.backend.probes_prepared,
             spans=context.spans,
         )
-        self.prompts: dict[int, tuple[Prompt, int]] = {}  # ordinal -> prompt, completions still to come
-        self.unsettled = Unsettled(context.outputs["completions"]) if self.together.is_leader else None
-        self.settled_early: set[int] = set()  # ordinals of `prompts` whose group was scored, as others had sampled it
+        self.outgoing = Outgoing(
+            config, context, replica=self.replica, tokenizer=self.tokenizer, stop_ids=self.stop_ids
+        )
+        self.episodes = self._new_episodes() if config.environment.is_set else None
         self.continued = Continued(config, max_len=self.backend.max_len, clock=context.clock)
         self.saver = Saver()
         self._ends.callback(self.saver.close)
-        self.evaluations = EvalJobs(self.backend, config.generator, context.spans)
+        self.evaluations = EvalJobs(self.backend, config.generator, context.spans, self.episodes)
         self.drain_steps = 0
-        self.generated_tokens = 0
         self.counted_s = context.clock.now_s()
         self.waits_for = "trainer"
         context.spans.set_idle_state(self._idle_state)
@@ -105,6 +99,16 @@ class Generator(Executor):
         clock = self.together.clock
         here = Setting(self.config, self.context, self.replica, self.tokenizer, self.stop_ids, self.spans, clock)
         return BACKENDS[self.config.generator.engine](here)
+
+    def _new_episodes(self) -> Episodes:
+        sender = self.context.outputs["turns"] if self.together.is_leader else None
+        return Episodes(sender, replica=self.replica, release=self._release)
+
+    def _release(self, request: Request) -> None:
+        """Free what is kept for the next turn of an episode."""
+        engine = self.engine if request.stream == TRAIN_STREAM else self.evaluations.engine
+        if engine is not None:
+            engine.release(request.stream, request.ordinal, request.sample)
 
     @property
     def is_finished(self) -> bool:
@@ -117,9 +121,10 @@ class Generator(Executor):
         return self.backend.wait_s()
 
     def rejoined(self, executor: str) -> None:
-        """The rewards process restarted: send it every completion again that has no verdict."""
-        if self.unsettled is not None:
-            self.unsettled.rejoined(executor)
+        """The process of rewards or environments restarted: it is told again what is open."""
+        self.outgoing.rejoined(executor)
+        if self.episodes is not None:
+            self.episodes.rejoined(executor)
 
     def close(self) -> None:
         self._ends.close()
@@ -132,9 +137,10 @@ class Generator(Executor):
             if self._is_stopped:
                 return has_news
             has_news = self.weights.poll() or has_news
-        if self.unsettled is not None and self.unsettled.num_unsent:
+        if self.outgoing.num_unsent or (self.episodes is not None and self.episodes.num_unsent):
             with spans.span("send"):
-                has_news = self.unsettled.send() or has_news
+                has_news = self.outgoing.send() or has_news
+                has_news = (self.episodes is not None and self.episodes.send()) or has_news
         agreed = self._agree()
         if agreed is None:
             return has_news
@@ -154,7 +160,9 @@ class Generator(Executor):
         """The state of time without a step: work in a process or thread beside this one, else what is waited for."""
         if (working := self.spans.state or self.backend.working_state) is not None:
             return working
-        return "stage" if self.weights.is_staging else f"wait_{self.waits_for}"
+        if self.weights.is_staging:
+            return "stage"
+        return "wait_environment" if self.episodes is not None and len(self.episodes) else f"wait_{self.waits_for}"
 
     def _agree(self) -> Agreement | None:
         """Return what all ranks do now; None while they sleep."""
@@ -172,10 +180,10 @@ class Generator(Executor):
                 self.save_checkpoint(message)
             case Evaluate():
                 self.evaluations.add(message)
+            case Observation():
+                self._observe(message)
             case Settled():
-                self.settled_early.update(ordinal for ordinal in message.ordinals if ordinal in self.prompts)
-                if self.unsettled is not None:
-                    self.unsettled.settle(message)
+                self.outgoing.settle(message)
             case Waiting():
                 self.waits_for = message.reason
             case Wake():
@@ -188,25 +196,40 @@ class Generator(Executor):
 
     def _admit(self, message: Admit) -> None:
         """Sample the group, or what is not there of it yet."""
-        self.prompts[message.ordinal] = (message.prompt, message.num_samples)
-        requests, finished = self.continued.split(
-            [self._request(message, sample) for sample in range(message.num_samples)],
-            message.partials,
-            self.engine.version,
-        )
+        self.outgoing.admit(message)
+        requests = [self._request(message, sample) for sample in range(message.num_samples)]
+        if self.episodes is not None:
+            with self.context.together():
+                for request in requests:
+                    self.episodes.begin(
+                        request, message.prompt, may_continue=message.is_again and self.config.max_staleness > 0
+                    )
+            return
+        requests, finished = self.continued.split(requests, message.partials, self.engine.version)
         self.engine.submit(requests)
         self._deliver(finished)
+
+    def _observe(self, message: Observation) -> None:
+        """Sample the next turn of an episode, or pass it on if it is over."""
+        assert self.episodes is not None, "observations are of episodes"
+        following = self.episodes.observe(message)
+        if isinstance(following, Request):
+            engine = self.engine if message.eval_id < 0 else self.evaluations.engine
+            assert engine is not None, "an evaluation's episodes begin with its engine"
+            engine.submit([following])
+        elif following is not None:
+            self._pass_on([following])
 
     def save_checkpoint(self, command: Checkpoint) -> None:
         """Save what there is here of the groups that the cut owes, while decoding goes on: a thread writes.
 
         Versions of a later cut may have come into it by now; whoever loads it leaves out what they have sampled.
         """
-        if self.unsettled is None:
-            return  # rank 0 has it all
+        if self.outgoing.unsettled is None or self.episodes is not None:
+            return  # rank 0 has it all; episodes begin again
         owed = set(command.schedule["readmit"])
         begun = [r for r in self.engine.begun() if r.stream == TRAIN_STREAM and r.ordinal in owed]
-        partials = [*map(partial_of_finished, self.unsettled.of_groups(owed)), *map(partial_of, begun)]
+        partials = [*map(partial_of_finished, self.outgoing.unsettled.of_groups(owed)), *map(partial_of, begun)]
         path = rollouts_dir(Path(command.path)) / f"{self.context.name}{SUFFIX}"
         self.saver.save(path, partials, cut=command.cut)
 
@@ -225,17 +248,21 @@ class Generator(Executor):
 
     # Weights
 
+    @property
+    def _has_begun_episodes(self) -> bool:
+        return self.episodes is not None and self.episodes.num_begun > 0
+
     def _swap(self, version: int | None) -> bool:
         """Commit `version`, if one is staged, where the mode allows it: at once in flight, or when nobody spans it."""
         if version is None:
-            if self.spans.state is not None and not self.engine.num_live:
+            if self.spans.state is not None and not self.engine.num_live and not self._has_begun_episodes:
                 self._resume([])  # what was drained for gave way to a newer version, which may have failed to arrive
             return False
         if not self.backend.may_swap:
             self._resume([])  # an evaluation came while completions were being drained: it needs admission
             return False
         resumed: list[Request] = []
-        if self.config.weight_update == "between_batches" and self.engine.num_live:
+        if self.config.weight_update == "between_batches" and (self.engine.num_live or self._has_begun_episodes):
             self.engine.pause_admission(True)
             self.spans.state = "drain"
             limit = self.config.generator.segment_tokens
@@ -284,42 +311,27 @@ class Generator(Executor):
         return True
 
     def _deliver(self, finished: list[Finished]) -> None:
+        """Pass on what was decoded: turns to their environments, all else to who scores it."""
         self.together.note(finished)
         if not finished:
             return
+        if self.episodes is None:
+            self._pass_on(finished)
+            return
+        with self.context.spans.span("send"), self.context.together():
+            for item in finished:
+                self.episodes.finished(item, -1 if item.request.stream == TRAIN_STREAM else self.evaluations.eval_id)
+
+    def _pass_on(self, ended: Sequence[Ended]) -> None:
         with self.context.spans.span("send"), self.context.together():
             told = []
-            for item in finished:
-                if item.request.stream != TRAIN_STREAM:
-                    self._send_evaluated(item)
-                elif (event := self._send(item)) is not None:
-                    told.append(event)
-            if told:
-                self.context.outputs["events"].put(CompletionsFinished(finished=tuple(told)))
-
-    def _send(self, item: Finished) -> CompletionFinished | None:
-        """Send one finished completion to its verifier; return what the controller is to hear, from rank 0."""
-        prompt, remaining = self.prompts.pop(item.ordinal)
-        is_settled = item.ordinal in self.settled_early
-        if remaining > 1:
-            self.prompts[item.ordinal] = (prompt, remaining - 1)
-        else:
-            self.settled_early.discard(item.ordinal)
-        if self.unsettled is None:
-            return None
-        completion = self.completion_of(item, prompt)
-        self.generated_tokens += completion.num_tokens
-        if not is_settled:
-            self.unsettled.add(completion)
-        return CompletionFinished(
-            ordinal=item.ordinal,
-            sample=item.sample,
-            replica=self.replica,
-            num_tokens=completion.num_tokens,
-            min_version=completion.min_version,
-            max_version=completion.max_version,
-            num_restored=self.continued.take(item.ordinal, item.sample),
-        )
+            for one in ended:
+                if self.evaluations.is_of(one):
+                    self.outgoing.pass_on_answer(one, *self.evaluations.take(one))
+                else:
+                    num_restored = self.continued.take(one.ordinal, one.sample)
+                    told.append(self.outgoing.pass_on(one, num_restored=num_restored))
+            self.outgoing.tell(told)
 
     # Evaluation
 
@@ -328,17 +340,12 @@ class Generator(Executor):
             self._deliver(finished)
         return finished is not None
 
-    def _send_evaluated(self, item: Finished) -> None:
-        prompt, eval_id = self.evaluations.take(item)
-        if self.unsettled is not None:
-            self.unsettled.add(self.completion_of(item, prompt, purpose="eval", eval_id=eval_id))
-
     def _count(self, *, is_last: bool = False) -> None:
         now_s = self.context.clock.now_s()
         if is_last or now_s - self.counted_s >= COUNTERS_EVERY_S:
             self.counted_s = now_s
             values = {
-                "generated_tokens": float(self.generated_tokens),
+                "generated_tokens": float(self.outgoing.generated_tokens),
                 "live": float(self.engine.num_live),
                 RE_PREFILLED: float(self.engine.num_re_prefilled),
             }

@@ -74,6 +74,7 @@ class Request:
     keep_sets: bool = False
     time_limit_s: float | None = None
     is_again: bool = False
+    goes_on: bool = False
 
     def resumed_with(self, resume: Resume) -> Request:
         """The same request, to be continued after `resume`."""

@@ -79,9 +79,11 @@ def call_function(function: Callable[..., Any], jobs: Sequence[RewardJob]) -> li
         raise type(error)(str(error) if place is None else f"{error} ({place})") from error
 
 
-def _completion(job: RewardJob) -> str | list[dict[str, str]]:
-    is_chat = not isinstance(job.prompt, str)
-    return [{"role": "assistant", "content": job.completion}] if is_chat else job.completion
+def _completion(job: RewardJob) -> str | list[dict[str, Any]]:
+    """Return the text, or for a chat its messages: of an episode all of them, as in TRL."""
+    if isinstance(job.prompt, str):
+        return job.completion
+    return [{"role": "assistant", "content": job.completion}] if job.messages is None else job.messages
 
 
 def _numbers(rewards: Any, count: int) -> list[float | None]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from slipstream.core.executor import Context, Executor
-from slipstream.core.sections import RewardsConfig, TaskConfig
+from slipstream.core.sections import RewardsConfig, RewardTerm, TaskConfig
 from slipstream.core.service_messages import Counters, EvalScored, Noted, Ready
 from slipstream.core.types import Completion, Rollout, Stop
 from slipstream.core.vetting import POISONED, Limits, completion_faults, without_tokens
@@ -20,6 +20,8 @@ _MAX_PENDING = 1024  # completions taken from the channel and not yet scored; be
 _MAX_TOGETHER = 64  # completions that are vetted at once, before their calls are counted
 _COUNTERS_EVERY_S = 1.0
 _MAX_NOTES = 8  # failures that are shown at once, each the first of its kind
+ENVIRONMENT = "environment"
+"""Name of the part that is the environment's own reward."""
 
 
 class Rewards(Executor):
@@ -30,8 +32,8 @@ class Rewards(Executor):
     and those for evaluation go to the models, too.
     Constructor arguments are models, or what `model_dump` made of them, apart from `functions`: Python callables with
     TRL's signature, which terms 'python:NAME' stand for and which run in this process. Terms with per = "group" wait
-    until the `group_size` completions of a group are here, for an evaluation's one. Stop: takes no more, finishes what
-    is being scored.
+    until the `group_size` completions of a group are here, for an evaluation's one. With an `environment_weight` the
+    reward of a completion's episode is the last part. Stop: takes no more, finishes what is being scored.
     """
 
     inputs = ("completions",)
@@ -44,11 +46,15 @@ class Rewards(Executor):
         *,
         functions: Functions | None = None,
         group_size: int = 1,
+        environment_weight: float | None = None,
     ) -> None:
         self._config = RewardsConfig.model_validate(config)
         self._tasks = {key: TaskConfig.model_validate(task) for key, task in tasks.items()}
         self._functions = functions or {}
         self._group_size = group_size
+        self._terms = list(self._config.terms)
+        if environment_weight is not None:
+            self._terms.append(RewardTerm(function=ENVIRONMENT, weight=environment_weight))
         self._unsent: deque[Rollout] = deque()  # with those being scored, at most `_MAX_PENDING`
         self._noted: set[str] = set()
         self._counts = {"scored": 0, "failed": 0, "eval_scored": 0}
@@ -64,6 +70,7 @@ class Rewards(Executor):
             self._config, self._tasks, self._functions, clock=context.clock, private=[str(context.run_dir)]
         )
         self._assembly = Assembly(self._scorers.where, self._group_size)
+        self._names = [*self._scorers.names, *(ENVIRONMENT for _ in self._terms[len(self._config.terms) :])]
         self._label_idle_time()
         context.outputs["events"].put(Ready(executor=context.name))
 
@@ -121,28 +128,33 @@ class Rewards(Executor):
             taken.append(completion)
         faults = completion_faults(taken, Limits(may_be_given=True))
         for completion, fault in zip(taken, faults, strict=True):
-            if fault is None:
-                calls = self._assembly.add(completion)
-            else:  # there is nothing to score
+            episode = completion.episode
+            if fault is not None:  # there is nothing to score
                 calls = self._assembly.leave_out(completion)
                 self._emit(ScoreEntry(without_tokens(completion), [], num_open=0, failure=POISONED + fault))
+            elif episode is not None and (episode.failure is not None or not self._config.terms):
+                calls = self._assembly.leave_out(completion)
+                self._emit(ScoreEntry(completion, [], num_open=0, failure=episode.failure))
+            else:
+                calls = self._assembly.add(completion)
             for call in calls:
                 scorers.submit(call)
         return len(taken)
 
     def _emit(self, entry: ScoreEntry) -> None:
         completion, parts = entry.completion, entry.parts
+        if completion.episode is not None:
+            parts = [*parts, completion.episode.reward]
         reward, failure = self._config.failure_reward, entry.failure
         if failure is None and not self._config.models:  # else the sum is made where the models' parts are known
             try:
-                reward = combined_reward(self._config.terms, parts, violation_cap=self._config.violation_cap)
+                reward = combined_reward(self._terms, parts, violation_cap=self._config.violation_cap)
             except ValueError as error:
                 failure = str(error)
-        assert self._scorers is not None
         rollout = Rollout(
             completion=completion,
             reward=reward,
-            reward_parts=dict(zip(self._scorers.names, parts, strict=True)) if failure is None else {},
+            reward_parts=dict(zip(self._names, parts, strict=True)) if failure is None else {},
             failure=failure,
             scored_s=self._context.clock.now_s(),
         )

@@ -65,7 +65,10 @@ class SetupFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 class RewardJob(msgspec.Struct, frozen=True, tag=True):
-    """One completion to score. `prompt` is text, or the chat's messages."""
+    """One completion to score. `prompt` is text, or the chat's messages.
+
+    Of an episode `completion` is the last turn, and `messages` are all turns and what the environment said.
+    """
 
     job_id: int
     prompt: str | list[dict[str, Any]]
@@ -74,6 +77,7 @@ class RewardJob(msgspec.Struct, frozen=True, tag=True):
     task: str
     answer: str | None
     columns: dict[str, Any]
+    messages: list[dict[str, Any]] | None = None
 
 
 class RewardGroupJob(msgspec.Struct, frozen=True, tag=True):

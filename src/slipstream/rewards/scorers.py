@@ -8,7 +8,7 @@ from functools import partial
 from slipstream.algorithms.responses import truncate_at_token
 from slipstream.core.clock import Clock
 from slipstream.core.sections import FROM_PYTHON, RewardsConfig, TaskConfig
-from slipstream.core.types import Completion
+from slipstream.core.types import Completion, EpisodeRecord
 from slipstream.rewards.assembly import Call, Where
 from slipstream.rewards.calls import Scoring, call_function
 from slipstream.rewards.checks import check_isolation, setup_of, terms_of
@@ -47,7 +47,7 @@ class Scorers:
                 for term in own
             ]
             self._scorers[True] = CallableScorer(scorings, timeout_s=config.timeout_s, clock=clock)
-        if len(own) < len(terms) or not terms:
+        if len(own) < len(terms):
             setup = setup_of(config, tasks)
             pool = ScoringPool(
                 setup, num_workers=config.num_workers, clock=clock, private=private, num_spares=num_spares
@@ -95,14 +95,22 @@ class Scorers:
             scorer.close()
 
     def _job(self, job_id: int, completion: Completion) -> RewardJob:
-        prompt, config = completion.prompt, self._config
+        prompt, config, episode = completion.prompt, self._config, completion.episode
+        text = completion.text if episode is None else last_turn(episode)
         ids = truncate_at_token(completion.tokens, config.truncate_token, after=config.truncate_after)
         return RewardJob(
             job_id=job_id,
             prompt=prompt.text if prompt.messages is None else prompt.messages,
-            completion=completion.text[: config.max_chars],
+            completion=text[: config.max_chars],
             completion_ids=ids.tolist(),
             task=prompt.task,
             answer=prompt.answer,
             columns=prompt.columns,
+            messages=None if episode is None else episode.messages,
         )
+
+
+def last_turn(episode: EpisodeRecord) -> str:
+    """Return the text of the policy's last turn."""
+    turns = (message["content"] for message in reversed(episode.messages) if message["role"] == "assistant")
+    return str(next(turns, ""))

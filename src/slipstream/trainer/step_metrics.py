@@ -79,6 +79,6 @@ def published_metrics(
         value_coef=config.critic.coef,
         step=step.number,
         num_episodes=(step.number + 1) * config.completions_per_step,
-        max_new_tokens=config.generator.max_new_tokens,
+        max_new_tokens=config.longest_completion,
         num_eos_tokens=int(step.ranks.sum(torch.tensor(count_tokens(groups, eos_token_ids)))),
     )

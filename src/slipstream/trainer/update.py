@@ -240,7 +240,7 @@ class Updater:
             segment_ids=columns["segment_ids"],
             num_units=totals.num_tokens if by_token else totals.num_sequences // self.atom_size,
             reduction=self._config.loss.reduction,
-            max_tokens=self._config.generator.max_new_tokens,
+            max_tokens=self._config.longest_completion,
         )
 
 

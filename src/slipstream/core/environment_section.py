@@ -1,0 +1,173 @@
+"""The section for what answers the policy between its turns: environments and tools."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from pydantic import AliasChoices, Field, model_validator
+
+from slipstream.core.errors import ConfigError
+from slipstream.core.fields import Count, FilePath, NonNegative, Number, Positive, PositiveFloat, Seconds, Section
+
+if TYPE_CHECKING:
+    from slipstream.core.config import RunConfig
+
+ToolFormat = Literal["auto", "hermes", "llama3", "smollm", "json_tags"]
+"""The way in which a model writes a call of a tool (`environments/tool_calls.py`)."""
+
+
+class EnvironmentChoice(Section):
+    """One of several environments, for the rows that name it or for its share of them."""
+
+    name: str = Field(description="What rows call it, in the column environment.column.")
+    class_path: FilePath = Field(
+        validation_alias=AliasChoices("class_path", "class"),
+        description="The environment's class: 'module:Class' or 'file.py:Class'.",
+    )
+    parameters: dict[str, Any] = Field(default_factory=dict, description="Keywords of its constructor.")
+    weight: PositiveFloat = Field(1.0, description="Share of the prompts, relative to the others; without a column.")
+
+
+class EnvironmentConfig(Section):
+    """What answers the policy between its turns: a class, tools, or several environments. Without any: one turn."""
+
+    class_path: FilePath | None = Field(
+        None,
+        validation_alias=AliasChoices("class_path", "class"),
+        description="The environment's class: 'module:Class' or 'file.py:Class' (docs/environments.md). Recipes may "
+        "call this field `class`.",
+    )
+    parameters: dict[str, Any] = Field(default_factory=dict, description="Keywords of the class's constructor.")
+    tools: list[FilePath] = Field(
+        default_factory=list,
+        description="Functions that the policy may call, 'module:function' or 'file.py:function', with type hints and "
+        "a docstring that describes each argument. Needs a chat template that knows tools.",
+    )
+    choices: list[EnvironmentChoice] = Field(
+        default_factory=list, description="Several environments in place of one class, by column or weight."
+    )
+    column: str | None = Field(None, description="Column of the prompts that names one of the choices.")
+    reward_weight: Number = Field(
+        1.0,
+        description="Factor of the environment's own reward, an episode's sum, beside rewards.terms; 0: it is measured "
+        "only.",
+    )
+    max_turns: Count = Field(8, description="Turns of the policy in an episode at most; then it is cut.")
+    max_episode_tokens: Positive | None = Field(
+        None,
+        description="Tokens of an episode behind its prompt at most, sampled and given ones; then it is cut. null: "
+        "max_turns times generator.max_new_tokens.",
+    )
+    max_observation_chars: Positive = Field(
+        20_000, description="Longer messages of an environment are cut to so many characters, with a mark."
+    )
+    observation: str = Field(
+        "{content}",
+        description="What a message of the environment looks like to a model without a chat template.",
+    )
+    tool_format: ToolFormat = Field(
+        "auto", description="How the model writes calls of tools: 'auto' goes by its chat template."
+    )
+    step_limit_s: Seconds = Field(
+        30.0, description="Longest answer of an environment, in seconds; then its episode begins again."
+    )
+    episode_limit_s: Seconds = Field(
+        1800.0, description="Longest episode in seconds, from its reset; it is cut at the end of the turn."
+    )
+    max_restarts: NonNegative = Field(
+        2, description="How often an episode begins again whose environment fails, before the completion has failed."
+    )
+    num_workers: Count = Field(1, description="Sandboxed worker processes; each has many episodes.")
+    memory_mb: Positive = Field(2048, description="Address-space limit of a worker beyond what it starts with, in MiB.")
+    network: Literal["none", "host"] = Field(
+        "none", description="Whether workers reach a network: 'none', or this machine's ('host')."
+    )
+    secrets: list[str] = Field(
+        default_factory=list,
+        description="Names of environment variables that workers get besides PATH, e.g. that of an API key.",
+    )
+
+    @property
+    def is_set(self) -> bool:
+        """Whether there is an environment at all."""
+        return self.class_path is not None or bool(self.tools) or bool(self.choices)
+
+    @model_validator(mode="after")
+    def _check_sources(self) -> Self:
+        named = {
+            "environment.class": self.class_path is not None,
+            "environment.tools": bool(self.tools),
+            "environment.choices": bool(self.choices),
+        }
+        if sum(named.values()) > 1:
+            raise ConfigError(
+                "an episode has one environment",
+                got=" and ".join(name for name, is_there in named.items() if is_there),
+                allowed="one of " + ", ".join(named),
+                hint="a class may have tools of its own; several environments go into [[environment.choices]]",
+            )
+        if self.parameters and self.class_path is None:
+            raise ConfigError(
+                "environment.parameters belong to environment.class",
+                got=f"parameters {', '.join(self.parameters)} without a class",
+                allowed="environment.class with environment.parameters",
+            )
+        names = [choice.name for choice in self.choices]
+        if repeated := sorted({name for name in names if names.count(name) > 1}):
+            raise ConfigError("environments need names of their own", got=f"{', '.join(repeated)} more than once")
+        if self.column is not None and not self.choices:
+            raise ConfigError(
+                "environment.column names a column that chooses among environments",
+                got=f"column = '{self.column}' without choices",
+                allowed="[[environment.choices]] with environment.column",
+            )
+        if self.observation.count("{content}") != 1:
+            raise ConfigError(
+                "environment.observation says where the message goes",
+                got=repr(self.observation),
+                allowed="a text with one {content}, such as '\\n{content}\\n'",
+            )
+        wrong = next((name for name in self.secrets if not name or "=" in name or "\0" in name), None)
+        if wrong is not None:
+            raise ConfigError("no environment variable has such a name", got=f"environment.secrets: {wrong!r}")
+        return self
+
+
+def check_episodes(config: RunConfig) -> None:
+    """Raise ConfigError for what cannot be together with episodes of several turns."""
+    environment, generator = config.environment, config.generator
+    if not environment.is_set:
+        for name in ("sessions", "parked_tokens"):
+            if vars(generator)[name] is not None:
+                raise ConfigError(
+                    f"generator.{name} is about episodes of several turns",
+                    got=f"generator.{name} = {vars(generator)[name]} without an environment",
+                    allowed="generator." + name + " with [environment]",
+                )
+        return
+    if generator.engine == "vllm":
+        raise ConfigError(
+            "episodes of several turns are sampled by Slipstream's own engine",
+            got="generator.engine = 'vllm' with [environment]",
+            allowed="generator.engine = 'native'",
+        )
+    if generator.segment_tokens is not None:
+        raise ConfigError(
+            "an episode is not cut into segments: a version waits for its end, or comes in flight",
+            got="generator.segment_tokens with [environment]",
+            allowed="one of them",
+            hint="weight_update = 'in_flight' swaps between any two tokens",
+        )
+    if config.loss.advantages == "greedy_baseline":
+        raise ConfigError(
+            "ReMax's greedy baseline is of one turn",
+            got="loss.advantages = 'greedy_baseline' with [environment]",
+            allowed="another estimator, such as 'leave_one_out'",
+        )
+    if environment.max_episode_tokens is not None and environment.max_episode_tokens < generator.max_new_tokens:
+        raise ConfigError(
+            "an episode has room for a turn",
+            got=f"environment.max_episode_tokens = {environment.max_episode_tokens}, "
+            f"generator.max_new_tokens = {generator.max_new_tokens}",
+            allowed="environment.max_episode_tokens >= generator.max_new_tokens",
+        )

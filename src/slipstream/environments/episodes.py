@@ -1,0 +1,363 @@
+"""The episodes that are open, as a pure state machine: turns and answers in, calls of environments and observations out.
+
+    opening            turn 1            turn 2
+    generator -> Open  Said -> Observation -> turn -> Take  Said -> Observation -> ...  -> Finish  Ended -> record
+
+An episode is one sample of a group. Whatever its environment does, raise, hang, die or talk nonsense, costs that
+episode: it begins again from its reset, at most `max_restarts` times, and is a failed completion then. A replica that
+is lost costs the turn that it was sampling: whoever is admitted the group next asks for the episode and goes on from
+the tokens that are known here.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from slipstream.core.config import RunConfig
+from slipstream.core.errors import ConfigError, did_you_mean
+from slipstream.core.types import EpisodeRecord, Observation, Prompt, Segment, TurnSampled
+from slipstream.environments.chat import Chat
+from slipstream.environments.protocol import ChatMessage
+
+Key = tuple[int, int, int]
+"""(evaluation or -1, ordinal, sample)"""
+Phase = Literal["resetting", "sampling", "stepping", "ending"]
+"""Whom an episode waits for: its environment's reset, the policy, the environment's answer, its last word."""
+MAX_FAILURE_CHARS = 500
+
+
+# Calls of environments, which the executor makes
+
+
+@dataclass(frozen=True)
+class Open:
+    """Make environment `source` for this episode, and reset it with the row's columns."""
+
+    key: Key
+    source: int
+    columns: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Take:
+    """Let the environment answer the policy's turn."""
+
+    key: Key
+    turn: int
+    message: ChatMessage
+
+
+@dataclass(frozen=True)
+class Finish:
+    """Ask the environment for its final reward, and close it."""
+
+    key: Key
+
+
+@dataclass(frozen=True)
+class Shut:
+    """Close the environment, whatever it is doing."""
+
+    key: Key
+
+
+Act = Open | Take | Finish | Shut | Observation
+
+
+# Their answers
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What an environment said behind turn `turn`; 0: after its reset."""
+
+    key: Key
+    turn: int
+    messages: list[ChatMessage]
+    is_done: bool
+    reward: float | None
+    seconds: float = 0.0
+    num_tool_calls: int = 0
+    num_tool_errors: int = 0
+
+
+@dataclass(frozen=True)
+class LastWord:
+    """The final reward, if there is one; the environment is closed."""
+
+    key: Key
+    reward: float | None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The environment of this episode is gone. `is_guilty`: by its own doing; else it shared a worker with one."""
+
+    key: Key
+    reason: str
+    is_guilty: bool = True
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The hard ends of an episode. Tokens are those behind the prompt; `max_len` counts the prompt, too."""
+
+    max_turns: int
+    max_turn_tokens: int
+    max_episode_tokens: int
+    max_len: int
+    episode_limit_s: float
+    max_restarts: int
+
+    @classmethod
+    def of(cls, config: RunConfig, max_len: int) -> Limits:
+        environment = config.environment
+        return cls(
+            max_turns=environment.max_turns,
+            max_turn_tokens=config.generator.max_new_tokens,
+            max_episode_tokens=config.longest_completion,
+            max_len=max_len,
+            episode_limit_s=environment.episode_limit_s,
+            max_restarts=environment.max_restarts,
+        )
+
+    def room(self, num_prompt: int, num_behind: int) -> int:
+        """Return how many tokens the next turn may have; less than 1: none."""
+        return min(self.max_turn_tokens, self.max_episode_tokens - num_behind, self.max_len - num_prompt - num_behind)
+
+
+@dataclass
+class Episode:
+    """An episode as far as it is known here. `given` are tokens behind the last sampled turn."""
+
+    key: Key
+    prompt: Prompt
+    replica: int
+    started_s: float
+    phase: Phase = "resetting"
+    segments: list[Segment] = field(default_factory=list)
+    given: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+    messages: list[ChatMessage] = field(default_factory=list)
+    turn_rewards: list[float | None] = field(default_factory=list)
+    is_cut: bool = False
+    is_moved: bool = False  # the replica knows nothing of it: the next observation brings all
+    num_restarts: int = 0
+    num_tool_calls: int = 0
+    num_tool_errors: int = 0
+    environment_s: float = 0.0
+
+    @property
+    def turn(self) -> int:
+        """Turns that were sampled."""
+        return sum(segment.is_sampled for segment in self.segments)
+
+    @property
+    def num_behind(self) -> int:
+        """Tokens behind the prompt."""
+        return sum(len(segment.tokens) for segment in self.segments) + len(self.given)
+
+    def restart(self, now_s: float) -> None:
+        """Forget all but whose it is, and how often that happened."""
+        self.phase, self.started_s, self.is_moved, self.is_cut = "resetting", now_s, True, False
+        self.segments, self.messages, self.turn_rewards = [], [], []
+        self.given = np.zeros(0, dtype=np.int32)
+        self.num_tool_calls = self.num_tool_errors = 0
+
+    def observation(self, *, max_new_tokens: int = 0, record: EpisodeRecord | None = None) -> Observation:
+        """Return what the replica is to hear: the tokens since the last turn, or the whole episode."""
+        is_moved, self.is_moved = self.is_moved, False
+        eval_id, ordinal, sample = self.key
+        return Observation(
+            ordinal=ordinal,
+            sample=sample,
+            replica=self.replica,
+            turn=self.turn,
+            eval_id=eval_id,
+            tokens=self.given,
+            max_new_tokens=max_new_tokens,
+            replaces=is_moved,
+            segments=tuple(self.segments) if is_moved else (),
+            record=record,
+        )
+
+    def record(self, final_reward: float | None = None, failure: str | None = None) -> EpisodeRecord:
+        """Return the episode as it ends."""
+        rewards = [reward for reward in (*self.turn_rewards, final_reward) if reward is not None]
+        return EpisodeRecord(
+            messages=self.messages,
+            reward=sum(rewards) if rewards else None,
+            turn_rewards=self.turn_rewards,
+            is_cut=self.is_cut,
+            num_tool_calls=self.num_tool_calls,
+            num_tool_errors=self.num_tool_errors,
+            num_restarts=self.num_restarts,
+            environment_s=self.environment_s,
+            failure=None if failure is None else failure[:MAX_FAILURE_CHARS],
+        )
+
+
+class Episodes:
+    """Every method takes one message and returns what follows from it. `now_s` is the time, in seconds."""
+
+    def __init__(self, limits: Limits, chat: Chat, sources: Sources) -> None:
+        self._limits, self._chat, self._sources = limits, chat, sources
+        self._open: dict[Key, Episode] = {}
+        self.counts = dict.fromkeys(("episodes", "turns", "restarts", "failed", "cut", "tool_calls", "tool_errors"), 0)
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def sampled(self, message: TurnSampled, now_s: float) -> list[Act]:
+        """A turn, or an opening, came from a generator. What is void by now is passed over."""
+        key = (message.eval_id, message.ordinal, message.sample)
+        if message.turn == 0:
+            return self._opened(message, key, now_s)
+        episode = self._open.get(key)
+        if (
+            episode is None
+            or episode.replica != message.replica
+            or episode.phase != "sampling"
+            or message.turn != episode.turn + 1
+            or message.segment is None
+        ):
+            return []
+        self.counts["turns"] += 1
+        if len(episode.given):
+            episode.segments.append(Segment(tokens=episode.given))
+            episode.given = np.zeros(0, dtype=np.int32)
+        episode.segments.append(message.segment)
+        said = self._chat.message(message.segment.tokens)
+        episode.messages.append(said)
+        episode.phase = "stepping"
+        return [Take(key, message.turn, said)]
+
+    def answered(self, answer: Answer, now_s: float) -> list[Act]:
+        """An environment answered a turn, or its reset."""
+        episode = self._open.get(answer.key)
+        if episode is None or answer.turn != episode.turn or episode.phase not in ("resetting", "stepping"):
+            return []
+        episode.environment_s += answer.seconds
+        episode.num_tool_calls += answer.num_tool_calls
+        episode.num_tool_errors += answer.num_tool_errors
+        if answer.turn > 0:
+            episode.turn_rewards.append(answer.reward)
+        if answer.is_done:
+            episode.messages += answer.messages  # to be read; no token follows them, so none is sampled behind them
+            return self._end(episode)
+        episode.given = self._given(episode, answer.messages)
+        episode.messages += answer.messages
+        room = self._limits.room(len(episode.prompt.tokens), episode.num_behind)
+        is_late = now_s - episode.started_s > self._limits.episode_limit_s
+        if room < 1 or is_late or episode.turn >= self._limits.max_turns:
+            episode.given = np.zeros(0, dtype=np.int32)
+            episode.is_cut = True
+            return self._end(episode)
+        episode.phase = "sampling"
+        return [episode.observation(max_new_tokens=room)]
+
+    def ended(self, word: LastWord) -> list[Act]:
+        """An environment gave its final reward."""
+        episode = self._open.get(word.key)
+        if episode is None or episode.phase != "ending":
+            return []
+        return [self._close(episode, episode.record(word.reward))]
+
+    def failed(self, failure: Failure, now_s: float) -> list[Act]:
+        """An environment is gone: its episode begins again, or has failed for good."""
+        episode = self._open.get(failure.key)
+        if episode is None:
+            return []
+        if failure.is_guilty:
+            if episode.num_restarts >= self._limits.max_restarts:
+                self.counts["failed"] += 1
+                return [self._close(episode, episode.record(failure=f"environment: {failure.reason}"))]
+            episode.num_restarts += 1
+        self.counts["restarts"] += 1
+        episode.restart(now_s)
+        return [self._open_call(episode)]
+
+    def _opened(self, message: TurnSampled, key: Key, now_s: float) -> list[Act]:
+        assert message.prompt is not None, "an opening brings the prompt"
+        known = self._open.get(key)
+        if known is not None and message.may_continue:
+            known.replica, known.is_moved = message.replica, True
+            room = self._limits.room(len(known.prompt.tokens), known.num_behind)
+            return [known.observation(max_new_tokens=room)] if known.phase == "sampling" else []
+        self.counts["episodes"] += known is None
+        episode = Episode(key, message.prompt, message.replica, now_s, is_moved=True)
+        self._open[key] = episode
+        return [*([] if known is None else [Shut(key)]), self._open_call(episode)]
+
+    def _open_call(self, episode: Episode) -> Open:
+        prompt = episode.prompt
+        return Open(episode.key, self._sources.index_of(episode.key[1], prompt), columns_of(prompt))
+
+    def _given(self, episode: Episode, messages: Sequence[ChatMessage]) -> np.ndarray:
+        """int32 [T]: the tokens of what was said; of a reset that says nothing, none."""
+        if not episode.segments:
+            return self._chat.opening(episode.prompt, messages)
+        return self._chat.observation(episode.segments[-1].tokens, messages)
+
+    def _end(self, episode: Episode) -> list[Act]:
+        episode.phase = "ending"
+        return [Finish(episode.key)]
+
+    def _close(self, episode: Episode, record: EpisodeRecord) -> Observation:
+        del self._open[episode.key]
+        self.counts["cut"] += record.is_cut
+        self.counts["tool_calls"] += record.num_tool_calls
+        self.counts["tool_errors"] += record.num_tool_errors
+        return episode.observation(record=record)
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Which environment a prompt has: the only one, the one that its `column` names, or one by `weights`."""
+
+    names: tuple[str, ...]
+    weights: tuple[float, ...]
+    column: str | None = None
+    seed: int = 0
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Sources:
+        choices = config.environment.choices
+        if not choices:
+            return cls(("",), (1.0,))
+        names, weights = zip(*((choice.name, choice.weight) for choice in choices), strict=True)
+        return cls(names, weights, config.environment.column, config.seed)
+
+    def index_of(self, ordinal: int, prompt: Prompt) -> int:
+        """Return the index of the environment of group `ordinal`: the same for all its samples, and in every run."""
+        if self.column is not None:
+            return self.names.index(str(prompt.columns[self.column]))
+        place = zlib.crc32(f"{self.seed}/{ordinal}".encode()) / 2**32 * sum(self.weights)
+        for index, weight in enumerate(self.weights):
+            place -= weight
+            if place < 0:
+                return index
+        return len(self.weights) - 1
+
+    def check(self, prompts: Iterable[Prompt]) -> None:
+        """Raise ConfigError for a prompt that names no environment."""
+        if self.column is None:
+            return
+        for prompt in prompts:
+            if (name := prompt.columns.get(self.column)) not in self.names:
+                raise ConfigError(
+                    f"a row's column '{self.column}' names no environment",
+                    got=repr(name) if self.column in prompt.columns else f"columns {', '.join(sorted(prompt.columns))}",
+                    allowed=", ".join(self.names),
+                    hint=did_you_mean(str(name), self.names),
+                )
+
+
+def columns_of(prompt: Prompt) -> dict[str, Any]:
+    """Return the columns of the prompt's row, as environments are reset with: its fields, `prompt` and `answer`."""
+    own = {"prompt": prompt.text if prompt.messages is None else prompt.messages, "answer": prompt.answer}
+    return {**own, **prompt.columns}

@@ -1,0 +1,179 @@
+"""The environments' node: turns in, observations out. It owns the episodes; the generators own their tokens' keys."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from slipstream.core.config import RunConfig
+from slipstream.core.errors import ChannelClosed
+from slipstream.core.executor import Context, Executor, Sender
+from slipstream.core.service_messages import Counters, Noted, Ready
+from slipstream.core.types import Observation, Stop, TurnSampled
+from slipstream.environments.build import Given, build_chat, make_pool
+from slipstream.environments.episodes import Act, Answer, Episodes, Failure, Finish, LastWord, Limits, Open, Shut, Sources, Take
+from slipstream.environments.pools import Pool
+from slipstream.models.build import build_tokenizer, max_positions
+
+_MAX_TAKEN = 256  # turns taken in one step; beyond, the channel holds them back
+_COUNTERS_EVERY_S = 1.0
+_MAX_NOTES = 8  # failures that are shown at once, each the first of its kind
+
+
+class Environments(Executor):
+    """Lets environments answer the policy's turns; never hangs on one, and loses no episode.
+
+    Consumes: `TurnSampled` (turns). Produces: `Observation` (observations), to the replica that samples the episode.
+    Waits for: turns, and for environments, each at most `environment.step_limit_s`. `given` are environments and tools
+    that were handed over from Python; they run in this process. Stop: drops what is open, which belongs to no step.
+    """
+
+    inputs = ("turns",)
+    outputs = ("observations",)
+
+    def __init__(self, *, config: RunConfig, given: Given | None = None) -> None:
+        self._config, self._given = config, given
+        self._pool: Pool | None = None
+        self._noted: set[str] = set()
+        self._counted_s = 0.0
+        self._is_finished = False
+
+    def init(self, context: Context) -> None:
+        """Start the workers, and wait until they have imported what they need."""
+        self._context, config = context, self._config
+        tokenizer = build_tokenizer(config.model)
+        limits = Limits.of(config, config.longest_sequence(max_positions(config)))
+        self._episodes = Episodes(limits, build_chat(config, tokenizer, self._given), Sources.of(config))
+        self._outbox = Outbox(context.outputs["observations"])
+        self._pool = make_pool(config, self._given, clock=context.clock, private=[str(context.run_dir)])
+        self._pool.wait_ready()
+        self._label_idle_time()
+        context.outputs["events"].put(Ready(executor=context.name))
+
+    def step(self) -> bool:
+        """Take turns, hand them to their environments, and pass on what these answered."""
+        assert self._pool is not None
+        while (command := self._context.inputs["commands"].get_nowait()) is not None:
+            if isinstance(command, Stop):
+                self._count(is_last=True)
+                self._is_finished = True
+                return True
+        with self._context.spans.span("receive"):
+            num_taken = self._take(self._pool)
+        with self._context.spans.span("step"), self._context.together():
+            num_answered = self._answer(self._pool)
+        with self._context.spans.span("send"), self._context.together():
+            has_sent = self._outbox.send()
+        self._count()
+        self._label_idle_time()
+        return has_sent or num_taken + num_answered > 0
+
+    @property
+    def is_finished(self) -> bool:
+        return self._is_finished
+
+    def wait_fds(self) -> list[int]:
+        return [] if self._pool is None else self._pool.fds()
+
+    def wait_s(self) -> float | None:
+        deadline_s = None if self._pool is None else self._pool.next_deadline_s()
+        return None if deadline_s is None else max(0.0, deadline_s - self._context.clock.now_s())
+
+    def rejoined(self, executor: str) -> None:
+        """A replica restarted: it opens its episodes anew, and goes on from what is known of them here."""
+        self._outbox.rejoined(executor)
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+    def _take(self, pool: Pool) -> int:
+        num_taken = 0
+        while num_taken < _MAX_TAKEN and (message := self._context.inputs["turns"].get_nowait()) is not None:
+            assert isinstance(message, TurnSampled), "the port is typed"
+            num_taken += 1
+            self._do(self._episodes.sampled(message, self._context.clock.now_s()), pool)
+        return num_taken
+
+    def _answer(self, pool: Pool) -> int:
+        answers = pool.poll()
+        for answer in answers:
+            now_s = self._context.clock.now_s()
+            match answer:
+                case Answer():
+                    self._do(self._episodes.answered(answer, now_s), pool)
+                case LastWord():
+                    self._do(self._episodes.ended(answer), pool)
+                case Failure():
+                    self._note(answer)
+                    self._do(self._episodes.failed(answer, now_s), pool)
+        return len(answers)
+
+    def _do(self, acts: Iterable[Act], pool: Pool) -> None:
+        for act in acts:
+            match act:
+                case Open():
+                    pool.open(act.key, act.source, act.columns)
+                case Take():
+                    pool.take(act.key, act.turn, act.message)
+                case Finish():
+                    pool.finish(act.key)
+                case Shut():
+                    pool.shut(act.key)
+                case Observation():
+                    self._outbox.add(act)
+
+    def _label_idle_time(self) -> None:
+        self._context.spans.set_idle_state("step" if self._pool is not None and self._pool.num_calls else "wait_turns")
+
+    def _note(self, failure: Failure) -> None:
+        """Show the first failure of its kind at once."""
+        kind = failure.reason.split(": ", 1)[0]
+        if not failure.is_guilty or kind in self._noted or len(self._noted) == _MAX_NOTES:
+            return
+        self._noted.add(kind)
+        text = f"an environment failed, and its episode begins again: {failure.reason}"
+        self._context.outputs["events"].put(Noted(executor=self._context.name, text=text[:1000]))
+
+    def _count(self, *, is_last: bool = False) -> None:
+        now_s = self._context.clock.now_s()
+        if is_last or now_s - self._counted_s >= _COUNTERS_EVERY_S:
+            self._counted_s = now_s
+            values = {name: float(count) for name, count in self._episodes.counts.items()}
+            values |= {"open": float(len(self._episodes))}
+            self._context.outputs["events"].put(Counters(executor=self._context.name, values=values))
+
+
+class Outbox:
+    """Observations on their way, in order by replica: one that is full or gone holds up no other."""
+
+    def __init__(self, sender: Sender) -> None:
+        self._sender = sender
+        self._unsent: dict[int, deque[Observation]] = {}
+
+    def add(self, observation: Observation) -> None:
+        self._unsent.setdefault(observation.replica, deque()).append(observation)
+        self._send(observation.replica)
+
+    def send(self) -> bool:
+        """Send what has not been sent; whether anything was."""
+        return any([self._send(replica) for replica in list(self._unsent)])
+
+    def rejoined(self, executor: str) -> None:
+        """Drop what was meant for the process before."""
+        prefix, _, number = executor.partition("-")
+        if prefix == "generator" and number.isdigit():
+            self._unsent.pop(int(number), None)
+
+    def _send(self, replica: int) -> bool:
+        waiting, has_sent = self._unsent.get(replica, deque()), False
+        while waiting and self._sender.has_room_for(waiting[0]):
+            try:
+                self._sender.put(waiting[0])
+            except ChannelClosed:  # the replica is lost, and what it was to hear with it
+                waiting.clear()
+                break
+            waiting.popleft()
+            has_sent = True
+        return has_sent

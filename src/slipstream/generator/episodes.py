@@ -1,0 +1,209 @@
+"""The episodes that are open on a replica: their tokens so far, and whose turn it is.
+
+    begin ----> the environment resets ----> a turn is decoded ----> the environment answers ----> ... ----> over
+
+The environments' executor decides (it answers, limits and ends); this side has the tokens, as every sampled one must
+have its logprob and version, and makes the completion. All of it is lost with the replica. The environments' side knows
+the turns too, so that another replica may go on; if that side is lost, its episodes begin again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from slipstream.core.errors import ChannelClosed
+from slipstream.core.executor import Sender
+from slipstream.core.types import EpisodeRecord, FinishReason, Observation, Prompt, Segment, TurnSampled
+from slipstream.generator.requests import Finished, Request, segment_of
+
+ENVIRONMENTS = "environments"
+Key = tuple[int, int, int]
+"""(evaluation or -1, ordinal, sample)"""
+
+
+@dataclass
+class Episode:
+    """An episode on this replica: `request` is the first turn's, `live` the one that is decoded now, if any."""
+
+    request: Request
+    prompt: Prompt
+    eval_id: int
+    segments: list[Segment] = field(default_factory=list)
+    turn: int = 0  # turns sampled
+    live: Request | None = None
+    finish_reason: FinishReason = "stop"
+    started_s: float | None = None  # when the first turn began
+
+    @property
+    def key(self) -> Key:
+        return self.eval_id, self.request.ordinal, self.request.sample
+
+    @property
+    def num_behind(self) -> int:
+        """Tokens behind the prompt."""
+        return sum(len(segment.tokens) for segment in self.segments)
+
+    def next_turn(self, max_new_tokens: int) -> Request:
+        """Return the request for the next turn: the prompt, and all that was sampled and given since."""
+        context = np.concatenate([self.request.prompt_tokens, *(segment.tokens for segment in self.segments)])
+        return replace(
+            self.request,
+            prompt_tokens=context,
+            num_before=self.num_behind,
+            max_new_tokens=max_new_tokens,
+            parks=True,
+            goes_on=self.turn > 0,
+        )
+
+
+@dataclass(frozen=True)
+class EndedEpisode:
+    """An episode that is over, with what its completion is made of."""
+
+    episode: Episode
+    record: EpisodeRecord
+
+    @property
+    def ordinal(self) -> int:
+        return self.episode.request.ordinal
+
+    @property
+    def sample(self) -> int:
+        return self.episode.request.sample
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """'length' also for what the environment's limits have cut."""
+        return "length" if self.record.is_cut and self.episode.finish_reason == "stop" else self.episode.finish_reason
+
+
+class Episodes:
+    """Sends turns, takes observations. Consumes nothing itself; produces: `TurnSampled` through `sender`.
+
+    Never blocks: what finds no room, or nobody, goes when there is somebody. Bound: the episodes that were admitted.
+    `sender` is None on ranks that only decode along. `release` frees what an engine keeps of an episode.
+    """
+
+    def __init__(self, sender: Sender | None, *, replica: int, release: Callable[[Request], None]) -> None:
+        self._sender, self._replica, self._release = sender, replica, release
+        self._open: dict[Key, Episode] = {}
+        self._unsent: deque[TurnSampled] = deque()
+        self._is_away = False
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    @property
+    def num_begun(self) -> int:
+        """Episodes of training that have sampled a turn and are not over: a swap between batches waits for them."""
+        return sum(1 for one in self._open.values() if one.turn > 0 and one.eval_id < 0)
+
+    @property
+    def num_unsent(self) -> int:
+        return len(self._unsent)
+
+    def begin(self, request: Request, prompt: Prompt, *, eval_id: int = -1, may_continue: bool = False) -> None:
+        """Open an episode: its environment is asked to reset."""
+        episode = Episode(request, prompt, eval_id)
+        self._open[episode.key] = episode
+        self._ask(self._opening(episode, may_continue=may_continue))
+
+    def finished(self, item: Finished, eval_id: int = -1) -> None:
+        """Take a turn that was decoded. One of an episode that has begun again since is void."""
+        episode = self._open.get((eval_id, item.ordinal, item.sample))
+        if episode is None or episode.live is None or episode.live.prompt_tokens is not item.request.prompt_tokens:
+            return
+        episode.live = None
+        episode.turn += 1
+        episode.finish_reason = item.finish_reason
+        episode.started_s = item.started_s if episode.started_s is None else episode.started_s
+        segment = segment_of(item)
+        episode.segments.append(segment)
+        self._ask(
+            TurnSampled(
+                ordinal=item.ordinal,
+                sample=item.sample,
+                replica=self._replica,
+                turn=episode.turn,
+                eval_id=eval_id,
+                segment=segment,
+                finish_reason=item.finish_reason,
+            )
+        )
+
+    def observe(self, message: Observation) -> Request | EndedEpisode | None:
+        """Return the turn to decode now, or the episode that is over; None for an answer to what is void."""
+        key = (message.eval_id, message.ordinal, message.sample)
+        episode = self._open.get(key)
+        if episode is None:
+            return None
+        if not message.replaces and (episode.live is not None or message.turn != episode.turn):
+            return None
+        if message.replaces:
+            self._release(episode.request)
+            episode.segments = list(message.segments)
+            episode.turn = sum(segment.is_sampled for segment in message.segments)
+        if len(message.tokens):
+            episode.segments.append(Segment(tokens=message.tokens))
+        if message.record is not None:
+            del self._open[key]
+            self._release(episode.request)
+            return EndedEpisode(episode, message.record)
+        episode.live = episode.next_turn(message.max_new_tokens)
+        return episode.live
+
+    def rejoined(self, executor: str) -> None:
+        """The environments' process restarted, without its episodes: each begins again."""
+        if executor == ENVIRONMENTS and self._sender is not None:
+            self._is_away = False
+            self._unsent.clear()
+            for episode in self._open.values():
+                self._release(episode.request)
+                episode.segments, episode.turn, episode.live, episode.started_s = [], 0, None, None
+                self._unsent.append(self._opening(episode, may_continue=False))
+            self.send()
+
+    def forget(self, eval_id: int) -> None:
+        """Drop the episodes of an evaluation that is over."""
+        for key in [key for key in self._open if key[0] == eval_id]:
+            self._release(self._open.pop(key).request)
+
+    def waiting(self) -> Iterator[Episode]:
+        """Yield the episodes whose environment is to answer."""
+        return (episode for episode in self._open.values() if episode.live is None)
+
+    def send(self) -> bool:
+        """Send what has not been sent, in order; whether anything was."""
+        has_sent = False
+        while self._unsent and not self._is_away and self._sender is not None:
+            if not self._sender.has_room_for(self._unsent[0]):
+                break
+            try:
+                self._sender.put(self._unsent[0])
+            except ChannelClosed:  # a successor may come: it is told everything again
+                self._is_away = True
+                break
+            self._unsent.popleft()
+            has_sent = True
+        return has_sent
+
+    def _ask(self, message: TurnSampled) -> None:
+        if self._sender is not None:
+            self._unsent.append(message)
+            self.send()
+
+    def _opening(self, episode: Episode, *, may_continue: bool) -> TurnSampled:
+        request = episode.request
+        return TurnSampled(
+            ordinal=request.ordinal,
+            sample=request.sample,
+            replica=self._replica,
+            turn=0,
+            eval_id=episode.eval_id,
+            prompt=episode.prompt,
+            may_continue=may_continue,
+        )

@@ -1,0 +1,108 @@
+"""What leaves a replica: finished completions to their verifiers, and the news of them to the controller."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from slipstream.core.config import RunConfig
+from slipstream.core.executor import Context
+from slipstream.core.service_messages import CompletionsFinished, Settled
+from slipstream.core.types import Admit, Completion, CompletionFinished, Prompt
+from slipstream.generator.completions import completion_of, completion_of_episode
+from slipstream.generator.episodes import EndedEpisode
+from slipstream.generator.requests import Finished
+from slipstream.generator.unsettled import Unsettled
+from slipstream.models.tokenizer import Tokenizer
+
+Ended = Finished | EndedEpisode
+
+
+class Outgoing:
+    """Knows the groups that are sampled here, `prompts`: ordinal -> prompt, completions still to come.
+
+    Rank 0 sends, and keeps completions until they are settled; on other ranks `unsettled` is None.
+    """
+
+    def __init__(
+        self, config: RunConfig, context: Context, *, replica: int, tokenizer: Tokenizer, stop_ids: list[int]
+    ) -> None:
+        self.prompts: dict[int, tuple[Prompt, int]] = {}
+        self.unsettled = Unsettled(context.outputs["completions"]) if context.group.is_leader else None
+        self.generated_tokens = 0
+        self._config, self._context, self._replica = config, context, replica
+        self._tokenizer, self._stop_ids = tokenizer, stop_ids
+        self.settled_early: set[int] = set()  # ordinals of `prompts` whose group was scored: others had sampled it
+
+    def admit(self, message: Admit) -> None:
+        self.prompts[message.ordinal] = (message.prompt, message.num_samples)
+
+    def settle(self, message: Settled) -> None:
+        self.settled_early.update(ordinal for ordinal in message.ordinals if ordinal in self.prompts)
+        if self.unsettled is not None:
+            self.unsettled.settle(message)
+
+    @property
+    def num_unsent(self) -> int:
+        return 0 if self.unsettled is None else self.unsettled.num_unsent
+
+    def send(self) -> bool:
+        """Send what has not been sent; whether anything was."""
+        return self.unsettled is not None and self.unsettled.send()
+
+    def rejoined(self, executor: str) -> None:
+        """Another process is `executor` now: who scores gets every completion again that has no verdict."""
+        if self.unsettled is not None:
+            self.unsettled.rejoined(executor)
+
+    def pass_on(self, ended: Ended, *, num_restored: int = 0) -> CompletionFinished | None:
+        """Send a finished completion of training to its verifier; return what the controller is to hear, from rank 0.
+
+        A resume brought `num_restored` of its tokens.
+        """
+        ordinal = ended.ordinal
+        prompt, remaining = self.prompts.pop(ordinal)
+        is_settled = ordinal in self.settled_early
+        if remaining > 1:
+            self.prompts[ordinal] = (prompt, remaining - 1)
+        else:
+            self.settled_early.discard(ordinal)
+        if self.unsettled is None:
+            return None
+        completion = self._completion(ended, prompt)
+        self.generated_tokens += completion.num_sampled
+        if not is_settled:
+            self.unsettled.add(completion)
+        return CompletionFinished(
+            ordinal=ordinal,
+            sample=completion.sample,
+            replica=self._replica,
+            num_tokens=completion.num_tokens,
+            min_version=completion.min_version,
+            max_version=completion.max_version,
+            num_restored=num_restored,
+        )
+
+    def pass_on_answer(self, ended: Ended, prompt: Prompt, eval_id: int) -> None:
+        """Send the finished answer to held-out prompt `prompt` to its verifier."""
+        if self.unsettled is not None:
+            self.unsettled.add(self._completion(ended, prompt, eval_id))
+
+    def tell(self, events: Sequence[CompletionFinished | None]) -> None:
+        """Let the controller hear of what one step has finished."""
+        if told := tuple(event for event in events if event is not None):
+            self._context.outputs["events"].put(CompletionsFinished(finished=told))
+
+    def _completion(self, ended: Ended, prompt: Prompt, eval_id: int = -1) -> Completion:
+        if isinstance(ended, EndedEpisode):
+            now_s = self._context.clock.now_s()
+            return completion_of_episode(ended, tokenizer=self._tokenizer, replica=self._replica, finished_s=now_s)
+        return completion_of(
+            ended,
+            prompt,
+            tokenizer=self._tokenizer,
+            stop_ids=self._stop_ids,
+            rewards=self._config.rewards,
+            replica=self._replica,
+            purpose="train" if eval_id < 0 else "eval",
+            eval_id=eval_id,
+        )
