@@ -31,6 +31,10 @@ class Wake(Message):
     """Rank 0 calls the others, who sleep, to a step: all have staged a version."""
 
 
+class EnvironmentsLost(Message):
+    """Rank 0 tells the others, in step, that the environments' process restarted: episodes begin again."""
+
+
 class Staged(Message):
     """A rank without work says which version it holds ready to commit, since the replica's step `after_round`."""
 

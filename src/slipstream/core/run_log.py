@@ -182,12 +182,29 @@ class RolloutFate(msgspec.Struct, frozen=True, kw_only=True):
     outcome: Outcome
 
 
-class RolloutLine(RolloutFate, frozen=True, kw_only=True):
+class EpisodeLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The part of a `RolloutLine` that only episodes have.
+
+    `messages` are the chat behind the prompt; `turn_rewards` are the environment's, null for a turn without one.
+    `environment_s` was spent in its answers, `restarts` are from its reset on, and `is_cut`: a limit ended it.
+    """
+
+    messages: list[dict[str, Any]]
+    turns: int
+    turn_rewards: list[float | None]
+    environment_s: float
+    tool_calls: int = 0
+    tool_errors: int = 0
+    restarts: int = 0
+    is_cut: bool = False
+
+
+class RolloutLine(RolloutFate, frozen=True, kw_only=True, omit_defaults=True):
     """A line of `rollouts.jsonl`: a rollout as it was trained (`step`), or dropped (`step` is null).
 
     Of a dropped group, `outcome` is `failed` if any of its rollouts failed, else `skipped`. `versions` are runs over
     the completion's tokens: [[first token, version], ...], -1 for given tokens. `mean_behaviour_logprob` is over
-    sampled tokens, in nats, null without any. Times are on the run's monotonic clock.
+    sampled tokens, in nats, null without any. `episode` is there with an environment. Times are on the run's monotonic clock.
     """
 
     prompt_id: str
@@ -206,6 +223,7 @@ class RolloutLine(RolloutFate, frozen=True, kw_only=True):
     started_s: float
     finished_s: float
     scored_s: float
+    episode: EpisodeLine | None = None
 
 
 class RolloutTimes(RolloutFate, frozen=True, kw_only=True, gc=False):

@@ -133,7 +133,8 @@ class TurnSampled(Message):
     """Generator -> environments: turn `turn` of an episode was sampled, or, with turn 0, an episode is to begin.
 
     The opening brings the prompt. If `may_continue`, an episode that was begun on a replica that is lost goes on from
-    there. `segment` are the tokens of the turn; `finish_reason` says whether they end with a stop token.
+    there. `segment` are the tokens of the turn; `finish_reason` says whether they end with a stop token. `life` is that
+    of the observation which they follow.
     """
 
     ordinal: int
@@ -141,6 +142,7 @@ class TurnSampled(Message):
     replica: int
     turn: int
     eval_id: int = -1
+    life: int = 0
     prompt: Prompt | None = None
     may_continue: bool = False
     segment: Segment | None = None
@@ -152,15 +154,17 @@ class Observation(Message):
 
     `tokens` are given; then the policy samples a turn of at most `max_new_tokens`. Where `record` is there the episode
     is over, and nothing is sampled any more. `replaces`: what the generator has of this episode is void; it is now
-    `segments`, those of another replica or none, and `tokens` behind them.
+    `segments`, those of another replica or none, and `tokens` behind them. Each time it has another `life`: turns and
+    observations of an earlier one, which may still be on their way, are void too.
     """
 
     ordinal: int
     sample: int
     replica: int
     turn: int
-    eval_id: int = -1
     tokens: np.ndarray  # int32 [T]
+    eval_id: int = -1
+    life: int = 0
     max_new_tokens: int = 0
     replaces: bool = False
     segments: tuple[Segment, ...] = ()

@@ -11,6 +11,7 @@ the tokens that are known here.
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -139,6 +140,7 @@ class Episode:
     prompt: Prompt
     replica: int
     started_s: float
+    life: int
     phase: Phase = "resetting"
     segments: list[Segment] = field(default_factory=list)
     given: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
@@ -161,9 +163,10 @@ class Episode:
         """Tokens behind the prompt."""
         return sum(len(segment.tokens) for segment in self.segments) + len(self.given)
 
-    def restart(self, now_s: float) -> None:
+    def restart(self, life: int, now_s: float) -> None:
         """Forget all but whose it is, and how often that happened."""
-        self.phase, self.started_s, self.is_moved, self.is_cut = "resetting", now_s, True, False
+        self.life, self.started_s = life, now_s
+        self.phase, self.is_moved, self.is_cut = "resetting", True, False
         self.segments, self.messages, self.turn_rewards = [], [], []
         self.given = np.zeros(0, dtype=np.int32)
         self.num_tool_calls = self.num_tool_errors = 0
@@ -178,6 +181,7 @@ class Episode:
             replica=self.replica,
             turn=self.turn,
             eval_id=eval_id,
+            life=self.life,
             tokens=self.given,
             max_new_tokens=max_new_tokens,
             replaces=is_moved,
@@ -202,11 +206,15 @@ class Episode:
 
 
 class Episodes:
-    """Every method takes one message and returns what follows from it. `now_s` is the time, in seconds."""
+    """Every method takes one message and returns what follows from it. `now_s` is the time, in seconds.
 
-    def __init__(self, limits: Limits, chat: Chat, sources: Sources) -> None:
+    Lives are numbered from `first_life` on: another number for each process, as what its predecessor was told may come.
+    """
+
+    def __init__(self, limits: Limits, chat: Chat, sources: Sources, *, first_life: int = 1) -> None:
         self._limits, self._chat, self._sources = limits, chat, sources
         self._open: dict[Key, Episode] = {}
+        self._lives = itertools.count(first_life)
         self.counts = dict.fromkeys(("episodes", "turns", "restarts", "failed", "cut", "tool_calls", "tool_errors"), 0)
 
     def __len__(self) -> int:
@@ -220,7 +228,7 @@ class Episodes:
         episode = self._open.get(key)
         if (
             episode is None
-            or episode.replica != message.replica
+            or episode.life != message.life
             or episode.phase != "sampling"
             or message.turn != episode.turn + 1
             or message.segment is None
@@ -278,18 +286,18 @@ class Episodes:
                 return [self._close(episode, episode.record(failure=f"environment: {failure.reason}"))]
             episode.num_restarts += 1
         self.counts["restarts"] += 1
-        episode.restart(now_s)
+        episode.restart(next(self._lives), now_s)
         return [self._open_call(episode)]
 
     def _opened(self, message: TurnSampled, key: Key, now_s: float) -> list[Act]:
         assert message.prompt is not None, "an opening brings the prompt"
         known = self._open.get(key)
         if known is not None and message.may_continue:
-            known.replica, known.is_moved = message.replica, True
+            known.replica, known.life, known.is_moved = message.replica, next(self._lives), True
             room = self._limits.room(len(known.prompt.tokens), known.num_behind)
             return [known.observation(max_new_tokens=room)] if known.phase == "sampling" else []
         self.counts["episodes"] += known is None
-        episode = Episode(key, message.prompt, message.replica, now_s, is_moved=True)
+        episode = Episode(key, message.prompt, message.replica, now_s, next(self._lives), is_moved=True)
         self._open[key] = episode
         return [*([] if known is None else [Shut(key)]), self._open_call(episode)]
 

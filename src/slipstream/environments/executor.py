@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections import deque
 from collections.abc import Iterable
 
@@ -43,7 +44,8 @@ class Environments(Executor):
         self._context, config = context, self._config
         tokenizer = build_tokenizer(config.model)
         limits = Limits.of(config, config.longest_sequence(max_positions(config)))
-        self._episodes = Episodes(limits, build_chat(config, tokenizer, self._given), Sources.of(config))
+        chat, sources = build_chat(config, tokenizer, self._given), Sources.of(config)
+        self._episodes = Episodes(limits, chat, sources, first_life=secrets.randbits(30) << 31)
         self._outbox = Outbox(context.outputs["observations"])
         self._pool = make_pool(config, self._given, clock=context.clock, private=[str(context.run_dir)])
         self._pool.wait_ready()

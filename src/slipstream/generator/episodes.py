@@ -35,6 +35,7 @@ class Episode:
     segments: list[Segment] = field(default_factory=list)
     turn: int = 0  # turns sampled
     live: Request | None = None
+    life: int = 0  # of the last observation that replaced what was known
     finish_reason: FinishReason = "stop"
     started_s: float | None = None  # when the first turn began
 
@@ -130,6 +131,7 @@ class Episodes:
                 replica=self._replica,
                 turn=episode.turn,
                 eval_id=eval_id,
+                life=episode.life,
                 segment=segment,
                 finish_reason=item.finish_reason,
             )
@@ -141,11 +143,11 @@ class Episodes:
         episode = self._open.get(key)
         if episode is None:
             return None
-        if not message.replaces and (episode.live is not None or message.turn != episode.turn):
+        if not message.replaces and (message.life != episode.life or message.turn != episode.turn):
             return None
         if message.replaces:
             self._release(episode.request)
-            episode.segments = list(message.segments)
+            episode.life, episode.segments = message.life, list(message.segments)
             episode.turn = sum(segment.is_sampled for segment in message.segments)
         if len(message.tokens):
             episode.segments.append(Segment(tokens=message.tokens))
@@ -156,16 +158,14 @@ class Episodes:
         episode.live = episode.next_turn(message.max_new_tokens)
         return episode.live
 
-    def rejoined(self, executor: str) -> None:
+    def begin_again(self) -> None:
         """The environments' process restarted, without its episodes: each begins again."""
-        if executor == ENVIRONMENTS and self._sender is not None:
-            self._is_away = False
-            self._unsent.clear()
-            for episode in self._open.values():
-                self._release(episode.request)
-                episode.segments, episode.turn, episode.live, episode.started_s = [], 0, None, None
-                self._unsent.append(self._opening(episode, may_continue=False))
-            self.send()
+        self._is_away = False
+        self._unsent.clear()
+        for episode in self._open.values():
+            self._release(episode.request)
+            episode.segments, episode.turn, episode.live, episode.started_s = [], 0, None, None
+            self._ask(self._opening(episode, may_continue=False))
 
     def forget(self, eval_id: int) -> None:
         """Drop the episodes of an evaluation that is over."""
@@ -192,7 +192,7 @@ class Episodes:
         return has_sent
 
     def _ask(self, message: TurnSampled) -> None:
-        if self._sender is not None:
+        if self._sender is not None:  # else rank 0 asks
             self._unsent.append(message)
             self.send()
 

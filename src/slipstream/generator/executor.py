@@ -14,7 +14,7 @@ import torch
 
 from slipstream.core.config import RunConfig
 from slipstream.core.executor import Context, Executor
-from slipstream.core.peer_messages import Wake
+from slipstream.core.peer_messages import EnvironmentsLost, Wake
 from slipstream.core.saved import SUFFIX, rollouts_dir
 from slipstream.core.service_messages import (
     Checkpoint,
@@ -28,7 +28,7 @@ from slipstream.core.types import Admit, Message, Observation, Stop, Swapped
 from slipstream.generator.backend import Backend
 from slipstream.generator.backends import BACKENDS, Setting
 from slipstream.generator.completions import TRAIN_STREAM, request_of
-from slipstream.generator.episodes import Episodes
+from slipstream.generator.episodes import ENVIRONMENTS, Episodes
 from slipstream.generator.evaluations import EvalJobs
 from slipstream.generator.lockstep import Agreement, LockStep
 from slipstream.generator.outgoing import Ended, Outgoing
@@ -123,8 +123,8 @@ class Generator(Executor):
     def rejoined(self, executor: str) -> None:
         """The process of rewards or environments restarted: it is told again what is open."""
         self.outgoing.rejoined(executor)
-        if self.episodes is not None:
-            self.episodes.rejoined(executor)
+        if executor == ENVIRONMENTS:
+            self.together.call(EnvironmentsLost())
 
     def close(self) -> None:
         self._ends.close()
@@ -186,6 +186,9 @@ class Generator(Executor):
                 self.outgoing.settle(message)
             case Waiting():
                 self.waits_for = message.reason
+            case EnvironmentsLost():
+                assert self.episodes is not None, "there are environments"
+                self.episodes.begin_again()
             case Wake():
                 pass  # it has done what it is for: this step
             case Stop():

@@ -154,6 +154,11 @@ class LockStep:
                 other.staged = message.version
         return has_news
 
+    def call(self, command: Message) -> None:
+        """At rank 0: let all ranks obey `command`, which nobody else has sent."""
+        if self.is_leader:
+            self._take(command)
+
     def agree(self, staged: int | None, engine: GenerationEngine) -> Agreement | None:
         """Meet the other ranks; None while asleep. `staged` is a version that lies ready here to be committed."""
         if self._group.world == 1:
@@ -224,7 +229,7 @@ class LockStep:
             return False
         if staged is None or any(other.staged != staged for other in self._others.values()):
             return False
-        self._take(Wake())
+        self.call(Wake())
         return True
 
     # Rounds

@@ -74,6 +74,8 @@ class Request:
     keep_sets: bool = False
     time_limit_s: float | None = None
     is_again: bool = False
+    num_before: int = 0
+    parks: bool = False
     goes_on: bool = False
 
     def resumed_with(self, resume: Resume) -> Request:

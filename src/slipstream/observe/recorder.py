@@ -10,8 +10,17 @@ import numpy as np
 
 from slipstream.core.clock import Clock
 from slipstream.core.jsonl import JsonlWriter, finite, read_jsonl
-from slipstream.core.run_log import Command, Decision, DecisionHead, Event, Outcome, RolloutLine, ScheduleBegan
-from slipstream.core.types import Completion, Rollout
+from slipstream.core.run_log import (
+    Command,
+    Decision,
+    DecisionHead,
+    EpisodeLine,
+    Event,
+    Outcome,
+    RolloutLine,
+    ScheduleBegan,
+)
+from slipstream.core.types import Completion, EpisodeRecord, Rollout
 
 
 class EventRecorder(JsonlWriter):
@@ -88,6 +97,20 @@ def rollout_line(rollout: Rollout) -> RolloutLine:
         started_s=completion.started_s,
         finished_s=completion.finished_s,
         scored_s=rollout.scored_s,
+        episode=None if completion.episode is None else _episode_line(completion, completion.episode),
+    )
+
+
+def _episode_line(completion: Completion, record: EpisodeRecord) -> EpisodeLine:
+    return EpisodeLine(
+        messages=record.messages,
+        turns=sum(segment.is_sampled for segment in completion.segments),
+        turn_rewards=finite(record.turn_rewards),
+        environment_s=record.environment_s,
+        tool_calls=record.num_tool_calls,
+        tool_errors=record.num_tool_errors,
+        restarts=record.num_restarts,
+        is_cut=record.is_cut,
     )
 
 

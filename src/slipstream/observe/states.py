@@ -64,6 +64,7 @@ AWAITED = {
     "wait_rewards": "rewards",
     "wait_trainer": "trainer",
     "wait_prompt": "prompts",
+    "wait_environment": "environments",
 }
 """Wait -> the side of the loop whose work would end it."""
 

@@ -1,0 +1,2 @@
+from typing import Any
+ChatMessage = dict[str, Any]
