@@ -143,6 +143,9 @@ class ScriptedGenerator:
         self._playing = []
         return exported
 
+    def release(self, stream: int, ordinal: int, sample: int) -> None:
+        """Nothing is kept between turns."""
+
     def _start(self, request: Request, now_s: float) -> _Playing:
         script = list(self._script(request))
         if not script:

@@ -13,15 +13,21 @@ under new weights. In all three cases it becomes a request that carries what it 
 that has not started, and continues with the same noise. Its prefilled keys differ from decoded ones in rounding only,
 and are made by the present weights.
 
+A request may be one turn of an episode (`Request.num_before`). Its row is freed at its end, but its keys may stay,
+parked (`parked.py`), and the next turn begins with them: it prefills what came since, from the last sampled token on,
+and all but the last token of that, as ever. Parked sessions are treated as live rows when the version changes, and are
+given up before any row is when memory is short.
+
 On a CPU a completion's tokens and logprobs depend, bit for bit, on nothing but its request and the weights: not on its
-neighbours, row, the number of rows or the budget (conditions and evidence: `kv_cache.py`, `noise.py`).
+neighbours, row, the number of rows or the budget (conditions and evidence: `kv_cache.py`, `noise.py`). Those of a later
+turn depend besides on whether its keys were parked, in rounding only.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -29,12 +35,14 @@ import torch
 from slipstream.core.clock import Clock, WallClock
 from slipstream.core.errors import ConfigError, NonFiniteError
 from slipstream.core.spans import NoSpans
-from slipstream.generator.prefixes import PrefixTable
+from slipstream.generator.parked import ParkedKeys, ParkedSessions
+from slipstream.generator.prefixes import PrefixKey, PrefixTable
 from slipstream.generator.request_queue import QueuedRequest, RequestQueue, row_states
 from slipstream.generator.requests import (
     Finished,
     KvOnUpdate,
     Request,
+    Session,
     StateSpans,
     check_request,
     extended_spans,
@@ -42,6 +50,7 @@ from slipstream.generator.requests import (
 )
 from slipstream.generator.rows import Rows
 from slipstream.generator.runner import Chunk, Prefix, RowStates, Runner
+from slipstream.generator.stats import EngineStats
 
 PREFILL_CHUNK = 512
 """Prompts longer than this are prefilled in pieces, whose places do not depend on the step's budget: so bits do not."""
@@ -49,28 +58,16 @@ ROWS_PER_REQUEST_AHEAD = 8
 """One waiting request per so many rows is prefilled before a row is free for it: a stop token may free one any time."""
 
 
-@dataclass
-class EngineStats:
-    """Cumulative. `prefilled_tokens` are those that were computed, of these `re_prefilled_tokens` not for the first
-    time; `preemptions` were for want of memory."""
-
-    generated_tokens: int = 0
-    prefilled_tokens: int = 0
-    re_prefilled_tokens: int = 0
-    prefix_hits: int = 0  # prompts found in the table of an earlier request
-    preemptions: int = 0
-    recomputed_caches: int = 0
-
-
 class Engine:
     """Decodes up to `runner.num_rows` completions at a time (see the module's docstring).
 
     `prefill_tokens` bounds the prompt tokens of one step, so that admission never stalls decoding for long; one chunk
     (`PREFILL_CHUNK`) is always made. `prefix_cache_tokens` bounds what is kept of prompts that nobody waits for any
-    more, until the version changes. `seed` is the run's.
+    more, until the version changes; `parked_tokens` bounds what is kept of episodes between their turns (None: no
+    bound). `seed` is the run's.
 
     The driver's loop: `submit` whenever there are requests; `step` until `is_idle`; between two steps `set_version`,
-    `pause_admission`, `preempt` or `export_live`.
+    `pause_admission`, `preempt` or `export_live`; `release` when an episode with parked keys has ended.
     """
 
     def __init__(
@@ -82,6 +79,7 @@ class Engine:
         prefill_tokens: int = 512,
         prefill_chunk: int = PREFILL_CHUNK,
         prefix_cache_tokens: int = 0,
+        parked_tokens: int | None = 0,
         version: int = 0,
         spans: StateSpans | None = None,
         clock: Clock | None = None,
@@ -94,7 +92,8 @@ class Engine:
         self._spans: StateSpans = spans if spans is not None else NoSpans()
         self._clock = clock if clock is not None else WallClock()
         self._stop_ids = np.unique(np.asarray(stop_token_ids, dtype=np.int64))
-        self._prefixes = PrefixTable(runner, prefix_cache_tokens)
+        self._parked = ParkedSessions(runner, parked_tokens, self.stats)
+        self._prefixes = PrefixTable(runner, prefix_cache_tokens, self._parked)
         self._queue = RequestQueue(self._prefixes, runner.num_rows)
         self._rows = Rows.empty(runner.num_rows, runner.max_len)
 
@@ -124,6 +123,16 @@ class Engine:
     def num_re_prefilled(self) -> int:
         return self.stats.re_prefilled_tokens
 
+    @property
+    def num_parked(self) -> int:
+        """Sessions whose keys are kept for their next turn; not those whose next turn has begun to be prefilled."""
+        return len(self._parked)
+
+    @property
+    def num_parked_tokens(self) -> int:
+        """Tokens of these sessions."""
+        return self._parked.num_tokens
+
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue `requests` in this order; resumed ones go before everything that has not started.
 
@@ -131,6 +140,9 @@ class Engine:
         """
         for request in requests:
             check_request(request, max_len=self.max_len)
+        for request in requests:
+            if request.num_before == 0:
+                self._parked.drop(request.session)  # the episode begins again
         self._queue.add(requests, was_live=False)
 
     def pause_admission(self, is_paused: bool) -> None:
@@ -155,17 +167,19 @@ class Engine:
 
         Tokens and behaviour logprobs stay. Live sequences keep the keys and values that old weights made
         ("keep"), or those who hold any key older than `max_kv_age` versions ("recompute": 0) leave their rows and are
-        prefilled again within the budget of the next steps, so that the others go on meanwhile. Shared prefixes are
+        prefilled again within the budget of the next steps, so that the others go on meanwhile. Parked sessions stay
+        or are forgotten by the same rule, and those are prefilled again at their next turn. Shared prefixes are
         forgotten in every case.
         """
         self.version = version
-        self._prefixes.clear()
+        oldest = {"keep": None, "recompute": version}.get(kv_on_update, version - max_kv_age)
+        self._prefixes.clear(oldest)
         rows = self._rows.live_rows
         for row in rows:
             live = self._rows.live_at(row)
             live.version_spans = extended_spans(live.version_spans, start=int(self._rows.num_new[row]), version=version)
-        if kv_on_update != "keep":
-            oldest = version if kv_on_update == "recompute" else version - max_kv_age
+        if oldest is not None:
+            self._parked.forget_older(oldest)
             stale = [row for row in rows if self._rows.live_at(row).kv_version < oldest]
             self.stats.recomputed_caches += len(stale)
             self._requeue(stale)
@@ -184,6 +198,39 @@ class Engine:
     def export_live(self) -> list[Request]:
         """Take every live completion out, resumable by `submit` here or elsewhere; by ordinal and sample."""
         return in_order([*self._queue.take_left(), *self._leave(self._rows.live_rows)])
+
+    # Turns
+
+    def release(self, stream: int, ordinal: int, sample: int) -> None:
+        """The episode has ended: forget its parked keys, if there are any. A turn that is not finished goes on, but
+        will not park."""
+        session = Session(stream, ordinal, sample)
+        self._parked.drop(session)
+        self._queue.stop_parking(session)
+        for row in self._rows.live_rows:
+            live = self._rows.live_at(row)
+            if live.request.session == session:
+                live.request = replace(live.request, parks=False)
+
+    def release_stream(self, stream: int) -> None:
+        """`release` every episode of `stream`, as when an evaluation has ended."""
+        requests = [entry.request for entry in self._queue]
+        requests += [self._rows.live_at(row).request for row in self._rows.live_rows]
+        unfinished = [request.session for request in requests if request.stream == stream and request.parks]
+        for session in {*self._parked.sessions(stream), *unfinished}:
+            self.release(*session)
+
+    def _park(self, row: int) -> bool:
+        """Free a row whose turn has finished and park its keys; False, doing nothing, if it does not or has no room."""
+        live = self._rows.live_at(row)
+        if not live.request.parks:
+            return False
+        tokens = self._rows.known_tokens(row)[:-1]
+        if not self._parked.make_room(live.request.session, len(tokens)):
+            return False
+        self._parked.put(live.request.session, ParkedKeys(tokens, self._runner.park_row(row), live.kv_version))
+        self._rows.close([row])
+        return True
 
     # Rows
 
@@ -235,7 +282,7 @@ class Engine:
         return self._choose_chunks(num_free_soon + -(-self._runner.num_rows // ROWS_PER_REQUEST_AHEAD))
 
     def _choose_chunks(self, num_wanted: int) -> list[Chunk]:
-        chunks, num_again = self._queue.choose_chunks(
+        chunks, num_again, num_missed = self._queue.choose_chunks(
             num_wanted,
             budget_tokens=self._prefill_tokens,
             chunk_tokens=self._prefill_chunk,
@@ -243,6 +290,7 @@ class Engine:
         )
         self.stats.prefilled_tokens += sum(len(chunk.tokens) for chunk in chunks)
         self.stats.re_prefilled_tokens += num_again
+        self.stats.parked_missed_tokens += num_missed
         return chunks
 
     def _admit(self) -> None:
@@ -253,7 +301,7 @@ class Engine:
 
     def _place(self, ready: list[QueuedRequest], free: list[int]) -> None:
         """Start `ready` in the first of the `free` rows, those of one prefix together; without memory they stay."""
-        members_of: dict[bytes, list[int]] = {}
+        members_of: dict[PrefixKey, list[int]] = {}
         for index, entry in enumerate(ready):
             members_of.setdefault(entry.key, []).append(index)
         states = row_states(ready, self._seed)
@@ -261,25 +309,33 @@ class Engine:
         now_s = self._clock.now_s()
         for key, members in members_of.items():
             prefix = self._prefixes[key] if key else None
-            storage = None if prefix is None else prefix.storage
+            storage, kv_version = None if prefix is None else prefix.storage, self.version
+            if prefix is not None and prefix.kv_version is not None:
+                kv_version = prefix.kv_version
             rows = [free[index] for index in members]
             num_open = self._open_rows(rows, storage, states.take(members), members_of)
             for row, index in zip(rows[:num_open], members, strict=False):
-                self._rows.start(row, ready[index].request, version=self.version, now_s=now_s)
+                request = ready[index].request
+                self._rows.start(row, request, version=self.version, kv_version=kv_version, now_s=now_s)
             started.update(members[:num_open])
             self._prefixes.unwant(key, num_open)
             if prefix is not None and num_open:
                 self.stats.prefix_hits += num_open - (not prefix.is_used)
+                self.stats.parked_hit_tokens += num_open * prefix.num_parked
                 prefix.is_used = True
         if not started and not self._rows.is_live.any():
             raise self._no_room()
         self._queue.remove([ready[index] for index in sorted(started)])
         self._prefixes.trim()
 
-    def _open_rows(self, rows: list[int], storage: Prefix | None, states: RowStates, in_use: Collection[bytes]) -> int:
+    def _open_rows(
+        self, rows: list[int], storage: Prefix | None, states: RowStates, in_use: Collection[PrefixKey]
+    ) -> int:
         """Open `rows` on one prefix, all or the first few; how many."""
         while not self._runner.open_rows(rows, storage, states):
             if self._prefixes.evict(in_use, even_wanted=False):
+                continue
+            if not self._rows.is_live.any() and self._parked.evict(even_waiting=True):
                 continue
             for count in range(len(rows)):
                 if not self._runner.open_rows([rows[count]], storage, states.take([count])):
@@ -290,13 +346,14 @@ class Engine:
     # Decoding
 
     def _make_room(self) -> None:
-        """Give every live row room for one more token: evict stored prefixes first, then preempt the youngest rows.
+        """Give every live row room for one more token: evict stored prefixes first, then parked sessions, then preempt
+        the youngest rows.
 
         A preempted request is the first in the queue, and no other passes it: it starts again once a row frees memory.
         """
         while self._runner.rows_without_room():
             num_live = self._rows.num_live
-            if self._prefixes.evict((), even_wanted=num_live == 1):
+            if self._prefixes.evict((), even_wanted=num_live == 1) or self._parked.evict(even_waiting=True):
                 continue
             if num_live == 1:
                 raise self._no_room()
@@ -332,5 +389,5 @@ class Engine:
         ended = rows.ended(live_rows, (tokens[:, None] == self._stop_ids).any(1), now_s)
         finished = [rows.finished(row, reason, now_s) for row, reason in ended]
         if finished:
-            self._close([row for row, _ in ended])
+            self._close([row for row, _ in ended if not self._park(row)])
         return finished

@@ -71,6 +71,10 @@ class SlotKV:
                 1, index, given.unsqueeze(1).expand(-1, len(slots), -1, -1, -1)
             )
 
+    def read_prefix(self, slot: int, num_tokens: int) -> PrefixKV:
+        """Return a copy of the first `num_tokens` positions of `slot`."""
+        return PrefixKV(*(stored[:, slot, :, :num_tokens].clone() for stored in (self.keys, self.values)))
+
     def swap(self, one: int, other: int, lengths: tuple[int, int]) -> None:
         """Exchange the first `lengths` positions of two slots; 0 for one that nobody reads."""
         for stored in (self.keys, self.values):

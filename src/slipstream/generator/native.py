@@ -37,6 +37,7 @@ def native_engine(
     prefill_tokens: int = 512,
     prefill_chunk: int = PREFILL_CHUNK,
     prefix_cache_tokens: int = 2048,
+    parked_tokens: int | None = 0,
     kv_bytes: int | None = None,
     is_paged: bool | None = None,
     version: int = 0,
@@ -46,7 +47,7 @@ def native_engine(
     """An engine with the runner that suits the model's device. `max_len` bounds prompt + completion in tokens.
 
     `is_paged`: pages or slots; None: pages where the model is on CUDA. `kv_bytes` bounds the keys and values in pages;
-    without, every slot has room for `max_len`, as it always has outside of pages.
+    without, every slot has room for `max_len`, as it always has outside of pages, and `parked_tokens` besides.
     """
     outside = [token for token in stop_token_ids if not 0 <= token < model.config.vocab_size]
     if outside:
@@ -54,7 +55,7 @@ def native_engine(
         raise ConfigError("stop tokens outside the vocabulary", got=outside, allowed=allowed)
     runner: Runner
     if model.cos.device.type == "cuda" if is_paged is None else is_paged:
-        runner = PagedRunner(model, num_rows=num_slots, max_len=max_len, kv_bytes=kv_bytes)
+        runner = PagedRunner(model, num_rows=num_slots, max_len=max_len, kv_bytes=kv_bytes, parked_tokens=parked_tokens)
     else:
         runner = SlotRunner(model, num_rows=num_slots, max_len=max_len)
     return Engine(
@@ -64,6 +65,7 @@ def native_engine(
         prefill_tokens=prefill_tokens,
         prefill_chunk=prefill_chunk,
         prefix_cache_tokens=prefix_cache_tokens,
+        parked_tokens=parked_tokens,
         version=version,
         spans=spans,
         clock=clock,
@@ -87,7 +89,8 @@ class NativeBackend(Backend):
     """The policy, its flat weights and an engine over it.
 
     On the device that `config` gives `replica`: on CUDA weights lie in place and keys and values in pages. `is_paged`
-    True has it so on a CPU as well, to try it.
+    True has it so on a CPU as well, to try it. `parked_tokens` bounds what each of its engines keeps of episodes
+    between their turns (None: no bound).
 
     On several ranks (`group`) this is one rank's part of all that, and the ranks call everything here that computes,
     `probe` and the steps of engines, at the same moments and in the same order (`lockstep.py`). So the probe text does
@@ -109,12 +112,13 @@ class NativeBackend(Backend):
         replica: int = 0,
         is_paged: bool | None = None,
         group: RankGroup | None = None,
+        parked_tokens: int | None = 0,
     ) -> None:
         check_device(config)
         self._group = RankGroup.alone() if group is None else group
         self.probes_prepared = self._group.world == 1
         self._config, self._stop_token_ids, self._clock = config, stop_token_ids, clock
-        self._tokenizer = tokenizer
+        self._tokenizer, self._parked_tokens = tokenizer, parked_tokens
         self._device = replica_device(config.generator, replica, torch.cuda.device_count(), self._group.rank)
         self._is_paged = self._device.type == "cuda" if is_paged is None else is_paged
         if self._device.type == "cuda":
@@ -194,6 +198,7 @@ class NativeBackend(Backend):
             prefill_tokens=self._config.generator.prefill_tokens,
             prefill_chunk=self._config.generator.prefill_chunk,
             prefix_cache_tokens=self._config.generator.prefix_cache_tokens,
+            parked_tokens=self._parked_tokens,
             kv_bytes=self._kv_bytes(),
             is_paged=self._is_paged,
             spans=spans,

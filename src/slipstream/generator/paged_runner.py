@@ -115,10 +115,11 @@ def _check_current(device: torch.device) -> None:
 class PagedRunner:
     """Implements `runner.Runner` with pages (`pages.py`) and captured steps, for a model on any device and precision.
 
-    Every row has room for `max_len` tokens, unless `num_pages` says how much there is or `kv_bytes` bounds it. New
-    weights must be copied into the tensors that the model has: on CUDA captured steps read those, and a model whose
-    tensors have moved raises WeightSyncError. Nothing here is derived from weights. `captures` False runs every step as
-    it is on CUDA too, to look for what a graph hides.
+    Every row has room for `max_len` tokens, and there is room for `parked_tokens` more (None: all that `kv_bytes` allow,
+    or else for as many again), unless `num_pages` says how much there is or `kv_bytes` bounds it. New weights must be
+    copied into the tensors that the model has: on CUDA captured steps read those, and a model whose tensors have moved
+    raises WeightSyncError. Nothing here is derived from weights. `captures` False runs every step as it is on CUDA too,
+    to look for what a graph hides.
     """
 
     joins_prefill = False  # a captured step has the shape of its rows
@@ -131,6 +132,7 @@ class PagedRunner:
         max_len: int,
         num_pages: int | None = None,
         kv_bytes: int | None = None,
+        parked_tokens: int | None = 0,
         kv_dtype: torch.dtype | None = None,
         attend: AttendPages | None = None,
         captures: bool = True,
@@ -147,6 +149,7 @@ class PagedRunner:
         kv_dtype = weight.dtype if kv_dtype is None else kv_dtype
         if num_pages is None:
             num_pages = (num_rows + 1) * (pages_of(max_len, PAGE_SIZE) + 1)
+            num_pages += num_pages if parked_tokens is None else pages_of(parked_tokens, PAGE_SIZE)
         if kv_bytes is not None:
             page_bytes = PagedKV.bytes_per_page(
                 num_layers=config.num_layers,
@@ -154,7 +157,8 @@ class PagedRunner:
                 head_dim=config.head_dim,
                 dtype=kv_dtype,
             )
-            num_pages = min(num_pages, kv_bytes // page_bytes - 1)
+            most = kv_bytes // page_bytes - 1
+            num_pages = most if parked_tokens is None else min(num_pages, most)
         self._pages = PageTable(num_pages=num_pages, page_size=PAGE_SIZE, num_rows=num_rows, max_len=max_len)
         self._kv = PagedKV(
             num_layers=config.num_layers,
@@ -192,6 +196,9 @@ class PagedRunner:
 
     def open_prefix(self, num_tokens: int) -> PagedPrefix | None:
         return self._pages.open_prefix(num_tokens)
+
+    def extend_prefix(self, prefix: Prefix, num_tokens: int) -> PagedPrefix | None:
+        return self._pages.extend_prefix(_own(prefix), num_tokens)
 
     @torch.inference_mode()
     def prefill(self, chunks: Sequence[Chunk]) -> None:
@@ -240,6 +247,13 @@ class PagedRunner:
         self._pages.close_rows(rows)
         self._rows.close(rows)
         self._plan = None
+
+    @torch.inference_mode()
+    def park_row(self, row: int) -> PagedPrefix:
+        prefix = self._pages.park_row(row)
+        self._rows.close([row])
+        self._plan = None
+        return prefix
 
     @torch.inference_mode()
     def move_rows(self, sources: Sequence[int], destinations: Sequence[int]) -> None:

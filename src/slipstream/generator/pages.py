@@ -2,7 +2,8 @@
 
 Memory is cut into pages of `page_size` tokens. A *prefix* is a list of pages; the rows that are opened on it share its
 full pages and get a copy each of the last one when that is only partly filled, so a page that somebody writes to has
-one owner. A page is free again when its last owner has let go.
+one owner. A row that ends may hand its pages to a prefix, and a prefix to a longer one. A page is free again when its
+last owner has let go.
 """
 
 from __future__ import annotations
@@ -89,6 +90,23 @@ class PageTable:
         self._prefixes.add(prefix)
         return prefix
 
+    def extend_prefix(self, prefix: PagedPrefix, num_tokens: int) -> PagedPrefix | None:
+        """The pages of `prefix` and more for `num_tokens` tokens in all; `prefix` is closed. None: too few pages.
+
+        One page more has to be free, as in `open_prefix`.
+        """
+        assert prefix in self._prefixes, "the prefix was closed"
+        assert prefix.num_tokens <= num_tokens < self.max_len, f"{prefix.num_tokens} tokens extended to {num_tokens}"
+        num_more = pages_of(num_tokens, self.page_size) - len(prefix.pages)
+        if self.num_free < num_more + 1:
+            return None
+        more = self._take(num_more)
+        assert more is not None
+        longer = PagedPrefix(num_tokens, np.concatenate([prefix.pages, more]))
+        self._prefixes.remove(prefix)
+        self._prefixes.add(longer)
+        return longer
+
     def close_prefix(self, prefix: PagedPrefix) -> None:
         """The prefix lets go of its pages; rows keep those they share."""
         self._prefixes.remove(prefix)
@@ -125,6 +143,18 @@ class PageTable:
             assert self.is_open[row], f"row {row} is closed"
             self._release(self.blocks[row, : self.num_blocks[row]])
             self._forget(row)
+
+    def park_row(self, row: int) -> PagedPrefix:
+        """Close `row`, which has stored a token at least; return a prefix that owns the pages of its tokens."""
+        length, num_blocks = int(self.lengths[row]), self.num_blocks[row]
+        assert self.is_open[row], f"row {row} is closed"
+        assert length > 0, f"row {row} has stored nothing"
+        num_pages = pages_of(length, self.page_size)
+        prefix = PagedPrefix(length, self.blocks[row, :num_pages].copy())
+        self._release(self.blocks[row, num_pages:num_blocks])
+        self._prefixes.add(prefix)
+        self._forget(row)
+        return prefix
 
     def move_rows(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
         """Open row `sources[i]` is called `destinations[i]`, a closed one, from here on; no page moves."""

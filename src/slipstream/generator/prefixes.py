@@ -1,14 +1,32 @@
-"""The prefix table: keys and values of prompts, made once for everybody who begins with the same tokens."""
+"""The prefix table: keys and values of prompts, made once for everybody who begins with the same tokens.
+
+The context of an episode's later turn is in the table too, but belongs to that turn alone: it begins with the session's
+parked keys, if there are any (`parked.py`), and is forgotten when the turn has its row.
+"""
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
+from slipstream.generator.parked import ParkedSessions
+from slipstream.generator.requests import Session
 from slipstream.generator.runner import Chunk, Prefix, Runner
+
+
+class TurnKey(NamedTuple):
+    """The key of a later turn's context."""
+
+    session: Session
+    tokens: bytes
+
+
+PrefixKey = bytes | TurnKey
+"""The bytes of a prompt's tokens, or the key of a later turn."""
 
 
 @dataclass(eq=False)
@@ -19,6 +37,9 @@ class StoredPrefix:
     storage: Prefix
     num_done: int = 0
     is_used: bool = False
+    num_parked: int = 0  # tokens whose keys were parked
+    num_lost: int = 0  # tokens whose keys had been made before, and must be made again
+    kv_version: int | None = None  # of the oldest parked key; None: all are made under the present version
 
     @property
     def is_complete(self) -> bool:
@@ -31,63 +52,96 @@ class StoredPrefix:
 
 
 class PrefixTable:
-    """Prefixes by key (the tokens' bytes), all made under one version: the engine clears the table with every swap.
+    """Prefixes by key, made under one version but for parked keys: the engine clears the table with every swap.
 
-    Requests that wait say which key they want; of prefixes that nobody wants up to `cache_tokens` tokens are kept,
-    and those used longest ago go first.
+    Requests that wait say which key they want; of prompts that nobody wants up to `cache_tokens` tokens are kept, and
+    those used longest ago go first. Of turns nothing is kept that nobody wants.
     """
 
-    def __init__(self, runner: Runner, cache_tokens: int) -> None:
-        self._runner, self._cache_tokens = runner, cache_tokens
-        self._entries: OrderedDict[bytes, StoredPrefix] = OrderedDict()  # least recently used first
-        self._wanted: Counter[bytes] = Counter()
+    def __init__(self, runner: Runner, cache_tokens: int, parked: ParkedSessions) -> None:
+        self._runner, self._cache_tokens, self._parked = runner, cache_tokens, parked
+        self._entries: OrderedDict[PrefixKey, StoredPrefix] = OrderedDict()  # least recently used first
+        self._wanted: Counter[PrefixKey] = Counter()
         self._forgotten: set[bytes] = set()  # wanted ones whose keys and values were there, in part at least
 
-    def __contains__(self, key: bytes) -> bool:
+    def __contains__(self, key: PrefixKey) -> bool:
         return key in self._entries
 
-    def __getitem__(self, key: bytes) -> StoredPrefix:
+    def __getitem__(self, key: PrefixKey) -> StoredPrefix:
         return self._entries[key]
 
-    def want(self, key: bytes) -> None:
+    def want(self, key: PrefixKey) -> None:
         """One more request waits that begins with `key`."""
         self._wanted[key] += 1
+        if isinstance(key, TurnKey):
+            self._parked.want(key.session)
 
-    def unwant(self, key: bytes, count: int = 1) -> None:
+    def unwant(self, key: PrefixKey, count: int = 1) -> None:
         """So many fewer; `trim` when done."""
+        if isinstance(key, TurnKey):
+            self._parked.unwant(key.session, count)
         self._wanted[key] -= count
         if self._wanted[key] == 0:
             del self._wanted[key]
-            self._forgotten.discard(key)
+            if isinstance(key, bytes):
+                self._forgotten.discard(key)
 
-    def was_forgotten(self, key: bytes) -> bool:
+    def was_forgotten(self, key: PrefixKey) -> bool:
         """Whether somebody who still waits for `key` has seen its prefix made before."""
         return key in self._forgotten
 
     def get_or_open(
-        self, key: bytes, context: np.ndarray, in_use: Collection[bytes], *, even_wanted: bool
+        self, key: PrefixKey, context: np.ndarray, in_use: Collection[PrefixKey], *, even_wanted: bool
     ) -> StoredPrefix | None:
         """The entry of `key`, made if need be, for which others are forgotten as in `evict`; None without memory."""
         entry = self._entries.get(key)
-        if entry is None:
-            while (storage := self._runner.open_prefix(len(context))) is None:
-                if not self.evict(in_use, even_wanted=even_wanted):
-                    return None
-            entry = self._entries[key] = StoredPrefix(context, storage)
+        session = key.session if isinstance(key, TurnKey) else None
+        while entry is None:
+            entry = self._open(session, context)
+            if entry is not None:
+                self._entries[key] = entry
+            elif not self.evict(in_use, even_wanted=even_wanted, but=session):
+                return None
         self._entries.move_to_end(key)
         return entry
 
-    def evict(self, in_use: Collection[bytes], *, even_wanted: bool) -> bool:
-        """Forget the least recently used prefix that nobody waits for, or that somebody does, but none `in_use`."""
-        for key in self._entries:
-            if key not in in_use and (even_wanted or key not in self._wanted):
-                self._forget(key)
-                return True
-        return False
+    def _open(self, session: Session | None, context: np.ndarray) -> StoredPrefix | None:
+        """A new entry, which takes over the parked keys of `session`; None without memory, and these stay then."""
+        parked = None if session is None else self._parked.find(session, context)
+        if session is None or parked is None:
+            storage = self._runner.open_prefix(len(context))
+            if storage is None:
+                return None
+            num_lost = 0 if session is None else self._parked.take_lost(session)
+            return StoredPrefix(context, storage, num_lost=num_lost)
+        storage = self._runner.extend_prefix(parked.storage, len(context))
+        if storage is None:
+            return None
+        self._parked.take(session)
+        num_parked = len(parked.tokens)
+        return StoredPrefix(context, storage, num_parked, num_parked=num_parked, kv_version=parked.kv_version)
+
+    def evict(self, in_use: Collection[PrefixKey], *, even_wanted: bool, but: Session | None = None) -> bool:
+        """Forget one thing: the least recently used prefix that nobody waits for, the longest idle session, or,
+        `even_wanted`, a session or a prefix that somebody does wait for. None that is `in_use`, nor the session `but`.
+        """
+        unused = [key for key in self._entries if key not in in_use]
+        key = next((key for key in unused if key not in self._wanted), None)
+        if key is None and self._parked.evict(even_waiting=even_wanted, but=but):
+            return True
+        if key is None and even_wanted:
+            key = next(iter(unused), None)
+        if key is None:
+            return False
+        self._forget(key)
+        return True
 
     def trim(self) -> None:
         """Keep no more of the prefixes that nobody waits for than the cache may hold."""
         unwanted = [key for key in self._entries if key not in self._wanted]
+        for key in [key for key in unwanted if isinstance(key, TurnKey)]:
+            unwanted.remove(key)
+            self._forget(key)
         num_tokens = sum(len(self._entries[key].context) for key in unwanted)
         for key in unwanted:
             if num_tokens <= self._cache_tokens:
@@ -95,13 +149,22 @@ class PrefixTable:
             num_tokens -= len(self._entries[key].context)
             self._forget(key)
 
-    def clear(self) -> None:
-        """Forget all entries: the weights have changed. Who waits goes on waiting."""
-        for key in list(self._entries):
-            self._forget(key)
+    def clear(self, oldest: int | None) -> None:
+        """Forget all entries: the weights have changed. Who waits goes on waiting.
 
-    def _forget(self, key: bytes) -> None:
+        Those that parked keys begin stay, as rows do, unless they are older than the version `oldest`, if it is given.
+        """
+        for key, entry in list(self._entries.items()):
+            if entry.kv_version is None or (oldest is not None and entry.kv_version < oldest):
+                self._forget(key)
+
+    def _forget(self, key: PrefixKey) -> None:
         entry = self._entries.pop(key)
         self._runner.close_prefix(entry.storage)
-        if key in self._wanted and entry.num_done:
+        if key not in self._wanted:
+            return
+        num_lost = max(entry.num_done, entry.num_lost)
+        if isinstance(key, TurnKey):
+            self._parked.note_lost(key.session, num_lost)
+        elif num_lost:
             self._forgotten.add(key)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
 from slipstream.generator.noise import noise_keys
-from slipstream.generator.prefixes import PrefixTable, StoredPrefix
-from slipstream.generator.requests import Request
+from slipstream.generator.prefixes import PrefixKey, PrefixTable, StoredPrefix, TurnKey
+from slipstream.generator.requests import Request, Session
 from slipstream.generator.runner import Chunk, RowStates
 
 
@@ -22,13 +23,35 @@ class QueuedRequest:
     request: Request
     context: np.ndarray  # int32: the tokens to prefill, all known ones but the last
     last_token: int
-    key: bytes
+    key: PrefixKey
     was_live: bool
+
+    @classmethod
+    def of(cls, request: Request, *, was_live: bool) -> QueuedRequest:
+        known = request.prompt_tokens.astype(np.int32)
+        if request.resume is not None:
+            known = np.concatenate([known, request.resume.tokens.astype(np.int32)])
+        context = known[:-1]
+        key = TurnKey(request.session, context.tobytes()) if request.num_before else context.tobytes()
+        return cls(request, context, int(known[-1]), key, was_live)
 
     @property
     def is_again(self) -> bool:
         """Whether its keys and values have been made before, here or elsewhere."""
-        return self.was_live or self.request.is_again or self.request.resume is not None
+        return self.request.is_again or self.has_begun
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it has had a row before, here or elsewhere."""
+        return self.was_live or self.request.resume is not None
+
+
+class Chosen(NamedTuple):
+    """Chunks; how many of their tokens are not computed for the first time, and of these, of turns to begin."""
+
+    chunks: list[Chunk]
+    num_again: int
+    num_missed: int
 
 
 class RequestQueue:
@@ -54,10 +77,7 @@ class RequestQueue:
         """Queue `requests` in this order, behind those of their kind."""
         resumed: list[QueuedRequest] = []
         for request in requests:
-            known = request.prompt_tokens.astype(np.int32)
-            if request.resume is not None:
-                known = np.concatenate([known, request.resume.tokens.astype(np.int32)])
-            entry = QueuedRequest(request, known[:-1], int(known[-1]), known[:-1].tobytes(), was_live)
+            entry = QueuedRequest.of(request, was_live=was_live)
             self._prefixes.want(entry.key)
             if request.resume is None and not was_live:
                 self._queue.append(entry)
@@ -86,6 +106,12 @@ class RequestQueue:
         self._prefixes.trim()
         return [entry.request for entry in left]
 
+    def stop_parking(self, session: Session) -> None:
+        """Let the requests of `session` no longer park."""
+        for index, entry in enumerate(self._queue):
+            if entry.request.parks and entry.request.session == session:
+                self._queue[index] = replace(entry, request=replace(entry.request, parks=False))
+
     def candidates(self) -> Iterator[QueuedRequest]:
         """Yield the requests that may start, in their order."""
         for entry in itertools.islice(self._queue, self._num_rows):
@@ -102,19 +128,17 @@ class RequestQueue:
             if self._is_ready(entry):
                 yield entry
 
-    def choose_chunks(
-        self, num_wanted: int, *, budget_tokens: int, chunk_tokens: int, even_wanted: bool
-    ) -> tuple[list[Chunk], int]:
+    def choose_chunks(self, num_wanted: int, *, budget_tokens: int, chunk_tokens: int, even_wanted: bool) -> Chosen:
         """Choose the next chunk of each prompt, oldest first, until `num_wanted` requests can start or the budget is
-        spent; count the tokens among them that are computed not for the first time.
+        spent.
 
         The first in line always gets on by a chunk, so nobody waits for ever. A chunk too long ends the budget, and a
         prompt whose turn has not come holds no memory, which rows may need. With `even_wanted`, prefixes that others
         wait for may be forgotten for it.
         """
         chunks: list[Chunk] = []
-        prefixes: dict[bytes, StoredPrefix] = {}
-        num_ready = num_again = 0
+        prefixes: dict[PrefixKey, StoredPrefix] = {}
+        num_ready = num_again = num_missed = 0
         for entry in self.candidates():
             if num_ready == num_wanted or budget_tokens <= 0:
                 break
@@ -128,10 +152,17 @@ class RequestQueue:
                     if budget_tokens >= 0 or not chunks:
                         prefix.num_done += len(chunk.tokens)
                         chunks.append(chunk)
-                        if entry.is_again or self._prefixes.was_forgotten(entry.key):
-                            num_again += len(chunk.tokens)
+                        again = self._num_again(entry, prefix, chunk)
+                        num_again += again
+                        num_missed += again if entry.request.num_before and not entry.has_begun else 0
             num_ready += self._is_ready(entry)
-        return chunks, num_again
+        return Chosen(chunks, num_again, num_missed)
+
+    def _num_again(self, entry: QueuedRequest, prefix: StoredPrefix, chunk: Chunk) -> int:
+        """Count the tokens of `chunk` whose keys and values have been made before."""
+        if entry.is_again or self._prefixes.was_forgotten(entry.key):
+            return len(chunk.tokens)
+        return min(max(0, prefix.num_lost - chunk.start), len(chunk.tokens))
 
     def _is_ready(self, entry: QueuedRequest) -> bool:
         return not entry.key or self._prefixes[entry.key].is_complete
@@ -140,11 +171,10 @@ class RequestQueue:
 def row_states(entries: Sequence[QueuedRequest], seed: int) -> RowStates:
     """Return how the rows of `entries` begin, in a run of `seed`."""
     requests = [entry.request for entry in entries]
-    resumes = [request.resume for request in requests]
     return RowStates(
         input_tokens=np.array([entry.last_token for entry in entries], dtype=np.int64),
         positions=np.array([len(entry.context) for entry in entries], dtype=np.int64),
-        num_new=np.array([0 if resume is None else len(resume.tokens) for resume in resumes], dtype=np.int64),
+        num_new=np.array([r.num_before + (len(r.resume.tokens) if r.resume else 0) for r in requests], dtype=np.int64),
         noise_keys=noise_keys(seed, [(r.stream, r.ordinal, r.sample) for r in requests]),
         temperatures=np.array([r.temperature for r in requests], dtype=np.float32),
         top_k=np.array([r.top_k for r in requests], dtype=np.int64),

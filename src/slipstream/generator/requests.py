@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -38,6 +38,14 @@ class KeptSets:
         return np.split(self.tokens, np.cumsum(self.counts)[:-1]) if len(self.counts) else []
 
 
+class Session(NamedTuple):
+    """One episode, in an engine: `sample` of group `ordinal` in `stream`."""
+
+    stream: int
+    ordinal: int
+    sample: int
+
+
 @dataclass(frozen=True, eq=False)
 class Resume:
     """The T >= 0 tokens that a request had generated when it was exported."""
@@ -51,7 +59,12 @@ class Resume:
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """One completion to generate: `sample` of group `ordinal`.
+    """One completion to generate: `sample` of group `ordinal`; or one turn of an episode.
+
+    A turn's `prompt_tokens` are the whole context, of which the last `num_before` came after the episode's prompt:
+    earlier turns and observations. The noise of its token t is that of position num_before + t, so a turn that is
+    sampled again is the same turn. With `parks` its keys stay when it has finished, for the next turn (`parked.py`).
+    One that `goes_on` follows a turn that was sampled: it goes before what is new, also while admission is paused.
 
     `max_new_tokens` counts from the completion's first token, also when resumed. `stream` separates uses that count
     ordinals on their own, so that their noise differs: 0 is training. Sampling is from softmax(logits / temperature),
@@ -77,6 +90,10 @@ class Request:
     num_before: int = 0
     parks: bool = False
     goes_on: bool = False
+
+    @property
+    def session(self) -> Session:
+        return Session(self.stream, self.ordinal, self.sample)
 
     def resumed_with(self, resume: Resume) -> Request:
         """The same request, to be continued after `resume`."""
@@ -185,12 +202,22 @@ class GenerationEngine(Protocol):
         """Take every live completion out, resumable by `submit` here or elsewhere; by ordinal and sample."""
         ...
 
+    def release(self, stream: int, ordinal: int, sample: int) -> None:
+        """The episode has ended: forget what is kept for its next turn, if anything is."""
+        ...
+
 
 def check_request(request: Request, *, max_len: int) -> None:
     """Raise ConfigError when `request` cannot be served in sequences of `max_len` tokens."""
     num_prompt = len(request.prompt_tokens)
     if num_prompt == 0:
         raise ConfigError("a prompt needs at least one token", got=f"ordinal {request.ordinal} with an empty prompt")
+    if not 0 <= request.num_before < num_prompt:
+        raise ConfigError(
+            "an episode begins with a prompt of at least one token",
+            got=f"num_before = {request.num_before} of {num_prompt} prompt tokens",
+            allowed=f"0..{num_prompt - 1}",
+        )
     if request.max_new_tokens < 1:
         raise ConfigError("max_new_tokens must be positive", got=request.max_new_tokens)
     if not (0 <= request.temperature < math.inf):

@@ -63,8 +63,8 @@ class Rows:
         assert live is not None, f"row {row} is not live"
         return live
 
-    def start(self, row: int, request: Request, *, version: int, now_s: float) -> None:
-        """Let `row` go on with `request`, whose keys are made, under the weights of `version`."""
+    def start(self, row: int, request: Request, *, version: int, kv_version: int, now_s: float) -> None:
+        """Let `row` go on with `request` under the weights of `version`; the oldest of its keys is of `kv_version`."""
         resume = request.resume
         num_new, spans, started_s = 0, [], now_s
         if resume is not None:
@@ -75,13 +75,18 @@ class Rows:
         kept = None
         if request.keep_sets:
             kept = [] if resume is None or resume.kept is None else resume.kept.rows()
-        self.live[row] = Live(request, spans, started_s, version, kept)
+        self.live[row] = Live(request, spans, started_s, kv_version, kept)
         self.is_live[row] = True
         self.num_new[row] = num_new
         self.max_new[row] = request.max_new_tokens
         self.ends_s[row] = np.inf if request.time_limit_s is None else started_s + request.time_limit_s
         self.starts[row] = self.num_starts
         self.num_starts += 1
+
+    def known_tokens(self, row: int) -> np.ndarray:
+        """int32 [n]: the prompt in `row`, and what it has sampled behind it."""
+        prompt = self.live_at(row).request.prompt_tokens.astype(np.int32)
+        return np.concatenate([prompt, self.tokens[row, : self.num_new[row]]])
 
     def append(self, rows: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray, kept: np.ndarray | None) -> None:
         """Add a token to each of `rows`, int64 [N]; `tokens` and `logprobs` are [N], `kept` as in `runner.Decoded`."""

@@ -5,7 +5,8 @@ runners stand behind this interface: `slot_runner.SlotRunner`, dense slots on a 
 `paged_runner.PagedRunner`, pages with reference counts, its decode step captured on CUDA.
 
 Words: a *row* is one sequence being decoded, at a fixed index. A *prefix* is the stored keys and values of the first
-tokens of a sequence; rows are opened on it, any number of them, and it may be closed while they live on.
+tokens of a sequence; rows are opened on it, any number of them, and it may be closed while they live on. It may grow
+into a longer one, and a row that has ended may become one.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class RowStates:
 
     input_tokens: np.ndarray  # int64: the first token to decode
     positions: np.ndarray  # int64: its position = number of tokens with stored keys
-    num_new: np.ndarray  # int64: completion tokens known so far; the noise of the next one is drawn at this index
+    num_new: np.ndarray  # int64: tokens known so far behind the prompt; the noise of the next one is of this index
     noise_keys: np.ndarray  # uint64
     temperatures: np.ndarray  # float32, 0: greedy
     top_k: np.ndarray  # int64, 0: off
@@ -116,6 +117,13 @@ class Runner(Protocol):
         """Room for a prefix; None when memory is short now (the engine tries again when something was closed)."""
         ...
 
+    def extend_prefix(self, prefix: Prefix, num_tokens: int) -> Prefix | None:
+        """Room for `num_tokens` tokens, at least as many as `prefix` has, which holds what `prefix` holds.
+
+        It takes the place of `prefix`, which is not to be used any more; None, changing nothing, without memory.
+        """
+        ...
+
     def prefill(self, chunks: Sequence[Chunk]) -> None:
         """Compute and store the chunks' keys and values under the present weights; no prefix occurs twice."""
         ...
@@ -130,6 +138,10 @@ class Runner(Protocol):
 
     def close_rows(self, rows: Sequence[int]) -> None:
         """Forget these rows; their memory is free."""
+        ...
+
+    def park_row(self, row: int) -> Prefix:
+        """Close this row; return all the keys and values it has stored, those of its tokens but the last."""
         ...
 
     def move_rows(self, sources: Sequence[int], destinations: Sequence[int]) -> None:

@@ -54,6 +54,12 @@ class SlotRunner:
         shape = (layers, heads, num_tokens, head_dim)
         return PrefixKV(torch.empty(shape), torch.empty(shape))
 
+    def extend_prefix(self, prefix: Prefix, num_tokens: int) -> PrefixKV:
+        base, longer = _own(prefix), self.open_prefix(num_tokens)
+        longer.keys[:, :, : base.num_tokens] = base.keys
+        longer.values[:, :, : base.num_tokens] = base.values
+        return longer
+
     def prefill(self, chunks: Sequence[Chunk]) -> None:
         tokens, positions, attention = _pass_over(chunks)
         self._model.prefill(tokens, positions, attention)
@@ -81,6 +87,12 @@ class SlotRunner:
         self._advance[slots] = 0
         self._steps_settled = 0
         self._states.put(slots, CLOSED)
+
+    def park_row(self, row: int) -> PrefixKV:
+        slot = int(self._slot_of[row])
+        prefix = self._kv.read_prefix(slot, int(self._states.positions[slot]))
+        self.close_rows([row])
+        return prefix
 
     def move_rows(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
         here, there = list(sources), list(destinations)

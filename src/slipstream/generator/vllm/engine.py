@@ -188,6 +188,9 @@ class VLLMEngine:
         lives, self._live = list(self._live.values()), {}
         return in_order(live.request.resumed_with(live.resume) for live in lives)
 
+    def release(self, stream: int, ordinal: int, sample: int) -> None:
+        """Nothing: vLLM finds a turn's context in its prefix cache, which evicts by itself what is used no more."""
+
     # Weights
 
     def push(self) -> None:
@@ -306,7 +309,10 @@ class VLLMEngine:
         return _Live(request, resume.started_s, len(tokens), tokens, logprobs, versions)
 
     def _job(self, live: _Live) -> protocol.SamplingJob:
-        """Register `live` under a new id; its next token is drawn with noise of its own, whatever came before."""
+        """Register `live` under a new id; its next token is drawn with noise of its own, whatever came before.
+
+        In a later turn too: the seed is of the first token's place in the whole episode.
+        """
         request, live.first = live.request, len(live.tokens)
         if live.tokens or request.is_again:
             self.num_re_prefilled += len(request.prompt_tokens) + live.first
@@ -321,7 +327,7 @@ class VLLMEngine:
             top_k=request.top_k,
             top_p=request.top_p,
             min_p=request.min_p,
-            seed=noise_key(key, live.first, 0, 0) >> 1,
+            seed=noise_key(key, request.num_before + live.first, 0, 0) >> 1,
         )
 
     def _submit(self, jobs: list[protocol.SamplingJob]) -> None:
