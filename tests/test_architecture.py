@@ -1,6 +1,6 @@
 """The architecture as a test: who may import whom, and what may not be in the library at all.
 
-core < algorithms, models, observe < nodes and edges < evals < controller < plan < stages
+core < algorithms, jail, models, observe < nodes and edges < evals < controller < plan < stages
      < api, doctor, flags, jobs, launch < cli < __main__
 """
 
@@ -19,7 +19,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "src" / "slipstream"
 LOOP = ("prompts", "generator", "rewards", "batching", "trainer", "weight_sync")
 LAYERS = (
     ("core",),
-    ("algorithms", "models", "observe"),
+    ("algorithms", "jail", "models", "observe"),
     LOOP,
     ("evals",),
     ("controller",),
@@ -152,7 +152,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 60_050
+MAX_LINES = 60_200
 MAX_LINES_OF_SPINE = 1_600
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -170,12 +170,13 @@ MAX_LINES_OF_FOLDER = {
     "core": 8_100,
     "evals": 1_350,
     "generator": 6_200,
+    "jail": 980,
     "jobs": 500,
     "models": 5_250,
     "observe": 9_260,
     "plan": 5_800,
     "prompts": 1_150,
-    "rewards": 3_980,
+    "rewards": 3_170,
     "stages": 2_285,
     "trainer": 4_110,
     "weight_sync": 3_300,

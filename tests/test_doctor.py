@@ -6,9 +6,9 @@ import msgspec
 from rich.console import Console
 
 from slipstream.doctor import Findings, features, render
+from slipstream.jail.isolation import BARRIERS
 from slipstream.observe.hardware import Hardware
 from slipstream.observe.summary import versions
-from slipstream.rewards.isolation import BARRIERS
 
 HARDWARE = Hardware(
     cpu="some",

@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from slipstream.jail.isolation import REQUIRED_FOR_UNSAFE
 from slipstream.observe.hardware import Hardware, describe
 from slipstream.observe.summary import Versions, versions
 from slipstream.rewards.checks import isolation_report
-from slipstream.rewards.isolation import REQUIRED_FOR_UNSAFE
 
 QUICKSTART_BYTES = 3 * 4 * 4_000_000  # three fp32 copies of 4 M parameters: what its weight segment takes at most
 

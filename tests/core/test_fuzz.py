@@ -18,6 +18,7 @@ from slipstream.core.addresses import StoreAddresses
 from slipstream.core.errors import ChannelError, ConfigError, SlipstreamError
 from slipstream.core.keys import RunKeys
 from slipstream.generator.vllm import protocol as vllm
+from slipstream.jail import protocol as jail
 from slipstream.rewards import protocol as rewards
 from slipstream.weight_sync.delta import apply_changes, changes_of
 
@@ -118,8 +119,8 @@ def test_a_frame_of_vllm_or_a_refusal(data: bytes) -> None:
 
 
 RESULTS = [
-    rewards.frame(rewards.JobResult(job_id=7, parts=[1.0, None])),
-    rewards.frame(rewards.WorkerReady(isolation=["files"])),
+    jail.frame(rewards.JobResult(job_id=7, parts=[1.0, None])),
+    jail.frame(jail.WorkerReady(isolation=["files"])),
 ]
 
 
@@ -127,7 +128,7 @@ RESULTS = [
 @given(st.lists(mutated(RESULTS), max_size=3), st.integers(1, 40))
 def test_a_worker_that_lies_is_bounded(chunks: list[bytes], size: int) -> None:
     data = b"".join(chunks)
-    reader = rewards.FrameReader(256)
+    reader = jail.FrameReader(256)
     decoder = msgspec.msgpack.Decoder(rewards.FromWorker, strict=True)
     try:
         for start in range(0, len(data), size):

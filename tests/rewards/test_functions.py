@@ -15,6 +15,7 @@ import reasoning_gym
 from slipstream.core.clock import VirtualClock
 from slipstream.core.errors import ConfigError
 from slipstream.core.sections import RewardsConfig, RewardTerm, TaskConfig
+from slipstream.jail.isolation import BARRIERS
 from slipstream.rewards.calls import Scoring, call_function
 from slipstream.rewards.checks import check_isolation, check_rewards, setup_of, unsafe_verifiers
 from slipstream.rewards.functions import (
@@ -27,7 +28,6 @@ from slipstream.rewards.functions import (
     weighted_sum,
 )
 from slipstream.rewards.inline import CallableScorer
-from slipstream.rewards.isolation import BARRIERS
 from slipstream.rewards.pool import ScoredJob
 from slipstream.rewards.protocol import RewardJob, Task, Term
 

@@ -18,10 +18,10 @@ from reward_jobs import GENEROUS_S, HERE, job, run_jobs
 
 from slipstream.core.clock import VirtualClock
 from slipstream.core.errors import ConfigError
+from slipstream.jail.isolation import BARRIERS
 from slipstream.rewards.checks import isolation_report
-from slipstream.rewards.isolation import BARRIERS
 from slipstream.rewards.pool import ScoringPool
-from slipstream.rewards.protocol import FrameReader, Task
+from slipstream.rewards.protocol import Task
 
 ATTACK = (f"{HERE / 'hostile_verifiers.py'}:attack", {})
 MakePool = Callable[..., ScoringPool]
@@ -282,16 +282,6 @@ def test_a_broken_reward_function_is_an_error_before_anything_starts(make_pool: 
         make_pool((f"{broken}:f", {}))
     with pytest.raises(ConfigError, match="did you mean 'attack'"):
         make_pool((ATTACK[0].replace(":attack", ":atack"), {}))
-
-
-def test_frames_are_bounded() -> None:
-    reader = FrameReader(16)
-    assert list(reader.feed(b"\x02\x00\x00\x00a")) == []
-    assert list(reader.feed(b"b\x00\x00\x00\x00")) == [b"ab", b""]
-    bodies = reader.feed(b"\x01\x00\x00\x00c\xff\xff\x00\x00")
-    assert next(bodies) == b"c"
-    with pytest.raises(ValueError, match="at most 16"):
-        next(bodies)
 
 
 @pytest.mark.timeout(120)  # where it was blocked, nothing else would end it

@@ -9,8 +9,6 @@ import asyncio
 import importlib
 import inspect
 import sys
-import sysconfig
-import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,15 +17,14 @@ from typing import Any, SupportsFloat
 
 from slipstream.core.errors import ConfigError, did_you_mean
 from slipstream.core.plain import shortened, shown
-from slipstream.rewards.protocol import MAX_ERROR_CHARS, AnyJob, JobResult, Per, RewardGroupJob, RewardJob, Term
+from slipstream.jail.described import describe
+from slipstream.rewards.protocol import AnyJob, JobResult, Per, RewardGroupJob, RewardJob, Term
 from slipstream.rewards.user_functions import GIVEN, place_of
 
 Scores = Callable[[Sequence[RewardJob]], list[float | None]]
 """Jobs to score together, one or those of a group; a number or None for each."""
 
 _MAX_SHOWN = 80  # characters of a value in an error
-_OURS = str(Path(__file__).parents[1])
-_INSTALLED = {"site-packages", "dist-packages"}
 
 
 @dataclass(frozen=True)
@@ -109,22 +106,6 @@ def _brief(value: Any) -> str:
 
 async def _awaited(awaitable: Any) -> Any:
     return await awaitable
-
-
-def describe(error: BaseException) -> str:
-    """Type, message and place of an error: the innermost line that is of no library, else the innermost of all."""
-    frames = [
-        (Path(frame.f_code.co_filename), line)
-        for frame, line in traceback.walk_tb(error.__traceback__)
-        if not frame.f_code.co_filename.startswith(("<", _OURS))
-    ]
-    library = sysconfig.get_path("stdlib")
-    own = [place for place in frames if not (_INSTALLED & {*place[0].parts} or str(place[0]).startswith(library))]
-    text = f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]
-    if not frames:
-        return text
-    path, line = (own or frames)[-1]
-    return f"{text} ({path.name}, line {line})"
 
 
 def import_function(term: Term) -> Callable[..., Any]:

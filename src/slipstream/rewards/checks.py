@@ -10,9 +10,9 @@ import msgspec
 from slipstream.core.errors import ConfigError
 from slipstream.core.sections import RewardsConfig, TaskConfig, names_of
 from slipstream.core.types import Prompt
+from slipstream.jail.isolation import BARRIERS, REQUIRED_FOR_UNSAFE
 from slipstream.rewards.functions import BUILTINS, UNSAFE_VERIFIERS, make_term
 from slipstream.rewards.given import check_given, is_from_python
-from slipstream.rewards.isolation import BARRIERS, REQUIRED_FOR_UNSAFE
 from slipstream.rewards.pool import ScoringPool
 from slipstream.rewards.protocol import Task, Term, WorkerSetup
 

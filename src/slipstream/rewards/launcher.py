@@ -24,7 +24,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import NoReturn
 
-from slipstream.rewards import isolation, jailed
+from slipstream.jail import isolation
+from slipstream.rewards import jailed
 
 REQUEST = struct.Struct("<BdQQ")  # what, seconds, bytes of memory, bytes of a file
 REPLY = struct.Struct("<ib")  # exit code or minus the signal, whether it was too late

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import selectors
-import sys
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from slipstream.core.clock import Clock, WallClock
 from slipstream.core.errors import ConfigError, ExecutorDied
 from slipstream.core.scratch import sweep
+from slipstream.jail.protocol import MAX_ERROR_CHARS, SetupFailed, TriedNetwork, WorkerReady
+from slipstream.jail.sandbox import JailedWorker, Permissions, WorkerKind, nested_selector
 from slipstream.rewards.protocol import (
-    MAX_ERROR_CHARS,
+    MAX_RESULT_BYTES,
     AnyJob,
     Began,
+    FromWorker,
     JobResult,
     RewardGroupJob,
-    SetupFailed,
-    TriedNetwork,
-    WorkerReady,
     WorkerSetup,
 )
-from slipstream.rewards.sandbox import RewardWorker
 
 _MAX_BATCH = 64  # jobs sent to a worker together; each still has the deadline of its own
 _QUICK_S = 2e-3  # jobs that take longer, on average, are sent one by one: so they spread over the workers
@@ -33,11 +34,12 @@ NO_NETWORK = (
     "as a Python function"
 )
 
-
-if sys.platform == "linux":
-    _nested_selector = selectors.EpollSelector
-else:
-    _nested_selector = selectors.KqueueSelector
+_KIND: WorkerKind[FromWorker] = WorkerKind(
+    module="slipstream.rewards.worker",
+    scratch="reward",
+    decoder=msgspec.msgpack.Decoder(FromWorker, strict=True),
+    max_bytes=MAX_RESULT_BYTES,
+)
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class ScoredJob:
 class _Slot:
     """A worker, the jobs it has in order, and when the first of them is overdue; which term that has reached."""
 
-    worker: RewardWorker
+    worker: JailedWorker[FromWorker]
     deadline_s: float
     is_ready: bool = False
     jobs: deque[AnyJob] = field(default_factory=deque)
@@ -82,10 +84,10 @@ class ScoringPool:
         num_spares: int = 1,
     ) -> None:
         self._setup = setup
-        self._private = private
+        self._permissions = _permissions(setup, private)
         self._clock = clock or WallClock()
         self._num_workers = num_workers
-        self._selector = _nested_selector()
+        self._selector = nested_selector()
         self._waiting: deque[AnyJob] = deque()
         self._suspects: set[int] = set()  # ids of jobs that go to a worker alone; they are the first of those waiting
         self._done: list[ScoredJob] = []
@@ -138,7 +140,8 @@ class ScoringPool:
         self._selector.close()
 
     def _start(self) -> None:
-        slot = _Slot(RewardWorker(self._setup, private=self._private), deadline_s=self._clock.now_s() + _START_S)
+        worker = JailedWorker(_KIND, self._setup, self._permissions)
+        slot = _Slot(worker, deadline_s=self._clock.now_s() + _START_S)
         self._slots.append(slot)
         self._selector.register(slot.worker, selectors.EVENT_READ | selectors.EVENT_WRITE, slot)
 
@@ -253,6 +256,16 @@ class ScoringPool:
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if slot.worker.has_unsent else 0)
         if self._selector.get_key(slot.worker).events != events:
             self._selector.modify(slot.worker, events, slot)
+
+
+def _permissions(setup: WorkerSetup, private: Sequence[str]) -> Permissions:
+    return Permissions(
+        private=private,
+        folders=[os.path.dirname(t.function.rpartition(":")[0]) for t in setup.terms if t.source is not None],
+        environment=setup.environment,
+        allow_network=setup.allow_network,
+        has_helper=any(term.function == "code" for term in setup.terms),
+    )
 
 
 def _explained(failure: str, slot: _Slot) -> str:

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.core.lifeline import die_with_parent
-from slipstream.rewards import seccomp
+from slipstream.jail import seccomp
 
 BARRIERS = ("network", "processes", "files", "user", "privileges", "limits", "syscalls")
 REQUIRED_FOR_UNSAFE = frozenset({"network", "processes", "user", "privileges", "limits"})
@@ -45,8 +45,8 @@ _CAPABILITY_VERSION_3 = 0x20080522
 # Far from accounts; of its own per worker, so that process limits count its processes only, and for its programs.
 _FIRST_WORKER_UID, _FIRST_PROGRAM_UID = 2_000_000_000, 2_100_000_000
 _NOBODY = 65534
-_MAX_PROCESSES = 64
-_MAX_OPEN_FILES = 256
+MAX_PROCESSES = 64
+MAX_OPEN_FILES = 256
 _MAX_FILE_BYTES = 16 << 20
 _SCRATCH_BYTES = 64 << 20
 
@@ -298,17 +298,24 @@ def drop_privileges(worker_uid: int | None, *, is_user_namespace: bool) -> list[
 
 
 def limit_resources(
-    memory_bytes: int, *, is_own_user: bool, used_bytes: int | None = None, file_bytes: int = _MAX_FILE_BYTES
+    memory_bytes: int,
+    *,
+    is_own_user: bool,
+    used_bytes: int | None = None,
+    file_bytes: int = _MAX_FILE_BYTES,
+    open_files: int = MAX_OPEN_FILES,
+    num_processes: int = MAX_PROCESSES,
 ) -> None:
     """Bound this process and its children; the address space to what it uses now and `memory_bytes` more.
 
-    The number of processes is counted per user, so it is bounded only for a user of the worker's own.
+    The number of processes, threads included, is counted per user, so it is bounded only for a user of the worker's
+    own.
     """
     _set_limit(resource.RLIMIT_CORE, 0)
     _set_limit(resource.RLIMIT_FSIZE, file_bytes)
-    _set_limit(resource.RLIMIT_NOFILE, _MAX_OPEN_FILES)
+    _set_limit(resource.RLIMIT_NOFILE, open_files)
     if is_own_user:
-        _set_limit(resource.RLIMIT_NPROC, _MAX_PROCESSES)
+        _set_limit(resource.RLIMIT_NPROC, num_processes)
     _set_limit(resource.RLIMIT_AS, (address_space_bytes() if used_bytes is None else used_bytes) + memory_bytes)
 
 

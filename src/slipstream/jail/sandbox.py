@@ -1,26 +1,66 @@
-"""The trusted end of a reward worker: start it, feed it, read it with suspicion, kill it."""
+"""The trusted end of a jailed worker: start it, feed it, read it with suspicion, kill it."""
 
 from __future__ import annotations
 
 import os
+import selectors
 import shutil
 import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from slipstream.core.scratch import make_claimed
-from slipstream.rewards.protocol import MAX_RESULT_BYTES, AnyJob, FrameReader, FromWorker, WorkerSetup, frame
-from slipstream.rewards.worker import WorkerLayout
+from slipstream.jail.confinement import WorkerLayout
+from slipstream.jail.protocol import FrameReader, frame
 
 _KEEPER_GRACE_S = 5.0  # the keeper needs milliseconds to kill what is below it
 _CAUSE_S = 0.5
 _MAX_READ_BYTES = 1 << 20  # read from one worker between two looks at the others
 
-_decoder = msgspec.msgpack.Decoder(FromWorker, strict=True)
+Message = TypeVar("Message")
+"""A union of the structs that a kind of worker sends."""
+
+if sys.platform == "linux":
+    nested_selector = selectors.EpollSelector
+else:
+    nested_selector = selectors.KqueueSelector
+"""A selector with a descriptor of its own, which another selector can wait for."""
+
+
+@dataclass(frozen=True)
+class WorkerKind(Generic[Message]):
+    """A kind of worker: `module` is run as `python -m`, and calls `confinement.keep`.
+
+    `scratch` is part of the names of its folders; `decoder` decodes strictly; a frame of more than `max_bytes` is an
+    attack or a bug.
+    """
+
+    module: str
+    scratch: str
+    decoder: msgspec.msgpack.Decoder[Message]
+    max_bytes: int
+
+
+@dataclass(frozen=True)
+class Permissions:
+    """The rights of a worker beyond its scratch folder and this interpreter's modules.
+
+    `private` folders are empty for it, where files are confined, as are home folders and those shared by all;
+    `folders` are searched for modules; `environment` names variables that it gets besides its own; `has_helper` starts
+    the helper process of its kind.
+    """
+
+    private: Sequence[str] = ()
+    folders: Sequence[str] = ()
+    environment: Sequence[str] = ()
+    allow_network: bool = False
+    has_helper: bool = False
 
 
 def _environment(also: Sequence[str]) -> dict[str, str]:
@@ -38,31 +78,30 @@ def _environment(also: Sequence[str]) -> dict[str, str]:
     }
 
 
-class RewardWorker:
+class JailedWorker(Generic[Message]):
     """One worker process and its connection. Nothing here blocks, except `close` for the keeper's few milliseconds.
 
-    `private` folders are empty for it, where files are confined, as are home folders and those shared by all.
+    `setup` is the first frame that the worker gets.
     """
 
-    def __init__(self, setup: WorkerSetup, *, private: Sequence[str] = ()) -> None:
+    def __init__(self, kind: WorkerKind[Message], setup: msgspec.Struct, permissions: Permissions) -> None:
         ours, theirs = socket.socketpair()
-        folder, self._claim = make_claimed("reward")
+        folder, self._claim = make_claimed(kind.scratch)
         self._scratch = str(folder)
-        environment = _environment(setup.environment) | {"HOME": self._scratch, "TMPDIR": self._scratch}
-        folders = [os.path.dirname(t.function.rpartition(":")[0]) for t in setup.terms if t.source is not None]
-        sys_path = [os.path.abspath(path) for path in [*sys.path, os.getcwd(), *folders]]
+        environment = _environment(permissions.environment) | {"HOME": self._scratch, "TMPDIR": self._scratch}
+        sys_path = [os.path.abspath(path) for path in [*sys.path, os.getcwd(), *permissions.folders]]
         home = os.path.expanduser("~")  # may be another folder than the account's
         layout = WorkerLayout(
             scratch=self._scratch,
             sys_path=list(dict.fromkeys(sys_path)),
-            private=[home, *map(os.path.abspath, private)],
-            runs_programs=any(term.function == "code" for term in setup.terms),
-            allow_network=setup.allow_network,
+            private=[home, *map(os.path.abspath, permissions.private)],
+            has_helper=permissions.has_helper,
+            allow_network=permissions.allow_network,
         )
         told = msgspec.json.encode(layout).decode()
         with theirs:
             self._keeper = subprocess.Popen(
-                [sys.executable, "-m", "slipstream.rewards.worker", str(theirs.fileno()), told],
+                [sys.executable, "-m", kind.module, str(theirs.fileno()), told],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -73,7 +112,8 @@ class RewardWorker:
             )
         ours.setblocking(False)
         self._socket = ours
-        self._reader = FrameReader(MAX_RESULT_BYTES)
+        self._decoder = kind.decoder
+        self._reader = FrameReader(kind.max_bytes)
         self._unsent = bytearray(frame(setup))
         self.failure: str | None = None
 
@@ -88,9 +128,9 @@ class RewardWorker:
     def has_unsent(self) -> bool:
         return bool(self._unsent)
 
-    def send(self, jobs: list[AnyJob]) -> None:
-        """Queue one list of jobs; `flush` moves it."""
-        self._unsent += frame(jobs)
+    def send(self, messages: Sequence[Any]) -> None:
+        """Queue one list of messages; `flush` moves it."""
+        self._unsent += frame(list(messages))
         self.flush()
 
     def flush(self) -> None:
@@ -105,9 +145,9 @@ class RewardWorker:
                 return
             del self._unsent[:sent]
 
-    def receive(self) -> list[FromWorker]:
+    def receive(self) -> list[Message]:
         """Messages that are there now. After the last one of a worker that ended or misbehaved, `failure` is set."""
-        messages: list[FromWorker] = []
+        messages: list[Message] = []
         num_bytes = 0
         while num_bytes < _MAX_READ_BYTES and self.failure is None:
             try:
@@ -121,7 +161,7 @@ class RewardWorker:
             num_bytes += len(data)
             try:
                 for body in self._reader.feed(data):
-                    messages.append(_decoder.decode(body))
+                    messages.append(self._decoder.decode(body))
             except (msgspec.MsgspecError, ValueError, RecursionError) as error:
                 self.failure = f"worker sent bad output: {error}"[:200]
         return messages
@@ -140,7 +180,7 @@ class RewardWorker:
         os.close(self._claim)
 
     def _cause(self) -> str:
-        """Return how the scorer ended; the keeper outlives it by milliseconds and passes its exit code on."""
+        """Return how the worker ended; the keeper outlives it by milliseconds and passes its exit code on."""
         try:
             code = self._keeper.wait(timeout=_CAUSE_S)
         except subprocess.TimeoutExpired:
