@@ -66,6 +66,7 @@ def test_generator_and_rewards_are_killed_and_the_run_goes_on(tiny, tmp_path):
         os.kill(executors[victim], signal.SIGKILL)
     summary = finished(process, tmp_path / "run", steps=12)
     assert summary["restarts"] == {"generator-0": 1, "rewards": 1}
+    assert summary["accounting"]["controller"]["replace"] > 0, "what the system takes for that is not the loop's"
     for victim in ("generator-0", "rewards"):
         assert f"{victim} was lost: killed by SIGKILL" in summary["output"]
         assert f"{victim} has joined (incarnation 2)" in summary["output"]

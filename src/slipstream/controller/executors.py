@@ -317,10 +317,11 @@ class Executors:
         group = split_rank_name(executor)[0]
         node = self._nodes[group]
         tail = self._children[executor].log_tail() if executor in self._children else ""
-        for member in node.members:
-            if (child := self._children.pop(member, None)) is not None:
-                child.kill()
-            self._suspects.pop(member, None)
+        with self._spans.span("replace"):
+            for member in node.members:
+                if (child := self._children.pop(member, None)) is not None:
+                    child.kill()
+                self._suspects.pop(member, None)
         self._coming.pop(group, None)
         self._spans.instant("lost", executor=executor, why=why)
         what = f"the process of '{executor}' ended" if has_ended else f"'{executor}' was lost"
@@ -411,7 +412,8 @@ class Executors:
         self._incarnations[node.name] += 1
         self._coming[node.name] = self._clock.now_s() + self._patience.start_s
         self._spans.instant("started again", executor=node.name, incarnation=self._incarnations[node.name])
-        self._start(node)
+        with self._spans.span("replace"):
+            self._start(node)
 
     def _end_children(self) -> None:
         deadline_s = self._clock.now_s() + LET_GO_DEADLINE_S
