@@ -1,2 +1,0 @@
-from typing import Any
-Chat = Any

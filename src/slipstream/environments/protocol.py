@@ -1,2 +1,0 @@
-from typing import Any
-ChatMessage = dict[str, Any]
