@@ -6,28 +6,20 @@ Used on both sides of the sandbox: by workers, and for functions of the caller's
 from __future__ import annotations
 
 import asyncio
-import importlib
 import inspect
-import sys
-import sysconfig
-import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from pathlib import Path
-from types import ModuleType
 from typing import Any, SupportsFloat
 
-from slipstream.core.errors import ConfigError, did_you_mean
 from slipstream.core.plain import shortened, shown
-from slipstream.rewards.protocol import MAX_ERROR_CHARS, AnyJob, JobResult, Per, RewardGroupJob, RewardJob, Term
-from slipstream.rewards.user_functions import GIVEN, place_of
+from slipstream.core.user_code import describe, member, module_of, place_of
+from slipstream.rewards.protocol import AnyJob, JobResult, Per, RewardGroupJob, RewardJob, Term
+from slipstream.rewards.user_functions import GIVEN
 
 Scores = Callable[[Sequence[RewardJob]], list[float | None]]
 """Jobs to score together, one or those of a group; a number or None for each."""
 
 _MAX_SHOWN = 80  # characters of a value in an error
-_OURS = str(Path(__file__).parents[1])
-_INSTALLED = {"site-packages", "dist-packages"}
 
 
 @dataclass(frozen=True)
@@ -109,41 +101,7 @@ async def _awaited(awaitable: Any) -> Any:
     return await awaitable
 
 
-def describe(error: BaseException) -> str:
-    """Type, message and place of an error: the innermost line that is of no library, else the innermost of all."""
-    frames = [
-        (Path(frame.f_code.co_filename), line)
-        for frame, line in traceback.walk_tb(error.__traceback__)
-        if not frame.f_code.co_filename.startswith(("<", _OURS))
-    ]
-    library = sysconfig.get_path("stdlib")
-    own = [place for place in frames if not (_INSTALLED & {*place[0].parts} or str(place[0]).startswith(library))]
-    text = f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]
-    if not frames:
-        return text
-    path, line = (own or frames)[-1]
-    return f"{text} ({path.name}, line {line})"
-
-
 def import_function(term: Term) -> Callable[..., Any]:
     """The function behind 'module:function' or 'file.py:function'. ConfigError where there is none."""
     location, _, name = term.function.rpartition(":")
-    module = importlib.import_module(location) if term.source is None else _module_of(location, term.source)
-    functions = {key: value for key, value in vars(module).items() if callable(value)}
-    if name not in functions:
-        raise ConfigError(
-            f"'{location}' has no function '{name}'",
-            allowed=", ".join(key for key in functions if not key.startswith("_")),
-            hint=did_you_mean(name, functions),
-        )
-    function: Callable[..., Any] = functions[name]
-    return function
-
-
-def _module_of(location: str, source: str) -> ModuleType:
-    """The module that running `source`, the user's own file, makes."""
-    module = ModuleType(f"slipstream_user_{Path(location).stem}")
-    module.__file__ = location
-    sys.modules[module.__name__] = module
-    exec(compile(source, location, "exec"), vars(module))
-    return module
+    return member(module_of(location, term.source), location, name)

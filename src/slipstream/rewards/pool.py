@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from slipstream.core.clock import Clock, WallClock
 from slipstream.core.errors import ConfigError, ExecutorDied
 from slipstream.core.scratch import sweep
+from slipstream.core.user_code import MAX_ERROR_CHARS
 from slipstream.rewards.protocol import (
-    MAX_ERROR_CHARS,
     AnyJob,
     Began,
     JobResult,

@@ -9,7 +9,6 @@ from typing import Any, Literal
 import msgspec
 
 MAX_RESULT_BYTES = 64 * 1024  # a larger frame from a worker is an attack or a bug: the worker is killed
-MAX_ERROR_CHARS = 500
 
 Per = Literal["completion", "group"]
 

@@ -26,12 +26,12 @@ import msgspec
 
 from slipstream.core.errors import SlipstreamError
 from slipstream.core.lifeline import die_with_parent
+from slipstream.core.user_code import MAX_ERROR_CHARS, describe
 from slipstream.rewards import isolation, launcher
-from slipstream.rewards.calls import Scoring, answer, describe
+from slipstream.rewards.calls import Scoring, answer
 from slipstream.rewards.code import Programs
 from slipstream.rewards.functions import build_scoring
 from slipstream.rewards.protocol import (
-    MAX_ERROR_CHARS,
     AnyJob,
     Began,
     FrameReader,
