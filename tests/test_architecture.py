@@ -152,7 +152,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 61_500
+MAX_LINES = 61_520
 MAX_LINES_OF_SPINE = 1_600
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -168,7 +168,7 @@ MAX_LINES_OF_FOLDER = {
     "batching": 350,
     "controller": 5_300,
     "core": 8_260,
-    "environments": 1_440,
+    "environments": 1_460,
     "evals": 1_350,
     "generator": 6_200,
     "jobs": 500,

@@ -106,6 +106,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"kind": "factory", "path": "guess"}, "'guess' is no TRL environment"),
     ({"kind": "class", "path": "gess"}, "did you mean 'guess'"),
     ({"kind": "class", "path": "nowhere.py:Maze"}, "no such file"),
+    ({"kind": "class", "path": "~nobody-of-this-name/maze.py:Maze"}, "no such file"),
+    ({"kind": "class", "path": f"{'m' * 300}.py:Maze"}, "no such file"),
     ({"kind": "class", "path": "nowhere.at.all:Maze"}, "there is no module 'nowhere.at.all'"),
     ({"kind": "class", "path": f"{FILE}:"}, "no path to a class"),
     ({"kind": "class", "path": f"{FILE}:Mase"}, "has no class 'Mase'(.|\n)*did you mean 'Maze'"),
@@ -129,6 +131,7 @@ def test_what_the_text_shows_is_refused_before_an_import(fields: dict[str, Any],
         ({"kind": "class", "path": f"{FILE}:Maze", "params": {"siz": 3}}, "no parameter 'siz'(.|\n)*mean 'size'"),
         ({"kind": "class", "path": f"{FILE}:Counter"}, "no method 'step'(.|\n)*kind = 'factory'"),
         ({"kind": "class", "path": f"{FILE}:NoReset"}, "no method 'reset'"),
+        ({"kind": "class", "path": "slipstream.environments.protocol:Environment"}, "no method 'step'"),
         ({"kind": "factory", "path": f"{FILE}:NoReset"}, "has no method 'reset'"),
         ({"kind": "factory", "path": f"{FILE}:BadTool"}, "tool 'move' has type hints"),
         ({"kind": "factory", "path": f"{FILE}:Broken"}, r"OSError: no such server \(user_environments.py, line"),
@@ -155,4 +158,7 @@ def test_a_file_that_cannot_be_imported(tmp_path: Path) -> None:
             load(source)
     file.write_text("class Maze")
     with pytest.raises(ConfigError, match=r"broken.py is no Python(.|\n)*line 1"):
+        make_source("class", f"{file}:Maze")
+    file.write_bytes(b"# coding: latin-1\n# caf\xe9\nclass Maze: ...\n")
+    with pytest.raises(ConfigError, match=r"broken.py is not in UTF-8"):
         make_source("class", f"{file}:Maze")

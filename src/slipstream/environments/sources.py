@@ -22,6 +22,7 @@ import msgspec
 
 from slipstream.core.errors import ConfigError, did_you_mean
 from slipstream.core.user_code import defined, describe, member, module_of
+from slipstream.environments.protocol import Environment
 from slipstream.environments.tools import ToolEnvironment, tool_of
 from slipstream.environments.trl import FactoryEnvironment
 
@@ -98,7 +99,7 @@ def _checked(path: str, kind: str, texts: dict[str, str]) -> str:
             allowed=_FORMS + ("" if kind == "tools" else f", or {', '.join(SHIPPED)}"),
             hint=did_you_mean(path, SHIPPED),
         )
-    if location.endswith(".py") and not Path(location).expanduser().is_file():
+    if location.endswith(".py") and not _is_file(location):
         raise ConfigError(f"{what} '{path}': there is no such file", got=location, allowed=_FORMS)
     found = defined(path, what=what, kind=noun)
     if found is not None:
@@ -115,8 +116,18 @@ def _checked(path: str, kind: str, texts: dict[str, str]) -> str:
     if not location.endswith(".py"):
         return path
     file = Path(location).expanduser().resolve()
-    texts[str(file)] = file.read_text(encoding="utf-8")
+    try:
+        texts[str(file)] = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{what} '{path}': {file.name} is not in UTF-8", got=error) from error
     return f"{file}:{name}"
+
+
+def _is_file(location: str) -> bool:
+    try:
+        return Path(location).expanduser().is_file()
+    except (RuntimeError, OSError):  # no such user's home; a name that is too long
+        return False
 
 
 def _what(kind: str) -> tuple[str, str]:
@@ -159,7 +170,9 @@ def _imported(path: str, kind: str, texts: Mapping[str, str], modules: dict[str,
 def _check_class(made: Callable[..., Any], path: str) -> None:
     if not inspect.isclass(made):
         raise ConfigError(f"environment '{path}' is no class", got=type(made).__name__, allowed="a class with `step`")
-    lacks = [name for name in ("reset", "step") if not callable(inspect.getattr_static(made, name, None))]
+    abstract = inspect.getattr_static(Environment, "step")
+    found = {name: inspect.getattr_static(made, name, None) for name in ("reset", "step")}
+    lacks = [name for name, method in found.items() if not callable(method) or method is abstract]
     if lacks:
         raise ConfigError(
             f"environment '{path}' has no method '{lacks[0]}'",
