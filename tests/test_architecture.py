@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "src" / "slipstream"
-LOOP = ("prompts", "generator", "rewards", "batching", "trainer", "weight_sync")
+LOOP = ("prompts", "generator", "environments", "rewards", "batching", "trainer", "weight_sync")
 LAYERS = (
     ("core",),
     ("algorithms", "jail", "models", "observe"),
@@ -152,7 +152,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 60_200
+MAX_LINES = 61_520
 MAX_LINES_OF_SPINE = 1_600
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -167,7 +167,8 @@ MAX_LINES_OF_FOLDER = {
     "algorithms": 1_650,
     "batching": 350,
     "controller": 5_300,
-    "core": 8_100,
+    "core": 8_260,
+    "environments": 1_460,
     "evals": 1_350,
     "generator": 6_200,
     "jail": 980,
@@ -272,7 +273,7 @@ PATTERNS_ON_BOUNDED_TEXT = {
     "observe/trackers.py",  # linear ones, for names and values of the configuration
 }
 RUNS_TEXT = {  # who may compile and run text, and why
-    "rewards/calls.py": "the user's own reward function",
+    "core/user_code.py": "the user's own reward functions and environments",
     "rewards/jailed.py": "a model's program and its tests, in a jail",
 }
 

@@ -34,9 +34,7 @@ from slipstream.generator.episodes import Episodes as GeneratorEpisodes
 from slipstream.generator.requests import Finished, Request
 
 PROMPT = np.arange(5, dtype=np.int32)
-LIMITS = Limits(
-    max_turns=4, max_turn_tokens=6, max_episode_tokens=40, max_len=48, episode_limit_s=1e9, max_restarts=2
-)
+LIMITS = Limits(max_turns=4, max_turn_tokens=6, max_episode_tokens=40, max_len=48, episode_limit_s=1e9, max_restarts=2)
 
 
 class PlainNumbers:
@@ -265,9 +263,7 @@ def turn(number: int, tokens: Sequence[int], *, life: int = 1) -> TurnSampled:
         behaviour_logprobs=np.zeros(len(tokens), dtype=np.float32),
         version_spans=(VersionSpan(start=0, version=0),),
     )
-    return TurnSampled(
-        ordinal=3, sample=1, replica=0, turn=number, life=life, segment=segment, finish_reason="stop"
-    )
+    return TurnSampled(ordinal=3, sample=1, replica=0, turn=number, life=life, segment=segment, finish_reason="stop")
 
 
 KEY = (-1, 3, 1)

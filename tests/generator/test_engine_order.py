@@ -218,3 +218,20 @@ def test_the_same_request_twice_is_answered_twice() -> None:
     left, right = [each for _ in range(12) for each in engine.step()]
     assert_same_bits(left, right)
     assert engine.is_idle
+
+
+def test_further_turns_go_before_what_is_new_in_their_order_and_start_while_admission_is_paused() -> None:
+    def turn(ordinal: int) -> Request:
+        context = random_prompt(9, seed=ordinal)
+        return Request(ordinal, 0, context, max_new_tokens=3, num_before=4, parks=True, goes_on=True)
+
+    engine = new_engine(random_model(), num_slots=2, stop_token_ids=[])
+    engine.submit([Request(i, 0, random_prompt(5, seed=i), max_new_tokens=3) for i in range(3)])
+    engine.pause_admission(True)
+    for ordinal in (10, 11, 12):
+        engine.submit([turn(ordinal)])
+    finished = [f.ordinal for _ in range(12) for f in engine.step()]
+    assert finished == [10, 11, 12], "new ones wait"
+    assert engine.num_waiting == 3
+    engine.pause_admission(False)
+    assert sorted(drain(engine)) == [(0, 0), (1, 0), (2, 0)]

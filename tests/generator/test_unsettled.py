@@ -143,7 +143,7 @@ def test_a_generator_keeps_what_it_has_finished_and_sends_no_group_that_others_w
     node.completions.messages.clear()
     node.generator.rejoined("peer")
     assert not node.completions.messages
-    assert not node.generator.settled_early, "nothing is remembered of what is over"
+    assert not node.generator.outgoing.settled_early, "nothing is remembered of what is over"
 
 
 def test_answers_of_evaluations_are_kept_too(tmp_path: Path) -> None:

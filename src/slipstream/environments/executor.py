@@ -12,7 +12,19 @@ from slipstream.core.executor import Context, Executor, Sender
 from slipstream.core.service_messages import Counters, Noted, Ready
 from slipstream.core.types import Observation, Stop, TurnSampled
 from slipstream.environments.build import Given, build_chat, make_pool
-from slipstream.environments.episodes import Act, Answer, Episodes, Failure, Finish, LastWord, Limits, Open, Shut, Sources, Take
+from slipstream.environments.episodes import (
+    Act,
+    Answer,
+    Episodes,
+    Failure,
+    Finish,
+    LastWord,
+    Limits,
+    Open,
+    Shut,
+    Sources,
+    Take,
+)
 from slipstream.environments.pools import Pool
 from slipstream.models.build import build_tokenizer, max_positions
 

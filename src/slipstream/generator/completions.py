@@ -77,9 +77,7 @@ def completion_of(
     )
 
 
-def completion_of_episode(
-    ended: EndedEpisode, *, tokenizer: Tokenizer, replica: int, finished_s: float
-) -> Completion:
+def completion_of_episode(ended: EndedEpisode, *, tokenizer: Tokenizer, replica: int, finished_s: float) -> Completion:
     """Return the completion of an episode that is over; its text is that of all its tokens, given ones included."""
     episode = ended.episode
     segments = tuple(episode.segments) or (Segment(tokens=np.zeros(0, dtype=np.int32)),)

@@ -45,6 +45,11 @@ class QueuedRequest:
         """Whether it has had a row before, here or elsewhere."""
         return self.was_live or self.request.resume is not None
 
+    @property
+    def passes_pause(self) -> bool:
+        """Whether it may start while what is new may not."""
+        return self.was_live or self.request.goes_on
+
 
 class Chosen(NamedTuple):
     """Chunks; how many of their tokens are not computed for the first time, and of these, of turns to begin."""
@@ -55,9 +60,10 @@ class Chosen(NamedTuple):
 
 
 class RequestQueue:
-    """Waiting requests in their order: those that were live here, then resumed ones, then new ones.
+    """Waiting requests in their order: those that were live here, then resumed ones and further turns, then new ones.
 
-    No more of them are looked at than `num_rows`. While `is_paused`, only those that were live may start.
+    No more of them are looked at than `num_rows`. While `is_paused`, only those that were live, and further turns of
+    episodes that have begun, may start.
     """
 
     def __init__(self, prefixes: PrefixTable, num_rows: int) -> None:
@@ -79,7 +85,9 @@ class RequestQueue:
         for request in requests:
             entry = QueuedRequest.of(request, was_live=was_live)
             self._prefixes.want(entry.key)
-            if request.resume is None and not was_live:
+            if request.goes_on and not entry.has_begun:
+                self._queue.insert(self._num_ahead(), entry)
+            elif not entry.has_begun:
                 self._queue.append(entry)
             else:
                 resumed.append(entry)
@@ -88,6 +96,11 @@ class RequestQueue:
         self._queue.extendleft(reversed(resumed))
         self._queue.rotate(ahead)
         self.num_left += len(requests) if was_live else 0
+
+    def _num_ahead(self) -> int:
+        """Return how many go before a further turn that comes now."""
+        new = (place for place, entry in enumerate(self._queue) if not (entry.has_begun or entry.request.goes_on))
+        return next(new, len(self._queue))
 
     def remove(self, started: Collection[QueuedRequest]) -> None:
         """Take these candidates, which are in rows now, out of the queue."""
@@ -115,9 +128,8 @@ class RequestQueue:
     def candidates(self) -> Iterator[QueuedRequest]:
         """Yield the requests that may start, in their order."""
         for entry in itertools.islice(self._queue, self._num_rows):
-            if self.is_paused and not entry.was_live:
-                return
-            yield entry
+            if not self.is_paused or entry.passes_pause:
+                yield entry
 
     def ready(self) -> Iterator[QueuedRequest]:
         """Yield the candidates whose prompts are stored. They pass those whose prompts are being stored, since they

@@ -12,8 +12,6 @@ from typing import Any
 
 import msgspec
 
-MAX_ERROR_CHARS = 500
-
 _LENGTH = struct.Struct("<I")
 _READ_BYTES = 1 << 18
 

@@ -6,20 +6,15 @@ Used on both sides of the sandbox: by workers, and for functions of the caller's
 from __future__ import annotations
 
 import asyncio
-import importlib
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from pathlib import Path
-from types import ModuleType
 from typing import Any, SupportsFloat
 
-from slipstream.core.errors import ConfigError, did_you_mean
 from slipstream.core.plain import shortened, shown
-from slipstream.jail.described import describe
+from slipstream.core.user_code import describe, member, module_of, place_of
 from slipstream.rewards.protocol import AnyJob, JobResult, Per, RewardGroupJob, RewardJob, Term
-from slipstream.rewards.user_functions import GIVEN, place_of
+from slipstream.rewards.user_functions import GIVEN
 
 Scores = Callable[[Sequence[RewardJob]], list[float | None]]
 """Jobs to score together, one or those of a group; a number or None for each."""
@@ -111,22 +106,4 @@ async def _awaited(awaitable: Any) -> Any:
 def import_function(term: Term) -> Callable[..., Any]:
     """The function behind 'module:function' or 'file.py:function'. ConfigError where there is none."""
     location, _, name = term.function.rpartition(":")
-    module = importlib.import_module(location) if term.source is None else _module_of(location, term.source)
-    functions = {key: value for key, value in vars(module).items() if callable(value)}
-    if name not in functions:
-        raise ConfigError(
-            f"'{location}' has no function '{name}'",
-            allowed=", ".join(key for key in functions if not key.startswith("_")),
-            hint=did_you_mean(name, functions),
-        )
-    function: Callable[..., Any] = functions[name]
-    return function
-
-
-def _module_of(location: str, source: str) -> ModuleType:
-    """The module that running `source`, the user's own file, makes."""
-    module = ModuleType(f"slipstream_user_{Path(location).stem}")
-    module.__file__ = location
-    sys.modules[module.__name__] = module
-    exec(compile(source, location, "exec"), vars(module))
-    return module
+    return member(module_of(location, term.source), location, name)

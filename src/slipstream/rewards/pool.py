@@ -13,7 +13,8 @@ import msgspec
 from slipstream.core.clock import Clock, WallClock
 from slipstream.core.errors import ConfigError, ExecutorDied
 from slipstream.core.scratch import sweep
-from slipstream.jail.protocol import MAX_ERROR_CHARS, SetupFailed, TriedNetwork, WorkerReady
+from slipstream.core.user_code import MAX_ERROR_CHARS
+from slipstream.jail.protocol import SetupFailed, TriedNetwork, WorkerReady
 from slipstream.jail.sandbox import JailedWorker, Permissions, WorkerKind, nested_selector
 from slipstream.rewards.protocol import (
     MAX_RESULT_BYTES,

@@ -18,10 +18,9 @@ import msgspec
 
 from slipstream.core.errors import SlipstreamError
 from slipstream.core.lifeline import die_with_parent
+from slipstream.core.user_code import MAX_ERROR_CHARS, describe
 from slipstream.jail import confinement, isolation
-from slipstream.jail.described import describe
 from slipstream.jail.protocol import (
-    MAX_ERROR_CHARS,
     FrameReader,
     SetupFailed,
     TriedNetwork,

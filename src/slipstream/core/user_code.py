@@ -1,0 +1,170 @@
+"""The user's own functions and classes, which a recipe names as 'module:name' or 'path/to/file.py:name'.
+
+`defined` looks at the text of a name without importing it, since importing runs it: outside of a sandbox, or before
+the process that needs it. `module_of` imports. `describe` tells an error of such code, with its place.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import importlib.util
+import inspect
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from slipstream.core.errors import ConfigError, did_you_mean
+
+MAX_ERROR_CHARS = 500
+
+_OURS = str(Path(__file__).parents[1])
+_INSTALLED = {"site-packages", "dist-packages"}
+
+
+def module_of(location: str, text: str | None) -> ModuleType:
+    """Import the module `location`; or run `text`, which the file `location` holds, as a module.
+
+    Raises what the import raises.
+    """
+    if text is None:
+        return importlib.import_module(location)
+    module = ModuleType(f"slipstream_user_{Path(location).stem}")
+    module.__file__ = location
+    sys.modules[module.__name__] = module
+    exec(compile(text, location, "exec"), vars(module))
+    return module
+
+
+def member(module: ModuleType, location: str, name: str, *, kind: str = "function") -> Callable[..., Any]:
+    """Return the callable `name` of a module that was imported from `location`. ConfigError where there is none."""
+    callables = {key: value for key, value in vars(module).items() if callable(value)}
+    if name not in callables:
+        raise ConfigError(
+            f"'{location}' has no {kind} '{name}'",
+            allowed=", ".join(key for key in callables if not key.startswith("_")),
+            hint=did_you_mean(name, callables),
+        )
+    found: Callable[..., Any] = callables[name]
+    return found
+
+
+def describe(error: BaseException) -> str:
+    """Type, message and place of an error: the innermost line that is of no library, else the innermost of all."""
+    frames = [
+        (Path(frame.f_code.co_filename), line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if not frame.f_code.co_filename.startswith(("<", _OURS))
+    ]
+    library = sysconfig.get_path("stdlib")
+    own = [place for place in frames if not (_INSTALLED & {*place[0].parts} or str(place[0]).startswith(library))]
+    text = f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]
+    if not frames:
+        return text
+    path, line = (own or frames)[-1]
+    return f"{text} ({path.name}, line {line})"
+
+
+def place_of(function: Callable[..., Any]) -> str | None:
+    """Return 'file.py, line N' of a Python function, behind partials and wrappers; None of any other callable."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = inspect.unwrap(function)
+    if not inspect.isroutine(function):
+        function = type(function).__call__
+    if not (inspect.isfunction(function) or inspect.ismethod(function)):
+        return None
+    return f"{Path(function.__code__.co_filename).name}, line {function.__code__.co_firstlineno}"
+
+
+def defined(path: str, *, what: str, kind: str = "function") -> tuple[Path, ast.AST] | None:
+    """Return the file of 'module:name' or 'file.py:name' and what binds the name there, from the file's text.
+
+    None where the text does not show it: a name that is computed, a module without Python source. ConfigError where
+    there is no such file, module or name. `what` ("reward function") and `kind` ("class") are for the message.
+    """
+    location, _, name = path.rpartition(":")
+    file = _file_of(location, f"{what} '{path}'")
+    if file is None:
+        return None
+    tree = _parsed(file, f"{what} '{path}'")
+    bound = _bound_names(tree)
+    if name not in bound:
+        if "*" in bound:
+            return None
+        known = [key for key, node in bound.items() if not key.startswith("_") and not _is_plain_value(node)]
+        raise ConfigError(
+            f"'{location}' has no {kind} '{name}'",
+            got=path,
+            allowed=", ".join(known) or "a file with functions",
+            hint=did_you_mean(name, known),
+        )
+    if _is_plain_value(bound[name]):
+        raise ConfigError(
+            f"'{name}' of '{location}' is no {kind}", got=ast.unparse(bound[name])[:80], allowed=f"a {kind}"
+        )
+    return file, bound[name]
+
+
+def _parsed(file: Path, name: str) -> ast.Module:
+    try:
+        return ast.parse(file.read_bytes(), filename=str(file))
+    except SyntaxError as error:
+        raise ConfigError(
+            f"{name}: {file.name} is no Python",
+            got=f"{error.msg}, line {error.lineno}",
+            allowed="a file that Python can import",
+            hint=f"`python {file}` shows the place",
+        ) from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{name}: {file} cannot be read", got=error, allowed="a Python file") from error
+
+
+def _file_of(location: str, name: str) -> Path | None:
+    if location.endswith(".py"):
+        return Path(location).expanduser()
+    try:
+        spec = importlib.util.find_spec(location)
+    except (ImportError, ValueError, AttributeError):
+        spec = None
+    if spec is None:
+        raise ConfigError(
+            f"{name}: there is no module '{location}'",
+            got=f"'{location}' in front of ':'",
+            allowed="a module that this Python finds, or 'path/to/file.py:name'",
+            hint="is it installed in this environment, or on PYTHONPATH?",
+        )
+    is_source = spec.origin is not None and spec.origin.endswith(".py")
+    return Path(spec.origin) if is_source and spec.origin is not None else None
+
+
+def _bound_names(tree: ast.Module) -> dict[str, ast.AST]:
+    """Return the names that a module's text binds outside of functions and classes, and the nodes that bind them.
+
+    An import of everything binds '*'.
+    """
+    bound: dict[str, ast.AST] = {}
+    todo: list[ast.AST] = list(reversed(tree.body))
+    while todo:
+        node = todo.pop()
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                bound[node.name] = node
+                continue
+            case ast.Import() | ast.ImportFrom():
+                bound |= {(alias.asname or alias.name).split(".")[0]: node for alias in node.names}
+            case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                bound[name] = value
+            case ast.Name(id=name, ctx=ast.Store()):
+                bound.setdefault(name, node)
+        todo += reversed(list(ast.iter_child_nodes(node)))
+    return bound
+
+
+def _is_plain_value(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant | ast.List | ast.Dict | ast.Tuple | ast.Set | ast.JoinedStr)

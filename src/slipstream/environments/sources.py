@@ -1,0 +1,220 @@
+"""Environments by the paths that a recipe names: 'my_env.py:Maze', 'package.module:Class', or one that is shipped.
+
+    class     a class with `reset` and `step` (`protocol.py`), made with `params`
+    tools     functions, each by its path (`tools.py`)
+    factory   a class or function that makes a TRL environment with `params` (`trl.py`), and functions beside it
+
+`make_source` looks at the files as text, and takes the text along: the process that imports them may not be able to
+read them. `load` imports.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal, get_args
+
+import msgspec
+
+from slipstream.core.errors import ConfigError, did_you_mean
+from slipstream.core.user_code import defined, describe, member, module_of
+from slipstream.environments.protocol import Environment
+from slipstream.environments.tools import ToolEnvironment, tool_of
+from slipstream.environments.trl import FactoryEnvironment
+
+Kind = Literal["class", "tools", "factory"]
+MakeEnvironment = Callable[[], Any]
+"""Makes the environment of one episode."""
+
+SHIPPED = {
+    "guess": "slipstream.environments.guess:Guess",
+    "calculator": "slipstream.environments.calculator:Calculator",
+}
+_FORMS = "'path/to/file.py:name' or 'package.module:name'"
+
+
+class EnvironmentSource(msgspec.Struct, frozen=True):
+    """How environments are made: the paths, the parameters, and the texts of the files that the paths name."""
+
+    kind: Kind
+    path: str = ""
+    tools: tuple[str, ...] = ()
+    params: dict[str, Any] = {}
+    texts: dict[str, str] = {}
+
+
+def make_source(
+    kind: str, path: str = "", *, tools: Sequence[str] = (), params: Mapping[str, Any] | None = None
+) -> EnvironmentSource:
+    """Return a checked source, with absolute paths and the texts of its files; nothing is imported.
+
+    ConfigError for a kind or a path of another form, and for a file, module or name that there is not. What the text
+    does not show is left to `load`.
+    """
+    if kind not in get_args(Kind):
+        raise ConfigError(
+            f"unknown kind of environment '{kind}'",
+            allowed=", ".join(get_args(Kind)),
+            hint=did_you_mean(kind, get_args(Kind)),
+        )
+    _check_parts(kind, path, tools, params)
+    texts: dict[str, str] = {}
+    path = _checked(SHIPPED.get(path, path), kind, texts) if path else ""
+    functions = tuple(_checked(tool, "tools", texts) for tool in tools)
+    fields = {"kind": kind, "path": path, "tools": functions, "params": dict(params or {}), "texts": texts}
+    return msgspec.convert(fields, EnvironmentSource)
+
+
+def _check_parts(kind: str, path: str, tools: Sequence[str], params: Mapping[str, Any] | None) -> None:
+    """Raise ConfigError for parts that environments of this kind do not have, or lack."""
+    if kind == "tools" and (path or params or not tools):
+        raise ConfigError(
+            "an environment of kind 'tools' has functions, and nothing else",
+            got=f"path = {path!r}, tools = {list(tools)}, params = {dict(params or {})}",
+            allowed="tools = ['file.py:function', ...]",
+        )
+    if kind != "tools" and not path:
+        raise ConfigError(f"an environment of kind '{kind}' has a path", allowed=f"{_FORMS}, or {', '.join(SHIPPED)}")
+    if kind == "class" and tools:
+        raise ConfigError(
+            "an environment of kind 'class' has no tools beside it",
+            got=list(tools),
+            hint="kind = 'factory' is a TRL environment, kind = 'tools' are functions alone",
+        )
+    if kind == "factory" and path in SHIPPED:
+        raise ConfigError(f"'{path}' is no TRL environment", allowed=f"kind = 'class' for {', '.join(SHIPPED)}")
+
+
+def _checked(path: str, kind: str, texts: dict[str, str]) -> str:
+    """Return `path` with an absolute file, whose text is added to `texts`. ConfigError as `make_source`."""
+    what, noun = _what(kind)
+    location, _, name = path.rpartition(":")
+    if not location or not name:
+        raise ConfigError(
+            f"{what} '{path}' is no path to a {noun}",
+            allowed=_FORMS + ("" if kind == "tools" else f", or {', '.join(SHIPPED)}"),
+            hint=did_you_mean(path, SHIPPED),
+        )
+    if location.endswith(".py") and not _is_file(location):
+        raise ConfigError(f"{what} '{path}': there is no such file", got=location, allowed=_FORMS)
+    found = defined(path, what=what, kind=noun)
+    if found is not None:
+        is_class, is_function = (
+            isinstance(found[1], ast.ClassDef),
+            isinstance(found[1], ast.FunctionDef | ast.AsyncFunctionDef),
+        )
+        if (kind == "class" and is_function) or (kind == "tools" and is_class):
+            raise ConfigError(
+                f"'{name}' of '{location}' is no {noun}",
+                got="a function" if is_function else "a class",
+                hint="kind = 'factory' takes a function that makes a TRL environment, or its class",
+            )
+    if not location.endswith(".py"):
+        return path
+    file = Path(location).expanduser().resolve()
+    try:
+        texts[str(file)] = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{what} '{path}': {file.name} is not in UTF-8", got=error) from error
+    return f"{file}:{name}"
+
+
+def _is_file(location: str) -> bool:
+    try:
+        return Path(location).expanduser().is_file()
+    except (RuntimeError, OSError):  # no such user's home; a name that is too long
+        return False
+
+
+def _what(kind: str) -> tuple[str, str]:
+    return {"class": ("environment", "class"), "tools": ("tool", "function")}.get(kind, ("environment", "factory"))
+
+
+def load(source: EnvironmentSource) -> MakeEnvironment:
+    """Import what `source` names; return what makes an environment, one object with each call.
+
+    ConfigError for a file that cannot be imported, no such name, no class, a class without `reset` or `step`,
+    parameters that it does not take, and functions and methods that are no tools. A TRL environment is made once to
+    see its methods, and the first call returns that one.
+    """
+    modules: dict[str, ModuleType] = {}
+    functions = [_imported(path, "tools", source.texts, modules) for path in source.tools]
+    tools = [tool_of(function) for function in functions]
+    if source.kind == "tools":
+        ToolEnvironment(tools)  # checks the names
+        return partial(ToolEnvironment, tools)
+    made = _imported(source.path, source.kind, source.texts, modules)
+    _check_params(made, source)
+    if source.kind == "class":
+        _check_class(made, source.path)
+        return partial(made, **source.params)
+    make: MakeEnvironment = partial(FactoryEnvironment, partial(made, **source.params), tools=tools)
+    return _starting_with(_probe(make, source.path), make)
+
+
+def _imported(path: str, kind: str, texts: Mapping[str, str], modules: dict[str, ModuleType]) -> Callable[..., Any]:
+    location, _, name = path.rpartition(":")
+    what, noun = _what(kind)
+    if location not in modules:
+        try:
+            modules[location] = module_of(location, texts.get(location))
+        except (Exception, SystemExit) as error:
+            raise ConfigError(f"{what} '{path}' cannot be imported", got=describe(error)) from error
+    return member(modules[location], location, name, kind=noun)
+
+
+def _check_class(made: Callable[..., Any], path: str) -> None:
+    if not inspect.isclass(made):
+        raise ConfigError(f"environment '{path}' is no class", got=type(made).__name__, allowed="a class with `step`")
+    abstract = inspect.getattr_static(Environment, "step")
+    found = {name: inspect.getattr_static(made, name, None) for name in ("reset", "step")}
+    lacks = [name for name, method in found.items() if not callable(method) or method is abstract]
+    if lacks:
+        raise ConfigError(
+            f"environment '{path}' has no method '{lacks[0]}'",
+            allowed="reset(self, **columns) -> messages or None, step(self, message) -> Step",
+            hint="a class whose methods are tools has kind = 'factory'" if "step" in lacks else None,
+        )
+
+
+def _check_params(made: Callable[..., Any], source: EnvironmentSource) -> None:
+    """Raise ConfigError for parameters that the class or function does not take, and for those that it lacks."""
+    try:
+        parameters = inspect.signature(made).parameters
+    except (TypeError, ValueError):  # written in C
+        return
+    if not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+        for name in source.params:
+            if name not in parameters:
+                raise ConfigError(
+                    f"environment '{source.path}' has no parameter '{name}'",
+                    allowed=", ".join(parameters) or "no parameters",
+                    hint=did_you_mean(name, parameters),
+                )
+    try:
+        inspect.signature(made).bind(**source.params)
+    except TypeError as error:
+        raise ConfigError(
+            f"environment '{source.path}' cannot be made: {error}",
+            got=f"params = {source.params}",
+            allowed=", ".join(map(str, parameters.values())),
+        ) from error
+
+
+def _probe(make: MakeEnvironment, path: str) -> FactoryEnvironment:
+    try:
+        probe: FactoryEnvironment = make()
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"environment '{path}' cannot be made", got=describe(error)) from error
+    return probe
+
+
+def _starting_with(first: Any, make: MakeEnvironment) -> MakeEnvironment:
+    spare = [first]
+    return lambda: spare.pop() if spare else make()

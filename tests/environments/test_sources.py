@@ -1,0 +1,164 @@
+"""Environments by the paths of a recipe: what is found, and what is said where nothing is."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from slipstream.core.errors import ConfigError
+from slipstream.environments.calculator import Calculator
+from slipstream.environments.guess import Guess
+from slipstream.environments.protocol import answer, begin, tool_schemas
+from slipstream.environments.sources import SHIPPED, EnvironmentSource, load, make_source
+from slipstream.environments.tools import ToolEnvironment
+from slipstream.environments.trl import FactoryEnvironment
+
+HERE = Path(__file__).parent
+FILE = HERE / "user_environments.py"
+
+
+def names(environment: Any) -> list[str]:
+    return [schema["function"]["name"] for schema in tool_schemas(environment)]
+
+
+def test_a_class_from_a_file() -> None:
+    make = load(make_source("class", f"{FILE}:Maze", params={"size": 3}))
+    environment, other = make(), make()
+    assert environment is not other
+    assert asyncio.run(begin(environment, {"level": 1})) == [{"role": "user", "content": "###"}]
+    assert asyncio.run(answer(environment, {"role": "assistant", "content": "up"})).reward == 3.0
+
+
+def test_a_class_from_a_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(HERE))
+    source = make_source("class", "user_environments:Maze", params={"size": 2, "wall": "|"})
+    assert source.texts == {}
+    assert load(source)().reset() == "||"
+
+
+def test_the_text_of_a_file_travels_with_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that imports may see other files, or none."""
+    monkeypatch.chdir(tmp_path)
+    Path("maze.py").write_bytes(FILE.read_bytes())
+    source = make_source("class", "maze.py:Maze", params={"size": 1})
+    Path("maze.py").unlink()
+    read = msgspec.msgpack.decode(msgspec.msgpack.encode(source), type=EnvironmentSource)
+    assert read == source
+    assert source.path == f"{tmp_path / 'maze.py'}:Maze"
+    assert load(read)().reset() == "#"
+
+
+def test_nothing_is_imported_before_it_is_loaded(tmp_path: Path) -> None:
+    file = tmp_path / "loud.py"
+    file.write_text(f"from pathlib import Path\nPath({str(tmp_path / 'ran')!r}).touch()\nclass Maze: ...\n")
+    source = make_source("class", f"{file}:Maze")
+    assert not (tmp_path / "ran").exists()
+    with pytest.raises(ConfigError, match="no method 'reset'"):
+        load(source)
+    assert (tmp_path / "ran").exists()
+
+
+def test_tools_of_one_file_are_of_one_module() -> None:
+    make = load(make_source("tools", tools=[f"{FILE}:add", f"{FILE}:subtract"]))
+    environment = make()
+    assert isinstance(environment, ToolEnvironment)
+    assert environment is not make()
+    assert names(environment) == ["add", "subtract"]
+    one, other = (environment.tools[name].function for name in ("add", "subtract"))
+    assert one.__globals__ is other.__globals__
+
+
+def test_a_factory_is_probed_once_and_the_probe_is_used() -> None:
+    make = load(make_source("factory", f"{FILE}:Counter", tools=[f"{FILE}:add"]))
+    made = sys.modules["slipstream_user_user_environments"].MADE
+    assert len(made) == 1
+    first, second = make(), make()
+    assert isinstance(first, FactoryEnvironment)
+    assert [first.environment, second.environment] == made
+    assert first.environment is not second.environment
+    assert names(first) == ["add", "increment", "look"]
+
+
+def test_a_function_is_a_factory_too() -> None:
+    environment = load(make_source("factory", f"{FILE}:make_counter", params={"start": 4}))()
+    assert environment.environment.count == 4
+
+
+def test_shipped_environments_have_names() -> None:
+    assert isinstance(load(make_source("class", "guess", params={"n": 4}))(), Guess)
+    assert isinstance(load(make_source("class", "calculator"))(), Calculator)
+    for path in SHIPPED.values():
+        load(make_source("class", path))
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"kind": "clas", "path": "x.py:X"}, "did you mean 'class'"),
+    ({"kind": "class"}, "has a path"),
+    ({"kind": "tools"}, "has functions, and nothing else"),
+    ({"kind": "tools", "path": f"{FILE}:add"}, "has functions, and nothing else"),
+    ({"kind": "tools", "tools": [f"{FILE}:add"], "params": {"a": 1}}, "has functions, and nothing else"),
+    ({"kind": "class", "path": f"{FILE}:Maze", "tools": [f"{FILE}:add"]}, "no tools beside it"),
+    ({"kind": "factory", "path": "guess"}, "'guess' is no TRL environment"),
+    ({"kind": "class", "path": "gess"}, "did you mean 'guess'"),
+    ({"kind": "class", "path": "nowhere.py:Maze"}, "no such file"),
+    ({"kind": "class", "path": "~nobody-of-this-name/maze.py:Maze"}, "no such file"),
+    ({"kind": "class", "path": f"{'m' * 300}.py:Maze"}, "no such file"),
+    ({"kind": "class", "path": "nowhere.at.all:Maze"}, "there is no module 'nowhere.at.all'"),
+    ({"kind": "class", "path": f"{FILE}:"}, "no path to a class"),
+    ({"kind": "class", "path": f"{FILE}:Mase"}, "has no class 'Mase'(.|\n)*did you mean 'Maze'"),
+    ({"kind": "class", "path": f"{FILE}:number"}, "'number' of .* is no class"),
+    ({"kind": "class", "path": f"{FILE}:add"}, "'add' of .* is no class"),
+    ({"kind": "tools", "tools": [f"{FILE}:Maze"]}, "'Maze' of .* is no function"),
+    ({"kind": "tools", "tools": [f"{FILE}:ad"]}, "did you mean 'add'"),
+]
+
+
+@pytest.mark.parametrize(("fields", "lesson"), REFUSED)
+def test_what_the_text_shows_is_refused_before_an_import(fields: dict[str, Any], lesson: str) -> None:
+    with pytest.raises(ConfigError, match=lesson):
+        make_source(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "lesson"),
+    [
+        ({"kind": "class", "path": f"{FILE}:Maze"}, "cannot be made: missing a required argument: 'size'"),
+        ({"kind": "class", "path": f"{FILE}:Maze", "params": {"siz": 3}}, "no parameter 'siz'(.|\n)*mean 'size'"),
+        ({"kind": "class", "path": f"{FILE}:Counter"}, "no method 'step'(.|\n)*kind = 'factory'"),
+        ({"kind": "class", "path": f"{FILE}:NoReset"}, "no method 'reset'"),
+        ({"kind": "class", "path": "slipstream.environments.protocol:Environment"}, "no method 'step'"),
+        ({"kind": "factory", "path": f"{FILE}:NoReset"}, "has no method 'reset'"),
+        ({"kind": "factory", "path": f"{FILE}:BadTool"}, "tool 'move' has type hints"),
+        ({"kind": "factory", "path": f"{FILE}:Broken"}, r"OSError: no such server \(user_environments.py, line"),
+        ({"kind": "factory", "path": f"{FILE}:Counter", "params": {"a": 1}}, "no parameter 'a'"),
+        ({"kind": "tools", "tools": [f"{FILE}:no_tool"]}, r"tool 'no_tool' has (.|\n)*user_environments.py, line"),
+        ({"kind": "tools", "tools": [f"{FILE}:add", f"{FILE}:add"]}, "two tools have the name 'add'"),
+    ],
+)
+def test_what_an_import_shows_is_refused_then(fields: dict[str, Any], lesson: str) -> None:
+    with pytest.raises(ConfigError, match=lesson):
+        load(make_source(**fields))
+
+
+def test_a_file_that_cannot_be_imported(tmp_path: Path) -> None:
+    file = tmp_path / "broken.py"
+    for text, lesson in (
+        ("import nothing_of_this_name\nclass Maze: ...", r"ModuleNotFoundError: .* \(broken.py, line 1\)"),
+        ("raise SystemExit(3)\nclass Maze: ...", "SystemExit: 3"),
+        ("import os as Maze", "has no class 'Maze'"),
+    ):
+        file.write_text(text)
+        source = make_source("class", f"{file}:Maze")
+        with pytest.raises(ConfigError, match=lesson):
+            load(source)
+    file.write_text("class Maze")
+    with pytest.raises(ConfigError, match=r"broken.py is no Python(.|\n)*line 1"):
+        make_source("class", f"{file}:Maze")
+    file.write_bytes(b"# coding: latin-1\n# caf\xe9\nclass Maze: ...\n")
+    with pytest.raises(ConfigError, match=r"broken.py is not in UTF-8"):
+        make_source("class", f"{file}:Maze")
