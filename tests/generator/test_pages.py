@@ -96,6 +96,29 @@ def test_exhaustion_changes_nothing() -> None:
     pages.check()
 
 
+def test_a_row_that_is_parked_hands_over_its_pages() -> None:
+    pages = table()
+    prefix = pages.open_prefix(10)
+    assert prefix is not None
+    pages.open_rows([2], prefix)
+    blocks = pages.blocks[2, :3].copy()
+    parked = pages.park_row(2)  # before its first token, in the page that it would have gone on in
+    pages.close_prefix(prefix)
+    assert (parked.num_tokens, parked.pages.tolist()) == (10, blocks.tolist())
+    assert (pages.num_free, pages.is_open[2]) == (12 - 3, False)
+    longer = pages.extend_prefix(parked, 13)
+    assert longer is not None
+    assert (longer.pages[:3].tolist(), len(longer.pages)) == (blocks.tolist(), 4)
+    with pytest.raises(AssertionError, match="closed"):
+        pages.extend_prefix(parked, 13)
+    with pytest.raises(AssertionError, match="extended to"):
+        pages.extend_prefix(longer, 12)
+    pages.close_prefix(longer)
+    pages.open_rows([1], None)
+    with pytest.raises(AssertionError, match="stored nothing"):
+        pages.park_row(1)
+
+
 def test_a_move_renames_a_row() -> None:
     pages = table()
     pages.open_rows([3], pages.open_prefix(6))
@@ -169,6 +192,41 @@ class Pages(RuleBasedStateMachine):
         length = 0 if prefix is None else prefix.num_tokens
         self.lengths.update(dict.fromkeys(rows, length))
         assert len(copies.sources) == (len(rows) if length % PAGE else 0)
+
+    @rule(target=prefixes, data=st.data())
+    def park_row(self, data: st.DataObject) -> PagedPrefix | None:
+        """Its pages are the prefix's; one that it had for its next token alone is free."""
+        if not (rows := sorted(row for row, length in self.lengths.items() if 0 < length < 20)):
+            return None
+        row = data.draw(st.sampled_from(rows))
+        length, free = self.lengths.pop(row), self.pages.num_free
+        blocks = self.pages.blocks[row, : self.pages.num_blocks[row]].copy()
+        prefix = self.pages.park_row(row)
+        assert prefix.num_tokens == length
+        assert np.array_equal(prefix.pages, blocks[: pages_of(length, PAGE)])
+        assert self.pages.num_free == free + len(blocks) - len(prefix.pages)
+        self.open_prefixes.append(prefix)
+        return prefix
+
+    @rule(target=prefixes, prefix=consumes(prefixes), num_more=st.integers(0, 12))
+    def extend_prefix(self, prefix: PagedPrefix | None, num_more: int) -> PagedPrefix | None:
+        if prefix is None:
+            return None
+        before, free = snapshot(self.pages), self.pages.num_free
+        num_tokens = min(19, prefix.num_tokens + num_more)
+        longer = self.pages.extend_prefix(prefix, num_tokens)
+        needed = pages_of(num_tokens, PAGE) - len(prefix.pages)
+        assert (longer is None) == (needed + 1 > free)
+        if longer is None:
+            assert snapshot(self.pages) == before
+            return prefix
+        assert np.array_equal(longer.pages[: len(prefix.pages)], prefix.pages)
+        assert (longer.num_tokens, self.pages.num_free) == (num_tokens, free - needed)
+        if prefix.num_tokens % PAGE:  # it goes on in its last page, which nobody else may read or write
+            assert self.pages._references[prefix.pages[-1]] == 1
+        self.open_prefixes.remove(prefix)
+        self.open_prefixes.append(longer)
+        return longer
 
     @rule(data=st.data())
     def close_rows(self, data: st.DataObject) -> None:

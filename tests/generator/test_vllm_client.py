@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -400,7 +401,7 @@ def resumed(base: Request, engine_version: int) -> Request:
 
 
 def test_noise_is_never_drawn_twice(model: Transformer, tmp_path: Path) -> None:
-    """Every submission has a seed of its own: by run, stream, ordinal, sample, and how far it had come."""
+    """Every submission has a seed of its own: by run, stream, ordinal, sample, turn, and how far it had come."""
     with fake_engine(model, tmp_path, deadlines=QUICK) as engine:
         variants = [
             request(0),
@@ -408,9 +409,26 @@ def test_noise_is_never_drawn_twice(model: Transformer, tmp_path: Path) -> None:
             request(0, sample=1),
             request(0, stream=1),
             resumed(request(0), 0),
+            replace(request(0, num_prompt=9), num_before=6),
+            resumed(replace(request(0, num_prompt=9), num_before=6), 0),
         ]
         seeds = [engine._job(engine._new_live(variant)).seed for variant in variants]
         again = [engine._job(engine._new_live(variant)).seed for variant in variants]
     assert seeds == again, "a function of the request alone"
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_a_later_turn_is_asked_for_with_its_whole_context(model: Transformer, tmp_path: Path) -> None:
+    with fake_engine(model, tmp_path) as engine:
+        engine.wait_ready()
+        first = request(0, num_prompt=3, max_new_tokens=4)
+        engine.submit([replace(first, parks=True)])
+        (turn,) = drive(engine)
+        context = np.concatenate([turn.request.prompt_tokens, turn.tokens, np.array([5, 6], dtype=np.int32)])
+        engine.submit([replace(first, prompt_tokens=context, num_before=6, parks=True)])
+        (second,) = drive(engine)
+        check(second, num_new=4)
+        engine.release(0, 0, 0)
+        engine.release(0, 7, 3)
+        assert (engine.num_re_prefilled, engine.is_idle) == (0, True)

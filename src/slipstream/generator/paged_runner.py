@@ -115,11 +115,11 @@ def _check_current(device: torch.device) -> None:
 class PagedRunner:
     """Implements `runner.Runner` with pages (`pages.py`) and captured steps, for a model on any device and precision.
 
-    Every row has room for `max_len` tokens, and there is room for `parked_tokens` more (None: all that `kv_bytes` allow,
-    or else for as many again), unless `num_pages` says how much there is or `kv_bytes` bounds it. New weights must be
-    copied into the tensors that the model has: on CUDA captured steps read those, and a model whose tensors have moved
-    raises WeightSyncError. Nothing here is derived from weights. `captures` False runs every step as it is on CUDA too,
-    to look for what a graph hides.
+    Every row has room for `max_len` tokens, and `parked_tokens` more have room (None: all that `kv_bytes` allow, or as
+    many again without), unless `num_pages` says how much there is or `kv_bytes` bounds it. New weights must be copied
+    into the tensors that the model has: on CUDA captured steps read those, and a model whose tensors have moved raises
+    WeightSyncError. Nothing here is derived from weights. `captures` False runs every step as it is on CUDA too, to
+    look for what a graph hides.
     """
 
     joins_prefill = False  # a captured step has the shape of its rows
