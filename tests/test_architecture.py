@@ -173,7 +173,7 @@ MAX_LINES_OF_FOLDER = {
     "generator": 6_200,
     "jail": 980,
     "jobs": 500,
-    "models": 5_250,
+    "models": 5_270,
     "observe": 9_260,
     "plan": 5_800,
     "prompts": 1_150,

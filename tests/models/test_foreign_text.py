@@ -77,6 +77,20 @@ def test_texts_are_those_of_transformers(
     assert renderer.render([]) == []
 
 
+def test_tools_and_the_end_of_a_text_are_passed_on(child: foreign_text._Child) -> None:
+    tokenizer = char_tokenizer()
+    tokenizer.chat_template = {"default": PLAIN, "tool_use": "{{ tools | tojson }}" + PLAIN}
+    renderer = ChatRenderer(tokenizer.chat_template, tokenizer.special_tokens_map, origin="here")
+    renderer._child = child
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    for arguments in ({}, {"tools": tools}, {"add_generation_prompt": False}):
+        options = {"add_generation_prompt": True, **arguments}
+        expected = [tokenizer.apply_chat_template(chat, tokenize=False, **options) for chat in CHATS[:3]]
+        assert renderer.render(CHATS[:3], **arguments) == expected
+    assert '"parameters"' in renderer.render(CHATS[:1], tools=tools)[0]
+    assert renderer.render(CHATS[:1])[0].endswith("<bot>")
+
+
 def test_the_process_ends_with_its_renderer_and_with_an_error() -> None:
     before = children()
     renderer = ChatRenderer(PLAIN, {}, origin="here")

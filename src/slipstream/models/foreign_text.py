@@ -182,8 +182,22 @@ class ChatRenderer:
         self._origin = origin
         self._child: _Child | None = None
 
-    def render(self, chats: Sequence[list[dict[str, Any]]]) -> list[str]:
-        """One text per chat, to be continued by the assistant. ConfigError where the template fails or has no end."""
+    def render(
+        self,
+        chats: Sequence[list[dict[str, Any]]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> list[str]:
+        """One text per chat, to be continued by the assistant. ConfigError where the template fails or has no end.
+
+        `tools` are the schemas of the functions that the assistant may call. Without `add_generation_prompt` the text
+        ends with the last message.
+        """
+        request = {
+            "tools": None if tools is None else [dict(tool) for tool in tools],
+            "add_generation_prompt": add_generation_prompt,
+        }
         texts: list[str] = []
         batch: list[list[dict[str, Any]]] = []
         size = 0
@@ -191,14 +205,14 @@ class ChatRenderer:
             batch.append(chat)
             size += len(str(chat))
             if len(batch) == CHATS_AT_ONCE or size >= CHARACTERS_AT_ONCE:
-                texts += self._render(batch)
+                texts += self._render(batch, request)
                 batch, size = [], 0
-        return texts + (self._render(batch) if batch else [])
+        return texts + (self._render(batch, request) if batch else [])
 
-    def _render(self, chats: Sequence[list[dict[str, Any]]]) -> list[str]:
+    def _render(self, chats: Sequence[list[dict[str, Any]]], request: dict[str, Any]) -> list[str]:
         self._child = self._child or _Child("render")
         try:
-            answer = self._child.ask(self._tokenizer | {"chats": list(chats)})
+            answer = self._child.ask(self._tokenizer | request | {"chats": list(chats)})
         except _Stopped as stopped:
             self._child = None
             raise ConfigError(
@@ -278,7 +292,12 @@ def _rendered(request: dict[str, Any]) -> dict[str, Any]:
     room = MAX_CHARACTERS
     for index, chat in enumerate(request["chats"]):
         try:
-            text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+            text = tokenizer.apply_chat_template(
+                chat,
+                tools=request["tools"],
+                tokenize=False,
+                add_generation_prompt=request["add_generation_prompt"],
+            )
         except Exception as error:  # noqa: BLE001 - a template may raise anything; it is told
             line = f" (line {error.lineno})" if isinstance(error, TemplateSyntaxError) else ""
             return {"error": f"{_told(error)}{line}", "index": index}

@@ -70,10 +70,16 @@ class Template:
 
 
 class Encoder:
-    """Rows to `Prompt`s with a tokenizer, many at a time."""
+    """Rows to `Prompt`s with a tokenizer, many at a time.
 
-    def __init__(self, config: PromptsConfig, tokenizer: Tokenizer) -> None:
+    `tools` are the schemas of the functions that the policy may call; the chat template writes them into each chat.
+    """
+
+    def __init__(
+        self, config: PromptsConfig, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> None:
         self._config = config
+        self._tools = tools
         self._tokenizer = tokenizer
         self._template = Template(config.template, field="prompts.template")
         self._renderer: ChatRenderer | None = None
@@ -175,4 +181,4 @@ class Encoder:
                 got="a tokenizer without one",
                 hint="use an instruction-tuned checkpoint, or prompts.chat = false",
             )
-        return self._renderer.render(chats)
+        return self._renderer.render(chats, tools=self._tools)

@@ -1,0 +1,330 @@
+"""Conversations by exact ids: what stands between a sampled turn and the next one, and a sampled turn as a message.
+
+Sampled ids are never decoded and encoded again; ids are only appended to them. With P the prompt's ids (they end where
+the policy begins), s_i sampled and o_i given, the policy reads
+
+    P s_1 o_1 s_2 o_2 ... s_n        o_i = chat.observation(s_i, messages of the environment)
+
+    PlainChat      messages by a template of one's own, for models without a chat template
+    TemplateChat   messages by the model's chat template; `chat_proof.prove` shows beforehand that this gives its text
+"""
+
+from __future__ import annotations
+
+import string
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from slipstream.core.errors import ConfigError, did_you_mean
+from slipstream.core.types import Prompt
+from slipstream.environments.forms import (
+    FIELDS,
+    ChatMessage,
+    Form,
+    Piece,
+    Slot,
+    Speller,
+    checked,
+    mark,
+    marked,
+    pattern_of,
+    places,
+    unused_salt,
+)
+
+if TYPE_CHECKING:
+    from slipstream.models.foreign_text import ChatRenderer
+    from slipstream.models.tokenizer import Tokenizer
+
+MAX_FORMS = 256  # that are kept, of observations and of openings
+
+Parse = Callable[[str], ChatMessage]
+"""A sampled text, control tokens spelled out, to the assistant's message: reads tool calls."""
+
+
+class Chat(ABC):
+    """Messages to ids and back. Messages of an environment are checked: ConfigError for one that is none."""
+
+    def __init__(self, tokenizer: Tokenizer, *, stop_ids: Sequence[int], parse: Parse | None) -> None:
+        self._tokenizer, self.stop_ids, self._parse = tokenizer, tuple(stop_ids), parse
+
+    @abstractmethod
+    def opening(self, prompt: Prompt, messages: Sequence[Mapping[str, Any]]) -> Prompt:
+        """Return the prompt of an episode whose environment says `messages` before the first turn.
+
+        Nothing is sampled yet, so nothing can drift: the ids are those of the whole conversation. A plain prompt is
+        extended; a chat's prompt ends with the header of the assistant's turn, and its messages go in front of that.
+        Identity: without messages it is `prompt` itself.
+        """
+
+    @abstractmethod
+    def observation(self, turn: np.ndarray, messages: Sequence[Mapping[str, Any]]) -> np.ndarray:
+        """Return int32 ids that come behind the sampled ids `turn` when the environment says `messages`.
+
+        They end where the policy begins to sample. Where `turn` does not end with a stop token (it was cut by length)
+        they begin with the end of the turn.
+        """
+
+    def observations(self, turns: Sequence[tuple[np.ndarray, Sequence[Mapping[str, Any]]]]) -> list[np.ndarray]:
+        """Return the observation of each (sampled ids, messages)."""
+        return [self.observation(turn, messages) for turn, messages in turns]
+
+    def message(self, turn: np.ndarray) -> ChatMessage:
+        """Return the sampled ids `turn` as the assistant's message: its text without the stop token.
+
+        `parse` gets the text with control tokens spelled out; without it they are left out.
+        """
+        ids = turn.tolist()
+        ids = ids[:-1] if self._ends(turn) else ids
+        text = self._tokenizer.decode(ids, self._parse is None, clean_up_tokenization_spaces=False)
+        return {"role": "assistant", "content": text} if self._parse is None else self._parse(text)
+
+    def _ends(self, turn: np.ndarray) -> bool:
+        """Whether `turn` ends with a stop token."""
+        return len(turn) > 0 and int(turn[-1]) in self.stop_ids
+
+
+class PlainChat(Chat):
+    """Each message by `template` with the places {content}, {role}, {name} and {tool_call_id}.
+
+    The first of `stop_ids`, if there is one, closes a turn that was cut by length.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: str = "{content}",
+        *,
+        stop_ids: Sequence[int] = (),
+        parse: Parse | None = None,
+    ) -> None:
+        super().__init__(tokenizer, stop_ids=stop_ids, parse=parse)
+        self._template = _parsed(template)
+        self._speller = Speller(tokenizer, template)
+
+    def opening(self, prompt: Prompt, messages: Sequence[Mapping[str, Any]]) -> Prompt:
+        if not messages:
+            return prompt
+        said = checked(messages)
+        form = self._form(said)
+        return msgspec.structs.replace(
+            prompt,
+            text=prompt.text + form.text(said),
+            tokens=np.concatenate([prompt.tokens, np.asarray(self._speller.ids(form, said), dtype=np.int32)]),
+            messages=None if prompt.messages is None else [*prompt.messages, *said],
+        )
+
+    def observation(self, turn: np.ndarray, messages: Sequence[Mapping[str, Any]]) -> np.ndarray:
+        said = checked(messages)
+        closing = () if self._ends(turn) else self.stop_ids[:1]
+        return np.asarray([*closing, *self._speller.ids(self._form(said), said)], dtype=np.int32)
+
+    def _form(self, messages: Sequence[ChatMessage]) -> Form:
+        pieces: list[Piece] = []
+        for index, message in enumerate(messages):
+            for literal, field in self._template:
+                pieces.append(literal)
+                if field == "role":
+                    pieces.append(message["role"])
+                elif field is not None and message.get(field):
+                    pieces.append(Slot(index, field))
+        return self._speller.form([piece for piece in pieces if piece])
+
+
+def _parsed(template: str) -> list[tuple[str, str | None]]:
+    """Return the texts of `template`, each with the field that comes behind it."""
+    allowed = ("role", *FIELDS)
+    try:
+        pieces = list(string.Formatter().parse(template))
+    except ValueError as error:
+        raise ConfigError("not a template of messages", got=repr(template), allowed="'{content}' and '{{'") from error
+    for _, name, spec, conversion in pieces:
+        if name is not None and (name not in allowed or spec or conversion):
+            raise ConfigError(
+                "a template of messages uses an unknown place",
+                got=f"{{{name}}}",
+                allowed=", ".join(f"{{{field}}}" for field in allowed),
+                hint=did_you_mean(name, allowed),
+            )
+    if "content" not in {name for _, name, _, _ in pieces}:
+        raise ConfigError("a template of messages needs the place of their text", got=template, allowed="{content}")
+    return [(literal, name) for literal, name, _, _ in pieces]
+
+
+class TemplateChat(Chat):
+    """Messages by the chat template of `tokenizer`, which `renderer` runs; `tools` are the schemas of functions.
+
+    A turn ends with the template's own end of turn (`end`, a token) or with any of `stop_ids`; either way the
+    observation goes on behind the template's end of turn. The template runs once for each pattern of messages.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        renderer: ChatRenderer,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        stop_ids: Sequence[int] = (),
+        parse: Parse | None = None,
+    ) -> None:
+        super().__init__(tokenizer, stop_ids=stop_ids, parse=parse)
+        templates = tokenizer.chat_template
+        if not templates:
+            raise ConfigError(
+                "a chat needs a tokenizer with a chat template",
+                got=str(tokenizer.name_or_path) or "a tokenizer without one",
+                hint="use an instruction-tuned checkpoint, or PlainChat",
+            )
+        self.speller = Speller(tokenizer, templates if isinstance(templates, str) else "\n".join(templates.values()))
+        self.tools = tools
+        self.calls_first = False
+        """Whether the template takes a tool's message only behind an assistant's message with `tool_calls`."""
+        self._renderer = renderer
+        self._forms: OrderedDict[Hashable, Form] = OrderedDict()
+
+    def render(self, chats: Sequence[list[ChatMessage]], *, add_generation_prompt: bool = True) -> list[str]:
+        """Return the template's texts of `chats`. ConfigError where it does not take them."""
+        return self._renderer.render(chats, tools=self.tools, add_generation_prompt=add_generation_prompt)
+
+    @cached_property
+    def closing(self) -> str:
+        """The text that the template writes behind an assistant's text at the end of a conversation."""
+        [text] = self.render([_history(_ASSISTANT)], add_generation_prompt=False)
+        return _behind(_ASSISTANT, text)
+
+    @cached_property
+    def end(self) -> int | None:
+        """The token with which the template ends an assistant's turn; None where that is plain text or nothing."""
+        return next((token for token in self.speller.encode(self.closing) if token in self.speller.controls), None)
+
+    def opening(self, prompt: Prompt, messages: Sequence[Mapping[str, Any]]) -> Prompt:
+        if not messages:
+            return prompt
+        if prompt.messages is None:
+            raise ConfigError(
+                "an environment that speaks first needs prompts that are chats",
+                got="a prompt of plain text",
+                hint="set prompts.chat = true",
+            )
+        said = checked(messages)
+        pattern = pattern_of(said)
+        before = prompt.messages
+        salt = unused_salt(str(before))
+
+        def make() -> list[Piece]:
+            [text] = self.render([[*before, *marked(pattern, salt)]])
+            return places(text, pattern, salt)
+
+        form = self._kept((prompt.prompt_id, str(before), pattern), make)
+        return msgspec.structs.replace(
+            prompt,
+            text=form.text(said),
+            tokens=np.asarray(self.speller.ids(form, said), dtype=np.int32),
+            messages=[*before, *said],
+        )
+
+    def observation(self, turn: np.ndarray, messages: Sequence[Mapping[str, Any]]) -> np.ndarray:
+        said = checked(messages)
+        form = self.form(said)
+        ids = self.speller.ids(form, said)
+        if self._ends(turn) and (ended := self._end_of_turn(form)) is not None:
+            ids = ids[ids.index(ended) + 1 :]
+        return np.asarray(ids, dtype=np.int32)
+
+    def observation_text(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Return the text of an observation behind an assistant's text without its end."""
+        said = checked(messages)
+        return self.form(said).text(said)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of `ids`, control tokens spelled out."""
+        return str(self._tokenizer.decode(list(ids), False, clean_up_tokenization_spaces=False))
+
+    def form(self, messages: Sequence[ChatMessage]) -> Form:
+        """Return the form of `messages` behind an assistant's text: end of turn, messages, header of the next turn."""
+        pattern = pattern_of(messages)
+        return self._kept(pattern, lambda: places(self._behind_turn(marked(pattern, 0)), pattern, 0))
+
+    def _ends(self, turn: np.ndarray) -> bool:
+        return super()._ends(turn) or (len(turn) > 0 and int(turn[-1]) == self.end)
+
+    def _end_of_turn(self, form: Form) -> int | None:
+        """Return the token that ends the assistant's turn in `form`; None where it does not begin with one.
+
+        Some templates end the turns before a message only, not the last one: there it is a stop token.
+        """
+        first = form.pieces[0] if form.pieces and isinstance(form.pieces[0], str) else ""
+        found = next((token for token in self.speller.encode(first) if token in self.speller.controls), None)
+        return found if found is not None and (found == self.end or found in self.stop_ids) else None
+
+    def _behind_turn(self, messages: list[ChatMessage]) -> str:
+        """Return the text from the end of a made-up assistant's text on, which `messages` follow."""
+        history = _history(_ASSISTANT)
+        if all(message["role"] != "tool" for message in messages):
+            return _behind(_ASSISTANT, self.render([[*history, *messages]])[0])
+        if not self.calls_first:
+            try:
+                return _behind(_ASSISTANT, self.render([[*history, *messages]])[0])
+            except ConfigError:  # perhaps it wants to see the calls that the tools answer
+                text = self._behind_calls(messages)
+                self.calls_first = True
+                return text
+        return self._behind_calls(messages)
+
+    def _behind_calls(self, messages: list[ChatMessage]) -> str:
+        history = [*_history(_ASSISTANT)[:-1], calling(_ASSISTANT, messages)]
+        [before] = self.render([history], add_generation_prompt=False)
+        [text] = self.render([[*history, *messages]])
+        if not text.startswith(before) or not before.endswith(self.closing) or _CALLED in text[len(before) :]:
+            raise ConfigError(
+                "the chat template changes an assistant's message when a tool's message follows it",
+                got=text[-200:],
+                allowed=before[-200:],
+            )
+        return self.closing + text[len(before) :]
+
+    def _kept(self, key: Hashable, make: Callable[[], list[Piece]]) -> Form:
+        form = self._forms.get(key)
+        if form is None:
+            form = self._forms[key] = self.speller.form([piece for piece in make() if piece])
+            if len(self._forms) > MAX_FORMS:
+                self._forms.popitem(last=False)
+        else:
+            self._forms.move_to_end(key)
+        return form
+
+
+_ASSISTANT = mark(0, 9999, "assistant")
+_CALLED = mark(0, 9998, "called")
+
+
+def _history(assistant: str) -> list[ChatMessage]:
+    return [{"role": "user", "content": "A question."}, {"role": "assistant", "content": assistant}]
+
+
+def calling(content: str, messages: Sequence[ChatMessage]) -> ChatMessage:
+    """Return an assistant's message with one call for each tool's message among `messages`, of its name and id."""
+    calls = [
+        {
+            "type": "function",
+            "id": message.get("tool_call_id", _CALLED),
+            "function": {"name": message.get("name", _CALLED), "arguments": {}},
+        }
+        for message in messages
+        if message["role"] == "tool"
+    ]
+    return {"role": "assistant", "content": content, "tool_calls": calls}
+
+
+def _behind(said: str, text: str) -> str:
+    """Return the rest of `text` behind the last `said`. ConfigError where the template left that out."""
+    before, found, rest = text.rpartition(said)
+    if not found:
+        raise ConfigError("the chat template leaves out the text of an assistant's message", got=before or rest[-200:])
+    return rest

@@ -1,0 +1,253 @@
+"""Messages as the texts of a template with places between them, and their ids.
+
+A form is rendered once for each sequence of roles, with marks in place of what the messages say, and is then filled
+without the template. Its ids keep one rule: control tokens (end of turn, header, tool call ...) come from the template
+only. A message that spells one out becomes ordinary pieces of text.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from slipstream.core.errors import ConfigError, clip
+from slipstream.models.tokenizer import SPECIAL_TOKENS
+
+if TYPE_CHECKING:
+    from slipstream.models.tokenizer import Tokenizer
+
+ChatMessage = dict[str, Any]
+"""A message of a chat, of JSON types: `role`, `content`, and for a tool `name` and `tool_call_id`."""
+
+ROLES = ("system", "user", "tool")  # of what an environment says
+MAX_MESSAGES = 64  # of one observation
+MAX_CHARACTERS = 1_000_000  # of one observation, far above what a model reads
+MAX_NAME = 128
+FIELDS = {"content": "c", "name": "n", "tool_call_id": "i"}
+
+Pattern = tuple[tuple[str, tuple[str, ...]], ...]
+"""Of each message its role and the fields that are not empty: messages of one pattern have one form."""
+
+
+def checked(messages: Sequence[Mapping[str, Any]]) -> list[ChatMessage]:
+    """Return the messages of an environment, fields that are None left out. ConfigError for any other message."""
+    if not 1 <= len(messages) <= MAX_MESSAGES:
+        raise ConfigError(
+            "an environment's answer has too few or too many messages", got=len(messages), allowed=f"1..{MAX_MESSAGES}"
+        )
+    found = [_checked(message) for message in messages]
+    if (size := sum(len(message["content"]) for message in found)) > MAX_CHARACTERS:
+        raise ConfigError(
+            "an environment's answer is too long", got=f"{size:,} characters", allowed=f"{MAX_CHARACTERS:,}"
+        )
+    return found
+
+
+def _checked(message: Mapping[str, Any]) -> ChatMessage:
+    if not isinstance(message, Mapping):
+        raise ConfigError("a message is a mapping", got=type(message).__name__, allowed="{'role': ..., 'content': ...}")
+    found = {key: value for key, value in message.items() if value is not None}
+    if not isinstance(found.get("content"), str) or found.get("role") not in ROLES:
+        raise ConfigError(
+            "an environment's message needs a role and a text",
+            got=clip(message),
+            allowed=f"role: {', '.join(ROLES)}; content: a string",
+        )
+    if unknown := found.keys() - {"role", *FIELDS}:
+        raise ConfigError("an environment's message has an unknown field", got=clip(unknown), allowed="role, content, "
+                          "name, tool_call_id")  # fmt: skip
+    for key in ("name", "tool_call_id"):
+        text = found.get(key, "-")
+        if not isinstance(text, str) or not re.fullmatch(r"[A-Za-z0-9_.:/-]+", text) or len(text) > MAX_NAME:
+            raise ConfigError(
+                f"a message's {key} is no plain name",
+                got=clip(text),
+                allowed=f"1..{MAX_NAME} letters, digits, '_', '.', ':', '/' and '-'",
+            )
+    return found | {"content": found["content"].encode("utf-8", "replace").decode()}  # lone surrogates have no bytes
+
+
+def pattern_of(messages: Sequence[ChatMessage]) -> Pattern:
+    """Return the pattern of messages that `checked` returned."""
+    return tuple((message["role"], tuple(key for key in FIELDS if message.get(key))) for message in messages)
+
+
+def marked(pattern: Pattern, salt: int) -> list[ChatMessage]:
+    """Return messages of `pattern` that say marks, to be found again in a rendering by `places`."""
+    return [
+        {"role": role, "content": ""} | {field: _said(salt, index, field) for field in fields}
+        for index, (role, fields) in enumerate(pattern)
+    ]
+
+
+def unused_salt(text: str) -> int:
+    """Return a salt whose marks do not occur in `text`."""
+    found = next((salt for salt in range(100) if f"qz{salt:02d}" not in text), None)
+    if found is None:
+        raise ConfigError("a chat holds every mark that could stand for a message", got=clip(text, 60))
+    return found
+
+
+def mark(salt: int, index: int, field: str) -> str:
+    """Return nine letters and digits, as some templates ask of a tool call's id; none begins another."""
+    return f"qz{salt:02d}{FIELDS.get(field, 'x')}{index:04d}"
+
+
+def _said(salt: int, index: int, field: str) -> str:
+    """Return the mark as a field says it: contents with what a template may strip or escape around it."""
+    here = mark(salt, index, field)
+    return f'\n \n"\u00e9 {here} \u00e9"\n \n' if field == "content" else here
+
+
+Shape = Callable[[str], str]
+
+
+def _then(strip: Shape, escape: Shape) -> Shape:
+    return lambda text: escape(strip(text))
+
+
+_STRIPS: tuple[Shape, ...] = (str, str.rstrip, str.lstrip, lambda text: text.strip("\n"), str.strip)
+_ESCAPES: tuple[Shape, ...] = (
+    str,
+    lambda text: json.dumps(text, ensure_ascii=False)[1:-1],
+    lambda text: json.dumps(text)[1:-1],
+)
+SHAPES = tuple(_then(strip, escape) for escape, strip in itertools.product(_ESCAPES, _STRIPS))
+"""What templates do to a content: strip it or not, write it as JSON or not. What strips less comes first."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of a field of message `index`, whose text the template writes in `shape`."""
+
+    index: int
+    field: str
+    shape: Shape = str
+
+    def text(self, messages: Sequence[ChatMessage]) -> str:
+        return self.shape(messages[self.index][self.field])
+
+
+Piece = str | Slot
+
+
+def places(text: str, pattern: Pattern, salt: int) -> list[Piece]:
+    """Return a rendering of `marked(pattern, salt)` as the template's texts and the places between them.
+
+    ConfigError where the template leaves out a content or changes it in another way than `SHAPES`.
+    """
+    pieces: list[Piece] = [text]
+    for index, (role, fields) in enumerate(pattern):
+        for field in fields:
+            said, count = _said(salt, index, field), text.count(mark(salt, index, field))
+            if not count and field != "content":
+                continue
+            shape = next((one for one in SHAPES if count and text.count(one(said)) == count), None)
+            if shape is None:
+                raise ConfigError(
+                    f"the chat template {'changes' if count else 'leaves out'} the content of a message of role {role}",
+                    got=clip(text),
+                    allowed="a template that writes contents as they are, stripped of whitespace, or as JSON",
+                    hint="use another checkpoint, or give the tokenizer a chat template that knows this role",
+                )
+            pieces = [part for piece in pieces for part in _split(piece, shape(said), Slot(index, field, shape))]
+    return pieces
+
+
+def _split(piece: Piece, said: str, slot: Slot) -> list[Piece]:
+    if isinstance(piece, Slot):
+        return [piece]
+    first, *others = piece.split(said)
+    return [first, *(part for other in others for part in (slot, other))]
+
+
+@dataclass(frozen=True)
+class Form:
+    """Texts of a template and places between them; `controls` are the ids of control tokens in its texts, in order."""
+
+    pieces: tuple[Piece, ...]
+    controls: tuple[int, ...]
+
+    def filled(self, messages: Sequence[ChatMessage]) -> list[tuple[str, bool]]:
+        """Return the texts in order, each with whether it is the template's."""
+        return [(one, True) if isinstance(one, str) else (one.text(messages), False) for one in self.pieces]
+
+    def text(self, messages: Sequence[ChatMessage]) -> str:
+        return "".join(text for text, _ in self.filled(messages))
+
+
+@runtime_checkable
+class _WithAddedTokens(Protocol):
+    """The part of transformers' tokenizers that knows added tokens. `CharTokenizer` has three and cannot split them."""
+
+    @property
+    def added_tokens_decoder(self) -> Mapping[int, Any]: ...
+    def __call__(self, text: list[str], *, add_special_tokens: bool, split_special_tokens: bool) -> Any: ...
+
+
+class Speller:
+    """Filled forms to ids. Identity: ids of ordinary texts are the tokenizer's own ids of the whole text.
+
+    `controls`: special tokens, and added tokens that `template_text` spells out (`<tool_call>`), whitespace not among
+    them. The token of unknown characters is none.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, template_text: str) -> None:
+        self._tokenizer = tokenizer
+        if isinstance(tokenizer, _WithAddedTokens):
+            added = {
+                token: one.content
+                for token, one in tokenizer.added_tokens_decoder.items()
+                if one.special or (one.content in template_text and not one.content.isspace())
+            }
+        else:
+            added = dict(enumerate(SPECIAL_TOKENS))
+        unknown = tokenizer.special_tokens_map.get("unk_token")
+        self.controls = {token: text for token, text in added.items() if text != unknown}
+        self._characters: dict[str, list[int]] = {}
+
+    def form(self, pieces: Sequence[Piece]) -> Form:
+        texts = [piece for piece in pieces if isinstance(piece, str)]
+        return Form(tuple(pieces), tuple(t for text in texts for t in self.encode(text) if t in self.controls))
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a template's text: control tokens that it spells out are themselves."""
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def ids(self, form: Form, messages: Sequence[ChatMessage]) -> list[int]:
+        """Return the ids of `form` filled with `messages`. Its control tokens are `form.controls`."""
+        filled = form.filled(messages)
+        whole = self.encode("".join(text for text, _ in filled))
+        if tuple(token for token in whole if token in self.controls) == form.controls:
+            return whole
+        return [token for text, is_own in filled for token in (self.encode(text) if is_own else self.plain(text))]
+
+    def plain(self, text: str) -> list[int]:
+        """Return ids of `text` without any control token, whatever it spells out.
+
+        Special tokens are split by the tokenizer; other control tokens into characters. What is one even then (a token
+        of one character) is left out.
+        """
+        [ids] = self._split_specials([text])
+        if self.controls.keys().isdisjoint(ids):
+            return ids
+        parts = re.split(f"({'|'.join(map(re.escape, sorted(self.controls.values(), key=len, reverse=True)))})", text)
+        between = iter(self._split_specials(parts[::2]))
+        pieces = [self._in_characters(part) if i % 2 else next(between) for i, part in enumerate(parts)]
+        return [token for piece in pieces for token in piece if token not in self.controls]
+
+    def _in_characters(self, control: str) -> list[int]:
+        ids = self._characters.get(control)
+        if ids is None:
+            ids = self._characters[control] = [token for one in self._split_specials(list(control)) for token in one]
+        return ids
+
+    def _split_specials(self, texts: list[str]) -> list[list[int]]:
+        """Return the ids of each text; none of the special tokens that it spells out, where the tokenizer can do so."""
+        if isinstance(self._tokenizer, _WithAddedTokens):
+            return list(self._tokenizer(texts, add_special_tokens=False, split_special_tokens=True)["input_ids"])
+        return list(self._tokenizer(texts, add_special_tokens=False)["input_ids"])
