@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -40,8 +42,11 @@ LIMITS = Limits(max_turns=4, max_turn_tokens=6, max_episode_tokens=40, max_len=4
 class PlainNumbers:
     """A chat whose text is its token ids: what was said can be read back from either end."""
 
-    def opening(self, prompt: Prompt, messages: Sequence[dict[str, Any]]) -> np.ndarray:
-        return self._ids(messages)
+    def opening(self, prompt: Prompt, messages: Sequence[dict[str, Any]]) -> Prompt:
+        if not messages:
+            return prompt
+        tokens = np.concatenate([prompt.tokens, self._ids(messages)])
+        return msgspec.structs.replace(prompt, tokens=tokens, text=f"{prompt.text}+")
 
     def observation(self, tokens: np.ndarray, messages: Sequence[dict[str, Any]]) -> np.ndarray:
         return self._ids(messages)
@@ -231,7 +236,7 @@ def test_every_episode_ends_whatever_is_lost(seed: int, num_replicas: int, sampl
     for key, ended in world.done.items():
         episode, record = ended.episode, ended.record
         kinds = [segment.is_sampled for segment in episode.segments]
-        assert all(a != b or a for a, b in zip(kinds, kinds[1:], strict=False)), "given tokens are one segment"
+        assert all(a != b or a for a, b in itertools.pairwise(kinds)), "given tokens are one segment"
         assert not kinds or kinds[-1] or record.failure is not None, "nothing is given behind the last turn"
         assert sum(kinds) <= LIMITS.max_turns
         behind = 0
@@ -270,7 +275,8 @@ KEY = (-1, 3, 1)
 
 
 def said(number: int, words: str = "", *, done: bool = False, reward: float | None = None) -> Answer:
-    return Answer(KEY, number, [{"role": "user", "content": words}], done, reward, seconds=0.5, num_tool_calls=1)
+    messages = [{"role": "user", "content": words}] if words else []
+    return Answer(KEY, number, messages, done, reward, seconds=0.5, num_tool_calls=1)
 
 
 def table(**limits: Any) -> Episodes:
@@ -288,9 +294,11 @@ def test_a_replica_that_follows_a_lost_one_goes_on_from_the_tokens_known_here() 
     )
     assert isinstance(observation, Observation)
     assert (observation.replica, observation.replaces, observation.turn) == (4, True, 1)
-    assert [one.tokens.tolist() for one in observation.segments] == [[50], [1, 2]]
+    assert observation.prompt is not None
+    assert observation.prompt.tokens.tolist() == [*PROMPT, 50], "what was said first belongs to the prompt"
+    assert [one.tokens.tolist() for one in observation.segments] == [[1, 2]]
     assert observation.tokens.tolist() == [51, 52]
-    assert observation.segments[1].behaviour_logprobs is not None
+    assert observation.segments[0].behaviour_logprobs is not None
     assert episodes.sampled(turn(2, [9]), 0.0) == [], "what the lost one still says is void"
     assert episodes.sampled(turn(2, [9], life=observation.life), 0.0) == [
         Take(KEY, 2, {"role": "assistant", "content": "9"})
@@ -342,7 +350,7 @@ def test_a_guilty_environment_begins_again_until_its_completion_has_failed() -> 
     [observation] = episodes.answered(said(0), 0.0)
     assert isinstance(observation, Observation)
     assert observation.replaces
-    assert observation.segments == ()
+    assert (observation.segments, observation.prompt) == ((), None)
     [over] = episodes.failed(Failure(KEY, "ValueError: no"), 0.0)
     assert isinstance(over, Observation)
     assert over.record is not None

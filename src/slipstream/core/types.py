@@ -155,7 +155,8 @@ class Observation(Message):
     `tokens` are given; then the policy samples a turn of at most `max_new_tokens`. Where `record` is there the episode
     is over, and nothing is sampled any more. `replaces`: what the generator has of this episode is void; it is now
     `segments`, those of another replica or none, and `tokens` behind them. Each time it has another `life`: turns and
-    observations of an earlier one, which may still be on their way, are void too.
+    observations of an earlier one, which may still be on their way, are void too. With it comes the `prompt` of an
+    episode whose environment speaks first: it ends with what was said.
     """
 
     ordinal: int
@@ -167,6 +168,7 @@ class Observation(Message):
     life: int = 0
     max_new_tokens: int = 0
     replaces: bool = False
+    prompt: Prompt | None = None
     segments: tuple[Segment, ...] = ()
     record: EpisodeRecord | None = None
 

@@ -1,4 +1,4 @@
-"""The episodes that are open, as a pure state machine: turns and answers in, calls of environments and observations out.
+"""The open episodes, as a pure state machine: turns and answers in, calls of environments and observations out.
 
     opening            turn 1            turn 2
     generator -> Open  Said -> Observation -> turn -> Take  Said -> Observation -> ...  -> Finish  Ended -> record
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -134,13 +134,17 @@ class Limits:
 
 @dataclass
 class Episode:
-    """An episode as far as it is known here. `given` are tokens behind the last sampled turn."""
+    """An episode as far as it is known here. `given` are tokens behind the last sampled turn.
+
+    `prompt` ends with what the environment said first; `row` is the prompt as it was admitted.
+    """
 
     key: Key
-    prompt: Prompt
+    row: Prompt
     replica: int
     started_s: float
     life: int
+    prompt: Prompt = field(init=False)
     phase: Phase = "resetting"
     segments: list[Segment] = field(default_factory=list)
     given: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
@@ -152,6 +156,9 @@ class Episode:
     num_tool_calls: int = 0
     num_tool_errors: int = 0
     environment_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.prompt = self.row
 
     @property
     def turn(self) -> int:
@@ -167,7 +174,7 @@ class Episode:
         """Forget all but whose it is, and how often that happened."""
         self.life, self.started_s = life, now_s
         self.phase, self.is_moved, self.is_cut = "resetting", True, False
-        self.segments, self.messages, self.turn_rewards = [], [], []
+        self.prompt, self.segments, self.messages, self.turn_rewards = self.row, [], [], []
         self.given = np.zeros(0, dtype=np.int32)
         self.num_tool_calls = self.num_tool_errors = 0
 
@@ -185,6 +192,7 @@ class Episode:
             tokens=self.given,
             max_new_tokens=max_new_tokens,
             replaces=is_moved,
+            prompt=self.prompt if is_moved and self.prompt is not self.row else None,
             segments=tuple(self.segments) if is_moved else (),
             record=record,
         )
@@ -257,8 +265,11 @@ class Episodes:
         if answer.is_done:
             episode.messages += answer.messages  # to be read; no token follows them, so none is sampled behind them
             return self._end(episode)
-        episode.given = self._given(episode, answer.messages)
-        episode.messages += answer.messages
+        if answer.turn > 0:
+            episode.given = self._chat.observation(episode.segments[-1].tokens, answer.messages)
+            episode.messages += answer.messages
+        else:
+            episode.prompt = self._chat.opening(episode.row, answer.messages)
         room = self._limits.room(len(episode.prompt.tokens), episode.num_behind)
         is_late = now_s - episode.started_s > self._limits.episode_limit_s
         if room < 1 or is_late or episode.turn >= self._limits.max_turns:
@@ -302,14 +313,7 @@ class Episodes:
         return [*([] if known is None else [Shut(key)]), self._open_call(episode)]
 
     def _open_call(self, episode: Episode) -> Open:
-        prompt = episode.prompt
-        return Open(episode.key, self._sources.index_of(episode.key[1], prompt), columns_of(prompt))
-
-    def _given(self, episode: Episode, messages: Sequence[ChatMessage]) -> np.ndarray:
-        """int32 [T]: the tokens of what was said; of a reset that says nothing, none."""
-        if not episode.segments:
-            return self._chat.opening(episode.prompt, messages)
-        return self._chat.observation(episode.segments[-1].tokens, messages)
+        return Open(episode.key, self._sources.index_of(episode.key[1], episode.row), columns_of(episode.row))
 
     def _end(self, episode: Episode) -> list[Act]:
         episode.phase = "ending"

@@ -27,17 +27,24 @@ Key = tuple[int, int, int]
 
 @dataclass
 class Episode:
-    """An episode on this replica: `request` is the first turn's, `live` the one that is decoded now, if any."""
+    """An episode on this replica: `request` is that of its admission, `live` the turn that is decoded now, if any.
+
+    `prompt` ends with what the environment said first; `row` is the prompt as it was admitted.
+    """
 
     request: Request
-    prompt: Prompt
+    row: Prompt
     eval_id: int
+    prompt: Prompt = field(init=False)
     segments: list[Segment] = field(default_factory=list)
     turn: int = 0  # turns sampled
     live: Request | None = None
     life: int = 0  # of the last observation that replaced what was known
     finish_reason: FinishReason = "stop"
     started_s: float | None = None  # when the first turn began
+
+    def __post_init__(self) -> None:
+        self.prompt = self.row
 
     @property
     def key(self) -> Key:
@@ -50,7 +57,7 @@ class Episode:
 
     def next_turn(self, max_new_tokens: int) -> Request:
         """Return the request for the next turn: the prompt, and all that was sampled and given since."""
-        context = np.concatenate([self.request.prompt_tokens, *(segment.tokens for segment in self.segments)])
+        context = np.concatenate([self.prompt.tokens, *(segment.tokens for segment in self.segments)])
         return replace(
             self.request,
             prompt_tokens=context,
@@ -148,6 +155,7 @@ class Episodes:
         if message.replaces:
             self._release(episode.request)
             episode.life, episode.segments = message.life, list(message.segments)
+            episode.prompt = episode.row if message.prompt is None else message.prompt
             episode.turn = sum(segment.is_sampled for segment in message.segments)
         if len(message.tokens):
             episode.segments.append(Segment(tokens=message.tokens))
@@ -204,6 +212,6 @@ class Episodes:
             replica=self._replica,
             turn=0,
             eval_id=episode.eval_id,
-            prompt=episode.prompt,
+            prompt=episode.row,
             may_continue=may_continue,
         )
