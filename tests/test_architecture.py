@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "src" / "slipstream"
-LOOP = ("prompts", "generator", "rewards", "batching", "trainer", "weight_sync")
+LOOP = ("prompts", "generator", "environments", "rewards", "batching", "trainer", "weight_sync")
 LAYERS = (
     ("core",),
     ("algorithms", "jail", "models", "observe"),
@@ -152,7 +152,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 60_200
+MAX_LINES = 61_450
 MAX_LINES_OF_SPINE = 1_600
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -168,9 +168,10 @@ MAX_LINES_OF_FOLDER = {
     "batching": 350,
     "controller": 5_300,
     "core": 8_100,
+    "environments": 1_260,
     "evals": 1_350,
     "generator": 6_200,
-    "jail": 980,
+    "jail": 990,
     "jobs": 500,
     "models": 5_250,
     "observe": 9_260,

@@ -118,7 +118,7 @@ class SimulatedSetup:
     background: float = BACKGROUND_SHARE
 
 
-class Step(NamedTuple):
+class Timed(NamedTuple):
     """A training step: when it began and was done, in seconds from the first admission."""
 
     ordinals: tuple[int, ...]
@@ -165,7 +165,7 @@ class Simulated:
     to `wall_s`; `generated_tokens` include what was not trained.
     """
 
-    timed: list[Step] = field(default_factory=list)
+    timed: list[Timed] = field(default_factory=list)
     lags: Counter[int] = field(default_factory=Counter)
     dropped: dict[int, str] = field(default_factory=dict)  # ordinal -> cause
     started: Counter[int] = field(default_factory=Counter)  # replica -> groups

@@ -34,7 +34,7 @@ from slipstream.core.types import CompletionFinished, GroupScored, Skip, StartGr
 from slipstream.observe.recorder import EventRecorder
 from slipstream.plan.event_loop import Cores, EventLoop
 from slipstream.plan.simulated_generator import Account, Replica, SimulatedRow, Spans, swapped
-from slipstream.plan.simulated_run import Batch, Costs, GroupWork, Simulated, SimulatedSetup, SimulatedWorkload, Step
+from slipstream.plan.simulated_run import Batch, Costs, GroupWork, Simulated, SimulatedSetup, SimulatedWorkload, Timed
 
 VERSIONS_IN_TRANSIT = 2  # slots of a publisher (`controller/weights.py`)
 DRAWN_AT_ONCE = 1024  # factors of jitter: one call draws so many
@@ -336,7 +336,7 @@ class Simulation:
             if isinstance(event, StepDone):
                 ordinals, start_s, batch = self._begun.pop(event.step)
                 origin_s = self._origin_s
-                self.result.timed.append(Step(ordinals, start_s - origin_s, self.loop.time_s - origin_s, batch))
+                self.result.timed.append(Timed(ordinals, start_s - origin_s, self.loop.time_s - origin_s, batch))
                 if event.version == self._first:
                     processes: list[_Trainer | Replica] = [self.trainer, *self.replicas]
                     for process in processes:  # forget the run so far
