@@ -171,7 +171,7 @@ MAX_LINES_OF_FOLDER = {
     "environments": 1_460,
     "evals": 1_350,
     "generator": 6_200,
-    "jail": 980,
+    "jail": 990,
     "jobs": 500,
     "models": 5_270,
     "observe": 9_260,

@@ -1,0 +1,312 @@
+"""Runs the environments of many episodes side by side: async methods in one loop, all others in threads.
+
+Used on both sides of the jail: by workers, and for environments of the caller's in their process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import os
+import queue
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextvars import Context, ContextVar, copy_context
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from slipstream.core.background import start_thread
+from slipstream.core.user_code import describe
+from slipstream.environments.hosting import (
+    MAX_SPOKEN_BYTES,
+    AskedNetwork,
+    Closed,
+    EndEpisode,
+    Faulted,
+    FromEpisode,
+    Interrupt,
+    OpenEpisode,
+    Spoke,
+    Stuck,
+    TakeTurn,
+    ToHost,
+)
+from slipstream.environments.protocol import EnvironmentFault, Step, as_messages, as_reward, as_step
+from slipstream.environments.sources import MakeEnvironment
+
+_CANCEL_S = 1.0  # for an async call to end once it is cancelled
+_CLOSE_S = 1.0  # for environments to close when their host ends
+
+_current: ContextVar[int | None] = ContextVar("episode", default=None)
+_Job = tuple[Context, Callable[[], Any], "asyncio.Future[tuple[bool, Any]]"]
+
+
+class _Lane:
+    """A thread for one environment, which some need to be the same for all calls. It is started when it is needed."""
+
+    def __init__(self) -> None:
+        self._inbox: queue.SimpleQueue[_Job | None] | None = None
+        self._num_calls = 0
+
+    @property
+    def is_busy(self) -> bool:
+        return self._num_calls > 0
+
+    async def call(self, function: Callable[[], Any]) -> Any:
+        """Return or raise the outcome of `function`, called in the thread after all calls before."""
+        loop = asyncio.get_running_loop()
+        if self._inbox is None:
+            inbox: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+            start_thread(_serve_lane, args=(inbox, loop, self._settle), name="environment")
+            self._inbox = inbox
+        settled: asyncio.Future[tuple[bool, Any]] = loop.create_future()
+        self._num_calls += 1
+        self._inbox.put((copy_context(), function, settled))
+        is_returned, outcome = await settled
+        if not is_returned:
+            raise outcome
+        return outcome
+
+    def rest(self) -> None:
+        """End the thread when it has done what it has; the next call starts another."""
+        if self._inbox is not None:
+            self._inbox.put(None)
+            self._inbox = None
+
+    def _settle(self, settled: asyncio.Future[tuple[bool, Any]], outcome: tuple[bool, Any]) -> None:
+        self._num_calls -= 1
+        if not settled.done():
+            settled.set_result(outcome)
+
+
+def _serve_lane(
+    inbox: queue.SimpleQueue[_Job | None],
+    loop: asyncio.AbstractEventLoop,
+    settle: Callable[[asyncio.Future[tuple[bool, Any]], tuple[bool, Any]], None],
+) -> None:
+    """Consumes calls, waits for the next one, ends on None or with the loop."""
+    pid = os.getpid()
+    while (job := inbox.get()) is not None:
+        context, function, settled = job
+        try:
+            outcome = True, context.run(function)
+        except BaseException as error:  # noqa: BLE001 - whatever an environment raises (SystemExit too) is its own
+            outcome = False, error
+        _end_of_a_copy(pid)
+        try:
+            loop.call_soon_threadsafe(settle, settled, outcome)
+        except RuntimeError:  # the loop is closed
+            return
+        del job, context, function, settled, outcome
+
+
+def _end_of_a_copy(pid: int) -> None:
+    """End this process if an environment forked it and let its child return: only one of the two may go on."""
+    if os.getpid() != pid:
+        os._exit(0)
+
+
+@dataclass
+class _Hosted:
+    """An episode: its environment, and the task that makes the present call."""
+
+    number: int
+    environment: Any = None
+    lane: _Lane = field(default_factory=_Lane)
+    task: asyncio.Task[None] | None = None
+    has_begun: bool = False
+    is_late: bool = False
+    num_tool_calls: int = 0
+    num_tool_errors: int = 0
+
+
+class EpisodeHost:
+    """Makes environments by `makers` and calls them; each answer is given to `deliver` as msgpack.
+
+    All methods but `asked_network` are called in the thread of the loop, and none of them waits. A call that is late is
+    cancelled by an `Interrupt` if it is async, and nothing else is touched; what cannot be cancelled is `Stuck`.
+    """
+
+    def __init__(
+        self, makers: Sequence[MakeEnvironment], deliver: Callable[[bytes], None], *, step_limit_s: float
+    ) -> None:
+        self._makers = makers
+        self._deliver = deliver
+        self._step_limit_s = step_limit_s
+        self._episodes: dict[int, _Hosted] = {}
+        self._encoder = msgspec.msgpack.Encoder()
+        self._asked: set[int] = set()
+        self._pid = os.getpid()
+
+    def handle(self, message: ToHost) -> None:
+        """Begin what `message` asks for. An episode that is unknown has faulted meanwhile."""
+        if isinstance(message, OpenEpisode):
+            hosted = self._episodes[message.episode] = _Hosted(message.episode)
+            self._begin(hosted, partial(self._open, hosted, self._makers[message.source], message.columns))
+        elif (hosted_or_none := self._episodes.get(message.episode)) is None:
+            return
+        elif isinstance(message, TakeTurn):
+            self._begin(hosted_or_none, partial(self._take, hosted_or_none, message))
+        elif isinstance(message, EndEpisode):
+            end = partial(self._end, hosted_or_none, hosted_or_none.task, asks_reward=message.asks_reward)
+            self._begin(hosted_or_none, end)
+        elif isinstance(message, Interrupt):
+            self._interrupt(hosted_or_none)
+
+    def asked_network(self) -> bool:
+        """Tell that the environment which this thread or task runs has asked for a network; whether it runs one."""
+        episode = _current.get()
+        if episode is not None and episode not in self._asked:
+            self._asked.add(episode)
+            self._send(AskedNetwork(episode))
+        return episode is not None
+
+    def forget(self, episode: int) -> None:
+        """Let go of an episode that is stuck: its thread ends when its call returns, and nothing of it is told."""
+        if (hosted := self._episodes.pop(episode, None)) is not None:
+            hosted.lane.rest()
+
+    async def close(self) -> None:
+        """Close all environments, as far as they let themselves be closed in a second."""
+        for number in list(self._episodes):
+            self.handle(EndEpisode(number, asks_reward=False))
+        tasks = [hosted.task for hosted in self._episodes.values() if hosted.task is not None]
+        if tasks:
+            await asyncio.wait(tasks, timeout=_CLOSE_S)
+        for number in list(self._episodes):
+            self.forget(number)
+
+    def _begin(self, hosted: _Hosted, call: Callable[[], Awaitable[FromEpisode]]) -> None:
+        hosted.is_late = hosted.has_begun = False
+        self._asked.discard(hosted.number)
+        hosted.task = asyncio.get_running_loop().create_task(self._answer(hosted, call))
+
+    async def _answer(self, hosted: _Hosted, call: Callable[[], Awaitable[FromEpisode]]) -> None:
+        """Make a call and send its answer; whatever it raises is the episode's end."""
+        _current.set(hosted.number)
+        hosted.has_begun = is_over = True
+        try:
+            answer = await call()
+            body, is_over = self._encoded(answer), not isinstance(answer, Spoke)
+        except asyncio.CancelledError:
+            limit = f"timed out after {self._step_limit_s:g} s"
+            body = await self._faulted(hosted, limit if hosted.is_late else "its call was cancelled")
+        except BaseException as error:  # noqa: BLE001 - an environment may raise anything; it costs its episode
+            body = await self._faulted(hosted, _described(error))
+        _end_of_a_copy(self._pid)
+        if hosted.task is not asyncio.current_task() or self._episodes.get(hosted.number) is not hosted:
+            return  # another task closes it, or it is forgotten
+        if is_over:
+            self.forget(hosted.number)
+        self._deliver(body)
+
+    def _encoded(self, answer: FromEpisode) -> bytes:
+        body = self._encoder.encode(answer)
+        if len(body) > MAX_SPOKEN_BYTES:
+            raise EnvironmentFault(f"it said {len(body):,} bytes at once, at most {MAX_SPOKEN_BYTES:,} are allowed")
+        return body
+
+    async def _faulted(self, hosted: _Hosted, error: str) -> bytes:
+        if hosted.task is asyncio.current_task():  # else another task closes it
+            with contextlib.suppress(BaseException):  # one error is enough, and a cancelled `close` must not wait
+                await self._close(hosted)
+        return self._encoder.encode(Faulted(hosted.number, error.encode("utf-8", "replace").decode()))
+
+    async def _open(self, hosted: _Hosted, make: MakeEnvironment, columns: Mapping[str, Any]) -> Spoke:
+        start_s = time.monotonic()
+        environment = hosted.environment = await hosted.lane.call(make)
+        if inspect.iscoroutinefunction(environment.reset) and inspect.iscoroutinefunction(environment.step):
+            hosted.lane.rest()
+        messages = await self._call(hosted, partial(environment.reset, **columns), as_messages)
+        return self._spoke(hosted, 0, Step(messages), time.monotonic() - start_s)
+
+    async def _take(self, hosted: _Hosted, turn: TakeTurn) -> Spoke:
+        start_s = time.monotonic()
+        step = await self._call(hosted, partial(hosted.environment.step, turn.message), as_step)
+        return self._spoke(hosted, turn.turn, step, time.monotonic() - start_s)
+
+    async def _end(self, hosted: _Hosted, before: asyncio.Task[None] | None, *, asks_reward: bool) -> Closed:
+        if before is not None and not before.done():
+            before.cancel()
+            await asyncio.wait([before])
+        reward = None
+        if asks_reward and hasattr(hosted.environment, "final_reward"):
+            reward = await self._call(hosted, hosted.environment.final_reward, as_reward)
+        await self._close(hosted)
+        return Closed(hosted.number, reward)
+
+    async def _close(self, hosted: _Hosted) -> None:
+        environment, hosted.environment = hosted.environment, None
+        if hasattr(environment, "close"):
+            await self._call(hosted, environment.close, lambda _: None)
+
+    async def _call(self, hosted: _Hosted, method: Callable[[], Any], read: Callable[[Any], Any]) -> Any:
+        """Return what `read` makes of the result of `method`, wherever that runs; `read` meets the episode's objects.
+
+        A function that is not async may return an awaitable all the same.
+        """
+        if inspect.iscoroutinefunction(method):
+            return read(await method())
+
+        def called() -> tuple[bool, Any]:
+            value = method()
+            return (True, value) if inspect.isawaitable(value) else (False, read(value))
+
+        is_awaitable, value = await hosted.lane.call(called)
+        return read(await value) if is_awaitable else value
+
+    def _spoke(self, hosted: _Hosted, turn: int, step: Step, seconds: float) -> Spoke:
+        calls, errors = (_count(hosted.environment, name) for name in ("num_tool_calls", "num_tool_errors"))
+        spoke = Spoke(
+            hosted.number,
+            turn,
+            list(as_messages(step.messages)),
+            step.done,
+            step.reward,
+            seconds,
+            num_tool_calls=max(0, calls - hosted.num_tool_calls),
+            num_tool_errors=max(0, errors - hosted.num_tool_errors),
+        )
+        hosted.num_tool_calls, hosted.num_tool_errors = calls, errors
+        return spoke
+
+    def _interrupt(self, hosted: _Hosted) -> None:
+        task = hosted.task
+        if task is None or task.done():
+            return
+        if not hosted.has_begun:  # cancelled now, it would never answer
+            asyncio.get_running_loop().call_soon(self._interrupt, hosted)
+        elif hosted.lane.is_busy:
+            self._send(Stuck(hosted.number))
+        else:
+            hosted.is_late = True
+            task.cancel()
+            asyncio.get_running_loop().call_later(_CANCEL_S, self._check_cancelled, hosted, task)
+
+    def _check_cancelled(self, hosted: _Hosted, task: asyncio.Task[None]) -> None:
+        if hosted.task is task and not task.done():
+            self._send(Stuck(hosted.number))
+
+    def _send(self, message: msgspec.Struct) -> None:
+        self._deliver(self._encoder.encode(message))
+
+
+def _described(error: BaseException) -> str:
+    try:
+        return describe(error)
+    except BaseException:  # noqa: BLE001 - the text of an error is made by the environment, too
+        return type(error).__name__
+
+
+def _count(environment: Any, name: str) -> int:
+    """Return an environment's count of its tool calls or their errors in this episode; 0 for one that counts none."""
+    if not hasattr(environment, name):
+        return 0
+    count = getattr(environment, name)
+    if type(count) is not int or not 0 <= count < 1 << 31:
+        raise EnvironmentFault(f"{name} of an environment is a count, not {type(count).__name__}")
+    return count

@@ -1,0 +1,101 @@
+"""Messages between a pool and the hosts of environments: jailed workers, or a thread of this process.
+
+A host holds many episodes, each with an environment of its own. An episode has one call at a time. Each call has one
+answer: `Spoke` or `Closed`, or `Faulted`, after which the host has forgotten the episode.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from slipstream.environments.protocol import ChatMessage
+from slipstream.environments.sources import EnvironmentSource
+from slipstream.jail.protocol import SetupFailed, TriedNetwork, WorkerReady
+
+MAX_SPOKEN_BYTES = 4 << 20  # a larger frame from a worker is an attack or a bug: the worker is killed
+MAX_EPISODES_PER_HOST = 256  # each environment that is not async has a thread
+
+
+class HostSetup(msgspec.Struct, frozen=True):
+    """First frame to a worker: the environments that it makes, and its limits."""
+
+    sources: list[EnvironmentSource]
+    memory_bytes: int
+    step_limit_s: float
+    allow_network: bool = False
+    environment: list[str] = []  # names of variables that the worker gets besides its own
+
+
+class OpenEpisode(msgspec.Struct, frozen=True, tag=True):
+    """Make the environment of an episode by source `source`, and reset it with the row's columns."""
+
+    episode: int
+    source: int
+    columns: dict[str, Any]
+
+
+class TakeTurn(msgspec.Struct, frozen=True, tag=True):
+    """Let the environment answer the policy's turn."""
+
+    episode: int
+    turn: int
+    message: ChatMessage
+
+
+class EndEpisode(msgspec.Struct, frozen=True, tag=True):
+    """Close the environment, after its final reward if that is asked for; else whatever it is doing."""
+
+    episode: int
+    asks_reward: bool
+
+
+class Interrupt(msgspec.Struct, frozen=True, tag=True):
+    """The episode's call is late: cancel it, or say that it cannot be cancelled."""
+
+    episode: int
+
+
+class Spoke(msgspec.Struct, frozen=True, tag=True):
+    """Messages of the environment behind turn `turn`; 0: of its reset. Tool calls are those of this turn."""
+
+    episode: int
+    turn: int
+    messages: list[ChatMessage]
+    done: bool
+    reward: float | None
+    seconds: float
+    num_tool_calls: int
+    num_tool_errors: int
+
+
+class Closed(msgspec.Struct, frozen=True, tag=True):
+    """The environment is closed; its final reward, if it was asked for and there is one."""
+
+    episode: int
+    reward: float | None
+
+
+class Faulted(msgspec.Struct, frozen=True, tag=True):
+    """The environment raised, was cancelled, or returned nonsense. It is closed."""
+
+    episode: int
+    error: str
+
+
+class Stuck(msgspec.Struct, frozen=True, tag=True):
+    """The episode's late call cannot be cancelled."""
+
+    episode: int
+
+
+class AskedNetwork(msgspec.Struct, frozen=True, tag=True):
+    """The environment of this episode has tried to reach a network that there is not."""
+
+    episode: int
+
+
+ToHost = OpenEpisode | TakeTurn | EndEpisode | Interrupt
+FromEpisode = Spoke | Closed | Faulted | Stuck | AskedNetwork
+FromHost = WorkerReady | SetupFailed | TriedNetwork | Spoke | Closed | Faulted | Stuck | AskedNetwork

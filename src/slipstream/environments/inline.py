@@ -1,0 +1,119 @@
+"""Environments given as Python callables, in the caller's process: trusted, but held to their deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import queue
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import msgspec
+
+from slipstream.core.background import start_thread
+from slipstream.core.clock import Clock
+from slipstream.environments.host import EpisodeHost
+from slipstream.environments.hosting import FromHost, ToHost
+from slipstream.environments.pool import EpisodePool, HostLink, Lost
+from slipstream.jail.protocol import WorkerReady
+
+_MAX_ABANDONED = 8  # threads and loops that never came back; they cannot be killed
+_JOIN_S = 3.0  # for a loop that is not blocked to end, with environments that close
+
+
+class InlinePool(EpisodePool):
+    """`makers` make environments, which run in one loop and in threads of this process.
+
+    A call that is late and cannot be cancelled is failed, its thread abandoned (its answer is ignored). An async one
+    that blocks the loop costs all episodes, and the loop is abandoned. After 8 of either no environment is opened.
+    """
+
+    def __init__(self, makers: Sequence[Callable[[], Any]], *, step_limit_s: float, clock: Clock | None = None) -> None:
+        self._makers = list(makers)
+        super().__init__(num_hosts=1, num_spares=0, num_sources=len(makers), step_limit_s=step_limit_s, clock=clock)
+
+    def open(self, key: Hashable, source: int, columns: dict[str, Any]) -> None:
+        """Open an episode as `EpisodePool.open`; it fails at the next `poll` where too many have hung."""
+        if self.num_restarts >= _MAX_ABANDONED:
+            self._done.append(Lost(key, f"environments hung {self.num_restarts} times, and none is opened again"))
+        else:
+            super().open(key, source, columns)
+
+    def _start_host(self) -> HostLink:
+        return _Thread(self._makers, self._step_limit_s)
+
+    def _abandons(self, host: HostLink, episode: int) -> bool:
+        assert isinstance(host, _Thread)
+        host.forget(episode)
+        return True
+
+
+class _Thread:
+    """The pool's end of a host in a thread of this process: messages in by the loop, out by a queue and a pipe."""
+
+    def __init__(self, makers: Sequence[Callable[[], Any]], step_limit_s: float) -> None:
+        self.failure: str | None = None
+        self.has_unsent = False
+        self._decoder = msgspec.msgpack.Decoder(FromHost, strict=True)
+        self._said: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
+        self._is_closing = False
+        self._loop = asyncio.new_event_loop()
+        self._host = EpisodeHost(makers, self._deliver, step_limit_s=step_limit_s)
+        self._deliver(msgspec.msgpack.encode(WorkerReady(isolation=[])))
+        self._thread = start_thread(self._serve, name="environments")
+
+    def fileno(self) -> int:
+        return self._wake_read
+
+    def send(self, messages: Sequence[ToHost]) -> None:
+        for message in messages:
+            self._loop.call_soon_threadsafe(self._host.handle, message)
+
+    def flush(self) -> None:
+        """Do nothing: what is sent has arrived."""
+
+    def receive(self) -> list[FromHost]:
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self._wake_read, 4096):
+                continue
+        messages: list[FromHost] = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                messages.append(self._decoder.decode(self._said.get_nowait()))
+        return messages
+
+    def forget(self, episode: int) -> None:
+        self._loop.call_soon_threadsafe(self._host.forget, episode)
+
+    def close(self) -> None:
+        """End the loop, if it lets itself be ended; its threads end when their calls return."""
+        self._is_closing = True
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_JOIN_S)
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+    def _deliver(self, body: bytes) -> None:
+        if self._is_closing:
+            return
+        self._said.put(body)
+        with contextlib.suppress(BlockingIOError):  # enough wake-ups are waiting
+            os.write(self._wake_write, b"\0")
+
+    def _serve(self) -> None:
+        """Runs the loop of the episodes. Ends when: `close`."""
+        while not self._is_closing:
+            with contextlib.suppress(SystemExit, KeyboardInterrupt):  # of a task that an environment has started
+                self._loop.run_forever()
+        with contextlib.suppress(SystemExit, KeyboardInterrupt):
+            self._loop.run_until_complete(self._host.close())
+        left = asyncio.all_tasks(self._loop)
+        for task in left:
+            task.cancel()
+        with contextlib.suppress(SystemExit, KeyboardInterrupt):
+            self._loop.run_until_complete(asyncio.wait(left, timeout=1.0) if left else asyncio.sleep(0))
+        self._loop.close()

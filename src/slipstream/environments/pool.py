@@ -1,0 +1,410 @@
+"""Episodes of environments without blocking: calls in, answers out, through hosts that may hang, die or lie."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import selectors
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from slipstream.core.clock import Clock, WallClock
+from slipstream.core.errors import ConfigError, ExecutorDied
+from slipstream.core.user_code import MAX_ERROR_CHARS
+from slipstream.environments.hosting import (
+    MAX_EPISODES_PER_HOST,
+    AskedNetwork,
+    Closed,
+    EndEpisode,
+    Faulted,
+    FromHost,
+    Interrupt,
+    OpenEpisode,
+    Spoke,
+    Stuck,
+    TakeTurn,
+    ToHost,
+)
+from slipstream.environments.protocol import ChatMessage, EnvironmentFault, as_messages
+from slipstream.jail.protocol import SetupFailed, TriedNetwork, WorkerReady
+from slipstream.jail.sandbox import nested_selector
+
+_START_S = 120.0  # imports of a large package on a busy machine
+_SILENCE_S = 5.0  # for a host to say what became of a call that it was told to end
+_MAX_FAILED_STARTS = 3  # in a row
+NO_NETWORK = (
+    "environments have no network: set environment.allow_network = true if you trust it, or give it to slipstream.run "
+    "as a Python class"
+)
+
+Key = Hashable
+"""The caller's name of an episode."""
+
+
+@dataclass(frozen=True)
+class Said:
+    """Messages of the environment behind turn `turn`; 0: after its reset. Tool calls are those of this turn."""
+
+    key: Key
+    turn: int
+    messages: list[ChatMessage]
+    is_done: bool
+    reward: float | None
+    seconds: float = 0.0
+    num_tool_calls: int = 0
+    num_tool_errors: int = 0
+
+
+@dataclass(frozen=True)
+class LastWord:
+    """The final reward, if there is one; the environment is closed."""
+
+    key: Key
+    reward: float | None
+
+
+@dataclass(frozen=True)
+class Lost:
+    """The environment of this episode is gone.
+
+    `is_guilty`: by its own doing; False where it shared a worker with one; None where it may have been this one, as it
+    had a call when its worker was lost.
+    """
+
+    key: Key
+    reason: str
+    is_guilty: bool | None = True
+
+
+class HostLink(Protocol):
+    """The pool's end of a host. Nothing here waits; after the last message of one that ended, `failure` is set."""
+
+    failure: str | None
+
+    def fileno(self) -> int: ...
+    @property
+    def has_unsent(self) -> bool: ...
+    def send(self, messages: Sequence[ToHost]) -> None: ...
+    def flush(self) -> None: ...
+    def receive(self) -> list[FromHost]: ...
+    def close(self) -> None: ...
+
+
+@dataclass
+class _Episode:
+    """An episode that is open. `call` is what its host is doing for it; `dropped` is an answer that nobody wants."""
+
+    key: Key
+    number: int
+    source: int
+    columns: dict[str, Any]
+    call: Literal["opening", "turn", "ending"] | None = "opening"
+    turn: int = 0
+    dropped: int | None = None
+    deadline_s: float = math.inf
+    is_interrupted: bool = False
+    is_shut: bool = False
+    has_asked_network: bool = False
+
+
+@dataclass
+class _Site:
+    """A host and its episodes, by their numbers."""
+
+    host: HostLink
+    deadline_s: float
+    is_ready: bool = False
+    has_tried_network: bool = False
+    episodes: dict[int, _Episode] = field(default_factory=dict)
+
+
+class EpisodePool(ABC):
+    """Episodes on `num_hosts` hosts and a warm spare, behind one file descriptor.
+
+    Consumes: `open`, then `take` for each turn and `finish`, one call of an episode at a time; `shut` at any time.
+    Produces: one answer per call (`poll`), whatever the environment does; none after `shut`. An episode stays on the
+    host that it was opened on, the one with the fewest. Each call has `step_limit_s` from the moment its host got it,
+    and answers that wait are read before any deadline is judged. A call that is late is cancelled where that is
+    possible and costs its own episode only; else all episodes of its host are lost. Ends: `close`.
+    """
+
+    def __init__(
+        self, *, num_hosts: int, num_spares: int, num_sources: int, step_limit_s: float, clock: Clock | None
+    ) -> None:
+        self._clock = clock or WallClock()
+        self._num_hosts, self._num_sources = num_hosts, num_sources
+        self._step_limit_s = step_limit_s
+        self._selector = nested_selector()
+        self._numbers = itertools.count()
+        self._by_key: dict[Key, _Episode] = {}
+        self._waiting: deque[_Episode] = deque()  # for a host with room
+        self._site_of: dict[int, _Site] = {}
+        self._done: list[Said | LastWord | Lost] = []
+        self._sites: list[_Site] = []
+        self._failed_starts = 0
+        self.num_restarts = 0
+        self.isolation: frozenset[str] = frozenset()
+        for _ in range(num_hosts + num_spares):
+            self._start()
+
+    @abstractmethod
+    def _start_host(self) -> HostLink: ...
+
+    @abstractmethod
+    def _abandons(self, host: HostLink, episode: int) -> bool:
+        """Let go of an episode that is stuck, if `host` can go on without it; else it is ended with all it has."""
+
+    @property
+    def num_open(self) -> int:
+        """Episodes that are neither finished, nor shut, nor lost."""
+        return len(self._by_key)
+
+    @property
+    def num_calls(self) -> int:
+        """Calls that have no answer yet."""
+        return sum(episode.call is not None for episode in self._by_key.values())
+
+    def wait_ready(self) -> None:
+        """Block until a host has imported what it needs. ConfigError when the environments cannot be made."""
+        while not any(site.is_ready for site in self._sites):
+            deadline_s = self.next_deadline_s()
+            assert deadline_s is not None
+            self._advance(max(0.0, deadline_s - self._clock.now_s()))
+
+    def open(self, key: Key, source: int, columns: dict[str, Any]) -> None:
+        """Make an environment by source number `source` and reset it. Its answer is that of turn 0."""
+        assert key not in self._by_key, f"{key} is open"
+        assert 0 <= source < self._num_sources, source
+        episode = _Episode(key, next(self._numbers), source, columns)
+        self._by_key[key] = episode
+        self._waiting.append(episode)
+
+    def take(self, key: Key, turn: int, message: ChatMessage) -> None:
+        """Let the environment answer the policy's message of turn `turn`, from 1 on."""
+        episode = self._idle(key)
+        episode.turn = turn
+        self._call(episode, "turn", TakeTurn(episode.number, turn, message))
+
+    def finish(self, key: Key) -> None:
+        """Ask the environment for its final reward, and close it."""
+        episode = self._idle(key)
+        self._call(episode, "ending", EndEpisode(episode.number, asks_reward=True))
+
+    def shut(self, key: Key) -> None:
+        """Close the environment, whatever it is doing; nothing more is told of this episode. Its key is free again."""
+        self._done = [one for one in self._done if one.key != key]
+        episode = self._by_key.pop(key, None)
+        if episode is None:  # it has ended, or was lost
+            return
+        episode.is_shut = True
+        if episode.number not in self._site_of:
+            self._waiting.remove(episode)
+            return
+        episode.dropped = episode.turn if episode.call in ("opening", "turn") else None
+        self._call(episode, "ending", EndEpisode(episode.number, asks_reward=False))
+
+    def poll(self) -> list[Said | LastWord | Lost]:
+        """Move what can be moved without waiting; answers in the order they came."""
+        self._advance(0)
+        done, self._done = self._done, []
+        return done
+
+    def fds(self) -> list[int]:
+        """Readable when `poll` has something to do: one descriptor, which stands for all hosts."""
+        return [self._selector.fileno()]
+
+    def next_deadline_s(self) -> float | None:
+        """When, on the clock, `poll` has to be called even if nothing arrives; None while nothing is awaited."""
+        if self._done or (self._waiting and self._roomiest() is not None):
+            return self._clock.now_s()
+        deadlines = [site.deadline_s for site in self._sites if not site.is_ready]
+        deadlines += [one.deadline_s for site in self._sites for one in site.episodes.values() if one.call is not None]
+        return min(deadlines, default=None)
+
+    def close(self) -> None:
+        for site in self._sites:
+            site.host.close()
+        self._sites.clear()
+        self._by_key.clear()
+        self._waiting.clear()
+        self._selector.close()
+
+    def _idle(self, key: Key) -> _Episode:
+        episode = self._by_key[key]
+        assert episode.call is None, f"{key} has a call"
+        return episode
+
+    def _start(self) -> None:
+        site = _Site(self._start_host(), deadline_s=self._clock.now_s() + _START_S)
+        self._sites.append(site)
+        self._selector.register(site.host, selectors.EVENT_READ | selectors.EVENT_WRITE, site)
+
+    def _call(self, episode: _Episode, call: Literal["opening", "turn", "ending"], message: ToHost) -> None:
+        episode.call, episode.is_interrupted, episode.has_asked_network = call, False, False
+        episode.deadline_s = self._clock.now_s() + self._step_limit_s
+        self._send(self._site_of[episode.number], message)
+
+    def _send(self, site: _Site, message: ToHost) -> None:
+        site.host.send([message])
+        self._watch(site)
+
+    def _advance(self, timeout_s: float) -> None:
+        for key, _ in self._selector.select(timeout_s):
+            site: _Site = key.data
+            site.host.flush()
+            self._watch(site)
+            self._read(site)
+        now_s = self._clock.now_s()
+        for site in list(self._sites):
+            self._judge(site, now_s)
+        while self._waiting and (roomiest := self._roomiest()) is not None:
+            episode = self._waiting.popleft()
+            roomiest.episodes[episode.number] = episode
+            self._site_of[episode.number] = roomiest
+            self._call(episode, "opening", OpenEpisode(episode.number, episode.source, episode.columns))
+
+    def _roomiest(self) -> _Site | None:
+        """The host with the fewest episodes, not counting the spare; None where none has room."""
+        active = [site for site in self._sites if site.is_ready][: self._num_hosts]
+        least = min(active, key=lambda site: len(site.episodes), default=None)
+        return least if least is not None and len(least.episodes) < MAX_EPISODES_PER_HOST else None
+
+    def _judge(self, site: _Site, now_s: float) -> None:
+        """Interrupt calls that are late; end a host that does not even say what became of one."""
+        if not site.is_ready and now_s >= site.deadline_s:
+            self._replace(site, f"it was not ready after {_START_S:g} s")
+            return
+        late = [one for one in site.episodes.values() if one.call is not None and now_s >= one.deadline_s]
+        if any(episode.is_interrupted for episode in late):
+            self._replace(site, f"timed out after {self._step_limit_s:g} s, and its worker says nothing")
+            return
+        for episode in late:
+            episode.is_interrupted, episode.deadline_s = True, now_s + _SILENCE_S
+            self._send(site, Interrupt(episode.number))
+
+    def _read(self, site: _Site) -> None:
+        for message in site.host.receive():
+            try:
+                self._hear(site, message)
+            except (ValueError, EnvironmentFault) as error:
+                site.host.failure = f"worker sent bad output: {error}"[:MAX_ERROR_CHARS]
+            if site not in self._sites:
+                return  # replaced, with all that it may still have said
+            if site.host.failure is not None:
+                break
+        if site.host.failure is not None:
+            self._replace(site, site.host.failure)
+
+    def _hear(self, site: _Site, message: FromHost) -> None:
+        """Take one message of a host. ValueError or EnvironmentFault for one that answers no question."""
+        if isinstance(message, TriedNetwork) and not site.is_ready:
+            site.has_tried_network = True
+        elif isinstance(message, SetupFailed) and not site.is_ready:
+            raise ConfigError(
+                "the environments cannot be set up",
+                got=message.error,
+                allowed="classes and functions whose files can be imported by a worker, with the packages of this "
+                "Python",
+                hint=NO_NETWORK
+                if site.has_tried_network
+                else "a worker has no network, and few environment variables: see environment.environment",
+            )
+        elif isinstance(message, WorkerReady) and not site.is_ready:
+            site.is_ready = True
+            self._failed_starts = 0
+            self.isolation = frozenset(message.isolation)
+        elif isinstance(message, Spoke | Closed | Faulted | Stuck | AskedNetwork) and message.episode in site.episodes:
+            self._answered(site, site.episodes[message.episode], message)
+        elif not isinstance(message, TriedNetwork | AskedNetwork):  # a thread of an environment may outlive it
+            raise ValueError("an answer to no question")
+
+    def _answered(
+        self, site: _Site, episode: _Episode, message: Spoke | Closed | Faulted | Stuck | AskedNetwork
+    ) -> None:
+        if isinstance(message, AskedNetwork):
+            episode.has_asked_network = True
+        elif isinstance(message, Stuck) and episode.is_interrupted and episode.call is not None:
+            self._give_up(site, episode)
+        elif isinstance(message, Spoke) and episode.dropped == message.turn:
+            episode.dropped = None
+        elif isinstance(message, Spoke) and episode.call in ("opening", "turn") and message.turn == episode.turn:
+            answer = _checked(episode, message)
+            episode.call, episode.deadline_s = None, math.inf
+            self._done.append(answer)
+        elif isinstance(message, Closed) and episode.call == "ending":
+            if message.reward is not None and not math.isfinite(message.reward):
+                raise ValueError("a reward is finite")
+            self._remove(site, episode, LastWord(episode.key, message.reward))
+        elif isinstance(message, Faulted) and episode.call is not None:
+            self._remove(site, episode, _lost(episode, message.error[: 2 * MAX_ERROR_CHARS], is_guilty=True))
+        else:
+            raise ValueError("an answer to no question")
+
+    def _give_up(self, site: _Site, episode: _Episode) -> None:
+        reason = f"timed out after {self._step_limit_s:g} s"
+        if self._abandons(site.host, episode.number):
+            self.num_restarts += 1
+            self._remove(site, episode, _lost(episode, reason, is_guilty=True))
+        else:
+            self._replace(site, reason, guilty={episode.number})
+
+    def _remove(self, site: _Site, episode: _Episode, last: LastWord | Lost) -> None:
+        del site.episodes[episode.number], self._site_of[episode.number]
+        if not episode.is_shut:
+            del self._by_key[episode.key]
+            self._done.append(last)
+
+    def _replace(self, site: _Site, reason: str, *, guilty: Collection[int] | None = None) -> None:
+        """End a host and start another. Its episodes are lost: by the `guilty`, else by one of those with a call."""
+        self._sites.remove(site)
+        self._selector.unregister(site.host)
+        site.host.close()
+        if not site.is_ready:
+            self._failed_starts += 1
+            if self._failed_starts >= _MAX_FAILED_STARTS:
+                raise ExecutorDied(
+                    f"{self._failed_starts} workers of environments in a row ended before they were ready",
+                    got=reason,
+                    hint="raise environment.memory_mb, or see `slipstream doctor`",
+                )
+        self.num_restarts += 1
+        suspects = [one.number for one in site.episodes.values() if one.call is not None]
+        for episode in list(site.episodes.values()):
+            is_guilty: bool | None = episode.number in (suspects if guilty is None else guilty)
+            if guilty is None and is_guilty and len(suspects) > 1:
+                is_guilty = None
+            told = reason if is_guilty is not False else f"another episode of its worker: {reason}"
+            self._remove(site, episode, _lost(episode, told, is_guilty=is_guilty))
+        self._start()
+
+    def _watch(self, site: _Site) -> None:
+        """Wake for writability exactly while something waits to be written."""
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if site.host.has_unsent else 0)
+        if self._selector.get_key(site.host).events != events:
+            self._selector.modify(site.host, events, site)
+
+
+def _checked(episode: _Episode, spoke: Spoke) -> Said:
+    """Return what a host says that an environment said. ValueError or EnvironmentFault where that cannot be."""
+    if spoke.reward is not None and not math.isfinite(spoke.reward):
+        raise ValueError("a reward is finite")
+    if not 0 <= spoke.seconds < math.inf or min(spoke.num_tool_calls, spoke.num_tool_errors) < 0:
+        raise ValueError("a count below 0")
+    return Said(
+        key=episode.key,
+        turn=spoke.turn,
+        messages=as_messages(spoke.messages),
+        is_done=spoke.done,
+        reward=spoke.reward,
+        seconds=spoke.seconds,
+        num_tool_calls=spoke.num_tool_calls,
+        num_tool_errors=spoke.num_tool_errors,
+    )
+
+
+def _lost(episode: _Episode, reason: str, *, is_guilty: bool | None) -> Lost:
+    """The failure of an episode, with what its environment could not know."""
+    return Lost(episode.key, f"{reason} ({NO_NETWORK})" if episode.has_asked_network else reason, is_guilty)
