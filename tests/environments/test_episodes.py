@@ -18,12 +18,9 @@ from hypothesis import strategies as st
 from slipstream.core.errors import ChannelClosed, ConfigError
 from slipstream.core.types import Message, Observation, Prompt, Segment, TurnSampled, VersionSpan
 from slipstream.environments.episodes import (
-    Answer,
     Episodes,
-    Failure,
     Finish,
     Key,
-    LastWord,
     Limits,
     Open,
     Shut,
@@ -31,6 +28,7 @@ from slipstream.environments.episodes import (
     Take,
     columns_of,
 )
+from slipstream.environments.pool import LastWord, Lost, Said
 from slipstream.generator.episodes import EndedEpisode
 from slipstream.generator.episodes import Episodes as GeneratorEpisodes
 from slipstream.generator.requests import Finished, Request
@@ -42,7 +40,7 @@ LIMITS = Limits(max_turns=4, max_turn_tokens=6, max_episode_tokens=40, max_len=4
 class PlainNumbers:
     """A chat whose text is its token ids: what was said can be read back from either end."""
 
-    def opening(self, prompt: Prompt, messages: Sequence[dict[str, Any]]) -> Prompt:
+    def opening(self, prompt: Prompt, messages: Sequence[dict[str, Any]], *, extends_prompt: bool = False) -> Prompt:
         if not messages:
             return prompt
         tokens = np.concatenate([prompt.tokens, self._ids(messages)])
@@ -191,14 +189,14 @@ class World:
         words = " ".join(str(self.rng.randint(50, 60)) for _ in range(self.rng.randint(0, 5)))
         is_done = turn > 0 and self.rng.random() < 0.3
         said = [{"role": "user", "content": words}] if words else []
-        self._do(self.table.answered(Answer(call.key, turn, said, is_done, 0.25 if turn else None), 0.0))
+        self._do(self.table.answered(Said(call.key, turn, said, is_done, 0.25 if turn else None), 0.0))
 
     def _fail(self) -> None:
         if self.calls:
             key = self.rng.choice(sorted(self.calls))
             del self.calls[key]
             self.num_failures += 1
-            self._do(self.table.failed(Failure(key, "it broke", is_guilty=self.rng.random() < 0.5), 0.0))
+            self._do(self.table.failed(Lost(key, "it broke", is_guilty=self.rng.choice([True, None, False])), 0.0))
 
     def _lose_replica(self) -> None:
         """It comes back empty, and is admitted again what it had; or another one is."""
@@ -274,9 +272,9 @@ def turn(number: int, tokens: Sequence[int], *, life: int = 1) -> TurnSampled:
 KEY = (-1, 3, 1)
 
 
-def said(number: int, words: str = "", *, done: bool = False, reward: float | None = None) -> Answer:
+def said(number: int, words: str = "", *, done: bool = False, reward: float | None = None) -> Said:
     messages = [{"role": "user", "content": words}] if words else []
-    return Answer(KEY, number, messages, done, reward, seconds=0.5, num_tool_calls=1)
+    return Said(KEY, number, messages, done, reward, seconds=0.5, num_tool_calls=1)
 
 
 def table(**limits: Any) -> Episodes:
@@ -345,18 +343,18 @@ def test_a_guilty_environment_begins_again_until_its_completion_has_failed() -> 
     episodes.answered(said(0, "50"), 0.0)
     episodes.sampled(turn(1, [1]), 0.0)
     for is_guilty in (False, False, True):
-        [again] = episodes.failed(Failure(KEY, "ValueError: no", is_guilty=is_guilty), 0.0)
+        [again] = episodes.failed(Lost(KEY, "ValueError: no", is_guilty=is_guilty), 0.0)
         assert isinstance(again, Open)
     [observation] = episodes.answered(said(0), 0.0)
     assert isinstance(observation, Observation)
     assert observation.replaces
     assert (observation.segments, observation.prompt) == ((), None)
-    [over] = episodes.failed(Failure(KEY, "ValueError: no"), 0.0)
+    [over] = episodes.failed(Lost(KEY, "ValueError: no"), 0.0)
     assert isinstance(over, Observation)
     assert over.record is not None
     assert over.record.failure == "environment: ValueError: no"
-    assert over.record.num_restarts == 1
-    assert episodes.failed(Failure(KEY, "late"), 0.0) == []
+    assert over.record.num_restarts == 3
+    assert episodes.failed(Lost(KEY, "late"), 0.0) == []
 
 
 def test_environments_by_column_and_by_weight() -> None:

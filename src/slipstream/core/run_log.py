@@ -204,7 +204,8 @@ class RolloutLine(RolloutFate, frozen=True, kw_only=True, omit_defaults=True):
 
     Of a dropped group, `outcome` is `failed` if any of its rollouts failed, else `skipped`. `versions` are runs over
     the completion's tokens: [[first token, version], ...], -1 for given tokens. `mean_behaviour_logprob` is over
-    sampled tokens, in nats, null without any. `episode` is there with an environment. Times are on the run's monotonic clock.
+    sampled tokens, in nats, null without any. `episode` is there with an environment. Times are on the run's
+    monotonic clock.
     """
 
     prompt_id: str

@@ -1,4 +1,4 @@
-"""From the configuration to what the node is made of: hosts of environments, and the chat that their words go through."""
+"""From the configuration to the parts of the node: hosts of environments, and the chat that their words go through."""
 
 from __future__ import annotations
 
@@ -65,11 +65,17 @@ def make_pool(
     """Return the hosts of a run's environments: jailed workers, or for those from Python this process."""
     environment = config.environment
     if is_from_python(config):
-        return InlinePool(_given_makers(config, given), step_limit_s=environment.step_limit_s, clock=clock)
+        return InlinePool(
+            _given_makers(config, given),
+            step_limit_s=environment.step_limit_s,
+            max_chars=environment.max_observation_chars,
+            clock=clock,
+        )
     setup = HostSetup(
         sources=sources_of(config),
         memory_bytes=environment.memory_mb << 20,
         step_limit_s=environment.step_limit_s,
+        max_chars=environment.max_observation_chars,
         allow_network=environment.network == "host",
         environment=environment.secrets,
     )
@@ -91,6 +97,18 @@ def _given_makers(config: RunConfig, given: Given | None) -> list[Maker]:
         )
     parameters = environment.parameters if environment.class_path else {}
     return [partial(makers[name], **parameters) if parameters else makers[name] for name in names]
+
+
+def tools_of(pool: EpisodePool) -> Schemas:
+    """Return the schemas of the tools that the policy may call; those of all environments are the same."""
+    first, *others = pool.tool_schemas
+    if any(schemas != first for schemas in others):
+        raise ConfigError(
+            "the environments of a run have the same tools: prompts name them",
+            got=" and ".join(str([schema["function"]["name"] for schema in schemas]) for schemas in pool.tool_schemas),
+            hint="let each class have the tools of all, or train in several runs",
+        )
+    return first
 
 
 def build_chat(config: RunConfig, tokenizer: Tokenizer, tools: Schemas | None) -> Chat:

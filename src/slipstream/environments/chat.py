@@ -25,7 +25,6 @@ from slipstream.core.errors import ConfigError, did_you_mean
 from slipstream.core.types import Prompt
 from slipstream.environments.forms import (
     FIELDS,
-    ChatMessage,
     Form,
     Piece,
     Slot,
@@ -37,6 +36,7 @@ from slipstream.environments.forms import (
     places,
     unused_salt,
 )
+from slipstream.environments.protocol import ChatMessage, with_opening
 
 if TYPE_CHECKING:
     from slipstream.models.foreign_text import ChatRenderer
@@ -55,9 +55,10 @@ class Chat(ABC):
         self._tokenizer, self.stop_ids, self._parse = tokenizer, tuple(stop_ids), parse
 
     @abstractmethod
-    def opening(self, prompt: Prompt, messages: Sequence[Mapping[str, Any]]) -> Prompt:
+    def opening(self, prompt: Prompt, messages: Sequence[Mapping[str, Any]], *, extends_prompt: bool = False) -> Prompt:
         """Return the prompt of an episode whose environment says `messages` before the first turn.
 
+        With `extends_prompt` their texts are appended to the prompt's last message, as in TRL.
         Nothing is sampled yet, so nothing can drift: the ids are those of the whole conversation. A plain prompt is
         extended; a chat's prompt ends with the header of the assistant's turn, and its messages go in front of that.
         Identity: without messages it is `prompt` itself.
@@ -108,16 +109,20 @@ class PlainChat(Chat):
         self._template = _parsed(template)
         self._speller = Speller(tokenizer, template)
 
-    def opening(self, prompt: Prompt, messages: Sequence[Mapping[str, Any]]) -> Prompt:
+    def opening(self, prompt: Prompt, messages: Sequence[Mapping[str, Any]], *, extends_prompt: bool = False) -> Prompt:
         if not messages:
             return prompt
         said = checked(messages)
-        form = self._form(said)
+        if extends_prompt:
+            form = self._speller.form([Slot(index, "content") for index in range(len(said))])
+        else:
+            form = self._form(said)
+        before = prompt.messages
         return msgspec.structs.replace(
             prompt,
             text=prompt.text + form.text(said),
             tokens=np.concatenate([prompt.tokens, np.asarray(self._speller.ids(form, said), dtype=np.int32)]),
-            messages=None if prompt.messages is None else [*prompt.messages, *said],
+            messages=None if before is None else with_opening(before, said, extends_prompt=extends_prompt),
         )
 
     def observation(self, turn: np.ndarray, messages: Sequence[Mapping[str, Any]]) -> np.ndarray:
@@ -203,7 +208,7 @@ class TemplateChat(Chat):
         """The token with which the template ends an assistant's turn; None where that is plain text or nothing."""
         return next((token for token in self.speller.encode(self.closing) if token in self.speller.controls), None)
 
-    def opening(self, prompt: Prompt, messages: Sequence[Mapping[str, Any]]) -> Prompt:
+    def opening(self, prompt: Prompt, messages: Sequence[Mapping[str, Any]], *, extends_prompt: bool = False) -> Prompt:
         if not messages:
             return prompt
         if prompt.messages is None:
@@ -218,15 +223,16 @@ class TemplateChat(Chat):
         salt = unused_salt(str(before))
 
         def make() -> list[Piece]:
-            [text] = self.render([[*before, *marked(pattern, salt)]])
+            chat = with_opening(before, marked(pattern, salt), extends_prompt=extends_prompt)
+            [text] = self.render([chat])
             return places(text, pattern, salt)
 
-        form = self._kept((prompt.prompt_id, str(before), pattern), make)
+        form = self._kept((prompt.prompt_id, str(before), pattern, extends_prompt), make)
         return msgspec.structs.replace(
             prompt,
             text=form.text(said),
             tokens=np.asarray(self.speller.ids(form, said), dtype=np.int32),
-            messages=[*before, *said],
+            messages=with_opening(before, said, extends_prompt=extends_prompt),
         )
 
     def observation(self, turn: np.ndarray, messages: Sequence[Mapping[str, Any]]) -> np.ndarray:

@@ -16,7 +16,7 @@ import numpy as np
 
 from slipstream.core.errors import ConfigError
 from slipstream.environments.chat import TemplateChat, calling
-from slipstream.environments.forms import ChatMessage
+from slipstream.environments.protocol import ChatMessage
 
 MAX_TURNS = 4
 NUM_CONVERSATIONS = 3  # of each number of turns

@@ -23,13 +23,16 @@ from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError, did_you_mean
 from slipstream.core.types import EpisodeRecord, Observation, Prompt, Segment, TurnSampled
 from slipstream.environments.chat import Chat
-from slipstream.environments.protocol import ChatMessage
+from slipstream.environments.pool import LastWord, Lost, Said
+from slipstream.environments.protocol import ChatMessage, episode_reward
 
 Key = tuple[int, int, int]
 """(evaluation or -1, ordinal, sample)"""
 Phase = Literal["resetting", "sampling", "stepping", "ending"]
 """Whom an episode waits for: its environment's reset, the policy, the environment's answer, its last word."""
 MAX_FAILURE_CHARS = 500
+CHARGES = {True: 4, None: 1, False: 0}
+"""For an environment that is lost, by whether it was its own doing; `max_restarts` are counted in whole ones."""
 
 
 # Calls of environments, which the executor makes
@@ -68,40 +71,6 @@ class Shut:
 
 
 Act = Open | Take | Finish | Shut | Observation
-
-
-# Their answers
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What an environment said behind turn `turn`; 0: after its reset."""
-
-    key: Key
-    turn: int
-    messages: list[ChatMessage]
-    is_done: bool
-    reward: float | None
-    seconds: float = 0.0
-    num_tool_calls: int = 0
-    num_tool_errors: int = 0
-
-
-@dataclass(frozen=True)
-class LastWord:
-    """The final reward, if there is one; the environment is closed."""
-
-    key: Key
-    reward: float | None
-
-
-@dataclass(frozen=True)
-class Failure:
-    """The environment of this episode is gone. `is_guilty`: by its own doing; else it shared a worker with one."""
-
-    key: Key
-    reason: str
-    is_guilty: bool = True
 
 
 @dataclass(frozen=True)
@@ -153,6 +122,7 @@ class Episode:
     is_cut: bool = False
     is_moved: bool = False  # the replica knows nothing of it: the next observation brings all
     num_restarts: int = 0
+    charges: int = 0
     num_tool_calls: int = 0
     num_tool_errors: int = 0
     environment_s: float = 0.0
@@ -199,10 +169,9 @@ class Episode:
 
     def record(self, final_reward: float | None = None, failure: str | None = None) -> EpisodeRecord:
         """Return the episode as it ends."""
-        rewards = [reward for reward in (*self.turn_rewards, final_reward) if reward is not None]
         return EpisodeRecord(
             messages=self.messages,
-            reward=sum(rewards) if rewards else None,
+            reward=None if failure is not None else episode_reward(self.turn_rewards, final_reward),
             turn_rewards=self.turn_rewards,
             is_cut=self.is_cut,
             num_tool_calls=self.num_tool_calls,
@@ -252,9 +221,9 @@ class Episodes:
         episode.phase = "stepping"
         return [Take(key, message.turn, said)]
 
-    def answered(self, answer: Answer, now_s: float) -> list[Act]:
+    def answered(self, answer: Said, now_s: float) -> list[Act]:
         """An environment answered a turn, or its reset."""
-        episode = self._open.get(answer.key)
+        episode = self._open.get(_key_of(answer))
         if episode is None or answer.turn != episode.turn or episode.phase not in ("resetting", "stepping"):
             return []
         episode.environment_s += answer.seconds
@@ -265,11 +234,10 @@ class Episodes:
         if answer.is_done:
             episode.messages += answer.messages  # to be read; no token follows them, so none is sampled behind them
             return self._end(episode)
-        if answer.turn > 0:
-            episode.given = self._chat.observation(episode.segments[-1].tokens, answer.messages)
-            episode.messages += answer.messages
-        else:
-            episode.prompt = self._chat.opening(episode.row, answer.messages)
+        try:
+            self._hear(episode, answer)
+        except ConfigError as error:  # messages that no template takes are the environment's fault
+            return [Shut(episode.key), *self.failed(Lost(episode.key, str(error)), now_s)]
         room = self._limits.room(len(episode.prompt.tokens), episode.num_behind)
         is_late = now_s - episode.started_s > self._limits.episode_limit_s
         if room < 1 or is_late or episode.turn >= self._limits.max_turns:
@@ -281,24 +249,34 @@ class Episodes:
 
     def ended(self, word: LastWord) -> list[Act]:
         """An environment gave its final reward."""
-        episode = self._open.get(word.key)
+        episode = self._open.get(_key_of(word))
         if episode is None or episode.phase != "ending":
             return []
         return [self._close(episode, episode.record(word.reward))]
 
-    def failed(self, failure: Failure, now_s: float) -> list[Act]:
+    def failed(self, lost: Lost, now_s: float) -> list[Act]:
         """An environment is gone: its episode begins again, or has failed for good."""
-        episode = self._open.get(failure.key)
+        episode = self._open.get(_key_of(lost))
         if episode is None:
             return []
-        if failure.is_guilty:
-            if episode.num_restarts >= self._limits.max_restarts:
-                self.counts["failed"] += 1
-                return [self._close(episode, episode.record(failure=f"environment: {failure.reason}"))]
-            episode.num_restarts += 1
+        episode.charges += CHARGES[lost.is_guilty]
+        if episode.charges > CHARGES[True] * self._limits.max_restarts:
+            self.counts["failed"] += 1
+            return [self._close(episode, episode.record(failure=f"environment: {lost.reason}"))]
+        episode.num_restarts += 1
         self.counts["restarts"] += 1
         episode.restart(next(self._lives), now_s)
         return [self._open_call(episode)]
+
+    def _hear(self, episode: Episode, answer: Said) -> None:
+        """Take the tokens of what was said. ConfigError for messages that cannot be rendered."""
+        if answer.turn == 0:
+            extends = answer.extends_prompt
+            episode.prompt = self._chat.opening(episode.row, answer.messages, extends_prompt=extends)
+        else:  # who says nothing, and is not done, lets the policy go on
+            said = answer.messages or [{"role": "user", "content": ""}]
+            episode.given = self._chat.observation(episode.segments[-1].tokens, said)
+            episode.messages += answer.messages
 
     def _opened(self, message: TurnSampled, key: Key, now_s: float) -> list[Act]:
         assert message.prompt is not None, "an opening brings the prompt"
@@ -367,6 +345,11 @@ class Sources:
                     allowed=", ".join(self.names),
                     hint=did_you_mean(str(name), self.names),
                 )
+
+
+def _key_of(answer: Said | LastWord | Lost) -> Key:
+    assert isinstance(answer.key, tuple), "the pool has the keys that it was given"
+    return answer.key
 
 
 def columns_of(prompt: Prompt) -> dict[str, Any]:

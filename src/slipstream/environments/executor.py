@@ -11,21 +11,9 @@ from slipstream.core.errors import ChannelClosed
 from slipstream.core.executor import Context, Executor, Sender
 from slipstream.core.service_messages import Counters, Noted, Ready
 from slipstream.core.types import Observation, Stop, TurnSampled
-from slipstream.environments.build import Given, build_chat, make_pool
-from slipstream.environments.episodes import (
-    Act,
-    Answer,
-    Episodes,
-    Failure,
-    Finish,
-    LastWord,
-    Limits,
-    Open,
-    Shut,
-    Sources,
-    Take,
-)
-from slipstream.environments.pools import Pool
+from slipstream.environments.build import Given, build_chat, make_pool, tools_of
+from slipstream.environments.episodes import Act, Episodes, Finish, Limits, Open, Shut, Sources, Take
+from slipstream.environments.pool import EpisodePool, LastWord, Lost, Said
 from slipstream.models.build import build_tokenizer, max_positions
 
 _MAX_TAKEN = 256  # turns taken in one step; beyond, the channel holds them back
@@ -46,7 +34,7 @@ class Environments(Executor):
 
     def __init__(self, *, config: RunConfig, given: Given | None = None) -> None:
         self._config, self._given = config, given
-        self._pool: Pool | None = None
+        self._pool: EpisodePool | None = None
         self._noted: set[str] = set()
         self._counted_s = 0.0
         self._is_finished = False
@@ -56,11 +44,11 @@ class Environments(Executor):
         self._context, config = context, self._config
         tokenizer = build_tokenizer(config.model)
         limits = Limits.of(config, config.longest_sequence(max_positions(config)))
-        chat, sources = build_chat(config, tokenizer, self._given), Sources.of(config)
-        self._episodes = Episodes(limits, chat, sources, first_life=secrets.randbits(30) << 31)
         self._outbox = Outbox(context.outputs["observations"])
         self._pool = make_pool(config, self._given, clock=context.clock, private=[str(context.run_dir)])
         self._pool.wait_ready()
+        chat = build_chat(config, tokenizer, tools_of(self._pool))
+        self._episodes = Episodes(limits, chat, Sources.of(config), first_life=secrets.randbits(30) << 31)
         self._label_idle_time()
         context.outputs["events"].put(Ready(executor=context.name))
 
@@ -102,7 +90,7 @@ class Environments(Executor):
             self._pool.close()
             self._pool = None
 
-    def _take(self, pool: Pool) -> int:
+    def _take(self, pool: EpisodePool) -> int:
         num_taken = 0
         while num_taken < _MAX_TAKEN and (message := self._context.inputs["turns"].get_nowait()) is not None:
             assert isinstance(message, TurnSampled), "the port is typed"
@@ -110,21 +98,21 @@ class Environments(Executor):
             self._do(self._episodes.sampled(message, self._context.clock.now_s()), pool)
         return num_taken
 
-    def _answer(self, pool: Pool) -> int:
+    def _answer(self, pool: EpisodePool) -> int:
         answers = pool.poll()
         for answer in answers:
             now_s = self._context.clock.now_s()
             match answer:
-                case Answer():
+                case Said():
                     self._do(self._episodes.answered(answer, now_s), pool)
                 case LastWord():
                     self._do(self._episodes.ended(answer), pool)
-                case Failure():
+                case Lost():
                     self._note(answer)
                     self._do(self._episodes.failed(answer, now_s), pool)
         return len(answers)
 
-    def _do(self, acts: Iterable[Act], pool: Pool) -> None:
+    def _do(self, acts: Iterable[Act], pool: EpisodePool) -> None:
         for act in acts:
             match act:
                 case Open():
@@ -141,13 +129,13 @@ class Environments(Executor):
     def _label_idle_time(self) -> None:
         self._context.spans.set_idle_state("step" if self._pool is not None and self._pool.num_calls else "wait_turns")
 
-    def _note(self, failure: Failure) -> None:
+    def _note(self, lost: Lost) -> None:
         """Show the first failure of its kind at once."""
-        kind = failure.reason.split(": ", 1)[0]
-        if not failure.is_guilty or kind in self._noted or len(self._noted) == _MAX_NOTES:
+        kind = lost.reason.split(": ", 1)[0]
+        if lost.is_guilty is False or kind in self._noted or len(self._noted) == _MAX_NOTES:
             return
         self._noted.add(kind)
-        text = f"an environment failed, and its episode begins again: {failure.reason}"
+        text = f"an environment failed, and its episode begins again: {lost.reason}"
         self._context.outputs["events"].put(Noted(executor=self._context.name, text=text[:1000]))
 
     def _count(self, *, is_last: bool = False) -> None:
@@ -172,7 +160,8 @@ class Outbox:
 
     def send(self) -> bool:
         """Send what has not been sent; whether anything was."""
-        return any([self._send(replica) for replica in list(self._unsent)])
+        sent = [self._send(replica) for replica in list(self._unsent)]
+        return any(sent)
 
     def rejoined(self, executor: str) -> None:
         """Drop what was meant for the process before."""

@@ -15,13 +15,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from slipstream.core.errors import ConfigError, clip
+from slipstream.environments.protocol import ChatMessage
 from slipstream.models.tokenizer import SPECIAL_TOKENS
 
 if TYPE_CHECKING:
     from slipstream.models.tokenizer import Tokenizer
-
-ChatMessage = dict[str, Any]
-"""A message of a chat, of JSON types: `role`, `content`, and for a tool `name` and `tool_call_id`."""
 
 ROLES = ("system", "user", "tool")  # of what an environment says
 MAX_MESSAGES = 64  # of one observation

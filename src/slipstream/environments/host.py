@@ -35,7 +35,15 @@ from slipstream.environments.hosting import (
     TakeTurn,
     ToHost,
 )
-from slipstream.environments.protocol import EnvironmentFault, Step, as_messages, as_reward, as_step
+from slipstream.environments.protocol import (
+    MAX_CHARS,
+    EnvironmentFault,
+    Step,
+    as_messages,
+    as_reward,
+    as_step,
+    extends_prompt,
+)
 from slipstream.environments.sources import MakeEnvironment
 
 _CANCEL_S = 1.0  # for an async call to end once it is cancelled
@@ -132,9 +140,15 @@ class EpisodeHost:
     """
 
     def __init__(
-        self, makers: Sequence[MakeEnvironment], deliver: Callable[[bytes], None], *, step_limit_s: float
+        self,
+        makers: Sequence[MakeEnvironment],
+        deliver: Callable[[bytes], None],
+        *,
+        step_limit_s: float,
+        max_chars: int = MAX_CHARS,
     ) -> None:
         self._makers = makers
+        self._max_chars = max_chars
         self._deliver = deliver
         self._step_limit_s = step_limit_s
         self._episodes: dict[int, _Hosted] = {}
@@ -221,12 +235,14 @@ class EpisodeHost:
         environment = hosted.environment = await hosted.lane.call(make)
         if inspect.iscoroutinefunction(environment.reset) and inspect.iscoroutinefunction(environment.step):
             hosted.lane.rest()
-        messages = await self._call(hosted, partial(environment.reset, **columns), as_messages)
+        reset = partial(environment.reset, **taken_by(environment.reset, columns))
+        messages = await self._call(hosted, reset, partial(as_messages, max_chars=self._max_chars))
         return self._spoke(hosted, 0, Step(messages), time.monotonic() - start_s)
 
     async def _take(self, hosted: _Hosted, turn: TakeTurn) -> Spoke:
         start_s = time.monotonic()
-        step = await self._call(hosted, partial(hosted.environment.step, turn.message), as_step)
+        read = partial(as_step, max_chars=self._max_chars)
+        step = await self._call(hosted, partial(hosted.environment.step, turn.message), read)
         return self._spoke(hosted, turn.turn, step, time.monotonic() - start_s)
 
     async def _end(self, hosted: _Hosted, before: asyncio.Task[None] | None, *, asks_reward: bool) -> Closed:
@@ -264,12 +280,13 @@ class EpisodeHost:
         spoke = Spoke(
             hosted.number,
             turn,
-            list(as_messages(step.messages)),
+            list(step.messages),
             step.done,
             step.reward,
             seconds,
             num_tool_calls=max(0, calls - hosted.num_tool_calls),
             num_tool_errors=max(0, errors - hosted.num_tool_errors),
+            extends_prompt=turn == 0 and extends_prompt(hosted.environment),
         )
         hosted.num_tool_calls, hosted.num_tool_errors = calls, errors
         return spoke
@@ -293,6 +310,18 @@ class EpisodeHost:
 
     def _send(self, message: msgspec.Struct) -> None:
         self._deliver(self._encoder.encode(message))
+
+
+def taken_by(function: Callable[..., Any], columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of a row's columns that `function` has parameters for: all, where it takes any keywords."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # written in C
+        return dict(columns)
+    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+        return dict(columns)
+    names = {one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
+    return {name: value for name, value in columns.items() if name in names}
 
 
 def _described(error: BaseException) -> str:

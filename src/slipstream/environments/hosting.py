@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from slipstream.environments.protocol import ChatMessage
+from slipstream.environments.protocol import MAX_CHARS, ChatMessage
 from slipstream.environments.sources import EnvironmentSource
 from slipstream.jail.protocol import SetupFailed, TriedNetwork, WorkerReady
 
@@ -24,8 +24,15 @@ class HostSetup(msgspec.Struct, frozen=True):
     sources: list[EnvironmentSource]
     memory_bytes: int
     step_limit_s: float
+    max_chars: int = MAX_CHARS  # of a message
     allow_network: bool = False
     environment: list[str] = []  # names of variables that the worker gets besides its own
+
+
+class ToolsFound(msgspec.Struct, frozen=True, tag=True):
+    """The schemas of the tools of each source's environments; it comes before a worker is ready."""
+
+    schemas: list[list[dict[str, Any]]]
 
 
 class OpenEpisode(msgspec.Struct, frozen=True, tag=True):
@@ -58,7 +65,10 @@ class Interrupt(msgspec.Struct, frozen=True, tag=True):
 
 
 class Spoke(msgspec.Struct, frozen=True, tag=True):
-    """Messages of the environment behind turn `turn`; 0: of its reset. Tool calls are those of this turn."""
+    """Messages of the environment behind turn `turn`; 0: of its reset. Tool calls are those of this turn.
+
+    `extends_prompt`: those of the reset belong to the prompt's last message.
+    """
 
     episode: int
     turn: int
@@ -68,6 +78,7 @@ class Spoke(msgspec.Struct, frozen=True, tag=True):
     seconds: float
     num_tool_calls: int
     num_tool_errors: int
+    extends_prompt: bool = False
 
 
 class Closed(msgspec.Struct, frozen=True, tag=True):
@@ -98,4 +109,4 @@ class AskedNetwork(msgspec.Struct, frozen=True, tag=True):
 
 ToHost = OpenEpisode | TakeTurn | EndEpisode | Interrupt
 FromEpisode = Spoke | Closed | Faulted | Stuck | AskedNetwork
-FromHost = WorkerReady | SetupFailed | TriedNetwork | Spoke | Closed | Faulted | Stuck | AskedNetwork
+FromHost = WorkerReady | SetupFailed | TriedNetwork | ToolsFound | Spoke | Closed | Faulted | Stuck | AskedNetwork

@@ -16,6 +16,8 @@ from slipstream.core.clock import Clock
 from slipstream.environments.host import EpisodeHost
 from slipstream.environments.hosting import FromHost, ToHost
 from slipstream.environments.pool import EpisodePool, HostLink, Lost
+from slipstream.environments.protocol import MAX_CHARS
+from slipstream.environments.sources import with_tools_found
 from slipstream.jail.protocol import WorkerReady
 
 _MAX_ABANDONED = 8  # threads and loops that never came back; they cannot be killed
@@ -29,9 +31,18 @@ class InlinePool(EpisodePool):
     that blocks the loop costs all episodes, and the loop is abandoned. After 8 of either no environment is opened.
     """
 
-    def __init__(self, makers: Sequence[Callable[[], Any]], *, step_limit_s: float, clock: Clock | None = None) -> None:
-        self._makers = list(makers)
+    def __init__(
+        self,
+        makers: Sequence[Callable[[], Any]],
+        *,
+        step_limit_s: float,
+        max_chars: int = MAX_CHARS,
+        clock: Clock | None = None,
+    ) -> None:
+        found = [with_tools_found(make) for make in makers]
+        self._makers, self._max_chars = [make for make, _ in found], max_chars
         super().__init__(num_hosts=1, num_spares=0, num_sources=len(makers), step_limit_s=step_limit_s, clock=clock)
+        self.tool_schemas = [schemas for _, schemas in found]
 
     def open(self, key: Hashable, source: int, columns: dict[str, Any]) -> None:
         """Open an episode as `EpisodePool.open`; it fails at the next `poll` where too many have hung."""
@@ -41,7 +52,7 @@ class InlinePool(EpisodePool):
             super().open(key, source, columns)
 
     def _start_host(self) -> HostLink:
-        return _Thread(self._makers, self._step_limit_s)
+        return _Thread(self._makers, self._step_limit_s, self._max_chars)
 
     def _abandons(self, host: HostLink, episode: int) -> bool:
         assert isinstance(host, _Thread)
@@ -52,7 +63,7 @@ class InlinePool(EpisodePool):
 class _Thread:
     """The pool's end of a host in a thread of this process: messages in by the loop, out by a queue and a pipe."""
 
-    def __init__(self, makers: Sequence[Callable[[], Any]], step_limit_s: float) -> None:
+    def __init__(self, makers: Sequence[Callable[[], Any]], step_limit_s: float, max_chars: int) -> None:
         self.failure: str | None = None
         self.has_unsent = False
         self._decoder = msgspec.msgpack.Decoder(FromHost, strict=True)
@@ -62,7 +73,7 @@ class _Thread:
         os.set_blocking(self._wake_write, False)
         self._is_closing = False
         self._loop = asyncio.new_event_loop()
-        self._host = EpisodeHost(makers, self._deliver, step_limit_s=step_limit_s)
+        self._host = EpisodeHost(makers, self._deliver, step_limit_s=step_limit_s, max_chars=max_chars)
         self._deliver(msgspec.msgpack.encode(WorkerReady(isolation=[])))
         self._thread = start_thread(self._serve, name="environments")
 

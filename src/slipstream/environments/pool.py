@@ -27,6 +27,7 @@ from slipstream.environments.hosting import (
     Stuck,
     TakeTurn,
     ToHost,
+    ToolsFound,
 )
 from slipstream.environments.protocol import ChatMessage, EnvironmentFault, as_messages
 from slipstream.jail.protocol import SetupFailed, TriedNetwork, WorkerReady
@@ -36,8 +37,8 @@ _START_S = 120.0  # imports of a large package on a busy machine
 _SILENCE_S = 5.0  # for a host to say what became of a call that it was told to end
 _MAX_FAILED_STARTS = 3  # in a row
 NO_NETWORK = (
-    "environments have no network: set environment.allow_network = true if you trust it, or give it to slipstream.run "
-    "as a Python class"
+    "environments have no network: set environment.network = 'host' if you trust it, or give it to slipstream.run as a "
+    "Python class"
 )
 
 Key = Hashable
@@ -46,7 +47,10 @@ Key = Hashable
 
 @dataclass(frozen=True)
 class Said:
-    """Messages of the environment behind turn `turn`; 0: after its reset. Tool calls are those of this turn."""
+    """Messages of the environment behind turn `turn`; 0: after its reset. Tool calls are those of this turn.
+
+    `extends_prompt`: those of the reset belong to the prompt's last message, as in TRL.
+    """
 
     key: Key
     turn: int
@@ -56,6 +60,7 @@ class Said:
     seconds: float = 0.0
     num_tool_calls: int = 0
     num_tool_errors: int = 0
+    extends_prompt: bool = False
 
 
 @dataclass(frozen=True)
@@ -147,6 +152,8 @@ class EpisodePool(ABC):
         self._failed_starts = 0
         self.num_restarts = 0
         self.isolation: frozenset[str] = frozenset()
+        self.tool_schemas: list[list[dict[str, Any]]] = [[] for _ in range(num_sources)]
+        """Of each source's environments; known when a host is ready."""
         for _ in range(num_hosts + num_spares):
             self._start()
 
@@ -302,6 +309,10 @@ class EpisodePool(ABC):
         """Take one message of a host. ValueError or EnvironmentFault for one that answers no question."""
         if isinstance(message, TriedNetwork) and not site.is_ready:
             site.has_tried_network = True
+        elif isinstance(message, ToolsFound) and not site.is_ready:
+            if len(message.schemas) != self._num_sources:
+                raise ValueError(f"the tools of {len(message.schemas)} environments for {self._num_sources}")
+            self.tool_schemas = message.schemas
         elif isinstance(message, SetupFailed) and not site.is_ready:
             raise ConfigError(
                 "the environments cannot be set up",
@@ -310,7 +321,7 @@ class EpisodePool(ABC):
                 "Python",
                 hint=NO_NETWORK
                 if site.has_tried_network
-                else "a worker has no network, and few environment variables: see environment.environment",
+                else "a worker has no network, and few environment variables: see environment.secrets",
             )
         elif isinstance(message, WorkerReady) and not site.is_ready:
             site.is_ready = True
@@ -402,6 +413,7 @@ def _checked(episode: _Episode, spoke: Spoke) -> Said:
         seconds=spoke.seconds,
         num_tool_calls=spoke.num_tool_calls,
         num_tool_errors=spoke.num_tool_errors,
+        extends_prompt=spoke.extends_prompt,
     )
 
 

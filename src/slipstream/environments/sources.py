@@ -22,7 +22,7 @@ import msgspec
 
 from slipstream.core.errors import ConfigError, did_you_mean
 from slipstream.core.user_code import defined, describe, member, module_of
-from slipstream.environments.protocol import Environment
+from slipstream.environments.protocol import Environment, tool_schemas
 from slipstream.environments.tools import ToolEnvironment, tool_of
 from slipstream.environments.trl import FactoryEnvironment
 
@@ -154,6 +154,18 @@ def load(source: EnvironmentSource) -> MakeEnvironment:
         return partial(made, **source.params)
     make: MakeEnvironment = partial(FactoryEnvironment, partial(made, **source.params), tools=tools)
     return _starting_with(_probe(make, source.path), make)
+
+
+def with_tools_found(make: MakeEnvironment) -> tuple[MakeEnvironment, list[dict[str, Any]]]:
+    """Return `make`, and the schemas of the tools of what it makes.
+
+    Only where these are an object's own one is made to see them; the first call returns that one.
+    """
+    made = make.func if isinstance(make, partial) else make
+    if inspect.isclass(made) and getattr(made, "tool_schemas", None) in (None, Environment.tool_schemas):
+        return make, []
+    first = make()
+    return _starting_with(first, make), tool_schemas(first)
 
 
 def _imported(path: str, kind: str, texts: Mapping[str, str], modules: dict[str, ModuleType]) -> Callable[..., Any]:

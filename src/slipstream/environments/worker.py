@@ -17,8 +17,8 @@ import msgspec
 from slipstream.core.errors import SlipstreamError
 from slipstream.core.user_code import MAX_ERROR_CHARS, describe
 from slipstream.environments.host import EpisodeHost
-from slipstream.environments.hosting import MAX_EPISODES_PER_HOST, HostSetup, ToHost
-from slipstream.environments.sources import MakeEnvironment, load
+from slipstream.environments.hosting import MAX_EPISODES_PER_HOST, HostSetup, ToHost, ToolsFound
+from slipstream.environments.sources import MakeEnvironment, load, with_tools_found
 from slipstream.jail import confinement, isolation
 from slipstream.jail.protocol import (
     FrameReader,
@@ -47,11 +47,13 @@ def serve(connection: socket.socket, held: Sequence[str], _helper: socket.socket
     setup = msgspec.msgpack.decode(bodies.pop(0), type=HostSetup)
     to_pool = _Connection(connection)
     makers: list[MakeEnvironment] = []
-    host = EpisodeHost(makers, to_pool.deliver, step_limit_s=setup.step_limit_s)
+    host = EpisodeHost(makers, to_pool.deliver, step_limit_s=setup.step_limit_s, max_chars=setup.max_chars)
     if not setup.allow_network:
         _watch_network(to_pool, host)
     try:
-        makers += [load(source) for source in setup.sources]
+        found = [with_tools_found(load(source)) for source in setup.sources]
+        makers += [make for make, _ in found]
+        tools = msgspec.msgpack.encode(ToolsFound([schemas for _, schemas in found]))
     except SlipstreamError as error:
         to_pool.deliver(msgspec.msgpack.encode(SetupFailed(error=str(error)[:MAX_ERROR_CHARS])))
         return
@@ -66,6 +68,7 @@ def serve(connection: socket.socket, held: Sequence[str], _helper: socket.socket
         open_files=_MAX_OPEN_FILES,
         num_processes=isolation.MAX_PROCESSES + MAX_EPISODES_PER_HOST,
     )
+    to_pool.deliver(tools)
     to_pool.deliver(msgspec.msgpack.encode(WorkerReady(isolation=[*held, "limits"])))
     _run(connection, reader, bodies, host, cpu_s=2 * setup.step_limit_s * (os.cpu_count() or 1))
 
