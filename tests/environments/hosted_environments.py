@@ -13,6 +13,7 @@ from typing import Any
 
 from slipstream.environments.protocol import Step
 
+HOME = Path(os.environ.get("HOME", "")).name  # of a worker: its own folder
 RELEASED = threading.Event()
 """Set by tests of this process at their end: calls that hang return."""
 
@@ -22,7 +23,7 @@ def said(text: Any) -> Step:
 
 
 class Diary:
-    """Repeats its name, the number of its steps, its process and its thread."""
+    """Repeats its name, the number of its steps, the folder of its worker, and its thread."""
 
     def reset(self, name: str, **_: Any) -> str:
         self.name, self.num_steps, self.thread = name, 0, threading.get_ident()
@@ -31,7 +32,7 @@ class Diary:
     def step(self, message: dict[str, Any]) -> Step:
         self.num_steps += 1
         is_same = self.thread == threading.get_ident()
-        text = f"{self.name} {self.num_steps} {message['content']} {os.getpid()} {is_same}"
+        text = f"{self.name} {self.num_steps} {message['content']} {HOME} {is_same}"
         return Step([{"role": "user", "content": text}], done=self.num_steps == 3, reward=self.num_steps / 2)
 
     def final_reward(self) -> float:
@@ -174,7 +175,6 @@ class AsyncCareless(Careless):
         await self.wait("close")
 
     async def wait(self, method: str) -> Any:
-        await asyncio.sleep(0)
         if self.order == f"{method} sleeps":
             await asyncio.get_running_loop().create_future()
         while self.order == f"{method} holds on" and not RELEASED.is_set():
@@ -184,6 +184,7 @@ class AsyncCareless(Careless):
             asyncio.get_running_loop().create_task(_exits())
             await asyncio.sleep(0.01)
             return said("left")
+        await asyncio.sleep(0)
         return self.obey(method)
 
 
@@ -206,7 +207,7 @@ NONSENSE: dict[str, Any] = {
     "returns nan": lambda: Step(reward=float("nan")),
     "returns a role": lambda: Step([{"role": "assistant", "content": "I"}]),
     "returns an object": lambda: Step([{"role": "user", "content": object()}]),  # type: ignore[dict-item]
-    "returns much": lambda: Step([{"role": "user", "content": "x" * 30_000}] * 200),
+    "returns much": lambda: Step([{"role": "user", "content": "\U0001f600" * 30_000}] * 60),
     "returns inf": lambda: float("inf"),
     "hangs": lambda: RELEASED.wait(300.0),
 }

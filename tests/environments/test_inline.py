@@ -16,8 +16,11 @@ LIMIT_S = 7.0
 
 
 @pytest.mark.parametrize("name", ["Careless", "AsyncHostile"])
-def test_after_eight_that_hang_none_is_opened(make_inline: MakePool, name: str) -> None:
+def test_after_eight_that_hang_none_is_opened(
+    make_inline: MakePool, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A thread each, or the loop that all share."""
+    monkeypatch.setattr("slipstream.environments.inline._JOIN_S", 0.1)
     clock = VirtualClock()
     pool = make_inline(name, "Diary", step_limit_s=LIMIT_S, clock=clock)
     for _ in range(8):

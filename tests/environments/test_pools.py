@@ -88,7 +88,7 @@ def test_a_hundred_episodes_wait_side_by_side(make_pool: MakePool, name: str) ->
         ("returns nan", "nan"),
         ("returns a role", "role"),
         ("returns an object", "content"),
-        ("returns much", "6,00.,... bytes at once"),
+        ("returns much", "7,2..,... bytes at once"),
         ("returns inf", "float"),
     ],
 )

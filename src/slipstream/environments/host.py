@@ -159,17 +159,17 @@ class EpisodeHost:
     def handle(self, message: ToHost) -> None:
         """Begin what `message` asks for. An episode that is unknown has faulted meanwhile."""
         if isinstance(message, OpenEpisode):
-            hosted = self._episodes[message.episode] = _Hosted(message.episode)
-            self._begin(hosted, partial(self._open, hosted, self._makers[message.source], message.columns))
-        elif (hosted_or_none := self._episodes.get(message.episode)) is None:
+            opened = self._episodes[message.episode] = _Hosted(message.episode)
+            self._begin(opened, partial(self._open, opened, self._makers[message.source], message.columns))
+        elif (hosted := self._episodes.get(message.episode)) is None:
             return
         elif isinstance(message, TakeTurn):
-            self._begin(hosted_or_none, partial(self._take, hosted_or_none, message))
+            self._begin(hosted, partial(self._take, hosted, message))
         elif isinstance(message, EndEpisode):
-            end = partial(self._end, hosted_or_none, hosted_or_none.task, asks_reward=message.asks_reward)
-            self._begin(hosted_or_none, end)
+            end = partial(self._end, hosted, hosted.task, asks_reward=message.asks_reward)
+            self._begin(hosted, end)
         elif isinstance(message, Interrupt):
-            self._interrupt(hosted_or_none)
+            self._interrupt(hosted)
 
     def asked_network(self) -> bool:
         """Tell that the environment which this thread or task runs has asked for a network; whether it runs one."""
@@ -183,6 +183,8 @@ class EpisodeHost:
         """Let go of an episode that is stuck: its thread ends when its call returns, and nothing of it is told."""
         if (hosted := self._episodes.pop(episode, None)) is not None:
             hosted.lane.rest()
+            if hosted.task is not None and hosted.task is not asyncio.current_task(hosted.task.get_loop()):
+                hosted.task.cancel()
 
     async def close(self) -> None:
         """Close all environments, as far as they let themselves be closed in a second."""
@@ -212,11 +214,15 @@ class EpisodeHost:
         except BaseException as error:  # noqa: BLE001 - an environment may raise anything; it costs its episode
             body = await self._faulted(hosted, _described(error))
         _end_of_a_copy(self._pid)
-        if hosted.task is not asyncio.current_task() or self._episodes.get(hosted.number) is not hosted:
-            return  # another task closes it, or it is forgotten
+        if not self._is_current(hosted):
+            return
         if is_over:
             self.forget(hosted.number)
         self._deliver(body)
+
+    def _is_current(self, hosted: _Hosted) -> bool:
+        """Return whether this task speaks for the episode: it is not forgotten, and no other task closes it."""
+        return hosted.task is asyncio.current_task() and self._episodes.get(hosted.number) is hosted
 
     def _encoded(self, answer: FromEpisode) -> bytes:
         body = self._encoder.encode(answer)
@@ -225,7 +231,7 @@ class EpisodeHost:
         return body
 
     async def _faulted(self, hosted: _Hosted, error: str) -> bytes:
-        if hosted.task is asyncio.current_task():  # else another task closes it
+        if self._is_current(hosted):
             with contextlib.suppress(BaseException):  # one error is enough, and a cancelled `close` must not wait
                 await self._close(hosted)
         return self._encoder.encode(Faulted(hosted.number, error.encode("utf-8", "replace").decode()))

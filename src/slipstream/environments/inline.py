@@ -21,7 +21,7 @@ from slipstream.environments.sources import with_tools_found
 from slipstream.jail.protocol import WorkerReady
 
 _MAX_ABANDONED = 8  # threads and loops that never came back; they cannot be killed
-_JOIN_S = 3.0  # for a loop that is not blocked to end, with environments that close
+_JOIN_S = 2.0  # for a loop that is not blocked to end, with environments that close
 
 
 class InlinePool(EpisodePool):

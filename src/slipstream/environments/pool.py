@@ -84,6 +84,10 @@ class Lost:
     is_guilty: bool | None = True
 
 
+class _LieError(Exception):
+    """A host sent what no honest one sends."""
+
+
 class HostLink(Protocol):
     """The pool's end of a host. Nothing here waits; after the last message of one that ended, `failure` is set."""
 
@@ -296,7 +300,7 @@ class EpisodePool(ABC):
         for message in site.host.receive():
             try:
                 self._hear(site, message)
-            except (ValueError, EnvironmentFault) as error:
+            except (_LieError, EnvironmentFault) as error:
                 site.host.failure = f"worker sent bad output: {error}"[:MAX_ERROR_CHARS]
             if site not in self._sites:
                 return  # replaced, with all that it may still have said
@@ -306,7 +310,7 @@ class EpisodePool(ABC):
             self._replace(site, site.host.failure)
 
     def _hear(self, site: _Site, message: FromHost) -> None:
-        """Take one message of a host. ValueError or EnvironmentFault for one that answers no question."""
+        """Take one message of a host. _LieError or EnvironmentFault for one that answers no question."""
         if isinstance(message, TriedNetwork) and not site.is_ready:
             site.has_tried_network = True
         elif isinstance(message, ToolsFound) and not site.is_ready:
@@ -330,7 +334,7 @@ class EpisodePool(ABC):
         elif isinstance(message, Spoke | Closed | Faulted | Stuck | AskedNetwork) and message.episode in site.episodes:
             self._answered(site, site.episodes[message.episode], message)
         elif not isinstance(message, TriedNetwork | AskedNetwork):  # a thread of an environment may outlive it
-            raise ValueError("an answer to no question")
+            raise _LieError("an answer to no question")
 
     def _answered(
         self, site: _Site, episode: _Episode, message: Spoke | Closed | Faulted | Stuck | AskedNetwork
@@ -347,12 +351,12 @@ class EpisodePool(ABC):
             self._done.append(answer)
         elif isinstance(message, Closed) and episode.call == "ending":
             if message.reward is not None and not math.isfinite(message.reward):
-                raise ValueError("a reward is finite")
+                raise _LieError("a reward is finite")
             self._remove(site, episode, LastWord(episode.key, message.reward))
         elif isinstance(message, Faulted) and episode.call is not None:
             self._remove(site, episode, _lost(episode, message.error[: 2 * MAX_ERROR_CHARS], is_guilty=True))
         else:
-            raise ValueError("an answer to no question")
+            raise _LieError("an answer to no question")
 
     def _give_up(self, site: _Site, episode: _Episode) -> None:
         reason = f"timed out after {self._step_limit_s:g} s"
@@ -399,11 +403,11 @@ class EpisodePool(ABC):
 
 
 def _checked(episode: _Episode, spoke: Spoke) -> Said:
-    """Return what a host says that an environment said. ValueError or EnvironmentFault where that cannot be."""
+    """Return what a host says that an environment said. _LieError or EnvironmentFault where that cannot be."""
     if spoke.reward is not None and not math.isfinite(spoke.reward):
-        raise ValueError("a reward is finite")
+        raise _LieError("a reward is finite")
     if not 0 <= spoke.seconds < math.inf or min(spoke.num_tool_calls, spoke.num_tool_errors) < 0:
-        raise ValueError("a count below 0")
+        raise _LieError("a count below 0")
     return Said(
         key=episode.key,
         turn=spoke.turn,

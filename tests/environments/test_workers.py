@@ -1,0 +1,410 @@
+"""Hostile environments change nothing outside their worker, and the pool goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from drive import GENEROUS_S, asked, opened, take_all, text, wait_for
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slipstream.core.clock import VirtualClock
+from slipstream.core.errors import ConfigError
+from slipstream.environments import hosting
+from slipstream.environments.pool import EpisodePool, HostLink, Lost, Said
+from slipstream.environments.workers import EnvironmentPool
+from slipstream.jail.protocol import WorkerReady, frame
+from slipstream.rewards.checks import isolation_report
+
+MakePool = Callable[..., EnvironmentPool]
+LIMIT_S = 7.0
+
+
+def needs(*barriers: str) -> None:
+    missing = [barrier for barrier in barriers if not isolation_report()[barrier]]
+    if missing:
+        pytest.skip(f"this platform cannot isolate: {missing}")
+
+
+def below(pid: int) -> set[int]:
+    """Processes in the tree of `pid`, by parent, from /proc."""
+    parents = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if fields[0] != "Z":
+                parents[int(entry.name)] = int(fields[1])
+    found = {pid}
+    while more := {child for child, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found - {pid}
+
+
+def trees(pool: EnvironmentPool) -> set[int]:
+    keepers = {site.host.keeper_pid for site in pool._sites}  # type: ignore[attr-defined]
+    return keepers.union(*map(below, keepers))
+
+
+def still_alive(pids: set[int]) -> set[int]:
+    return {pid for pid in pids if Path(f"/proc/{pid}/stat").exists()}
+
+
+def guilt(told: list[Any]) -> dict[Any, bool | None]:
+    assert all(isinstance(one, Lost) for one in told), told
+    return {one.key: one.is_guilty for one in told}
+
+
+def process_of(told: Any) -> str:
+    """Return the worker that a `Diary` writes down."""
+    return text(told).split()[3]
+
+
+def test_episodes_stay_on_the_worker_that_has_the_fewest(make_workers: MakePool) -> None:
+    pool = make_workers("Diary", num_workers=2)
+    while not all(site.is_ready for site in pool._sites):
+        pool._advance(GENEROUS_S)
+    opened(pool, list(range(10)), 0, name="n")
+    first = {key: process_of(one) for key, one in take_all(pool, list(range(10)), "x").items()}
+    assert sorted(list(first.values()).count(each) for each in set(first.values())) == [5, 5]
+    gone = [key for key, process in first.items() if process == first[0]]
+    for key in gone:
+        pool.finish(key)
+    wait_for(pool, 5)
+    opened(pool, [100 + key for key in range(4)], 0, name="n")
+    new = take_all(pool, [100 + key for key in range(4)], "x")
+    assert len({process_of(one) for one in new.values()} - {first[0]}) == 0, "the other has five already"
+    left = [key for key in first if key not in gone]
+    assert {key: process_of(one) for key, one in take_all(pool, left, "y", turn=2).items()} == {
+        key: first[key] for key in left
+    }
+
+
+def test_a_worker_that_dies_takes_its_episodes_along(make_workers: MakePool) -> None:
+    pool = make_workers("Hostile")
+    opened(pool, ["dies", "idle"], 0)
+    pool.take("dies", 1, {"content": "die"})
+    told = wait_for(pool, 2)
+    assert guilt(told) == {"dies": True, "idle": False}
+    assert {one.key: text(one) for one in told} == {
+        "dies": "worker died (exit code 7)",
+        "idle": "another episode of its worker: worker died (exit code 7)",
+    }
+    opened(pool, ["dies", "idle"], 0)
+    assert text(asked(pool, "idle", "ok")).startswith("ok")
+    assert pool.num_restarts == 1
+
+
+def test_who_of_several_ended_a_worker_is_not_known(make_workers: MakePool) -> None:
+    pool = make_workers("Hostile", "AsyncHostile")
+    opened(pool, ["dies", "idle"], 0)
+    opened(pool, ["waits"], 1)
+    pool.take("waits", 1, {"content": "wait"})
+    pool.poll()
+    pool.take("dies", 1, {"content": "die"})
+    assert guilt(wait_for(pool, 3)) == {"dies": None, "waits": None, "idle": False}
+
+
+def test_a_pool_opens_episodes_again_after_any_number_of_deaths(make_workers: MakePool) -> None:
+    pool = make_workers("Hostile", num_workers=2)
+    for number in range(4):
+        opened(pool, [number], 0)
+        assert isinstance(asked(pool, number, "die"), Lost)
+    assert pool.num_restarts == 4
+
+
+@pytest.mark.parametrize(
+    ("attack", "reason"),
+    [("flood", "bad output"), ("close", "worker died"), ("forge 0500000093019101c0", "bad output")],
+)
+def test_output_that_is_no_message_ends_the_worker(make_workers: MakePool, attack: str, reason: str) -> None:
+    pool = make_workers("Hostile")
+    opened(pool, ["bad"], 0)
+    assert reason in text(asked(pool, "bad", attack))
+    opened(pool, ["good"], 0)
+    assert text(asked(pool, "good", "ok")).startswith("ok")
+
+
+def spoke(episode: int, turn: int, **changed: Any) -> hosting.Spoke:
+    fields: dict[str, Any] = {"messages": [], "done": False, "reward": 1.0, "seconds": 0.0}
+    counts = {"num_tool_calls": 0, "num_tool_errors": 0}
+    return hosting.Spoke(episode, turn, **(fields | counts | changed))
+
+
+FORGED = {
+    "another episode": spoke(7, 1),
+    "another turn": spoke(0, 2),
+    "the turn before": spoke(0, 0),
+    "an idle episode": spoke(1, 0),
+    "an end that nobody asked for": hosting.Closed(0, 1.0),
+    "a reward that is none": spoke(0, 1, reward=float("nan")),
+    "a time that is none": spoke(0, 1, seconds=float("inf")),
+    "a count that is none": spoke(0, 1, num_tool_calls=-1),
+    "a role of the policy's": spoke(0, 1, messages=[{"role": "assistant", "content": "I won"}]),
+    "no text": spoke(0, 1, messages=[{"role": "user", "content": [1]}]),
+    "a second start": WorkerReady(isolation=["files"]),
+    "stuck without being late": hosting.Stuck(0),
+    "a fault of an idle episode": hosting.Faulted(1, "x"),
+}
+
+
+@pytest.mark.parametrize("what", FORGED)
+def test_a_forged_answer_ends_the_worker(make_workers: MakePool, what: str) -> None:
+    pool = make_workers("Hostile")
+    opened(pool, ["bad"], 0)
+    opened(pool, ["idle"], 0)
+    pool.take("bad", 1, {"content": f"forge {frame(FORGED[what]).hex()}"})
+    told = wait_for(pool, 2)
+    assert guilt(told) == {"bad": True, "idle": False}
+    assert "bad output" in text(next(one for one in told if one.key == "bad"))
+
+
+def test_an_answer_given_twice_ends_the_worker(make_workers: MakePool) -> None:
+    """A forged one for the call in hand cannot be told from a true one, until the true one comes."""
+    pool = make_workers("Hostile")
+    opened(pool, ["bad"], 0)
+    pool.take("bad", 1, {"content": f"forge {frame(spoke(0, 1)).hex()}"})
+    forged, lost = wait_for(pool, 2)
+    assert isinstance(forged, Said)
+    assert text(lost) == "another episode of its worker: worker sent bad output: an answer to no question"
+
+
+def test_an_environment_that_forks_and_returns_answers_once(make_workers: MakePool) -> None:
+    pool = make_workers("Hostile", "AsyncHostile")
+    opened(pool, ["plain"], 0)
+    opened(pool, ["async"], 1)
+    for turn in (1, 2, 3):
+        for key in ("plain", "async"):
+            assert text(asked(pool, key, "return_twice", turn=turn)) == "once"
+    assert pool.num_restarts == 0
+
+
+def test_forked_children_that_left_their_session_die_with_the_worker(make_workers: MakePool) -> None:
+    needs("processes")
+    pool = make_workers("Hostile")
+    opened(pool, ["a"], 0)
+    assert 0 < int(text(asked(pool, "a", "fork 20"))) <= 20
+    forked = trees(pool)
+    assert len(forked) > 20
+    assert isinstance(asked(pool, "a", "die", turn=2), Lost)
+    assert not still_alive(forked)
+
+
+def test_closing_ends_all_processes_and_removes_their_folders(make_workers: MakePool) -> None:
+    pool = make_workers("Hostile", num_workers=2)
+    opened(pool, ["a", "b"], 0)
+    take_all(pool, ["a", "b"], "fork 5")
+    pool.take("a", 2, {"content": "flood"})
+    folders = [Path(site.host._scratch) for site in pool._sites]  # type: ignore[attr-defined]
+    processes = trees(pool)
+    assert all(folder.is_dir() for folder in folders)
+    pool.close()
+    assert not still_alive(processes)
+    assert not any(folder.exists() for folder in folders)
+
+
+def test_memory_processes_and_output_are_bounded(make_workers: MakePool) -> None:
+    needs("user")
+    pool = make_workers("Hostile")
+    opened(pool, ["a", "b", "c"], 0)
+    assert "MemoryError" in text(asked(pool, "a", "memory"))
+    assert text(asked(pool, "b", "print")) == "printed"
+    assert int(text(asked(pool, "c", "fork 1000"))) < 400
+    assert pool.num_restarts == 0
+
+
+def test_files_network_secrets_and_processes_are_out_of_reach(
+    make_workers: MakePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs("files", "network", "processes", "user")
+    monkeypatch.setenv("SLIPSTREAM_TEST_SECRET", "token")
+    monkeypatch.setenv("SLIPSTREAM_TEST_NAMED", "told")
+    private = Path(os.path.expanduser("~")) / ".slipstream_test_secret"
+    open_folder = Path(f"/slipstream-environment-test-{os.getpid()}")
+    pool = make_workers("Hostile", environment=["SLIPSTREAM_TEST_NAMED"])
+    assert pool.isolation >= {"files", "network", "processes", "user", "limits", "syscalls"}
+    try:
+        private.write_text("secret")
+        open_folder.mkdir()
+        open_folder.chmod(0o777)
+        opened(pool, list(range(8)), 0)
+        commands = ["environment SLIPSTREAM_TEST_SECRET", "environment SLIPSTREAM_TEST_NAMED", "identity"]
+        commands += ["network", f"read {private}", f"write {open_folder}/marker", "write note.txt", "processes"]
+        for key, command in enumerate(commands):
+            pool.take(key, 1, {"content": command})
+        told = {one.key: text(one) for one in wait_for(pool, len(commands))}
+        assert not list(open_folder.iterdir())
+    finally:
+        private.unlink()
+        open_folder.rmdir()
+    assert [told[key] for key in range(3)] == ["unset", "told", "False"]
+    assert "PermissionError" in told[3]
+    assert told[3].endswith("or give it to slipstream.run as a Python class)")
+    assert "FileNotFoundError" in told[4] or "PermissionError" in told[4]
+    assert "Read-only" in told[5]
+    assert told[6] == "written"
+    assert int(told[7]) <= 4
+
+
+def test_what_holds_the_interpreter_costs_its_worker(make_workers: MakePool) -> None:
+    """Nothing in the worker runs any more, so it cannot say that it is stuck."""
+    clock = VirtualClock()
+    pool = make_workers("Hostile", step_limit_s=LIMIT_S, clock=clock)
+    opened(pool, ["holds", "idle"], 0)
+    pool.take("holds", 1, {"content": "hold_the_lock"})
+    pool.poll()
+    clock.advance(LIMIT_S)
+    assert pool.poll() == []
+    clock.advance(5.0)
+    assert guilt(wait_for(pool, 2)) == {"holds": True, "idle": False}
+
+
+def test_a_worker_that_is_stopped_is_ended(make_workers: MakePool) -> None:
+    clock = VirtualClock()
+    pool = make_workers("Hostile", step_limit_s=LIMIT_S, clock=clock)
+    opened(pool, ["a", "b", "c"], 0)
+    for pid in trees(pool):
+        os.kill(pid, signal.SIGSTOP)
+    for key in "ab":
+        pool.take(key, 1, {"content": "ok " + "x" * 3_000_000})  # more than a socket holds
+    assert any(site.host.has_unsent for site in pool._sites)
+    pool.poll()
+    clock.advance(LIMIT_S)
+    pool.poll()
+    clock.advance(5.0)
+    assert guilt(wait_for(pool, 3)) == {"a": None, "b": None, "c": False}
+    opened(pool, ["a"], 0)
+
+
+def test_an_environment_that_cannot_be_imported_is_an_error_before_anything_starts(make_workers: MakePool) -> None:
+    with pytest.raises(ConfigError, match="has no class 'Nothing'"):
+        make_workers("Nothing")
+
+
+def test_more_episodes_than_fit_wait_for_room(make_workers: MakePool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipstream.environments.pool.MAX_EPISODES_PER_HOST", 2)
+    pool = make_workers("Diary")
+    for key in range(3):
+        pool.open(key, 0, {"name": "n"})
+    assert {one.key for one in wait_for(pool, 2)} == {0, 1}
+    assert pool.num_open == 3
+    assert pool.next_deadline_s() is None
+    pool.finish(1)
+    assert [one.key for one in wait_for(pool, 2)] == [1, 2]
+
+
+class Scripted:
+    """A host whose messages are drawn, behind a pipe that is always readable."""
+
+    failure: str | None = None
+    has_unsent = False
+
+    def __init__(self, messages: list[Any]) -> None:
+        self._messages = messages
+        self._read, self._write = os.pipe()
+        os.write(self._write, b"\0")
+
+    def fileno(self) -> int:
+        return self._read
+
+    def send(self, messages: Any) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def receive(self) -> list[Any]:
+        messages, self._messages = self._messages, []
+        return messages
+
+    def close(self) -> None:
+        os.close(self._read)
+        os.close(self._write)
+
+
+class ScriptedPool(EpisodePool):
+    def __init__(self, scripts: list[list[Any]]) -> None:
+        self._scripts = scripts
+        super().__init__(num_hosts=1, num_spares=0, num_sources=1, step_limit_s=1.0, clock=VirtualClock())
+
+    def _start_host(self) -> HostLink:
+        return Scripted([WorkerReady([]), *(self._scripts.pop(0) if self._scripts else [])])
+
+    def _abandons(self, host: HostLink, episode: int) -> bool:
+        return False
+
+
+NUMBERS = st.integers(-1, 3)
+REWARDS = st.sampled_from([None, 1.0, float("nan")])
+MESSAGES = st.one_of(
+    st.builds(lambda number, turn, reward: spoke(number, turn, reward=reward), NUMBERS, NUMBERS, REWARDS),
+    st.builds(hosting.Closed, NUMBERS, REWARDS),
+    st.builds(hosting.Faulted, NUMBERS, st.just("x")),
+    st.builds(hosting.Stuck, NUMBERS),
+    st.builds(hosting.AskedNetwork, NUMBERS),
+    st.just(WorkerReady([])),
+)
+ACTS = st.sampled_from(["take", "finish", "shut", "poll", "late"])
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.lists(MESSAGES, max_size=6), max_size=8), st.lists(st.tuples(ACTS, st.integers(0, 2)), max_size=20))
+def test_whatever_hosts_say_each_call_has_one_answer(scripts: list[list[Any]], acts: list[tuple[str, int]]) -> None:
+    """And none has one that is not open: checked against a table of the calls in flight."""
+    pool = ScriptedPool(scripts)
+    in_call: dict[int, bool] = {}
+
+    def poll() -> None:
+        for one in pool.poll():
+            assert one.key in in_call
+            if isinstance(one, Lost):
+                del in_call[one.key]
+            else:
+                assert in_call[one.key], "an answer without a call"
+                in_call[one.key] = False
+                if not isinstance(one, Said):
+                    del in_call[one.key]
+                else:
+                    assert one.reward is None or one.reward == 1.0
+
+    try:
+        for act, key in acts:
+            if act == "poll":
+                poll()
+            elif act == "late":
+                pool._clock.advance(6.0)  # type: ignore[attr-defined]
+                poll()
+            elif act == "shut":
+                pool.shut(key)
+                in_call.pop(key, None)
+            elif key not in in_call:
+                pool.open(key, 0, {})
+                in_call[key] = True
+            elif not in_call[key] and key in pool._by_key:
+                if act == "take":
+                    pool.take(key, 1, {})
+                else:
+                    pool.finish(key)
+                in_call[key] = True
+        poll()
+        assert pool.num_open == len(in_call)
+        assert pool.num_calls == sum(in_call.values())
+        assert set(pool._site_of) == {number for site in pool._sites for number in site.episodes}
+    finally:
+        pool.close()
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=200))
+def test_bytes_that_are_no_message_are_refused(body: bytes) -> None:
+    decoder = msgspec.msgpack.Decoder(hosting.FromHost, strict=True)
+    try:
+        decoder.decode(body)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return
