@@ -41,6 +41,8 @@ from slipstream.stages.run_folder import PROMPTS_FILE, check_goes_on, folder_of,
 
 if TYPE_CHECKING:  # torch and transformers are imported when the input has been looked at
     from slipstream.controller.meeting import Cluster
+    from slipstream.environments.build import Given
+    from slipstream.environments.given import EnvironmentMaker
     from slipstream.stages.rl import FromPython
 
 ScoredBy = tuple[Reward | Sequence[Reward] | None, Sequence[float] | None]
@@ -67,6 +69,9 @@ def run(
     preset: str | None = None,
     reward: Reward | Sequence[Reward] | None = None,
     reward_weights: Sequence[float] | None = None,
+    environment: EnvironmentMaker | None = None,
+    tools: Sequence[Callable[..., Any] | str] | None = None,
+    environment_factory: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None = None,
     prompts: Sequence[str | Mapping[str, Any]] | None = None,
     out: str | Path | None = None,
     resume: str | Path | None = None,
@@ -81,11 +86,14 @@ def run(
     **columns)` returns one number (or None) per completion; it replaces the config's terms and runs in this process
     with `rewards.timeout_s` as its deadline. A list may mix functions, names as in `rewards.terms` ("length",
     "file.py:function"), and tables of these with their `weight`, `per` and `params`; `reward_weights` are their factors
-    in the sum. `prompts` (strings, or rows with `prompt` and `answer`) replace the config's; a tenth of them is held
-    out, at most `prompts.num_eval`. `out` is the run's directory, new or empty; `resume` continues the run in that
-    directory, from its last checkpoint or with the first of its `stages` that is not done, under the configuration that
-    it saved: `overrides` may change what `core.recipes.RESUMED_WITH` lists (`{"steps": 400}` extends a run, also one
-    that is done). `pipeline` replaces the default one. With `cluster` (`launch.cluster_of`) its groups join the run.
+    in the sum. `environment` is a class with `reset` and `step` (`environments/protocol.py`), or several by name: its
+    own reward takes the place of the config's terms, where no `reward` is given. `tools` are functions that the policy
+    may call, and `environment_factory` is TRL's; all of them run in this process. `prompts` (strings, or rows with
+    `prompt` and `answer`) replace the config's; a tenth of them is held out, at most `prompts.num_eval`. `out` is the
+    run's directory, new or empty; `resume` continues the run in that directory, from its last checkpoint or with the
+    first of its `stages` that is not done, under the configuration that it saved: `overrides` may change what
+    `core.recipes.RESUMED_WITH` lists (`{"steps": 400}` extends a run, also one that is done). `pipeline` replaces the
+    default one. With `cluster` (`launch.cluster_of`) its groups join the run.
 
     Raises ConfigError before anything starts; ExecutorDied or another SlipstreamError when the run fails (the files
     written so far stay, and `summary.json` says `failed`). In the main thread SIGINT, SIGTERM and SIGHUP end the run
@@ -101,6 +109,7 @@ def run(
             if given_too := [name for name, value in (("preset", preset), ("prompts", prompts), ("out", out)) if value]:
                 raise ConfigError("a resumed run keeps its configuration", got=f"resume with {', '.join(given_too)}")
             resolved, functions = _saved(Path(resume), overrides, (reward, reward_weights), tell=_tell(display=display))
+            resolved, environments = _with_environments(resolved, environment, tools, environment_factory)
         elif config is None:
             raise ConfigError("a configuration is needed", allowed="a recipe's name or path, tables, or resume=DIR")
         else:
@@ -108,6 +117,10 @@ def run(
             resolved = _resolved(config, over, preset, prompts)
             is_measure_given = isinstance(own := over.get("eval"), Mapping) and "measure" in own
             resolved, functions = with_given(resolved, reward, reward_weights, keeps_measure=is_measure_given)
+            has_terms = reward is not None or "terms" in _rewards_of(config) or "terms" in _rewards_of(over)
+            resolved, environments = _with_environments(
+                resolved, environment, tools, environment_factory, keeps_terms=has_terms
+            )
             check_named(resolved, given=functions, has_own_prompts=prompts is not None)
             _check_engine(resolved, cluster)
             resolved = pinned(resolved, tell=_tell(display=display))
@@ -116,10 +129,25 @@ def run(
             with told_of("importing torch", display=display):
                 from slipstream.stages.rl import FromPython
 
-            given = FromPython(functions, display, pipeline, cluster, interrupts)
+            given = FromPython(functions, environments, display, pipeline, cluster, interrupts)
             if resume is not None:
                 return _resume(resolved, run_dir, given)
             return _run(resolved, prompts, run_dir, given, is_named=out is not None)
+
+
+def _with_environments(config: RunConfig, *named: Any, keeps_terms: bool = True) -> tuple[RunConfig, Given | None]:
+    """Return `config` with the environments that were handed over, and these; as it is without any."""
+    if all(one is None for one in named):
+        return config, None
+    from slipstream.environments.given import with_given_environment
+
+    return with_given_environment(config, *named, keeps_terms=keeps_terms)
+
+
+def _rewards_of(tables: object) -> Mapping[str, Any]:
+    """Return the table [rewards] of tables that were given as such; of a recipe's name nothing is known here."""
+    found = nested(tables).get("rewards") if isinstance(tables, Mapping) else None
+    return found if isinstance(found, Mapping) else {}
 
 
 def _check_engine(config: RunConfig, cluster: Cluster | None) -> None:
@@ -230,7 +258,7 @@ def _check(config: RunConfig, given: FromPython) -> None:
     from slipstream.stages.chain import check_stages
 
     with_folders(config, tell=_tell(display=given.display))
-    check_stages(config, given=given.functions, remote=given.remote)
+    check_stages(config, given=given.functions, environments=given.environments, remote=given.remote)
     if given.cluster is not None:
         check_listening(given.cluster.listen)
 

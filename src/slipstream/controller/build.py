@@ -20,7 +20,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.executor import Executor
 from slipstream.core.sections import RewardTerm
 from slipstream.core.service_messages import WarmStart
-from slipstream.environments.build import Given
+from slipstream.environments.build import Given, Schemas
 from slipstream.environments.executor import Environments
 from slipstream.generator.episodes import ENVIRONMENTS
 from slipstream.generator.executor import Generator
@@ -231,10 +231,12 @@ def _dealt(config: RunConfig, sources: Sequence[str], targets: Sequence[str], ro
         yield from scatter(f"{port}/{executor}", source, targets, route, deadline_s=config.deadline_s)
 
 
-def build_work(config: RunConfig, *, is_resumed: bool = False) -> tuple[RunInput, PromptSet]:
-    """Prompts, held-out prompts and the demonstrations of the warm start."""
+def build_work(
+    config: RunConfig, *, is_resumed: bool = False, tools: Schemas | None = None
+) -> tuple[RunInput, PromptSet]:
+    """Prompts, held-out prompts and the demonstrations of the warm start. Chats are told of `tools`."""
     tokenizer = build_tokenizer(config.model)
-    prompts = build_prompts(config, tokenizer)
+    prompts = build_prompts(config, tokenizer, tools)
     warm_start = None
     if config.warm_start.steps and not is_resumed:
         pairs = demonstrations(config.warm_start, prompts.train.prompts, tokenizer, seed=config.seed)

@@ -8,6 +8,7 @@ from pathlib import Path
 from slipstream.controller.placement import check_processes, check_remote, computing_groups
 from slipstream.core.config import RunConfig, stage_of
 from slipstream.core.errors import ConfigError
+from slipstream.environments.build import Given, check_environments
 from slipstream.generator.device import check_device
 from slipstream.generator.vllm.backend import check_vllm
 from slipstream.models.build import build_tokenizer, check_division
@@ -23,11 +24,17 @@ from slipstream.rewards.given import is_from_python
 from slipstream.trainer.loss_checks import check_loss, needed_columns
 
 
-def check(config: RunConfig, *, given: Collection[str] = (), remote: Collection[str] = ()) -> None:
+def check(
+    config: RunConfig,
+    *,
+    given: Collection[str] = (),
+    environments: Given | None = None,
+    remote: Collection[str] = (),
+) -> None:
     """Raise ConfigError for what the schema cannot see: models, losses, tasks, rewards and GPUs that are not there.
 
-    `given` are the names of the reward functions that were handed over from Python. What `remote` groups compute on is
-    on their machines, where they look for it themselves.
+    `given` are the names of the reward functions that were handed over from Python, `environments` what was besides.
+    What `remote` groups compute on is on their machines, where they look for it themselves.
     """
     check_model_path(config)
     check_remote(config, remote)
@@ -48,7 +55,8 @@ def check(config: RunConfig, *, given: Collection[str] = (), remote: Collection[
     check_sizes(config, check_policy(config), here)
     check_loss(config)
     check_checkpoints(config, readers(config))
-    if has_functions(config):
+    check_environments(config, environments)
+    if config.needs_functions:
         check_rewards(config.rewards, task_table(config.prompts.tasks), given)
 
 
@@ -117,8 +125,8 @@ def policy_tokenizer(config: RunConfig) -> Tokenizer:
 
 
 def has_functions(config: RunConfig) -> bool:
-    """Whether any function scores: reward models alone need no executor of functions."""
-    return bool(config.rewards.terms) or not config.rewards.models
+    """Whether any function scores, or an environment: reward models alone need no executor of functions."""
+    return bool(config.rewards.terms) or not config.rewards.models or config.environment.is_set
 
 
 def has_workers(config: RunConfig) -> bool:

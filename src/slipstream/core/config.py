@@ -194,6 +194,11 @@ class RunConfig(Section):
         return self.environment.max_episode_tokens or self.environment.max_turns * turn
 
     @property
+    def needs_functions(self) -> bool:
+        """Whether completions are to be scored by functions: neither reward models nor an environment do so alone."""
+        return bool(self.rewards.terms) or not (self.rewards.models or self.environment.is_set)
+
+    @property
     def sessions(self) -> int:
         """Return the completions or episodes that a replica has open at a time."""
         slots = self.generator.num_slots

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from pydantic import AliasChoices, Field, model_validator
+from pydantic import Field, model_validator
 
 from slipstream.core.errors import ConfigError
 from slipstream.core.fields import Count, FilePath, NonNegative, Number, Positive, PositiveFloat, Seconds, Section
@@ -21,7 +21,6 @@ class EnvironmentChoice(Section):
 
     name: str = Field(description="What rows call it, in the column environment.column.")
     class_path: FilePath = Field(
-        validation_alias=AliasChoices("class_path", "class"),
         description="The environment's class: 'module:Class' or 'file.py:Class'.",
     )
     parameters: dict[str, Any] = Field(default_factory=dict, description="Keywords of its constructor.")
@@ -33,9 +32,8 @@ class EnvironmentConfig(Section):
 
     class_path: FilePath | None = Field(
         None,
-        validation_alias=AliasChoices("class_path", "class"),
-        description="The environment's class: 'module:Class' or 'file.py:Class' (docs/environments.md). Recipes may "
-        "call this field `class`.",
+        description="The environment's class: 'module:Class' or 'file.py:Class', or 'guess' or "
+        "'calculator' (docs/environments.md). Recipes may call this field `class`.",
     )
     parameters: dict[str, Any] = Field(default_factory=dict, description="Keywords of the class's constructor.")
     tools: list[FilePath] = Field(
@@ -76,6 +74,11 @@ class EnvironmentConfig(Section):
     )
     max_restarts: NonNegative = Field(
         2, description="How often an episode begins again whose environment fails, before the completion has failed."
+    )
+    dry_run: bool = Field(
+        True,
+        description="Before a run starts, reset each environment and let it answer one made-up turn, and refuse what "
+        "fails. false: for environments that should not be called in vain.",
     )
     num_workers: Count = Field(1, description="Sandboxed worker processes; each has many episodes.")
     memory_mb: Positive = Field(2048, description="Address-space limit of a worker beyond what it starts with, in MiB.")

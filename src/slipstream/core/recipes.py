@@ -140,8 +140,8 @@ def resolve(
     Tables and overrides are nested, or have keys with dots (`{"loss.name": "ppo"}`), or both. A value of the preset
     and an explicit override that contradict each other are an error: neither silently wins.
     """
-    tables = nested(recipe) if isinstance(recipe, Mapping) else load_recipe(recipe)
-    overrides = nested(overrides or {})
+    tables = _spelled(nested(recipe) if isinstance(recipe, Mapping) else load_recipe(recipe))
+    overrides = _spelled(nested(overrides or {}))
     chosen = _preset(preset)
     for name, value in chosen.items():
         if name in overrides and overrides[name] != value:
@@ -151,7 +151,37 @@ def resolve(
                 allowed=f"{name} = {value!r} (what '{preset}' means)",
                 hint=f"drop the preset, or drop the override of {name}",
             )
-    return validate(merge(merge(merge(defaults(), tables), chosen), overrides))
+    merged = merge(merge(merge(defaults(), tables), chosen), overrides)
+    if not any("terms" in _inside(layer, "rewards") for layer in (tables, overrides)) and _rewards_itself(merged):
+        merged["rewards"] = {**_inside(merged, "rewards"), "terms": []}
+    return validate(merged)
+
+
+def _spelled(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `tables` with `environment.class`, and that of its choices, under the name that the schema has for it."""
+
+    def renamed(table: Any) -> Any:
+        if not isinstance(table, Mapping) or "class" not in table or "class_path" in table:
+            return table
+        return {"class_path" if name == "class" else name: value for name, value in table.items()}
+
+    environment = renamed(tables.get("environment"))
+    if not isinstance(environment, Mapping):
+        return dict(tables)
+    if isinstance(choices := environment.get("choices"), list):
+        environment = {**environment, "choices": [renamed(choice) for choice in choices]}
+    return {**tables, "environment": environment}
+
+
+def _rewards_itself(tables: Mapping[str, Any]) -> bool:
+    """Whether there is an environment that gives rewards, as classes do: others are for whoever asks for them."""
+    environment = _inside(tables, "environment")
+    return bool(environment.get("class_path") or environment.get("choices"))
+
+
+def _inside(tables: Mapping[str, Any], section: str) -> Mapping[str, Any]:
+    found = tables.get(section)
+    return found if isinstance(found, Mapping) else {}
 
 
 RESUMED_WITH = (
@@ -234,18 +264,14 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any], model: type[BaseMode
 def _loses_measure(base: Mapping[str, Any], over: Mapping[str, Any], merged: Mapping[str, Any]) -> bool:
     """Whether `over` replaces the reward term that the measure of `base` names, and gives no measure itself."""
 
-    def inside(tables: Mapping[str, Any], section: str) -> Mapping[str, Any]:
-        found = tables.get(section)
-        return found if isinstance(found, Mapping) else {}
-
     def names(tables: Mapping[str, Any]) -> list[str]:
         try:
-            return RewardsConfig.model_validate(inside(tables, "rewards")).part_names
+            return RewardsConfig.model_validate(_inside(tables, "rewards")).part_names
         except (ValidationError, ConfigError):  # told of by whoever reads the whole
             return []
 
-    measure = inside(merged, "eval").get("measure")
-    if measure is None or "measure" in inside(over, "eval") or "rewards" not in over:
+    measure = _inside(merged, "eval").get("measure")
+    if measure is None or "measure" in _inside(over, "eval") or "rewards" not in over:
         return False
     return measure in names(base) and measure not in names(merged)
 

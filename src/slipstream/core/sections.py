@@ -396,7 +396,8 @@ class RewardsConfig(Section):
 
     terms: list[RewardTerm] = Field(
         default_factory=lambda: [RewardTerm(function="task")],
-        description="Weighted sum of these; a term of weight 0 is measured only.",
+        description="Weighted sum of these; a term of weight 0 is measured only. With environment.class or choices the "
+        "default is none: the environment's own reward.",
     )
     models: list[RewardModelTerm] = Field(
         default_factory=list, description="Reward models added to the sum. Without terms no worker is started."

@@ -99,6 +99,29 @@ def _given_makers(config: RunConfig, given: Given | None) -> list[Maker]:
     return [partial(makers[name], **parameters) if parameters else makers[name] for name in names]
 
 
+def check_environments(config: RunConfig, given: Given | None) -> None:
+    """Raise ConfigError for environments that are not there, or that this run could not use; nothing is imported."""
+    environment = config.environment
+    if not environment.is_set:
+        return
+    if is_from_python(config):
+        _given_makers(config, given)
+    else:
+        sources_of(config)
+    if environment.tools and not config.rewards.weighted:
+        raise ConfigError(
+            "tools give no reward",
+            got="environment.tools, and neither rewards.terms nor rewards.models",
+            allowed="a reward, such as your own function in rewards.terms",
+        )
+    if others := [stage for stage in config.stages if stage not in ("sft", "reward_model", "rl")]:
+        raise ConfigError(
+            "this stage samples completions of one turn",
+            got=f"stage '{others[0]}' with [environment]",
+            allowed="sft, reward_model and rl",
+        )
+
+
 def tools_of(pool: EpisodePool) -> Schemas:
     """Return the schemas of the tools that the policy may call; those of all environments are the same."""
     first, *others = pool.tool_schemas

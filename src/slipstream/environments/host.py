@@ -286,7 +286,7 @@ class EpisodeHost:
         spoke = Spoke(
             hosted.number,
             turn,
-            list(step.messages),
+            as_messages(step.messages, max_chars=self._max_chars),
             step.done,
             step.reward,
             seconds,

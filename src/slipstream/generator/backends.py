@@ -44,6 +44,7 @@ def _native(here: Setting) -> Backend:
         spans=here.spans,
         clock=here.clock,
         replica=here.replica,
+        parked_tokens=here.config.generator.parked_tokens if here.config.environment.is_set else 0,
         group=here.context.group,
     )
 

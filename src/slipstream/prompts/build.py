@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -96,15 +96,18 @@ class _Collector:
         return kept[:limit]
 
 
-def build_prompts(config: RunConfig, tokenizer: Tokenizer) -> PromptSet:
-    """All prompts of a run, a pure function of (config.prompts, config.seed, tokenizer).
+def build_prompts(
+    config: RunConfig, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] | None = None
+) -> PromptSet:
+    """All prompts of a run, a pure function of (config.prompts, config.seed, tokenizer, tools).
 
+    Chats are rendered with the schemas of `tools`, functions that the policy may call.
     Held out are the `num_eval` prompts whose seeded hash of the normalised text is smallest: neither order nor seed of
     generation decides. Tasks supply exactly `num_train` + `num_eval` distinct prompts or raise ConfigError; a dataset
     supplies at most `num_train`.
     """
     settings = prompts_that_fit(config)
-    collector = _Collector(Encoder(settings, tokenizer))
+    collector = _Collector(Encoder(settings, tokenizer, tools))
     tasks = task_table(settings.tasks)
     if tasks:
         train, held_out = _from_tasks(settings, tasks, collector, config.seed)

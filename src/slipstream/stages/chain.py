@@ -15,6 +15,7 @@ from slipstream.core.disk import HeldFolder
 from slipstream.core.files import load_json
 from slipstream.core.held_out import check_measure
 from slipstream.core.recipes import save_config, with_stage_paths
+from slipstream.environments.build import Given
 from slipstream.models.device import check_gpus
 from slipstream.models.hub import check_model_path, with_folders
 from slipstream.models.preflight import check_policy
@@ -38,18 +39,24 @@ from slipstream.stages.run_folder import is_rl_done
 from slipstream.stages.sft import stage_demonstrations
 
 
-def check_stages(config: RunConfig, *, given: Collection[str] = (), remote: Collection[str] = ()) -> None:
+def check_stages(
+    config: RunConfig,
+    *,
+    given: Collection[str] = (),
+    environments: Given | None = None,
+    remote: Collection[str] = (),
+) -> None:
     """Raise ConfigError for any input that a stage could not use, before the first of them starts.
 
-    `given` are the names of the reward functions that were handed over from Python: to RL alone. Hub ids of `config`
-    are pinned (`models/hub.py`).
+    `given` are the names of the reward functions that were handed over from Python, `environments` those: to RL alone.
+    Hub ids of `config` are pinned (`models/hub.py`).
     """
     check_conflicts(config)
     config = with_folders(config)
     check_trackers(config.trackers)
     check_measure(config)
     if "rl" in config.stages:
-        check(config, given=given, remote=remote)
+        check(config, given=given, environments=environments, remote=remote)
     else:
         check_model_path(config)
         check_remote(config, remote)
@@ -159,7 +166,8 @@ def _rl(config: RunConfig, run_dir: Path, given: FromPython) -> dict[str, Any]:
     if is_rl_done(config, run_dir):
         found: dict[str, Any] = msgspec.to_builtins(read_summary(run_dir / "summary.json"), str_keys=True)
         return found
-    check(with_folders(with_stage_paths(config, run_dir)), given=given.functions, remote=given.remote)
+    local = with_folders(with_stage_paths(config, run_dir))
+    check(local, given=given.functions, environments=given.environments, remote=given.remote)
     if (run_dir / "ledger.jsonl").exists():
         return resume_rl(config, run_dir, given)
     return run_rl(config, run_dir, given)

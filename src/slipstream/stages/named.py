@@ -64,7 +64,7 @@ def check_named(config: RunConfig, *, given: Collection[str] = (), has_own_promp
         check_source(source)
     if not has_own_prompts and config.prompts.dataset is not None and _ANSWERING & set(config.stages):
         check_first(config.prompts.dataset, config.prompts)
-    if "rl" in config.stages and (config.rewards.terms or not config.rewards.models):
+    if "rl" in config.stages and config.needs_functions:
         check_given(config.rewards, given)
         setup_of(config.rewards, task_table(config.prompts.tasks))
     check_measure(config)  # behind the functions: where a name is misspelt there, the measure's is right

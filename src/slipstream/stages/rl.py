@@ -36,6 +36,9 @@ from slipstream.core.recipes import resolve, save_config, with_stage_paths
 from slipstream.core.run_log import Snapshot, read_metrics
 from slipstream.core.staleness import oldest_version, place_of
 from slipstream.core.types import Partial
+from slipstream.environments.build import Given
+from slipstream.environments.rehearsal import Rehearsal
+from slipstream.models.build import build_tokenizer
 from slipstream.models.hub import with_folders
 from slipstream.models.preflight import check_policy
 from slipstream.observe.chrome_trace import merge_timelines
@@ -64,6 +67,7 @@ class FromPython:
     """The arguments of a run besides its configuration."""
 
     functions: Functions = field(default_factory=dict)  # of the rewards, by the names that the configuration has
+    environments: Given | None = None
     display: bool = True
     pipeline: Callable[[RunConfig], Pipeline] | None = None
     cluster: Cluster | None = None
@@ -81,7 +85,8 @@ class FromPython:
 
     def resume_call(self, run_dir: Path) -> str:
         """Return the command, or the call, that goes on with the run in `run_dir`."""
-        same = [name for name, one in (("reward", self.functions), ("pipeline", self.pipeline)) if one]
+        handed = (("reward", self.functions), ("environment", self.environments), ("pipeline", self.pipeline))
+        same = [name for name, one in handed if one]
         if same:
             return f"slipstream.run(resume={str(run_dir)!r}, ...) with the same {' and '.join(same)}"
         folder = shlex.quote(str(run_dir))
@@ -209,7 +214,13 @@ def _save_interrupted(tally: Tally, folder: HeldFolder, run_dir: Path) -> None:
 def _pipeline(config: RunConfig, given: FromPython, checkpoint: Path | None) -> Pipeline:
     if given.pipeline is not None:
         return given.pipeline(config)
-    return default_pipeline(config, functions=given.functions, resume=checkpoint, remote=given.remote)
+    return default_pipeline(
+        config,
+        functions=given.functions,
+        environments=given.environments,
+        resume=checkpoint,
+        remote=given.remote,
+    )
 
 
 def _tally(config: RunConfig, run_dir: Path, restarts: Counter[str], report: PromptReport, cut: Cut | None) -> Tally:
@@ -357,7 +368,7 @@ def extension(before: RunConfig, config: RunConfig, cut: Snapshot) -> list[str]:
 def _work(config: RunConfig, run_dir: Path, given: FromPython, *, is_resumed: bool) -> tuple[RunInput, PromptSet]:
     """Prompts and demonstrations. ConfigError for data that cannot be read, or that the rewards cannot score."""
     with told_of("reading prompts", display=given.display):
-        work, prompts = _build(config, given, is_resumed=is_resumed)
+        work, prompts = _build(config, given, is_resumed=is_resumed, private=[str(run_dir)])
     check_answers(config.rewards, [*prompts.train.prompts, *prompts.eval])
     with told_of("calling rewards on two prompts", display=given.display):
         note = dry_call(
@@ -373,10 +384,18 @@ def _work(config: RunConfig, run_dir: Path, given: FromPython, *, is_resumed: bo
     return work, prompts
 
 
-def _build(config: RunConfig, given: FromPython, *, is_resumed: bool) -> tuple[RunInput, PromptSet]:
-    """Prompts and demonstrations, and whether memory has room for the longest of them."""
+def _build(
+    config: RunConfig, given: FromPython, *, is_resumed: bool, private: Sequence[str] | None = None
+) -> tuple[RunInput, PromptSet]:
+    """Prompts and demonstrations, and whether memory has room for the longest of them.
+
+    With `private` folders environments are tried, too: they are hidden from them.
+    """
     local = with_folders(config)
-    work, prompts = build_work(local, is_resumed=is_resumed)
+    with Rehearsal(local, given.environments, private=private or ()) as rehearsal:
+        work, prompts = build_work(local, is_resumed=is_resumed, tools=rehearsal.tools)
+        if private is not None:
+            rehearsal.play([*prompts.train.prompts, *prompts.eval], build_tokenizer(local.model))
     if config.prompts.max_prompt_tokens is None:
         check_room(_with_longest_prompt(local, prompts.report), remote=given.remote)
     return work, prompts
