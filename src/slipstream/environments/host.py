@@ -166,8 +166,7 @@ class EpisodeHost:
         elif isinstance(message, TakeTurn):
             self._begin(hosted, partial(self._take, hosted, message))
         elif isinstance(message, EndEpisode):
-            end = partial(self._end, hosted, hosted.task, asks_reward=message.asks_reward)
-            self._begin(hosted, end)
+            self._begin(hosted, partial(self._end, hosted, hosted.task, asks_reward=message.asks_reward))
         elif isinstance(message, Interrupt):
             self._interrupt(hosted)
 
@@ -204,7 +203,7 @@ class EpisodeHost:
     async def _answer(self, hosted: _Hosted, call: Callable[[], Awaitable[FromEpisode]]) -> None:
         """Make a call and send its answer; whatever it raises is the episode's end."""
         _current.set(hosted.number)
-        hosted.has_begun = is_over = True
+        hosted.has_begun, is_over = hosted.task is asyncio.current_task(), True
         try:
             answer = await call()
             body, is_over = self._encoded(answer), not isinstance(answer, Spoke)
