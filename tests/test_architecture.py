@@ -152,8 +152,8 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 60_050
-MAX_LINES_OF_SPINE = 1_600
+MAX_LINES = 60_520
+MAX_LINES_OF_SPINE = 1_660
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
     "core/types.py",
@@ -169,7 +169,7 @@ MAX_LINES_OF_FOLDER = {
     "controller": 5_300,
     "core": 8_100,
     "evals": 1_350,
-    "generator": 6_200,
+    "generator": 6_650,
     "jobs": 500,
     "models": 5_250,
     "observe": 9_260,

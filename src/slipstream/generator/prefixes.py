@@ -139,9 +139,9 @@ class PrefixTable:
     def trim(self) -> None:
         """Keep no more of the prefixes that nobody waits for than the cache may hold."""
         unwanted = [key for key in self._entries if key not in self._wanted]
-        for key in [key for key in unwanted if isinstance(key, TurnKey)]:
-            unwanted.remove(key)
-            self._forget(key)
+        for turn in [key for key in unwanted if isinstance(key, TurnKey)]:
+            unwanted.remove(turn)
+            self._forget(turn)
         num_tokens = sum(len(self._entries[key].context) for key in unwanted)
         for key in unwanted:
             if num_tokens <= self._cache_tokens:
