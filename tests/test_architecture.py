@@ -152,8 +152,8 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 61_520
-MAX_LINES_OF_SPINE = 1_600
+MAX_LINES = 64_700
+MAX_LINES_OF_SPINE = 1_735
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
     "core/types.py",
@@ -166,19 +166,19 @@ SPINE = (
 MAX_LINES_OF_FOLDER = {
     "algorithms": 1_650,
     "batching": 350,
-    "controller": 5_300,
-    "core": 8_260,
-    "environments": 1_460,
+    "controller": 5_360,
+    "core": 8_560,
+    "environments": 3_700,
     "evals": 1_350,
-    "generator": 6_200,
+    "generator": 7_000,
     "jail": 990,
     "jobs": 500,
     "models": 5_270,
-    "observe": 9_260,
+    "observe": 9_290,
     "plan": 5_800,
     "prompts": 1_150,
-    "rewards": 3_170,
-    "stages": 2_285,
+    "rewards": 3_200,
+    "stages": 2_320,
     "trainer": 4_110,
     "weight_sync": 3_300,
 }

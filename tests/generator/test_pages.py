@@ -114,6 +114,10 @@ def test_a_row_that_is_parked_hands_over_its_pages() -> None:
     with pytest.raises(AssertionError, match="extended to"):
         pages.extend_prefix(longer, 12)
     pages.close_prefix(longer)
+    pages.open_rows([0], pages.open_prefix(8))
+    pages.park_row(0)
+    assert pages.num_free == 12 - 2, "the page for its next token is free"
+    pages.check()
     pages.open_rows([1], None)
     with pytest.raises(AssertionError, match="stored nothing"):
         pages.park_row(1)

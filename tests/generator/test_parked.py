@@ -367,6 +367,18 @@ def test_sessions_that_fill_the_memory_and_wait_make_room_for_the_first() -> Non
     assert paged_runner(engine).num_free_pages == 7
 
 
+@BOTH
+@pytest.mark.parametrize("parked_tokens", [0, None])
+def test_the_prefix_cache_keeps_prompts_and_no_later_turn(is_paged: bool, parked_tokens: int | None) -> None:
+    engine = new_engine(is_paged, parked_tokens=parked_tokens, prefix_cache_tokens=500)
+    turns = play(engine, LONG)
+    prompts = [script.prompt[:-1].tobytes() for script in LONG]
+    assert sorted(engine._prefixes._entries, key=str) == sorted(prompts, key=str)
+    (again,) = run(engine, [turns[1][0].request]).values()
+    assert np.array_equal(again.tokens, turns[1][0].tokens)
+    assert engine.stats.prefix_hits == 1
+
+
 # Contexts that are others
 
 

@@ -315,7 +315,7 @@ class EpisodePool(ABC):
             site.has_tried_network = True
         elif isinstance(message, ToolsFound) and not site.is_ready:
             if len(message.schemas) != self._num_sources:
-                raise ValueError(f"the tools of {len(message.schemas)} environments for {self._num_sources}")
+                raise _LieError(f"the tools of {len(message.schemas)} environments for {self._num_sources}")
             self.tool_schemas = message.schemas
         elif isinstance(message, SetupFailed) and not site.is_ready:
             raise ConfigError(

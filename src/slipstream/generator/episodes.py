@@ -42,6 +42,7 @@ class Episode:
     life: int = 0  # of the last observation that replaced what was known
     finish_reason: FinishReason = "stop"
     started_s: float | None = None  # when the first turn began
+    is_new: bool = True  # nothing was asked of the engine yet
 
     def __post_init__(self) -> None:
         self.prompt = self.row
@@ -65,6 +66,7 @@ class Episode:
             max_new_tokens=max_new_tokens,
             parks=True,
             goes_on=self.turn > 0,
+            is_again=self.request.is_again and self.is_new,
         )
 
 
@@ -163,7 +165,7 @@ class Episodes:
             del self._open[key]
             self._release(episode.request)
             return EndedEpisode(episode, message.record)
-        episode.live = episode.next_turn(message.max_new_tokens)
+        episode.live, episode.is_new = episode.next_turn(message.max_new_tokens), False
         return episode.live
 
     def begin_again(self) -> None:
