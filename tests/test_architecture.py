@@ -152,7 +152,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 64_700
+MAX_LINES = 65_600
 MAX_LINES_OF_SPINE = 1_735
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -167,10 +167,10 @@ MAX_LINES_OF_FOLDER = {
     "algorithms": 1_650,
     "batching": 350,
     "controller": 5_360,
-    "core": 8_560,
-    "environments": 3_700,
+    "core": 8_600,
+    "environments": 4_400,
     "evals": 1_350,
-    "generator": 7_000,
+    "generator": 7_030,
     "jail": 990,
     "jobs": 500,
     "models": 5_270,

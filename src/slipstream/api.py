@@ -86,19 +86,17 @@ def run(
     **columns)` returns one number (or None) per completion; it replaces the config's terms and runs in this process
     with `rewards.timeout_s` as its deadline. A list may mix functions, names as in `rewards.terms` ("length",
     "file.py:function"), and tables of these with their `weight`, `per` and `params`; `reward_weights` are their factors
-    in the sum. `environment` is a class with `reset` and `step` (`environments/protocol.py`), or several by name: its
-    own reward takes the place of the config's terms, where no `reward` is given. `tools` are functions that the policy
-    may call, and `environment_factory` is TRL's; all of them run in this process. `prompts` (strings, or rows with
-    `prompt` and `answer`) replace the config's; a tenth of them is held out, at most `prompts.num_eval`. `out` is the
-    run's directory, new or empty; `resume` continues the run in that directory, from its last checkpoint or with the
-    first of its `stages` that is not done, under the configuration that it saved: `overrides` may change what
-    `core.recipes.RESUMED_WITH` lists (`{"steps": 400}` extends a run, also one that is done). `pipeline` replaces the
-    default one. With `cluster` (`launch.cluster_of`) its groups join the run.
+    in the sum. `environment` is a class with `reset` and `step` (`environments/protocol.py`), or several by name; its
+    reward replaces the terms, too. `tools` are functions that the policy may call, `environment_factory` is TRL's: all
+    run in this process. `prompts` (strings, or rows with `prompt` and `answer`) replace the config's; a tenth of them
+    is held out, at most `prompts.num_eval`. `out` is the run's directory, new or empty; `resume` continues the run in
+    that directory, from its last checkpoint or with the first of its `stages` that is not done, under the configuration
+    that it saved: `overrides` may change what `core.recipes.RESUMED_WITH` lists (`{"steps": 400}` extends a run, also
+    one that is done). `pipeline` replaces the default one. With `cluster` (`launch.cluster_of`) its groups join.
 
     Raises ConfigError before anything starts; ExecutorDied or another SlipstreamError when the run fails (the files
     written so far stay, and `summary.json` says `failed`). In the main thread SIGINT, SIGTERM and SIGHUP end the run
-    (`core/interrupts.py`); SIGTERM and SIGHUP then go to the program's own handler, and without one end the program
-    by SystemExit.
+    (`core/interrupts.py`); the last two then go to the program's own handler, or end it by SystemExit.
     """
     if SCRIPTS_BEING_IMPORTED:
         raise ReachedRun
@@ -106,8 +104,7 @@ def run(
         raise _unknown_arguments(list(others))
     with _interruptible() as interrupts:
         if resume is not None:
-            if given_too := [name for name, value in (("preset", preset), ("prompts", prompts), ("out", out)) if value]:
-                raise ConfigError("a resumed run keeps its configuration", got=f"resume with {', '.join(given_too)}")
+            _check_resumed(preset=preset, prompts=prompts, out=out)
             resolved, functions = _saved(Path(resume), overrides, (reward, reward_weights), tell=_tell(display=display))
             resolved, environments = _with_environments(resolved, environment, tools, environment_factory)
         elif config is None:
@@ -115,12 +112,11 @@ def run(
         else:
             over = nested(overrides or {})
             resolved = _resolved(config, over, preset, prompts)
-            is_measure_given = isinstance(own := over.get("eval"), Mapping) and "measure" in own
+            is_measure_given = "measure" in _table_of(over, "eval")
             resolved, functions = with_given(resolved, reward, reward_weights, keeps_measure=is_measure_given)
-            has_terms = reward is not None or "terms" in _rewards_of(config) or "terms" in _rewards_of(over)
-            resolved, environments = _with_environments(
-                resolved, environment, tools, environment_factory, keeps_terms=has_terms
-            )
+            has_terms = reward is not None or any("terms" in _table_of(one, "rewards") for one in (config, over))
+            others = (environment, tools, environment_factory)
+            resolved, environments = _with_environments(resolved, *others, keeps_terms=has_terms)
             check_named(resolved, given=functions, has_own_prompts=prompts is not None)
             _check_engine(resolved, cluster)
             resolved = pinned(resolved, tell=_tell(display=display))
@@ -135,6 +131,11 @@ def run(
             return _run(resolved, prompts, run_dir, given, is_named=out is not None)
 
 
+def _check_resumed(**others: object) -> None:
+    if given_too := [name for name, value in others.items() if value]:
+        raise ConfigError("a resumed run keeps its configuration", got=f"resume with {', '.join(given_too)}")
+
+
 def _with_environments(config: RunConfig, *named: Any, keeps_terms: bool = True) -> tuple[RunConfig, Given | None]:
     """Return `config` with the environments that were handed over, and these; as it is without any."""
     if all(one is None for one in named):
@@ -144,9 +145,9 @@ def _with_environments(config: RunConfig, *named: Any, keeps_terms: bool = True)
     return with_given_environment(config, *named, keeps_terms=keeps_terms)
 
 
-def _rewards_of(tables: object) -> Mapping[str, Any]:
-    """Return the table [rewards] of tables that were given as such; of a recipe's name nothing is known here."""
-    found = nested(tables).get("rewards") if isinstance(tables, Mapping) else None
+def _table_of(tables: object, section: str) -> Mapping[str, Any]:
+    """Return a section of tables that were given as such; of a recipe's name nothing is known here."""
+    found = nested(tables).get(section) if isinstance(tables, Mapping) else None
     return found if isinstance(found, Mapping) else {}
 
 

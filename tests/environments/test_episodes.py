@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from slipstream.core.errors import ChannelClosed, ConfigError
 from slipstream.core.types import Message, Observation, Prompt, Segment, TurnSampled, VersionSpan
 from slipstream.environments.episodes import (
-    Episodes,
+    EpisodeLimits,
+    EpisodeTable,
     Finish,
     Key,
-    Limits,
     Open,
     Shut,
     Sources,
@@ -34,7 +34,9 @@ from slipstream.generator.episodes import Episodes as GeneratorEpisodes
 from slipstream.generator.requests import Finished, Request
 
 PROMPT = np.arange(5, dtype=np.int32)
-LIMITS = Limits(max_turns=4, max_turn_tokens=6, max_episode_tokens=40, max_len=48, episode_limit_s=1e9, max_restarts=2)
+LIMITS = EpisodeLimits(
+    max_turns=4, max_turn_tokens=6, max_episode_tokens=40, max_len=48, episode_limit_s=1e9, max_restarts=2
+)
 
 
 class PlainNumbers:
@@ -108,8 +110,8 @@ class World:
     def _replica(self, number: int) -> Replica:
         return Replica(number, Wire("environments"))
 
-    def _table(self) -> Episodes:
-        return Episodes(LIMITS, PlainNumbers(), Sources(("",), (1.0,)))
+    def _table(self) -> EpisodeTable:
+        return EpisodeTable(LIMITS, PlainNumbers(), Sources(("",), (1.0,)))
 
     def _begin(self, key: Key, *, may_continue: bool = False) -> None:
         request = Request(ordinal=key[1], sample=key[2], prompt_tokens=PROMPT, max_new_tokens=6)
@@ -277,8 +279,8 @@ def said(number: int, words: str = "", *, done: bool = False, reward: float | No
     return Said(KEY, number, messages, done, reward, seconds=0.5, num_tool_calls=1)
 
 
-def table(**limits: Any) -> Episodes:
-    return Episodes(Limits(**{**vars(LIMITS), **limits}), PlainNumbers(), Sources(("",), (1.0,)))
+def table(**limits: Any) -> EpisodeTable:
+    return EpisodeTable(EpisodeLimits(**{**vars(LIMITS), **limits}), PlainNumbers(), Sources(("",), (1.0,)))
 
 
 def test_a_replica_that_follows_a_lost_one_goes_on_from_the_tokens_known_here() -> None:

@@ -120,26 +120,7 @@ def nodes(
         node(f"generator-{replica}", make_generator, ranks=ranks, device=device, replica=replica)
         for replica in range(config.generator.replicas)
     ]
-    if config.environment.is_set:
-        made.append(
-            Node(
-                name=ENVIRONMENTS,
-                factory=make_environments,
-                kwargs={"config": config} | ({"given": environments} if environments else {}),
-                host="inline" if environments else config.host,
-                is_replaceable=True,
-            )
-        )
-    if has_functions(config):
-        made.append(
-            Node(
-                name="rewards",
-                factory=make_rewards,
-                kwargs={"config": config} | ({"functions": functions} if functions else {}),
-                host="inline" if functions else config.host,  # functions of the caller's live in their process
-                is_replaceable=True,
-            )
-        )
+    made += _scoring_nodes(config, functions, environments)
     if config.rewards.models:
         made.append(node("reward_models", make_reward_models, ranks=config.rewards.model_ranks))
     if config.kl.executor == "own":
@@ -148,6 +129,26 @@ def nodes(
     trainer = config.trainer
     made.append(node("trainer", make_trainer, ranks=trainer.ranks, device=trainer.device, resume=checkpoint))
     return tuple(made)
+
+
+def _scoring_nodes(config: RunConfig, functions: Functions | None, environments: Given | None) -> Iterator[Node]:
+    """Yield the nodes of environments and functions, if there are any; those of the caller's live in their process."""
+    if config.environment.is_set:
+        yield Node(
+            name=ENVIRONMENTS,
+            factory=make_environments,
+            kwargs={"config": config} | ({"given": environments} if environments else {}),
+            host="inline" if environments else config.host,
+            is_replaceable=True,
+        )
+    if has_functions(config):
+        yield Node(
+            name="rewards",
+            factory=make_rewards,
+            kwargs={"config": config} | ({"functions": functions} if functions else {}),
+            host="inline" if functions else config.host,
+            is_replaceable=True,
+        )
 
 
 def default_pipeline(

@@ -28,7 +28,7 @@ class EnvironmentChoice(Section):
 
 
 class EnvironmentConfig(Section):
-    """What answers the policy between its turns: a class, tools, or several environments. Without any: one turn."""
+    """The environment that answers between turns: a class, tools, or several classes. Without any: one turn."""
 
     class_path: FilePath | None = Field(
         None,

@@ -66,7 +66,7 @@ class Segment(Message):
 
 
 class EpisodeRecord(Message):
-    """What an environment's side knows of an episode that is over.
+    """The environments' knowledge of an episode that is over.
 
     `messages` are the chat behind the prompt, turns of the policy and what the environment said, as people and rewards
     read it; the tokens are the completion's. `reward` is the environment's own, None without one, and `turn_rewards`

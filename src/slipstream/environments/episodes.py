@@ -74,7 +74,7 @@ Act = Open | Take | Finish | Shut | Observation
 
 
 @dataclass(frozen=True)
-class Limits:
+class EpisodeLimits:
     """The hard ends of an episode. Tokens are those behind the prompt; `max_len` counts the prompt, too."""
 
     max_turns: int
@@ -85,7 +85,7 @@ class Limits:
     max_restarts: int
 
     @classmethod
-    def of(cls, config: RunConfig, max_len: int) -> Limits:
+    def of(cls, config: RunConfig, max_len: int) -> EpisodeLimits:
         environment = config.environment
         return cls(
             max_turns=environment.max_turns,
@@ -102,7 +102,7 @@ class Limits:
 
 
 @dataclass
-class Episode:
+class KnownEpisode:
     """An episode as far as it is known here. `given` are tokens behind the last sampled turn.
 
     `prompt` ends with what the environment said first; `row` is the prompt as it was admitted.
@@ -182,15 +182,15 @@ class Episode:
         )
 
 
-class Episodes:
+class EpisodeTable:
     """Every method takes one message and returns what follows from it. `now_s` is the time, in seconds.
 
     Lives are numbered from `first_life` on: another number for each process, as what its predecessor was told may come.
     """
 
-    def __init__(self, limits: Limits, chat: Chat, sources: Sources, *, first_life: int = 1) -> None:
+    def __init__(self, limits: EpisodeLimits, chat: Chat, sources: Sources, *, first_life: int = 1) -> None:
         self._limits, self._chat, self._sources = limits, chat, sources
-        self._open: dict[Key, Episode] = {}
+        self._open: dict[Key, KnownEpisode] = {}
         self._lives = itertools.count(first_life)
         self.counts = dict.fromkeys(("episodes", "turns", "restarts", "failed", "cut", "tool_calls", "tool_errors"), 0)
 
@@ -268,7 +268,7 @@ class Episodes:
         episode.restart(next(self._lives), now_s)
         return [self._open_call(episode)]
 
-    def _hear(self, episode: Episode, answer: Said) -> None:
+    def _hear(self, episode: KnownEpisode, answer: Said) -> None:
         """Take the tokens of what was said. ConfigError for messages that cannot be rendered."""
         if answer.turn == 0:
             extends = answer.extends_prompt
@@ -286,18 +286,18 @@ class Episodes:
             room = self._limits.room(len(known.prompt.tokens), known.num_behind)
             return [known.observation(max_new_tokens=room)] if known.phase == "sampling" else []
         self.counts["episodes"] += known is None
-        episode = Episode(key, message.prompt, message.replica, now_s, next(self._lives), is_moved=True)
+        episode = KnownEpisode(key, message.prompt, message.replica, now_s, next(self._lives), is_moved=True)
         self._open[key] = episode
         return [*([] if known is None else [Shut(key)]), self._open_call(episode)]
 
-    def _open_call(self, episode: Episode) -> Open:
+    def _open_call(self, episode: KnownEpisode) -> Open:
         return Open(episode.key, self._sources.index_of(episode.key[1], episode.row), columns_of(episode.row))
 
-    def _end(self, episode: Episode) -> list[Act]:
+    def _end(self, episode: KnownEpisode) -> list[Act]:
         episode.phase = "ending"
         return [Finish(episode.key)]
 
-    def _close(self, episode: Episode, record: EpisodeRecord) -> Observation:
+    def _close(self, episode: KnownEpisode, record: EpisodeRecord) -> Observation:
         del self._open[episode.key]
         self.counts["cut"] += record.is_cut
         self.counts["tool_calls"] += record.num_tool_calls

@@ -12,7 +12,7 @@ from slipstream.core.executor import Context, Executor, Sender
 from slipstream.core.service_messages import Counters, Noted, Ready
 from slipstream.core.types import Observation, Stop, TurnSampled
 from slipstream.environments.build import Given, build_chat, make_pool, tools_of
-from slipstream.environments.episodes import Act, Episodes, Finish, Limits, Open, Shut, Sources, Take
+from slipstream.environments.episodes import Act, EpisodeLimits, EpisodeTable, Finish, Open, Shut, Sources, Take
 from slipstream.environments.pool import EpisodePool, LastWord, Lost, Said
 from slipstream.models.build import build_tokenizer, max_positions
 
@@ -43,12 +43,12 @@ class Environments(Executor):
         """Start the workers, and wait until they have imported what they need."""
         self._context, config = context, self._config
         tokenizer = build_tokenizer(config.model)
-        limits = Limits.of(config, config.longest_sequence(max_positions(config)))
-        self._outbox = Outbox(context.outputs["observations"])
+        limits = EpisodeLimits.of(config, config.longest_sequence(max_positions(config)))
+        self._outbox = ReplicaOutbox(context.outputs["observations"])
         self._pool = make_pool(config, self._given, clock=context.clock, private=[str(context.run_dir)])
         self._pool.wait_ready()
         chat = build_chat(config, tokenizer, tools_of(self._pool))
-        self._episodes = Episodes(limits, chat, Sources.of(config), first_life=secrets.randbits(30) << 31)
+        self._episodes = EpisodeTable(limits, chat, Sources.of(config), first_life=secrets.randbits(30) << 31)
         self._label_idle_time()
         context.outputs["events"].put(Ready(executor=context.name))
 
@@ -147,7 +147,7 @@ class Environments(Executor):
             self._context.outputs["events"].put(Counters(executor=self._context.name, values=values))
 
 
-class Outbox:
+class ReplicaOutbox:
     """Observations on their way, in order by replica: one that is full or gone holds up no other."""
 
     def __init__(self, sender: Sender) -> None:

@@ -1,4 +1,4 @@
-"""What can be known of a run's environments before it starts: their tools, and that they answer.
+"""A rehearsal of a run's environments, before it starts: which tools they have, and that they answer.
 
 An environment that cannot be made, reset or rendered would fail on every episode, hours later on a large model. It is
 tried where those of the run are, with the same columns, limits and chat.

@@ -1,4 +1,4 @@
-"""What leaves a replica: finished completions to their verifiers, and the news of them to the controller."""
+"""The end of a replica's work: finished completions to their verifiers, and the news of them to the controller."""
 
 from __future__ import annotations
 
