@@ -89,34 +89,33 @@ def run(
     in the sum. `environment` is a class with `reset` and `step` (`environments/protocol.py`), or several by name; its
     reward replaces the terms, too. `tools` are functions that the policy may call, `environment_factory` is TRL's: all
     run in this process. `prompts` (strings, or rows with `prompt` and `answer`) replace the config's; a tenth of them
-    is held out, at most `prompts.num_eval`. `out` is the run's directory, new or empty; `resume` continues the run in
-    that directory, from its last checkpoint or with the first of its `stages` that is not done, under the configuration
-    that it saved: `overrides` may change what `core.recipes.RESUMED_WITH` lists (`{"steps": 400}` extends a run, also
-    one that is done). `pipeline` replaces the default one. With `cluster` (`launch.cluster_of`) its groups join.
+    is held out, at most `prompts.num_eval`. `out` is the run's directory, new or empty; `resume` goes on with the run
+    there, from its last checkpoint or the first of its `stages` that is not done, as it was configured: `overrides` may
+    change `core.recipes.RESUMED_WITH` (`{"steps": 400}` extends a run, also one that is done). `pipeline` replaces the
+    default one. With `cluster` (`launch.cluster_of`) its groups join the run.
 
-    Raises ConfigError before anything starts; ExecutorDied or another SlipstreamError when the run fails (the files
-    written so far stay, and `summary.json` says `failed`). In the main thread SIGINT, SIGTERM and SIGHUP end the run
+    Raises ConfigError before anything starts; ExecutorDied or another SlipstreamError when the run fails (its files
+    stay, and `summary.json` says `failed`). In the main thread SIGINT, SIGTERM and SIGHUP end the run
     (`core/interrupts.py`); the last two then go to the program's own handler, or end it by SystemExit.
     """
     if SCRIPTS_BEING_IMPORTED:
         raise ReachedRun
     if others:
         raise _unknown_arguments(list(others))
+    handed = (environment, tools, environment_factory)
     with _interruptible() as interrupts:
         if resume is not None:
             _check_resumed(preset=preset, prompts=prompts, out=out)
             resolved, functions = _saved(Path(resume), overrides, (reward, reward_weights), tell=_tell(display=display))
-            resolved, environments = _with_environments(resolved, environment, tools, environment_factory)
+            resolved, environments = _with_environments(resolved, *handed)
         elif config is None:
             raise ConfigError("a configuration is needed", allowed="a recipe's name or path, tables, or resume=DIR")
         else:
             over = nested(overrides or {})
-            resolved = _resolved(config, over, preset, prompts)
-            is_measure_given = "measure" in _table_of(over, "eval")
-            resolved, functions = with_given(resolved, reward, reward_weights, keeps_measure=is_measure_given)
+            resolved, keeps = _resolved(config, over, preset, prompts), "measure" in _table_of(over, "eval")
+            resolved, functions = with_given(resolved, reward, reward_weights, keeps_measure=keeps)
             has_terms = reward is not None or any("terms" in _table_of(one, "rewards") for one in (config, over))
-            others = (environment, tools, environment_factory)
-            resolved, environments = _with_environments(resolved, *others, keeps_terms=has_terms)
+            resolved, environments = _with_environments(resolved, *handed, keeps_terms=has_terms)
             check_named(resolved, given=functions, has_own_prompts=prompts is not None)
             _check_engine(resolved, cluster)
             resolved = pinned(resolved, tell=_tell(display=display))
