@@ -98,10 +98,7 @@ def run(
     stay, and `summary.json` says `failed`). In the main thread SIGINT, SIGTERM and SIGHUP end the run
     (`core/interrupts.py`); the last two then go to the program's own handler, or end it by SystemExit.
     """
-    if SCRIPTS_BEING_IMPORTED:
-        raise ReachedRun
-    if others:
-        raise _unknown_arguments(list(others))
+    _check_call(others)
     handed = (environment, tools, environment_factory)
     with _interruptible() as interrupts:
         if resume is not None:
@@ -111,13 +108,10 @@ def run(
         elif config is None:
             raise ConfigError("a configuration is needed", allowed="a recipe's name or path, tables, or resume=DIR")
         else:
-            over = nested(overrides or {})
-            resolved, keeps = _resolved(config, over, preset, prompts), "measure" in _table_of(over, "eval")
-            resolved, functions = with_given(resolved, reward, reward_weights, keeps_measure=keeps)
-            has_terms = reward is not None or any("terms" in _table_of(one, "rewards") for one in (config, over))
-            resolved, environments = _with_environments(resolved, *handed, keeps_terms=has_terms)
-            check_named(resolved, given=functions, has_own_prompts=prompts is not None)
-            _check_engine(resolved, cluster)
+            layers = (config, nested(overrides or {}))
+            resolved = _resolved(*layers, preset, prompts)
+            resolved, functions, environments = _with_python(resolved, layers, (reward, reward_weights), handed)
+            _check_new(resolved, functions, cluster, has_own_prompts=prompts is not None)
             resolved = pinned(resolved, tell=_tell(display=display))
         run_dir = new_run_dir(resolved.recipe, out) if resume is None else Path(resume)
         with nursery_for(resolved, tell=_tell(display=display)):
@@ -128,6 +122,14 @@ def run(
             if resume is not None:
                 return _resume(resolved, run_dir, given)
             return _run(resolved, prompts, run_dir, given, is_named=out is not None)
+
+
+def _check_call(others: Mapping[str, object]) -> None:
+    """Raise ConfigError for unknown arguments, and ReachedRun where the script is imported for what it defines."""
+    if SCRIPTS_BEING_IMPORTED:
+        raise ReachedRun
+    if others:
+        raise _unknown_arguments(list(others))
 
 
 def _check_resumed(**others: object) -> None:
@@ -150,8 +152,22 @@ def _table_of(tables: object, section: str) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {}
 
 
-def _check_engine(config: RunConfig, cluster: Cluster | None) -> None:
-    """Raise ConfigError where vLLM is to generate here, and there is no environment with it."""
+def _with_python(
+    config: RunConfig, layers: Sequence[object], scored_by: ScoredBy, answered_by: Sequence[Any]
+) -> tuple[RunConfig, Functions, Given | None]:
+    """Return `config` with the rewards and environments that were handed over, and these objects.
+
+    `layers` are what it was made of: the terms and the measure that they name stay.
+    """
+    keeps_terms = scored_by[0] is not None or any("terms" in _table_of(one, "rewards") for one in layers)
+    config, functions = with_given(config, *scored_by, keeps_measure="measure" in _table_of(layers[-1], "eval"))
+    config, environments = _with_environments(config, *answered_by, keeps_terms=keeps_terms)
+    return config, functions, environments
+
+
+def _check_new(config: RunConfig, functions: Functions, cluster: Cluster | None, *, has_own_prompts: bool) -> None:
+    """Raise ConfigError for names that nobody knows, and where vLLM is to generate here, and there is none."""
+    check_named(config, given=functions, has_own_prompts=has_own_prompts)
     is_here = cluster is None or "generator" not in cluster.remote
     if is_here and "rl" in config.stages and config.generator.engine == "vllm":
         interpreter(config.generator)
