@@ -19,7 +19,6 @@ from slipstream.environments.protocol import (
     ROLES,
     Environment,
     EnvironmentFault,
-    Restorable,
     Step,
     as_messages,
     as_reward,
@@ -246,5 +245,4 @@ def test_an_environment_is_closed_after_an_error() -> None:
 def test_what_the_base_class_answers_for_others() -> None:
     assert tool_schemas(Echo()) == tool_schemas(Environment()) == []
     assert not extends_prompt(Echo())
-    assert not isinstance(Environment(), Restorable)
     assert ROLES == ("user", "tool", "system")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 from typing import Any
 
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 from slipstream.core.errors import ConfigError
 from slipstream.environments.calculator import MAX_CHARS, MAX_DIGITS, Calculator, calculate
 from slipstream.environments.guess import Guess
-from slipstream.environments.protocol import EnvironmentFault, Played, Restorable, as_step, play
+from slipstream.environments.protocol import EnvironmentFault, Played, as_step, play
 
 
 def episode(environment: Any, policy: Any, answer: Any) -> Played:
@@ -74,16 +73,6 @@ def test_rows_without_a_number_to_guess(answer: Any) -> None:
         Guess(16).reset()
 
 
-def test_guesses_go_on_from_their_state() -> None:
-    guess, other = Guess(16, 2), Guess(16, 2)
-    guess.reset(answer="8")
-    guess.step(said("9"))
-    assert isinstance(guess, Restorable)
-    other.restore(json.loads(json.dumps(guess.state())))
-    assert as_step(other.step(said("7"))) == as_step(guess.step(said("7")))
-    assert as_step(guess.step(said("7"))).done
-
-
 def test_absurd_parameters() -> None:
     for fields in ({"n": 0}, {"max_guesses": 0}):
         with pytest.raises(ConfigError):
@@ -122,15 +111,6 @@ def test_a_question_that_is_no_expression() -> None:
     assert as_step(calculator.step(said("1+="))).messages == [{"role": "user", "content": "error"}]
     with pytest.raises(EnvironmentFault, match="the column 'answer'"):
         calculator.reset()
-
-
-def test_a_calculator_goes_on_from_its_state() -> None:
-    calculator, other = Calculator(1), Calculator(1)
-    calculator.reset(answer=408)
-    calculator.step(said("1+1="))
-    other.restore(json.loads(json.dumps(calculator.state())))
-    assert as_step(other.step(said("1+1="))).done
-    assert as_step(other.step(said("408"))).reward == 1.0
 
 
 NUMBERS = st.integers(-999, 999).map(str)

@@ -11,7 +11,6 @@ from user_environments import BadTool, Counter, NoReset, Plain, add
 from slipstream.core.errors import ConfigError
 from slipstream.environments.protocol import (
     EnvironmentFault,
-    Restorable,
     as_messages,
     extends_prompt,
     last_reward,
@@ -59,7 +58,6 @@ def test_public_methods_are_tools_but_reset_and_get_reward() -> None:
     assert names(environment) == ["increment", "look"]
     assert names(FactoryEnvironment(Counter, tools=[add])) == ["add", "increment", "look"]
     assert extends_prompt(environment)
-    assert not isinstance(environment, Restorable)
 
 
 def test_without_a_reward_and_without_a_word() -> None:

@@ -5,7 +5,6 @@ from slipstream.environments.protocol import (
     Environment,
     EnvironmentFault,
     Played,
-    Restorable,
     Step,
     play,
 )
@@ -22,7 +21,6 @@ __all__ = [
     "FactoryEnvironment",
     "ParsedTurn",
     "Played",
-    "Restorable",
     "Step",
     "Tool",
     "ToolEnvironment",

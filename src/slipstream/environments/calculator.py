@@ -10,7 +10,6 @@ model of a few million parameters learns it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from slipstream.core.errors import ConfigError
@@ -55,12 +54,6 @@ class Calculator(Environment):
             return Step(str(calculate(said[:-1])), reward=0.0)
         except ValueError:
             return Step("error", reward=0.0)
-
-    def state(self) -> dict[str, Any]:
-        return {"answer": self._answer, "num_questions": self._num_questions}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        self._answer, self._num_questions = state["answer"], state["num_questions"]
 
 
 def calculate(expression: str) -> int:

@@ -13,7 +13,6 @@ character-level model of a few million parameters learns it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from slipstream.core.errors import ConfigError
@@ -53,12 +52,6 @@ class Guess(Environment):
         else:
             said = "correct" if is_found else "higher" if guess < self._target else "lower"
         return Step(said, done=is_found or self._num_guesses >= self._max_guesses, reward=float(is_found))
-
-    def state(self) -> dict[str, int]:
-        return {"target": self._target, "num_guesses": self._num_guesses}
-
-    def restore(self, state: Mapping[str, int]) -> None:
-        self._target, self._num_guesses = state["target"], state["num_guesses"]
 
 
 def _int(value: Any) -> int | None:

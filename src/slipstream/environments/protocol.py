@@ -21,7 +21,7 @@ import inspect
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, SupportsFloat, runtime_checkable
+from typing import Any, SupportsFloat
 
 import numpy as np
 
@@ -61,7 +61,6 @@ class Environment:
     """Base class of environments. Inheriting it is optional: any object with `reset` and `step` will do.
 
     The reward of an episode is the sum of its turns' rewards and of `final_reward`, or None if there was none at all.
-    An environment that can go on in another process also has the methods of `Restorable`.
     """
 
     extends_prompt: bool = False
@@ -86,15 +85,6 @@ class Environment:
 
     def close(self) -> Any:
         """Free what the environment holds."""
-
-
-@runtime_checkable
-class Restorable(Protocol):
-    """An environment whose episodes can go on in another process, from what `state` returned (JSON types)."""
-
-    def state(self) -> Any: ...
-
-    def restore(self, state: Any) -> Any: ...
 
 
 def as_messages(value: Any, *, max_chars: int = MAX_CHARS) -> list[ChatMessage]:

@@ -298,12 +298,6 @@ class ToolEnvironment(Environment):
             return f"there is no tool '{name}'; {near}"
         return wrong_arguments(function.get("arguments"), self.tools[name].parameters)
 
-    def state(self) -> dict[str, int]:
-        return {"num_tool_calls": self.num_tool_calls, "num_tool_errors": self.num_tool_errors}
-
-    def restore(self, state: Mapping[str, int]) -> None:
-        self.num_tool_calls, self.num_tool_errors = state["num_tool_calls"], state["num_tool_errors"]
-
 
 def by_name(tools: Sequence[Callable[..., Any] | Tool]) -> dict[str, Tool]:
     """Return tools by their names. ConfigError where there is none, or where two have one name."""

@@ -10,7 +10,7 @@ the turns too, so that another replica may go on; if that side is lost, its epis
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -176,15 +176,6 @@ class Episodes:
             self._release(episode.request)
             episode.segments, episode.turn, episode.live, episode.started_s = [], 0, None, None
             self._ask(self._opening(episode, may_continue=False))
-
-    def forget(self, eval_id: int) -> None:
-        """Drop the episodes of an evaluation that is over."""
-        for key in [key for key in self._open if key[0] == eval_id]:
-            self._release(self._open.pop(key).request)
-
-    def waiting(self) -> Iterator[Episode]:
-        """Yield the episodes whose environment is to answer."""
-        return (episode for episode in self._open.values() if episode.live is None)
 
     def send(self) -> bool:
         """Send what has not been sent, in order; whether anything was."""
