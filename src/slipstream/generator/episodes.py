@@ -17,7 +17,15 @@ import numpy as np
 
 from slipstream.core.errors import ChannelClosed
 from slipstream.core.executor import Sender
-from slipstream.core.types import EpisodeRecord, FinishReason, Observation, Prompt, Segment, TurnSampled
+from slipstream.core.types import (
+    EpisodeRecord,
+    FinishReason,
+    Observation,
+    Prompt,
+    Segment,
+    TurnSampled,
+    VersionSpan,
+)
 from slipstream.generator.requests import Finished, Request, segment_of
 
 ENVIRONMENTS = "environments"
@@ -84,6 +92,11 @@ class EndedEpisode:
     @property
     def sample(self) -> int:
         return self.episode.request.sample
+
+    @property
+    def version_spans(self) -> tuple[VersionSpan, ...]:
+        """Those of all turns."""
+        return tuple(span for segment in self.episode.segments for span in segment.version_spans)
 
     @property
     def finish_reason(self) -> FinishReason:

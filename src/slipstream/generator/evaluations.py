@@ -70,11 +70,14 @@ class EvalJobs:
         return request.stream == EVAL_STREAM
 
     def take(self, item: Finished | EndedEpisode) -> tuple[Prompt, int]:
-        """Count a finished answer of the running evaluation; return its prompt and the evaluation's id."""
+        """Count a finished answer of the running evaluation; return its prompt and the evaluation's id.
+
+        An episode may have failed before its first token.
+        """
         job = self._jobs[0]
-        turns = item.episode.segments if isinstance(item, EndedEpisode) else [item]
-        versions = {span.version for turn in turns for span in turn.version_spans}
-        assert versions <= {job.pin.version}, "not of the version it is pinned to"
+        versions = {span.version for span in item.version_spans}
+        is_empty = isinstance(item, EndedEpisode) and not versions
+        assert is_empty or versions == {job.pin.version}, "not of the version it is pinned to"
         job.remaining -= 1
         if not job.remaining:
             self._jobs.popleft()
