@@ -53,7 +53,7 @@ TEXTS = ("c10d", "--standalone")
 """torchrun's own rendezvous, which unpickles what is in a store that anybody may write to."""
 ALLOWED = {
     ("core/lifeline.py", "runpy"): "a module of ours, named on the command line by `lifeline.command`",
-    ("rewards/calls.py", "exec"): "the user's own reward functions, from the run's configuration",
+    ("core/user_code.py", "exec"): "the user's own functions and classes, from the run's configuration",
     ("rewards/jailed.py", "exec"): "a completion's program, in a process that may do nothing",
 }
 

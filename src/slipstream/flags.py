@@ -160,8 +160,8 @@ def _is_section(kind: Any) -> TypeGuard[type[BaseModel]]:
 
 
 def _has_flag(name: str, kind: Any) -> bool:
-    """Whether a field has a flag: every command takes the recipe's name as its argument, lists of tables are TOML."""
-    return name != "recipe" and not any(_is_section(item) for item in get_args(kind))
+    """Whether a field has a flag: the recipe's name is an argument of every command, tables without a schema are TOML."""
+    return name != "recipe" and not any(_is_section(item) or item is Any for item in get_args(kind))
 
 
 def _field_of(flag: str) -> str:

@@ -43,7 +43,13 @@ def test_every_shipped_recipe_is_valid_and_described() -> None:
 
 def test_recipes_say_what_they_need() -> None:
     needs = {recipe.name: recipe.needs for recipe in list_recipes()}
-    assert [name for name, needed in needs.items() if not needed] == ["quickstart", "stylistic_mini", "tldr_mini"]
+    assert [name for name, needed in needs.items() if not needed] == [
+        "calculator_mini",
+        "guess_mini",
+        "quickstart",
+        "stylistic_mini",
+        "tldr_mini",
+    ]
     assert needs["smollm2"] == ["HuggingFaceTB/SmolLM2-135M-Instruct"]
     assert needs["gsm8k"] == ["realtreetune/rho-1b-sft-GSM8K", "openai/gsm8k"]
     assert set(needs["stylistic"]) == {"openai-community/gpt2", "data/sentiment.jsonl", "data/books.jsonl"}

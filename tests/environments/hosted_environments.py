@@ -157,6 +157,16 @@ class Careless:
         return NONSENSE[what]() if where == method else None
 
 
+class Needy:
+    """Needs a column."""
+
+    def reset(self, target: str) -> str:
+        return target
+
+    def step(self, message: dict[str, Any]) -> Any:
+        return said("fine")
+
+
 class AsyncCareless(Careless):
     """The same, async; it can also hang in ways that only async methods can."""
 

@@ -112,14 +112,22 @@ def test_errors_in_other_methods_cost_the_episode_too(make_pool: MakePool, name:
     pool = make_pool(name)
     [one] = opened(pool, ["a"], 0, order="reset raises").values()
     assert "ValueError" in text(one)
-    [one] = opened(pool, ["a"], 0, unknown=1).values()
-    assert "TypeError" in text(one)
     for order in ("final_reward returns inf", "final_reward exits", "close raises"):
         opened(pool, ["a"], 0, order=order)
         pool.finish("a")
         [one] = wait_for(pool, 1)
         assert isinstance(one, Lost), order
     assert pool.num_open == 0
+
+
+def test_reset_gets_the_columns_that_it_takes(make_pool: MakePool) -> None:
+    pool = make_pool("Needy")
+    [one] = opened(pool, ["a"], 0, target="x", unknown=1).values()
+    assert isinstance(one, Said)
+    assert text(one) == "x"
+    [one] = opened(pool, ["b"], 0, unknown=1).values()
+    assert "TypeError" in text(one)
+    assert "target" in text(one)
 
 
 def test_an_async_call_that_is_late_is_cancelled_alone(make_pool: MakePool) -> None:

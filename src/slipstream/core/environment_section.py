@@ -85,7 +85,7 @@ class EnvironmentConfig(Section):
     network: Literal["none", "host"] = Field(
         "none", description="Whether workers reach a network: 'none', or this machine's ('host')."
     )
-    secrets: list[str] = Field(
+    variables: list[str] = Field(
         default_factory=list,
         description="Names of environment variables that workers get besides PATH, e.g. that of an API key.",
     )
@@ -130,9 +130,9 @@ class EnvironmentConfig(Section):
                 got=repr(self.observation),
                 allowed="a text with one {content}, such as '\\n{content}\\n'",
             )
-        wrong = next((name for name in self.secrets if not name or "=" in name or "\0" in name), None)
+        wrong = next((name for name in self.variables if not name or "=" in name or "\0" in name), None)
         if wrong is not None:
-            raise ConfigError("no environment variable has such a name", got=f"environment.secrets: {wrong!r}")
+            raise ConfigError("no environment variable has such a name", got=f"environment.variables: {wrong!r}")
         return self
 
 

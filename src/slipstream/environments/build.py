@@ -77,7 +77,7 @@ def make_pool(
         step_limit_s=environment.step_limit_s,
         max_chars=environment.max_observation_chars,
         allow_network=environment.network == "host",
-        environment=environment.secrets,
+        environment=environment.variables,
     )
     workers = environment.num_workers
     return EnvironmentPool(setup, num_workers=workers, clock=clock, private=private, num_spares=num_spares)

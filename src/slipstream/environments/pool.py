@@ -325,7 +325,7 @@ class EpisodePool(ABC):
                 "Python",
                 hint=NO_NETWORK
                 if site.has_tried_network
-                else "a worker has no network, and few environment variables: see environment.secrets",
+                else "a worker has no network, and few environment variables: see environment.variables",
             )
         elif isinstance(message, WorkerReady) and not site.is_ready:
             site.is_ready = True
