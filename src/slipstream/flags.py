@@ -160,7 +160,7 @@ def _is_section(kind: Any) -> TypeGuard[type[BaseModel]]:
 
 
 def _has_flag(name: str, kind: Any) -> bool:
-    """Whether a field has a flag: the recipe's name is an argument of every command, tables without a schema are TOML."""
+    """Whether a field has a flag: the recipe's name is every command's argument, tables without a schema are TOML."""
     return name != "recipe" and not any(_is_section(item) or item is Any for item in get_args(kind))
 
 
