@@ -168,7 +168,7 @@ MAX_LINES_OF_FOLDER = {
     "batching": 350,
     "controller": 5_360,
     "core": 8_600,
-    "environments": 4_400,
+    "environments": 4_500,
     "evals": 1_350,
     "generator": 7_030,
     "jail": 990,

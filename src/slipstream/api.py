@@ -106,7 +106,6 @@ def run(
             _check_resumed(preset=preset, prompts=prompts, out=out)
             resolved, functions = _saved(Path(resume), overrides, (reward, reward_weights), tell=_tell(display=display))
             resolved, environments = _with_environments(resolved, *handed)
-            check_environments(resolved, environments)
         elif config is None:
             raise ConfigError("a configuration is needed", allowed="a recipe's name or path, tables, or resume=DIR")
         else:
@@ -142,6 +141,7 @@ def _check_resumed(**others: object) -> None:
 def _with_environments(config: RunConfig, *named: Any, keeps_terms: bool = True) -> tuple[RunConfig, Given | None]:
     """Return `config` with the environments that were handed over, and these; as it is without any."""
     if all(one is None for one in named):
+        check_environments(config, None)  # a run that goes on may need them
         return config, None
     from slipstream.environments.given import with_given_environment
 
