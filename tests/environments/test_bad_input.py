@@ -282,7 +282,12 @@ LATER = [  # needs the user's code, the data or the model
         template=EXTENDS.replace("<me>", "<assistant>"),
     ),
     given("step raises, from Python", (TRIED, "KeyError: 'board'"), environment=objects["Raises"]),
-    given("a method without types", ("tool 'move'", "missing a type hint"), environment_factory=objects["WithUntyped"], reward=zero),
+    given(
+        "a method without types",
+        ("tool 'move'", "missing a type hint"),
+        environment_factory=objects["WithUntyped"],
+        reward=zero,
+    ),
     given("an untyped tool, from Python", "tool 'untyped'", tools=[objects["untyped"]], reward=zero),
     given(
         "factories of other tools",
