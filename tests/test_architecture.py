@@ -152,7 +152,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 66_000
+MAX_LINES = 66_150
 MAX_LINES_OF_SPINE = 1_735
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -168,7 +168,7 @@ MAX_LINES_OF_FOLDER = {
     "batching": 350,
     "controller": 5_360,
     "core": 8_600,
-    "environments": 4_400,
+    "environments": 4_500,
     "evals": 1_350,
     "generator": 7_030,
     "jail": 990,

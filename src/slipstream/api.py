@@ -31,6 +31,7 @@ from slipstream.core.other_names import KEYWORDS, sentence
 from slipstream.core.plain import shown, wrong_text
 from slipstream.core.recipes import check_path, merge, nested, resolve, resumed_config, same_name
 from slipstream.core.run_lock import check_free, holding
+from slipstream.environments.checks import check_environments
 from slipstream.generator.vllm.settings import interpreter
 from slipstream.models.hub import Tell, pinned, with_folders
 from slipstream.observe.outlet import CONSOLE_LOG, lasting_output
@@ -41,7 +42,7 @@ from slipstream.stages.run_folder import PROMPTS_FILE, check_goes_on, folder_of,
 
 if TYPE_CHECKING:  # torch and transformers are imported when the input has been looked at
     from slipstream.controller.meeting import Cluster
-    from slipstream.environments.build import Given
+    from slipstream.environments.checks import Given
     from slipstream.environments.given import EnvironmentMaker
     from slipstream.stages.rl import FromPython
 
@@ -111,7 +112,7 @@ def run(
             layers = (config, nested(overrides or {}))
             resolved = _resolved(*layers, preset, prompts)
             resolved, functions, environments = _with_python(resolved, layers, (reward, reward_weights), handed)
-            _check_new(resolved, functions, cluster, has_own_prompts=prompts is not None)
+            _check_new(resolved, functions, environments, cluster, has_own_prompts=prompts is not None)
             resolved = pinned(resolved, tell=_tell(display=display))
         run_dir = new_run_dir(resolved.recipe, out) if resume is None else Path(resume)
         with nursery_for(resolved, tell=_tell(display=display)):
@@ -140,6 +141,7 @@ def _check_resumed(**others: object) -> None:
 def _with_environments(config: RunConfig, *named: Any, keeps_terms: bool = True) -> tuple[RunConfig, Given | None]:
     """Return `config` with the environments that were handed over, and these; as it is without any."""
     if all(one is None for one in named):
+        check_environments(config, None)  # a run that goes on may need them
         return config, None
     from slipstream.environments.given import with_given_environment
 
@@ -165,9 +167,16 @@ def _with_python(
     return config, functions, environments
 
 
-def _check_new(config: RunConfig, functions: Functions, cluster: Cluster | None, *, has_own_prompts: bool) -> None:
+def _check_new(
+    config: RunConfig,
+    functions: Functions,
+    environments: Given | None,
+    cluster: Cluster | None,
+    *,
+    has_own_prompts: bool,
+) -> None:
     """Raise ConfigError for names that nobody knows, and where vLLM is to generate here, and there is none."""
-    check_named(config, given=functions, has_own_prompts=has_own_prompts)
+    check_named(config, given=functions, environments=environments, has_own_prompts=has_own_prompts)
     is_here = cluster is None or "generator" not in cluster.remote
     if is_here and "rl" in config.stages and config.generator.engine == "vllm":
         interpreter(config.generator)

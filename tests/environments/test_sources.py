@@ -129,7 +129,7 @@ def test_what_the_text_shows_is_refused_before_an_import(fields: dict[str, Any],
     [
         ({"kind": "class", "path": f"{FILE}:Maze"}, "cannot be made: missing a required argument: 'size'"),
         ({"kind": "class", "path": f"{FILE}:Maze", "params": {"siz": 3}}, "no parameter 'siz'(.|\n)*mean 'size'"),
-        ({"kind": "class", "path": f"{FILE}:Counter"}, "no method 'step'(.|\n)*kind = 'factory'"),
+        ({"kind": "class", "path": f"{FILE}:Counter"}, "no method 'step'(.|\n)*environment_factory="),
         ({"kind": "class", "path": f"{FILE}:NoReset"}, "no method 'reset'"),
         ({"kind": "class", "path": "slipstream.environments.protocol:Environment"}, "no method 'step'"),
         ({"kind": "factory", "path": f"{FILE}:NoReset"}, "has no method 'reset'"),

@@ -71,6 +71,8 @@ def test_shown_python(document: Path, checkout: Path, store: Path) -> None:
     for pattern, replacement in PYTHON_SMALLER.items():
         text = re.sub(pattern, replacement, text)
     furnish(checkout, store, text)
+    for name, file in files.items():
+        (checkout / name).write_text(file, encoding="utf-8")
     (checkout / "shown.py").write_text(f"from small_run import *\n{text}", encoding="utf-8")
     (checkout / "small_run.py").write_text(SMALL_RUN.format(flags=QUICK), encoding="utf-8")
     shell("python shown.py", checkout)

@@ -20,7 +20,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.executor import Executor
 from slipstream.core.sections import RewardTerm
 from slipstream.core.service_messages import WarmStart
-from slipstream.environments.build import Given, Schemas
+from slipstream.environments.checks import Given, Schemas
 from slipstream.environments.executor import Environments
 from slipstream.generator.episodes import ENVIRONMENTS
 from slipstream.generator.executor import Generator

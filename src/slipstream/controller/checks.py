@@ -8,7 +8,7 @@ from pathlib import Path
 from slipstream.controller.placement import check_processes, check_remote, computing_groups
 from slipstream.core.config import RunConfig, stage_of
 from slipstream.core.errors import ConfigError
-from slipstream.environments.build import Given, check_environments
+from slipstream.environments.checks import Given, check_environments
 from slipstream.generator.device import check_device
 from slipstream.generator.vllm.backend import check_vllm
 from slipstream.models.build import build_tokenizer, check_division

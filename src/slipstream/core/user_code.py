@@ -37,7 +37,7 @@ def module_of(location: str, text: str | None) -> ModuleType:
     module = ModuleType(f"slipstream_user_{Path(location).stem}")
     module.__file__ = location
     sys.modules[module.__name__] = module
-    exec(compile(text, location, "exec"), vars(module))
+    exec(compile(text, location, "exec", dont_inherit=True), vars(module))  # else annotations were texts there
     return module
 
 

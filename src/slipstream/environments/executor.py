@@ -11,7 +11,8 @@ from slipstream.core.errors import ChannelClosed
 from slipstream.core.executor import Context, Executor, Sender
 from slipstream.core.service_messages import Counters, Noted, Ready
 from slipstream.core.types import Observation, Stop, TurnSampled
-from slipstream.environments.build import Given, build_chat, make_pool, tools_of
+from slipstream.environments.build import build_chat, make_pool, tools_of
+from slipstream.environments.checks import Given
 from slipstream.environments.episodes import Act, EpisodeLimits, EpisodeTable, Finish, Open, Shut, Sources, Take
 from slipstream.environments.pool import EpisodePool, LastWord, Lost, Said
 from slipstream.models.build import build_tokenizer, max_positions

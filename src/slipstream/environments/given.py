@@ -15,10 +15,10 @@ from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import resolve
 from slipstream.core.sections import FROM_PYTHON
-from slipstream.environments.build import Given, Maker
+from slipstream.environments.checks import Given, Maker
 from slipstream.environments.protocol import Environment
 from slipstream.environments.tools import ToolEnvironment, by_name
-from slipstream.environments.trl import FactoryEnvironment
+from slipstream.environments.trl import CHOICE, FactoryEnvironment
 
 EnvironmentMaker = Callable[..., Any] | Mapping[str, Callable[..., Any]] | str
 """A class with `reset` and `step`, or whatever makes such objects; several by name; or a path as in a recipe."""
@@ -53,7 +53,7 @@ def with_given_environment(
     if makers and all(config.environment.model_dump()[name] == value for name, value in over.items()):
         return config, Given(makers)  # a run that goes on
     tables: dict[str, Any] = {"environment": {"class_path": None, "tools": [], "choices": [], "column": None} | over}
-    if not keeps_terms and environment is not None:
+    if not keeps_terms and (environment is not None or _gives_reward(environment_factory)):
         tables["rewards"] = {"terms": []}
     return resolve(config.model_dump(), tables), Given(makers) if makers else None
 
@@ -69,12 +69,15 @@ def _tables(
         return {"class_path": environment}, {}
     if isinstance(environment, Mapping):
         makers = {str(name): _checked(one, f"environment['{name}']") for name, one in environment.items()}
-        choices = [{"name": name, "class_path": FROM_PYTHON + name} for name in makers]
-        return {"choices": choices, "column": config.environment.column}, makers
+        return _choices(makers, config.environment.column), makers
     if environment is not None:
         name = _name(environment)
         return {"class_path": FROM_PYTHON + name}, {name: _checked(environment, "environment")}
+    if tools is not None and not isinstance(tools, list | tuple):
+        raise ConfigError("tools are a list", got=repr(tools)[:100], allowed="tools=[function, ...]")
     listed = list(tools or ())
+    if not listed and factory is None:
+        raise ConfigError("the list of tools is empty", allowed="a function or more, or no argument `tools`")
     if factory is None and all(isinstance(tool, str) for tool in listed):
         return {"tools": listed}, {}
     functions = [tool for tool in listed if not isinstance(tool, str)]
@@ -84,18 +87,53 @@ def _tables(
             got="some of each",
             allowed="one kind: functions run in this process, and those of paths in a sandbox",
         )
-    by_name(functions)  # their hints and docstrings
+    if functions:
+        by_name(functions)  # their hints and docstrings
     if factory is None:
         names = [_name(function) for function in functions]
         return {"tools": [FROM_PYTHON + name for name in names]}, {names[0]: partial(ToolEnvironment, functions)}
-    name = "environment_factory" if isinstance(factory, Mapping) else _name(factory)
-    return {"class_path": FROM_PYTHON + name}, {name: partial(FactoryEnvironment, factory, tools=functions)}
+    if isinstance(factory, Mapping):
+        made = {str(name): _of_trl(one, functions, f"environment_factory['{name}']") for name, one in factory.items()}
+        return _choices(made, CHOICE), made
+    name = _name(factory)
+    return {"class_path": FROM_PYTHON + name}, {name: _of_trl(factory, functions, "environment_factory")}
+
+
+def _choices(makers: Mapping[str, Maker], column: str | None) -> dict[str, Any]:
+    if not makers:
+        raise ConfigError("there is no environment in the table", allowed="{name: class, ...}")
+    choices = [{"name": name, "class_path": FROM_PYTHON + name} for name in makers]
+    return {"choices": choices, "column": column}
+
+
+def _gives_reward(factory: Any) -> bool:
+    """Whether a class of TRL's kind has its own reward; of a function nothing is known before it is called."""
+    factories = list(factory.values()) if isinstance(factory, Mapping) else [factory]
+    return any(hasattr(one, "get_reward") for one in factories)
+
+
+def _of_trl(factory: Any, tools: Sequence[Callable[..., Any]], where: str) -> Maker:
+    """Return what makes environments of TRL's kind. ConfigError for what is no factory, or a class without `reset`."""
+    lacks_reset = inspect.isclass(factory) and not callable(inspect.getattr_static(factory, "reset", None))
+    if not callable(factory) or lacks_reset:
+        raise ConfigError(
+            f"{where} makes no environments",
+            got=f"the class '{factory.__name__}', without a method 'reset'" if lacks_reset else repr(factory)[:100],
+            allowed="a class, or a function without parameters: reset(self, **columns) -> str | None, and tools",
+            hint="every episode has an object of its own: give the class" if hasattr(factory, "reset") else None,
+        )
+    return partial(FactoryEnvironment, factory, tools=tools)
 
 
 def _checked(one: Any, where: str) -> Maker:
     """Return what makes environments. ConfigError where it is none, or makes what lacks a method."""
     if not callable(one):
-        raise ConfigError(f"{where} makes no environments", got=repr(one)[:100], allowed="a class, or a function")
+        raise ConfigError(
+            f"{where} makes no environments",
+            got=repr(one)[:100],
+            allowed="a class, or a function that makes an object with reset and step",
+            hint="every episode has an object of its own: give the class" if hasattr(one, "step") else None,
+        )
     if inspect.isclass(one):
         abstract = inspect.getattr_static(Environment, "step")
         lacks = [

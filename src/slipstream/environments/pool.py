@@ -318,6 +318,8 @@ class EpisodePool(ABC):
                 raise _LieError(f"the tools of {len(message.schemas)} environments for {self._num_sources}")
             self.tool_schemas = message.schemas
         elif isinstance(message, SetupFailed) and not site.is_ready:
+            if "\n" in message.error and not site.has_tried_network:  # a whole error, with what is allowed
+                raise ConfigError(message.error)
             raise ConfigError(
                 "the environments cannot be set up",
                 got=message.error,

@@ -15,7 +15,9 @@ from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.plain import shortened
 from slipstream.core.types import Prompt
-from slipstream.environments.build import Given, Schemas, build_chat, make_pool, tools_of
+from slipstream.environments.build import build_chat, make_pool, tools_of
+from slipstream.environments.chat import Chat, TemplateChat
+from slipstream.environments.checks import Given, Schemas
 from slipstream.environments.episodes import Sources, columns_of
 from slipstream.environments.pool import EpisodePool, LastWord, Lost, Said
 
@@ -65,6 +67,7 @@ class Rehearsal:
         if self._pool is None:
             return
         chat = build_chat(self._config, tokenizer, self.tools)
+        _check_kind(chat, prompts)
         sources = Sources.of(self._config)
         sources.check(prompts)
         if not self._config.environment.dry_run:
@@ -109,4 +112,18 @@ class Rehearsal:
             allowed="reset and step that answer whatever the policy says",
             hint=f"reset is given the columns {', '.join(columns_of(prompt))}; environment.dry_run = false for an "
             "environment that is not to be tried in vain",
+        )
+
+
+def _check_kind(chat: Chat, prompts: Sequence[Prompt]) -> None:
+    """Raise ConfigError where the words of an environment would be written otherwise than the prompt before them."""
+    has_template = isinstance(chat, TemplateChat)
+    odd = next((prompt for prompt in prompts if (prompt.messages is not None) != has_template), None)
+    if odd is not None:
+        raise ConfigError(
+            "tools are told to the policy by its chat template, in prompts that are chats"
+            if has_template
+            else "an environment's messages are written as plain text, and a prompt is a chat",
+            got=f"the {'plain text' if has_template else 'chat'} {shortened(repr(odd.text), _PROMPT_CHARS)}",
+            allowed="prompts.chat = true",
         )

@@ -34,6 +34,7 @@ SHIPPED = {
     "guess": "slipstream.environments.guess:Guess",
     "calculator": "slipstream.environments.calculator:Calculator",
 }
+METHODS = ("reset", "step")
 _FORMS = "'path/to/file.py:name' or 'package.module:name'"
 
 
@@ -111,8 +112,12 @@ def _checked(path: str, kind: str, texts: dict[str, str]) -> str:
             raise ConfigError(
                 f"'{name}' of '{location}' is no {noun}",
                 got="a function" if is_function else "a class",
-                hint="kind = 'factory' takes a function that makes a TRL environment, or its class",
+                hint="a class of tools, or what makes one, is environment_factory= of slipstream.run"
+                if is_function
+                else "an environment is environment.class = 'file.py:Class'",
             )
+        if kind == "class" and isinstance(found[1], ast.ClassDef):
+            _check_text_of_class(found[1], path)
     if not location.endswith(".py"):
         return path
     file = Path(location).expanduser().resolve()
@@ -121,6 +126,26 @@ def _checked(path: str, kind: str, texts: dict[str, str]) -> str:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{what} '{path}': {file.name} is not in UTF-8", got=error) from error
     return f"{file}:{name}"
+
+
+def _check_text_of_class(node: ast.ClassDef, path: str) -> None:
+    """Raise ConfigError where the text shows that a method is missing: that of a class without bases shows all."""
+    if node.bases or node.keywords or node.decorator_list:
+        return
+    bound = {one.name for one in node.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)}
+    if all(isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef | ast.Expr | ast.AnnAssign) for one in node.body):
+        _check_lacks([name for name in METHODS if name not in bound], path)
+
+
+def _check_lacks(lacks: Sequence[str], path: str) -> None:
+    if lacks:
+        raise ConfigError(
+            f"environment '{path}' has no method '{lacks[0]}'",
+            allowed="reset(self, **columns) -> messages or None, step(self, message) -> Step",
+            hint="a class whose methods are tools is environment_factory= of slipstream.run"
+            if lacks == ["step"]
+            else None,
+        )
 
 
 def _is_file(location: str) -> bool:
@@ -183,14 +208,8 @@ def _check_class(made: Callable[..., Any], path: str) -> None:
     if not inspect.isclass(made):
         raise ConfigError(f"environment '{path}' is no class", got=type(made).__name__, allowed="a class with `step`")
     abstract = inspect.getattr_static(Environment, "step")
-    found = {name: inspect.getattr_static(made, name, None) for name in ("reset", "step")}
-    lacks = [name for name, method in found.items() if not callable(method) or method is abstract]
-    if lacks:
-        raise ConfigError(
-            f"environment '{path}' has no method '{lacks[0]}'",
-            allowed="reset(self, **columns) -> messages or None, step(self, message) -> Step",
-            hint="a class whose methods are tools has kind = 'factory'" if "step" in lacks else None,
-        )
+    found = {name: inspect.getattr_static(made, name, None) for name in METHODS}
+    _check_lacks([name for name, method in found.items() if not callable(method) or method is abstract], path)
 
 
 def _check_params(made: Callable[..., Any], source: EnvironmentSource) -> None:

@@ -83,7 +83,7 @@ def _checked_name(function: Any) -> str:
         raise ConfigError(
             f"a tool is a function, and {_brief(function)} is none",
             allowed=_EXAMPLE,
-            hint="wrap it in a function; the methods of one object are tools with kind = 'factory'",
+            hint="wrap it in a function; a class whose methods are tools is environment_factory= of slipstream.run",
         )
     if function.__name__ == "<lambda>":
         raise _refused(function, "a lambda", "has no name for the model to call it by")

@@ -74,7 +74,7 @@ def check_answers(config: RewardsConfig, prompts: Sequence[Prompt]) -> None:
     """Raise ConfigError for prompts that nothing would score: without an answer, where all rewards compare with it."""
     functions = [term.function for term in config.terms]
     without = [prompt for prompt in prompts if prompt.answer is None]
-    if not without or config.models or not COMPARING.issuperset(functions):
+    if not without or not functions or config.models or not COMPARING.issuperset(functions):
         return
     raise ConfigError(
         f"reward {', '.join(repr(name) for name in functions)} compares with an answer, and prompts have none",

@@ -15,7 +15,7 @@ from slipstream.core.disk import HeldFolder
 from slipstream.core.files import load_json
 from slipstream.core.held_out import check_measure
 from slipstream.core.recipes import save_config, with_stage_paths
-from slipstream.environments.build import Given
+from slipstream.environments.checks import Given
 from slipstream.models.device import check_gpus
 from slipstream.models.hub import check_model_path, with_folders
 from slipstream.models.preflight import check_policy

@@ -12,6 +12,7 @@ from typing import Any
 from slipstream.core import recipes
 from slipstream.core.config import RunConfig
 from slipstream.core.held_out import check_measure
+from slipstream.environments.checks import Given, check_environments
 from slipstream.generator.vllm.settings import check_settings
 from slipstream.models.hub import check_model_path
 from slipstream.observe.trackers import check_trackers
@@ -44,11 +45,18 @@ def check_conflicts(config: RunConfig) -> None:
     check_order(config)
 
 
-def check_named(config: RunConfig, *, given: Collection[str] = (), has_own_prompts: bool = False) -> None:
-    """Raise ConfigError for conflicts, and for names of what is not there: losses, tasks, checkpoints, data, rewards.
+def check_named(
+    config: RunConfig,
+    *,
+    given: Collection[str] = (),
+    environments: Given | None = None,
+    has_own_prompts: bool = False,
+) -> None:
+    """Raise ConfigError for conflicts, and for names of what is not there: losses, tasks, checkpoints, data, rewards,
+    environments.
 
-    `given` are the names of the reward functions that were handed over from Python; `has_own_prompts`: prompts were, in
-    place of the configuration's.
+    `given` are the names of the reward functions that were handed over from Python, `environments` what was besides;
+    `has_own_prompts`: prompts were, in place of the configuration's.
     """
     check_conflicts(config)
     check_trackers(config.trackers)
@@ -64,6 +72,7 @@ def check_named(config: RunConfig, *, given: Collection[str] = (), has_own_promp
         check_source(source)
     if not has_own_prompts and config.prompts.dataset is not None and _ANSWERING & set(config.stages):
         check_first(config.prompts.dataset, config.prompts)
+    check_environments(config, environments)
     if "rl" in config.stages and config.needs_functions:
         check_given(config.rewards, given)
         setup_of(config.rewards, task_table(config.prompts.tasks))

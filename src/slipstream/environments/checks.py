@@ -1,0 +1,81 @@
+"""The environments that a configuration names, and what can be wrong with the names; without a library of models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from slipstream.core.config import RunConfig
+from slipstream.core.errors import ConfigError
+from slipstream.core.sections import FROM_PYTHON
+from slipstream.environments.sources import EnvironmentSource, make_source
+
+Maker = Callable[[], Any]
+"""Makes the environment of one episode."""
+Schemas = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Given:
+    """Environments that were handed over from Python, by the names that the configuration has for them."""
+
+    makers: Mapping[str, Maker]
+
+
+def sources_of(config: RunConfig) -> list[EnvironmentSource]:
+    """Return the environments that the configuration names by path, in the order of its choices."""
+    environment = config.environment
+    if environment.tools:
+        return [make_source("tools", tools=environment.tools)]
+    if environment.class_path is not None:
+        return [make_source("class", environment.class_path, params=environment.parameters)]
+    return [make_source("class", one.class_path, params=one.parameters) for one in environment.choices]
+
+
+def is_from_python(config: RunConfig) -> bool:
+    """Whether its environments were handed over from Python: then all were."""
+    environment = config.environment
+    paths = [environment.class_path or "", *environment.tools, *(one.class_path for one in environment.choices)]
+    return any(path.startswith(FROM_PYTHON) for path in paths)
+
+
+def given_makers(config: RunConfig, given: Given | None) -> list[Maker]:
+    """Return what makes the environments that were handed over. ConfigError where this process does not have one."""
+    environment, makers = config.environment, {} if given is None else given.makers
+    paths = [environment.class_path] if environment.class_path else environment.tools[:1]
+    names = [path.removeprefix(FROM_PYTHON) for path in paths or [one.class_path for one in environment.choices]]
+    missing = next((name for name in names if name not in makers), None)
+    if missing is not None:
+        raise ConfigError(
+            f"the environment '{missing}' is a Python object, which this process does not have",
+            got=f"{FROM_PYTHON}{missing} in [environment]",
+            allowed="slipstream.run(..., environment=..., tools=...) with it, also to resume",
+            hint="what a command is to use is a 'file.py:Class'",
+        )
+    parameters = environment.parameters if environment.class_path else {}
+    return [partial(makers[name], **parameters) if parameters else makers[name] for name in names]
+
+
+def check_environments(config: RunConfig, given: Given | None) -> None:
+    """Raise ConfigError for environments that are not there, or that this run could not use; nothing is imported."""
+    environment = config.environment
+    if not environment.is_set:
+        return
+    if is_from_python(config):
+        given_makers(config, given)
+    else:
+        sources_of(config)
+    if environment.tools and not config.rewards.weighted:
+        raise ConfigError(
+            "tools give no reward",
+            got="environment.tools, and neither rewards.terms nor rewards.models",
+            allowed="a reward, such as your own function in rewards.terms",
+        )
+    if others := [stage for stage in config.stages if stage not in ("sft", "reward_model", "rl")]:
+        raise ConfigError(
+            "this stage samples completions of one turn",
+            got=f"stage '{others[0]}' with [environment]",
+            allowed="sft, reward_model and rl",
+        )

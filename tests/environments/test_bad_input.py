@@ -1,0 +1,410 @@
+"""Bad input about environments: each case is one error with what is allowed, before any process of the run starts.
+
+Those of files go through `slipstream run` and `slipstream.run` alike; those of objects through the latter. Workers in
+which environments are tried are no part of the run: they are gone when the error is told.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import tomli_w
+
+import slipstream
+from slipstream import cli
+from slipstream.controller.nursery import Nursery
+from slipstream.core.errors import ConfigError
+from slipstream.core.recipes import save_config
+from slipstream.core.sections import ModelConfig
+from slipstream.environments.given import with_given_environment
+from slipstream.models.hf import save_model
+from slipstream.models.initialise import new_model
+from slipstream.models.tokenizer import char_tokenizer
+from slipstream.stages.named import resolve
+
+FILE = '''
+class Good:
+    def reset(self, **columns): return None
+    def step(self, message): return {"messages": "more", "done": True, "reward": 1.0}
+class NoStep:
+    def reset(self, **columns): return None
+class NoStepEither(NoStep): ...
+class Sized(Good):
+    def __init__(self, size: int): self.size = size
+class Init(Good):
+    def __init__(self): raise OSError("no licence")
+class Reset(Good):
+    def reset(self, **columns): raise OSError("no such board")
+class Column(Good):
+    def reset(self, board, **columns): return None
+class Talks(Good):
+    def reset(self, **columns): return [{"role": "assistant", "content": "I"}]
+class Raises(Good):
+    def step(self, message): raise KeyError("board")
+class Number(Good):
+    def step(self, message): return 3
+class Nan(Good):
+    def step(self, message): return {"messages": "", "reward": float("nan")}
+class Final(Good):
+    def final_reward(self): return "much"
+class Hangs(Good):
+    def step(self, message):
+        import time
+        time.sleep(60)
+class Network(Good):
+    def reset(self, **columns):
+        import socket
+        socket.create_connection(("127.0.0.1", 9), timeout=0.2)
+number = 3
+def add(a: int, b: int) -> int:
+    """Add.
+
+    Args:
+        a: One.
+        b: Two.
+    """
+    return a + b
+def untyped(a, b):
+    """Add.
+
+    Args:
+        a: One.
+        b: Two.
+    """
+def undocumented(a: int) -> int:
+    return a
+class WithUntyped:
+    def reset(self, **columns): return None
+    def move(self, where):
+        """Move."""
+class WithAdd:
+    def reset(self, **columns): return None
+    def add(self, a: int) -> int:
+        """Add.
+
+        Args:
+            a: One.
+        """
+class WithLook:
+    def reset(self, **columns): return None
+    def look(self) -> str:
+        """Look."""
+'''
+OTHER = 'def add(a: int) -> int:\n    """Add.\n\n    Args:\n        a: One.\n    """\n    return a\n'
+MODEL = {"hidden_size": 16, "intermediate_size": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2}
+BASE: dict[str, Any] = {
+    "steps": 2,
+    "groups_per_step": 2,
+    "completions_per_group": 4,
+    "model": {**MODEL, "max_positions": 512},
+    "prompts": {"dataset": "data.jsonl", "num_eval": 4},
+    "generator": {"num_slots": 8, "max_new_tokens": 4},
+    "eval": {"num_prompts": 4},
+}
+REWARD = {"rewards": {"terms": [{"function": "length", "params": {"target_tokens": 4}}]}}
+CHAT = {"model": {"path": "model"}, "prompts": {"chat": True}}
+EXTENDS = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<me>{% endif %}"
+)
+FORGETS = (  # only the last turn is whole
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' and not loop.last %}"
+    "{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+objects: dict[str, Any] = {}
+exec(FILE, objects)
+
+
+def zero(completions: list[Any], **_: Any) -> list[float]:
+    return [0.0] * len(completions)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is wrong, and words of the error in their order; `template` is that of the checkpoint in model/."""
+
+    name: str
+    words: tuple[str, ...]
+    tables: Mapping[str, Any] = field(default_factory=dict)
+    given: Mapping[str, Any] = field(default_factory=dict)
+    template: str | None = None
+
+
+def env(name: str, words: str | tuple[str, ...], also: Mapping[str, Any] | None = None, **fields: Any) -> Case:
+    """A recipe whose [environment] has these fields, `cls` for `class`."""
+    fields = {"class" if key == "cls" else key: value for key, value in fields.items()}
+    said = (words,) if isinstance(words, str) else words
+    return Case(name, said, over({"environment": fields}, also or {}))
+
+
+def given(name: str, words: str | tuple[str, ...], **arguments: Any) -> Case:
+    """Arguments of `slipstream.run`."""
+    return Case(name, (words,) if isinstance(words, str) else words, given=arguments)
+
+
+def over(base: Mapping[str, Any], tables: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in tables.items():
+        below = merged.get(key)
+        merged[key] = over(below, value) if isinstance(value, Mapping) and isinstance(below, Mapping) else value
+    return merged
+
+
+GOOD = "env.py:Good"
+TWO = [{"name": "a", "class": GOOD}, {"name": "c", "class": GOOD}]
+EARLY = [  # told before torch is imported: nothing is imported or called for them
+    env("no such file", ("absent.py:Good", "there is no such file", "allowed"), cls="absent.py:Good"),
+    env("no such class", ("has no class 'Goood'", "did you mean 'Good'?"), cls="env.py:Goood"),
+    env("no such module", ("there is no module 'no_such_module'", "hint"), cls="no_such_module:Good"),
+    env("a name alone", ("is no path to a class", "allowed", "guess, calculator"), cls="Good"),
+    env("a shipped one misspelt", "did you mean 'guess'?", cls="gess"),
+    env("a function as class", ("'add' of 'env.py' is no class", "a function"), cls="env.py:add"),
+    env("a number as class", ("is no class", "3"), cls="env.py:number"),
+    env("no Python", ("syntax.py is no Python", "line 1"), cls="syntax.py:Good"),
+    env("no step", ("has no method 'step'", "allowed", "step(self, message)", "hint"), cls="env.py:NoStep"),
+    env("a class as tool", ("'Good' of 'env.py' is no function", "environment.class"), REWARD, tools=[GOOD]),
+    env("no such tool", ("has no function 'ad'", "did you mean 'add'?"), REWARD, tools=["env.py:ad"]),
+    env("tools in a text", ("'environment.tools'", "a list"), REWARD, tools="env.py:add"),
+    env("a class and tools", ("one environment", "environment.class and environment.tools"), cls=GOOD, tools=["a:b"]),
+    env("parameters alone", ("belong to environment.class", "size without a class"), parameters={"size": 3}),
+    env("equal names", ("names of their own", "a more than once"), choices=[TWO[0], TWO[0]]),
+    env("a column alone", ("environment.column", "[[environment.choices]]"), cls=GOOD, column="kind"),
+    env("a choice without a class", "'environment.choices.0.class_path'", choices=[{"name": "a"}]),
+    env("max_turns 0", ("'environment.max_turns'", "0", "> 0"), cls=GOOD, max_turns=0),
+    env("network", ("'environment.network'", "'internet'", "'none' or 'host'"), cls=GOOD, network="internet"),
+    env("secrets", ("no environment variable", "KEY=1"), cls=GOOD, secrets=["KEY=1"]),
+    env("observation", ("environment.observation", "{contents}", "{content}"), cls=GOOD, observation="{contents}"),
+    env("a field misspelt", "did you mean 'max_turns'?", cls=GOOD, max_truns=3),
+    env(
+        "TRL's name", ("max_tool_calling_iterations", "environment.max_turns"), cls=GOOD, max_tool_calling_iterations=3
+    ),
+    env("room for no turn", ("has room for a turn", "2", "4"), cls=GOOD, max_episode_tokens=2),
+    env("longer than the model", ("do not fit the model", "512"), cls=GOOD, max_episode_tokens=1000),
+    env("vLLM", ("Slipstream's own engine", "'vllm'"), {"generator": {"engine": "vllm"}}, cls=GOOD),
+    env(
+        "segments",
+        ("not cut into segments", "in_flight"),
+        {"generator": {"segment_tokens": 4}, "weight_update": "between_batches"},
+        cls=GOOD,
+    ),
+    env(
+        "ReMax",
+        ("greedy baseline", "'leave_one_out'"),
+        {"loss": {"name": "reinforce", "advantages": "greedy_baseline"}},
+        cls=GOOD,
+    ),
+    env("tools without a reward", "tools give no reward", {"rewards": {"terms": []}}, tools=["env.py:add"]),
+    env(
+        "a stage of one turn",
+        ("samples completions of one turn", "'evaluate'", "sft, reward_model and rl"),
+        {"stages": ["rl", "evaluate"], "evaluation": {"num_prompts": 4}, **REWARD},
+        cls=GOOD,
+    ),
+    env("from Python, in a recipe", ("is a Python object", "file.py:Class"), cls="python:Good"),
+    Case("sessions alone", ("generator.sessions", "without an environment"), {"generator": {"sessions": 4}, **REWARD}),
+    Case("parked tokens alone", ("generator.parked_tokens",), {"generator": {"parked_tokens": 4}, **REWARD}),
+    given("not callable", ("environment makes no environments", "3", "a class"), environment=3),
+    given("an object", ("makes no environments", "give the class"), environment=objects["Good"]()),
+    given("a list", "environment makes no environments", environment=[objects["Good"]]),
+    given("an empty table", "no environment in the table", environment={}),
+    given(
+        "no step, from Python", ("'NoStep' has no method 'step'", "environment_factory="), environment=objects["NoStep"]
+    ),
+    given("two kinds", ("one environment", "environment and tools"), environment=GOOD, tools=[objects["add"]]),
+    given("one tool", ("tools are a list", "tools=[function, ...]"), tools=objects["add"]),
+    given("the path of one tool", "tools are a list", tools="env.py:add"),
+    given("no tools", "the list of tools is empty", tools=[]),
+    given("a lambda", "has no name for the model to call it by", tools=[lambda a: a], reward=zero),
+    given("tools of two kinds", "some of each", tools=[objects["add"], "env.py:add"], reward=zero),
+    given("a factory's path", ("environment_factory makes no environments", "env.py:Good"), environment_factory=GOOD),
+    given("a factory without reset", "without a method 'reset'", environment_factory=dict),
+    given("TRL's rollout_func", ("no such argument", "rollout_func", "environment="), rollout_func=objects["add"]),
+]
+TRIED = "an environment fails when it is tried, before the run"
+LATER = [  # needs the user's code, the data or the model
+    env("inherits no step", ("has no method 'step'", "allowed"), cls="env.py:NoStepEither"),
+    env("a parameter is missing", ("missing a required argument: 'size'", "size: int"), cls="env.py:Sized"),
+    env("a parameter misspelt", "did you mean 'size'?", cls="env.py:Sized", parameters={"sise": 3}),
+    env("an import fails", ("cannot be imported", "nothing_there", "broken.py, line 1"), cls="broken.py:Good"),
+    env("a constructor raises", (TRIED, "OSError: no licence (env.py, line"), cls="env.py:Init"),
+    env(
+        "a tool without types",
+        ("tool 'untyped'", "missing a type hint", "env.py, line"),
+        REWARD,
+        tools=["env.py:untyped"],
+    ),
+    env(
+        "a tool without words",
+        ("tool 'undocumented' has no docstring", "allowed"),
+        REWARD,
+        tools=["env.py:undocumented"],
+    ),
+    env("two tools of one name", "two tools have the name 'add'", REWARD, tools=["env.py:add", "other.py:add"]),
+    env("no row has the column", ("column 'sort' names no environment", "a, c"), choices=TWO, column="sort"),
+    env("a row names another", ("column 'kind' names no environment", "'b'", "a, c"), choices=TWO, column="kind"),
+    env("reset raises", (TRIED, "OSError: no such board (env.py, line"), cls="env.py:Reset"),
+    env("reset needs a column", (TRIED, "'board'", "prompt, answer, kind"), cls="env.py:Column"),
+    env("reset speaks for the policy", (TRIED, "the role of an environment's message"), cls="env.py:Talks"),
+    env("step raises", (TRIED, "KeyError: 'board' (env.py, line"), cls="env.py:Raises"),
+    env("step returns nonsense", (TRIED, "step returns a Step", "not 3 (int)"), cls="env.py:Number"),
+    env("a reward is not finite", (TRIED, "a reward is finite, not nan"), cls="env.py:Nan"),
+    env("the last reward is a text", (TRIED, "a reward is a number or None"), cls="env.py:Final"),
+    env("step hangs", (TRIED, "timed out after 0.3 s"), cls="env.py:Hangs", step_limit_s=0.3),
+    env("no network", (TRIED, "environment.network = 'host'"), cls="env.py:Network"),
+    Case(
+        "a template that forgets",
+        ("does not extend its own text", "removes the thoughts of earlier turns"),
+        {"environment": {"class": GOOD}, **CHAT},
+        template=FORGETS,
+    ),
+    Case("no template", ("chat template",), {"environment": {"tools": ["env.py:add"]}, **CHAT, **REWARD}),
+    Case(
+        "calls that nobody can read",
+        ("how this model writes calls", "environment.tool_format"),
+        {"environment": {"tools": ["env.py:add"]}, **CHAT, **REWARD},
+        template=EXTENDS.replace("<me>", "<assistant>"),
+    ),
+    Case(
+        "tools, and prompts that are no chats",
+        ("tools are told to the policy by its chat template", "prompts.chat = true"),
+        {
+            "environment": {"tools": ["env.py:add"], "tool_format": "hermes"},
+            "model": {"path": "model"},
+            **REWARD,
+        },
+        template=EXTENDS.replace("<me>", "<assistant>"),
+    ),
+    given("step raises, from Python", (TRIED, "KeyError: 'board'"), environment=objects["Raises"]),
+    given(
+        "a method without types",
+        ("tool 'move'", "missing a type hint"),
+        environment_factory=objects["WithUntyped"],
+        reward=zero,
+    ),
+    given("an untyped tool, from Python", "tool 'untyped'", tools=[objects["untyped"]], reward=zero),
+    given(
+        "factories of other tools",
+        ("have the same tools", "add", "look"),
+        environment_factory={"a": objects["WithAdd"], "b": objects["WithLook"]},
+        reward=zero,
+    ),
+]
+
+
+class Started(BaseException):
+    """The run began."""
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with the files that the cases name, in which no process of a run can be started."""
+
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise Started
+
+    monkeypatch.setattr(Nursery, "start", refuse)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "env.py").write_text(FILE)
+    (tmp_path / "other.py").write_text(OTHER)
+    (tmp_path / "syntax.py").write_text("class Good(:\n")
+    (tmp_path / "broken.py").write_text("import nothing_there\n" + FILE)
+    rows = [{"prompt": f"word {n}", "answer": "x", "kind": "b" if n % 2 else "a"} for n in range(40)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    yield tmp_path
+    assert not list(tmp_path.glob("made/*")), "a run's folder is left"
+
+
+def tables_of(case: Case, place: Path) -> dict[str, Any]:
+    tables = over(BASE, case.tables)
+    if tables["model"].get("path") is not None:
+        tables["model"] = {"path": "model"}
+        tokenizer = char_tokenizer("".join(map(chr, range(32, 127))) + "\n")
+        tokenizer.chat_template = case.template
+        config = ModelConfig(**MODEL, max_positions=512)
+        eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+        save_model(new_model(config, len(tokenizer), 0, eos_token_id=eos, pad_token_id=pad), place / "model", tokenizer)
+    return tables
+
+
+def check_said(told: str, words: tuple[str, ...]) -> None:
+    plain, at = " ".join(told.split()), 0
+    for word in words:
+        found = plain.find(" ".join(word.split()), at)
+        assert found >= 0, f"'{word}' is missing, or not in its place, in:\n{told}"
+        at = found
+    assert "Traceback" not in told
+
+
+@pytest.mark.parametrize("case", [*EARLY, *LATER], ids=lambda case: case.name)
+def test_python_says_what_is_wrong(case: Case, place: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        slipstream.run(tables_of(case, place), out="made/run", display=False, **case.given)
+    check_said(str(caught.value), case.words)
+
+
+OF_FILES = [case for case in (*EARLY, *LATER[::5]) if not case.given]
+
+
+@pytest.mark.parametrize("case", OF_FILES, ids=lambda case: case.name)
+def test_the_command_says_the_same(case: Case, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (place / "recipe.toml").write_text(tomli_w.dumps(tables_of(case, place)))
+    with pytest.raises(SystemExit) as ended:
+        raise SystemExit(cli.main(["run", "recipe.toml", "--out", "made/run"]))
+    assert ended.value.code == 2
+    check_said(capsys.readouterr().err, case.words)
+
+
+def test_early_errors_come_before_torch(place: Path) -> None:
+    """In one new interpreter, as this one has it."""
+    lines = [json.dumps([case.name, tables_of(case, place)]) for case in EARLY if not case.given]
+    (place / "cases.jsonl").write_text("\n".join(lines))
+    done = subprocess.run([sys.executable, "-c", IMPORTS_NOTHING], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("refused") == len(lines) > 25
+
+
+IMPORTS_NOTHING = """
+import json, sys
+import slipstream
+from slipstream.core.errors import ConfigError
+
+for line in open("cases.jsonl"):
+    name, tables = json.loads(line)
+    try:
+        slipstream.run(tables, out="made/run", display=False)
+    except ConfigError:
+        print("refused", name)
+    heavy = {"torch", "transformers"} & sys.modules.keys()
+    assert not heavy, (name, heavy)
+"""
+
+
+def test_what_is_right_begins(place: Path) -> None:
+    tables = over(BASE, {"environment": {"class": GOOD}, "host": "process"})
+    with pytest.raises(Started):
+        slipstream.run(tables, out=place / "begun", display=False)
+
+
+def test_a_run_of_python_goes_on_with_its_environment_only(place: Path) -> None:
+    config, _ = with_given_environment(resolve(BASE | REWARD), objects["Good"], keeps_terms=False)
+    assert config.rewards.terms == []
+    (place / "run").mkdir()
+    save_config(config, place / "run" / "config.toml")
+    (place / "run" / "ledger.jsonl").write_text("")
+    with pytest.raises(ConfigError) as caught:
+        slipstream.run(resume="run", display=False)
+    check_said(str(caught.value), ("'Good' is a Python object", "python:Good", "environment=..."))
+
+
+def test_eval_samples_one_turn(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tables = tables_of(env("", "", {"model": {"path": "model"}}, cls=GOOD), place)
+    (place / "recipe.toml").write_text(tomli_w.dumps(tables))
+    assert cli.main(["eval", "model", "--recipe", "recipe.toml"]) == 2
+    check_said(capsys.readouterr().err, ("answers of one turn", "[environment]", "--recipe"))
