@@ -290,7 +290,7 @@ def _answer(
 
 
 def _episode(turns: Sequence[TranscriptPart]) -> str:
-    """Who said what, a line each, with the rewards of single turns."""
+    """Return a transcript, a line for each part of it, with the rewards of turns."""
     lines = []
     for one in beginning(turns, max_parts=MAX_PARTS, max_chars=MAX_PARTS * MAX_TEXT):
         reward = "" if one.reward is None else f" <b>{number(one.reward)}</b>"
