@@ -152,8 +152,8 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 66_150
-MAX_LINES_OF_SPINE = 1_735
+MAX_LINES = 66_350
+MAX_LINES_OF_SPINE = 1_745
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
     "core/types.py",
@@ -166,20 +166,20 @@ SPINE = (
 MAX_LINES_OF_FOLDER = {
     "algorithms": 1_650,
     "batching": 350,
-    "controller": 5_360,
-    "core": 8_600,
+    "controller": 5_390,
+    "core": 8_620,
     "environments": 4_500,
     "evals": 1_350,
-    "generator": 7_030,
+    "generator": 7_045,
     "jail": 990,
     "jobs": 500,
     "models": 5_270,
-    "observe": 9_290,
+    "observe": 9_510,
     "plan": 5_800,
     "prompts": 1_150,
     "rewards": 3_200,
     "stages": 2_320,
-    "trainer": 4_110,
+    "trainer": 4_150,
     "weight_sync": 3_300,
 }
 LONG_FUNCTIONS = {"generator/paged_kernels.py": "a kernel is one function"}

@@ -179,7 +179,7 @@ EARLY = [  # told before torch is imported: nothing is imported or called for th
     env("a choice without a class", "'environment.choices.0.class_path'", choices=[{"name": "a"}]),
     env("max_turns 0", ("'environment.max_turns'", "0", "> 0"), cls=GOOD, max_turns=0),
     env("network", ("'environment.network'", "'internet'", "'none' or 'host'"), cls=GOOD, network="internet"),
-    env("secrets", ("no environment variable", "KEY=1"), cls=GOOD, secrets=["KEY=1"]),
+    env("variables", ("no environment variable", "KEY=1"), cls=GOOD, variables=["KEY=1"]),
     env("observation", ("environment.observation", "{contents}", "{content}"), cls=GOOD, observation="{contents}"),
     env("a field misspelt", "did you mean 'max_turns'?", cls=GOOD, max_truns=3),
     env(

@@ -16,6 +16,7 @@ from slipstream.observe.recorder import RolloutRecorder, rollout_line
 from slipstream.observe.samples import Sample, write_samples
 from slipstream.observe.summary import (
     Data,
+    EpisodeCounts,
     Evaluation,
     Evaluations,
     Prompts,
@@ -85,6 +86,19 @@ def make_summary(**changes: object) -> Summary:
             count=20, skipped=1, bytes=52_000_000, transfer_s_p50=0.004, pause_s_p50=0.0004, pause_s_max=0.002
         ),
         padding_frac=0.0,
+        episodes=EpisodeCounts(
+            episodes=350,
+            turns=910,
+            mean_turns=2.6,
+            restarts=3,
+            failed=1,
+            cut=12,
+            tool_calls=640,
+            tool_errors=25,
+            environment_s=31.5,
+            parked_hit_frac=0.96,
+            evicted_sessions=4,
+        ),
         data=Data(num_train=4000, num_eval=500, num_too_long=3, max_tokens=64, longest_tokens=61),
         versions=Versions(python="3.11.7", torch="2.13.0", slipstream="0.1.0", commit=None),
         balance=Balance(

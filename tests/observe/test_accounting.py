@@ -20,7 +20,7 @@ from slipstream.core.background import background_cpu_s, start_thread
 from slipstream.core.clock import VirtualClock, WallClock
 from slipstream.observe.accounting import RunAccounting, read_accounting
 from slipstream.observe.balance import Dials, Loop, Side, judge, whole_split
-from slipstream.observe.states import STATES, TRAINS, idle_share, in_words, kind, model_share
+from slipstream.observe.states import STATES, TRAINS, idle_share, in_words, kind, model_share, waited_for
 from slipstream.observe.timeline import TRAINED, ProcessEnd, Slice, Timeline, account, read_timeline, timeline_path
 from slipstream.observe.waste import WASTE
 
@@ -78,6 +78,7 @@ def make_run(
     trainer: Iterable[tuple[str, float]],
     generator: Iterable[tuple[str, float]],
     rewards: Iterable[tuple[str, float]] = (),
+    environments: Iterable[tuple[str, float]] | None = None,
     *,
     num_steps: int = 10,
     threads: tuple[int, int] = (1, 1),
@@ -89,8 +90,9 @@ def make_run(
     configure(run_dir, config)
     decisions = Decisions(run_dir)
     decisions.add(2.0, SWAPPED, start(0))
-    names = ("trainer", "generator-0", "rewards")
-    for name, states, num_threads in zip(names, (trainer, generator, rewards), (*threads, 1), strict=True):
+    did = {"trainer": trainer, "generator-0": generator, "rewards": rewards}
+    did |= {} if environments is None else {"environments": environments}
+    for (name, states), num_threads in zip(did.items(), (*threads, 1, 1), strict=False):
         within = {"within": "controller"} if name in inline else {}
         process = Process(run_dir, name, threads=num_threads, **settings, **within)
         process.does("start_up", 2.0)
@@ -306,6 +308,92 @@ def test_a_tight_bound_has_them_take_turns(tmp_path: Path):
     assert (found.balance.dial.field, found.balance.dial.now, found.balance.dial.suggested) == ("publish_every", 3, 1)
 
 
+ASKING = {
+    "trainer": [("wait_generation", 0.6), ("forward_backward", 0.4)],
+    "generator": [("decode", 0.4), ("wait_environment", 0.5), ("wait_trainer", 0.1)],
+    "environments": [("step", 0.8), ("wait_turns", 0.2)],
+}
+ENVIRONMENT = '[environment]\nclass = "guess"\nnum_workers = 3\nmax_turns = 2\n'
+
+
+@pytest.mark.parametrize(
+    ("sessions", "inline", "dial", "told"),
+    [
+        (
+            10,
+            False,
+            ("generator.sessions", 10, 20),
+            "generator.sessions = 20 (now 10) would give generators other episodes to go on with; faster environments "
+            "would shorten that wait",
+        ),
+        (40, False, ("generator.sessions", 40, 48), None),  # 3 batches of 2 groups of 8: the bound admits no more
+        (
+            48,
+            False,
+            ("environment.num_workers", 3, 6),
+            "environment.num_workers = 6 (now 3) would shorten that wait where environments compute, faster "
+            "environments anywhere",
+        ),
+        (48, True, None, "faster environments would shorten that wait"),
+    ],
+)
+def test_where_environments_are_the_bottleneck_both_starve(
+    tmp_path: Path, sessions: int, inline: bool, dial: tuple[str, int, int] | None, told: str | None
+):
+    config = "groups_per_step = 2\ncompletions_per_group = 8\nmax_staleness = 2\n"
+    config += f"[generator]\nsessions = {sessions}\n{ENVIRONMENT}"
+    found = make_run(tmp_path, **ASKING, config=config, inline=("environments",) if inline else ())
+    balance = found.balance
+    assert (balance.starves, balance.bottleneck) == ("both", "environments")
+    assert (None if balance.dial is None else (balance.dial.field, balance.dial.now, balance.dial.suggested)) == dial
+    opening = (
+        "Environments are the bottleneck: generators wait for them 50% of the time, the trainer idles 60% of the time"
+    )
+    assert balance.verdict.startswith(f"{opening}; ")
+    assert told is None or balance.verdict == f"{opening}; {told}."
+    assert "in balance" not in balance.verdict, "no split of threads makes environments faster"
+    limits = waited_for(found.accounting)
+    assert limits["environments"] == pytest.approx(0.5, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "generator", "bottleneck"),
+    [
+        # The trainer works all the time: what generators wait for costs nothing.
+        (
+            [("forward_backward", 0.95), ("wait_generation", 0.05)],
+            [("decode", 0.5), ("wait_environment", 0.5)],
+            "training",
+        ),
+        # They wait for the bound, and now and then for environments.
+        (
+            [("forward_backward", 0.5), ("wait_generation", 0.5)],
+            [("decode", 0.4), ("wait_environment", 0.15), ("wait_trainer", 0.45)],
+            "turns",
+        ),
+        (
+            [("wait_generation", 0.7), ("forward_backward", 0.3)],
+            [("decode", 0.92), ("wait_environment", 0.08)],
+            "generation",
+        ),
+    ],
+)
+def test_environments_that_hold_nobody_up_are_no_bottleneck(
+    tmp_path: Path, trainer: list, generator: list, bottleneck: str
+):
+    found = make_run(tmp_path, trainer, generator, environments=ASKING["environments"], config=ENVIRONMENT)
+    assert found.balance.bottleneck == bottleneck
+    assert "nvironments" not in found.balance.verdict
+
+
+def test_at_staleness_0_environments_are_named_where_generators_wait_for_them_most(tmp_path: Path):
+    """Both sides wait by turns; overlapping them would not make the episodes of a batch shorter."""
+    config = f'weight_update = "between_batches"\nmax_staleness = 0\n{ENVIRONMENT}'
+    states = {"trainer": [("forward_backward", 0.2), ("wait_generation", 0.8)]}
+    states["generator"] = [("decode", 0.3), ("wait_environment", 0.5), ("wait_trainer", 0.2)]
+    assert make_run(tmp_path, **states, config=config).balance.bottleneck == "environments"
+
+
 # Where a verdict would be wrong
 
 STARVING = {
@@ -376,7 +464,7 @@ def test_no_dial_is_suggested_beyond_twice_its_value(tmp_path: Path):
 SECONDS = st.just(0.0) | st.floats(1e-3, 10)
 STATES_OF = {
     "trainer": ["forward_backward", "optimizer", "wait_generation", "wait_rewards", "wait_straggler", "absent"],
-    "generator": ["decode", "prefill", "wait_trainer", "wait_prompt", "lost", "unlabelled"],
+    "generator": ["decode", "prefill", "wait_trainer", "wait_prompt", "wait_environment", "lost", "unlabelled"],
     "rewards": ["score", "wait_completions"],
     "reward_models": ["score", "wait_completions"],
 }

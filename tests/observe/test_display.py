@@ -10,9 +10,10 @@ from slipstream.core.clock import VirtualClock
 from slipstream.core.config import RunConfig
 from slipstream.core.held_out import Measured
 from slipstream.core.sections import PromptsConfig, TaskConfig
-from slipstream.observe.display import Display, config_summary, duration, printable, sparkline
+from slipstream.observe.display import MAX_PARTS, Display, config_summary, duration, printable, sparkline
 from slipstream.observe.samples import Sample
 from slipstream.observe.summary import Evaluation, Evaluations
+from slipstream.observe.transcript import TranscriptPart
 
 CONFIG = RunConfig(recipe="quickstart", prompts=PromptsConfig(tasks=[TaskConfig(name="spell_backward")]))
 
@@ -88,6 +89,23 @@ def test_plain_output_is_a_line_now_and_then_without_escape_codes():
     assert any("accuracy, greedy" in line and "0.412" in line and "0.934" in line for line in lines)
     assert not any("reward, greedy" in line for line in lines)  # a summary from before there was one
     assert any(line.startswith("report") and "runs/q/report.html" in line for line in lines)
+
+
+def test_episodes_are_shown_as_who_said_what_and_steer_nothing():
+    display, _, out = make_display(is_terminal=False)
+    turns = [
+        TranscriptPart("assistant", "\x1b[31madd", 1, 0.5),
+        TranscriptPart("call", "add(a=1)"),
+        TranscriptPart("tool \x1b]0;x\x07", "2\n3"),
+        *(TranscriptPart("user", f"more {i}") for i in range(MAX_PARTS)),
+    ]
+    display.samples([Sample(prompt="1+1", answer="2", before="c", after="whole text", after_turns=turns)])
+    text = out.getvalue()
+    assert "whole text" not in text
+    assert not {"\x1b", "\x07"} & set(text)
+    for said in (r"assistant (0.5): \x1b[31madd", "call: add(a=1)", "more 8", "...: 3 more"):
+        assert said in text
+    assert "more 9" not in text
 
 
 def held_out(reward: float, **parts: float) -> Evaluation:

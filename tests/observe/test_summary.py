@@ -21,7 +21,7 @@ from slipstream.observe.summary import (
 # The interface. A change here is a breaking change for everybody's scripts.
 FIELDS = {
     "": "recipe seed status steps wall_s policy_version model_params eval throughput staleness accounting prompts "
-    "weight_sync padding_frac versions earlier_s evaluation alarms data restarts model_share balance error",
+    "weight_sync padding_frac versions earlier_s evaluation alarms data restarts model_share balance error episodes",
     "eval": "before after",
     "eval.before": "accuracy sampled_accuracy num_prompts reward sampled_reward reward_parts "
     "sampled_reward_parts reward_error sampled_reward_error",
@@ -32,6 +32,8 @@ FIELDS = {
     "prompts": "admitted trained failed skipped pending lost repeated regenerated_tokens failed_completions",
     "weight_sync": "count skipped bytes transfer_s_p50 pause_s_p50 pause_s_max",
     "data": "num_train num_eval num_too_long max_tokens longest_tokens",
+    "episodes": "episodes turns mean_turns restarts failed cut tool_calls tool_errors environment_s parked_hit_frac "
+    "evicted_sessions",
     "versions": "python torch slipstream commit",
     "balance": "idle interference wasted_tokens starves bottleneck verdict split dial",
     "balance.interference": "decode train",

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from synthetic_run import HOSTILE, make_group
 
-from slipstream.core.types import Completion, Prompt, Segment, VersionSpan
+from slipstream.core.types import Completion, EpisodeRecord, Prompt, Segment, VersionSpan
 from slipstream.observe.tokens import MAX_TOKENS, TokenLine, TokenRecorder, read_tokens, token_line
 
 
@@ -39,6 +39,17 @@ def test_a_line_has_an_entry_for_each_token_of_the_completion() -> None:
     assert line.behaviour_logprobs == [-1.0, -2.0, -3.0, None, None, -6.0]
     assert line.policy_logprobs == [-0.5, -1.25, -3.0, None, None, -9.0]
     assert line.advantages == [1.0, 1.0, 0.0, None, None, -2.0]
+
+
+def test_turns_of_an_episode_begin_where_their_tokens_do() -> None:
+    """Three tokens of the first turn, two given ones, the second turn; and a third, to which nothing was said."""
+    completion = make_group(7).rollouts[0].completion
+    assert token_line(completion, None, step=9, texts=names).turns == []
+    segments = (*completion.segments, completion.segments[-1])
+    episode = msgspec.structs.replace(completion, segments=segments, episode=EpisodeRecord())
+    line = token_line(episode, None, step=9, texts=names)
+    assert line.turns == [0, 5, 6]
+    assert [line.versions[i] for i in (2, 3)] == [(3, -1), (5, 8)]
 
 
 def test_what_was_not_trained_on_has_no_policy_logprob_and_no_advantage() -> None:

@@ -17,17 +17,16 @@ from slipstream.core.clock import Clock, WallClock
 from slipstream.core.config import RunConfig
 from slipstream.core.held_out import GREEDY_PREFIX, SAMPLED_PREFIX, Measured, in_metrics, is_right
 from slipstream.core.run_log import Command, Decision
-from slipstream.core.service_messages import Counters, EvalScored, Published, Ready
+from slipstream.core.service_messages import NUM_SHOWN, Counters, EvalScored, Published, Ready
 from slipstream.core.types import GroupScored, Skip, SkipCause, StartGroup, StepDone, Swapped, TrainStep
 from slipstream.observe import summary as s
 from slipstream.observe.accounting import read_accounting
 from slipstream.observe.health import ALARMS_FILE, read_alarms, spans
 from slipstream.observe.metrics import rate
 from slipstream.observe.samples import Sample, read_samples, write_samples
-from slipstream.observe.states import model_share
+from slipstream.observe.states import model_share, side_of, totals_of
+from slipstream.observe.transcript import TranscriptPart, transcript
 from slipstream.observe.waste import Wasted
-
-NUM_SAMPLES = 6
 
 
 @dataclass
@@ -229,6 +228,24 @@ class Tally:
         return rate(last - first, last_s - first_s)
 
     @property
+    def episodes(self) -> s.EpisodeCounts:
+        """Return the counts of this attempt's episodes, those of processes that are gone included."""
+        of_side: dict[str, list[dict[str, float]]] = {"environments": [], "generator": []}
+        for name, values in self.counters.items():
+            of_side.get(side_of(name.partition(" ")[0]), []).append(values)
+        told, keys = (totals_of(parts) for parts in of_side.values())
+        names = ("episodes", "turns", "restarts", "failed", "cut", "tool_calls", "tool_errors")
+        hit, missed = (keys.get(f"parked_{what}_tokens", 0.0) for what in ("hit", "missed"))
+        ended = told.get("ended", 0.0)
+        return s.EpisodeCounts(
+            **{name: int(told.get(name, 0.0)) for name in names},
+            mean_turns=told["turns_of_ended"] / ended if ended else None,
+            environment_s=told.get("environment_s", 0.0),
+            parked_hit_frac=hit / (hit + missed) if hit + missed else None,
+            evicted_sessions=int(keys.get("evicted_sessions", 0.0)),
+        )
+
+    @property
     def staleness_mean(self) -> float:
         total = sum(self.staleness.values())
         return sum(steps * tokens for steps, tokens in self.staleness.items()) / total if total else 0.0
@@ -255,8 +272,9 @@ class Tally:
                 None,
                 before_reward=one.reward,
                 before_is_right=is_right(one, measure),
+                before_turns=_turns(one),
             )
-            for one in before.scores[:NUM_SAMPLES]
+            for one in before.scores[:NUM_SHOWN]
         ] or read_samples(path)
         if self.steps_done and after.scores:
             samples = [
@@ -265,6 +283,7 @@ class Tally:
                     after=last.completion_text,
                     after_reward=last.reward,
                     after_is_right=is_right(last, measure),
+                    after_turns=_turns(last),
                 )
                 for sample, last in zip(samples, after.scores, strict=False)
             ]
@@ -322,7 +341,13 @@ class Tally:
             versions=s.versions(),
             data=self.data,
             alarms=spans(read_alarms(run_dir / ALARMS_FILE)),
+            episodes=self.episodes if self.config.environment.is_set else None,
         )
+
+
+def _turns(answer: EvalScored) -> list[TranscriptPart] | None:
+    episode = answer.episode
+    return None if episode is None else transcript(episode.messages, episode.turn_rewards)
 
 
 def _known(rates: Mapping[str, float | None]) -> dict[str, float]:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from slipstream.core.types import CompletionFinished, Message, Prompt, Rollout
+from slipstream.core.types import CompletionFinished, EpisodeRecord, Message, Prompt, Rollout
 
 WaitReason = Literal["generation", "rewards", "straggler", "nothing", "trainer", "prompt"]
 
@@ -108,8 +108,15 @@ class Published(Message):
     skipped: bool = False
 
 
+NUM_SHOWN = 6
+"""Held-out prompts, the first ones of an evaluation, whose answers a run shows."""
+
+
 class EvalScored(Message):
-    """One evaluation rollout, without its tokens: the reward as it would be trained on, and its parts."""
+    """One evaluation rollout, without its tokens: the reward as it would be trained on, and its parts.
+
+    `episode` is there with an environment, for the first `NUM_SHOWN` prompts.
+    """
 
     eval_id: int
     ordinal: int
@@ -121,6 +128,7 @@ class EvalScored(Message):
     version: int = -1
     reward_parts: dict[str, float | None] = msgspec.field(default_factory=dict)
     failure: str | None = None
+    episode: EpisodeRecord | None = None
 
     @classmethod
     def of(cls, rollout: Rollout) -> EvalScored:
@@ -136,6 +144,7 @@ class EvalScored(Message):
             version=completion.min_version,
             reward_parts=rollout.reward_parts,
             failure=rollout.failure,
+            episode=completion.episode if completion.ordinal < NUM_SHOWN else None,
         )
 
 

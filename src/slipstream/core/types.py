@@ -202,6 +202,17 @@ class Group(Message):
     rollouts: tuple[Rollout, ...]
 
 
+class EpisodeHead(Message):
+    """The numbers of an episode that metrics are made of; seconds and calls are those of its `EpisodeRecord`."""
+
+    turns: int
+    is_cut: bool = False
+    tool_calls: int = 0
+    tool_errors: int = 0
+    restarts: int = 0
+    environment_s: float = 0.0
+
+
 class RolloutHead(Message):
     """The part of a rollout that advantages, selection and metrics need. Its tokens stay on the rank that trains it."""
 
@@ -217,6 +228,7 @@ class RolloutHead(Message):
     surprisal: float = 0.0  # -log behaviour(completion | prompt), in nats
     min_version: int = 0
     max_version: int = 0
+    episode: EpisodeHead | None = None
 
 
 class Partial(Message):

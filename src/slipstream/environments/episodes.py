@@ -35,6 +35,13 @@ CHARGES = {True: 4, None: 1, False: 0}
 """For an environment that is lost, by whether it was its own doing; `max_restarts` are counted in whole ones."""
 
 
+COUNTS = (
+    *("episodes", "turns", "restarts"),
+    *("ended", "turns_of_ended", "failed", "cut", "tool_calls", "tool_errors"),
+)
+"""The counters of a table: of all that began, then of episodes that ended."""
+
+
 # Calls of environments, which the executor makes
 
 
@@ -192,7 +199,8 @@ class EpisodeTable:
         self._limits, self._chat, self._sources = limits, chat, sources
         self._open: dict[Key, KnownEpisode] = {}
         self._lives = itertools.count(first_life)
-        self.counts = dict.fromkeys(("episodes", "turns", "restarts", "failed", "cut", "tool_calls", "tool_errors"), 0)
+        self.counts = dict.fromkeys(COUNTS, 0)
+        self.environment_s = 0.0  # of all answers
 
     def __len__(self) -> int:
         return len(self._open)
@@ -227,6 +235,7 @@ class EpisodeTable:
         if episode is None or answer.turn != episode.turn or episode.phase not in ("resetting", "stepping"):
             return []
         episode.environment_s += answer.seconds
+        self.environment_s += answer.seconds
         episode.num_tool_calls += answer.num_tool_calls
         episode.num_tool_errors += answer.num_tool_errors
         if answer.turn > 0:
@@ -299,6 +308,8 @@ class EpisodeTable:
 
     def _close(self, episode: KnownEpisode, record: EpisodeRecord) -> Observation:
         del self._open[episode.key]
+        self.counts["ended"] += 1
+        self.counts["turns_of_ended"] += episode.turn
         self.counts["cut"] += record.is_cut
         self.counts["tool_calls"] += record.num_tool_calls
         self.counts["tool_errors"] += record.num_tool_errors

@@ -144,7 +144,7 @@ class Environments(Executor):
         if is_last or now_s - self._counted_s >= _COUNTERS_EVERY_S:
             self._counted_s = now_s
             values = {name: float(count) for name, count in self._episodes.counts.items()}
-            values |= {"open": float(len(self._episodes))}
+            values |= {"open": float(len(self._episodes)), "environment_s": self._episodes.environment_s}
             self._context.outputs["events"].put(Counters(executor=self._context.name, values=values))
 
 

@@ -124,6 +124,10 @@ class Engine:
         return self.stats.re_prefilled_tokens
 
     @property
+    def session_counts(self) -> dict[str, int]:
+        return self.stats.of_sessions
+
+    @property
     def num_parked(self) -> int:
         """Sessions whose keys are kept for their next turn; not those whose next turn has begun to be prefilled."""
         return len(self._parked)

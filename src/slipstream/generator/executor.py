@@ -352,5 +352,8 @@ class Generator(Executor):
                 "live": float(self.engine.num_live),
                 RE_PREFILLED: float(self.engine.num_re_prefilled),
             }
+            if self.episodes is not None:
+                values |= {name: float(count) for name, count in self.engine.session_counts.items()}
+                values |= {"open_episodes": float(len(self.episodes))}
             self.context.outputs["events"].put(Counters(executor=self.context.name, values=values))
             self.context.spans.counter("tokens", **{RE_PREFILLED: values[RE_PREFILLED]})

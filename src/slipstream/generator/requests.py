@@ -178,6 +178,11 @@ class GenerationEngine(Protocol):
         """Tokens so far whose keys and values were made once more: after a swap, or to go on after a break."""
         ...
 
+    @property
+    def session_counts(self) -> dict[str, int]:
+        """Counters of the keys that were kept between the turns of episodes; empty for an engine that keeps none."""
+        ...
+
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue `requests` in this order; resumed ones go before everything that has not started."""
         ...

@@ -24,3 +24,9 @@ class EngineStats:
     parked_missed_tokens: int = 0
     evicted_sessions: int = 0  # parked ones that were given up for want of room
     mismatched_sessions: int = 0  # parked ones that the next turn's context did not begin with
+
+    @property
+    def of_sessions(self) -> dict[str, int]:
+        """Return the counters of parked sessions that a run reports."""
+        names = ("parked_hit_tokens", "parked_missed_tokens", "evicted_sessions")
+        return {name: vars(self)[name] for name in names}

@@ -18,7 +18,7 @@ their kinds are in `observe/states.py`. Definitions:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -243,7 +243,7 @@ def _balance(
             unit="threads" if all(on_cpu) else None if any(on_cpu) else "GPUs",
             shares_units=config is not None and config.is_colocated and all(on_cpu),
             shares_process=len({process.within or process.name for process in computing}) == 1,
-            dials=_dials(config, has_workers=not any(processes[name].within for name in loop if name == "rewards")),
+            dials=_dials(config, inline={side_of(name) for name in loop if processes[name].within}),
         ),
         allows=lambda dial: config is not None and _is_valid(config, dial),
     )
@@ -275,9 +275,12 @@ def _is_valid(config: RunConfig, dial: Dial) -> bool:
     return True
 
 
-def _dials(config: RunConfig | None, *, has_workers: bool) -> Dials | None:
+def _dials(config: RunConfig | None, *, inline: Collection[str]) -> Dials | None:
+    """Return the fields of `config`; workers are none of the sides that are `inline`, in the controller's process."""
     if config is None:
         return None
+    has_workers, has_environments = "rewards" not in inline, config.environment.is_set
+    admitted = (config.max_staleness + 1) * config.completions_per_step
     same = ("max_staleness", "takes_turns", "publish_every", "reorder_window", "completions_per_group")
     is_ours = config.schedule.policy == "oldest_first"
     return Dials(
@@ -289,4 +292,7 @@ def _dials(config: RunConfig | None, *, has_workers: bool) -> Dials | None:
         eval_every=config.eval.every,
         reward_workers=config.rewards.num_workers if has_workers else 0,
         reward_model_ranks=config.rewards.model_ranks if config.rewards.models else 0,
+        sessions=config.sessions if has_environments else 0,
+        most_sessions=-(-admitted // config.generator.replicas) if has_environments else 0,
+        environment_workers=config.environment.num_workers if has_environments and "environments" not in inline else 0,
     )

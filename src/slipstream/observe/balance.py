@@ -5,10 +5,11 @@
 
     1. Do scores hold both up?          the trainer waits for rewards most; while they start, nothing is said
     2. Does either side wait at all?    below `SMALL` on both sides, the run is balanced
-    3. Do they take turns?              both wait, generators for the bound: `max_staleness` 0 means that, a tight one
+    3. Do environments hold both up?    both wait, generators most for environments
+    4. Do they take turns?              both wait, generators for the bound: `max_staleness` 0 means that, a tight one
                                         leads to it. Where generators wait for something else, nothing is said
-    4. Do stragglers hold it up?        a batch lies ready behind one old group
-    5. Else one side waits for the other's work.
+    5. Do stragglers hold it up?        a batch lies ready behind one old group
+    6. Else one side waits for the other's work.
 
 Nothing is said of fewer than `LEAST_STEPS`, nor of executors that share one process, where each waits while another
 works. A suggestion is a change: of the split one by which steps get shorter by more than `SMALL`, of a dial at most
@@ -36,7 +37,7 @@ COMPUTING = ("trainer", "generator", "reward_models", "reference")
 """Sides that run models: those among which cores or GPUs are split."""
 
 Starves = Literal["trainer", "generator", "both", "neither"]
-Bottleneck = Literal["generation", "training", "rewards", "stragglers", "turns", "none"]
+Bottleneck = Literal["generation", "training", "rewards", "environments", "stragglers", "turns", "none"]
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,10 @@ class Side:
 
 @dataclass(frozen=True)
 class Dials:
-    """The fields of the configuration that balance a run; `widest_window` is the largest live `reorder_window`."""
+    """The fields of the configuration that balance a run; `widest_window` is the largest live `reorder_window`.
+
+    `most_sessions`: the episodes of a replica that the bound admits at a time.
+    """
 
     max_staleness: int = 2
     takes_turns: bool = False
@@ -87,6 +91,9 @@ class Dials:
     eval_every: int = 0
     reward_workers: int = 1  # 0: functions are called by the controller's process
     reward_model_ranks: int = 0
+    sessions: int = 0
+    most_sessions: int = 0
+    environment_workers: int = 0  # 0: there are none, or they are in the caller's process
 
 
 @dataclass(frozen=True)
@@ -188,6 +195,8 @@ def judge(loop: Loop, *, allows: Callable[[Dial], bool] = lambda _: True) -> Ver
         clauses.append(_split_in_words(split))
     if dial is not None:
         clauses.append(dial.effect)
+    elif bottleneck == "environments":
+        clauses.append("faster environments would shorten that wait")
     return Verdict(starves=starves, bottleneck=bottleneck, sentence="; ".join(clauses) + ".", split=split, dial=dial)
 
 
@@ -199,6 +208,8 @@ def _diagnosis(trainer: Side, generator: Side, *, takes_turns: bool) -> tuple[St
         return "both" if rival >= SMALL else "trainer", "rewards"
     if idle < SMALL and rival < SMALL:
         return "neither", "none"
+    if idle >= SMALL and generator.share("wait_environment") >= max(SMALL, rival / 2):
+        return "both", "environments"
     if takes_turns or min(idle, rival) >= max(SMALL, max(idle, rival) / 2):
         return ("both", "turns") if takes_turns or generator.share("wait_trainer") >= rival / 2 else None
     if longest == "straggler" and waits["straggler"] >= SMALL:
@@ -208,10 +219,12 @@ def _diagnosis(trainer: Side, generator: Side, *, takes_turns: bool) -> tuple[St
 
 def _opening(trainer: Side, generator: Side, bottleneck: Bottleneck, dials: Dials | None) -> str:
     idle, rival = f"{trainer.idle:.0%} of the time", f"{generator.idle:.0%}"
+    asked = f"{generator.share('wait_environment'):.0%} of the time"
     unscored, late = (f"{trainer.share(f'wait_{what}'):.0%} of the time" for what in ("rewards", "straggler"))
     bound = "" if dials is None else f" at max_staleness = {dials.max_staleness}"
     return {
         "rewards": f"Scoring is the bottleneck: the trainer waits for rewards {unscored}, generators idle {rival}",
+        "environments": f"Environments are the bottleneck: generators wait for them {asked}, the trainer idles {idle}",
         "none": f"Balanced: the trainer idles {idle}, generators {rival}",
         "turns": f"Trainer and generators take turns{bound}: the trainer idles {idle}, generators {rival}",
         "stragglers": f"Stragglers hold the trainer up: {late} a batch lies ready behind one old group",
@@ -274,6 +287,8 @@ def _dial(loop: Loop, dials: Dials, trainer: Side, generator: Side, bottleneck: 
             return _more_overlap(dials)
         case "rewards":
             return _more_scoring(loop, dials, trainer)
+        case "environments":
+            return _more_episodes(dials)
         case "stragglers":
             return _more_room(dials)
         case "generation":
@@ -324,6 +339,18 @@ def _more_scoring(loop: Loop, dials: Dials, trainer: Side) -> Dial | None:
         return None
     suggested = min(max(now + 1, math.ceil(now * factor)), MOST_CHANGE * now)
     return _change(f"rewards.{name}", now, suggested, "or faster scoring would shorten that wait")
+
+
+def _more_episodes(dials: Dials) -> Dial | None:
+    """Suggest more episodes to go on with meanwhile, where the bound admits more; else more workers, if there are."""
+    if (now := dials.sessions) < dials.most_sessions:
+        suggested = min(MOST_CHANGE * now, dials.most_sessions)
+        effect = "would give generators other episodes to go on with; faster environments would shorten that wait"
+        return _change("generator.sessions", now, suggested, effect)
+    if (now := dials.environment_workers) < 1:
+        return None
+    effect = "would shorten that wait where environments compute, faster environments anywhere"
+    return _change("environment.num_workers", now, MOST_CHANGE * now, effect)
 
 
 def _more_room(dials: Dials) -> Dial:

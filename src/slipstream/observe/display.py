@@ -29,11 +29,13 @@ from slipstream.observe.samples import Sample
 from slipstream.observe.states import colour, in_words, is_missed, shares
 from slipstream.observe.summary import Summary
 from slipstream.observe.timeline import TIME_PREFIX, UNLABELLED
+from slipstream.observe.transcript import TranscriptPart, beginning
 
 __all__ = ["TIME_PREFIX", "Display", "Sample", "config_summary", "duration", "printable", "sparkline"]
 
 REFRESHES_PER_S = 4.0
 LINE_EVERY_S = 2.0
+MAX_PARTS = 12  # of an episode's transcript
 MAX_NAMED = 8  # processes that are ready; of more, the others are not named
 WINDOW_S = 10.0  # who waits for whom: over this many recent seconds
 _BARS = "▁▂▃▄▅▆▇█"
@@ -164,12 +166,13 @@ class Display:
 
     def samples(self, samples: Iterable[Sample]) -> None:
         """Print the answers to the same prompts before and after training."""
-        names = ("prompt", "answer", "before", "after")
         table = Table(title="samples", title_justify="left", show_edge=False, pad_edge=False)
-        for name in names:
+        for name in ("prompt", "answer", "before", "after"):
             table.add_column(name, overflow="fold")
-        for sample in samples:
-            table.add_row(*(Text(self._encodable(printable(getattr(sample, name) or ""))) for name in names))
+        for one in samples:
+            ends = (_said(one.before, one.before_turns), _said(one.after, one.after_turns))
+            cells = (printable(one.prompt), printable(one.answer or ""), *ends)
+            table.add_row(*(Text(self._encodable(cell)) for cell in cells))
         if table.row_count:
             self._print(table)
 
@@ -354,6 +357,15 @@ def printable(text: str, limit: int = 160) -> str:
         char.encode("unicode_escape").decode() if unicodedata.category(char) in ("Cc", "Cf", "Zl", "Zp", "Cs") else char
         for char in cut
     )
+
+
+def _said(answer: str | None, turns: Sequence[TranscriptPart] | None) -> str:
+    """An answer on one line, or who said what in an episode, a line each."""
+    if turns is None:
+        return printable(answer or "")
+    shown = beginning(turns, max_parts=MAX_PARTS, max_chars=MAX_PARTS * 160)
+    lines = ((one.role if one.reward is None else f"{one.role} ({one.reward:g})", one.text) for one in shown)
+    return "\n".join(f"{printable(who)}: {printable(what)}" for who, what in lines)
 
 
 def _progress(done: int, total: int, label: str) -> Table:

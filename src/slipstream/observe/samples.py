@@ -9,12 +9,13 @@ import msgspec
 
 from slipstream.core.disk import replace_file
 from slipstream.core.files import load_json
+from slipstream.observe.transcript import TranscriptPart
 
 
 class Sample(msgspec.Struct, frozen=True):
     """One held-out prompt, answered greedily by version 0 and by the last version; None where it was not asked.
 
-    `is_right` is what `eval.measure` says of an answer, None without one.
+    `is_right` is what `eval.measure` says of an answer, None without one. `turns` are there with an environment.
     """
 
     prompt: str
@@ -25,6 +26,8 @@ class Sample(msgspec.Struct, frozen=True):
     after_reward: float | None = None
     before_is_right: bool | None = None
     after_is_right: bool | None = None
+    before_turns: list[TranscriptPart] | None = None
+    after_turns: list[TranscriptPart] | None = None
 
 
 def write_samples(samples: Sequence[Sample], path: Path) -> None:

@@ -143,6 +143,28 @@ class WeightSync(msgspec.Struct, frozen=True):
     pause_s_max: float | None
 
 
+class EpisodeCounts(msgspec.Struct, frozen=True):
+    """The episodes with an environment, of training and of evaluations, as the environments' process counted them.
+
+    `episodes` began and `turns` were sampled in them; `mean_turns` is of those that ended. `restarts`: they began again
+    as their environment failed; `failed`: it did so too often; `cut`: a limit ended them. `environment_s` is the sum
+    over episodes of the time in answers. Of what generators had read of an episode before a turn, `parked_hit_frac` was
+    still there, None where nothing was to be read; `evicted_sessions` times that was given up for want of memory.
+    """
+
+    episodes: int
+    turns: int
+    mean_turns: float | None
+    restarts: int
+    failed: int
+    cut: int
+    tool_calls: int
+    tool_errors: int
+    environment_s: float
+    parked_hit_frac: float | None
+    evicted_sessions: int
+
+
 class Versions(msgspec.Struct, frozen=True):
     python: str
     torch: str
@@ -154,9 +176,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Everything `summary.json` holds. `accounting` maps process to state to seconds; each process sums to `wall_s`.
 
     After a resume `steps`, `eval`, `staleness`, `prompts` and `padding_frac` are of all that led to the final weights;
-    `wall_s`, `throughput`, `accounting`, `balance` and `weight_sync` of the last attempt. `earlier_s` is what the
-    attempts before it took up to the checkpoint that it went on from: `earlier_s + wall_s` is the run's time, less what
-    was abandoned.
+    `wall_s`, `throughput`, `accounting`, `balance`, `weight_sync` and `episodes` of the last attempt. `earlier_s` is
+    what the attempts before it took up to the checkpoint that it went on from: `earlier_s + wall_s` is the run's time,
+    less what was abandoned.
     """
 
     recipe: str
@@ -182,6 +204,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     model_share: float | None = None  # of the work of all processes: in states that compute the model, wall time
     balance: Balance | None = None  # who starves, why, and what would help, over the loop (`observe/balance.py`)
     error: str | None = None  # of a run that failed: the reason
+    episodes: EpisodeCounts | None = None  # None without an environment
 
     @property
     def total_s(self) -> float:

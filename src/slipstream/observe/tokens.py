@@ -33,8 +33,8 @@ class TokenLine(msgspec.Struct, frozen=True, kw_only=True):
 
     Logprobs are in nats. `policy_logprobs` are those of the policy that was updated, at the first update with this
     completion; they and `advantages` are null on tokens that were not trained on, `behaviour_logprobs` on given tokens.
-    `versions` are runs: [[first token, version], ...], -1 for given tokens. The rest of the rollout has its line in
-    `rollouts.jsonl`.
+    `versions` are runs: [[first token, version], ...], -1 for given tokens. `turns` are the first tokens of an
+    episode's turns, empty without an environment. The rest of the rollout has its line in `rollouts.jsonl`.
     """
 
     ordinal: int
@@ -47,6 +47,7 @@ class TokenLine(msgspec.Struct, frozen=True, kw_only=True):
     behaviour_logprobs: list[float | None]
     policy_logprobs: list[float | None]
     advantages: list[float | None]
+    turns: list[int] = []
 
 
 def token_line(
@@ -75,7 +76,14 @@ def token_line(
         behaviour_logprobs=column(np.concatenate([*behaviour, nothing[:0]])),
         policy_logprobs=column(policy),
         advantages=column(advantages),
+        turns=[] if completion.episode is None else _turn_starts(completion),
     )
+
+
+def _turn_starts(completion: Completion) -> list[int]:
+    ends = np.cumsum([len(segment.tokens) for segment in completion.segments]).tolist()
+    starts = [start for start, one in zip([0, *ends], completion.segments, strict=False) if one.is_sampled]
+    return [start for start in starts if start < MAX_TOKENS]
 
 
 class TokenHead(msgspec.Struct, frozen=True):

@@ -27,7 +27,7 @@ from slipstream.core.config import RunConfig
 from slipstream.core.ranks import Dealt
 from slipstream.core.sections import RewardsConfig
 from slipstream.core.training_sections import GROUP_RELATIVE, KLConfig, LossConfig
-from slipstream.core.types import Completion, Rollout, RolloutHead
+from slipstream.core.types import Completion, EpisodeHead, EpisodeRecord, Rollout, RolloutHead
 from slipstream.trainer.measure import Key
 
 EQUAL_REWARDS = 1e-8
@@ -60,6 +60,18 @@ def head_of(rollout: Rollout, rewards: RewardsConfig) -> RolloutHead:
         surprisal=-float(sum(float(s.behaviour_logprobs.sum()) for s in sampled if s.behaviour_logprobs is not None)),
         min_version=min(versions, default=0),
         max_version=max(versions, default=0),
+        episode=None if completion.episode is None else _episode_head(completion.episode, turns=len(sampled)),
+    )
+
+
+def _episode_head(record: EpisodeRecord, *, turns: int) -> EpisodeHead:
+    return EpisodeHead(
+        turns=turns,
+        is_cut=record.is_cut,
+        tool_calls=record.num_tool_calls,
+        tool_errors=record.num_tool_errors,
+        restarts=record.num_restarts,
+        environment_s=record.environment_s,
     )
 
 

@@ -19,7 +19,7 @@ from slipstream.trainer.measure import Auxiliary, StepContext, measured_columns
 from slipstream.trainer.optim import AdamW
 from slipstream.trainer.records import TokenSample
 from slipstream.trainer.scores import ScoredGroup
-from slipstream.trainer.step_metrics import published_metrics, training_metrics
+from slipstream.trainer.step_metrics import episode_metrics, published_metrics, training_metrics
 from slipstream.trainer.update import PlannedUpdate, Totals, Updater
 
 
@@ -63,7 +63,7 @@ def train_on_batch(
     updater = Updater(model, optimizer, auxiliary, at, tokens=tokens)
     updates = _updates(selection.groups, batch, updater.atom_size, at)
     made = [one for update in updates if (one := updater.make(update)) is not None]
-    metrics = batch.metrics | training_metrics(made, optimizer, at)
+    metrics = batch.metrics | episode_metrics(selection.trainable) | training_metrics(made, optimizer, at)
     metrics["train_s"] = time.perf_counter() - started_s
     return (
         metrics | published_metrics(metrics, groups, model.config.eos_token_ids, at) if config.has_critic else metrics

@@ -11,7 +11,7 @@ import torch
 from slipstream.algorithms.reduce import Metrics, decode_metrics, encode_metrics, merge_metrics, metric_values
 from slipstream.core.packed import PackedMicrobatch
 from slipstream.core.staleness import staleness_in_updates
-from slipstream.core.types import Group
+from slipstream.core.types import Group, RolloutHead
 from slipstream.trainer.measure import StepContext
 from slipstream.trainer.metric_names import count_tokens, published_names
 from slipstream.trainer.optim import AdamW
@@ -67,6 +67,26 @@ def _staleness_in_updates(update: PlannedUpdate, step: StepContext) -> int:
     staleness = np.concatenate([[0], *(step.number - microbatch.versions for microbatch in update.microbatches)])
     per_step = step.config.updates_per_step
     return int(staleness_in_updates(staleness, updates_per_step=per_step, update_in_step=update.index).max())
+
+
+def episode_metrics(heads: Iterable[RolloutHead]) -> dict[str, float]:
+    """Return what became of the episodes among `heads`, over all of them; nothing where there is none."""
+    told = [(head, head.episode) for head in heads if head.episode is not None]
+    if not told:
+        return {}
+    episodes = [episode for _, episode in told]
+    num_tokens = sum(head.num_tokens for head, _ in told)
+    return {
+        "episode/turns_mean": _mean([one.turns for one in episodes]),
+        "episode/turns_max": float(max(one.turns for one in episodes)),
+        "episode/cut_frac": _mean([one.is_cut for one in episodes]),
+        "episode/given_frac": 1.0 - sum(head.num_sampled for head, _ in told) / num_tokens if num_tokens else 0.0,
+        "episode/tool_calls_mean": _mean([one.tool_calls for one in episodes]),
+        "episode/tool_errors_mean": _mean([one.tool_errors for one in episodes]),
+        "episode/restarts_mean": _mean([one.restarts for one in episodes]),
+        "episode/environment_s_mean": _mean([one.environment_s for one in episodes]),
+        "episode/environment_s_max": max(one.environment_s for one in episodes),
+    }
 
 
 def published_metrics(

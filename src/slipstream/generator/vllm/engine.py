@@ -96,6 +96,7 @@ class VLLMEngine:
         self.max_len = max_len
         self.num_restarts = 0
         self.num_re_prefilled = 0
+        self.session_counts: dict[str, int] = {}
         self._model, self._folder, self._launch, self._spec = model, folder, launch, spec
         self._rooms, self._seed, self._kv_on_update = rooms, seed, kv_on_update
         self._deadlines, self._max_restarts, self._tolerance = deadlines, max_restarts, probe_tolerance

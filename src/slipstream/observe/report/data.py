@@ -37,6 +37,7 @@ from slipstream.observe.states import side_of, totals_of
 from slipstream.observe.summary import Evaluations, Summary, read_summary
 from slipstream.observe.svg import Point
 from slipstream.observe.timeline import TIME_PREFIX, process_files, process_order, read_timeline, times_ns
+from slipstream.observe.transcript import TranscriptPart, transcript
 
 Clock = Literal["step", "tokens", "time"]
 CLOCKS: tuple[Clock, ...] = ("step", "tokens", "time")
@@ -326,9 +327,18 @@ def _trained_samples(run_dir: Path) -> list[Sample]:
         if line.sample == 0 and line.step is not None
     ]
     half = min(MAX_SAMPLES // 2, len(lines) // 2)
-    first = [Sample(a.prompt, a.answer, a.completion, None, before_reward=a.reward) for a in lines[:half]]
+    first = [
+        Sample(a.prompt, a.answer, a.completion, None, before_reward=a.reward, before_turns=_turns(a))
+        for a in lines[:half]
+    ]
     last = lines[len(lines) - half :]
-    return first + [Sample(b.prompt, b.answer, None, b.completion, after_reward=b.reward) for b in last]
+    return first + [
+        Sample(b.prompt, b.answer, None, b.completion, after_reward=b.reward, after_turns=_turns(b)) for b in last
+    ]
+
+
+def _turns(line: RolloutLine) -> list[TranscriptPart] | None:
+    return None if line.episode is None else transcript(line.episode.messages, line.episode.turn_rewards)
 
 
 def _earlier_s(run_dir: Path) -> float | None:

@@ -19,17 +19,31 @@ from slipstream.core.run_log import num_missing, read_metrics
 from slipstream.observe.evaluation import MOMENTS, evaluation_rows
 from slipstream.observe.hardware import Hardware
 from slipstream.observe.report.charts import against_kl, chart_card, charts, gained, heat_card, three_clocks
-from slipstream.observe.report.html import card, cards, document, facts, field, folded, model_text, part, table, text
+from slipstream.observe.report.html import (
+    MAX_TEXT,
+    card,
+    cards,
+    document,
+    facts,
+    field,
+    folded,
+    model_text,
+    part,
+    table,
+    text,
+)
 from slipstream.observe.report.overview import heading, overview
 from slipstream.observe.report.timing import Window, read_window, timing
 from slipstream.observe.samples import Sample
 from slipstream.observe.svg import BLUE, GREEN, MAX_POINTS, ORANGE, PURPLE, Axis, Series, empty, number
 from slipstream.observe.svg_blocks import Column, percent_name
+from slipstream.observe.transcript import TranscriptPart, beginning
 
 REPORT_FILE = "report.html"
 TERMS = "reward_parts/"
 RATIOS = "ratio_share/"
 MAX_BINS = 12
+MAX_PARTS = 24  # of an episode's transcript
 FILES = {
     "summary.json": "what it came to; a stable interface for scripts",
     "metrics.jsonl": "one line per step: every curve of this page",
@@ -248,8 +262,8 @@ def _samples(samples: Sequence[Sample]) -> str:
         [
             f'<span class="model">{model_text(s.prompt)}</span>',
             f'<span class="model">{model_text(s.answer)}</span>',
-            _answer(s.before, s.before_reward, s.before_is_right),
-            _answer(s.after, s.after_reward, s.after_is_right),
+            _answer(s.before, s.before_reward, s.before_is_right, s.before_turns),
+            _answer(s.after, s.after_reward, s.after_is_right, s.after_turns),
         ]
         for s in samples
     ]
@@ -260,17 +274,29 @@ def _samples(samples: Sequence[Sample]) -> str:
     return card("Before and after", note, table(head, rows, kind="samples", row_heads=False), size="wide")
 
 
-def _answer(answer: str | None, reward: float | None, is_right: bool | None) -> str:
-    """The answer with a mark where it is known whether it is right, else with its reward."""
+def _answer(
+    answer: str | None, reward: float | None, is_right: bool | None, turns: Sequence[TranscriptPart] | None
+) -> str:
+    """The answer, or the episode, with a mark where it is known whether it is right, else with its reward."""
     if answer is None:
         return ""
-    shown = f'<span class="model">{model_text(answer)}</span>'
+    shown = f'<span class="model">{model_text(answer)}</span>' if turns is None else _episode(turns)
     if reward is None:
         return shown
     if is_right is None:
         return f'<span title="reward {reward:g}"><b>{number(reward)}</b> {shown}</span>'
     mark, kind = ("✓", "right") if is_right else ("✗", "wrong")
     return f'<span class="{kind}" title="reward {reward:g}">{mark} {shown}</span>'
+
+
+def _episode(turns: Sequence[TranscriptPart]) -> str:
+    """Return a transcript, a line for each part of it, with the rewards of turns."""
+    lines = []
+    for one in beginning(turns, max_parts=MAX_PARTS, max_chars=MAX_PARTS * MAX_TEXT):
+        reward = "" if one.reward is None else f" <b>{number(one.reward)}</b>"
+        said = f'<span class="model">{model_text(one.text)}</span>'
+        lines.append(f'<span class="said"><i>{text(one.role)}</i>{reward} {said}</span>')
+    return "".join(lines)
 
 
 def _lengths(lengths: Sequence[data.Length]) -> Iterator[str]:

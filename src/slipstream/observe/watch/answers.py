@@ -11,11 +11,12 @@ from typing import Any
 
 import msgspec
 
-from slipstream.core.run_log import LoopState, Move, RolloutLine
+from slipstream.core.run_log import EpisodeLine, LoopState, Move, RolloutLine
 from slipstream.observe.catalogue import described
 from slipstream.observe.states import AWAITED, WAITING, colour, in_words, is_missed, kind, side_of
 from slipstream.observe.svg import axis_ends
 from slipstream.observe.tokens import TokenLine
+from slipstream.observe.transcript import beginning, transcript
 from slipstream.observe.watch.events import Passage
 from slipstream.observe.watch.index import RunIndex
 from slipstream.observe.watch.rollouts import GroupRow
@@ -29,6 +30,7 @@ MAX_NAMES = 24
 MAX_ROWS = 60
 MAX_STEPS = 400
 MAX_TEXT = 20_000
+MAX_PARTS = 400
 MAX_HEAD = 80
 ROLLOUT_FIELDS = ("sample", "reward", "parts", "failure", "finish_reason", "num_tokens", "versions", "replica")
 """Fields of a line of `rollouts.jsonl` that the page is told as they are."""
@@ -288,7 +290,15 @@ def _rollout(index: RunIndex, line: RolloutLine, tokens: TokenLine | None) -> di
         "is_cut": len(line.completion) > MAX_TEXT,
         "times": [_run_s(index, at_s) for at_s in (line.started_s, line.finished_s)],
         "tokens": tokens,
+        "episode": None if line.episode is None else _episode(line.episode),
     }
+
+
+def _episode(line: EpisodeLine) -> dict[str, Any]:
+    """The numbers of an episode, and its transcript, as far as there is room for its text."""
+    numbers = {name: getattr(line, name) for name in line.__struct_fields__ if name not in ("messages", "turn_rewards")}
+    parts = transcript(line.messages, line.turn_rewards)
+    return numbers | {"parts": beginning(parts, max_parts=MAX_PARTS, max_chars=MAX_TEXT)}
 
 
 def _run_s(index: RunIndex, raw_s: float) -> float | None:

@@ -158,14 +158,18 @@ export class Rollouts {
       `reward ${number(rollout.reward)}${parts.length > 1 ? ` (${parts.join(', ')})` : ''}`,
       plural(rollout.num_tokens, 'token'),
       rollout.finish_reason === 'stop' ? 'ended by itself' : `cut (${rollout.finish_reason})`,
+      ...(rollout.episode ? episodeWords(rollout.episode) : []),
       `on generator-${rollout.replica}${seconds === null ? '' : ` in ${number(seconds)} s`}`,
       versionWords(rollout.versions),
     ];
     const failure = rollout.failure ? [el('p', { class: 'failure' }, 'failed: ', el('bdi', {}, printable(rollout.failure)))] : [];
-    const text = rollout.tokens ? [this.modes(), ...this.tokenView(rollout.tokens, step)] : [
-      el('pre', { class: 'text', dir: 'auto' }, printable(rollout.completion, true), rollout.is_cut ? ' …' : ''),
-      el('p', { class: 'muted' }, 'Single tokens are written for some groups only (observe.tokens_every).'),
-    ];
+    const said = rollout.episode
+      ? transcript(rollout.episode.parts)
+      : el('pre', { class: 'text', dir: 'auto' }, printable(rollout.completion, true), rollout.is_cut ? ' …' : '');
+    const tokens = rollout.tokens
+      ? [this.modes(), ...this.tokenView(rollout.tokens, step)]
+      : [el('p', { class: 'muted' }, 'Single tokens are written for some groups only (observe.tokens_every).')];
+    const text = rollout.episode || !rollout.tokens ? [said, ...tokens] : tokens;
     this.body.replaceChildren(el('p', { class: 'facts' }, facts.join(' · ')), ...failure, ...text);
   }
 
@@ -184,6 +188,7 @@ export class Rollouts {
     const versions = versionsOf(tokens.versions, count);
     const values = this.mode === 'advantage' ? tokens.advantages : tokens.texts.map((_, index) => gapOf(tokens, index));
     const scale = scaleOf(values);
+    const starts = new Set(tokens.turns);
     const readout = el('p', { class: 'readout token-readout', 'aria-live': 'polite' }, 'Point at a token, or walk with the arrow keys.');
     const spans = tokens.texts.map((text, index) => {
       const span = el('span', { class: 'token', tabindex: index ? -1 : 0 }, ...visible(text));
@@ -196,6 +201,7 @@ export class Rollouts {
         span.classList.add(tone < 0 ? 'less' : 'more');
         span.style.setProperty('--tone', `${Math.round(Math.abs(tone) * 70)}%`);
       }
+      if (starts.has(index)) span.classList.add('turn');
       const tell = () => say(readout, tokenWords(tokens, index, versions, step));
       span.addEventListener('pointerenter', tell);
       span.addEventListener('focus', tell);
@@ -245,6 +251,25 @@ function press(name, chosen) {
   }
 }
 
+/** What was said in an episode, and by whom: text alone, whatever it is. */
+function transcript(parts) {
+  const lines = parts.map(({ role, text, turn, reward }) => {
+    const who = [el('bdi', {}, printable(role)), turn ? ` ${turn}` : '', reward === undefined ? '' : ` · reward ${number(reward)}`];
+    return el('li', { class: turn ? 'turn' : null }, el('p', { class: 'label' }, ...who), el('pre', { class: 'text', dir: 'auto' }, printable(text, true)));
+  });
+  return el('ol', { class: 'transcript', 'aria-label': 'Transcript' }, ...lines);
+}
+
+function episodeWords(episode) {
+  const errors = episode.tool_errors ? ` (${episode.tool_errors} failed)` : '';
+  return [
+    `${plural(episode.turns, 'turn')}${episode.is_cut ? ', cut by a limit' : ''}`,
+    ...(episode.tool_calls ? [`${plural(episode.tool_calls, 'tool call')}${errors}`] : []),
+    `${number(episode.environment_s)} s in its environment`,
+    ...(episode.restarts ? [`began again ${plural(episode.restarts, 'time')}`] : []),
+  ];
+}
+
 /** A token's text with what cannot be seen made visible; line breaks stay line breaks. */
 function visible(text) {
   if (text === '') return [el('i', { class: 'unseen' }, '∅')];
@@ -263,10 +288,11 @@ function tokenWords(tokens, index, versions, step) {
   const text = printable(tokens.texts[index]);
   const start = `Token ${index + 1} of ${tokens.texts.length} “${text}” (id ${tokens.tokens[index]})`;
   if (versions[index] < 0) return `${start}: given, not sampled`;
+  const turn = tokens.turns.filter((first) => first <= index).length;
   const gap = gapOf(tokens, index);
   const behind = step === null ? '' : `, ${age(step - versions[index])}`;
   return (
-    `${start}: version ${versions[index]}${behind} · logprob ${number(tokens.behaviour_logprobs[index])} when sampled, ` +
+    `${start}: ${turn ? `turn ${turn}, ` : ''}version ${versions[index]}${behind} · logprob ${number(tokens.behaviour_logprobs[index])} when sampled, ` +
     `${number(tokens.policy_logprobs[index])} when trained on (gap ${number(gap)}) · advantage ${number(tokens.advantages[index])}`
   );
 }

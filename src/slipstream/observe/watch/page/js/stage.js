@@ -319,8 +319,13 @@ export class Stage {
 
   /** Who waits: `waits` are [station that waits, station it waits for, words], of the last second or so. */
   setWaits(waits) {
-    this.waits = waits;
+    this.waits = waits.map(([from, to, words]) => [from, this.stationOf(to), words]);
     this.drawWaits();
+  }
+
+  /** The station that a side is shown in: that of environments is that of rewards. */
+  stationOf(side) {
+    return this.stage.querySelector(`.processes[data-sides~="${side}"]`)?.closest('.station').dataset.station ?? side;
   }
 
   drawWaits() {
