@@ -172,15 +172,18 @@ class Audit:
             runs = rollout["versions"]
             ends = [start for start, _ in runs[1:]] + [rollout["num_tokens"]]
             for (start, version), end in zip(runs, ends, strict=True):
+                if version < 0:  # an environment said it
+                    continue
                 lag = rollout["step"] - version
                 histogram[lag] += end - start
                 self.need(
                     0 <= lag <= config["max_staleness"], "step - version is in 0..k for every token", f"{where}: {lag}"
                 )
+            oldest = min((version for _, version in runs if version >= 0), default=None)
             self.need(
-                runs[0][1] >= min(fates.started.get(ordinal, [0])),
+                oldest is None or oldest >= min(fates.started.get(ordinal, [0])),
                 "no token is older than the admission",
-                f"{where}: version {runs[0][1]}, admitted at {fates.started.get(ordinal)}",
+                f"{where}: version {oldest}, admitted at {fates.started.get(ordinal)}",
             )
         group = dict.fromkeys(range(config["completions_per_group"]), 1)
         for ordinal in fates.step_of:
