@@ -16,6 +16,7 @@ from slipstream.observe.tokens import read_tokens
 SOURCE = Path(__file__).with_name("hostile_environments.py")
 NUM_PEACEFUL = 8
 MAX_EPISODE_TOKENS = 40
+EOS = 1  # of the tokenizer by characters
 
 
 def turns_of(line: RolloutLine) -> list[str]:
