@@ -143,11 +143,11 @@ class Audit:
         self.need(steps == list(range(self.config["steps"])), "each step is in the metrics once, in order", str(steps))
         versions = [line["version"] for line in told if "reward_mean" in line]
         self.need(versions == [step + 1 for step in steps], "a step makes the version after it", str(versions))
-        for name in ("eval_accuracy", "eval_sampled_accuracy"):
+        for name in ("eval_accuracy", "eval_reward", "eval_sampled_accuracy", "eval_sampled_reward"):
             counts = Counter(line["version"] for line in told if name in line)
             for version, count in counts.items():
                 self.need(count == 1, "a version is evaluated once", f"{name} of version {version}: {count} times")
-        greedy = {line["version"] for line in told if "eval_accuracy" in line}
+        greedy = {line["version"] for line in told if "eval_accuracy" in line or "eval_reward" in line}
         every, last = self.config["eval"]["every"], self.config["steps"]
         due = {0, last, *(range(every, last, every) if every else ())}
         self.numbers["evaluations_missing"] = sorted(due - greedy)

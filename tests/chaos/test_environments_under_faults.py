@@ -35,7 +35,8 @@ num_workers = 2
 def with_environments(folder: Path) -> str:
     """The quickstart with episodes of up to four turns, whose environments take up to 30 ms for an answer."""
     path = folder / "episodes.toml"
-    path.write_text((ROOT / "recipes" / "quickstart.toml").read_text() + ENVIRONMENT)
+    recipe = (ROOT / "recipes" / "quickstart.toml").read_text()
+    path.write_text(recipe.replace('measure = "task"\n', "") + ENVIRONMENT)
     return str(path)
 
 
