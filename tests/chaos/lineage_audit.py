@@ -143,11 +143,11 @@ class Audit:
         self.need(steps == list(range(self.config["steps"])), "each step is in the metrics once, in order", str(steps))
         versions = [line["version"] for line in told if "reward_mean" in line]
         self.need(versions == [step + 1 for step in steps], "a step makes the version after it", str(versions))
-        for name in ("eval_accuracy", "eval_sampled_accuracy"):
+        for name in ("eval_accuracy", "eval_reward", "eval_sampled_accuracy", "eval_sampled_reward"):
             counts = Counter(line["version"] for line in told if name in line)
             for version, count in counts.items():
                 self.need(count == 1, "a version is evaluated once", f"{name} of version {version}: {count} times")
-        greedy = {line["version"] for line in told if "eval_accuracy" in line}
+        greedy = {line["version"] for line in told if "eval_accuracy" in line or "eval_reward" in line}
         every, last = self.config["eval"]["every"], self.config["steps"]
         due = {0, last, *(range(every, last, every) if every else ())}
         self.numbers["evaluations_missing"] = sorted(due - greedy)
@@ -172,15 +172,18 @@ class Audit:
             runs = rollout["versions"]
             ends = [start for start, _ in runs[1:]] + [rollout["num_tokens"]]
             for (start, version), end in zip(runs, ends, strict=True):
+                if version < 0:  # an environment said it
+                    continue
                 lag = rollout["step"] - version
                 histogram[lag] += end - start
                 self.need(
                     0 <= lag <= config["max_staleness"], "step - version is in 0..k for every token", f"{where}: {lag}"
                 )
+            oldest = min((version for _, version in runs if version >= 0), default=None)
             self.need(
-                runs[0][1] >= min(fates.started.get(ordinal, [0])),
+                oldest is None or oldest >= min(fates.started.get(ordinal, [0])),
                 "no token is older than the admission",
-                f"{where}: version {runs[0][1]}, admitted at {fates.started.get(ordinal)}",
+                f"{where}: version {oldest}, admitted at {fates.started.get(ordinal)}",
             )
         group = dict.fromkeys(range(config["completions_per_group"]), 1)
         for ordinal in fates.step_of:

@@ -5,6 +5,9 @@ controller          what the user started
   rewards
     keeper          `slipstream.rewards.worker`: one for each reward worker
       scorer        the last below it: what runs the verifier
+  environments
+    host_keeper     `slipstream.environments.worker`: one for each worker of environments
+      host          the last below it: what runs the environments
 """
 
 from __future__ import annotations
@@ -75,12 +78,16 @@ def _role(pid: int) -> str | None:
     words = command_line(pid)
     if "slipstream.controller.process" in words:
         return Path(words[-1]).stem
-    if "slipstream.rewards.worker" not in words:
+    if "slipstream.environments.worker" in words:
+        names = ("host_keeper", "host")
+    elif "slipstream.rewards.worker" in words:
+        names = ("keeper", "scorer")
+    else:
         return None
     parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) if is_alive(pid) else 0
     if "slipstream.controller.process" in command_line(parent):
-        return "keeper"
-    return None if children(pid) else "scorer"
+        return names[0]
+    return None if children(pid) else names[1]
 
 
 def reap(pids: Iterable[int]) -> None:

@@ -340,6 +340,25 @@ class ScriptedPool(EpisodePool):
         return False
 
 
+def test_an_episode_that_is_lost_right_behind_its_answer_is_asked_nothing() -> None:
+    """Both are told in one `poll`; whoever acts on the first one does not know the second yet."""
+    pool = ScriptedPool([])
+    try:
+        pool.poll()
+        pool.open("a", 0, {})
+        pool.poll()
+        pool._sites[0].host._messages = [spoke(0, 0), spoke(0, 0)]  # type: ignore[attr-defined]
+        answer, lost = pool.poll()
+        assert (type(answer), type(lost)) == (Said, Lost)
+        pool.take("a", 1, {})
+        pool.finish("a")
+        assert pool.poll() == []
+        assert pool.num_open == 0
+        pool.open("a", 0, {})
+    finally:
+        pool.close()
+
+
 NUMBERS = st.integers(-1, 3)
 REWARDS = st.sampled_from([None, 1.0, float("nan")])
 MESSAGES = st.one_of(

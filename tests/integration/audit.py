@@ -81,11 +81,13 @@ def audit(run_dir: Path) -> dict[str, Any]:
         assert rollout["step"] == step_of[ordinal], "the rollouts and the events disagree on a step"
         seen[ordinal, rollout["sample"]] += 1
         runs = rollout["versions"]
-        assert runs[0][1] >= admitted_at[ordinal], "a token is older than its admission"
+        sampled = [version for _, version in runs if version >= 0]  # -1: an environment said it
+        assert min(sampled, default=admitted_at[ordinal]) >= admitted_at[ordinal], "a token is older than its admission"
         ends = [start for start, _ in runs[1:]] + [rollout["num_tokens"]]
         for (start, version), end in zip(runs, ends, strict=True):
-            histogram[rollout["step"] - version] += end - start
-        spanning += len(runs) > 1
+            if version >= 0:
+                histogram[rollout["step"] - version] += end - start
+        spanning += len(set(sampled)) > 1
     assert all(count == 1 for count in seen.values()), "a completion was trained twice"
 
     staleness, prompts = summary["staleness"], summary["prompts"]

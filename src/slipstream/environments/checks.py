@@ -62,6 +62,7 @@ def check_environments(config: RunConfig, given: Given | None) -> None:
     """Raise ConfigError for environments that are not there, or that this run could not use; nothing is imported."""
     environment = config.environment
     if not environment.is_set:
+        _check_one_turn(config)
         return
     if is_from_python(config):
         given_makers(config, given)
@@ -79,3 +80,14 @@ def check_environments(config: RunConfig, given: Given | None) -> None:
             got=f"stage '{others[0]}' with [environment]",
             allowed="sft, reward_model and rl",
         )
+
+
+def _check_one_turn(config: RunConfig) -> None:
+    """Raise ConfigError for fields that only episodes of several turns have a use for."""
+    for name in ("sessions", "parked_tokens"):
+        if (value := vars(config.generator)[name]) is not None:
+            raise ConfigError(
+                f"generator.{name} is about episodes of several turns",
+                got=f"generator.{name} = {value} without an environment",
+                allowed=f"generator.{name} with [environment]",
+            )

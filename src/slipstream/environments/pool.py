@@ -194,15 +194,18 @@ class EpisodePool(ABC):
         self._waiting.append(episode)
 
     def take(self, key: Key, turn: int, message: ChatMessage) -> None:
-        """Let the environment answer the policy's message of turn `turn`, from 1 on."""
-        episode = self._idle(key)
-        episode.turn = turn
-        self._call(episode, "turn", TakeTurn(episode.number, turn, message))
+        """Let the environment answer the policy's message of turn `turn`, from 1 on.
+
+        Nothing of an episode that is lost: its host may have ended right behind an answer, in one `poll`.
+        """
+        if (episode := self._idle(key)) is not None:
+            episode.turn = turn
+            self._call(episode, "turn", TakeTurn(episode.number, turn, message))
 
     def finish(self, key: Key) -> None:
-        """Ask the environment for its final reward, and close it."""
-        episode = self._idle(key)
-        self._call(episode, "ending", EndEpisode(episode.number, asks_reward=True))
+        """Ask the environment for its final reward, and close it; nothing of an episode that is lost, as in `take`."""
+        if (episode := self._idle(key)) is not None:
+            self._call(episode, "ending", EndEpisode(episode.number, asks_reward=True))
 
     def shut(self, key: Key) -> None:
         """Close the environment, whatever it is doing; nothing more is told of this episode. Its key is free again."""
@@ -243,9 +246,10 @@ class EpisodePool(ABC):
         self._waiting.clear()
         self._selector.close()
 
-    def _idle(self, key: Key) -> _Episode:
-        episode = self._by_key[key]
-        assert episode.call is None, f"{key} has a call"
+    def _idle(self, key: Key) -> _Episode | None:
+        """Return an episode that has no call; None if it is lost."""
+        episode = self._by_key.get(key)
+        assert episode is None or episode.call is None, f"{key} has a call"
         return episode
 
     def _start(self) -> None:

@@ -10,7 +10,7 @@ the turns too, so that another replica may go on; if that side is lost, its epis
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -108,11 +108,20 @@ class Episodes:
     """Sends turns, takes observations. Consumes nothing itself; produces: `TurnSampled` through `sender`.
 
     Never blocks: what finds no room, or nobody, goes when there is somebody. Bound: the episodes that were admitted.
-    `sender` is None on ranks that only decode along. `release` frees what an engine keeps of an episode.
+    `sender` is None on ranks that only decode along. `release` frees what an engine keeps of an episode. `may_follow`
+    says whether turns that another replica sampled may be followed by one of the present version; else the episode
+    begins again.
     """
 
-    def __init__(self, sender: Sender | None, *, replica: int, release: Callable[[Request], None]) -> None:
-        self._sender, self._replica, self._release = sender, replica, release
+    def __init__(
+        self,
+        sender: Sender | None,
+        *,
+        replica: int,
+        release: Callable[[Request], None],
+        may_follow: Callable[[Sequence[Segment]], bool],
+    ) -> None:
+        self._sender, self._replica, self._release, self._may_follow = sender, replica, release, may_follow
         self._open: dict[Key, Episode] = {}
         self._unsent: deque[TurnSampled] = deque()
         self._is_away = False
@@ -167,6 +176,9 @@ class Episodes:
             return None
         if not message.replaces and (message.life != episode.life or message.turn != episode.turn):
             return None
+        if message.replaces and message.record is None and not self._may_follow(message.segments):
+            self._begin_again(episode)
+            return None
         if message.replaces:
             self._release(episode.request)
             episode.life, episode.segments = message.life, list(message.segments)
@@ -186,9 +198,7 @@ class Episodes:
         self._is_away = False
         self._unsent.clear()
         for episode in self._open.values():
-            self._release(episode.request)
-            episode.segments, episode.turn, episode.live, episode.started_s = [], 0, None, None
-            self._ask(self._opening(episode, may_continue=False))
+            self._begin_again(episode)
 
     def send(self) -> bool:
         """Send what has not been sent, in order; whether anything was."""
@@ -204,6 +214,11 @@ class Episodes:
             self._unsent.popleft()
             has_sent = True
         return has_sent
+
+    def _begin_again(self, episode: Episode) -> None:
+        self._release(episode.request)
+        episode.segments, episode.turn, episode.live, episode.started_s = [], 0, None, None
+        self._ask(self._opening(episode, may_continue=False))
 
     def _ask(self, message: TurnSampled) -> None:
         if self._sender is not None:  # else rank 0 asks

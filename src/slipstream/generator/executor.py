@@ -24,7 +24,7 @@ from slipstream.core.service_messages import (
     Settled,
     Waiting,
 )
-from slipstream.core.types import Admit, Message, Observation, Stop, Swapped
+from slipstream.core.types import Admit, Message, Observation, Segment, Stop, Swapped
 from slipstream.generator.backend import Backend
 from slipstream.generator.backends import BACKENDS, Setting
 from slipstream.generator.completions import TRAIN_STREAM, request_of
@@ -102,7 +102,18 @@ class Generator(Executor):
 
     def _new_episodes(self) -> Episodes:
         sender = self.context.outputs["turns"] if self.together.is_leader else None
-        return Episodes(sender, replica=self.replica, release=self._release)
+        return Episodes(sender, replica=self.replica, release=self._release, may_follow=self._may_follow)
+
+    def _may_follow(self, segments: Sequence[Segment]) -> bool:
+        """Whether an episode may go on here behind `segments`, which another replica sampled.
+
+        Versions ascend in an episode, and with `between_batches` it has only one: this replica may hold another.
+        """
+        version = self.engine.version
+        versions = {span.version for segment in segments for span in segment.version_spans}
+        if self.config.weight_update == "between_batches":
+            return versions <= {version}
+        return max(versions, default=version) <= version
 
     def _release(self, request: Request) -> None:
         """Free what is kept for the next turn of an episode."""

@@ -1,0 +1,50 @@
+"""Environments of the tests of whole runs: what they say and give follows from what was sampled, and from nothing else.
+
+When they answer does not: each waits for a while that nobody knows, so that turns end in another order in every run.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+import zlib
+from typing import Any
+
+NUM_TURNS = 4
+
+
+def crc(*parts: object) -> int:
+    return zlib.crc32(repr(parts).encode())
+
+
+class Echo:
+    """Says letters of the turn and of the row's word, for two to four turns; rewards depend on every turn's text."""
+
+    longest_wait_s = 0.0
+
+    def reset(self, word: str, **_: Any) -> str | None:
+        self._wait()
+        self.word, self.texts = word, []
+        return None if len(word) % 2 else "~" + word[0]
+
+    def step(self, message: dict[str, Any]) -> dict[str, Any]:
+        self._wait()
+        text = message["content"]
+        self.texts.append(text)
+        drawn = crc(self.word, *self.texts)
+        reward = None if drawn % 5 == 0 else (drawn % 7) / 7
+        is_done = len(self.texts) == NUM_TURNS or (len(self.texts) > 1 and drawn % 3 == 0)
+        said = "".join((text + self.word)[place % len(text + self.word)] for place in range(drawn % 4))
+        return {"messages": f"{said}?", "done": is_done, "reward": reward}
+
+    def final_reward(self) -> float:
+        return sum(letter in self.word for letter in "".join(self.texts)) / 8
+
+    def _wait(self) -> None:
+        time.sleep(random.random() * self.longest_wait_s)  # what is tested: nothing depends on it
+
+
+class Unpunctual(Echo):
+    """The same, at any time."""
+
+    longest_wait_s = 0.03
