@@ -170,7 +170,7 @@ MAX_LINES_OF_FOLDER = {
     "core": 8_620,
     "environments": 4_500,
     "evals": 1_350,
-    "generator": 7_045,
+    "generator": 7_075,
     "jail": 990,
     "jobs": 500,
     "models": 5_270,

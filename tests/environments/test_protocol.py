@@ -246,3 +246,15 @@ def test_what_the_base_class_answers_for_others() -> None:
     assert tool_schemas(Echo()) == tool_schemas(Environment()) == []
     assert not extends_prompt(Echo())
     assert ROLES == ("user", "tool", "system")
+
+
+def test_play_resets_with_the_columns_that_reset_takes() -> None:
+    class Narrow:
+        def reset(self, answer: str) -> None:
+            self.answer = answer
+
+        def step(self, message: dict[str, Any]) -> Step:
+            return Step(done=True, reward=float(message["content"] == self.answer))
+
+    played = asyncio.run(play(Narrow(), lambda _: "7", "q", {"answer": "7", "prompt": "q"}))
+    assert played.reward == 1.0

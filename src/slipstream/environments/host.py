@@ -43,6 +43,7 @@ from slipstream.environments.protocol import (
     as_reward,
     as_step,
     extends_prompt,
+    taken_by,
 )
 from slipstream.environments.sources import MakeEnvironment
 
@@ -315,18 +316,6 @@ class EpisodeHost:
 
     def _send(self, message: msgspec.Struct) -> None:
         self._deliver(self._encoder.encode(message))
-
-
-def taken_by(function: Callable[..., Any], columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of a row's columns that `function` has parameters for: all, where it takes any keywords."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # written in C
-        return dict(columns)
-    if any(one.kind is one.VAR_KEYWORD for one in parameters):
-        return dict(columns)
-    names = {one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
-    return {name: value for name, value in columns.items() if name in names}
 
 
 def _described(error: BaseException) -> str:

@@ -203,9 +203,22 @@ async def settled(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value
 
 
+def taken_by(function: Callable[..., Any], columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of a row's columns that `function` has parameters for: all, where it takes any keywords."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # written in C
+        return dict(columns)
+    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+        return dict(columns)
+    names = {one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
+    return {name: value for name, value in columns.items() if name in names}
+
+
 async def begin(environment: Any, columns: Mapping[str, Any], *, max_chars: int = MAX_CHARS) -> list[ChatMessage]:
     """Reset an environment; return what it says before the first turn. Raises what it raises, and EnvironmentFault."""
-    return as_messages(await settled(environment.reset(**columns)), max_chars=max_chars)
+    said = await settled(environment.reset(**taken_by(environment.reset, columns)))
+    return as_messages(said, max_chars=max_chars)
 
 
 async def answer(environment: Any, message: ChatMessage, *, max_chars: int = MAX_CHARS) -> Step:
