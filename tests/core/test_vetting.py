@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from slipstream.core import wire
-from slipstream.core.types import Completion, Prompt, Rollout, Segment, VersionSpan
+from slipstream.core.types import Completion, EpisodeRecord, Prompt, Rollout, Segment, VersionSpan
 from slipstream.core.vetting import (
     MAX_REWARD,
     POISONED,
@@ -282,3 +282,18 @@ def test_a_reference_that_is_only_scored_needs_no_sampled_token():
     assert completion_faults([reference], Limits(may_be_given=True))[0] is None
     nothing = msgspec.structs.replace(reference, segments=())
     assert completion_faults([nothing], Limits(may_be_given=True))[0] is not None
+
+
+def test_an_episode_that_failed_before_its_first_turn_says_why():
+    """It has no token, like a poisoned completion, but is none."""
+    why = "environment: ValueError: no such maze"
+    nothing = (Segment(tokens=ints()),)
+    empty = with_completion(sound(), segments=nothing, episode=EpisodeRecord(failure=why))
+    assert completion_faults([empty.completion], LIMITS) == [None]
+    failed = vetted_alone(msgspec.structs.replace(empty, failure=why), LIMITS)
+    assert (failed.failure, failed.reward, failed.reward_parts) == (why, LIMITS.failure_reward, {})
+    assert (failed.completion.num_tokens, len(failed.completion.prompt.tokens)) == (0, 1)
+    assert vetted_alone(failed, LIMITS).failure == why
+    for episode in (None, EpisodeRecord()):
+        [fault] = completion_faults([with_completion(sound(), segments=nothing, episode=episode).completion], LIMITS)
+        assert "no token was sampled" in fault

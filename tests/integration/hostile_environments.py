@@ -18,6 +18,8 @@ from slipstream.environments.hosting import Closed, Spoke
 from slipstream.jail.protocol import framed
 
 NUM_TURNS = 3
+ALONE_S = 0.7
+"""Before a worker is brought down the calls of others on it are over: those that have one then are suspects, too."""
 
 
 def turn_reward(word: str, texts: list[str]) -> float:
@@ -64,6 +66,7 @@ class Attacked:
         raise SystemExit(0)
 
     def do_die(self) -> None:
+        time.sleep(ALONE_S)
         os._exit(0)
 
     def do_hang(self) -> None:
@@ -77,11 +80,13 @@ class Attacked:
         self.hoard = [0] * (1 << 30)  # 8 GiB
 
     def do_flood(self) -> None:
+        time.sleep(ALONE_S)
         to_every_descriptor(b"\xff" * 50_000_000)
         time.sleep(600)
 
     def do_forge(self) -> None:
         """Answers of episodes that this worker does not have, with a reward that is far too good."""
+        time.sleep(ALONE_S)
         encode = msgspec.msgpack.encode
         for number in range(10**6, 10**6 + 20):
             spoke = Spoke(number, 1, [], done=True, reward=1e6, seconds=0.0, num_tool_calls=0, num_tool_errors=0)
@@ -111,7 +116,7 @@ class Attacked:
         return {}
 
     def do_fork(self) -> dict[str, Any]:
-        for _ in range(100):
+        for _ in range(30):
             try:
                 if os.fork() == 0:
                     os.setsid()
@@ -123,7 +128,7 @@ class Attacked:
 
     def do_print(self) -> dict[str, Any]:
         for fd in (1, 2):
-            os.write(fd, b"x" * 5_000_000)
+            os.write(fd, b"x" * 500_000)
         return {}
 
     def do_write(self) -> dict[str, Any]:

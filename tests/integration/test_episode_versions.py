@@ -123,8 +123,18 @@ def run(overrides: dict[str, Any], out: Any, environment: Any = Echo, **more: An
 SYNCHRONOUS = {"max_staleness": 0, "weight_update": "between_batches"}
 
 
-@pytest.mark.parametrize("heard", ["slots", "pages"], indirect=True)
-@pytest.mark.parametrize("parked", [None, 0, SMALL_BOUND])
+@pytest.mark.parametrize(
+    ("heard", "parked"),
+    [
+        ("slots", None),
+        ("slots", 0),
+        ("slots", SMALL_BOUND),
+        ("pages", SMALL_BOUND),
+        pytest.param("pages", None, marks=pytest.mark.slow),
+        pytest.param("pages", 0, marks=pytest.mark.slow),
+    ],
+    indirect=["heard"],
+)
 def test_trainer_and_generator_agree_on_whole_episodes(heard, parked, episodes, tmp_path):
     """With keys parked between turns, made again for each, and given up now and then."""
     generator = episodes["generator"] | {"parked_tokens": parked}

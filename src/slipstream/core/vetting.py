@@ -75,8 +75,9 @@ def vetted(rollouts: Sequence[Rollout], limits: Limits, *, newest_version: int |
 
 
 def _vetted(rollout: Rollout, fault: str | None, limits: Limits) -> Rollout:
-    if rollout.failure is not None and rollout.failure.startswith(POISONED):
-        return emptied(rollout, rollout.failure, failure_reward=limits.failure_reward)
+    failure = rollout.failure
+    if failure is not None and (failure.startswith(POISONED) or never_began(rollout.completion)):
+        return emptied(rollout, failure, failure_reward=limits.failure_reward)
     if fault := fault or _reference_fault(rollout, limits):
         return emptied(rollout, POISONED + fault, failure_reward=limits.failure_reward)
     for name, value in {"reward": rollout.reward, **rollout.reward_parts}.items():
@@ -110,6 +111,12 @@ def without_tokens(completion: Completion) -> Completion:
         started_s=started_s,
         finished_s=finished_s,
     )
+
+
+def never_began(completion: Completion) -> bool:
+    """Whether it is an episode whose environment failed before the first turn: it has no token, and says why."""
+    has_failed = completion.episode is not None and completion.episode.failure is not None
+    return has_failed and not any(segment.is_sampled for segment in completion.segments)
 
 
 def completion_faults(
@@ -160,7 +167,8 @@ def _form_fault(completion: Completion, limits: Limits, newest_version: int | No
             return "versions on tokens that were given"
         has_kept |= segment.kept_tokens is not None or segment.kept_counts is not None
         length += len(segment.tokens)
-    if not num_sampled and not (limits.may_be_given and length > len(prompt)):
+    is_given = limits.may_be_given and length > len(prompt)
+    if not num_sampled and not is_given and not never_began(completion):
         return "no token was sampled"
     if limits.max_new_tokens is not None and num_sampled > limits.max_new_tokens:
         return f"{num_sampled} sampled tokens, at most {limits.max_new_tokens} were asked for"

@@ -18,7 +18,7 @@ from slipstream.core.saved import SUFFIX, rollouts_dir, save_messages, saved_rol
 from slipstream.core.service_messages import Checkpoint, Counters
 from slipstream.core.staleness import oldest_version, place_of
 from slipstream.core.types import Group, GroupScored, Rollout, RolloutHead
-from slipstream.core.vetting import Limits, is_of_run, vetted
+from slipstream.core.vetting import POISONED, Limits, is_of_run, vetted
 from slipstream.trainer.scores import ScoredGroup, dealt_by, effective_reward, has_signal, head_of
 
 log = logging.getLogger(__name__)
@@ -181,7 +181,7 @@ def group_scored(group: ScoredGroup, config: RunConfig) -> GroupScored:
     """Return the event that tells the controller of a group whose rollouts are all scored."""
     rewards = [effective_reward(head, config.loss) for head in group.heads]
     failures = [head.failure for head in group.heads if head.failure is not None]
-    sampled = [head for head in group.heads if head.num_sampled]  # poisoned ones have no version
+    sampled = [head for head in group.heads if head.num_sampled]  # others have no version
     return GroupScored(
         ordinal=group.ordinal,
         has_signal=has_signal(group, config),
@@ -189,7 +189,7 @@ def group_scored(group: ScoredGroup, config: RunConfig) -> GroupScored:
         num_failed=len(failures),
         min_version=min((head.min_version for head in sampled), default=0),
         max_version=max((head.max_version for head in sampled), default=0),
-        num_poisoned=len(group.heads) - len(sampled),
+        num_poisoned=sum(failure.startswith(POISONED) for failure in failures),
         failure=next(iter(failures), None),
     )
 
