@@ -389,7 +389,7 @@ def test_a_server_that_is_gone_is_told_of(visit: Visit, page_of_made: Watch) -> 
 
 def test_hostile_text_is_shown_and_never_run(visit: Visit, tmp_path_factory: pytest.TempPathFactory) -> None:
     run_dir = tmp_path_factory.mktemp("runs") / "<img src=x onerror=alert(1)>"
-    Loop(steps=6, hostile=HOSTILE).run().write(run_dir)
+    Loop(steps=6, hostile=HOSTILE, has_episodes=True).run().write(run_dir)
     (run_dir / "timeline" / "<b>generator-9<script>alert(1)<").with_suffix(".jsonl").write_text(
         json.dumps({"kind": "slice", "state": HOSTILE[:100], "start_ns": 5003 * 10**9, "end_ns": 5009 * 10**9,
                     "args": {"<img src=x onerror=alert(1)>": HOSTILE}}) + "\n"
@@ -411,6 +411,7 @@ def test_hostile_text_is_shown_and_never_run(visit: Visit, tmp_path_factory: pyt
             for sample in (0, 1):
                 page.locator(".sample").nth(sample).click()
                 assert "<script>window.pwned = 1</script>" in text(page, "#reader")
+                assert "<script>window.pwned = 1</script>" in text(page, ".transcript")
         assert "<script>window.pwned = 1</script>" in text(page, ".tokens")
         for lane in page.locator(".lane").all():
             lane.hover()
@@ -421,6 +422,37 @@ def test_hostile_text_is_shown_and_never_run(visit: Visit, tmp_path_factory: pyt
         assert "\\u{202e}" in text(page, "#reader")
         assert not re.search("[\u202e\u2066\u0000\u001b\u2028]", text(page, "body"))
         assert page.evaluate("document.documentElement.scrollWidth") <= 1280
+
+
+def test_an_episode_is_read_turn_by_turn(visit: Visit, tmp_path_factory: pytest.TempPathFactory) -> None:
+    made = Loop(seed=1, steps=8, has_episodes=True).run()
+    with Watch(made.write(tmp_path_factory.mktemp("runs") / "episodes")) as watch:
+        page = visit(watch.url + "#t=6")
+        settled(page, "document.querySelector('.transcript') && document.querySelector('.token')")
+        ordinal = int(page.locator("#group-list [aria-pressed=true]").get_attribute("data-ordinal") or "")
+        said = next(one["completion"] for one in made.rollouts if one["ordinal"] == ordinal)
+        name, told = said[:40], page.locator(".transcript li")
+        assert told.locator(".label").all_text_contents() == [
+            "assistant 1 · reward 0.25", "call", f"tool {name}", "assistant 2",
+        ]  # fmt: skip
+        assert told.locator("pre").all_text_contents() == [
+            said, f'{name}({name}="{said}")', f"heard: {said}", "done",
+        ]  # fmt: skip
+        facts = text(page, ".answer .facts")
+        assert "2 turns, cut by a limit · 1 tool call (1 failed) · 0.125 s in its environment" in facts
+        tokens = page.locator(".tokens .token")
+        kinds = [(tokens.nth(i).get_attribute("class") or "").split() for i in range(6)]
+        assert [("turn" in kind, "given" in kind) for kind in kinds] == [
+            (True, False), (False, False), (False, True), (False, True), (True, False), (False, False),
+        ]  # fmt: skip
+        tokens.nth(2).hover()
+        assert text(page, ".token-readout").endswith(": given, not sampled")
+        tokens.nth(4).hover()
+        assert ": turn 2, version " in text(page, ".token-readout")
+        page.get_by_text("logprob gap", exact=True).click()
+        assert "given" in (tokens.nth(2).get_attribute("class") or "")
+        assert "environments: " in text(page, '.station[data-station="rewards"]')
+        assert page.locator(".lane").count() == 6
 
 
 @pytest.mark.parametrize("dark", [False, True])

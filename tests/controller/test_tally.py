@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from slipstream.controller.evaluations import GREEDY, SAMPLED, EvaluationDone
@@ -13,8 +14,11 @@ from slipstream.core.held_out import GREEDY_PREFIX, SAMPLED_PREFIX, Measured, me
 from slipstream.core.recipes import resolve
 from slipstream.core.run_log import Decision
 from slipstream.core.service_messages import Counters, EvalScored
-from slipstream.core.types import StartGroup, StepDone, Stop
+from slipstream.core.types import EpisodeRecord, StartGroup, StepDone, Stop
 from slipstream.observe.metrics import LEAST_S, flatten
+from slipstream.observe.samples import read_samples
+from slipstream.observe.summary import EpisodeCounts
+from slipstream.observe.transcript import TranscriptPart
 
 
 def begin(tally: Tally, at_s: float) -> None:
@@ -146,3 +150,57 @@ def test_an_actor_critics_rates_are_left_out_alike() -> None:
     assert not {"elapsed/fps", "ppo/eps"} & set(tally.stepped(StepDone(step=0, version=1, metrics=STEP)))
     clock.advance(1.0)
     assert {"elapsed/fps", "ppo/eps"} <= set(tally.stepped(StepDone(step=1, version=2, metrics=STEP)))
+
+
+ENVIRONMENT = {"environment": {"class_path": "guess", "max_turns": 2}}
+
+
+def test_the_summary_has_the_counts_of_the_episodes_of_this_attempt(tmp_path: Path) -> None:
+    """Two replicas, and an environments' process that was lost and came back counting from 0."""
+    tally = Tally(resolve("quickstart", ENVIRONMENT), started_s=0.0, clock=VirtualClock())
+    begun = {"episodes": 10.0, "turns": 24.0, "ended": 8.0, "turns_of_ended": 20.0, "open": 2.0, "environment_s": 1.5}
+    ends = {"restarts": 3.0, "failed": 1.0, "cut": 2.0, "tool_calls": 7.0, "tool_errors": 4.0}
+    tally.take(Counters(executor="environments", values=begun | ends))
+    tally.take(Counters(executor="environments", values={"time/step": 3.0}))
+    tally.lost(["environments"])
+    later = {"episodes": 2.0, "turns": 8.0, "ended": 2.0, "turns_of_ended": 8.0, "environment_s": 0.5}
+    tally.take(Counters(executor="environments", values=later))
+    tally.take(Counters(executor="rewards", values={"failed": 99.0, "episodes": 99.0}))
+    for replica, (hit, missed, evicted) in enumerate(((60.0, 20.0, 3.0), (15.0, 5.0, 0.0))):
+        kept = {"parked_hit_tokens": hit, "parked_missed_tokens": missed, "evicted_sessions": evicted}
+        tally.take(Counters(executor=f"generator-{replica}", values=kept))
+    assert tally.summary(tmp_path).episodes == EpisodeCounts(
+        episodes=12,
+        turns=32,
+        mean_turns=2.8,
+        restarts=3,
+        failed=1,
+        cut=2,
+        tool_calls=7,
+        tool_errors=4,
+        environment_s=2.0,
+        parked_hit_frac=0.75,
+        evicted_sessions=3,
+    )
+
+
+def test_without_an_environment_the_summary_has_no_episodes_and_without_any_no_means(tmp_path: Path) -> None:
+    assert Tally(resolve("quickstart"), started_s=0.0).summary(tmp_path).episodes is None
+    found = Tally(resolve("quickstart", ENVIRONMENT), started_s=0.0).summary(tmp_path).episodes
+    assert found is not None
+    assert (found.episodes, found.mean_turns, found.parked_hit_frac) == (0, None, None)
+
+
+def test_samples_of_episodes_are_transcripts(tmp_path: Path) -> None:
+    tally = Tally(resolve("quickstart", {"steps": 1, **ENVIRONMENT}), started_s=0.0)
+    for version, words in ((0, "8"), (1, "12")):
+        messages = [{"role": "assistant", "content": words}, {"role": "user", "content": "higher"}]
+        record = EpisodeRecord(messages=messages, turn_rewards=[0.5])
+        answers = [msgspec.structs.replace(answer(0, 0.5), episode=record), answer(1, 0.0)]
+        tally.take(EvaluationDone(version, GREEDY, Measured(), answers))
+    tally.steps_done = 1
+    first, second = tally.write_samples(tmp_path)
+    assert first.before_turns == [TranscriptPart("assistant", "8", 1, 0.5), TranscriptPart("user", "higher")]
+    assert first.after_turns == [TranscriptPart("assistant", "12", 1, 0.5), TranscriptPart("user", "higher")]
+    assert (second.before_turns, second.after_turns) == (None, None)
+    assert read_samples(tmp_path / "samples.json") == [first, second]

@@ -396,6 +396,30 @@ def test_a_guilty_environment_begins_again_until_its_completion_has_failed() -> 
     assert episodes.failed(Lost(KEY, "late"), 0.0) == []
 
 
+def test_counts_are_of_all_turns_and_of_the_episodes_that_ended() -> None:
+    """One that begins again after its first turn and is cut after two, and one that fails for good."""
+    episodes = table(max_turns=2, max_restarts=1)
+    episodes.sampled(opening(), 0.0)
+    episodes.answered(said(0), 0.0)
+    episodes.sampled(turn(1, [1]), 0.0)
+    episodes.failed(Lost(KEY, "ValueError: no"), 0.0)
+    [observation] = episodes.answered(said(0), 0.0)
+    assert isinstance(observation, Observation)
+    for number in (1, 2):
+        episodes.sampled(turn(number, [1], life=observation.life), 0.0)
+        episodes.answered(said(number), 0.0)
+    assert (episodes.counts["ended"], len(episodes)) == (0, 1), "its environment has the last word"
+    episodes.ended(LastWord(KEY, None))
+    episodes.sampled(opening(), 0.0)
+    episodes.failed(Lost(KEY, "ValueError: no", is_guilty=True), 0.0)
+    episodes.failed(Lost(KEY, "ValueError: no", is_guilty=True), 0.0)
+    assert episodes.counts == {
+        **{"episodes": 2, "turns": 3, "restarts": 2},
+        **{"ended": 2, "turns_of_ended": 2, "failed": 1, "cut": 1, "tool_calls": 3, "tool_errors": 0},
+    }
+    assert episodes.environment_s == 2.0, "four answers of half a second"
+
+
 def test_environments_by_column_and_by_weight() -> None:
     by_column = Sources(("maze", "quiz"), (1.0, 1.0), column="kind")
     assert by_column.index_of(0, prompt(kind="quiz")) == 1

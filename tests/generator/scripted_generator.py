@@ -47,6 +47,7 @@ class ScriptedGenerator:
         self.max_len = max_len
         self.num_generated_tokens = 0
         self.num_re_prefilled = 0  # it makes no keys and values at all
+        self.session_counts: dict[str, int] = {}
         self._script = script
         self._num_slots = num_slots
         self._logprob = logprob

@@ -34,6 +34,7 @@ class Loop:
     seed: int = 0
     lost_at_s: float | None = None  # after the start: replica 1 is lost then, and comes back two seconds later
     hostile: str | None = None  # what one completion in eight says, its prompt and its failure
+    has_episodes: bool = False  # of two turns and a call of a tool each, with an environment that is always asked
     start_s: float = RAW_START_S
     lines: list[dict[str, Any]] = field(default_factory=list)
     rollouts: list[dict[str, Any]] = field(default_factory=list)
@@ -245,6 +246,7 @@ class Loop:
                 "replica": replica,
                 "started_s": self.now_s,
             }
+            | ({"episode": episode(text)} if self.has_episodes else {})
             for sample in range(self.size)
         ]
         self.live[ordinal] = {
@@ -298,6 +300,8 @@ class Loop:
         texts = [rollout["completion"]] if is_hostile else ["2", "+", " so", "\n", " 9", "<eos>"]
         count = len(texts)
         version = rollout["versions"][0][1]
+        if self.has_episodes and count > 3:
+            return self.tokens_of_two_turns(rollout, texts)
         return {
             "ordinal": rollout["ordinal"],
             "sample": rollout["sample"],
@@ -309,6 +313,20 @@ class Loop:
             "behaviour_logprobs": [-0.5 * i for i in range(count)],
             "policy_logprobs": [-0.5 * i + 0.1 * (i - 2) for i in range(count)],
             "advantages": [rollout["reward"] - 0.5] * (count - 1) + [None],
+        }
+
+    def tokens_of_two_turns(self, rollout: dict[str, Any], texts: list[str]) -> dict[str, Any]:
+        version = rollout["versions"][0][1]
+        numbers = [-0.5, -0.5, None, None, -0.5, -0.5]
+        return {
+            **{name: rollout[name] for name in ("ordinal", "sample", "step", "num_tokens")},
+            "tokens": list(range(len(texts))),
+            "texts": texts,
+            "versions": [[0, version], [2, -1], [4, version]],
+            "behaviour_logprobs": numbers,
+            "policy_logprobs": numbers,
+            "advantages": numbers,
+            "turns": [0, 4],
         }
 
     def alarms(self) -> list[tuple[float, bytes]]:
@@ -342,7 +360,10 @@ class Loop:
 
     def write_timelines(self, run_dir: Path, cut_s: float | None) -> None:
         idle = {"controller": "idle", "rewards": "wait_completions", "trainer": "wait_generation"}
-        names = ["controller", "rewards", "trainer", *(f"generator-{replica}" for replica in range(self.replicas))]
+        idle |= {"environments": "wait_turns"}
+        generators = [f"generator-{replica}" for replica in range(self.replicas)]
+        asked = ["environments"] if self.has_episodes else []
+        names = ["controller", *asked, "rewards", "trainer", *generators]
         for name in names:
             timeline_path(run_dir, name).unlink(missing_ok=True)
             clock = VirtualClock(self.start_s - 0.01)
@@ -363,6 +384,24 @@ class Loop:
             else:
                 timeline.flush()
                 timeline._stop_writing()
+
+
+def episode(text: str) -> dict[str, Any]:
+    """An episode that says `text` wherever a model or an environment can."""
+    call = {"type": "function", "function": {"name": text[:40], "arguments": {text[:40]: text}}}
+    return {
+        "messages": [
+            {"role": "assistant", "content": text, "tool_calls": [call]},
+            {"role": "tool", "name": text[:40], "content": f"heard: {text}"},
+            {"role": "assistant", "content": "done"},
+        ],
+        "turns": 2,
+        "turn_rewards": [0.25, None],
+        "environment_s": 0.125,
+        "tool_calls": 1,
+        "tool_errors": 1,
+        "is_cut": True,
+    }
 
 
 Span = tuple[float, float, str, dict[str, Any]]  # start, end, state, args

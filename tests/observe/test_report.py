@@ -29,6 +29,7 @@ from synthetic_run import (
 import slipstream
 from slipstream.core.errors import ConfigError, SlipstreamError
 from slipstream.core.jsonl import JsonlWriter
+from slipstream.core.types import EpisodeRecord
 from slipstream.observe.hardware import Hardware
 from slipstream.observe.health import Alarm
 from slipstream.observe.metrics import MetricsWriter
@@ -37,8 +38,10 @@ from slipstream.observe.report import write_report
 from slipstream.observe.report.data import READ_AHEAD, by_side, flat
 from slipstream.observe.report.page import differing
 from slipstream.observe.report.timing import read_row, read_window
+from slipstream.observe.samples import Sample, write_samples
 from slipstream.observe.summary import Evaluation, Evaluations, read_summary, write_summary
 from slipstream.observe.timeline import Slice
+from slipstream.observe.transcript import TranscriptPart
 
 MACHINE = Hardware(
     cpu="a processor",
@@ -447,6 +450,56 @@ def test_alarms_are_listed_with_their_steps_and_shade_their_charts(run_dir: Path
     (band,) = (rect for rect in card(root, "Groups that can teach").iter("rect") if rect.get("class") == "band")
     assert (band.get("x"), band.get("width")) == (f"{100 * 7 / 19:.4g}%", f"{100 * 2 / 19:.4g}%")
     assert not [rect for rect in card(root, "Entropy").iter("rect") if rect.get("class") == "band"]
+
+
+# Episodes
+
+
+def test_episodes_have_curves_and_transcripts_and_only_runs_with_them(run_dir: Path) -> None:
+    titles = ("Turns of an episode", "Episodes cut, tokens given", "Calls of tools", "Time in environments")
+    before = read(write_report(run_dir)).text
+    assert not any(title in before for title in titles)
+    lines = metrics_of(run_dir)
+    for line in lines:
+        names = ("turns_mean", "turns_max", "cut_frac", "given_frac", "tool_calls_mean", "tool_errors_mean")
+        line |= {f"episode/{name}": 0.25 for name in (*names, "environment_s_mean", "environment_s_max")}
+        line["episode/turns_max"] = 3.0 + line["step"]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    root = body(write_report(run_dir))
+    assert next(tip for tip in tips(card(root, titles[0])) if tip["at"] == "step: 7")["most"] == "10"
+    shown = {one.findtext("h3") for one in root.iter("article")}
+    assert shown >= {titles[0], titles[1], titles[3]}
+    assert titles[2] not in shown, "no tool was ever called more often than at other times"
+    turns = [
+        TranscriptPart("assistant", HOSTILE, 1, 0.5),
+        TranscriptPart("call", f"add({HOSTILE})"),
+        TranscriptPart(f"tool {HOSTILE}", "2"),
+    ]
+    sample = Sample("abc>", "cba", "whole", None, before_reward=0.5, before_is_right=False, before_turns=turns)
+    write_samples([sample], run_dir / "samples.json")
+    page = read(write_report(run_dir))
+    assert "script" not in page.tags
+    assert "img" not in page.tags
+    assert page.text.count("<script>alert") >= 3
+    assert "add(</script>" in page.text
+    assert "whole" not in page.text.split("Before and after")[1].split("Lengths")[0]
+
+
+def test_of_an_unfinished_run_the_samples_are_transcripts_too(run_dir: Path) -> None:
+    (run_dir / "samples.json").unlink()
+    recorder = RolloutRecorder(run_dir / "rollouts.jsonl")
+    group = make_group(60)
+    messages = [{"role": "assistant", "content": "eight"}, {"role": "user", "content": "higher"}]
+    record = EpisodeRecord(messages=messages, turn_rewards=[0.25])
+    told = [
+        msgspec.structs.replace(one, completion=msgspec.structs.replace(one.completion, episode=record))
+        for one in group.rollouts
+    ]
+    record_group(recorder, msgspec.structs.replace(group, rollouts=tuple(told)), step=20)
+    recorder.close()
+    text = read(write_report(run_dir)).text
+    assert "eight" in text
+    assert "higher" in text
 
 
 # Odd runs

@@ -661,3 +661,30 @@ def test_while_a_run_goes_on_the_verdict_is_accountings(
     assert not verdict.update(index, now_s=102.0), "not more than now and then"
     assert verdict.update(index, now_s=1000.0)
     assert verdict.sentence == "The trainer starves."
+
+
+def test_an_episode_is_told_as_its_transcript_of_bounded_size(folder: Path) -> None:
+    made = Loop(steps=4, hostile="x" * 50_000, has_episodes=True).run()
+    index = caught_up(RunIndex(made.write(folder)))
+    found = answer(index, "group", ordinal=1)["rollouts"][0]["episode"]
+    said = next(one["episode"]["messages"][0]["content"] for one in made.rollouts if one["ordinal"] == 1)
+    assert {name: found[name] for name in found if name != "parts"} == {
+        "turns": 2, "environment_s": 0.125, "tool_calls": 1, "tool_errors": 1, "restarts": 0, "is_cut": True,
+    }  # fmt: skip
+    name = said[:40]
+    assert found["parts"] == [
+        {"role": "assistant", "text": said, "turn": 1, "reward": 0.25},
+        {"role": "call", "text": f"{name}({name}={json.dumps(said)})"},
+        {"role": f"tool {name}", "text": f"heard: {said}"},
+        {"role": "assistant", "text": "done", "turn": 2},
+    ]
+    parts = answer(index, "group", ordinal=0)["rollouts"][0]["episode"]["parts"]
+    assert [len(one["text"]) for one in parts] == [20_004, len("3 more")]
+    assert [one["role"] for one in parts] == ["assistant", "..."]
+
+
+def test_without_an_environment_there_is_no_episode(folder: Path) -> None:
+    index = caught_up(RunIndex(Loop(steps=4).run().write(folder)))
+    rollout = answer(index, "group", ordinal=0)["rollouts"][0]
+    assert rollout["episode"] is None
+    assert rollout["tokens"]["turns"] == []
