@@ -147,3 +147,14 @@ def _without_zeros(expression: str) -> list[str]:
     """Python takes no 007."""
     spaced = "".join(f" {c} " if c in "+-*" else c for c in expression).split()
     return [token.lstrip("0") or "0" if token.isdigit() else token for token in spaced]
+
+
+def test_numbers_are_drawn_from_prompts_evenly_and_always_the_same() -> None:
+    def found(prompt: str) -> int:
+        guess = Guess(4, 4, draws=True)
+        guess.reset(prompt=prompt, answer="not a number")
+        return next(n for n in range(1, 5) if as_step(guess.step(said(str(n)))).done)
+
+    numbers = [found(f"{index}:") for index in range(400)]
+    assert numbers == [found(f"{index}:") for index in range(400)]
+    assert all(70 < numbers.count(n) < 130 for n in range(1, 5))

@@ -13,6 +13,7 @@ character-level model of a few million parameters learns it.
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 from slipstream.core.errors import ConfigError
@@ -23,21 +24,25 @@ from slipstream.environments.protocol import ChatMessage, Environment, Environme
 class Guess(Environment):
     """Answer each guess of the row's `answer`, in 1..n, with 'higher', 'lower' or 'correct'.
 
+    With `draws` the number is drawn by a hash of the row's prompt: any prompts will do that differ.
     A turn is a number in ASCII digits and nothing else but white space; any other is answered with the range, '1-16',
     and counts as a guess. The reward is 1 for the turn that finds the number, 0 for every other. The episode is done
     when it is found, or after `max_guesses`.
     """
 
-    def __init__(self, n: int = 16, max_guesses: int = 8) -> None:
+    def __init__(self, n: int = 16, max_guesses: int = 8, *, draws: bool = False) -> None:
         """ConfigError unless both are positive."""
         if n < 1 or max_guesses < 1:
             raise ConfigError("Guess needs a number to guess and a guess", got=f"n = {n}, max_guesses = {max_guesses}")
-        self._n, self._max_guesses = n, max_guesses
+        self._n, self._max_guesses, self._draws = n, max_guesses, draws
         self._target = self._num_guesses = 0
 
     def reset(self, **columns: Any) -> None:
         """Begin with the number in the column `answer`. EnvironmentFault where it holds none of 1..n."""
-        target = _int(columns.get("answer"))
+        if self._draws:
+            target: int | None = 1 + zlib.crc32(str(columns.get("prompt")).encode()) % self._n
+        else:
+            target = _int(columns.get("answer"))
         if target is None or not 1 <= target <= self._n:
             given = shortened(shown(columns.get("answer")), 40)
             raise EnvironmentFault(f"Guess needs a number in 1..{self._n} in the column 'answer', not {given}")
