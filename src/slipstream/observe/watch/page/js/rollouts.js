@@ -278,7 +278,7 @@ function visible(text) {
 }
 
 function versionWords(runs) {
-  const sampled = runs.filter(([, version]) => version >= 0);
+  const sampled = runs.filter(([, version]) => version >= 0).filter(([, version], index, all) => version !== all[index - 1]?.[1]);
   if (!sampled.length) return 'no version';
   const [first, ...later] = sampled;
   return `version ${first[1]}${later.map(([token, version]) => `, ${version} from token ${token + 1} on`).join('')}`;
