@@ -11,7 +11,10 @@ import msgspec
 import pytest
 
 from slipstream.core.errors import ConfigError
+from slipstream.core.recipes import resolve
+from slipstream.environments.build import check_environments
 from slipstream.environments.calculator import Calculator
+from slipstream.environments.given import with_given_environment
 from slipstream.environments.guess import Guess
 from slipstream.environments.protocol import answer, begin, tool_schemas
 from slipstream.environments.sources import SHIPPED, EnvironmentSource, load, make_source
@@ -162,3 +165,13 @@ def test_a_file_that_cannot_be_imported(tmp_path: Path) -> None:
     file.write_bytes(b"# coding: latin-1\n# caf\xe9\nclass Maze: ...\n")
     with pytest.raises(ConfigError, match=r"broken.py is not in UTF-8"):
         make_source("class", f"{file}:Maze")
+
+
+@pytest.mark.parametrize("name", ["sessions", "parked_tokens"])
+def test_fields_of_episodes_need_an_environment_which_may_come_from_python(name: str) -> None:
+    """When tables are read it is not known yet; when the run is checked it is."""
+    config = resolve("quickstart", {"generator": {name: 5}, "environment": {"max_turns": 2}})
+    with pytest.raises(ConfigError, match="is about episodes of several turns"):
+        check_environments(config, None)
+    config, given = with_given_environment(config, Guess)
+    check_environments(config, given)

@@ -150,7 +150,7 @@ class Attacked:
         return {"messages": "connected"}
 
     def do_markup(self) -> dict[str, Any]:
-        return {"messages": "<eos><unk>"}
+        return {"messages": "<eos><pad>"}
 
     def do_talk(self) -> dict[str, Any]:
         return {"messages": "x" * 1_000_000}

@@ -70,6 +70,7 @@ def test_one_is_killed_and_the_run_goes_on(victim, episodes, tmp_path):
     assert len(rollouts(out)) == STEPS * 16
 
 
+@pytest.mark.slow
 def test_the_controller_is_killed_and_a_resume_goes_on(episodes, tmp_path):
     """Episodes that were open begin again: they belong to no step."""
     out = tmp_path / "run"

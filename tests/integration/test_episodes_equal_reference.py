@@ -153,8 +153,9 @@ def sampled(engine: Engine, context: list[int], ordinal: int, sample: int, room:
 
 
 def longer(tiny: dict[str, Any]) -> dict[str, Any]:
-    """The tiny run with episodes."""
-    return tiny | EPISODES | {"model": tiny["model"] | {"max_positions": 64}}
+    """A few steps of the tiny run, with episodes."""
+    warm_start = tiny["warm_start"] | {"steps": 30}
+    return tiny | EPISODES | {"model": tiny["model"] | {"max_positions": 64}, "steps": 3, "warm_start": warm_start}
 
 
 def test_inline_two_replicas_in_processes_and_a_plain_loop_give_the_same_weights(tiny, tmp_path):

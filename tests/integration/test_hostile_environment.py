@@ -102,14 +102,14 @@ def check_what_was_said(found: dict[str, list[RolloutLine]], out: Path) -> None:
         for line in found.get(attack, ()):
             assert line.episode is not None
             said = [message["content"] for message in line.episode.messages if message["role"] == "user"]
-            expected = {"markup": "<eos><unk>", "half_a_character": "\ufffd"}.get(attack, "?")
+            expected = {"markup": "<eos><pad>", "half_a_character": "\ufffd"}.get(attack, "?")
             assert said == ["?", expected, "?"]
             if attack == "markup":
                 told = tokens[line.ordinal, line.sample]
                 entries = zip(told.tokens, told.behaviour_logprobs, strict=True)
                 given = [token for token, logprob in entries if logprob is None]
                 ends = given.count(EOS)  # of turns that were cut by length
-                assert len(given) == len("?<eos><unk>") + ends, "letter by letter, not a control token"
+                assert len(given) == len("?<eos><pad>") + ends, "letter by letter, not a control token"
                 assert ends <= 2
     for line in found.get("talk", ()):
         assert line.finish_reason == "length"
