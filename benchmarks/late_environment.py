@@ -1,4 +1,4 @@
-"""Environments that answer late, for `turns.py`: ours and, in TRL's form, one for both sides. Cheap, and quick to import.
+"""Environments that answer late, for `turns.py`: ours and, in TRL's form, one for both sides. Quick to import.
 
 An answer takes MEAN seconds on average with a heavy tail: log-normal with a standard deviation of the logarithm of 1,
 so that half of the answers take less than 0.61 of the mean and one of a hundred more than 6.2 times the mean; none
@@ -33,7 +33,7 @@ class Late:
         self._mean_s, self._turns = mean_s, turns
         self._num_answers = 0
 
-    def reset(self, answer: str, **columns: Any) -> None:  # noqa: ARG002 - every row's columns come
+    def reset(self, answer: str, **columns: Any) -> None:
         """Begin; the episodes of a prompt draw different times."""
         self._draw = random.Random(f"{answer} {os.urandom(4).hex()}")
 
@@ -52,7 +52,7 @@ class Caller:
     def __init__(self) -> None:
         self._mean_s = float(os.environ.get(MEAN_VARIABLE, "0"))
 
-    def reset(self, **columns: Any) -> None:  # noqa: ARG002 - every row's columns come
+    def reset(self, **columns: Any) -> None:
         self._num_calls = 0
         self._draw = random.Random()
 

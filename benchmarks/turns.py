@@ -5,14 +5,14 @@
     python benchmarks/turns.py --trl                                        # beside TRL, after make .venv-trl/installed
     python benchmarks/turns.py --quick                                      # all of it small, in a minute
 
-Runs: 4 turns of 64 tokens with 8 given tokens between them, a random model of 0.3 M parameters, 8 groups of 8 episodes
+Runs: 4 turns of 32 tokens with 8 given tokens between them, a random model of 0.2 M parameters, 8 groups of 8 episodes
 a step. An answer takes 0, 0.1 or 1 s on average with a heavy tail (`late_environment.py`). `sync` is the preset:
-staleness 0, a version waits for all episodes. `continuous` swaps in flight at `max_staleness` 4, with 8 rows that decode
-and `generator.sessions` = 256 episodes that are open. Both train the same number of tokens a step; each runs once per
-round, the order rotating. Idle is every state of the generator in which it waits, from its own timeline; the table has
-medians over rounds. The ratio is of sampled tokens per second in one round.
+staleness 0, a version waits for all episodes. `continuous` swaps in flight at `max_staleness` 4, with 8 rows that
+decode and `generator.sessions` = 256 episodes that are open. Both train the same number of tokens a step; each runs
+once per round, the order rotating. Idle is every state of the generator in which it waits, from its own timeline; the
+table has medians over rounds. The ratio is of sampled tokens per second in one round.
 
-Engine: CPU seconds of 32 episodes of 16 turns on 8 rows, with the keys of an episode kept between its turns (parked),
+Engine: CPU seconds of 12 episodes of 24 turns on 8 rows, with the keys of an episode kept between its turns (parked),
 and without (prefilled again). TRL: the same model, prompts and environment (`Caller`, by `environment_factory`).
 """
 
@@ -59,12 +59,12 @@ WARM_UP = 3
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of the runs: episodes of `turns` turns of `turn_tokens` sampled tokens each, `rows` decoded at a time."""
+    """The sizes of the runs: episodes of `turns` turns of `turn_tokens` sampled tokens, `rows` decoded at a time."""
 
     groups: int = 8
     completions: int = 8
     turns: int = 4
-    turn_tokens: int = 64
+    turn_tokens: int = 32
     rows: int = 8
     sessions: int = 256
     hidden: int = 64
@@ -87,7 +87,7 @@ QUICK = Sizes(turns=2, turn_tokens=16, groups=2, completions=4, sessions=24)
 
 @dataclass(frozen=True)
 class Measured:
-    """A run, over its steady steps: sampled tokens per second, and shares of time of the generator's and trainer's states.
+    """A run, over its steady steps: sampled tokens per second, shares of time by state of generator and trainer.
 
     `environment_s` is the mean time in which an episode's environment worked.
     """
@@ -212,8 +212,8 @@ def table_rows(mean_s: float, runs: dict[str, list[Measured]]) -> list[str]:
         )
         ratio = "1" if mode == "sync" else f"{statistics.median(ratios):.2f}"
         rows.append(
-            f"| {mean_s:g} | {mode} | {statistics.median(rates):,.0f} | {min(rates):,.0f} .. {max(rates):,.0f} | {ratio} "
-            f"| {idle:.1%} | {environment:.1%} | {trainer:.1%} | {trainer_idle:.1%} |"
+            f"| {mean_s:g} | {mode} | {statistics.median(rates):,.0f} | {min(rates):,.0f} .. {max(rates):,.0f} "
+            f"| {ratio} | {idle:.1%} | {environment:.1%} | {trainer:.1%} | {trainer_idle:.1%} |"
         )
     return rows
 
@@ -222,8 +222,8 @@ def table_rows(mean_s: float, runs: dict[str, list[Measured]]) -> list[str]:
 class Play:
     """Episodes for the engine alone: `given` tokens come behind each turn, `delay` steps later on average."""
 
-    episodes: int = 32
-    turns: int = 16
+    episodes: int = 12
+    turns: int = 24
     turn_tokens: int = 24
     given: int = 16
     delay: int = 24

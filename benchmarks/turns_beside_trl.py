@@ -88,7 +88,8 @@ def measure_ours(mode: dict[str, Any], folder: Path, *, steps: int) -> tuple[flo
         **mode,
         "model": {"path": str(folder / "model")},
         "prompts": {"dataset": str(folder / "prompts.jsonl"), "num_eval": 8},
-        "generator": {"max_new_tokens": TURN_TOKENS, "num_slots": ROWS, "sessions": 2 * GROUPS * COMPLETIONS},
+        "generator": {"max_new_tokens": TURN_TOKENS, "num_slots": ROWS},
+        "rewards": {"terms": []},
         "environment": {"max_turns": TURNS, "max_episode_tokens": TURNS * (TURN_TOKENS + GIVEN_TOKENS)},
         "loss": {"name": "grpo", "skip_no_signal": False},
         "trainer": {"microbatch_tokens": 16384, "optimizer": {"lr": 1e-6}},
@@ -142,8 +143,8 @@ def compare(modes: dict[str, dict[str, Any]], mean_s: float, *, rounds: int, ste
                     f"  round {turn + 1}: {side:<10} {run[0]:.2f} s a step, load {os.getloadavg()[0]:.1f}", flush=True
                 )
     print(
-        f"\nTools by environment_factory, {mean_s:g} s an answer: {GROUPS} x {COMPLETIONS} episodes of {TURNS} turns of "
-        f"{TURN_TOKENS} tokens a step; medians of {rounds}"
+        f"\nTools by environment_factory, {mean_s:g} s an answer: {GROUPS} x {COMPLETIONS} episodes of {TURNS} turns "
+        f"of {TURN_TOKENS} tokens a step; medians of {rounds}"
     )
     print("| side | s a step | range | times as fast as TRL | tokens of an episode behind its prompt |")
     print("|---|---|---|---|---|")

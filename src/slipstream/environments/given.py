@@ -84,7 +84,8 @@ def _tables(
             got="some of each",
             allowed="one kind: functions run in this process, and those of paths in a sandbox",
         )
-    by_name(functions)  # their hints and docstrings
+    if functions:
+        by_name(functions)  # their hints and docstrings
     if factory is None:
         names = [_name(function) for function in functions]
         return {"tools": [FROM_PYTHON + name for name in names]}, {names[0]: partial(ToolEnvironment, functions)}
