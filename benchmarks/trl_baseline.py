@@ -5,8 +5,8 @@ Runs in an environment of its own (`make .venv-trl/installed`), where Slipstream
     .venv-trl/bin/python benchmarks/trl_baseline.py --model DIR --prompts FILE --max-new-tokens 16 --out FILE
 
 A step's time runs from the end of the previous step to its own end; generation is timed around the trainer's own
-generation method. The first steps are dropped from `steps`; `curve` has all of them, seconds since training began.
-`end_to_end.py` and `peers.py` call it.
+generation method, tools included. The first steps are dropped from `steps`; `curve` has all of them, seconds since
+training began. `end_to_end.py`, `peers.py` and `turns.py` call it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from reward import exact, vowel_share
+from late_environment import Caller
+from reward import exact, nothing, vowel_share
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 PACKAGES = ("trl", "transformers", "torch", "accelerate")
-REWARDS = {function.__name__: function for function in (vowel_share, exact)}
+REWARDS = {function.__name__: function for function in (vowel_share, exact, nothing)}
+ENVIRONMENTS = {"caller": Caller}
 TRAINERS = {"grpo": (GRPOTrainer, GRPOConfig, {"loss_type": "dapo"}), "rloo": (RLOOTrainer, RLOOConfig, {})}
 
 
@@ -69,9 +71,9 @@ def timed(trainer_class: Any) -> Any:
             self.generation_s: list[float] = []
             super().__init__(**arguments)
 
-        def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        def _generate(self, *args: Any, **kwargs: Any) -> Any:
             started_s = time.perf_counter()
-            output = super()._generate_single_turn(*args, **kwargs)
+            output = super()._generate(*args, **kwargs)
             self.generation_s.append(time.perf_counter() - started_s)
             return output
 
@@ -104,6 +106,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             lr_scheduler_type="constant",
             seed=arguments.seed,
             **of_trainer,
+            **({"max_tool_calling_iterations": arguments.turns - 1} if arguments.environment else {}),
         )
         trainer = timed(trainer_class)(
             model=str(arguments.model),
@@ -111,6 +114,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             args=config,
             train_dataset=Dataset.from_list(rows),
             callbacks=[clock],
+            **({"environment_factory": ENVIRONMENTS[arguments.environment]} if arguments.environment else {}),
         )
         trainer.train()
         if arguments.save is not None:
@@ -141,6 +145,8 @@ def main() -> None:
     parser.add_argument("--save", type=Path, help="where the trained policy goes")
     parser.add_argument("--trainer", choices=TRAINERS, default="grpo")
     parser.add_argument("--reward", choices=REWARDS, default="vowel_share")
+    parser.add_argument("--environment", choices=ENVIRONMENTS, help="of `late_environment.py`, for GRPO")
+    parser.add_argument("--turns", type=int, default=1, help="with an environment: turns of an episode")
     parser.add_argument("--max-new-tokens", type=int, required=True)
     parser.add_argument("--min-new-tokens", type=int, default=0, help="forbid EOS before so many tokens")
     parser.add_argument("--completions", type=int, default=64, help="per step")

@@ -344,6 +344,10 @@ class SimulateOptions(WithFields):
     generators: int | None = flag("The same as --generator.replicas.")
     slots: int | None = flag("The same as --generator.num-slots.")
     reward_s: float | None = flag("Seconds that the reward takes for a completion. Default: as in the run.")
+    turns: float | None = flag("Turns of an episode, in the mean. Default: as in the run.")
+    given_tokens: int | None = flag("Tokens that an environment gives between two turns. Default: as in the run.")
+    environment_s: float | None = flag("Seconds of an environment's answer, in the mean, with a heavy tail.")
+    sessions: int | None = flag("Episodes that a replica has open. Default: as in the run.")
     beside: tuple[Path, ...] | None = flag("More runs of this model on this machine, to calibrate by.")
     events: Path | None = flag("File for the decisions of the changed run, as `slipstream replay` takes them.")
     seeds: int = flag("Simulations of each run, whose mean is told.", default=3)
@@ -357,6 +361,7 @@ def simulate_command(argv: Sequence[str]) -> int:
     options = parse(SimulateOptions, argv, simulate_command, shown=_shown_of_run, only=DIALS)
     if options.run is None:
         raise ConfigError("a run is needed", allowed="the folder of a finished run", hint="`slipstream run` makes one")
+    from slipstream.plan.turns import Turns
     from slipstream.plan.what_if import show, what_if
 
     short = {"replicas": options.generators, "num_slots": options.slots}
@@ -366,6 +371,8 @@ def simulate_command(argv: Sequence[str]) -> int:
         merge(options.overrides, {"generator": given} if given else {}),
         preset=options.preset,
         reward_s=options.reward_s,
+        turns=Turns(turns=options.turns, given_tokens=options.given_tokens, environment_s=options.environment_s),
+        sessions=options.sessions,
         seeds=options.seeds,
         events=options.events,
     )

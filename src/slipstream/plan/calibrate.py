@@ -28,6 +28,7 @@ from slipstream.plan.fits import Fit, Pieces, RunProcesses, cores_of, fit, fit_b
 from slipstream.plan.lengths import queued
 from slipstream.plan.recorded import RecordedRun, RecordedWorkload
 from slipstream.plan.simulated_run import Batch, Costs
+from slipstream.plan.turns import recorded_turns
 
 SLOT_ROWS = 8  # rows of the slot engine's decode steps, on a CPU, are a multiple of it (`generator/kv_cache.py`)
 LONG_CONTEXT = 128  # tokens of a sequence from which on the keys and values that a step reads count
@@ -293,7 +294,8 @@ def _of_generator(machine: RunProcesses, name: str, beside: float) -> dict[str, 
     run, slices = machine.run, machine.slices[name]
     start_s, end_s = run.loop_s
     busy, turns = _turns(slices)
-    sent = sum(1 for line in run.rollouts if line.replica == _replica(name) and start_s <= line.finished_s <= end_s)
+    own = [line for line in run.rollouts if line.replica == _replica(name) and start_s <= line.finished_s <= end_s]
+    sent = sum(max(1, len(recorded_turns(line))) for line in own)
     evaluated = sum(one.units for one in slices if one.state == "evaluate") / _mean_length(run)
     swaps = sum(1 for r in run.timelines[name] if isinstance(r, Instant) and r.name == "swapped" and r.args["version"])
     return {

@@ -25,7 +25,8 @@ from slipstream.core.training_sections import GROUP_RELATIVE
 from slipstream.core.types import CompletionFinished
 from slipstream.observe.accounting import RunAccounting, read_accounting
 from slipstream.observe.timeline import Record, process_files, read_timeline
-from slipstream.plan.simulated_run import GroupWork, RunOutcome
+from slipstream.plan.simulated_run import GroupWork, RunOutcome, Turn, for_environments
+from slipstream.plan.turns import recorded_turns
 
 NEARBY_STEPS = 2
 """Groups of so many steps before and after are of the same time of training: lengths change as a policy learns."""
@@ -44,6 +45,7 @@ class RecordedGroup(NamedTuple):
     lengths: tuple[int, ...]
     rewards: tuple[float | None, ...]
     has_signal: bool
+    turns: tuple[tuple[Turn, ...], ...] = ()  # of each completion, with an environment
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,7 @@ def measured(run: RecordedRun) -> RunOutcome:
     within = [line.event for line in run.events if start_s <= line.time_s <= end_s]
     generated = sum(event.num_tokens for event in within if isinstance(event, CompletionFinished))
     idle = {side: run.accounting.idle[side] for side in ("trainer", "generator")}
+    idle |= for_environments(run.accounting.accounting, end_s - start_s)
     return RunOutcome.of(run.num_steps, end_s - start_s, lags, generated, idle)
 
 
@@ -132,13 +135,19 @@ def groups_of(run: RecordedRun) -> list[RecordedGroup]:
                 ordinal=ordinal,
                 step=(ordinal - num_dropped) // run.config.groups_per_step,
                 prompt_chars=len(lines[0].prompt),
-                lengths=tuple(max(line.num_tokens, 1) for line in lines),
+                lengths=tuple(max(_num_sampled(line), 1) for line in lines),
                 rewards=tuple(line.reward for line in lines),
                 has_signal=not is_dropped,
+                turns=() if lines[0].episode is None else tuple(map(recorded_turns, lines)),
             )
         )
         num_dropped += is_dropped
     return groups
+
+
+def _num_sampled(line: RolloutLine) -> int:
+    turns = recorded_turns(line)
+    return sum(turn.sampled for turn in turns) if turns else line.num_tokens
 
 
 def learning_exponent(runs: Sequence[RecordedRun]) -> float:
@@ -214,20 +223,24 @@ class RecordedWorkload:
 
     def group(self, ordinal: int, step: int) -> GroupWork:
         if (same := self._same.get(ordinal)) is not None:
-            return self._work(same, same.lengths, same.has_signal)
+            return self._work(same, range(len(same.lengths)), same.has_signal)
         rng = np.random.default_rng((self._seed, ordinal))
         group, samples = self._drawn(rng, step), self._samples
         recorded = len(group.lengths)
         if recorded == samples:
-            return self._work(group, group.lengths, group.has_signal)
+            return self._work(group, range(recorded), group.has_signal)
         picks = rng.choice(recorded, samples, replace=samples > recorded)
         has_signal = not self._compares or len({group.rewards[pick] for pick in picks}) > 1
-        return self._work(group, tuple(group.lengths[pick] for pick in picks), has_signal)
+        return self._work(group, picks.tolist(), has_signal)
 
     def held_out(self, version: int) -> Sequence[GroupWork]:
         rng = np.random.default_rng((self._seed, 1 << 40, version))
         drawn = [self._drawn(rng, version) for _ in range(self._num_held_out)]
-        return [self._work(group, (int(rng.choice(group.lengths)),), True) for group in drawn]
+        per_char = self._per_char
+        return [
+            GroupWork(max(1, round(group.prompt_chars * per_char)), (int(rng.choice(group.lengths)),))
+            for group in drawn
+        ]
 
     def _drawn(self, rng: np.random.Generator, step: int) -> RecordedGroup:
         nearby = self.nearby(step)
@@ -241,5 +254,10 @@ class RecordedWorkload:
             reach *= 2
         return found
 
-    def _work(self, group: RecordedGroup, lengths: tuple[int, ...], has_signal: bool) -> GroupWork:
-        return GroupWork(max(1, round(group.prompt_chars * self._per_char)), lengths, has_signal)
+    def _work(self, group: RecordedGroup, picks: Sequence[int], has_signal: bool) -> GroupWork:
+        return GroupWork(
+            max(1, round(group.prompt_chars * self._per_char)),
+            tuple(group.lengths[pick] for pick in picks),
+            has_signal,
+            tuple(group.turns[pick] for pick in picks) if group.turns else (),
+        )

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.core.types import Swapped
 from slipstream.plan.event_loop import CoreJob, Cores, EventLoop
-from slipstream.plan.simulated_run import Costs, GroupWork, SimulatedSetup
+from slipstream.plan.simulated_run import Costs, GroupWork, SimulatedSetup, Turn
 
 if TYPE_CHECKING:
     from slipstream.plan.simulator import Simulation
@@ -58,26 +58,42 @@ class Account:
 
 
 class SimulatedRow:
-    """A completion of `length` tokens, of which `done` were sampled (`spans`) before it got into the row it is in."""
+    """A completion of `length` tokens, of which `done` were sampled (`spans`) before it got into the row it is in.
 
-    __slots__ = ("done", "kv_version", "length", "ordinal", "prompt_tokens", "sample", "spans", "start_step")
+    Of an episode `length` is that at the end of its turn, the first of `turns`, which are those that are not over;
+    `done` has what environments gave, too, `given` in all.
+    """
 
-    def __init__(self, ordinal: int, sample: int, prompt_tokens: int, length: int) -> None:
-        self.ordinal, self.sample, self.prompt_tokens, self.length = ordinal, sample, prompt_tokens, length
-        self.done = self.start_step = self.kv_version = 0
+    __slots__ = (
+        *("done", "given", "kv_version", "length", "ordinal", "prompt_tokens", "sample", "spans", "start_step"),
+        "turns",
+    )
+
+    def __init__(self, ordinal: int, sample: int, prompt_tokens: int, length: int, turns: Sequence[Turn] = ()) -> None:
+        self.ordinal, self.sample, self.prompt_tokens = ordinal, sample, prompt_tokens
+        self.length = turns[0].sampled if turns else length
+        self.done = self.given = self.start_step = self.kv_version = 0
         self.spans: Spans = []
+        self.turns = deque(turns)
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that were sampled before the row it is in."""
+        return self.done - self.given
 
 
 class WaitingRows:
     """Completions that wait for a row behind one prefix of `tokens` to prefill; `was_live`: they go on.
 
-    `is_open`: its turn to be stored has come.
+    `is_open`: its turn to be stored has come. `is_again`: what is prefilled was prefilled before.
     """
 
-    __slots__ = ("is_open", "num_stored", "rows", "tokens", "was_live")
+    __slots__ = ("is_again", "is_open", "num_stored", "rows", "tokens", "was_live")
 
-    def __init__(self, tokens: int, rows: Sequence[SimulatedRow], *, was_live: bool = False) -> None:
-        self.tokens, self.rows, self.was_live = tokens, deque(rows), was_live
+    def __init__(
+        self, tokens: int, rows: Sequence[SimulatedRow], *, was_live: bool = False, is_again: bool = False
+    ) -> None:
+        self.tokens, self.rows, self.was_live, self.is_again = tokens, deque(rows), was_live, is_again
         self.num_stored, self.is_open = 0, False
 
     @property
@@ -87,7 +103,11 @@ class WaitingRows:
 
 def group_of(ordinal: int, work: GroupWork) -> WaitingRows:
     """Return the completions of a group, which wait for their prompt to be prefilled."""
-    rows = [SimulatedRow(ordinal, sample, work.prompt_tokens, length) for sample, length in enumerate(work.lengths)]
+    turns = work.turns or ((),) * len(work.lengths)
+    rows = [
+        SimulatedRow(ordinal, sample, work.prompt_tokens, length, turns[sample])
+        for sample, length in enumerate(work.lengths)
+    ]
     return WaitingRows(work.prompt_tokens - 1, rows)  # the last token is the first that a row decodes
 
 
@@ -199,10 +219,18 @@ class SimulatedEngine:
             if row.done == 1 and row.ordinal in by_prompt:  # all that is to be stored of it is the prompt
                 by_prompt[row.ordinal].rows.append(row)
                 continue
-            entries.append(WaitingRows(row.prompt_tokens + row.done - 1, [row], was_live=was_live))
+            entries.append(WaitingRows(row.prompt_tokens + row.done - 1, [row], was_live=was_live, is_again=True))
             if row.done == 1:
                 by_prompt[row.ordinal] = entries[-1]
         self.waiting.extendleft(reversed(entries))
+
+    def go_on(self, entries: Sequence[WaitingRows]) -> None:
+        """Queue the next turns of episodes before everything that has not started; their keys were kept."""
+        place = next((i for i, one in enumerate(self.waiting) if not one.was_live), len(self.waiting))
+        for entry in entries:
+            self.waiting.insert(place, entry)
+            self.num_left += len(entry.rows)
+            place += 1
 
     def set_version(self, version: int) -> None:
         """Forget the keys and values of prompts: they are those of older weights."""
@@ -226,7 +254,7 @@ class SimulatedEngine:
                 budget -= chunk
                 if budget >= 0 or not any(tokens.values()):
                     entry.num_stored += chunk
-                    state = "re_prefill" if entry.rows[0].done else "prefill"
+                    state = "re_prefill" if entry.is_again else "prefill"
                     tokens[state] += _round_up(chunk, self.setup.row_multiple)
             if entry.is_stored:
                 num_ready += len(entry.rows)
@@ -269,7 +297,8 @@ class Replica:
 
     A version is `offered` until it is staged, `staging` meanwhile, `staged` until that is noticed, and `pending` until
     it is swapped in. `swap_steps` are the engine's steps at which `swap_versions` began. `num_evaluated` completions
-    end with the evaluation step under way.
+    end with the evaluation step under way. `away` are the episodes whose environment works, `answered` the turns that
+    may begin.
     """
 
     def __init__(self, simulation: Simulation, index: int, device: Cores) -> None:
@@ -279,6 +308,8 @@ class Replica:
         self.account = Account(simulation.loop, "wait_trainer")
         self.swap_steps, self.swap_versions = [0], [0]
         self.inbox: list[WaitingRows] = []
+        self.answered: list[WaitingRows] = []
+        self.away: set[SimulatedRow] = set()
         self.evaluations: deque[SimulatedEngine] = deque()
         self.offered: int | None = None
         self.staging: int | None = None
@@ -324,6 +355,9 @@ class Replica:
             self.has_news = False
             self.engine.waiting.extend(self.inbox)
             self.inbox.clear()
+            if self.answered:
+                self.engine.go_on(self.answered)
+                self.answered.clear()
             ahead: dict[str, float] = {}
             self._poll_weights()
             self._swap(ahead)
@@ -352,7 +386,9 @@ class Replica:
 
     @property
     def _idle_state(self) -> str:
-        return "wait_trainer" if self.staging is None else "stage"
+        if self.staging is not None:
+            return "stage"
+        return "wait_environment" if self.away else "wait_trainer"
 
     def _limited(self, steps: int) -> int:
         """Return how many of `steps` pass before the loop has something else to do."""
@@ -385,9 +421,37 @@ class Replica:
         if self.num_evaluated:
             self.simulation.score([None] * self.num_evaluated)
             self.num_evaluated = 0
-        if finished:
-            self.simulation.finished(self.index, [(row, self._spans(row)) for row in finished])
+        if over := [row for row in finished if not row.turns]:
+            self.simulation.finished(self.index, [(row, self._spans(row)) for row in over])
+        if len(over) < len(finished):
+            self._ask([row for row in finished if row.turns])
         self.turn()
+
+    def _ask(self, rows: Sequence[SimulatedRow]) -> None:
+        """Let the environments answer the turns that have ended; what they say at one moment comes together."""
+        together: dict[float, list[tuple[SimulatedRow, int]]] = {}
+        for row in rows:
+            turn = row.turns.popleft()
+            row.spans, row.done = self._spans(row), row.length
+            together.setdefault(turn.environment_s, []).append((row, turn.given))
+        self.away.update(rows)
+        for seconds, answers in together.items():
+            self.simulation.later(seconds, partial(self._answered, answers))
+
+    def _answered(self, answers: Sequence[tuple[SimulatedRow, int]]) -> None:
+        over = []
+        for row, given in answers:
+            self.away.discard(row)
+            row.given += given
+            row.done = row.length = row.length + given
+            if row.turns:
+                row.length += row.turns[0].sampled
+                self.answered.append(WaitingRows(given, [row], was_live=True))
+            else:
+                over.append((row, row.spans))
+        if over:
+            self.simulation.finished(self.index, over)
+        self.wake()
 
     def spend(self) -> None:
         """Put the time so far of what is under way into the account."""
@@ -409,8 +473,10 @@ class Replica:
         if self.job is not None:
             done = min(self.stretch.steps, self._steps_done(self.job))
         self.simulation.result.generated_tokens += done * len(engine.live)
-        live = sum(row.done + engine.steps + done - row.start_step for _, _, row in engine.live)
-        return live + sum(row.done for entry in engine.waiting for row in entry.rows)
+        live = sum(row.num_sampled + engine.steps + done - row.start_step for _, _, row in engine.live)
+        queues = (engine.waiting, self.answered)
+        waiting = sum(row.num_sampled for queue in queues for entry in queue for row in entry.rows)
+        return live + waiting + sum(row.num_sampled for row in self.away)
 
     def _poll_weights(self) -> None:
         """Notice a finished transfer; else stage the newest offer, before which a pending version gives way."""
@@ -428,11 +494,11 @@ class Replica:
     def _swap(self, ahead: dict[str, float]) -> None:
         engine = self.engine
         if self.pending is None:
-            if engine.is_paused and not engine.num_live:
+            if engine.is_paused and not engine.num_live and not self.away:
                 self._resume()
             return
         resumed: list[SimulatedRow] = []
-        if self.setup.weight_update == "between_batches" and engine.num_live:
+        if self.setup.weight_update == "between_batches" and (engine.num_live or self.away):
             engine.is_paused = True
             limit = self.setup.segment_tokens
             if limit is None or self.drain_steps < limit:

@@ -10,13 +10,33 @@ from typing import Literal, NamedTuple, Protocol
 from slipstream.observe.states import idle_share
 from slipstream.plan.event_loop import BACKGROUND_SHARE
 
+FOR_ENVIRONMENTS = "generator for environments"
+"""The part of the generators' idle share in which they wait for environments, in `RunOutcome.idle`."""
+
+
+class Turn(NamedTuple):
+    """A turn of an episode: tokens that are sampled, and those that its environment gives, `environment_s` later."""
+
+    sampled: int
+    given: int = 0
+    environment_s: float = 0.0
+
 
 class GroupWork(NamedTuple):
-    """The work of one prompt: its tokens, those of each completion, and whether their rewards differ."""
+    """The work of one prompt: its tokens, the sampled ones of each completion, and whether their rewards differ.
+
+    `turns`: of each completion, where it is an episode with an environment.
+    """
 
     prompt_tokens: int
     lengths: tuple[int, ...]
     has_signal: bool = True
+    turns: tuple[tuple[Turn, ...], ...] = ()
+
+    @property
+    def given_tokens(self) -> int:
+        """Tokens behind the prompt that were not sampled."""
+        return sum(turn.given for episode in self.turns for turn in episode)
 
 
 class SimulatedWorkload(Protocol):
@@ -53,6 +73,7 @@ class Batch(NamedTuple):
     completions: int
     prompt_tokens: int  # each prompt counted once
     completion_tokens: int
+    given_tokens: int = 0  # of these, by environments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,4 +207,17 @@ class Simulated:
         idle = {name: idle_share(states) for name, states in self.accounting.items()}
         replicas = [share for name, share in idle.items() if name.startswith("generator")]
         sides = {"trainer": idle["trainer"], "generator": sum(replicas) / len(replicas)}
+        sides |= for_environments(self.accounting, self.wall_s)
         return RunOutcome.of(len(self.timed), self.wall_s, self.lags, self.generated_tokens, sides)
+
+
+def for_environments(accounting: Mapping[str, Mapping[str, float]], wall_s: float) -> dict[str, float]:
+    """Return the share of `wall_s` in which the mean replica waits for environments; nothing where none does.
+
+    `accounting` has the seconds of each process by state.
+    """
+    replicas = [states for name, states in accounting.items() if name.startswith("generator")]
+    if not any("wait_environment" in states for states in replicas):
+        return {}
+    waited_s = sum(states.get("wait_environment", 0.0) for states in replicas)
+    return {FOR_ENVIRONMENTS: waited_s / len(replicas) / max(wall_s, 1e-9)}

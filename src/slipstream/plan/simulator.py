@@ -327,7 +327,14 @@ class Simulation:
             for version, count in self._tokens.pop(ordinal).items():
                 self.result.lags[command.step - version] += count
                 total += count
-        batch = Batch(len(works), sum(len(w.lengths) for w in works), sum(w.prompt_tokens for w in works), total)
+        given = sum(work.given_tokens for work in works)
+        batch = Batch(
+            groups=len(works),
+            completions=sum(len(work.lengths) for work in works),
+            prompt_tokens=sum(work.prompt_tokens for work in works),
+            completion_tokens=total + given,
+            given_tokens=given,
+        )
         self._begun[command.step] = (command.ordinals, self.loop.time_s, batch)
         return batch
 

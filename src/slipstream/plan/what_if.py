@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -20,7 +20,8 @@ from rich.console import Console
 from rich.table import Table
 
 from slipstream.controller.placement import place
-from slipstream.controller.policies import schedule_for
+from slipstream.controller.policies import make_policy, schedule_for
+from slipstream.controller.schedule import SchedulingPolicy
 from slipstream.core.config import PRESETS, RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.fields import MAX_WAIT_S
@@ -29,14 +30,15 @@ from slipstream.core.recipes import merge, nested, resolve
 from slipstream.generator.vllm.settings import check_settings
 from slipstream.plan.calibrate import Calibration, calibrate, generator_dials, row_multiple
 from slipstream.plan.recorded import RecordedRun, measured, read_run
-from slipstream.plan.simulated_run import RunOutcome, SimulatedSetup
+from slipstream.plan.simulated_run import FOR_ENVIRONMENTS, RunOutcome, SimulatedSetup, SimulatedWorkload
 from slipstream.plan.simulator import simulate
+from slipstream.plan.turns import Turns, WithTurns
 
 SEEDS, MAX_SEEDS = 3, 1000  # simulations of each run, whose mean is returned
 _DIALS = {
     "": "steps groups_per_step completions_per_group max_staleness weight_update publish_every reorder_window",
     "schedule.": "policy staleness_threshold queue_groups",
-    "generator.": "replicas num_slots segment_tokens kv_on_update max_kv_age prefill_tokens prefill_chunk",
+    "generator.": "replicas num_slots sessions segment_tokens kv_on_update max_kv_age prefill_tokens prefill_chunk",
     "rewards.": "num_workers",
     "loss.": "skip_no_signal",
     "trainer.": "minibatches epochs microbatch_tokens checkpoint_every",
@@ -58,14 +60,16 @@ class WhatIf:
     measured: RunOutcome
     as_it_was: RunOutcome
     changed: RunOutcome
+    turns: Turns = field(default_factory=Turns)
 
     @property
     def is_changed(self) -> bool:
-        return bool(self.overrides) or self.reward_s is not None
+        return bool(self.overrides) or self.reward_s is not None or self.turns.is_set
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything in JSON types."""
-        return asdict(self) | {"run": str(self.run)}
+        """Return everything in JSON types; `turns` only where they are others than the run's."""
+        found = asdict(self) | {"run": str(self.run)}
+        return found if self.turns.is_set else {name: value for name, value in found.items() if name != "turns"}
 
 
 def what_if(
@@ -74,15 +78,18 @@ def what_if(
     *,
     preset: str | None = None,
     reward_s: float | None = None,
+    turns: Turns = Turns(),
+    sessions: int | None = None,
     seeds: int = SEEDS,
     events: Path | None = None,
 ) -> WhatIf:
     """Simulate `run` with `overrides` of its configuration (nested tables, or keys with dots).
 
-    `reward_s`: seconds that the reward takes for each completion, in place of what it took. With several runs of one
-    model and machine the first is the one that is changed, and all of them say how long things take. `events` is for
-    the decisions of the changed run, in the format of `events.jsonl`. ConfigError for what is no finished run, and for
-    overrides that the files say nothing about.
+    `reward_s`: seconds that the reward takes for each completion, in place of what it took. `turns`: those of the
+    episodes, in place of the run's, which may have had none; `sessions`: episodes that a replica has open. With several
+    runs of one model and machine the first is the one that is changed, and all of them say how long things take.
+    `events` is for the decisions of the changed run, in the format of `events.jsonl`. ConfigError for what is no
+    finished run, and for overrides that the files say nothing about.
     """
     if preset is not None and preset not in PRESETS:
         raise ConfigError("there is no such preset", got=preset, allowed=", ".join(PRESETS))
@@ -106,7 +113,10 @@ def what_if(
         reward_s=reward_s,
         measured=measured(runs[0]),
         as_it_was=predict(calibration, config, seeds=seeds),
-        changed=predict(calibration, changed, reward_s=reward_s, seeds=seeds, events=events),
+        changed=predict(
+            calibration, changed, reward_s=reward_s, turns=turns, sessions=sessions, seeds=seeds, events=events
+        ),
+        turns=turns,
     )
 
 
@@ -135,6 +145,8 @@ def predict(
     config: RunConfig,
     *,
     reward_s: float | None = None,
+    turns: Turns = Turns(),
+    sessions: int | None = None,
     seeds: int = SEEDS,
     events: Path | None = None,
 ) -> RunOutcome:
@@ -145,9 +157,19 @@ def predict(
     outcomes = []
     for seed in range(seeds):
         setup, log = setup_of(config, calibration), None if seed else events
-        groups = calibration.workload(config, seed)
-        outcomes.append(simulate(schedule_for(config), setup, groups, costs, seed=seed, events=log).outcome)
+        groups: SimulatedWorkload = calibration.workload(config, seed)
+        groups = WithTurns(groups, turns, seed) if turns.is_set else groups
+        outcomes.append(simulate(_policy(config, sessions), setup, groups, costs, seed=seed, events=log).outcome)
     return mean_outcome(outcomes)
+
+
+def _policy(config: RunConfig, sessions: int | None) -> SchedulingPolicy:
+    """Return the schedule of a run with room for `sessions` completions on a replica, None: for its own number."""
+    policy = schedule_for(config)
+    if sessions is None:
+        return policy
+    group = config.samples_per_group
+    return make_policy(config.schedule.policy, replace(policy.config, capacity=max(sessions, group) + group))
 
 
 def setup_of(config: RunConfig, calibration: Calibration) -> SimulatedSetup:
@@ -179,7 +201,7 @@ def mean_outcome(outcomes: Sequence[RunOutcome]) -> RunOutcome:
     return replace(
         outcomes[0],
         **dict[str, Any]((name, fmean(getattr(one, name) for one in outcomes)) for name in rates),
-        idle={side: fmean(one.idle[side] for one in outcomes) for side in outcomes[0].idle},
+        idle={side: fmean(one.idle.get(side, 0.0) for one in outcomes) for side in outcomes[0].idle},
         staleness_max=max(one.staleness_max for one in outcomes),
         staleness={lag: round(lags[lag] / len(outcomes)) for lag in sorted(lags)},
     )
@@ -195,6 +217,12 @@ ROWS: tuple[tuple[str, Callable[[RunOutcome], str]], ...] = (
     ("staleness, most", lambda outcome: f"{outcome.staleness_max} steps"),
 )
 
+AFTER_GENERATORS = 5
+
+
+def _for_environments(outcome: RunOutcome) -> str:
+    return f"{outcome.idle.get(FOR_ENVIRONMENTS, 0.0):.1%}"
+
 
 def show(found: WhatIf, console: Console) -> None:
     """Print the table, the histograms of staleness, and a verdict."""
@@ -205,11 +233,15 @@ def show(found: WhatIf, console: Console) -> None:
     if found.is_changed:
         words = [f"{name} = {value}" for name, value in _flat(found.overrides).items()]
         words += [] if found.reward_s is None else [f"reward = {found.reward_s:g} s a completion"]
+        words += [f"{name} = {value:g}" for name, value in asdict(found.turns).items() if value is not None]
         console.print(f"what if: {', '.join(words)}", highlight=False, soft_wrap=True, markup=False)
     table = Table("", *columns, show_edge=False)
     for column in table.columns[1:]:
         column.justify = "right"
-    for name, text in ROWS:
+    rows = ROWS
+    if any(FOR_ENVIRONMENTS in outcome.idle for outcome in columns.values()):
+        rows = (*ROWS[:AFTER_GENERATORS], ("for environments", _for_environments), *ROWS[AFTER_GENERATORS:])
+    for name, text in rows:
         table.add_row(name, *(text(outcome) for outcome in columns.values()))
     for lag in sorted({lag for outcome in columns.values() for lag in outcome.staleness}):
         table.add_row(f"tokens {lag} stale", *(_share(outcome, lag) for outcome in columns.values()))
