@@ -16,6 +16,7 @@ from slipstream.controller.pipeline import Node, Pipeline, RunInput, gather, sca
 from slipstream.controller.placement import num_cores, place
 from slipstream.core.channel_spec import MAX_MESSAGE_BYTES, ChannelSpec
 from slipstream.core.config import RunConfig
+from slipstream.core.environment_section import ENVIRONMENT
 from slipstream.core.errors import ConfigError
 from slipstream.core.executor import Executor
 from slipstream.core.sections import RewardTerm
@@ -26,7 +27,7 @@ from slipstream.generator.episodes import ENVIRONMENTS
 from slipstream.generator.executor import Generator
 from slipstream.models.build import build_tokenizer
 from slipstream.prompts import PromptSet, build_prompts, demonstrations, task_table
-from slipstream.rewards.executor import ENVIRONMENT, Rewards
+from slipstream.rewards.executor import Rewards
 from slipstream.rewards.given import Functions
 from slipstream.rewards.model_executor import RewardModels
 from slipstream.trainer.executor import Trainer

@@ -12,6 +12,8 @@ from slipstream.core.fields import Count, FilePath, NonNegative, Number, Positiv
 if TYPE_CHECKING:
     from slipstream.core.config import RunConfig
 
+ENVIRONMENT = "environment"
+"""Name of the part of a reward that is the environment's own."""
 ToolFormat = Literal["auto", "hermes", "llama3", "smollm", "json_tags"]
 """The way in which a model writes a call of a tool (`environments/tool_calls.py`)."""
 

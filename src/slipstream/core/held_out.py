@@ -9,6 +9,7 @@ from statistics import stdev
 from typing import Any, Protocol
 
 from slipstream.core.config import RunConfig
+from slipstream.core.environment_section import ENVIRONMENT
 from slipstream.core.errors import ConfigError, did_you_mean
 
 RIGHT_FROM = 1 - 1e-6
@@ -95,8 +96,9 @@ def in_metrics(line: Mapping[str, Any], prefix: str) -> Measured | None:
 
 
 def check_measure(config: RunConfig) -> None:
-    """Raise ConfigError for an `eval.measure` that names no term of the reward."""
-    measure, names = config.eval.measure, config.rewards.part_names
+    """Raise ConfigError for an `eval.measure` that names no part of the reward."""
+    measure = config.eval.measure
+    names = [*config.rewards.part_names, *([ENVIRONMENT] if config.environment.is_set else [])]
     if measure is None or measure in names:
         return
     raise ConfigError(

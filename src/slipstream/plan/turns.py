@@ -16,7 +16,7 @@ import numpy as np
 from slipstream.core.errors import ConfigError
 from slipstream.core.fields import MAX_WAIT_S
 from slipstream.core.run_log import RolloutLine
-from slipstream.plan.simulated_run import GroupWork, SimulatedWorkload, SimulatedTurn
+from slipstream.plan.simulated_run import GroupWork, SimulatedTurn, SimulatedWorkload
 
 SIGMA = 1.0
 """Standard deviation of the logarithm of an answer's seconds."""

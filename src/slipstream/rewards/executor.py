@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+from slipstream.core.environment_section import ENVIRONMENT
 from slipstream.core.executor import Context, Executor
 from slipstream.core.sections import RewardsConfig, RewardTerm, TaskConfig
 from slipstream.core.service_messages import Counters, EvalScored, Noted, Ready
@@ -20,8 +21,6 @@ _MAX_PENDING = 1024  # completions taken from the channel and not yet scored; be
 _MAX_TOGETHER = 64  # completions that are vetted at once, before their calls are counted
 _COUNTERS_EVERY_S = 1.0
 _MAX_NOTES = 8  # failures that are shown at once, each the first of its kind
-ENVIRONMENT = "environment"
-"""Name of the part that is the environment's own reward."""
 
 
 class Rewards(Executor):
