@@ -13,7 +13,17 @@ from hypothesis import strategies as st
 from slipstream.controller.policies import make_policy
 from slipstream.core.errors import ConfigError
 from slipstream.core.run_log import EpisodeLine, RolloutLine, ScheduleConfig
-from slipstream.plan.simulated_run import FOR_ENVIRONMENTS, Costs, GroupWork, MadeUp, Simulated, SimulatedSetup, Turn
+from slipstream.plan.answer import answer
+from slipstream.plan.question import question_of
+from slipstream.plan.simulated_run import (
+    FOR_ENVIRONMENTS,
+    Costs,
+    GroupWork,
+    MadeUp,
+    Simulated,
+    SimulatedSetup,
+    SimulatedTurn,
+)
 from slipstream.plan.simulator import simulate
 from slipstream.plan.turns import MOST, Turns, WithTurns, recorded_turns
 
@@ -26,7 +36,7 @@ IN_TURN = SimulatedSetup(slots=P * G, weight_update="between_batches")
 class Fixed:
     """The same episodes in every group."""
 
-    def __init__(self, *turns: Turn) -> None:
+    def __init__(self, *turns: SimulatedTurn) -> None:
         self.turns = turns
 
     def group(self, ordinal: int, step: int) -> GroupWork:
@@ -44,7 +54,7 @@ def run(work, costs: Costs = COSTS, setup: SimulatedSetup = IN_TURN, *, sessions
 
 
 def test_in_turns_every_answer_is_waited_for():
-    found = run(Fixed(Turn(4, 3, 0.5), Turn(2, 5, 0.25), Turn(6, 0, 1.0)))
+    found = run(Fixed(SimulatedTurn(4, 3, 0.5), SimulatedTurn(2, 5, 0.25), SimulatedTurn(6, 0, 1.0)))
     step_s = LENGTH * DECODE_S + (0.5 + 0.25 + 1.0) + TRAIN_S
     assert found.wall_s == pytest.approx(6 * step_s)
     assert found.accounting["generator-0"]["wait_environment"] == pytest.approx(6 * 1.75)
@@ -57,7 +67,9 @@ def test_in_turns_every_answer_is_waited_for():
 
 def test_only_given_tokens_are_prefilled_at_a_turn():
     costs = replace(COSTS, prefill=lambda _, tokens, __: tokens * PREFILL_S)
-    found = run(Fixed(Turn(4, 3, 0.5), Turn(8, 0, 0.0)), costs, replace(IN_TURN, prefill_tokens=10**6))
+    found = run(
+        Fixed(SimulatedTurn(4, 3, 0.5), SimulatedTurn(8, 0, 0.0)), costs, replace(IN_TURN, prefill_tokens=10**6)
+    )
     states = found.accounting["generator-0"]
     assert states["prefill"] == pytest.approx(6 * P * G * 3 * PREFILL_S), "a prompt of one token needs none"
     assert "re_prefill" not in states
@@ -66,7 +78,7 @@ def test_only_given_tokens_are_prefilled_at_a_turn():
 def test_sessions_hide_the_environment():
     """Two rows are busy for 2.4 s with four episodes, of which each takes 3.2 s; with many there is always one to go
     on with."""
-    work = Fixed(Turn(6, 0, 1.0), Turn(6, 0, 1.0))
+    work = Fixed(SimulatedTurn(6, 0, 1.0), SimulatedTurn(6, 0, 1.0))
     setup = SimulatedSetup(slots=2)
     costs = replace(COSTS, train=lambda _: {"forward_backward": 0.1})
     dials = {"max_staleness": 3, "steps": 40}
@@ -78,7 +90,7 @@ def test_sessions_hide_the_environment():
 
 def test_between_batches_a_version_waits_for_episodes_that_have_begun():
     """No episode spans two versions, though its environment works while the version is there."""
-    work = Fixed(Turn(6, 1, 2.0), Turn(6, 0, 2.0))
+    work = Fixed(SimulatedTurn(6, 1, 2.0), SimulatedTurn(6, 0, 2.0))
     found = run(work, setup=replace(IN_TURN, slots=3), max_staleness=2, steps=20, sessions=12)
     assert found.generated_tokens == found.left_tokens + sum(found.lags.values())
     for states in found.accounting.values():
@@ -122,7 +134,7 @@ def test_one_turn_whose_environment_says_nothing_at_once_changes_nothing():
 @given(length=st.integers(1, 500), turns=st.floats(1.0, 40.0), seed=st.integers(0, 9))
 def test_turns_share_a_completion_out(length, turns, seed):
     shape = Turns(turns=turns, given_tokens=7, environment_s=2.0)
-    found = shape.episode([Turn(length)], np.random.default_rng(seed))
+    found = shape.episode([SimulatedTurn(length)], np.random.default_rng(seed))
     assert sum(turn.sampled for turn in found) == length
     assert len(found) in {min(length, int(turns)), min(length, int(turns) + 1)}
     assert max(turn.sampled for turn in found) - min(turn.sampled for turn in found) <= 1
@@ -132,15 +144,15 @@ def test_turns_share_a_completion_out(length, turns, seed):
 
 def test_the_mean_of_an_answer_and_of_the_turns_is_what_was_asked_for():
     shape, rng = Turns(turns=3.25, environment_s=2.0), np.random.default_rng(0)
-    episodes = [shape.episode([Turn(100)], rng) for _ in range(20_000)]
+    episodes = [shape.episode([SimulatedTurn(100)], rng) for _ in range(20_000)]
     assert np.mean([len(one) for one in episodes]) == pytest.approx(3.25, abs=0.02)
     assert np.mean([turn.environment_s for one in episodes for turn in one]) == pytest.approx(2.0, rel=0.03)
 
 
 def test_what_is_not_named_stays_as_recorded():
-    recorded, rng = (Turn(5, 2, 1.0), Turn(7, 0, 3.0)), np.random.default_rng(0)
+    recorded, rng = (SimulatedTurn(5, 2, 1.0), SimulatedTurn(7, 0, 3.0)), np.random.default_rng(0)
     assert Turns().episode(recorded, rng) == recorded
-    assert Turns(given_tokens=9).episode(recorded, rng) == (Turn(5, 9, 1.0), Turn(7, 0, 3.0))
+    assert Turns(given_tokens=9).episode(recorded, rng) == (SimulatedTurn(5, 9, 1.0), SimulatedTurn(7, 0, 3.0))
     split = Turns(turns=4.0).episode(recorded, rng)
     assert [turn.sampled for turn in split] == [3] * 4
     assert sum(turn.environment_s for turn in split) == pytest.approx(4.0)
@@ -162,7 +174,7 @@ def test_a_recorded_episode_has_its_turns():
     assert recorded_turns(LINE) == ()
     episode = EpisodeLine(messages=[], turns=3, turn_rewards=[], environment_s=6.0)
     found = recorded_turns(msgspec.structs.replace(LINE, episode=episode))
-    assert found == (Turn(6, 3, 2.0), Turn(6, 3, 2.0), Turn(2, 0, 2.0))
+    assert found == (SimulatedTurn(6, 3, 2.0), SimulatedTurn(6, 3, 2.0), SimulatedTurn(2, 0, 2.0))
 
 
 @pytest.mark.parametrize(
@@ -171,3 +183,19 @@ def test_a_recorded_episode_has_its_turns():
 def test_numbers_out_of_range_are_refused(wrong):
     with pytest.raises(ConfigError, match="out of range"):
         Turns(**wrong)
+
+
+def test_a_plan_of_episodes_has_their_environment_in_it():
+    lengths = {"prompt_tokens": 256.0, "completion_tokens": 512.0, "p99_tokens": 1024.0, "max_new_tokens": 2048}
+    sizes = {"groups_per_step": 16, "completions_per_group": 4, "max_staleness": 2, "rows": 1}
+    asked = question_of(model="llama-3.1-8b", gpus=8, gpu="h100", **lengths, **sizes)
+    slow = replace(asked, turns=4.0, given_tokens=100, environment_s=5.0)
+    plain, waiting, served = (answer(one) for one in (asked, slow, replace(slow, sessions=4096)))
+    assert "turns" not in plain.to_dict()
+    assert FOR_ENVIRONMENTS not in plain.plan.rows[0].rehearsed.idle
+    assert waiting.plan.synchronous is not None
+    assert plain.plan.synchronous is not None
+    assert waiting.plan.synchronous.seconds > plain.plan.synchronous.seconds + 4 * 5.0
+    assert waiting.plan.rows[0].rehearsed.step_s > plain.plan.rows[0].rehearsed.step_s
+    assert served.plan.rows[0].rehearsed.step_s <= waiting.plan.rows[0].rehearsed.step_s * 1.01
+    assert waiting.to_dict()["turns"] == {"turns": 4.0, "given_tokens": 100, "environment_s": 5.0}

@@ -25,7 +25,7 @@ from slipstream.core.training_sections import GROUP_RELATIVE
 from slipstream.core.types import CompletionFinished
 from slipstream.observe.accounting import RunAccounting, read_accounting
 from slipstream.observe.timeline import Record, process_files, read_timeline
-from slipstream.plan.simulated_run import GroupWork, RunOutcome, Turn, for_environments
+from slipstream.plan.simulated_run import GroupWork, RunOutcome, SimulatedTurn, for_environments
 from slipstream.plan.turns import recorded_turns
 
 NEARBY_STEPS = 2
@@ -45,7 +45,7 @@ class RecordedGroup(NamedTuple):
     lengths: tuple[int, ...]
     rewards: tuple[float | None, ...]
     has_signal: bool
-    turns: tuple[tuple[Turn, ...], ...] = ()  # of each completion, with an environment
+    turns: tuple[tuple[SimulatedTurn, ...], ...] = ()  # of each completion, with an environment
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.core.types import Swapped
 from slipstream.plan.event_loop import CoreJob, Cores, EventLoop
-from slipstream.plan.simulated_run import Costs, GroupWork, SimulatedSetup, Turn
+from slipstream.plan.simulated_run import Costs, GroupWork, SimulatedSetup, SimulatedTurn
 
 if TYPE_CHECKING:
     from slipstream.plan.simulator import Simulation
@@ -69,7 +69,9 @@ class SimulatedRow:
         "turns",
     )
 
-    def __init__(self, ordinal: int, sample: int, prompt_tokens: int, length: int, turns: Sequence[Turn] = ()) -> None:
+    def __init__(
+        self, ordinal: int, sample: int, prompt_tokens: int, length: int, turns: Sequence[SimulatedTurn] = ()
+    ) -> None:
         self.ordinal, self.sample, self.prompt_tokens = ordinal, sample, prompt_tokens
         self.length = turns[0].sampled if turns else length
         self.done = self.given = self.start_step = self.kv_version = 0

@@ -14,7 +14,7 @@ FOR_ENVIRONMENTS = "generator for environments"
 """The part of the generators' idle share in which they wait for environments, in `RunOutcome.idle`."""
 
 
-class Turn(NamedTuple):
+class SimulatedTurn(NamedTuple):
     """A turn of an episode: tokens that are sampled, and those that its environment gives, `environment_s` later."""
 
     sampled: int
@@ -31,7 +31,7 @@ class GroupWork(NamedTuple):
     prompt_tokens: int
     lengths: tuple[int, ...]
     has_signal: bool = True
-    turns: tuple[tuple[Turn, ...], ...] = ()
+    turns: tuple[tuple[SimulatedTurn, ...], ...] = ()
 
     @property
     def given_tokens(self) -> int:

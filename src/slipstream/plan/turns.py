@@ -10,19 +10,22 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
 from slipstream.core.errors import ConfigError
 from slipstream.core.fields import MAX_WAIT_S
 from slipstream.core.run_log import RolloutLine
-from slipstream.plan.simulated_run import GroupWork, SimulatedWorkload, Turn
+from slipstream.plan.simulated_run import GroupWork, SimulatedTurn, SimulatedWorkload
 
 SIGMA = 1.0
 """Standard deviation of the logarithm of an answer's seconds."""
 MOST = 20.0
 """Longest answer, over the mean."""
-MAX_TURNS, MAX_GIVEN = 10_000, 2**20
+MAX_TURNS, MAX_GIVEN = 1000, 2**20
+MOST_DRAWN = 1024
+"""Episodes that are drawn to find the slowest of a step."""
 _STREAM = 1 << 41  # of random numbers that nothing else draws
 
 
@@ -56,14 +59,18 @@ class Turns:
         """Return the mean given tokens of an episode."""
         return ((self.turns or 1.0) - 1.0) * (self.given_tokens or 0)
 
-    def episode(self, recorded: Sequence[Turn], rng: np.random.Generator) -> tuple[Turn, ...]:
+    def slowest_s(self, count: int) -> float:
+        """Return about how long the environment of the slowest of `count` episodes works; a function of both."""
+        return _slowest_s(self, min(count, MOST_DRAWN)) if self.environment_s else 0.0
+
+    def episode(self, recorded: Sequence[SimulatedTurn], rng: np.random.Generator) -> tuple[SimulatedTurn, ...]:
         """Return an episode with as many sampled tokens as `recorded`; equal numbers in each turn, but for one."""
         found = list(recorded)
         if self.turns is not None:
             length, waited_s = sum(turn.sampled for turn in found), sum(turn.environment_s for turn in found)
             count = min(length, math.floor(self.turns + rng.random()))
             sizes = [len(part) for part in np.array_split(np.empty(length, dtype=bool), count)]
-            found = [Turn(size, 0, waited_s / count) for size in sizes]
+            found = [SimulatedTurn(size, 0, waited_s / count) for size in sizes]
         if self.given_tokens is not None:
             last = len(found) - 1
             found = [turn._replace(given=self.given_tokens if i < last else 0) for i, turn in enumerate(found)]
@@ -71,6 +78,15 @@ class Turns:
             drawn = np.minimum(rng.lognormal(-(SIGMA**2) / 2, SIGMA, len(found)), MOST) * self.environment_s
             found = [turn._replace(environment_s=float(s)) for turn, s in zip(found, drawn, strict=True)]
         return tuple(found)
+
+
+AS_RECORDED = Turns()
+
+
+@lru_cache(maxsize=64)
+def _slowest_s(turns: Turns, count: int) -> float:
+    rng, sample = np.random.default_rng(_STREAM), [SimulatedTurn(MAX_TURNS)]
+    return max(sum(turn.environment_s for turn in turns.episode(sample, rng)) for _ in range(count))
 
 
 @dataclass(frozen=True)
@@ -83,14 +99,14 @@ class WithTurns:
 
     def group(self, ordinal: int, step: int) -> GroupWork:
         work, rng = self.workload.group(ordinal, step), np.random.default_rng((self.seed, _STREAM, ordinal))
-        recorded = work.turns or tuple((Turn(length),) for length in work.lengths)
+        recorded = work.turns or tuple((SimulatedTurn(length),) for length in work.lengths)
         return work._replace(turns=tuple(self.turns.episode(each, rng) for each in recorded))
 
     def held_out(self, version: int) -> Sequence[GroupWork]:
         return self.workload.held_out(version)
 
 
-def recorded_turns(line: RolloutLine) -> tuple[Turn, ...]:
+def recorded_turns(line: RolloutLine) -> tuple[SimulatedTurn, ...]:
     """Return the turns of a recorded episode; () for a completion of one turn without an environment.
 
     `environment_s` of the line is that of the whole episode, and is dealt equally. Turns between which nothing was
@@ -108,4 +124,4 @@ def recorded_turns(line: RolloutLine) -> tuple[Turn, ...]:
     if not turns:  # the environment failed
         turns = [[1, 0]]
     each_s = line.episode.environment_s / len(turns)
-    return tuple(Turn(sampled, given, each_s) for sampled, given in turns)
+    return tuple(SimulatedTurn(sampled, given, each_s) for sampled, given in turns)
