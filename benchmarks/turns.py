@@ -5,9 +5,9 @@
     python benchmarks/turns.py --trl                                        # beside TRL, after make .venv-trl/installed
     python benchmarks/turns.py --quick                                      # all of it small, in a minute
 
-Runs: 4 turns of 32 tokens with 8 given tokens between them, a random model of 0.2 M parameters, 8 groups of 8 episodes
+Runs: 4 turns of 16 tokens with 8 given tokens between them, a random model of 0.2 M parameters, 8 groups of 8 episodes
 a step. An answer takes 0, 0.1 or 1 s on average with a heavy tail (`late_environment.py`). `sync` is the preset:
-staleness 0, a version waits for all episodes. `continuous` swaps in flight at `max_staleness` 4, with 8 rows that
+staleness 0, a version waits for all episodes. `continuous` swaps in flight at `max_staleness` 4, with 16 rows that
 decode and `generator.sessions` = 256 episodes that are open. Both train the same number of tokens a step; each runs
 once per round, the order rotating. Idle is every state of the generator in which it waits, from its own timeline; the
 table has medians over rounds. The ratio is of sampled tokens per second in one round.
@@ -54,7 +54,7 @@ MODES: dict[str, dict[str, Any]] = {
     "sync": {"max_staleness": 0, "weight_update": "between_batches"},
     "continuous": {"max_staleness": 4, "weight_update": "in_flight"},
 }
-WARM_UP = 3
+WARM_UP, LONGER = 3, 4
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ class Sizes:
     groups: int = 8
     completions: int = 8
     turns: int = 4
-    turn_tokens: int = 32
-    rows: int = 8
+    turn_tokens: int = 16
+    rows: int = 16
     sessions: int = 256
     hidden: int = 64
     layers: int = 4
@@ -137,12 +137,17 @@ def recipe_of(mode: str, mean_s: float, sizes: Sizes, *, steps: int) -> dict[str
 
 
 def measure(mode: str, mean_s: float, sizes: Sizes, folder: Path, *, steps: int) -> Measured:
-    """Run `WARM_UP + steps + k` steps in processes of their own; the last k, when generators run dry, do not count."""
+    """Run `steps` steps between a beginning and an end that do not count, in processes of their own.
+
+    With staleness k the first k + `WARM_UP` fill the generators, and while the last k are trained they run dry. Steps
+    are short then, and a slow episode holds up several: `LONGER` times as many count.
+    """
     out = Path(tempfile.mkdtemp(dir=folder, prefix=f"run-{mode}-"))
     tail = sizes.staleness if mode == "continuous" else 0
-    slipstream.run(recipe_of(mode, mean_s, sizes, steps=WARM_UP + steps + tail), out=out, display=False)
+    warm_up, steps = WARM_UP + tail, steps * (LONGER if tail else 1)
+    slipstream.run(recipe_of(mode, mean_s, sizes, steps=warm_up + steps + tail), out=out, display=False)
     ended = {line["step"]: line["wall_s"] for line in read_metrics(out / "metrics.jsonl") if "step_s" in line}
-    first, last = WARM_UP - 1, WARM_UP + steps - 1
+    first, last = warm_up - 1, warm_up + steps - 1
     seconds = ended[last] - ended[first]
     episodes = [line.episode for line in read_rollouts(out / "rollouts.jsonl") if line.episode is not None]
     shares = shares_of(out, first, last)

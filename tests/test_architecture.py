@@ -152,7 +152,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 67_000
+MAX_LINES = 67_100
 MAX_LINES_OF_SPINE = 1_745
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -175,7 +175,7 @@ MAX_LINES_OF_FOLDER = {
     "jobs": 500,
     "models": 5_270,
     "observe": 9_510,
-    "plan": 6_100,
+    "plan": 6_130,
     "prompts": 1_150,
     "rewards": 3_200,
     "stages": 2_320,

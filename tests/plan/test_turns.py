@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from slipstream.controller.policies import make_policy
 from slipstream.core.errors import ConfigError
 from slipstream.core.run_log import EpisodeLine, RolloutLine, ScheduleConfig
+from slipstream.plan.answer import answer
+from slipstream.plan.question import question_of
 from slipstream.plan.simulated_run import (
     FOR_ENVIRONMENTS,
     Costs,
@@ -181,3 +183,19 @@ def test_a_recorded_episode_has_its_turns():
 def test_numbers_out_of_range_are_refused(wrong):
     with pytest.raises(ConfigError, match="out of range"):
         Turns(**wrong)
+
+
+def test_a_plan_of_episodes_has_their_environment_in_it():
+    lengths = {"prompt_tokens": 256.0, "completion_tokens": 512.0, "p99_tokens": 1024.0, "max_new_tokens": 2048}
+    sizes = {"groups_per_step": 16, "completions_per_group": 4, "max_staleness": 2, "rows": 1}
+    asked = question_of(model="llama-3.1-8b", gpus=8, gpu="h100", **lengths, **sizes)
+    slow = replace(asked, turns=4.0, given_tokens=100, environment_s=5.0)
+    plain, waiting, served = (answer(one) for one in (asked, slow, replace(slow, sessions=4096)))
+    assert "turns" not in plain.to_dict()
+    assert FOR_ENVIRONMENTS not in plain.plan.rows[0].rehearsed.idle
+    assert waiting.plan.synchronous is not None
+    assert plain.plan.synchronous is not None
+    assert waiting.plan.synchronous.seconds > plain.plan.synchronous.seconds + 4 * 5.0
+    assert waiting.plan.rows[0].rehearsed.step_s > plain.plan.rows[0].rehearsed.step_s
+    assert served.plan.rows[0].rehearsed.step_s <= waiting.plan.rows[0].rehearsed.step_s * 1.01
+    assert waiting.to_dict()["turns"] == {"turns": 4.0, "given_tokens": 100, "environment_s": 5.0}

@@ -91,6 +91,7 @@ SCRIPTS = {
     "benchmarks/swap_gap.py": "--models tiny --batch 2 --swaps 2",
     "benchmarks/trl_baseline.py": "--model MODEL --prompts questions.jsonl --out trl.json --max-new-tokens 4 --steps 1"
     " --completions 8",
+    "benchmarks/turns.py": "--quick",
     "benchmarks/waiting.py": "--model tiny --threads 1 --repeats 1",
     "benchmarks/watch.py": "--megabytes 2",
     "benchmarks/weight_sync.py": "--repeats 2 --params 100000 --only whole,pairs,plans",

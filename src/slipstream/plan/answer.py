@@ -40,6 +40,7 @@ from slipstream.plan.question import (
 from slipstream.plan.reasons import NAMES, WORDS, gigabytes, misfit_line
 from slipstream.plan.recorded import read_run
 from slipstream.plan.search import Found, executors
+from slipstream.plan.simulated_run import FOR_ENVIRONMENTS
 
 MODELS = "models"  # the folder of checkpoints in a recipe that was made for a model by name
 KL_COEF = 0.05  # weight of the reference in a recipe for a model by name
@@ -146,6 +147,7 @@ class Answer:
                 "completion_longest": lengths.longest,
                 "source": lengths.source,
             },
+            **({"turns": asdict(workload.turns), "sessions": workload.sessions} if workload.turns.is_set else {}),
             "assumed": list(self.assumed),
             "max_staleness": plan.max_staleness,
             "rows": [self._told_row(row) for row in plan.rows],
@@ -311,6 +313,11 @@ def _heading(answer: Answer) -> list[str]:
         f"a step: {workload.groups} prompts x {workload.group_size} completions; prompts of {lengths.prompt_mean:.4g} "
         f"tokens, completions of {lengths.mean:.4g} (p99 {lengths.p99:.4g}, at most {lengths.longest})",
     ]
+    if (turns := workload.turns).is_set:
+        lines.append(
+            f"episodes of {turns.turns or 1:g} turns with {turns.given_tokens or 0} given tokens between them, "
+            f"{turns.environment_s or 0:g} s an answer"
+        )
     if answer.assumed:
         lines.append(f"assumed, as not given: {', '.join(answer.assumed)}")
     return lines
@@ -347,7 +354,8 @@ def _table(words: Sequence[str], numbers: Sequence[str], *, no_wrap: bool = Fals
 
 
 def _numbers(step_s: float, tokens_per_s: float, idle: Mapping[str, float]) -> list[str]:
-    return [f"{step_s:.3g}", f"{tokens_per_s:,.0f}", "/".join(f"{100 * share:.0f}" for share in idle.values())]
+    shares = [share for name, share in idle.items() if name != FOR_ENVIRONMENTS]
+    return [f"{step_s:.3g}", f"{tokens_per_s:,.0f}", "/".join(f"{100 * share:.0f}" for share in shares)]
 
 
 def _told(rehearsed: Rehearsed) -> list[str]:

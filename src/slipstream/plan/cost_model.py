@@ -118,7 +118,9 @@ class CostModel:
         decoding = sum(
             steps * self.decode_step(layout, live=live, context=self.context).total for live, steps in profile
         )
-        return even + Parts({"straggler": max(0.0, decoding - even.without("prefill").total)})
+        parts = even + Parts({"straggler": max(0.0, decoding - even.without("prefill").total)})
+        waits_s = self.workload.turns.slowest_s(self.workload.rollouts)
+        return parts + Parts({"environment": waits_s}) if waits_s else parts
 
     def scoring(self, model: TransformerConfig, layout: ScorerLayout) -> Parts:
         """Seconds in which copies of `model`, one on each device, read the rollouts of a step once."""
@@ -238,7 +240,7 @@ class CostModel:
         """
         counts, lengths = counts_of(self.model, layout.tensor_parallel), self.workload.lengths
         version = counts.served_bytes(layout.precision)
-        longest = math.ceil((lengths.prompt_mean + lengths.longest) / PAGE) * PAGE
+        longest = math.ceil((lengths.prompt_mean + lengths.longest + self.given) / PAGE) * PAGE
         parts = {
             "weights": version,
             "keys_and_values": layout.slots * longest * counts.kv_bytes(layout.precision),
@@ -291,13 +293,19 @@ class CostModel:
     def context(self) -> float:
         """Mean tokens that a live completion sees: it is found at any of its tokens, and longer ones more often."""
         lengths = self.workload.lengths
-        return lengths.prompt_mean + self.workload.lengths.mean_square / lengths.mean / 2
+        return lengths.prompt_mean + self.workload.lengths.mean_square / lengths.mean / 2 + self.given / 2
+
+    @property
+    def given(self) -> float:
+        """Mean tokens of a rollout that environments give."""
+        return self.workload.turns.given_mean
 
     def _full(self, layout: GeneratorLayout, rollouts: float) -> Parts:
         """Seconds in which a replica with all its slots taken generates `rollouts`."""
         steps = rollouts * self.workload.lengths.mean / layout.slots
         decode = self.decode_step(layout, live=layout.slots, context=self.context)
-        return decode.times(steps) + self.prefill(layout, prompts=rollouts / self.workload.group_size)
+        given = rollouts * self.given / self.workload.lengths.prompt_mean
+        return decode.times(steps) + self.prefill(layout, prompts=rollouts / self.workload.group_size + given)
 
     def _product(self, rows: float, weights: float, precision: Precision, *, flops: float = 0.0) -> float:
         """Seconds of `rows` times a matrix of `weights`; `flops` come along without bytes of their own.

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from slipstream.core.fields import Precision
 from slipstream.models.config import TransformerConfig
 from slipstream.plan.lengths import LengthSample
+from slipstream.plan.turns import AS_RECORDED, Turns
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,8 @@ class Workload:
 
     `shares_prompts`: whether the trainer computes a prompt once for all of its group (`batching/collate.py` does).
     `reference`, `critic`: whether there are such models of the policy's size; `reward_model`: the one that scores.
+    `turns`: of episodes with an environment, `lengths` being sampled tokens; a replica has `sessions` of them open
+    (None: twice as many as rows).
     """
 
     groups: int
@@ -75,6 +78,8 @@ class Workload:
     reference: bool = False
     critic: bool = False
     reward_model: TransformerConfig | None = None
+    turns: Turns = AS_RECORDED
+    sessions: int | None = None
 
     @property
     def rollouts(self) -> int:
@@ -84,7 +89,11 @@ class Workload:
     def trained_tokens(self) -> float:
         """Mean tokens of a rollout in the trainer, its share of a shared prompt included."""
         prompt_share = 1 / self.group_size if self.shares_prompts else 1.0
-        return prompt_share * self.lengths.prompt_mean + self.lengths.mean
+        return prompt_share * self.lengths.prompt_mean + self.lengths.mean + self.turns.given_mean
+
+    def open_on(self, rows: int) -> int:
+        """Return the completions that a replica of so many rows has open."""
+        return self.sessions or (2 * rows if self.turns.is_set else rows)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,6 +30,7 @@ from slipstream.plan.reasons import against_synchronous, constraints, limits, lo
 from slipstream.plan.search import Found, Misfit, Search, Space, default_space, generator_layouts, trainer_layouts
 from slipstream.plan.simulated_run import Batch, Costs, MadeUp, Simulated, SimulatedSetup, SimulatedWorkload
 from slipstream.plan.simulator import simulate
+from slipstream.plan.turns import WithTurns
 
 STALENESS = (1, 2, 4, 8, 16)  # bounds that are tried, up to the largest one allowed
 CLOSE = 1.02  # step times within this factor of the best one are as good
@@ -101,11 +102,13 @@ def run_schedule(
         max_staleness=max_staleness,
         reorder_window=1,
         steps=last + max_staleness + 2,
-        capacity=max(setup.slots, group) + group,
+        capacity=max(workload.open_on(setup.slots), group) + group,
     )
     if work is None:
         drawn = workload.lengths.drawn(SEED, config.steps * config.groups_per_step, group)
         work = MadeUp(lengths=drawn.__getitem__, prompt_tokens=round(workload.lengths.prompt_mean))
+    if workload.turns.is_set:
+        work = WithTurns(work, workload.turns, SEED)
     window = (first, last)
     return simulate(make_policy("oldest_first", config), setup, work, costs, seed=SEED, window=window)
 
@@ -117,7 +120,8 @@ def rehearsed(found: Simulated, max_staleness: int, scorers_s: Mapping[str, floa
     are made, which is even, and not where they are taken, which a few long completions delay. Then a short window says
     what a long one does, to a few per cent (`benchmarks/rehearsal.py`).
     """
-    outcome, trained = found.outcome, sum(step.batch.completion_tokens for step in found.timed)
+    outcome, batches = found.outcome, [step.batch for step in found.timed]
+    trained = sum(batch.completion_tokens - batch.given_tokens for batch in batches)
     step_s = outcome.step_s
     if outcome.idle["trainer"] > NEVER_WAITS and found.generated_tokens:
         step_s *= trained / found.generated_tokens

@@ -24,13 +24,14 @@ from slipstream.models.tokenizer import CharTokenizer
 from slipstream.plan.hardware import IN_GB, GpuCluster, device_fields, device_named
 from slipstream.plan.layouts import Workload
 from slipstream.plan.lengths import LengthSample, lengths_of_run, lengths_with_tail
+from slipstream.plan.turns import Turns
 
 GROUPS, GROUP_SIZE = 512, 4  # a batch where none is given: LlamaRL's (section 8)
 PROMPT_TOKENS, COMPLETION_TOKENS = 512.0, 1024.0  # mean lengths where none are given
 TAIL = 4.0  # p99 over the mean where nothing else is given; the longest is twice that
 MOST_STALENESS = 8
 MOST = {
-    **dict.fromkeys(("gpus", "gpus_per_node", "groups_per_step", "completions_per_group"), MAX_COUNT),
+    **dict.fromkeys(("gpus", "gpus_per_node", "groups_per_step", "completions_per_group", "sessions"), MAX_COUNT),
     "max_new_tokens": MAX_INTEGER,
     **dict.fromkeys(("max_staleness", "rows"), 100),
 }
@@ -75,6 +76,10 @@ class Question:
     reference: bool = False
     critic: bool = False
     reward_model: str | None = None
+    turns: float | None = None
+    given_tokens: int | None = None
+    environment_s: float | None = None
+    sessions: int | None = None
     rows: int = 3
 
     def __post_init__(self) -> None:
@@ -222,7 +227,7 @@ def _positive(what: str, value: Any) -> None:
 def workload_of(question: Question, subject: Subject) -> tuple[Workload, tuple[str, ...]]:
     """Return the work of a step, and in words the defaults that were assumed."""
     config, assumed = subject.config, []
-    for name in ("groups_per_step", "completions_per_group", *LENGTHS):
+    for name in ("groups_per_step", "completions_per_group", "sessions", *LENGTHS):
         if (value := getattr(question, name)) is not None:
             _positive(_flag(name), value)
     groups, group_size = question.groups_per_step, question.completions_per_group
@@ -242,8 +247,11 @@ def workload_of(question: Question, subject: Subject) -> tuple[Workload, tuple[s
         reference=question.reference or (config is not None and config.kl.coef > 0),
         critic=question.critic or (config is not None and config.has_critic),
         reward_model=_reward_model(question, config),
+        turns=Turns(turns=question.turns, given_tokens=question.given_tokens, environment_s=question.environment_s),
+        sessions=question.sessions,
     )
     longest = max_new_tokens(question, subject, lengths)
+    longest += math.ceil(workload.turns.given_mean)
     if lengths.prompt_mean + longest > subject.shape.max_positions:
         raise ConfigError(
             "prompts and completions do not fit the model",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -22,7 +23,9 @@ SIGMA = 1.0
 """Standard deviation of the logarithm of an answer's seconds."""
 MOST = 20.0
 """Longest answer, over the mean."""
-MAX_TURNS, MAX_GIVEN = 10_000, 2**20
+MAX_TURNS, MAX_GIVEN = 1000, 2**20
+MOST_DRAWN = 1024
+"""Episodes that are drawn to find the slowest of a step."""
 _STREAM = 1 << 41  # of random numbers that nothing else draws
 
 
@@ -56,6 +59,10 @@ class Turns:
         """Return the mean given tokens of an episode."""
         return ((self.turns or 1.0) - 1.0) * (self.given_tokens or 0)
 
+    def slowest_s(self, count: int) -> float:
+        """Return about how long the environment of the slowest of `count` episodes works; a function of both."""
+        return _slowest_s(self, min(count, MOST_DRAWN)) if self.environment_s else 0.0
+
     def episode(self, recorded: Sequence[SimulatedTurn], rng: np.random.Generator) -> tuple[SimulatedTurn, ...]:
         """Return an episode with as many sampled tokens as `recorded`; equal numbers in each turn, but for one."""
         found = list(recorded)
@@ -71,6 +78,15 @@ class Turns:
             drawn = np.minimum(rng.lognormal(-(SIGMA**2) / 2, SIGMA, len(found)), MOST) * self.environment_s
             found = [turn._replace(environment_s=float(s)) for turn, s in zip(found, drawn, strict=True)]
         return tuple(found)
+
+
+AS_RECORDED = Turns()
+
+
+@lru_cache(maxsize=64)
+def _slowest_s(turns: Turns, count: int) -> float:
+    rng, sample = np.random.default_rng(_STREAM), [SimulatedTurn(MAX_TURNS)]
+    return max(sum(turn.environment_s for turn in turns.episode(sample, rng)) for _ in range(count))
 
 
 @dataclass(frozen=True)

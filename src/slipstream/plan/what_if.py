@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -32,13 +32,13 @@ from slipstream.plan.calibrate import Calibration, calibrate, generator_dials, r
 from slipstream.plan.recorded import RecordedRun, measured, read_run
 from slipstream.plan.simulated_run import FOR_ENVIRONMENTS, RunOutcome, SimulatedSetup, SimulatedWorkload
 from slipstream.plan.simulator import simulate
-from slipstream.plan.turns import Turns, WithTurns
+from slipstream.plan.turns import AS_RECORDED, Turns, WithTurns
 
 SEEDS, MAX_SEEDS = 3, 1000  # simulations of each run, whose mean is returned
 _DIALS = {
     "": "steps groups_per_step completions_per_group max_staleness weight_update publish_every reorder_window",
     "schedule.": "policy staleness_threshold queue_groups",
-    "generator.": "replicas num_slots sessions segment_tokens kv_on_update max_kv_age prefill_tokens prefill_chunk",
+    "generator.": "replicas num_slots segment_tokens kv_on_update max_kv_age prefill_tokens prefill_chunk",
     "rewards.": "num_workers",
     "loss.": "skip_no_signal",
     "trainer.": "minibatches epochs microbatch_tokens checkpoint_every",
@@ -60,7 +60,7 @@ class WhatIf:
     measured: RunOutcome
     as_it_was: RunOutcome
     changed: RunOutcome
-    turns: Turns = field(default_factory=Turns)
+    turns: Turns = AS_RECORDED
 
     @property
     def is_changed(self) -> bool:
@@ -78,7 +78,7 @@ def what_if(
     *,
     preset: str | None = None,
     reward_s: float | None = None,
-    turns: Turns = Turns(),
+    turns: Turns = AS_RECORDED,
     sessions: int | None = None,
     seeds: int = SEEDS,
     events: Path | None = None,
@@ -145,7 +145,7 @@ def predict(
     config: RunConfig,
     *,
     reward_s: float | None = None,
-    turns: Turns = Turns(),
+    turns: Turns = AS_RECORDED,
     sessions: int | None = None,
     seeds: int = SEEDS,
     events: Path | None = None,

@@ -1,0 +1,28 @@
+"""Environments that are handed over from Python, as `slipstream.run` takes them."""
+
+from __future__ import annotations
+
+import pytest
+from user_environments import Counter, add
+
+from slipstream.core.errors import ConfigError
+from slipstream.core.recipes import resolve
+from slipstream.core.sections import FROM_PYTHON
+from slipstream.environments.given import with_given_environment
+
+CONFIG = resolve(
+    {"recipe": "t", "steps": 1, "model": {"max_positions": 1024}, "prompts": {"tasks": [{"name": "chain_sum"}]}},
+    {"generator": {"max_new_tokens": 16}},
+)
+
+
+def test_a_factory_of_trl_stands_alone_or_beside_tools() -> None:
+    for tools in (None, [], [add]):
+        config, given = with_given_environment(CONFIG, tools=tools, environment_factory=Counter)
+        assert config.environment.class_path == FROM_PYTHON + "Counter"
+        assert given is not None
+
+
+def test_an_environment_and_a_factory_are_two() -> None:
+    with pytest.raises(ConfigError, match="an episode has one environment"):
+        with_given_environment(CONFIG, Counter, environment_factory=Counter)
