@@ -267,7 +267,7 @@ def test_arguments_of_other_trainers_are_answered_by_runs_own() -> None:
         "did you mean 'prompts'?",
     ):
         assert words in said
-    assert "reward, reward_weights, environment" in str(refused.value.allowed)
+    assert "reward, reward_weights, prompts, environment" in str(refused.value.allowed)
 
 
 def test_every_answer_to_an_argument_is_an_argument_or_a_field() -> None:

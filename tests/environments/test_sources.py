@@ -12,8 +12,8 @@ import pytest
 
 from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import resolve
-from slipstream.environments.build import check_environments
 from slipstream.environments.calculator import Calculator
+from slipstream.environments.checks import check_environments
 from slipstream.environments.given import with_given_environment
 from slipstream.environments.guess import Guess
 from slipstream.environments.protocol import answer, begin, tool_schemas
@@ -56,13 +56,26 @@ def test_the_text_of_a_file_travels_with_the_source(tmp_path: Path, monkeypatch:
     assert load(read)().reset() == "#"
 
 
+MAZE = "class Maze:\n    def reset(self): ...\n    def step(self, message): ...\n"
+
+
+def test_a_class_that_shows_that_it_lacks_a_method_is_refused_by_its_text(tmp_path: Path) -> None:
+    file = tmp_path / "lacking.py"
+    for text, lesson in (
+        ("class Maze: ...\n", "no method 'reset'"),
+        ("class Maze:\n    def reset(self): ...\n", "no method 'step'"),
+    ):
+        file.write_text(f"raise SystemExit\n{text}")
+        with pytest.raises(ConfigError, match=lesson):
+            make_source("class", f"{file}:Maze")
+
+
 def test_nothing_is_imported_before_it_is_loaded(tmp_path: Path) -> None:
     file = tmp_path / "loud.py"
-    file.write_text(f"from pathlib import Path\nPath({str(tmp_path / 'ran')!r}).touch()\nclass Maze: ...\n")
+    file.write_text(f"from pathlib import Path\nPath({str(tmp_path / 'ran')!r}).touch()\n{MAZE}")
     source = make_source("class", f"{file}:Maze")
     assert not (tmp_path / "ran").exists()
-    with pytest.raises(ConfigError, match="no method 'reset'"):
-        load(source)
+    load(source)
     assert (tmp_path / "ran").exists()
 
 
@@ -151,8 +164,8 @@ def test_what_an_import_shows_is_refused_then(fields: dict[str, Any], lesson: st
 def test_a_file_that_cannot_be_imported(tmp_path: Path) -> None:
     file = tmp_path / "broken.py"
     for text, lesson in (
-        ("import nothing_of_this_name\nclass Maze: ...", r"ModuleNotFoundError: .* \(broken.py, line 1\)"),
-        ("raise SystemExit(3)\nclass Maze: ...", "SystemExit: 3"),
+        (f"import nothing_of_this_name\n{MAZE}", r"ModuleNotFoundError: .* \(broken.py, line 1\)"),
+        (f"raise SystemExit(3)\n{MAZE}", "SystemExit: 3"),
         ("import os as Maze", "has no class 'Maze'"),
     ):
         file.write_text(text)
