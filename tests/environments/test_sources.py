@@ -175,7 +175,7 @@ def test_a_file_that_cannot_be_imported(tmp_path: Path) -> None:
     file.write_text("class Maze")
     with pytest.raises(ConfigError, match=r"broken.py is no Python(.|\n)*line 1"):
         make_source("class", f"{file}:Maze")
-    file.write_bytes(b"# coding: latin-1\n# caf\xe9\nclass Maze: ...\n")
+    file.write_bytes(b"# coding: latin-1\n# caf\xe9\n" + MAZE.encode())
     with pytest.raises(ConfigError, match=r"broken.py is not in UTF-8"):
         make_source("class", f"{file}:Maze")
 
