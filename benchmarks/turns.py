@@ -3,9 +3,9 @@
     python benchmarks/turns.py [--means 0 0.1 1] [--rounds 3] [--steps 6]    # a quarter of an hour on two cores
     python benchmarks/turns.py --engine                                     # the engine alone, two minutes
     python benchmarks/turns.py --trl                                        # beside TRL, after make .venv-trl/installed
-    python benchmarks/turns.py --quick                                      # all of it small, in a minute
+    python benchmarks/turns.py --quick                                      # runs and engine small, in a minute
 
-Runs: 4 turns of 16 tokens with 8 given tokens between them, a random model of 0.2 M parameters, 8 groups of 8 episodes
+Runs: 4 turns of 16 tokens with 8 given tokens between them, a random model of 0.2 M parameters, 16 groups of 8 episodes
 a step. An answer takes 0, 0.1 or 1 s on average with a heavy tail (`late_environment.py`). `sync` is the preset:
 staleness 0, a version waits for all episodes. `continuous` swaps in flight at `max_staleness` 4, with 16 rows that
 decode and `generator.sessions` = 256 episodes that are open. Both train the same number of tokens a step; each runs
@@ -61,7 +61,7 @@ WARM_UP, LONGER = 3, 4
 class Sizes:
     """The sizes of the runs: episodes of `turns` turns of `turn_tokens` sampled tokens, `rows` decoded at a time."""
 
-    groups: int = 8
+    groups: int = 16
     completions: int = 8
     turns: int = 4
     turn_tokens: int = 16
@@ -82,6 +82,7 @@ class Sizes:
         return self.episodes * self.turns * self.turn_tokens
 
 
+QUICK_MEANS = [0.0, 0.1]
 QUICK = Sizes(turns=2, turn_tokens=16, groups=2, completions=4, sessions=24)
 
 
@@ -277,7 +278,7 @@ def play(model: Transformer, sizes: Play, parked_tokens: int | None) -> tuple[fl
     return seconds, stats.parked_hit_tokens / made, stats.parked_hit_tokens / later_tokens
 
 
-def compare_engines(sizes: Play, *, rounds: int, hidden: int = 256) -> None:
+def compare_engines(sizes: Play, *, hidden: int, rounds: int) -> None:
     """The engine with keys parked, with room for half of them, and prefilled again, in turn; a table."""
     torch.set_num_threads(1)
     config = ModelConfig(
@@ -320,14 +321,15 @@ def main() -> None:
     for name, value in describe().lines().items():
         print(f"{name}: {value}")
     print(f"seed: {SEED}, load: {os.getloadavg()[0]:.1f}\n", flush=True)
-    rounds, steps = (1, 2) if arguments.quick else (arguments.rounds, arguments.steps)
+    rounds, steps = (1, 1) if arguments.quick else (arguments.rounds, arguments.steps)
     if arguments.engine or arguments.quick:
-        compare_engines(Play(episodes=8, turns=4) if arguments.quick else Play(), rounds=rounds)
+        size = (Play(episodes=8, turns=4), 64) if arguments.quick else (Play(), 256)
+        compare_engines(size[0], hidden=size[1], rounds=rounds)
     if arguments.trl:
         compare_with_trl(arguments.means, rounds=rounds, steps=steps)
     if not (arguments.engine or arguments.trl):
         given = {name: vars(arguments)[name] for name in vars(Sizes()) if vars(arguments)[name] is not None}
-        means = [arguments.means[0], arguments.means[-1]] if arguments.quick else arguments.means
+        means = QUICK_MEANS if arguments.quick else arguments.means
         compare_runs(means, replace(QUICK if arguments.quick else Sizes(), **given), rounds=rounds, steps=steps)
 
 
