@@ -38,7 +38,7 @@ class Poisoning(Generator):
 
     def init(self, context):
         super().init(context)
-        self.completion_of = partial(self.poisoned, self.completion_of)
+        self.outgoing.completion_of = partial(self.poisoned, self.outgoing.completion_of)
 
     def poisoned(self, honest, *args, **more):
         completion = honest(*args, **more)

@@ -68,7 +68,7 @@ class Outgoing:
             self.settled_early.discard(ordinal)
         if self.unsettled is None:
             return None
-        completion = self._completion(ended, prompt)
+        completion = self.completion_of(ended, prompt)
         self.generated_tokens += completion.num_sampled
         if not is_settled:
             self.unsettled.add(completion)
@@ -85,14 +85,15 @@ class Outgoing:
     def pass_on_answer(self, ended: Ended, prompt: Prompt, eval_id: int) -> None:
         """Send the finished answer to held-out prompt `prompt` to its verifier."""
         if self.unsettled is not None:
-            self.unsettled.add(self._completion(ended, prompt, eval_id))
+            self.unsettled.add(self.completion_of(ended, prompt, eval_id))
 
     def tell(self, events: Sequence[CompletionFinished | None]) -> None:
         """Let the controller hear of what one step has finished."""
         if told := tuple(event for event in events if event is not None):
             self._context.outputs["events"].put(CompletionsFinished(finished=told))
 
-    def _completion(self, ended: Ended, prompt: Prompt, eval_id: int = -1) -> Completion:
+    def completion_of(self, ended: Ended, prompt: Prompt, eval_id: int = -1) -> Completion:
+        """Return the completion of what ended, with its text."""
         if isinstance(ended, EndedEpisode):
             now_s = self._context.clock.now_s()
             return completion_of_episode(ended, tokenizer=self._tokenizer, replica=self._replica, finished_s=now_s)
