@@ -1,0 +1,85 @@
+"""Requests of a client for a turn of the policy, and the replies: what the gateway and those behind it share.
+
+    client -> HTTP -> gateway -> Ask -> endpoint        endpoint -> Reply, or Refused -> gateway -> HTTP -> client
+
+An endpoint is an episode of a run, or a model that is served on its own. The gateway (`gateway.py`) knows HTTP and
+OpenAI's names; an endpoint knows neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, Protocol
+
+import msgspec
+
+from slipstream.core.types import FinishReason
+from slipstream.environments.protocol import ChatMessage
+
+
+class SamplingWishes(msgspec.Struct, frozen=True):
+    """How a client would like its turn to be sampled; None: it does not say. In a run all but `max_tokens` is void."""
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """A client's request for one turn: a chat with tools, or the ids of its whole context, or a plain text.
+
+    `messages` are of OpenAI's form, checked and made plain: "content" is a text, "tool_calls" have arguments that are
+    dicts (a text where they are no JSON object). Exactly one of `messages`, `tokens` and `text` is there.
+    """
+
+    messages: list[ChatMessage] | None = None
+    tools: list[dict[str, Any]] = []
+    tokens: list[int] | None = None
+    text: str | None = None
+    wishes: SamplingWishes = SamplingWishes()
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """The turn: as a message, and as the exact ids with their logprobs and the versions that sampled them.
+
+    `versions` are (start, version): token `start` and those behind it, up to the next start. `pieces` are the texts of
+    the ids, one by one. `message` is {"role": "assistant", "content": ..., "tool_calls": ...} with arguments as dicts.
+    """
+
+    message: ChatMessage
+    finish_reason: FinishReason
+    num_prompt_tokens: int
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[tuple[int, int]] = []
+    pieces: list[str] = []
+    prompt_tokens: list[int] = []
+
+
+class Refused(Exception):
+    """An ask that gets no turn. `status` is HTTP's, `code` a word for programs; the text is a sentence for people."""
+
+    def __init__(self, text: str, *, status: int = 400, code: str = "invalid_request") -> None:
+        super().__init__(text)
+        self.status, self.code = status, code
+
+
+class Endpoint(Protocol):
+    """Who answers the asks that a gateway has read."""
+
+    @property
+    def model(self) -> str:
+        """The model's name, as /v1/models shows it."""
+        ...
+
+    def session_of(self, path_key: str | None, api_key: str | None) -> Hashable | None:
+        """Return whose request this is, by the keys in the path and in the header; None: refused with 401."""
+        ...
+
+    async def ask(self, session: Hashable, ask: Ask) -> Reply:
+        """Return the turn. Raises Refused. Cancelled when the client is gone or its time is over."""
+        ...
