@@ -18,7 +18,10 @@ from slipstream.environments.protocol import ChatMessage
 
 
 class SamplingWishes(msgspec.Struct, frozen=True):
-    """How a client would like its turn to be sampled; None: it does not say. In a run all but `max_tokens` is void."""
+    """How a client would like its turn to be sampled; None: it does not say. In a run all but `max_tokens` is void.
+
+    A `top_k` of 0 is no limit, as in a recipe.
+    """
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -47,7 +50,8 @@ class Reply(msgspec.Struct, frozen=True):
     """The turn: as a message, and as the exact ids with their logprobs and the versions that sampled them.
 
     `versions` are (start, version): token `start` and those behind it, up to the next start. `pieces` are the texts of
-    the ids, one by one. `message` is {"role": "assistant", "content": ..., "tool_calls": ...} with arguments as dicts.
+    the ids, one by one. `message` is {"role": "assistant", "content": ..., "tool_calls": ...} with arguments as dicts,
+    as `tool_calls.py` parses them; for an ask of ids or of a text its content is the whole text.
     """
 
     message: ChatMessage
@@ -81,5 +85,8 @@ class Endpoint(Protocol):
         ...
 
     async def ask(self, session: Hashable, ask: Ask) -> Reply:
-        """Return the turn. Raises Refused. Cancelled when the client is gone or its time is over."""
+        """Return the turn. Raises Refused. Cancelled when the client is gone or its time is over.
+
+        The client learns only the type of any other exception, with status 500.
+        """
         ...

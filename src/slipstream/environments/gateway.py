@@ -29,8 +29,9 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from slipstream.environments import openai_api as openai
 from slipstream.environments.asks import Ask, Endpoint, Refused, Reply
+from slipstream.environments.openai_api import CHAT, TEXT, Dialect, response_form
+from slipstream.environments.openai_replies import Stamp, error_body, model_entry
 
 CANCEL_LIMIT_S = 1.0
 """For this long a request waits for the end of what it has cancelled; its place stays taken until then."""
@@ -80,11 +81,11 @@ class _Gateway:
 
     async def chat(self, request: Request) -> Response:
         """Answer POST /v1/chat/completions."""
-        return await self._guarded(self._turn(request, openai.CHAT))
+        return await self._guarded(self._turn(request, CHAT))
 
     async def completions(self, request: Request) -> Response:
         """Answer POST /v1/completions."""
-        return await self._guarded(self._turn(request, openai.TEXT))
+        return await self._guarded(self._turn(request, TEXT))
 
     async def models(self, request: Request) -> Response:
         """Answer GET /v1/models."""
@@ -135,13 +136,13 @@ class _Gateway:
             if not self._pending[session]:
                 del self._pending[session]
 
-    async def _turn(self, request: Request, dialect: openai.Dialect) -> Response:
+    async def _turn(self, request: Request, dialect: Dialect) -> Response:
         session = self._session(request)
         with self._place(session):
             body = _parsed(await _read(request, self._limits.max_body_bytes))
-            ask, form = dialect.ask(body), openai.response_form(body)
+            ask, form = dialect.ask(body), response_form(body)
             reply = await self._reply(request, session, ask)
-        stamp = openai.Stamp(f"{dialect.prefix}-{uuid.uuid4().hex}", int(time.time()), self._endpoint.model)
+        stamp = Stamp(f"{dialect.prefix}-{uuid.uuid4().hex}", int(time.time()), self._endpoint.model)
         if form.is_stream:
             events = "".join(f"data: {_text(chunk)}\n\n" for chunk in dialect.chunks(reply, form, stamp))
             return Response(f"{events}data: [DONE]\n\n", headers={"content-type": "text/event-stream; charset=utf-8"})
@@ -163,7 +164,7 @@ class _Gateway:
 
     async def _models(self, request: Request, name: str | None = None) -> Response:
         self._session(request)
-        model = openai.model_entry(self._endpoint.model)
+        model = model_entry(self._endpoint.model)
         if name is None:
             return _json({"object": "list", "data": [model]})
         if name != self._endpoint.model:
@@ -233,7 +234,7 @@ def _json(value: Any, status: int = 200, headers: Mapping[str, str] | None = Non
 def _error(status: int, sentence: str, code: str) -> Response:
     """Return an error in OpenAI's form. The connection ends, since the rest of the body may still be on its way."""
     headers = {"connection": "close"} | ({} if status in RETRIED else NO_RETRY)
-    return _json(openai.error_body(sentence, status, code), status, headers)
+    return _json(error_body(sentence, status, code), status, headers)
 
 
 async def _health(request: Request) -> Response:  # noqa: ARG001 - the form of a page

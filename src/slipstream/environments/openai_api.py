@@ -1,8 +1,7 @@
-"""OpenAI's forms of requests and responses, without HTTP: bodies become asks, replies become bodies.
+"""OpenAI's forms of requests, without HTTP: bodies become asks; and its two pages, with both ways.
 
 A body is a client's, and hostile: each field is checked, what would change the turn and cannot be had is refused with
-a sentence, and fields that nobody here knows are ignored. Responses have OpenAI's form to the letter, and on request
-("return_token_ids": true) the exact ids, their logprobs and versions beside it.
+a sentence, and fields that nobody here knows are ignored. `openai_replies.py` has the way back.
 """
 
 from __future__ import annotations
@@ -14,10 +13,19 @@ from typing import Any
 
 from slipstream.core.plain import MAX_INT64, shortened, shown, wrong_with
 from slipstream.environments.asks import Ask, Refused, Reply, SamplingWishes
+from slipstream.environments.openai_replies import (
+    Json,
+    ResponseForm,
+    Stamp,
+    chat_chunks,
+    chat_completion,
+    chat_message,
+    text_chunks,
+    text_completion,
+)
 from slipstream.environments.protocol import ChatMessage, cut
 
 Body = Mapping[str, Any]
-Json = dict[str, Any]
 
 MAX_MESSAGES = 4_096
 MAX_TOOLS = 128
@@ -26,12 +34,7 @@ MAX_STOPS = 16
 MAX_NAME_CHARS = 256
 MAX_TOP_LOGPROBS = 20
 MAX_TOKEN_ID = 2**31 - 1
-LEAST_LOGPROB = -9_999.0
-"""OpenAI's number for a token that is all but impossible; JSON has no -inf."""
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-
-
-# From a body to an ask
 
 
 def chat_ask(body: Body) -> Ask:
@@ -63,9 +66,9 @@ def _token_ids(prompt: Any) -> list[int]:
         raise Refused(f"'prompt' is a text, or a list of token ids, not {_brief(prompt)}")
     if all(isinstance(one, str | list) for one in prompt):
         raise Refused("a request has one prompt: send a request for each")
-    wrong = next((one for one in prompt if not _is_integer(one) or not 0 <= one <= MAX_TOKEN_ID), None)
-    if wrong is not None or None in prompt:
-        raise Refused(f"a token id is an integer of at least 0, not {_brief(wrong)}")
+    for token in prompt:
+        if not _is_integer(token) or not 0 <= token <= MAX_TOKEN_ID:
+            raise Refused(f"a token id is an integer of at least 0, not {_brief(token)}")
     return list(prompt)
 
 
@@ -84,17 +87,18 @@ def _refuse_what_changes_the_turn(body: Body) -> None:
         raise Refused("'function_call' is not supported; use 'tools'")
     form = body.get("response_format")
     if form is not None and (not isinstance(form, Mapping) or form.get("type") != "text"):
-        raise Refused("'response_format' is {\"type\": \"text\"}: no grammar constrains a turn")
+        raise Refused('\'response_format\' is {"type": "text"}: no grammar constrains a turn')
 
 
 def _wishes(body: Body) -> SamplingWishes:
     limit = _integer(body, "max_completion_tokens", 1, MAX_INT64)
-    shorter = _integer(body, "max_tokens", 1, MAX_INT64)
+    deprecated = _integer(body, "max_tokens", 1, MAX_INT64)
+    top_k = _integer(body, "top_k", -1, MAX_INT64)
     return SamplingWishes(
-        max_tokens=shorter if limit is None else limit,
+        max_tokens=deprecated if limit is None else limit,
         temperature=_number(body, "temperature", 0, 2),
         top_p=_number(body, "top_p", 0, 1),
-        top_k=_integer(body, "top_k", -1, MAX_INT64),
+        top_k=None if top_k is None else max(0, top_k),
         min_p=_number(body, "min_p", 0, 1),
         seed=_integer(body, "seed", -MAX_INT64 - 1, MAX_INT64),
         stop=_stops(body.get("stop")),
@@ -143,7 +147,7 @@ def _flag(body: Body, name: str) -> bool:
 def _tools(body: Body) -> list[Json]:
     tools, choice = body.get("tools"), body.get("tool_choice")
     if choice not in (None, "auto", "none"):
-        raise Refused("'tool_choice' is \"auto\" or \"none\": no call is forced")
+        raise Refused('\'tool_choice\' is "auto" or "none": no call is forced')
     if tools is None:
         return []
     if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
@@ -162,7 +166,7 @@ def _tool(tool: Any) -> Json:
             continue
         if not isinstance(value, kind):
             raise Refused(f"'{field}' of the tool '{found['name']}' is {'a text' if kind is str else 'a JSON schema'}")
-        if (wrong := wrong_with(value)) is not None:
+        if (wrong := _wrong(value)) is not None:
             raise Refused(f"'{field}' of the tool '{found['name']}' has {wrong}")
         found[field] = value
     return {"type": "function", "function": found}
@@ -231,29 +235,30 @@ def _call(call: Any) -> Json:
 
 def _arguments(value: Any) -> Json | str:
     """Return a call's arguments as a dict, or as the text that they are where this is no JSON object."""
-    if isinstance(value, Mapping) and wrong_with(value) is None:  # not OpenAI's form, but some clients'
-        return dict(value)
+    if isinstance(value, dict) and _wrong(value) is None:  # not OpenAI's form, but some clients'
+        return value
     if not isinstance(value, str):
         raise Refused(f"'arguments' of a call are a text, which is a JSON object, not {_brief(value)}")
     try:
         found = json.loads(value, parse_constant=_no_constant)
     except (ValueError, RecursionError):
         return _whole(value)
-    is_plain = isinstance(found, dict) and wrong_with(found) is None and _is_finite(found)
-    return found if is_plain else _whole(value)
+    return found if isinstance(found, dict) and _wrong(found) is None else _whole(value)
 
 
 def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is no number in JSON")
 
 
-def _is_finite(value: Any) -> bool:
-    """Return whether JSON can write all numbers: Python reads 1e999 as inf."""
+def _wrong(value: Any) -> str | None:
+    """Return in words why not all can write `value`, or None. Python reads 1e999 as inf, which is no JSON."""
+    if (wrong := wrong_with(value)) is not None:
+        return wrong
     try:
         json.dumps(value, allow_nan=False)
     except ValueError:
-        return False
-    return True
+        return "a number that is too large"
+    return None
 
 
 def _name(value: Any, what: str) -> str:
@@ -269,28 +274,6 @@ def _whole(text: str) -> str:
 
 def _brief(value: Any) -> str:
     return cut(shortened(shown(value), 80), 200)
-
-
-# From a reply to a body
-
-
-@dataclass(frozen=True)
-class ResponseForm:
-    """How a client would like its response."""
-
-    is_stream: bool = False
-    has_usage: bool = False
-    has_logprobs: bool = False
-    has_token_ids: bool = False
-
-
-@dataclass(frozen=True)
-class Stamp:
-    """What all chunks of a response share: `created` in seconds since 1970."""
-
-    id: str
-    created: int
-    model: str
 
 
 def response_form(body: Body) -> ResponseForm:
@@ -310,180 +293,9 @@ def response_form(body: Body) -> ResponseForm:
     )
 
 
-def chat_completion(reply: Reply, form: ResponseForm, stamp: Stamp) -> Json:
-    """Return the response to a chat."""
-    choice = {
-        "index": 0,
-        "message": chat_message(reply.message),
-        "logprobs": _chat_logprobs(reply) if form.has_logprobs else None,
-        "finish_reason": _finish_reason(reply),
-    }
-    return _response("chat.completion", reply, form, stamp, choice)
-
-
-def text_completion(reply: Reply, form: ResponseForm, stamp: Stamp) -> Json:
-    """Return the response to a text, or to ids."""
-    choice = {
-        "index": 0,
-        "text": reply.message["content"],
-        "logprobs": _text_logprobs(reply) if form.has_logprobs else None,
-        "finish_reason": _end(reply),
-    }
-    return _response("text_completion", reply, form, stamp, choice)
-
-
-def _response(kind: str, reply: Reply, form: ResponseForm, stamp: Stamp, choice: Json) -> Json:
-    return {
-        **_head(kind, stamp),
-        "choices": [choice | _exact_turn(reply, form)],
-        "usage": _usage(reply),
-        **_exact_prompt(reply, form),
-    }
-
-
-def chat_chunks(reply: Reply, form: ResponseForm, stamp: Stamp) -> Iterator[Json]:
-    """Return the chunks of the streamed response to a chat. A turn is there as a whole, so its text is one of them."""
-    message, calls = chat_message(reply.message), []
-    for index, call in enumerate(message.get("tool_calls", ())):
-        calls.append({"index": index, **call})
-    deltas: list[tuple[Json, Json | None]] = [({"role": "assistant", "content": ""}, None)]
-    if message["content"] or form.has_logprobs:
-        logprobs = _chat_logprobs(reply) if form.has_logprobs else None
-        deltas.append(({"content": message["content"] or ""}, logprobs))
-    if calls:
-        deltas.append(({"tool_calls": calls}, None))
-    choices = [{"delta": delta, "logprobs": logprobs, "finish_reason": None} for delta, logprobs in deltas]
-    choices.append({"delta": {}, "logprobs": None, "finish_reason": _finish_reason(reply)})
-    return _chunks("chat.completion.chunk", choices, reply, form, stamp)
-
-
-def text_chunks(reply: Reply, form: ResponseForm, stamp: Stamp) -> Iterator[Json]:
-    """Return the chunks of the streamed response to a text, or to ids."""
-    logprobs = _text_logprobs(reply) if form.has_logprobs else None
-    choices = [
-        {"text": reply.message["content"], "logprobs": logprobs, "finish_reason": None},
-        {"text": "", "logprobs": None, "finish_reason": _end(reply)},
-    ]
-    return _chunks("text_completion", choices, reply, form, stamp)
-
-
-def _chunks(kind: str, choices: list[Json], reply: Reply, form: ResponseForm, stamp: Stamp) -> Iterator[Json]:
-    """Return a chunk for each choice and one for the usage; the exact turn is in the last one with a choice."""
-    no_usage = {"usage": None} if form.has_usage else {}
-    for position, choice in enumerate(choices):
-        chunk = {**_head(kind, stamp), "choices": [{"index": 0, **choice}], **no_usage}
-        if position == len(choices) - 1:
-            chunk["choices"][0] |= _exact_turn(reply, form)
-            chunk |= _exact_prompt(reply, form)
-        yield chunk
-    if form.has_usage:
-        yield {**_head(kind, stamp), "choices": [], "usage": _usage(reply)}
-
-
-def _head(kind: str, stamp: Stamp) -> Json:
-    return {"id": stamp.id, "object": kind, "created": stamp.created, "model": stamp.model}
-
-
-def _usage(reply: Reply) -> Json:
-    num_prompt, num_turn = reply.num_prompt_tokens, len(reply.tokens)
-    return {"prompt_tokens": num_prompt, "completion_tokens": num_turn, "total_tokens": num_prompt + num_turn}
-
-
-def _exact_prompt(reply: Reply, form: ResponseForm) -> Json:
-    return {"prompt_token_ids": reply.prompt_tokens} if form.has_token_ids else {}
-
-
-def _exact_turn(reply: Reply, form: ResponseForm) -> Json:
-    if not form.has_token_ids:
-        return {}
-    versions = [list(one) for one in reply.versions]
-    return {"token_ids": reply.tokens, "token_logprobs": _finite(reply.logprobs), "versions": versions}
-
-
-def _end(reply: Reply) -> str:
-    """Return why the text ends: OpenAI has no word for a deadline, and "length" says too that it was cut."""
-    return "stop" if reply.finish_reason == "stop" else "length"
-
-
-def _finish_reason(reply: Reply) -> str:
-    return "tool_calls" if reply.message.get("tool_calls") and _end(reply) == "stop" else _end(reply)
-
-
-def chat_message(message: ChatMessage) -> Json:
-    """Return a turn's message in OpenAI's form: `arguments` is a JSON text, and an empty content beside calls null.
-
-    A malformed call stays a call, since content would hide from the client that the policy meant to call. Its arguments
-    are the sentence about it, which is no JSON: a client that reads it as arguments fails, or tells the policy, as for
-    OpenAI's models, whose arguments may be no JSON either. It must not find {} there, and call with nothing.
-    """
-    found: Json = {"role": "assistant", "content": message["content"], "refusal": None}
-    if calls := message.get("tool_calls"):
-        found["content"] = message["content"] or None
-        found["tool_calls"] = [_sent_call(call) for call in calls]
-    return found
-
-
 def as_returned(message: ChatMessage) -> ChatMessage:
     """Return a turn's message as an ask will have it, when a client sends it back unchanged."""
     return _message(chat_message(message))
-
-
-def _sent_call(call: Mapping[str, Any]) -> Json:
-    arguments = call["error"] if "error" in call else call["function"]["arguments"]
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return {"id": call["id"], "type": "function", "function": {"name": call["function"]["name"], "arguments": text}}
-
-
-def _finite(logprobs: list[float]) -> list[float]:
-    return [max(logprob, LEAST_LOGPROB) for logprob in logprobs]
-
-
-def _pieces(reply: Reply) -> list[str]:
-    """Return the texts of the turn's ids; where the endpoint gave none, their numbers."""
-    return reply.pieces or [f"token_id:{token}" for token in reply.tokens]
-
-
-def _chat_logprobs(reply: Reply) -> Json:
-    """Return the logprobs of the sampled ids; those of others are not known."""
-    content = [
-        {"token": piece, "logprob": logprob, "bytes": _bytes(piece) if reply.pieces else None, "top_logprobs": []}
-        for piece, logprob in zip(_pieces(reply), _finite(reply.logprobs), strict=True)
-    ]
-    return {"content": content, "refusal": None}
-
-
-def _bytes(piece: str) -> list[int] | None:
-    """Return the bytes of an id's text; None for a part of a character."""
-    return None if "\ufffd" in piece else list(piece.encode(errors="replace"))
-
-
-def _text_logprobs(reply: Reply) -> Json:
-    pieces, logprobs = _pieces(reply), _finite(reply.logprobs)
-    offsets = [0]
-    for piece in pieces[:-1]:
-        offsets.append(offsets[-1] + len(piece))
-    top = [{piece: logprob} for piece, logprob in zip(pieces, logprobs, strict=True)]
-    return {
-        "tokens": pieces,
-        "token_logprobs": logprobs,
-        "top_logprobs": top,
-        "text_offset": offsets[: len(pieces)],
-    }
-
-
-# What else a gateway says
-
-
-def model_entry(model: str) -> Json:
-    """Return a model's entry in the list of models."""
-    return {"id": model, "object": "model", "created": 0, "owned_by": "slipstream"}
-
-
-def error_body(sentence: str, status: int, code: str) -> Json:
-    """Return an error in OpenAI's form."""
-    kinds = {401: "authentication_error", 429: "rate_limit_error"}
-    kind = "server_error" if status >= 500 else kinds.get(status, "invalid_request_error")
-    return {"error": {"message": sentence, "type": kind, "param": None, "code": code}}
 
 
 @dataclass(frozen=True)
