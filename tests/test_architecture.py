@@ -152,7 +152,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 67_100
+MAX_LINES = 67_780
 MAX_LINES_OF_SPINE = 1_745
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -168,7 +168,7 @@ MAX_LINES_OF_FOLDER = {
     "batching": 350,
     "controller": 5_390,
     "core": 8_620,
-    "environments": 4_500,
+    "environments": 5_470,
     "evals": 1_350,
     "generator": 7_075,
     "jail": 990,

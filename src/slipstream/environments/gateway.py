@@ -137,6 +137,7 @@ class _Gateway:
                 del self._pending[session]
 
     async def _turn(self, request: Request, dialect: Dialect) -> Response:
+        """Return the response with a turn. A stream begins once its turn is there, so errors keep their status."""
         session = self._session(request)
         with self._place(session):
             body = _parsed(await _read(request, self._limits.max_body_bytes))
