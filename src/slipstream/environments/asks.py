@@ -73,7 +73,7 @@ class Refused(Exception):
 
 
 class Endpoint(Protocol):
-    """Who answers the asks that a gateway has read."""
+    """The end that answers what a gateway has read: an episode of a run, or a model that is served on its own."""
 
     @property
     def model(self) -> str:

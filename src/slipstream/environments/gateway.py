@@ -247,7 +247,7 @@ async def _no_such_page(request: Request, error: Exception) -> Response:
     return _error(status, f"{request.method} is not answered at this address", "not_found")
 
 
-class _Connection(H11Protocol):
+class _GatewayConnection(H11Protocol):
     """A connection that is aborted if the head of its first or next request does not come within its time.
 
     uvicorn has such a limit between two requests alone, and none once the first byte of a head is there.
@@ -322,7 +322,7 @@ class GatewayServer:
         limits = limits or GatewayLimits()
         config = Config(
             app,
-            http=_Connection,
+            http=_GatewayConnection,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -333,7 +333,7 @@ class GatewayServer:
         )
         config.load()
         self._state = ServerState()
-        self._connect: Callable[[], _Connection] = lambda: _Connection(config, self._state, {}, limits=limits)
+        self._connect: Callable[[], _GatewayConnection] = lambda: _GatewayConnection(config, self._state, {}, limits=limits)
         self._server: asyncio.Server | None = None
 
     @property

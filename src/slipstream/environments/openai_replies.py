@@ -31,7 +31,7 @@ class ResponseForm:
 
 @dataclass(frozen=True)
 class Stamp:
-    """What all chunks of a response share: `created` in seconds since 1970."""
+    """The fields that all chunks of a response share: `created` in seconds since 1970."""
 
     id: str
     created: int
