@@ -19,7 +19,7 @@ from slipstream.core.types import VersionSpan
 from slipstream.generator.engine import Engine
 from slipstream.generator.native import native_engine
 from slipstream.generator.paged_runner import PagedRunner
-from slipstream.generator.requests import Finished, KvOnUpdate, Request, check_request
+from slipstream.generator.requests import Finished, KvOnUpdate, Request, Session, check_request
 from slipstream.generator.runner import Chunk, Runner
 from slipstream.generator.slot_runner import SlotRunner
 
@@ -425,7 +425,7 @@ def test_an_episode_that_begins_again_drops_the_keys(is_paged: bool) -> None:
     assert engine.num_parked == 0
     drain(engine)
     assert engine.num_parked == 1
-    engine.release(0, 0, 0)
+    engine.release(Session(0, 0, 0))
     assert_nothing_is_held(engine)
 
 
@@ -437,9 +437,9 @@ def test_release_frees_all_and_forgives(is_paged: bool) -> None:
     engine = new_engine(is_paged)
     for ordinal in range(3):
         parked_session(engine, ordinal, 10)
-    engine.release(0, 1, 0)
-    engine.release(0, 1, 0)
-    engine.release(3, 1, 9)
+    engine.release(Session(0, 1, 0))
+    engine.release(Session(0, 1, 0))
+    engine.release(Session(3, 1, 9))
     assert [session.ordinal for session in engine._parked._parked] == [0, 2]
     engine.release_stream(1)
     assert engine.num_parked == 2
@@ -459,7 +459,7 @@ def test_a_turn_that_is_released_goes_on_and_does_not_park(is_paged: bool, num_s
     if whole_stream:
         engine.release_stream(0)
     else:
-        engine.release(0, 0, 0)
+        engine.release(Session(0, 0, 0))
     assert engine.num_parked == 0
     (found,) = drain(engine).values()
     check_turn(MODEL, found, seed=SEED)
@@ -499,7 +499,7 @@ def test_parked_keys_age_as_those_of_rows_do(is_paged: bool, how: KvOnUpdate) ->
     assert engine.stats.parked_missed_tokens == {"keep": 0, "recompute": 12 + 19}.get(how, 19)
     for each in (turn, second, third):
         check_turn(MODEL, each, seed=SEED)
-    engine.release(0, 0, 0)
+    engine.release(Session(0, 0, 0))
     assert_nothing_is_held(engine)
 
 
@@ -519,7 +519,7 @@ def test_a_swap_while_an_extension_is_being_prefilled(is_paged: bool, how: KvOnU
     missed = 0 if how == "keep" else 12 + 8
     assert engine.stats.parked_hit_tokens == (12 if how == "keep" else 0)
     assert engine.stats.parked_missed_tokens == engine.num_re_prefilled == missed
-    engine.release(0, 0, 0)
+    engine.release(Session(0, 0, 0))
     assert_nothing_is_held(engine)
 
 
@@ -603,7 +603,7 @@ def test_a_preempted_turn_that_is_exported_leaves_nothing(is_paged: bool) -> Non
     engine.step()  # the first chunk of its second prefill
     (exported,) = engine.export_live()
     assert exported.parks
-    engine.release(0, 0, 0)
+    engine.release(Session(0, 0, 0))
     assert_nothing_is_held(engine)
 
 

@@ -52,6 +52,8 @@ class Segment(Message):
     Sampled segments carry one behaviour logprob per token and the versions that sampled them; given ones neither.
     Where sampling was cut to a part of the vocabulary and `generator.keep_sets` asks for it, `kept_tokens` are the
     tokens that each token was drawn from, ascending, one set behind the other, and `kept_counts` the sizes of the sets.
+    `begins`: a given segment that begins another branch of its episode: the tokens of its whole context, which nothing
+    before it is attended to.
     """
 
     tokens: np.ndarray  # int32 [T]
@@ -59,6 +61,7 @@ class Segment(Message):
     version_spans: tuple[VersionSpan, ...] = ()
     kept_tokens: np.ndarray | None = None  # int32 [sum of counts]
     kept_counts: np.ndarray | None = None  # int32 [T], each at least 1
+    begins: bool = False
 
     @property
     def is_sampled(self) -> bool:
@@ -71,6 +74,7 @@ class EpisodeRecord(Message):
     `messages` are the chat behind the prompt, turns of the policy and what the environment said, as people and rewards
     read it; the tokens are the completion's. `reward` is the environment's own, None without one, and `turn_rewards`
     its parts by turn (None: nothing was said). `failure` is there where the environment failed too often.
+    `branches` are the chats of further branches, each from its beginning: `messages` are those of the first one.
     """
 
     messages: list[dict[str, Any]] = []
@@ -82,6 +86,7 @@ class EpisodeRecord(Message):
     num_restarts: int = 0
     environment_s: float = 0.0  # spent in the environment's answers
     failure: str | None = None
+    branches: list[list[dict[str, Any]]] = []
 
 
 class Completion(Message):
@@ -134,7 +139,7 @@ class TurnSampled(Message):
 
     The opening brings the prompt. If `may_continue`, an episode that was begun on a replica that is lost goes on from
     there. `segment` are the tokens of the turn; `finish_reason` says whether they end with a stop token. `life` is that
-    of the observation which they follow.
+    of the observation which they follow, and so is `branch`.
     """
 
     ordinal: int
@@ -147,6 +152,7 @@ class TurnSampled(Message):
     may_continue: bool = False
     segment: Segment | None = None
     finish_reason: FinishReason | None = None
+    branch: int = 0
 
 
 class Observation(Message):
@@ -157,6 +163,9 @@ class Observation(Message):
     `segments`, those of another replica or none, and `tokens` behind them. Each time it has another `life`: turns and
     observations of an earlier one, which may still be on their way, are void too. With it comes the `prompt` of an
     episode whose environment speaks first: it ends with what was said.
+    An agent's episode may have several branches, contexts of their own; all this is said of `branch` alone, and turns
+    are counted in it. A branch begins with an observation that `replaces`, in the same life. With `max_new_tokens` = 0,
+    and no record, nothing is sampled: the generator is to know the branch.
     """
 
     ordinal: int
@@ -171,6 +180,7 @@ class Observation(Message):
     prompt: Prompt | None = None
     segments: tuple[Segment, ...] = ()
     record: EpisodeRecord | None = None
+    branch: int = 0
 
 
 class Rollout(Message):

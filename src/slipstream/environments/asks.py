@@ -18,7 +18,10 @@ from slipstream.environments.protocol import ChatMessage
 
 
 class SamplingWishes(msgspec.Struct, frozen=True):
-    """How a client would like its turn to be sampled; None: it does not say. In a run all but `max_tokens` is void."""
+    """How a client would like its turn to be sampled; None: it does not say. In a run all but `max_tokens` is void.
+
+    A `top_k` of 0 is no limit, as in a recipe.
+    """
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -47,7 +50,8 @@ class Reply(msgspec.Struct, frozen=True):
     """The turn: as a message, and as the exact ids with their logprobs and the versions that sampled them.
 
     `versions` are (start, version): token `start` and those behind it, up to the next start. `pieces` are the texts of
-    the ids, one by one. `message` is {"role": "assistant", "content": ..., "tool_calls": ...} with arguments as dicts.
+    the ids, one by one. `message` is {"role": "assistant", "content": ..., "tool_calls": ...} with arguments as dicts,
+    as `tool_calls.py` parses them; for an ask of ids or of a text its content is the whole text.
     """
 
     message: ChatMessage
@@ -81,5 +85,51 @@ class Endpoint(Protocol):
         ...
 
     async def ask(self, session: Hashable, ask: Ask) -> Reply:
-        """Return the turn. Raises Refused. Cancelled when the client is gone or its time is over."""
+        """Return the turn. Raises Refused. Cancelled when the client is gone or its time is over.
+
+        The client learns only the type of any other exception, with status 500.
+        """
         ...
+
+
+MAX_TOOLS = 128
+_ROLES = ("system", "user", "assistant", "tool")
+
+
+def plain(ask: Ask) -> Ask:
+    """Return an ask that came from a worker with exact types, or raise Refused: what is in it nobody vouches for."""
+    kinds = [ask.messages is not None, ask.tokens is not None, ask.text is not None]
+    if sum(kinds) != 1:
+        raise Refused("a request has messages, ids, or a text", code="invalid_request")
+    if len(ask.tools) > MAX_TOOLS or not all(_is_tool(tool) for tool in ask.tools):
+        raise Refused("tools are functions with names and parameters", code="invalid_tools")
+    if ask.messages is None:
+        return ask
+    if not ask.messages:
+        raise Refused("a chat has at least one message", code="invalid_messages")
+    return msgspec.structs.replace(ask, messages=[_plain_message(message) for message in ask.messages])
+
+
+def _is_tool(tool: dict[str, Any]) -> bool:
+    function = tool.get("function")
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
+
+
+def _plain_message(message: ChatMessage) -> ChatMessage:
+    if message.get("role") not in _ROLES or not isinstance(message.get("content"), str):
+        raise Refused("a message has a role and a text", code="invalid_messages")
+    found = {key: message[key] for key in ("role", "content", "name", "tool_call_id") if message.get(key) is not None}
+    if not all(isinstance(value, str) for value in found.values()):
+        raise Refused("the fields of a message are texts", code="invalid_messages")
+    calls = message.get("tool_calls") if message["role"] == "assistant" else None
+    if calls:
+        found["tool_calls"] = [_plain_call(call) for call in calls]
+    return found
+
+
+def _plain_call(call: Any) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    name, arguments = (function.get("name"), function.get("arguments")) if isinstance(function, dict) else (None, None)
+    if not isinstance(name, str) or not isinstance(arguments, dict | str):
+        raise Refused("a call has a function with a name and arguments", code="invalid_messages")
+    return {"id": str(call.get("id", "")), "type": "function", "function": {"name": name, "arguments": arguments}}

@@ -27,6 +27,10 @@ class Given:
 def sources_of(config: RunConfig) -> list[EnvironmentSource]:
     """Return the environments that the configuration names by path, in the order of its choices."""
     environment = config.environment
+    if environment.agent is not None:
+        return [make_source("agent", environment.agent)]
+    if environment.program:
+        return [make_source("program", command=environment.program)]
     if environment.tools:
         return [make_source("tools", tools=environment.tools)]
     if environment.class_path is not None:
@@ -37,14 +41,16 @@ def sources_of(config: RunConfig) -> list[EnvironmentSource]:
 def is_from_python(config: RunConfig) -> bool:
     """Whether its environments were handed over from Python: then all were."""
     environment = config.environment
-    paths = [environment.class_path or "", *environment.tools, *(one.class_path for one in environment.choices)]
+    named = [environment.class_path or "", environment.agent or ""]
+    paths = [*named, *environment.tools, *(one.class_path for one in environment.choices)]
     return any(path.startswith(FROM_PYTHON) for path in paths)
 
 
 def given_makers(config: RunConfig, given: Given | None) -> list[Maker]:
     """Return what makes the environments that were handed over. ConfigError where this process does not have one."""
     environment, makers = config.environment, {} if given is None else given.makers
-    paths = [environment.class_path] if environment.class_path else environment.tools[:1]
+    alone = environment.class_path or environment.agent
+    paths = [alone] if alone else environment.tools[:1]
     names = [path.removeprefix(FROM_PYTHON) for path in paths or [one.class_path for one in environment.choices]]
     missing = next((name for name in names if name not in makers), None)
     if missing is not None:

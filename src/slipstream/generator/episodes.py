@@ -34,48 +34,84 @@ Key = tuple[int, int, int]
 
 
 @dataclass
-class Episode:
-    """An episode on this replica: `request` is that of its admission, `live` the turn that is decoded now, if any.
+class SampledBranch:
+    """A context that is sampled here: `live` is the turn that is decoded now, if any."""
 
-    `prompt` ends with what the environment said first; `row` is the prompt as it was admitted.
-    """
-
-    request: Request
-    row: Prompt
-    eval_id: int
-    prompt: Prompt = field(init=False)
+    prompt: Prompt
     segments: list[Segment] = field(default_factory=list)
     turn: int = 0  # turns sampled
     live: Request | None = None
-    life: int = 0  # of the last observation that replaced what was known
-    finish_reason: FinishReason = "stop"
-    started_s: float | None = None  # when the first turn began
-    is_new: bool = True  # nothing was asked of the engine yet
-
-    def __post_init__(self) -> None:
-        self.prompt = self.row
-
-    @property
-    def key(self) -> Key:
-        return self.eval_id, self.request.ordinal, self.request.sample
 
     @property
     def num_behind(self) -> int:
         """Tokens behind the prompt."""
         return sum(len(segment.tokens) for segment in self.segments)
 
-    def next_turn(self, max_new_tokens: int) -> Request:
-        """Return the request for the next turn: the prompt, and all that was sampled and given since."""
-        context = np.concatenate([self.prompt.tokens, *(segment.tokens for segment in self.segments)])
-        return replace(
+
+@dataclass
+class Episode:
+    """An episode on this replica: `request` is that of its admission.
+
+    `row` is the prompt as it was admitted; that of a branch ends with what the environment said first. Only agents'
+    episodes have more than branch 0.
+    """
+
+    request: Request
+    row: Prompt
+    eval_id: int
+    branches: dict[int, SampledBranch] = field(init=False)
+    life: int = 0  # of the last observation that replaced what was known
+    void_life: int | None = None  # the one before it began again: what is still said of it counts for nothing
+    finish_reason: FinishReason = "stop"
+    started_s: float | None = None  # when the first turn began
+    is_new: bool = True  # nothing was asked of the engine yet
+
+    def __post_init__(self) -> None:
+        self.branches = {0: SampledBranch(self.row)}
+
+    @property
+    def key(self) -> Key:
+        return self.eval_id, self.request.ordinal, self.request.sample
+
+    @property
+    def prompt(self) -> Prompt:
+        """That of the first branch."""
+        return self.branches[0].prompt
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a turn was sampled."""
+        return any(branch.turn for branch in self.branches.values())
+
+    @property
+    def segments(self) -> list[Segment]:
+        """Those of the first branch; then of each other one its whole context, and its segments."""
+        first, *others = (self.branches[number] for number in sorted(self.branches))
+        return [
+            *first.segments,
+            *(
+                segment
+                for branch in others
+                if branch.turn
+                for segment in (Segment(tokens=branch.prompt.tokens, begins=True), *branch.segments)
+            ),
+        ]
+
+    def next_turn(self, number: int, max_new_tokens: int) -> Request:
+        """Return the request for a branch's next turn: the prompt, and all that was sampled and given since."""
+        branch = self.branches[number]
+        branch.live = replace(
             self.request,
-            prompt_tokens=context,
-            num_before=self.num_behind,
+            prompt_tokens=np.concatenate([branch.prompt.tokens, *(segment.tokens for segment in branch.segments)]),
+            num_before=branch.num_behind,
             max_new_tokens=max_new_tokens,
             parks=True,
-            goes_on=self.turn > 0,
+            goes_on=self.has_begun,
             is_again=self.request.is_again and self.is_new,
+            branch=number,
         )
+        self.is_new = False
+        return branch.live
 
 
 @dataclass(frozen=True)
@@ -132,7 +168,7 @@ class Episodes:
     @property
     def num_begun(self) -> int:
         """Episodes of training that have sampled a turn and are not over: a swap between batches waits for them."""
-        return sum(1 for one in self._open.values() if one.turn > 0 and one.eval_id < 0)
+        return sum(1 for one in self._open.values() if one.has_begun and one.eval_id < 0)
 
     @property
     def num_unsent(self) -> int:
@@ -144,61 +180,80 @@ class Episodes:
         self._open[episode.key] = episode
         self._ask(self._opening(episode, may_continue=may_continue))
 
-    def finished(self, item: Finished, eval_id: int = -1) -> None:
-        """Take a turn that was decoded. One of an episode that has begun again since is void."""
+    def finished(self, item: Finished, eval_id: int = -1) -> bool:
+        """Take a turn that was decoded; whether others of its episode are to be decoded, too.
+
+        One of an episode that has begun again since is void.
+        """
         episode = self._open.get((eval_id, item.ordinal, item.sample))
-        if episode is None or episode.live is None or episode.live.prompt_tokens is not item.request.prompt_tokens:
-            return
-        episode.live = None
-        episode.turn += 1
+        branch = None if episode is None else episode.branches.get(item.request.branch)
+        if episode is None or branch is None or branch.live is None:
+            return False
+        if branch.live.prompt_tokens is not item.request.prompt_tokens:
+            return False
+        branch.live = None
+        branch.turn += 1
         episode.finish_reason = item.finish_reason
         episode.started_s = item.started_s if episode.started_s is None else episode.started_s
         segment = segment_of(item)
-        episode.segments.append(segment)
+        branch.segments.append(segment)
         self._ask(
             TurnSampled(
                 ordinal=item.ordinal,
                 sample=item.sample,
                 replica=self._replica,
-                turn=episode.turn,
+                turn=branch.turn,
                 eval_id=eval_id,
                 life=episode.life,
                 segment=segment,
                 finish_reason=item.finish_reason,
+                branch=item.request.branch,
             )
         )
+        return any(one.live is not None for one in episode.branches.values())
 
     def observe(self, message: Observation) -> Request | EndedEpisode | None:
         """Return the turn to decode now, or the episode that is over; None for an answer to what is void."""
         key = (message.eval_id, message.ordinal, message.sample)
         episode = self._open.get(key)
-        if episode is None:
+        if episode is None or message.life == episode.void_life:
             return None
-        if not message.replaces and (message.life != episode.life or message.turn != episode.turn):
-            return None
-        if message.replaces and message.record is None and not self._may_follow(message.segments):
-            self._begin_again(episode)
+        if message.replaces and message.max_new_tokens and not self._may_follow(message.segments):
+            self._begin_again(episode, message.life)
             return None
         if message.replaces:
-            self._release(episode.request)
-            episode.life, episode.segments = message.life, list(message.segments)
-            episode.prompt = episode.row if message.prompt is None else message.prompt
-            episode.turn = sum(segment.is_sampled for segment in message.segments)
+            self._replace(episode, message)
+        branch = episode.branches.get(message.branch)
+        if branch is None or message.life != episode.life or message.turn != branch.turn:
+            return None
         if len(message.tokens):
-            episode.segments.append(Segment(tokens=message.tokens))
+            branch.segments.append(Segment(tokens=message.tokens))
         if message.record is not None:
             del self._open[key]
-            self._release(episode.request)
+            self._release_all(episode)
             return EndedEpisode(episode, message.record)
-        episode.live, episode.is_new = episode.next_turn(message.max_new_tokens), False
-        return episode.live
+        return episode.next_turn(message.branch, message.max_new_tokens) if message.max_new_tokens else None
+
+    def _replace(self, episode: Episode, message: Observation) -> None:
+        """What is known of the branch is void, and in another life all that is known of the episode."""
+        if message.life != episode.life:
+            self._release_all(episode)
+            episode.life, episode.branches = message.life, {0: SampledBranch(episode.row)}
+        prompt = episode.row if message.prompt is None else message.prompt
+        turn = sum(segment.is_sampled for segment in message.segments)
+        episode.branches[message.branch] = SampledBranch(prompt, list(message.segments), turn)
+
+    def _release_all(self, episode: Episode) -> None:
+        """Free what the engine keeps of an episode's branches."""
+        for request in [replace(episode.request, branch=number) for number in episode.branches]:
+            self._release(request)
 
     def begin_again(self) -> None:
         """The environments' process restarted, without its episodes: each begins again."""
         self._is_away = False
         self._unsent.clear()
         for episode in self._open.values():
-            self._begin_again(episode)
+            self._begin_again(episode, episode.life)
 
     def send(self) -> bool:
         """Send what has not been sent, in order; whether anything was."""
@@ -215,9 +270,10 @@ class Episodes:
             has_sent = True
         return has_sent
 
-    def _begin_again(self, episode: Episode) -> None:
-        self._release(episode.request)
-        episode.segments, episode.turn, episode.live, episode.started_s = [], 0, None, None
+    def _begin_again(self, episode: Episode, life: int) -> None:
+        self._release_all(episode)
+        episode.branches, episode.started_s = {0: SampledBranch(episode.row)}, None
+        episode.void_life = life
         self._ask(self._opening(episode, may_continue=False))
 
     def _ask(self, message: TurnSampled) -> None:

@@ -33,7 +33,7 @@ from slipstream.generator.evaluations import EvalJobs
 from slipstream.generator.lockstep import Agreement, LockStep
 from slipstream.generator.outgoing import Ended, Outgoing
 from slipstream.generator.partials import Continued, Saver, partial_of, partial_of_finished
-from slipstream.generator.requests import Finished, Labelled, Request
+from slipstream.generator.requests import Finished, GenerationEngine, Labelled, Request
 from slipstream.models.build import build_tokenizer, stop_token_ids
 from slipstream.observe.waste import RE_PREFILLED
 
@@ -117,9 +117,13 @@ class Generator(Executor):
 
     def _release(self, request: Request) -> None:
         """Free what is kept for the next turn of an episode."""
+        if request.stream == TRAIN_STREAM or self.evaluations.engine is not None:
+            self._engine_of(request).release(request.session)
+
+    def _engine_of(self, request: Request) -> GenerationEngine:
         engine = self.engine if request.stream == TRAIN_STREAM else self.evaluations.engine
-        if engine is not None:
-            engine.release(request.stream, request.ordinal, request.sample)
+        assert engine is not None, "an evaluation's episodes begin with its engine"
+        return engine
 
     @property
     def is_finished(self) -> bool:
@@ -228,9 +232,7 @@ class Generator(Executor):
         assert self.episodes is not None, "observations are of episodes"
         following = self.episodes.observe(message)
         if isinstance(following, Request):
-            engine = self.engine if message.eval_id < 0 else self.evaluations.engine
-            assert engine is not None, "an evaluation's episodes begin with its engine"
-            engine.submit([following])
+            self._engine_of(following).submit([following])
         elif following is not None:
             self._pass_on([following])
 
@@ -334,7 +336,9 @@ class Generator(Executor):
             return
         with self.context.spans.span("send"), self.context.together():
             for item in finished:
-                self.episodes.finished(item, -1 if item.request.stream == TRAIN_STREAM else self.evaluations.eval_id)
+                is_training = item.request.stream == TRAIN_STREAM
+                if self.episodes.finished(item, -1 if is_training else self.evaluations.eval_id):
+                    self._engine_of(item.request).let_go_on(item.request.session)
 
     def _pass_on(self, ended: Sequence[Ended]) -> None:
         with self.context.spans.span("send"), self.context.together():

@@ -1,0 +1,364 @@
+"""An HTTP gateway in OpenAI's form to an endpoint, and the server that holds it.
+
+    POST /v1/chat/completions   POST /v1/completions   GET /v1/models   GET /v1/models/NAME   GET /health
+
+All but /health are there below /s/KEY too, for clients that can be given an address and no API key. A client is an
+agent's code, which nobody vouches for: the bytes and the time of a request, the requests that wait and the connections
+are bounded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import time
+import uuid
+from collections import Counter
+from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from uvicorn.config import Config
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
+
+from slipstream.environments.asks import Ask, Endpoint, Refused, Reply
+from slipstream.environments.openai_api import CHAT, TEXT, Dialect, response_form
+from slipstream.environments.openai_replies import Stamp, error_body, model_entry
+
+CANCEL_LIMIT_S = 1.0
+"""For this long a request waits for the end of what it has cancelled; its place stays taken until then."""
+STOP_LIMIT_S = 2.0
+NO_RETRY = {"x-should-retry": "false"}
+"""Header that keeps OpenAI's clients from asking again by themselves: another turn is not the one that failed."""
+RETRIED = (429, 503)
+
+
+@dataclass(frozen=True)
+class GatewayLimits:
+    """Bounds of what clients may take. `max_pending` are requests of one session that wait for their turns.
+
+    `request_limit_s` is for all of a request: its body, its turn, its answer. `idle_limit_s` is for a connection until
+    the head of its first or next request is there.
+    """
+
+    max_body_bytes: int = 4 << 20
+    max_pending: int = 64
+    request_limit_s: float = 600.0
+    max_connections: int = 4_096
+    idle_limit_s: float = 75.0
+
+
+def build_app(endpoint: Endpoint, *, limits: GatewayLimits | None = None) -> Starlette:
+    """Return the gateway to `endpoint` as an ASGI application."""
+    gateway = _Gateway(endpoint, limits or GatewayLimits())
+    routes = [Route("/health", _health, methods=["GET"])]
+    for prefix in ("", "/s/{key}"):
+        routes += [
+            Route(f"{prefix}/v1/chat/completions", gateway.chat, methods=["POST"]),
+            Route(f"{prefix}/v1/completions", gateway.completions, methods=["POST"]),
+            Route(f"{prefix}/v1/models", gateway.models, methods=["GET"]),
+            Route(f"{prefix}/v1/models/{{name:path}}", gateway.model, methods=["GET"]),
+        ]
+    app = Starlette(routes=routes, exception_handlers={HTTPException: _no_such_page})
+    app.router.redirect_slashes = False
+    return app
+
+
+class _Gateway:
+    """The pages of a gateway, and how many requests of each session wait for their turns."""
+
+    def __init__(self, endpoint: Endpoint, limits: GatewayLimits) -> None:
+        self._endpoint, self._limits = endpoint, limits
+        self._pending = Counter[Hashable]()
+
+    async def chat(self, request: Request) -> Response:
+        """Answer POST /v1/chat/completions."""
+        return await self._guarded(self._turn(request, CHAT))
+
+    async def completions(self, request: Request) -> Response:
+        """Answer POST /v1/completions."""
+        return await self._guarded(self._turn(request, TEXT))
+
+    async def models(self, request: Request) -> Response:
+        """Answer GET /v1/models."""
+        return await self._guarded(self._models(request))
+
+    async def model(self, request: Request) -> Response:
+        """Answer GET /v1/models/NAME."""
+        return await self._guarded(self._models(request, request.path_params["name"]))
+
+    async def _guarded(self, answer: Awaitable[Response]) -> Response:
+        """Return the answer, or why there is none, within the time of a request."""
+        limit_s = self._limits.request_limit_s
+        try:
+            async with asyncio.timeout(limit_s) as deadline:
+                return await answer
+        except Refused as refused:
+            return _error(refused.status, str(refused), refused.code)
+        except ClientDisconnect:
+            return Response(status_code=499)  # for nobody
+        except Exception as error:  # noqa: BLE001 - an endpoint's; the client is told its kind alone
+            if deadline.expired():
+                return _error(504, f"there was no answer within {limit_s:g} s", "timeout")
+            return _error(500, f"the endpoint failed ({type(error).__name__})", "internal_error")
+
+    def _session(self, request: Request) -> Hashable:
+        """Return whose request this is."""
+        kind, _, key = request.headers.get("authorization", "").partition(" ")
+        api_key = key.strip() if kind.lower() == "bearer" else ""
+        session = self._endpoint.session_of(request.path_params.get("key"), api_key or None)
+        if session is None:
+            raise Refused(
+                "the API key, or the key in the address, belongs to no session here", status=401, code="invalid_api_key"
+            )
+        return session
+
+    @contextlib.contextmanager
+    def _place(self, session: Hashable) -> Iterator[None]:
+        """Hold one of a session's places for requests."""
+        if self._pending[session] >= self._limits.max_pending:
+            raise Refused(
+                f"{self._limits.max_pending} requests of this session wait already", status=429, code="too_many_pending"
+            )
+        self._pending[session] += 1
+        try:
+            yield
+        finally:
+            self._pending[session] -= 1
+            if not self._pending[session]:
+                del self._pending[session]
+
+    async def _turn(self, request: Request, dialect: Dialect) -> Response:
+        session = self._session(request)
+        with self._place(session):
+            body = _parsed(await _read(request, self._limits.max_body_bytes))
+            ask, form = dialect.ask(body), response_form(body)
+            reply = await self._reply(request, session, ask)
+        stamp = Stamp(f"{dialect.prefix}-{uuid.uuid4().hex}", int(time.time()), self._endpoint.model)
+        if form.is_stream:
+            events = "".join(f"data: {_text(chunk)}\n\n" for chunk in dialect.chunks(reply, form, stamp))
+            return Response(f"{events}data: [DONE]\n\n", headers={"content-type": "text/event-stream; charset=utf-8"})
+        return _json(dialect.whole(reply, form, stamp))
+
+    async def _reply(self, request: Request, session: Hashable, ask: Ask) -> Reply:
+        """Return the endpoint's reply, or end its work when the client is gone. Unblocked by: either of the two."""
+        turn = asyncio.ensure_future(self._endpoint.ask(session, ask))
+        gone = asyncio.ensure_future(_gone(request))
+        try:
+            await asyncio.wait({turn, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not turn.done():
+                raise ClientDisconnect
+            if turn.cancelled():
+                raise Refused("the endpoint gave this request up", status=500, code="given_up")
+            return turn.result()
+        finally:
+            await _ended(turn, gone)
+
+    async def _models(self, request: Request, name: str | None = None) -> Response:
+        self._session(request)
+        model = model_entry(self._endpoint.model)
+        if name is None:
+            return _json({"object": "list", "data": [model]})
+        if name != self._endpoint.model:
+            raise Refused("there is no model of this name", status=404, code="model_not_found")
+        return _json(model)
+
+
+async def _read(request: Request, max_bytes: int) -> bytes:
+    """Return the body, of which no more is read than a piece above `max_bytes`."""
+    too_large = Refused(f"the body has more than {max_bytes:,} bytes", status=413, code="body_too_large")
+    told = request.headers.get("content-length", "0")
+    if len(told) > 18 or int(told) > max_bytes:
+        raise too_large
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > max_bytes:
+            raise too_large
+    return bytes(body)
+
+
+def _parsed(body: bytes) -> Mapping[str, Any]:
+    try:
+        value = json.loads(body.decode(), parse_constant=_no_number)
+    except RecursionError as error:
+        raise Refused("the body is nested too deep", code="invalid_json") from error
+    except ValueError as error:
+        raise Refused("the body is no JSON", code="invalid_json") from error
+    if not isinstance(value, dict):
+        raise Refused("the body is a JSON object", code="invalid_json")
+    return value
+
+
+def _no_number(name: str) -> Any:
+    raise ValueError(f"{name} is no number in JSON")
+
+
+async def _gone(request: Request) -> None:
+    """Wait until the client has closed its connection. The body has been read before."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _ended(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel tasks and wait for their ends, within CANCEL_LIMIT_S."""
+    for task in tasks:
+        task.cancel()
+        task.add_done_callback(_looked_at)
+    await asyncio.wait(tasks, timeout=CANCEL_LIMIT_S)
+
+
+def _looked_at(task: asyncio.Future[Any]) -> None:
+    """Take a task's error, which asyncio would write to the log otherwise."""
+    if not task.cancelled():
+        task.exception()
+
+
+def _text(value: Any) -> str:
+    """Return `value` as JSON in ASCII: half of a surrogate pair does no harm, and no character ends a line of SSE."""
+    return json.dumps(value, allow_nan=False, separators=(",", ":"))
+
+
+def _json(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(_text(value), status, headers, media_type="application/json")
+
+
+def _error(status: int, sentence: str, code: str) -> Response:
+    """Return an error in OpenAI's form. The connection ends, since the rest of the body may still be on its way."""
+    headers = {"connection": "close"} | ({} if status in RETRIED else NO_RETRY)
+    return _json(error_body(sentence, status, code), status, headers)
+
+
+async def _health(request: Request) -> Response:  # noqa: ARG001 - the form of a page
+    return _json({"status": "ok"})
+
+
+async def _no_such_page(request: Request, error: Exception) -> Response:
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    return _error(status, f"{request.method} is not answered at this address", "not_found")
+
+
+class _Connection(H11Protocol):
+    """A connection that is aborted if the head of its first or next request does not come within its time.
+
+    uvicorn has such a limit between two requests alone, and none once the first byte of a head is there.
+    """
+
+    def __init__(self, *args: Any, limits: GatewayLimits, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._limits = limits
+        self._idle: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin, or abort where there are too many."""
+        super().connection_made(transport)
+        if len(self.connections) > self._limits.max_connections:
+            transport.abort()
+        else:
+            self._await_head()
+
+    def data_received(self, data: bytes) -> None:
+        """Read a piece; the wait is over if it completes a head."""
+        super().data_received(data)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._stop_waiting()
+
+    def on_response_complete(self) -> None:
+        """Wait for the next head, which may be there already."""
+        answered = self.cycle
+        self._await_head()
+        super().on_response_complete()
+        if self.cycle is not answered:
+            self._stop_waiting()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End the wait."""
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def shutdown(self) -> None:
+        """Close now, or behind the response that is under way."""
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.close()
+        else:
+            self.cycle.keep_alive = False
+
+    def _await_head(self) -> None:
+        self._stop_waiting()
+        self._idle = self.loop.call_later(self._limits.idle_limit_s, self.transport.abort)
+
+    def _stop_waiting(self) -> None:
+        if self._idle is not None:
+            self._idle.cancel()
+            self._idle = None
+
+
+def listen_on_loopback() -> socket.socket:
+    """Return a socket that listens on a free port of 127.0.0.1."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(1_024)
+    listener.setblocking(False)
+    return listener
+
+
+class GatewayServer:
+    """Serves an application on a listening socket in the running loop, with uvicorn's HTTP.
+
+    uvicorn's own server would take the process's signals and look at its state ten times a second.
+    """
+
+    def __init__(self, app: Starlette, listener: socket.socket, *, limits: GatewayLimits | None = None) -> None:
+        self._listener, self._port = listener, int(listener.getsockname()[1])
+        limits = limits or GatewayLimits()
+        config = Config(
+            app,
+            http=_Connection,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="critical",
+            access_log=False,
+            proxy_headers=False,
+            timeout_keep_alive=max(1, int(limits.idle_limit_s)),
+        )
+        config.load()
+        self._state = ServerState()
+        self._connect: Callable[[], _Connection] = lambda: _Connection(config, self._state, {}, limits=limits)
+        self._server: asyncio.Server | None = None
+
+    @property
+    def base_url(self) -> str:
+        """The address without a path: "http://127.0.0.1:PORT"."""
+        return f"http://127.0.0.1:{self._port}"
+
+    async def start(self) -> None:
+        """Begin to answer. Connections that were made before are taken then."""
+        self._server = await asyncio.get_running_loop().create_server(self._connect, sock=self._listener)
+
+    async def stop(self) -> None:
+        """Take no more requests, give those that run half of STOP_LIMIT_S, cancel the others, close all connections.
+
+        Ends within STOP_LIMIT_S. The listening socket is closed. May be called twice.
+        """
+        if self._server is not None:
+            self._server.close()
+        self._listener.close()
+        for connection in [*self._state.connections]:
+            connection.shutdown()  # at once where no request runs, else behind its response
+        for _ in range(2):
+            if running := [*self._state.tasks]:
+                await asyncio.wait(running, timeout=STOP_LIMIT_S / 2)
+            for task in [*self._state.tasks]:
+                task.cancel()
+        for connection in [*self._state.connections]:
+            connection.transport.abort()
+        await asyncio.sleep(0)  # for the connections' last call
