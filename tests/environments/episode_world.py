@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,7 @@ from slipstream.generator.episodes import EndedEpisode
 from slipstream.generator.episodes import Episodes as GeneratorEpisodes
 from slipstream.generator.requests import Finished, Request
 
+OPENINGS = itertools.count(1)
 PROMPT = np.arange(5, dtype=np.int32)
 LIMITS = EpisodeLimits(
     max_turns=4, max_turn_tokens=6, max_episode_tokens=40, max_len=48, episode_limit_s=1e9, max_restarts=2
@@ -91,11 +93,14 @@ class Replica:
 
     def __post_init__(self) -> None:
         self.episodes = GeneratorEpisodes(
-            self.wire, replica=self.number, release=lambda _: None, may_follow=self._may_follow
+            self.wire,
+            replica=self.number,
+            release=lambda _: None,
+            may_follow=self._may_follow,
+            new_opening=lambda: next(OPENINGS),
         )
 
-    def _may_follow(self, segments: Sequence[Segment]) -> bool:
-        versions = versions_of(segments)
+    def _may_follow(self, versions: Collection[int]) -> bool:
         newest = max(versions, default=self.version)
         return newest <= self.version if self.spans_versions else set(versions) <= {self.version}
 
@@ -134,8 +139,7 @@ class World:
             replica.version = self.newest
 
     def _table(self) -> EpisodeTable:
-        first_life = self.rng.randrange(1 << 30) << 31  # another one for each process
-        return EpisodeTable(LIMITS, PlainNumbers(), Sources(("",), (1.0,)), first_life=first_life)
+        return EpisodeTable(LIMITS, PlainNumbers(), Sources(("",), (1.0,)))
 
     def _begin(self, key: Key, *, may_continue: bool = False) -> None:
         request = Request(ordinal=key[1], sample=key[2], prompt_tokens=PROMPT, max_new_tokens=6)

@@ -138,8 +138,8 @@ class TurnSampled(Message):
     """Generator -> environments: turn `turn` of an episode was sampled, or, with turn 0, an episode is to begin.
 
     The opening brings the prompt. If `may_continue`, an episode that was begun on a replica that is lost goes on from
-    there. `segment` are the tokens of the turn; `finish_reason` says whether they end with a stop token. `life` is that
-    of the observation which they follow, and so is `branch`.
+    there; its number is `opening`. `segment` are the tokens of the turn; `finish_reason` says whether they end with a
+    stop token. `life` is that of the observation which they follow, and so is `branch`.
     """
 
     ordinal: int
@@ -153,6 +153,7 @@ class TurnSampled(Message):
     segment: Segment | None = None
     finish_reason: FinishReason | None = None
     branch: int = 0
+    opening: int = 0
 
 
 class Observation(Message):
@@ -161,11 +162,13 @@ class Observation(Message):
     `tokens` are given; then the policy samples a turn of at most `max_new_tokens`. Where `record` is there the episode
     is over, and nothing is sampled any more. `replaces`: what the generator has of this episode is void; it is now
     `segments`, those of another replica or none, and `tokens` behind them. Each time it has another `life`: turns and
-    observations of an earlier one, which may still be on their way, are void too. With it comes the `prompt` of an
-    episode whose environment speaks first: it ends with what was said.
+    observations of an earlier one, which may still be on their way, are void too, as are those that follow another
+    `opening` than the generator's last one. With it comes the `prompt` of an episode whose environment speaks first: it
+    ends with what was said.
     An agent's episode may have several branches, contexts of their own; all this is said of `branch` alone, and turns
-    are counted in it. A branch begins with an observation that `replaces`, in the same life. With `max_new_tokens` = 0,
-    and no record, nothing is sampled: the generator is to know the branch.
+    are counted in it. A branch begins with an observation that `replaces`, in the same life. With a record that
+    `is_whole` the `segments` are those of all branches, and hold in the place of what the generator knows. Where it
+    `replaces`, `versions` are those that have sampled the episode so far, in all branches.
     """
 
     ordinal: int
@@ -181,6 +184,9 @@ class Observation(Message):
     segments: tuple[Segment, ...] = ()
     record: EpisodeRecord | None = None
     branch: int = 0
+    opening: int = 0
+    is_whole: bool = False
+    versions: tuple[int, ...] = ()
 
 
 class Rollout(Message):

@@ -95,17 +95,14 @@ Act = Open | Take | Finish | Shut | Give | Observation
 class EpisodeTable:
     """Every method takes one message and returns what follows from it. `now_s` is the time, in seconds.
 
-    Lives are numbered from `first_life` on: another number for each process, as what its predecessor was told may come.
     `chats` are those of agents, by the tools that they bring.
     """
 
-    def __init__(
-        self, limits: EpisodeLimits, chat: Chat, sources: Sources, *, chats: Chats | None = None, first_life: int = 1
-    ) -> None:
+    def __init__(self, limits: EpisodeLimits, chat: Chat, sources: Sources, *, chats: Chats | None = None) -> None:
         self._limits, self._chat, self._sources = limits, chat, sources
         self._chats = chats or Chats(lambda _: chat)
         self._open: dict[Key, KnownEpisode] = {}
-        self._lives = itertools.count(first_life)
+        self._lives = itertools.count(1)
         self.counts = dict.fromkeys(COUNTS, 0)
         self.environment_s = 0.0  # of all answers
 
@@ -179,12 +176,12 @@ class EpisodeTable:
         if episode is None:
             return []
         if episode.phase == "ending":
-            return self._close(episode, episode.record(word.reward))
+            return [self._close(episode, episode.record(word.reward))]
         self._spent(episode, word.seconds)
         if not episode.turn:
             reason = "a limit left its first request no room" if episode.is_cut else "it ended without a turn"
             return self.failed(Lost(episode.key, reason), now_s)
-        return self._close(episode, episode.record(word.reward))
+        return [self._close(episode, episode.record(word.reward))]
 
     def failed(self, lost: Lost, now_s: float) -> list[Act]:
         """An environment is gone: its episode begins again, or has failed for good."""
@@ -192,11 +189,11 @@ class EpisodeTable:
         if episode is None:
             return []
         if episode.phase == "talking" and episode.is_cut and episode.turn:  # it did not bear to be refused a turn
-            return self._close(episode, episode.record())
+            return [self._close(episode, episode.record())]
         episode.charges += CHARGES[lost.is_guilty]
         if episode.charges > CHARGES[True] * self._limits.max_restarts:
             self.counts["failed"] += 1
-            return self._close(episode, episode.record(failure=f"environment: {lost.reason}"))
+            return [self._close(episode, episode.record(failure=f"environment: {lost.reason}"))]
         episode.num_restarts += 1
         self.counts["restarts"] += 1
         episode.restart(next(self._lives), now_s)
@@ -217,11 +214,13 @@ class EpisodeTable:
         assert message.prompt is not None, "an opening brings the prompt"
         known = self._open.get(key)
         if known is not None and message.may_continue:
-            known.moved_to(message.replica, next(self._lives))
+            known.moved_to(message.replica, message.opening, next(self._lives))
             sampling = [branch for branch in known.branches if branch.is_sampling]
             return [known.observation(branch, max_new_tokens=branch.num_asked) for branch in sampling]
         self.counts["episodes"] += known is None
-        episode = KnownEpisode(key, message.prompt, message.replica, now_s, next(self._lives), self._chat)
+        episode = KnownEpisode(
+            key, message.prompt, message.replica, message.opening, now_s, next(self._lives), self._chat
+        )
         self._open[key] = episode
         return [*([] if known is None else [Shut(key)]), self._open_call(episode)]
 
@@ -236,24 +235,15 @@ class EpisodeTable:
         episode.environment_s += seconds
         self.environment_s += seconds
 
-    def _close(self, episode: KnownEpisode, record: EpisodeRecord) -> list[Act]:
-        """End an episode. A replica that does not know all branches hears of them first."""
+    def _close(self, episode: KnownEpisode, record: EpisodeRecord) -> Observation:
         del self._open[episode.key]
-        first, *others = episode.branches
         self.counts["ended"] += 1
         self.counts["turns_of_ended"] += episode.turn
         self.counts["cut"] += record.is_cut
         self.counts["tool_calls"] += record.num_tool_calls
         self.counts["tool_errors"] += record.num_tool_errors
         self.counts["forks"] += len(record.branches)
-        for branch in episode.branches:
-            branch.given = no_tokens()
-            branch.is_moved |= branch.is_sampling  # its turn may have come there, and nobody has heard it
-        unknown = [branch for branch in others if branch.is_moved and (branch.turn or branch.is_sampling)]
-        return [
-            *(episode.observation(branch) for branch in unknown),
-            episode.observation(first, record=record),
-        ]
+        return episode.last_observation(record)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections import deque
 from collections.abc import Iterable
 
@@ -55,7 +54,6 @@ class Environments(Executor):
             chat,
             Sources.of(config),
             chats=build_chats(config, tokenizer),
-            first_life=secrets.randbits(30) << 31,
         )
         self._label_idle_time()
         context.outputs["events"].put(Ready(executor=context.name))

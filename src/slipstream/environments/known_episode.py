@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+import msgspec
+
 from slipstream.core.config import RunConfig
-from slipstream.core.types import EpisodeRecord, Observation, Prompt
+from slipstream.core.types import EpisodeRecord, Observation, Prompt, Segment
 from slipstream.environments.chat import Chat
 from slipstream.environments.protocol import ChatMessage, episode_reward
-from slipstream.environments.transcript import Branch
+from slipstream.environments.transcript import Branch, no_tokens
 
 Key = tuple[int, int, int]
 """(evaluation or -1, ordinal, sample)"""
@@ -62,6 +64,7 @@ class KnownEpisode:
     key: Key
     row: Prompt
     replica: int
+    opening: int
     started_s: float
     life: int
     chat: Chat
@@ -90,6 +93,12 @@ class KnownEpisode:
         return sum(branch.turn for branch in self.branches)
 
     @property
+    def versions(self) -> tuple[int, ...]:
+        """Those that have sampled its turns."""
+        segments = [segment for branch in self.branches for segment in branch.segments]
+        return tuple(sorted({span.version for segment in segments for span in segment.version_spans}))
+
+    @property
     def num_begun(self) -> int:
         """Turns that were sampled, and those that are being sampled."""
         return self.turn + sum(branch.is_sampling for branch in self.branches)
@@ -111,15 +120,13 @@ class KnownEpisode:
         self.messages, self.turn_rewards = [], []
         self.num_tool_calls = self.num_tool_errors = 0
 
-    def moved_to(self, replica: int, life: int) -> None:
+    def moved_to(self, replica: int, opening: int, life: int) -> None:
         """Another replica samples it from here on, and knows nothing of it."""
-        self.replica, self.life = replica, life
+        self.replica, self.opening, self.life = replica, opening, life
         for branch in self.branches:
             branch.is_moved = True
 
-    def observation(
-        self, branch: Branch, *, max_new_tokens: int = 0, record: EpisodeRecord | None = None
-    ) -> Observation:
+    def observation(self, branch: Branch, *, max_new_tokens: int) -> Observation:
         """Return what the replica is to hear: the tokens since the branch's last turn, or the whole branch."""
         is_moved, branch.is_moved = branch.is_moved, False
         eval_id, ordinal, sample = self.key
@@ -135,9 +142,31 @@ class KnownEpisode:
             replaces=is_moved,
             prompt=branch.prompt if is_moved and branch.prompt is not self.row else None,
             segments=tuple(branch.segments) if is_moved else (),
-            record=record,
             branch=branch.number,
+            opening=self.opening,
+            versions=self.versions if is_moved else (),
         )
+
+    def last_observation(self, record: EpisodeRecord) -> Observation:
+        """Return the episode's end: all of it, where the replica may know less of it, or more.
+
+        It knows more where a turn was sampled that nobody has heard of any more.
+        """
+        first, *others = self.branches
+        for branch in self.branches:
+            branch.given = no_tokens()
+        first.is_moved = any(branch.is_moved for branch in self.branches)
+        is_whole = first.is_moved or any(branch.is_sampling for branch in self.branches)
+        forks = [
+            segment
+            for branch in others
+            if branch.turn
+            for segment in (Segment(tokens=branch.prompt.tokens, begins=True), *branch.segments)
+        ]
+        told = self.observation(first, max_new_tokens=0)
+        prompt = None if first.prompt is self.row else first.prompt
+        segments = (*first.segments, *forks) if is_whole else ()
+        return msgspec.structs.replace(told, record=record, segments=segments, prompt=prompt, is_whole=is_whole)
 
     def record(self, final_reward: float | None = None, failure: str | None = None) -> EpisodeRecord:
         """Return the episode as it ends."""

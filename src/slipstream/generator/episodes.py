@@ -10,7 +10,7 @@ the turns too, so that another replica may go on; if that side is lost, its epis
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -61,9 +61,10 @@ class Episode:
     eval_id: int
     branches: dict[int, SampledBranch] = field(init=False)
     life: int = 0  # of the last observation that replaced what was known
-    void_life: int | None = None  # the one before it began again: what is still said of it counts for nothing
+    opening: int = 0  # the last one that was sent: what is still said to another counts for nothing
     finish_reason: FinishReason = "stop"
     started_s: float | None = None  # when the first turn began
+    began_before: bool = False  # elsewhere
     is_new: bool = True  # nothing was asked of the engine yet
 
     def __post_init__(self) -> None:
@@ -80,8 +81,8 @@ class Episode:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a turn was sampled."""
-        return any(branch.turn for branch in self.branches.values())
+        """Whether a turn was sampled, here or elsewhere."""
+        return self.began_before or any(branch.turn for branch in self.branches.values())
 
     @property
     def segments(self) -> list[Segment]:
@@ -146,7 +147,7 @@ class Episodes:
     Never blocks: what finds no room, or nobody, goes when there is somebody. Bound: the episodes that were admitted.
     `sender` is None on ranks that only decode along. `release` frees what an engine keeps of an episode. `may_follow`
     says whether turns that another replica sampled may be followed by one of the present version; else the episode
-    begins again.
+    begins again. `new_opening` numbers openings: no other one has that number, of this process or the one before.
     """
 
     def __init__(
@@ -155,9 +156,11 @@ class Episodes:
         *,
         replica: int,
         release: Callable[[Request], None],
-        may_follow: Callable[[Sequence[Segment]], bool],
+        may_follow: Callable[[Collection[int]], bool],
+        new_opening: Callable[[], int],
     ) -> None:
         self._sender, self._replica, self._release, self._may_follow = sender, replica, release, may_follow
+        self._new_opening = new_opening
         self._open: dict[Key, Episode] = {}
         self._unsent: deque[TurnSampled] = deque()
         self._is_away = False
@@ -216,15 +219,17 @@ class Episodes:
         """Return the turn to decode now, or the episode that is over; None for an answer to what is void."""
         key = (message.eval_id, message.ordinal, message.sample)
         episode = self._open.get(key)
-        if episode is None or message.life == episode.void_life:
+        if episode is None or message.opening != episode.opening:
             return None
-        if message.replaces and message.max_new_tokens and not self._may_follow(message.segments):
-            self._begin_again(episode, message.life)
+        if message.replaces and message.record is None and not self._may_follow(message.versions):
+            self._begin_again(episode)
             return None
-        if message.replaces:
+        if not message.replaces and message.life != episode.life:
+            return None
+        if is_whole := message.replaces or message.is_whole:
             self._replace(episode, message)
         branch = episode.branches.get(message.branch)
-        if branch is None or message.life != episode.life or message.turn != branch.turn:
+        if branch is None or (not is_whole and message.turn != branch.turn):
             return None
         if len(message.tokens):
             branch.segments.append(Segment(tokens=message.tokens))
@@ -232,15 +237,17 @@ class Episodes:
             del self._open[key]
             self._release_all(episode)
             return EndedEpisode(episode, message.record)
-        return episode.next_turn(message.branch, message.max_new_tokens) if message.max_new_tokens else None
+        return episode.next_turn(message.branch, message.max_new_tokens)
 
     def _replace(self, episode: Episode, message: Observation) -> None:
-        """What is known of the branch is void, and in another life all that is known of the episode."""
-        if message.life != episode.life:
+        """What is known of the branch is void; in another life, and at the end, all that is known of the episode."""
+        if message.life != episode.life or message.record is not None:
             self._release_all(episode)
             episode.life, episode.branches = message.life, {0: SampledBranch(episode.row)}
+            episode.began_before = False
         prompt = episode.row if message.prompt is None else message.prompt
         turn = sum(segment.is_sampled for segment in message.segments)
+        episode.began_before |= len(message.versions) > 0
         episode.branches[message.branch] = SampledBranch(prompt, list(message.segments), turn)
 
     def _release_all(self, episode: Episode) -> None:
@@ -253,7 +260,7 @@ class Episodes:
         self._is_away = False
         self._unsent.clear()
         for episode in self._open.values():
-            self._begin_again(episode, episode.life)
+            self._begin_again(episode)
 
     def send(self) -> bool:
         """Send what has not been sent, in order; whether anything was."""
@@ -270,10 +277,10 @@ class Episodes:
             has_sent = True
         return has_sent
 
-    def _begin_again(self, episode: Episode, life: int) -> None:
+    def _begin_again(self, episode: Episode) -> None:
         self._release_all(episode)
         episode.branches, episode.started_s = {0: SampledBranch(episode.row)}, None
-        episode.void_life = life
+        episode.began_before = False
         self._ask(self._opening(episode, may_continue=False))
 
     def _ask(self, message: TurnSampled) -> None:
@@ -282,7 +289,7 @@ class Episodes:
             self.send()
 
     def _opening(self, episode: Episode, *, may_continue: bool) -> TurnSampled:
-        request = episode.request
+        request, episode.opening = episode.request, self._new_opening()
         return TurnSampled(
             ordinal=request.ordinal,
             sample=request.sample,
@@ -291,4 +298,5 @@ class Episodes:
             eval_id=episode.eval_id,
             prompt=episode.row,
             may_continue=may_continue,
+            opening=episode.opening,
         )

@@ -6,7 +6,8 @@ They obey, swap, evaluate and decode in lock step (`lockstep.py`); rank 0 alone 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from slipstream.core.service_messages import (
     Settled,
     Waiting,
 )
-from slipstream.core.types import Admit, Message, Observation, Segment, Stop, Swapped
+from slipstream.core.types import Admit, Message, Observation, Stop, Swapped
 from slipstream.generator.backend import Backend
 from slipstream.generator.backends import BACKENDS, Setting
 from slipstream.generator.completions import TRAIN_STREAM, request_of
@@ -102,17 +103,28 @@ class Generator(Executor):
 
     def _new_episodes(self) -> Episodes:
         sender = self.context.outputs["turns"] if self.together.is_leader else None
-        return Episodes(sender, replica=self.replica, release=self._release, may_follow=self._may_follow)
+        numbers = itertools.count()
 
-    def _may_follow(self, segments: Sequence[Segment]) -> bool:
-        """Whether an episode may go on here behind `segments`, which another replica sampled.
+        def new_opening() -> int:
+            """Number openings by the time that all ranks agree upon: those of a process before this one are older."""
+            return int(self.together.clock.now_s() * 1e6) << 16 | next(numbers) & 0xFFFF
+
+        return Episodes(
+            sender,
+            replica=self.replica,
+            release=self._release,
+            may_follow=self._may_follow,
+            new_opening=new_opening,
+        )
+
+    def _may_follow(self, versions: Collection[int]) -> bool:
+        """Whether an episode may go on here whose turns another replica has sampled from `versions`.
 
         Versions ascend in an episode, and with `between_batches` it has only one: this replica may hold another.
         """
         version = self.engine.version
-        versions = {span.version for segment in segments for span in segment.version_spans}
         if self.config.weight_update == "between_batches":
-            return versions <= {version}
+            return all(one == version for one in versions)
         return max(versions, default=version) <= version
 
     def _release(self, request: Request) -> None:
