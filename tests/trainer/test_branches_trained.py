@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -21,7 +22,7 @@ from training_data import (
 )
 
 from slipstream.batching import collate as batching
-from slipstream.core.errors import ShapeError
+from slipstream.core.errors import NonFiniteError, ShapeError
 from slipstream.core.types import Completion, Group, Segment, VersionSpan
 from slipstream.models.attention import PackedAttention
 from slipstream.models.packed import at_targets
@@ -30,6 +31,7 @@ from slipstream.trainer.measure import Auxiliary, with_columns
 from slipstream.trainer.metric_names import count_tokens
 from slipstream.trainer.optim import AdamW
 from slipstream.trainer.reference_executor import reference_logprobs
+from slipstream.trainer.refused import write_report
 from slipstream.trainer.step import train_on_batch
 
 Key = tuple[int, int]
@@ -125,7 +127,6 @@ def sequence_objective(ratio: Tensor, advantage: float, low: float, high: float)
     return torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
 
 
-Oracle = Any
 LOSSES: dict[str, dict[str, Any]] = {
     "aipo": {"loss": {"name": "aipo", "params": {"max_ratio": 2.0}, "advantages": "group_mean"}},
     "aipo with a KL": {
@@ -154,7 +155,9 @@ def expected_loss(name: str, policy: dict[Key, Tensor], reference: dict[Key, Ten
     if name == "online_dpo":
         for group in groups:
             best, worst = (pick(group.rollouts, key=lambda one: one.reward) for pick in (max, min))
-            ratios = [(policy[one.ordinal, one.sample] - reference[one.ordinal, one.sample]).sum() for one in (best, worst)]
+            ratios = [
+                (policy[one.ordinal, one.sample] - reference[one.ordinal, one.sample]).sum() for one in (best, worst)
+            ]
             total = total - torch.nn.functional.logsigmoid(0.1 * (ratios[0] - ratios[1])) / len(groups)
         return total
     for key, rollout in rollouts.items():
@@ -298,6 +301,15 @@ def test_an_episode_has_one_advantage_and_under_gae_one_chain_of_credit() -> Non
             sequence = batch.sequences[one.ordinal, one.sample]
             np.testing.assert_allclose(sequence.returns[sequence.mask], one.reward, atol=1e-6)
             assert sequence.num_targets == one.completion.num_sampled
+
+
+def test_the_dump_of_a_refused_update_says_where_branches_begin(tmp_path: Path) -> None:
+    groups = groups_with_branches()
+    error = NonFiniteError("x", got="nan", report={"findings": [{"term": "loss", "rollouts": [[0, 0], [0, 1]]}]})
+    write_report(error, groups, [], tmp_path / "refused.json")
+    suspects = msgspec.json.decode((tmp_path / "refused.json").read_bytes())["suspects"]
+    begun = [[index for index, one in enumerate(suspect["segments"]) if one["begins"]] for suspect in suspects]
+    assert begun == [[3, 7, 9, 11], []]
 
 
 def test_stop_tokens_in_the_context_of_a_branch_are_not_counted_again() -> None:
