@@ -153,7 +153,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 
 MAX_LINES = 67_100
-MAX_LINES_OF_SPINE = 1_745
+MAX_LINES_OF_SPINE = 1_760
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
     "core/types.py",
@@ -165,11 +165,11 @@ SPINE = (
 )
 MAX_LINES_OF_FOLDER = {
     "algorithms": 1_650,
-    "batching": 350,
+    "batching": 365,
     "controller": 5_390,
-    "core": 8_620,
+    "core": 8_680,
     "environments": 4_500,
-    "evals": 1_350,
+    "evals": 1_365,
     "generator": 7_075,
     "jail": 990,
     "jobs": 500,
@@ -179,7 +179,7 @@ MAX_LINES_OF_FOLDER = {
     "prompts": 1_150,
     "rewards": 3_200,
     "stages": 2_320,
-    "trainer": 4_150,
+    "trainer": 4_165,
     "weight_sync": 3_300,
 }
 LONG_FUNCTIONS = {"generator/paged_kernels.py": "a kernel is one function"}

@@ -9,6 +9,7 @@ completion, Tp prompt tokens, G completions per prompt, P groups per step.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, Literal
 
 import msgspec
@@ -52,8 +53,8 @@ class Segment(Message):
     Sampled segments carry one behaviour logprob per token and the versions that sampled them; given ones neither.
     Where sampling was cut to a part of the vocabulary and `generator.keep_sets` asks for it, `kept_tokens` are the
     tokens that each token was drawn from, ascending, one set behind the other, and `kept_counts` the sizes of the sets.
-    `begins`: a given segment that begins another branch of its episode: the tokens of its whole context, which nothing
-    before it is attended to.
+    `begins` marks a given segment that begins another branch of its episode: its tokens are the branch's whole context,
+    and nothing before them is attended to.
     """
 
     tokens: np.ndarray  # int32 [T]
@@ -94,7 +95,8 @@ class Completion(Message):
 
     `purpose = "eval"` completions belong to evaluation `eval_id`; their `ordinal` counts its prompts and they are never
     admitted, trained or entered in the ledger. With an environment the segments are the turns of an episode and what
-    was said between them, and `episode` is there.
+    was said between them, and `episode` is there. The trunk, behind `prompt`, comes first; then one further branch
+    after the other, each from a segment that `begins` it. What a branch shares with another is sampled in one of them.
     """
 
     ordinal: int
@@ -114,6 +116,16 @@ class Completion(Message):
     def tokens(self) -> np.ndarray:
         """int32 [T]: all segments', sampled and given."""
         return np.concatenate([segment.tokens for segment in self.segments])
+
+    @property
+    def trunk_tokens(self) -> np.ndarray:
+        """int32: those of the segments before any further branch; rewards that read tokens read these."""
+        trunk = itertools.takewhile(lambda segment: not segment.begins, self.segments)
+        return np.concatenate([np.zeros(0, dtype=np.int32), *(segment.tokens for segment in trunk)])
+
+    @property
+    def num_branches(self) -> int:
+        return 1 + sum(segment.begins for segment in self.segments)
 
     @property
     def num_tokens(self) -> int:
@@ -227,6 +239,7 @@ class EpisodeHead(Message):
     tool_errors: int = 0
     restarts: int = 0
     environment_s: float = 0.0
+    branches: int = 1
 
 
 class RolloutHead(Message):

@@ -42,8 +42,8 @@ from slipstream.trainer.scores import (
 def train_sequence(completion: Completion) -> TrainSequence:
     """Return prompt and completion as one sequence, its advantages still 0; sampled tokens are trained on.
 
-    ShapeError for an empty prompt, and for kept sets that some sampled tokens have and others lack, or that do not
-    contain their token.
+    Each branch of an episode is a context of it. ShapeError for an empty prompt, for a branch that begins without a
+    given token, and for kept sets that some sampled tokens have and others lack, or that do not contain their token.
     """
     prompt, segments = completion.prompt.tokens, completion.segments
     if not len(prompt):
@@ -63,8 +63,24 @@ def train_sequence(completion: Completion) -> TrainSequence:
         behaviour_logprobs=_behind(prompt, behaviour, np.float32),
         advantages=np.zeros(len(mask), dtype=np.float32),
         versions=np.where(mask, _behind(prompt, [token_versions(segments)], np.int32), np.int32(-1)),
+        starts=_starts(completion),
         **_kept_sets(completion),
     )
+
+
+def _starts(completion: Completion) -> tuple[int, ...]:
+    """Return the offsets in the sequence where the trunk and the further branches begin."""
+    starts, end = [0], len(completion.prompt.tokens)
+    for segment in completion.segments:
+        if segment.begins:
+            if segment.is_sampled or not len(segment.tokens):
+                raise ShapeError(
+                    "a branch begins with given tokens, its context",
+                    got=f"a {'sampled' if segment.is_sampled else 'given'} segment of {len(segment.tokens)} tokens",
+                )
+            starts.append(end)
+        end += len(segment.tokens)
+    return tuple(starts)
 
 
 def _behind(prompt: np.ndarray, columns: Sequence[np.ndarray], dtype: type) -> np.ndarray:
@@ -172,6 +188,9 @@ class Shaping:
     times the KL of behaviour and reference policy where the penalty is a part of the reward. `has_slot` is False for
     completions cut at the length limit: they have no step after their last token. All of these, and `num_targets`, the
     tokens of each that are trained on, are of the whole batch, whichever of `ranks` has which sequence.
+
+    An episode with branches is one sequence here: its score lies on the last token of its last branch, and GAE and
+    V-trace carry credit from a branch to the one before it, in the order of segments, as if they followed one another.
     """
 
     loss: LossConfig

@@ -60,18 +60,19 @@ def head_of(rollout: Rollout, rewards: RewardsConfig) -> RolloutHead:
         surprisal=-float(sum(float(s.behaviour_logprobs.sum()) for s in sampled if s.behaviour_logprobs is not None)),
         min_version=min(versions, default=0),
         max_version=max(versions, default=0),
-        episode=None if completion.episode is None else _episode_head(completion.episode, turns=len(sampled)),
+        episode=None if completion.episode is None else _episode_head(completion, completion.episode),
     )
 
 
-def _episode_head(record: EpisodeRecord, *, turns: int) -> EpisodeHead:
+def _episode_head(completion: Completion, record: EpisodeRecord) -> EpisodeHead:
     return EpisodeHead(
-        turns=turns,
+        turns=sum(segment.is_sampled for segment in completion.segments),
         is_cut=record.is_cut,
         tool_calls=record.num_tool_calls,
         tool_errors=record.num_tool_errors,
         restarts=record.num_restarts,
         environment_s=record.environment_s,
+        branches=completion.num_branches,
     )
 
 
@@ -88,7 +89,7 @@ def is_truncated(completion: Completion, rewards: RewardsConfig) -> bool:
     """Tell whether the completion lacks its end: a stop token, or `truncate_token` where that is asked for."""
     if rewards.truncate_token is None:
         return completion.finish_reason != "stop"
-    return not has_token(completion.tokens, rewards.truncate_token, after=rewards.truncate_after)
+    return not has_token(completion.trunk_tokens, rewards.truncate_token, after=rewards.truncate_after)
 
 
 def effective_reward(head: RolloutHead, loss: LossConfig) -> float:
