@@ -10,6 +10,7 @@ completion, Tp prompt tokens, G completions per prompt, P groups per step.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -67,6 +68,16 @@ class Segment(Message):
     @property
     def is_sampled(self) -> bool:
         return self.behaviour_logprobs is not None
+
+
+def with_branches(first: Sequence[Segment], others: Sequence[tuple[Prompt, Sequence[Segment]]]) -> list[Segment]:
+    """Return the segments of an episode: those behind its prompt, then each further branch from its beginning on.
+
+    A first branch without segments has an empty one, as no episode begins with a fork.
+    """
+    forks = [one for prompt, own in others for one in (Segment(tokens=prompt.tokens, begins=True), *own)]
+    nothing = Segment(tokens=np.zeros(0, dtype=np.int32))
+    return [*(first or ([nothing] if forks else [])), *forks]
 
 
 class EpisodeRecord(Message):

@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from slipstream.core.config import RunConfig
-from slipstream.core.types import EpisodeRecord, Observation, Prompt, Segment
+from slipstream.core.types import EpisodeRecord, Observation, Prompt, with_branches
 from slipstream.environments.chat import Chat
 from slipstream.environments.protocol import ChatMessage, episode_reward
 from slipstream.environments.transcript import Branch, no_tokens
@@ -157,15 +157,10 @@ class KnownEpisode:
             branch.given = no_tokens()
         first.is_moved = any(branch.is_moved for branch in self.branches)
         is_whole = first.is_moved or any(branch.is_sampling for branch in self.branches)
-        forks = [
-            segment
-            for branch in others
-            if branch.turn
-            for segment in (Segment(tokens=branch.prompt.tokens, begins=True), *branch.segments)
-        ]
+        forks = [(branch.prompt, branch.segments) for branch in others if branch.turn]
         told = self.observation(first, max_new_tokens=0)
         prompt = None if first.prompt is self.row else first.prompt
-        segments = (*first.segments, *forks) if is_whole else ()
+        segments = tuple(with_branches(first.segments, forks)) if is_whole else ()
         return msgspec.structs.replace(told, record=record, segments=segments, prompt=prompt, is_whole=is_whole)
 
     def record(self, final_reward: float | None = None, failure: str | None = None) -> EpisodeRecord:

@@ -25,6 +25,7 @@ from slipstream.core.types import (
     Segment,
     TurnSampled,
     VersionSpan,
+    with_branches,
 )
 from slipstream.generator.requests import Finished, Request, segment_of
 
@@ -88,15 +89,7 @@ class Episode:
     def segments(self) -> list[Segment]:
         """Those of the first branch; then of each other one its whole context, and its segments."""
         first, *others = (self.branches[number] for number in sorted(self.branches))
-        return [
-            *first.segments,
-            *(
-                segment
-                for branch in others
-                if branch.turn
-                for segment in (Segment(tokens=branch.prompt.tokens, begins=True), *branch.segments)
-            ),
-        ]
+        return with_branches(first.segments, [(one.prompt, one.segments) for one in others if one.turn])
 
     def next_turn(self, number: int, max_new_tokens: int) -> Request:
         """Return the request for a branch's next turn: the prompt, and all that was sampled and given since."""
