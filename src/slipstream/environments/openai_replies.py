@@ -80,7 +80,7 @@ def chat_chunks(reply: Reply, form: ResponseForm, stamp: Stamp) -> Iterator[Json
         deltas.append(({"content": message["content"] or ""}, logprobs))
     if calls:
         deltas.append(({"tool_calls": calls}, None))
-    choices = [{"delta": delta, "logprobs": logprobs, "finish_reason": None} for delta, logprobs in deltas]
+    choices: list[Json] = [{"delta": delta, "logprobs": logprobs, "finish_reason": None} for delta, logprobs in deltas]
     choices.append({"delta": {}, "logprobs": None, "finish_reason": _finish_reason(reply)})
     return _chunks("chat.completion.chunk", choices, reply, form, stamp)
 
@@ -88,7 +88,7 @@ def chat_chunks(reply: Reply, form: ResponseForm, stamp: Stamp) -> Iterator[Json
 def text_chunks(reply: Reply, form: ResponseForm, stamp: Stamp) -> Iterator[Json]:
     """Return the chunks of the streamed response to a text, or to ids."""
     logprobs = _text_logprobs(reply) if form.has_logprobs else None
-    choices = [
+    choices: list[Json] = [
         {"text": reply.message["content"], "logprobs": logprobs, "finish_reason": None},
         {"text": "", "logprobs": None, "finish_reason": _end(reply)},
     ]
