@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -68,6 +69,7 @@ def check_environments(config: RunConfig, given: Given | None) -> None:
         given_makers(config, given)
     else:
         sources_of(config)
+        _check_variables(environment.variables)
     if environment.tools and not config.rewards.weighted:
         raise ConfigError(
             "tools give no reward",
@@ -79,6 +81,17 @@ def check_environments(config: RunConfig, given: Given | None) -> None:
             "this stage samples completions of one turn",
             got=f"stage '{others[0]}' with [environment]",
             allowed="sft, reward_model and rl",
+        )
+
+
+def _check_variables(names: Sequence[str]) -> None:
+    """Raise ConfigError for variables that workers are to get, and that this process does not have."""
+    if unset := [name for name in names if name not in os.environ]:
+        raise ConfigError(
+            "environments would lack a variable that they are to get",
+            got=f"environment.variables: {', '.join(unset)}, not set here",
+            allowed="names of variables that are set where the run starts",
+            hint=f"export {unset[0]}=..., or leave it out of environment.variables",
         )
 
 
