@@ -104,3 +104,9 @@ def _check_one_turn(config: RunConfig) -> None:
                 got=f"generator.{name} = {value} without an environment",
                 allowed=f"generator.{name} with [environment]",
             )
+    if config.loss.credit == "turn":
+        raise ConfigError(
+            "loss.credit is about episodes of several turns",
+            got="loss.credit = 'turn' without an environment",
+            allowed="loss.credit = 'turn' with [environment]",
+        )
