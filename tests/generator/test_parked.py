@@ -418,6 +418,27 @@ def test_branches_of_an_episode_at_once(is_paged: bool) -> None:
 
 
 @BOTH
+def test_there_is_nothing_to_do_while_a_pause_holds_back_all_that_waits(is_paged: bool) -> None:
+    engine = new_engine(is_paged)
+    assert not engine.has_work
+    later = parked_session(engine, 0, 10)
+    engine.submit([Script(1, 10, ()).request([])])
+    assert engine.has_work
+    engine.pause_admission(True)
+    assert (engine.has_work, engine.is_idle) == (False, False), "an episode that would begin"
+    assert engine.step() == []
+    engine.submit([replace(later, goes_on=True)])
+    assert engine.has_work, "a further turn passes"
+    found: list[Finished] = []
+    while engine.has_work:
+        found += engine.step()
+    assert [one.ordinal for one in found] == [0]
+    engine.pause_admission(False)
+    assert engine.has_work
+    assert [one.ordinal for one in drain(engine).values()] == [1]
+
+
+@BOTH
 def test_an_episode_that_begins_again_drops_the_keys(is_paged: bool) -> None:
     engine = new_engine(is_paged)
     parked_session(engine, 0, 10)
@@ -441,25 +462,20 @@ def test_release_frees_all_and_forgives(is_paged: bool) -> None:
     engine.release(Session(0, 1, 0))
     engine.release(Session(3, 1, 9))
     assert [session.ordinal for session in engine._parked._parked] == [0, 2]
-    engine.release_stream(1)
-    assert engine.num_parked == 2
-    engine.release_stream(0)
+    for ordinal in (0, 2):
+        engine.release(Session(0, ordinal, 0))
     assert_nothing_is_held(engine)
 
 
 @BOTH
 @pytest.mark.parametrize("num_steps", [0, 1, 3], ids=["waiting", "live", "later"])
-@pytest.mark.parametrize("whole_stream", [False, True])
-def test_a_turn_that_is_released_goes_on_and_does_not_park(is_paged: bool, num_steps: int, whole_stream: bool) -> None:
+def test_a_turn_that_is_released_goes_on_and_does_not_park(is_paged: bool, num_steps: int) -> None:
     engine = new_engine(is_paged)
     later = replace(parked_session(engine, 0, 10), parks=True, max_new_tokens=6)
     engine.submit([later])
     for _ in range(num_steps):
         engine.step()
-    if whole_stream:
-        engine.release_stream(0)
-    else:
-        engine.release(Session(0, 0, 0))
+    engine.release(Session(0, 0, 0))
     assert engine.num_parked == 0
     (found,) = drain(engine).values()
     check_turn(MODEL, found, seed=SEED)
@@ -573,7 +589,8 @@ def test_a_later_turn_goes_on_where_it_was(is_paged: bool, how: str) -> None:
     check_turn(MODEL, third, seed=SEED)
     assert other.stats.parked_hit_tokens == 29 + (17 if how == "preempt" else 0)
     for each in (engine, other):
-        each.release_stream(0)
+        for ordinal in (0, 5):
+            each.release(Session(0, ordinal, 0))
         assert_nothing_is_held(each)
 
 
@@ -588,7 +605,7 @@ def test_a_turn_that_was_begun_elsewhere_uses_the_keys_that_are_parked_here(is_p
     check_turn(MODEL, found, seed=SEED)
     assert engine.stats.parked_hit_tokens == 12
     assert_nothing_is_held(engine)
-    elsewhere.release_stream(0)
+    elsewhere.release(Session(0, 0, 0))
     assert_nothing_is_held(elsewhere)
 
 

@@ -242,9 +242,10 @@ class Group(Message):
 
 
 class EpisodeHead(Message):
-    """The numbers of an episode that metrics are made of; seconds and calls are those of its `EpisodeRecord`."""
+    """The numbers of an episode that advantages and metrics are made of; all but `turns` are of its `EpisodeRecord`."""
 
     turns: int
+    turn_rewards: tuple[float | None, ...] = ()
     is_cut: bool = False
     tool_calls: int = 0
     tool_errors: int = 0

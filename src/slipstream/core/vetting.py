@@ -85,7 +85,9 @@ def _vetted(rollout: Rollout, fault: str | None, limits: Limits) -> Rollout:
         return emptied(rollout, failure, failure_reward=limits.failure_reward)
     if fault := fault or _reference_fault(rollout, limits):
         return emptied(rollout, POISONED + fault, failure_reward=limits.failure_reward)
-    for name, value in {"reward": rollout.reward, **rollout.reward_parts}.items():
+    turns = rollout.completion.episode.turn_rewards if rollout.completion.episode is not None else ()
+    of_turns = {f"the reward of turn {turn}": value for turn, value in enumerate(turns, start=1)}
+    for name, value in {"reward": rollout.reward, **rollout.reward_parts, **of_turns}.items():
         if value is not None and not abs(value) <= MAX_REWARD:  # a comparison with NaN is false
             fault = f"{name} is {value}, allowed are numbers up to {MAX_REWARD:g}"
             return msgspec.structs.replace(rollout, reward=limits.failure_reward, reward_parts={}, failure=fault)

@@ -83,10 +83,6 @@ class Chat(ABC):
         they begin with the end of the turn.
         """
 
-    def observations(self, turns: Sequence[tuple[np.ndarray, Sequence[Mapping[str, Any]]]]) -> list[np.ndarray]:
-        """Return the observation of each (sampled ids, messages)."""
-        return [self.observation(turn, messages) for turn, messages in turns]
-
     def message(self, turn: np.ndarray) -> ChatMessage:
         """Return the sampled ids `turn` as the assistant's message: its text without the stop token.
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -74,6 +75,7 @@ def check_environments(config: RunConfig, given: Given | None) -> None:
         given_makers(config, given)
     else:
         sources_of(config)
+        _check_variables(environment.variables)
     if environment.tools and not config.rewards.weighted:
         raise ConfigError(
             "tools give no reward",
@@ -88,6 +90,17 @@ def check_environments(config: RunConfig, given: Given | None) -> None:
         )
 
 
+def _check_variables(names: Sequence[str]) -> None:
+    """Raise ConfigError for variables that workers are to get, and that this process does not have."""
+    if unset := [name for name in names if name not in os.environ]:
+        raise ConfigError(
+            "environments would lack a variable that they are to get",
+            got=f"environment.variables: {', '.join(unset)}, not set here",
+            allowed="names of variables that are set where the run starts",
+            hint=f"export {unset[0]}=..., or leave it out of environment.variables",
+        )
+
+
 def _check_one_turn(config: RunConfig) -> None:
     """Raise ConfigError for fields that only episodes of several turns have a use for."""
     for name in ("sessions", "parked_tokens"):
@@ -97,3 +110,9 @@ def _check_one_turn(config: RunConfig) -> None:
                 got=f"generator.{name} = {value} without an environment",
                 allowed=f"generator.{name} with [environment]",
             )
+    if config.loss.credit == "turn":
+        raise ConfigError(
+            "loss.credit is about episodes of several turns",
+            got="loss.credit = 'turn' without an environment",
+            allowed="loss.credit = 'turn' with [environment]",
+        )

@@ -118,7 +118,10 @@ def _check_parts(kind: str, path: str, tools: Sequence[str], params: Mapping[str
             hint="kind = 'factory' is a TRL environment, kind = 'tools' are functions alone",
         )
     if kind in ("factory", "agent") and path in SHIPPED:
-        raise ConfigError(f"'{path}' is no {'agent' if kind == 'agent' else 'TRL environment'}", allowed=f"kind = 'class' for {', '.join(SHIPPED)}")
+        raise ConfigError(
+            f"'{path}' is no {'agent' if kind == 'agent' else 'TRL environment'}",
+            allowed=f"kind = 'class' for {', '.join(SHIPPED)}",
+        )
 
 
 def _checked(path: str, kind: str, texts: dict[str, str]) -> str:

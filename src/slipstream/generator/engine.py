@@ -120,6 +120,11 @@ class Engine:
         return not len(self._queue) and not self._rows.is_live.any()
 
     @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything: a pause may hold back all that waits."""
+        return bool(self._rows.is_live.any()) or any(self._queue.candidates())
+
+    @property
     def num_re_prefilled(self) -> int:
         return self.stats.re_prefilled_tokens
 
@@ -218,14 +223,6 @@ class Engine:
     def let_go_on(self, session: Session) -> None:
         """An episode has begun: its other branches wait for no pause, which may wait for the episode's end."""
         self._queue.let_go_on(session)
-
-    def release_stream(self, stream: int) -> None:
-        """`release` every episode of `stream`, as when an evaluation has ended."""
-        requests = [entry.request for entry in self._queue]
-        requests += [self._rows.live_at(row).request for row in self._rows.live_rows]
-        unfinished = [request.session for request in requests if request.stream == stream and request.parks]
-        for session in {*self._parked.sessions(stream), *unfinished}:
-            self.release(session)
 
     def _park(self, row: int) -> bool:
         """Free a row whose turn has finished and park its keys; False, doing nothing, if it does not or has no room."""

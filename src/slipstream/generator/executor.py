@@ -25,7 +25,7 @@ from slipstream.core.service_messages import (
     Settled,
     Waiting,
 )
-from slipstream.core.types import Admit, Message, Observation, Stop, Swapped
+from slipstream.core.types import Admit, Message, Observation, Stop
 from slipstream.generator.backend import Backend
 from slipstream.generator.backends import BACKENDS, Setting
 from slipstream.generator.completions import TRAIN_STREAM, request_of
@@ -35,6 +35,7 @@ from slipstream.generator.lockstep import Agreement, LockStep
 from slipstream.generator.outgoing import Ended, Outgoing
 from slipstream.generator.partials import Continued, Saver, partial_of, partial_of_finished
 from slipstream.generator.requests import Finished, GenerationEngine, Labelled, Request
+from slipstream.generator.version_swaps import VersionSwaps
 from slipstream.models.build import build_tokenizer, stop_token_ids
 from slipstream.observe.waste import RE_PREFILLED
 
@@ -90,7 +91,16 @@ class Generator(Executor):
         self.saver = Saver()
         self._ends.callback(self.saver.close)
         self.evaluations = EvalJobs(self.backend, config.generator, context.spans, self.episodes)
-        self.drain_steps = 0
+        self.swaps = VersionSwaps(
+            config,
+            context,
+            self.weights,
+            self.backend,
+            self.episodes,
+            self.spans,
+            replica=self.replica,
+            tells=self.together.is_leader,
+        )
         self.counted_s = context.clock.now_s()
         self.waits_for = "trainer"
         context.spans.set_idle_state(self._idle_state)
@@ -173,7 +183,7 @@ class Generator(Executor):
             return has_news
         for command in agreed.commands:
             self._obey(command)
-        has_swapped = self._swap(agreed.version)
+        has_swapped = self.swaps.take(agreed.version)
         has_evaluated = self._evaluate()
         has_decoded = self._decode()
         has_worked = bool(agreed.commands) or has_swapped or has_evaluated or has_decoded
@@ -185,11 +195,13 @@ class Generator(Executor):
     @property
     def _idle_state(self) -> str:
         """The state of time without a step: work in a process or thread beside this one, else what is waited for."""
-        if (working := self.spans.state or self.backend.working_state) is not None:
+        environments_think = self.episodes is not None and len(self.episodes) > 0 and not self.backend.has_work()
+        working = self.spans.state or self.backend.working_state
+        if working is not None and not environments_think:
             return working
         if self.weights.is_staging:
             return "stage"
-        return "wait_environment" if self.episodes is not None and len(self.episodes) else f"wait_{self.waits_for}"
+        return "wait_environment" if environments_think else f"wait_{self.waits_for}"
 
     def _agree(self) -> Agreement | None:
         """Return what all ranks do now; None while they sleep."""
@@ -274,67 +286,12 @@ class Generator(Executor):
             is_again=message.is_again,
         )
 
-    # Weights
-
-    @property
-    def _has_begun_episodes(self) -> bool:
-        return self.episodes is not None and self.episodes.num_begun > 0
-
-    def _swap(self, version: int | None) -> bool:
-        """Commit `version`, if one is staged, where the mode allows it: at once in flight, or when nobody spans it."""
-        if version is None:
-            if self.spans.state is not None and not self.engine.num_live and not self._has_begun_episodes:
-                self._resume([])  # what was drained for gave way to a newer version, which may have failed to arrive
-            return False
-        if not self.backend.may_swap:
-            self._resume([])  # an evaluation came while completions were being drained: it needs admission
-            return False
-        resumed: list[Request] = []
-        if self.config.weight_update == "between_batches" and (self.engine.num_live or self._has_begun_episodes):
-            self.engine.pause_admission(True)
-            self.spans.state = "drain"
-            limit = self.config.generator.segment_tokens
-            if limit is None or self.drain_steps < limit:
-                return False
-            resumed = self.engine.export_live()
-        with self.context.spans.span("swap", version=version):
-            swap = self.weights.commit()  # a version that fails its probe ends the run, the old one still in place
-            if swap is not None:
-                self.engine.set_version(
-                    swap.version,
-                    kv_on_update=self.config.generator.kv_on_update,
-                    max_kv_age=self.config.generator.max_kv_age,
-                )
-        self._resume(resumed)
-        if swap is None:
-            return False
-        self.spans.version = swap.version
-        self.context.spans.instant("swapped", version=swap.version)
-        if self.together.is_leader:
-            self.context.outputs["events"].put(
-                Swapped(
-                    replica=self.replica,
-                    version=swap.version,
-                    transfer_s=swap.transfer_s,
-                    pause_s=swap.pause_s,
-                    probe_error=swap.probe_error,
-                )
-            )
-        return True
-
-    def _resume(self, requests: list[Request]) -> None:
-        self.engine.pause_admission(False)
-        self.spans.state = None
-        self.drain_steps = 0
-        if requests:
-            self.engine.submit(requests)
-
     # Decoding
 
     def _decode(self) -> bool:
         if not self.backend.has_work():
             return False
-        self.drain_steps += self.spans.state is not None
+        self.swaps.count_step()
         self._deliver(self.engine.step())
         return True
 
