@@ -153,7 +153,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 
 MAX_LINES = 67_780
-MAX_LINES_OF_SPINE = 1_745
+MAX_LINES_OF_SPINE = 1_760
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
     "core/types.py",
@@ -165,12 +165,12 @@ SPINE = (
 )
 MAX_LINES_OF_FOLDER = {
     "algorithms": 1_650,
-    "batching": 350,
+    "batching": 365,
     "controller": 5_390,
-    "core": 8_620,
-    "environments": 5_470,
-    "evals": 1_350,
-    "generator": 7_075,
+    "core": 8_800,
+    "environments": 6_600,
+    "evals": 1_365,
+    "generator": 7_200,
     "jail": 990,
     "jobs": 500,
     "models": 5_270,
@@ -179,7 +179,7 @@ MAX_LINES_OF_FOLDER = {
     "prompts": 1_150,
     "rewards": 3_200,
     "stages": 2_320,
-    "trainer": 4_150,
+    "trainer": 4_260,
     "weight_sync": 3_300,
 }
 LONG_FUNCTIONS = {"generator/paged_kernels.py": "a kernel is one function"}

@@ -10,6 +10,7 @@ import pytest
 from slipstream.core import wire
 from slipstream.core.types import Completion, EpisodeRecord, Prompt, Rollout, Segment, VersionSpan
 from slipstream.core.vetting import (
+    MAX_BRANCHES,
     MAX_REWARD,
     POISONED,
     Limits,
@@ -252,6 +253,72 @@ def test_random_damage_never_raises_and_never_passes_numbers_that_are_none():
                     assert np.isfinite(segment.behaviour_logprobs).all()
                     assert len(segment.behaviour_logprobs) == len(segment.tokens)
     assert 100 < num_passed < 2900
+
+
+def branch(*tokens, **changes):
+    return Segment(tokens=ints(*tokens), begins=True, **changes)
+
+
+def with_more(*segments):
+    rollout = sound()
+    return with_completion(rollout, segments=(*rollout.completion.segments, *segments))
+
+
+TURN = Segment(tokens=ints(2, 3), behaviour_logprobs=floats(-1, -1), version_spans=spans((0, 5)))
+
+BRANCHES = {
+    "sampled": (
+        lambda: with_more(msgspec.structs.replace(TURN, begins=True)),
+        "a branch that begins with sampled tokens (segment 3)",
+    ),
+    "empty": (lambda: with_more(branch(), TURN), "a branch that begins with no tokens (segment 3)"),
+    "first": (lambda: with_completion(sound(), segments=(branch(1), TURN)), "at the prompt, where the trunk begins"),
+    "longer than the model": (
+        lambda: with_more(branch(*range(19)), TURN, branch(1)),
+        "21 tokens in a branch, the model reads 20",
+    ),
+    "a trunk longer than the model": (
+        lambda: with_prompt(with_more(branch(1), TURN), tokens=np.ones(13, np.int32)),
+        "21 tokens with its prompt",
+    ),
+    "too many sampled": (
+        lambda: with_more(*(part for _ in range(4) for part in (branch(1), TURN))),
+        "14 sampled tokens, at most 12",
+    ),
+    "too many": (lambda: with_more(*(branch(1) for _ in range(MAX_BRANCHES))), "257 branches, at most 256"),
+    "a token that is none": (lambda: with_more(branch(VOCAB), TURN), f"token id {VOCAB} at 0"),
+    "falling versions": (
+        lambda: with_more(branch(1), TURN, msgspec.structs.replace(TURN, version_spans=spans((0, 4)))),
+        "[4] that fall",
+    ),
+    "a version from the future": (
+        lambda: with_more(branch(1), msgspec.structs.replace(TURN, version_spans=spans((0, 8)))),
+        "8 from the future",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BRANCHES)
+def test_a_branch_that_cannot_be_is_poisoned(name):
+    make, words = BRANCHES[name]
+    found = vetted_alone(make(), LIMITS, newest_version=NEWEST)
+    assert found.failure.startswith(POISONED)
+    assert words in found.failure
+    assert (found.completion.num_tokens, found.completion.num_branches) == (0, 1)
+
+
+def test_branches_are_bounded_each_by_itself_and_may_be_sampled_side_by_side():
+    """The trunk's last turn is of version 7, the branch's of version 5; together they have 31 tokens."""
+    rollout = with_more(branch(*range(18)), TURN)
+    assert vetted_alone(rollout, LIMITS, newest_version=NEWEST) is rollout
+    assert (rollout.completion.num_branches, len(rollout.completion.trunk_tokens)) == (2, 8)
+    assert rollout.completion.trunk_tokens.tolist() == sound().completion.tokens.tolist()
+    of_the_trunk = limits_with(reads_branches=False, max_positions=11)
+    assert vetted_alone(rollout, of_the_trunk, newest_version=NEWEST) is rollout
+    assert (
+        "11 tokens with its prompt"
+        in vetted_alone(rollout, limits_with(reads_branches=False, max_positions=10), newest_version=NEWEST).failure
+    )
 
 
 def vars_of(struct):

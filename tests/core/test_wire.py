@@ -78,6 +78,25 @@ def test_every_message_round_trips(kind: type[types.Message], data: st.DataObjec
     assert same(message, wire.decode(wire.encode(message)))
 
 
+def test_an_episode_with_branches_comes_back_as_it_was_and_older_segments_begin_none() -> None:
+    tokens = np.arange(3, dtype=np.int32)
+    turn = types.Segment(tokens=tokens, behaviour_logprobs=-np.ones(3, dtype=np.float32))
+    completion = types.Completion(
+        ordinal=1,
+        sample=2,
+        prompt=types.Prompt(prompt_id="p", text="t", tokens=tokens, task="x"),
+        segments=(turn, types.Segment(tokens=tokens + 3, begins=True), turn),
+        text="",
+        finish_reason="stop",
+        episode=types.EpisodeRecord(),
+    )
+    decoded = wire.decode(wire.encode(types.Rollout(completion=completion, reward=0.5)))
+    assert isinstance(decoded, types.Rollout)
+    assert same(decoded.completion, completion)
+    assert [segment.begins for segment in decoded.completion.segments] == [False, True, False]
+    assert decoded.completion.num_branches == 2
+
+
 def test_decoded_arrays_are_writable_and_own_their_memory() -> None:
     prompt = types.Prompt(prompt_id="p", text="t", tokens=np.arange(3, dtype=np.int32), task="x")
     decoded = wire.decode(wire.encode(prompt))

@@ -180,6 +180,12 @@ EARLY = [  # told before torch is imported: nothing is imported or called for th
     env("max_turns 0", ("'environment.max_turns'", "0", "> 0"), cls=GOOD, max_turns=0),
     env("network", ("'environment.network'", "'internet'", "'none' or 'host'"), cls=GOOD, network="internet"),
     env("variables", ("no environment variable", "KEY=1"), cls=GOOD, variables=["KEY=1"]),
+    env(
+        "variables that are not set",
+        ("lack a variable", "SLIPSTREAM_NO_SUCH_KEY, SLIPSTREAM_NOR_THIS, not set here", "allowed", "export"),
+        cls=GOOD,
+        variables=["PATH", "SLIPSTREAM_NO_SUCH_KEY", "SLIPSTREAM_NOR_THIS"],
+    ),
     env("observation", ("environment.observation", "{contents}", "{content}"), cls=GOOD, observation="{contents}"),
     env("a field misspelt", "did you mean 'max_turns'?", cls=GOOD, max_truns=3),
     env(
@@ -388,6 +394,16 @@ for line in open("cases.jsonl"):
 
 def test_what_is_right_begins(place: Path) -> None:
     tables = over(BASE, {"environment": {"class": GOOD}, "host": "process"})
+    with pytest.raises(Started):
+        slipstream.run(tables, out=place / "begun", display=False)
+
+
+def test_variables_that_are_set_are_no_fault_and_reading_asks_for_none(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables = over(BASE, {"environment": {"class": GOOD, "variables": ["SLIPSTREAM_NO_SUCH_KEY"]}, "host": "process"})
+    assert resolve(tables).environment.variables == ["SLIPSTREAM_NO_SUCH_KEY"]
+    monkeypatch.setenv("SLIPSTREAM_NO_SUCH_KEY", "")
     with pytest.raises(Started):
         slipstream.run(tables, out=place / "begun", display=False)
 

@@ -281,7 +281,7 @@ def test_the_template_runs_once_for_a_pattern(child: foreign_text._Child) -> Non
     first = chat.observation(row([]), said)
     chat._renderer = None  # type: ignore[assignment]
     other = [{"role": "tool", "content": "three <b>"}, {"role": "tool", "content": "2", "name": "other"}]
-    second, again = chat.observations([(row([]), other), (row([]), said)])
+    second, again = (chat.observation(row([]), messages) for messages in (other, said))
     assert "three <b>" in chat.decode(second)
     assert again.tolist() == first.tolist()
 

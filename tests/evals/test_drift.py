@@ -199,6 +199,30 @@ def test_given_tokens_are_read_and_not_measured() -> None:
     assert drift.num_tokens == 4
 
 
+def test_branches_are_read_each_by_itself() -> None:
+    """Two tokens of the trunk, a branch of two given and two sampled tokens: both as if they were all there is."""
+    model = tiny_model()
+    trunk, other = sample(4, 2, with_policy=True), sample(2, 2, seed=1, with_policy=True)
+    assert trunk.policy_logprobs is not None
+    assert other.policy_logprobs is not None
+    segments = [
+        Segment(tokens=trunk.tokens, behaviour_logprobs=trunk.policy_logprobs),
+        Segment(tokens=other.prompt_tokens, begins=True),
+        Segment(tokens=other.tokens, behaviour_logprobs=other.policy_logprobs),
+    ]
+    prompt = Prompt(prompt_id="p", text="", tokens=trunk.prompt_tokens, task="t")
+    episode = Completion(ordinal=0, sample=0, prompt=prompt, segments=tuple(segments), text="", finish_reason="stop")
+    both = sample_of(episode)
+    assert (both.branches, both.starts, both.num_predicted) == ((2,), (0, 6), 5 + 3)
+    [measured] = sampled_token_logprobs(model, [both])
+    np.testing.assert_allclose(measured, np.concatenate(sampled_token_logprobs(model, [trunk, other])), atol=1e-6)
+    assert measure_drift(model, [both]).num_tokens == 4
+    long = DriftSample(trunk.prompt_tokens, np.ones(90, dtype=np.int32), branches=(40,))
+    with pytest.raises(ConfigError, match="longer than the model reads"):
+        sampled_token_logprobs(model, [long])
+    assert len(sampled_token_logprobs(model, [DriftSample(long.prompt_tokens, long.tokens[:85], branches=(40,))])) == 1
+
+
 def test_empty_completions_and_unknown_policies_are_counted() -> None:
     drift = measure_drift(tiny_model(), [sample(3, 0), sample(3, 5), sample(2, 4, with_policy=True)])
     assert (drift.num_empty, drift.num_with_policy, drift.num_tokens) == (1, 1, 9)

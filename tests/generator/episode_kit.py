@@ -11,7 +11,7 @@ from engine_kit import random_prompt
 
 from slipstream.generator.engine import Engine
 from slipstream.generator.noise import noise_key, uniform
-from slipstream.generator.requests import Finished, Request
+from slipstream.generator.requests import Finished, Request, Session
 from slipstream.models.attention import PackedAttention
 from slipstream.models.transformer import Transformer
 
@@ -73,7 +73,7 @@ class Episodes:
                 if len(turns) <= len(script.observations):
                     self.waiting.append((delay, script.request(turns)))
                 elif releases:
-                    engine.release(0, script.ordinal, script.sample)
+                    engine.release(Session(0, script.ordinal, script.sample))
             look(engine)
 
 

@@ -72,21 +72,30 @@ class ScriptedGenerator:
     def is_idle(self) -> bool:
         return not self._playing and not self._waiting
 
+    @property
+    def has_work(self) -> bool:
+        return bool(self._playing) or self._may_start
+
+    @property
+    def _may_start(self) -> bool:
+        return bool(self._waiting) and (not self._is_paused or self._waiting[0].goes_on)
+
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue `requests`; resumed ones go before everything that has not started."""
+        """Queue `requests`; resumed ones and further turns go before everything that has not started."""
         for request in requests:
             check_request(request, max_len=self.max_len)
-        self._waiting.extend(request for request in requests if request.resume is None)
-        self._waiting.extendleft(reversed([request for request in requests if request.resume is not None]))
+        ahead = [request for request in requests if request.resume is not None or request.goes_on]
+        self._waiting.extend(request for request in requests if request.resume is None and not request.goes_on)
+        self._waiting.extendleft(reversed(ahead))
 
     def pause_admission(self, is_paused: bool) -> None:
-        """While paused no waiting request starts; live ones go on."""
+        """While paused no waiting request starts but further turns of episodes; live ones go on."""
         self._is_paused = is_paused
 
     def step(self) -> list[Finished]:
         """Start what fits, play one token of every live request, return what finished."""
         now_s = self._clock.now_s()
-        while self._waiting and not self._is_paused and len(self._playing) < self._num_slots:
+        while self._may_start and len(self._playing) < self._num_slots:
             self._playing.append(self._start(self._waiting.popleft(), now_s))
         finished, still_playing = [], []
         for playing in self._playing:

@@ -17,7 +17,7 @@ from slipstream.core.clock import VirtualClock
 from slipstream.core.config import RunConfig
 from slipstream.core.executor import Context
 from slipstream.core.service_messages import CompletionsFinished, Evaluate, Waiting
-from slipstream.core.types import Admit, Completion, Prompt, Swapped, VersionSpan
+from slipstream.core.types import Admit, Completion, EpisodeRecord, Observation, Prompt, Swapped, VersionSpan
 from slipstream.core.weights import Swap
 from slipstream.generator.backend import Pin
 from slipstream.generator.executor import Generator
@@ -95,7 +95,7 @@ class ScriptedBackend:
         return self.evaluation
 
     def has_work(self) -> bool:
-        return not self.engine.is_idle
+        return bool(self.engine.has_work)
 
     def wait_fds(self) -> list[int]:
         return []
@@ -114,7 +114,7 @@ class Node:
         sections = {"prompts": {"tasks": [{"name": "chain_sum"}]}, "completions_per_group": 4, "generator": generator}
         config = RunConfig.model_validate(sections | settings)
         self.backend, self.weights = ScriptedBackend(), Subscriber()
-        self.commands, self.completions, self.events = Port(), Port(), Port()
+        self.commands, self.completions, self.events, self.turns = Port(), Port(), Port(), Port()
         self.spans = Heard()
         self.generator = Generator(config=config)
         self.generator._build_backend = lambda: self.backend  # type: ignore[method-assign]
@@ -123,7 +123,7 @@ class Node:
                 name="generator",
                 run_dir=tmp_path,
                 inputs={"commands": self.commands},
-                outputs={"completions": self.completions, "events": self.events},
+                outputs={"completions": self.completions, "events": self.events, "turns": self.turns},
                 spans=self.spans,
                 clock=VirtualClock(),
                 subscriber=self.weights,
@@ -322,6 +322,44 @@ def test_without_work_a_generator_says_what_it_waits_for(at: Path) -> None:
     node.weights.pending_version = 1
     node.steps(1)
     assert idle.idle == "drain"
+
+
+def test_while_environments_think_a_generator_waits_for_them_also_in_a_drain(at: Path) -> None:
+    node = Node(at, **BETWEEN, environment={"class_path": "guess"})
+    nothing = np.zeros(0, dtype=np.int32)
+
+    def observe(turn: int, **of: Any) -> None:
+        node.commands.put(Observation(ordinal=0, sample=0, replica=0, turn=turn, tokens=nothing, **of))
+
+    node.admit(0, 1)
+    node.steps(1)
+    assert node.spans.idle == "wait_environment", "it resets"
+    observe(0, max_new_tokens=6)
+    node.steps(3)
+    node.weights.pending_version = 1
+    node.steps(1)
+    assert (node.spans.idle, node.engine.num_live) == ("drain", 1)
+    node.steps(3)
+    assert (node.spans.idle, node.engine.num_live) == ("wait_environment", 0)
+    assert node.generator.spans.state == "drain", "its turns are still labelled so"
+    node.weights.is_staging = True
+    node.steps(1)
+    assert node.spans.idle == "stage", "a still newer version is on its way"
+    node.weights.is_staging = False
+    node.admit(1, 1)
+    node.commands.put(Observation(ordinal=1, sample=0, replica=0, turn=0, tokens=nothing, max_new_tokens=6))
+    node.steps(1)
+    assert node.engine.num_waiting == 1, "it may not begin in a drain"
+    assert not node.generator.step(), "nor is there anything else to do"
+    assert node.spans.idle == "wait_environment"
+    observe(1, max_new_tokens=6)
+    node.steps(1)
+    assert (node.spans.idle, node.engine.num_live) == ("drain", 1)
+    node.steps(6)
+    assert (node.spans.idle, node.swapped()) == ("wait_environment", [])
+    observe(2, record=EpisodeRecord(reward=1.0))
+    node.steps(1)
+    assert (node.swapped(), node.engine.num_live) == ([1], 1), "now the other one begins"
 
 
 def test_a_group_that_was_lost_is_asked_for_again_as_such(at: Path) -> None:

@@ -19,7 +19,7 @@ from slipstream.core.types import VersionSpan
 from slipstream.generator.engine import Engine
 from slipstream.generator.native import native_engine
 from slipstream.generator.paged_runner import PagedRunner
-from slipstream.generator.requests import Finished, KvOnUpdate, Request, check_request
+from slipstream.generator.requests import Finished, KvOnUpdate, Request, Session, check_request
 from slipstream.generator.runner import Chunk, Runner
 from slipstream.generator.slot_runner import SlotRunner
 
@@ -418,6 +418,27 @@ def test_branches_of_an_episode_at_once(is_paged: bool) -> None:
 
 
 @BOTH
+def test_there_is_nothing_to_do_while_a_pause_holds_back_all_that_waits(is_paged: bool) -> None:
+    engine = new_engine(is_paged)
+    assert not engine.has_work
+    later = parked_session(engine, 0, 10)
+    engine.submit([Script(1, 10, ()).request([])])
+    assert engine.has_work
+    engine.pause_admission(True)
+    assert (engine.has_work, engine.is_idle) == (False, False), "an episode that would begin"
+    assert engine.step() == []
+    engine.submit([replace(later, goes_on=True)])
+    assert engine.has_work, "a further turn passes"
+    found: list[Finished] = []
+    while engine.has_work:
+        found += engine.step()
+    assert [one.ordinal for one in found] == [0]
+    engine.pause_admission(False)
+    assert engine.has_work
+    assert [one.ordinal for one in drain(engine).values()] == [1]
+
+
+@BOTH
 def test_an_episode_that_begins_again_drops_the_keys(is_paged: bool) -> None:
     engine = new_engine(is_paged)
     parked_session(engine, 0, 10)
@@ -425,7 +446,7 @@ def test_an_episode_that_begins_again_drops_the_keys(is_paged: bool) -> None:
     assert engine.num_parked == 0
     drain(engine)
     assert engine.num_parked == 1
-    engine.release(0, 0, 0)
+    engine.release(Session(0, 0, 0))
     assert_nothing_is_held(engine)
 
 
@@ -437,29 +458,24 @@ def test_release_frees_all_and_forgives(is_paged: bool) -> None:
     engine = new_engine(is_paged)
     for ordinal in range(3):
         parked_session(engine, ordinal, 10)
-    engine.release(0, 1, 0)
-    engine.release(0, 1, 0)
-    engine.release(3, 1, 9)
+    engine.release(Session(0, 1, 0))
+    engine.release(Session(0, 1, 0))
+    engine.release(Session(3, 1, 9))
     assert [session.ordinal for session in engine._parked._parked] == [0, 2]
-    engine.release_stream(1)
-    assert engine.num_parked == 2
-    engine.release_stream(0)
+    for ordinal in (0, 2):
+        engine.release(Session(0, ordinal, 0))
     assert_nothing_is_held(engine)
 
 
 @BOTH
 @pytest.mark.parametrize("num_steps", [0, 1, 3], ids=["waiting", "live", "later"])
-@pytest.mark.parametrize("whole_stream", [False, True])
-def test_a_turn_that_is_released_goes_on_and_does_not_park(is_paged: bool, num_steps: int, whole_stream: bool) -> None:
+def test_a_turn_that_is_released_goes_on_and_does_not_park(is_paged: bool, num_steps: int) -> None:
     engine = new_engine(is_paged)
     later = replace(parked_session(engine, 0, 10), parks=True, max_new_tokens=6)
     engine.submit([later])
     for _ in range(num_steps):
         engine.step()
-    if whole_stream:
-        engine.release_stream(0)
-    else:
-        engine.release(0, 0, 0)
+    engine.release(Session(0, 0, 0))
     assert engine.num_parked == 0
     (found,) = drain(engine).values()
     check_turn(MODEL, found, seed=SEED)
@@ -499,7 +515,7 @@ def test_parked_keys_age_as_those_of_rows_do(is_paged: bool, how: KvOnUpdate) ->
     assert engine.stats.parked_missed_tokens == {"keep": 0, "recompute": 12 + 19}.get(how, 19)
     for each in (turn, second, third):
         check_turn(MODEL, each, seed=SEED)
-    engine.release(0, 0, 0)
+    engine.release(Session(0, 0, 0))
     assert_nothing_is_held(engine)
 
 
@@ -519,7 +535,7 @@ def test_a_swap_while_an_extension_is_being_prefilled(is_paged: bool, how: KvOnU
     missed = 0 if how == "keep" else 12 + 8
     assert engine.stats.parked_hit_tokens == (12 if how == "keep" else 0)
     assert engine.stats.parked_missed_tokens == engine.num_re_prefilled == missed
-    engine.release(0, 0, 0)
+    engine.release(Session(0, 0, 0))
     assert_nothing_is_held(engine)
 
 
@@ -573,7 +589,8 @@ def test_a_later_turn_goes_on_where_it_was(is_paged: bool, how: str) -> None:
     check_turn(MODEL, third, seed=SEED)
     assert other.stats.parked_hit_tokens == 29 + (17 if how == "preempt" else 0)
     for each in (engine, other):
-        each.release_stream(0)
+        for ordinal in (0, 5):
+            each.release(Session(0, ordinal, 0))
         assert_nothing_is_held(each)
 
 
@@ -588,7 +605,7 @@ def test_a_turn_that_was_begun_elsewhere_uses_the_keys_that_are_parked_here(is_p
     check_turn(MODEL, found, seed=SEED)
     assert engine.stats.parked_hit_tokens == 12
     assert_nothing_is_held(engine)
-    elsewhere.release_stream(0)
+    elsewhere.release(Session(0, 0, 0))
     assert_nothing_is_held(elsewhere)
 
 
@@ -603,7 +620,7 @@ def test_a_preempted_turn_that_is_exported_leaves_nothing(is_paged: bool) -> Non
     engine.step()  # the first chunk of its second prefill
     (exported,) = engine.export_live()
     assert exported.parks
-    engine.release(0, 0, 0)
+    engine.release(Session(0, 0, 0))
     assert_nothing_is_held(engine)
 
 

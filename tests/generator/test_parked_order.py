@@ -153,7 +153,8 @@ def test_every_turn_finishes_once_with_its_own_text(
         if engine is play.engine:
             assert engine.num_parked == 0
         engine._queue._queue.clear()  # those that went elsewhere before they had begun
-        engine.release_stream(0)
+        for script in SCRIPTS:
+            engine.release(0, script.ordinal, 0)
         assert (engine.num_parked, engine.num_parked_tokens) == (0, 0)
         if isinstance(engine._runner, PagedRunner):
             for key in list(engine._prefixes._entries):

@@ -2,13 +2,14 @@ import math
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 from synthetic_run import make_group, record_group
 
 from slipstream.core.clock import VirtualClock
 from slipstream.core.run_log import Decision, RolloutLine, RolloutTimes, num_missing, read_decisions, read_rollouts
-from slipstream.core.types import StepDone, Swapped, TrainStep
-from slipstream.observe.recorder import EventRecorder, RolloutRecorder
+from slipstream.core.types import EpisodeRecord, Rollout, Segment, StepDone, Swapped, TrainStep
+from slipstream.observe.recorder import EventRecorder, RolloutRecorder, rollout_line
 
 SWAPPED = Swapped(replica=1, version=3, transfer_s=0.1, pause_s=0.0, probe_error=1e-6)
 DONE = StepDone(step=0, version=1, metrics={"loss": 0.5})
@@ -105,6 +106,15 @@ def test_a_rollout_line_says_who_sampled_what_and_when_it_was_trained(tmp_path: 
     assert line.mean_behaviour_logprob == pytest.approx((-1 - 2 - 3 - 6) / 4)
     assert (line.prompt, line.completion, line.answer, line.num_tokens, line.reward) == ("abc>", "cba", "cba", 6, 1.0)
     assert lines[4].failure == "timeout"
+
+
+def test_the_line_of_an_episode_counts_its_branches():
+    completion = make_group(5).rollouts[0].completion
+    begun = Segment(tokens=np.array([4, 5], dtype=np.int32), begins=True)
+    episode = msgspec.structs.replace(completion, segments=(*completion.segments, begun), episode=EpisodeRecord())
+    line = rollout_line(Rollout(completion=episode, reward=0.0))
+    assert (line.episode.branches, line.episode.turns, line.num_tokens) == (2, 2, 8)
+    assert line.versions == [(0, 5), (2, 6), (3, -1), (5, 6), (6, -1)]
 
 
 def test_every_keeps_whole_groups(tmp_path: Path):

@@ -52,6 +52,17 @@ def test_turns_of_an_episode_begin_where_their_tokens_do() -> None:
     assert [line.versions[i] for i in (2, 3)] == [(3, -1), (5, 8)]
 
 
+def test_branches_begin_where_their_contexts_do() -> None:
+    """Six tokens of the trunk, two of another context, three of a turn behind it."""
+    completion = make_group(7).rollouts[0].completion
+    begun = Segment(tokens=np.array([4, 5], dtype=np.int32), begins=True)
+    segments = (*completion.segments, begun, completion.segments[0])
+    episode = msgspec.structs.replace(completion, segments=segments, episode=EpisodeRecord())
+    line = token_line(episode, None, step=9, texts=names)
+    assert (line.turns, line.branches) == ([0, 5, 8], [6])
+    assert line.behaviour_logprobs[5:] == [-6.0, None, None, -1.0, -2.0, -3.0]
+
+
 def test_what_was_not_trained_on_has_no_policy_logprob_and_no_advantage() -> None:
     line = token_line(make_group(7).rollouts[0].completion, None, step=9, texts=names)
     assert line.policy_logprobs == line.advantages == [None] * 6

@@ -127,6 +127,27 @@ def test_models_read_up_to_the_truncation_token(models: dict[str, tuple[Path, Sc
     assert rollout.completion.num_tokens == 6  # training covers all that was sampled
 
 
+def test_of_an_episode_with_branches_models_read_the_trunk(
+    models: dict[str, tuple[Path, ScalarModel]], tmp_path: Path
+) -> None:
+    """Also where another branch is longer than what they read."""
+    trunk = completion(0)
+    branch = Segment(tokens=np.full(40, 5, dtype=np.int32), begins=True)
+    episode = msgspec.structs.replace(trunk, segments=(*trunk.segments, branch, *trunk.segments))
+    term = RewardModelTerm(path=str(models["help"][0]))
+    node = RewardModels(
+        RewardsConfig(terms=[], models=[term]), terms=[], batching=collate, microbatch_tokens=64, max_tokens=32
+    )
+    ports = start(node, tmp_path, name="reward_models")
+    ports["completions"].put(Rollout(completion=episode, reward=0.0))
+    node.step()
+    (scored,) = ports["scored"].messages
+    assert isinstance(scored, Rollout)
+    assert scored.failure is None
+    assert scored.reward == pytest.approx(expected(models["help"][1], [trunk])[0], abs=1e-5)
+    assert scored.completion.num_branches == 2
+
+
 def test_a_model_that_reads_too_few_tokens_is_refused(models: dict[str, tuple[Path, ScalarModel]]) -> None:
     config = RewardsConfig(terms=[], models=[RewardModelTerm(path=str(models["help"][0]))])
     with pytest.raises(ConfigError, match="at most 32 tokens"):

@@ -48,6 +48,7 @@ def test_the_metrics_of_two_episodes_by_hand() -> None:
             "episode/turns_max": 2.0,
             "episode/cut_frac": 0.5,
             "episode/given_frac": 6 / 20,
+            "episode/forks": 0.0,
             "episode/tool_calls_mean": 2.5,
             "episode/tool_errors_mean": 1.5,
             "episode/restarts_mean": 0.5,
@@ -64,3 +65,15 @@ def test_without_an_environment_there_are_none() -> None:
 def test_an_episode_that_failed_before_its_first_turn_has_none() -> None:
     found = episode_metrics(heads(rollout(record=EpisodeRecord(failure="environment: gone", num_restarts=2))))
     assert (found["episode/turns_mean"], found["episode/given_frac"], found["episode/restarts_mean"]) == (0.0, 0.0, 2.0)
+
+
+def test_forks_are_branches_besides_the_trunk() -> None:
+    begun = Segment(tokens=np.arange(3, dtype=np.int32), begins=True)
+    plain = rollout(5, record=EpisodeRecord())
+    segments = (*plain.completion.segments, begun, sampled(2), begun, sampled(4))
+    forked = msgspec.structs.replace(plain, completion=msgspec.structs.replace(plain.completion, segments=segments))
+    found = heads(plain, forked)
+    assert [one.episode.branches for one in found if one.episode is not None] == [1, 3]
+    metrics = episode_metrics(found)
+    assert (metrics["episode/forks"], metrics["episode/turns_mean"]) == (1.0, 2.0)
+    assert metrics["episode/given_frac"] == pytest.approx(6 / 22)

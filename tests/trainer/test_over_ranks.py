@@ -60,6 +60,7 @@ LOSSES = [
     {"name": "online_dpo", "select": "best_and_worst", "skip_no_signal": False},
     {"name": "grpo", "advantages": "greedy_baseline"},
     {"name": "ppo", "advantages": "reward"},
+    {"name": "grpo", "credit": "turn"},
     {"name": "ppo", "advantages": "gae"},
 ]
 
@@ -87,6 +88,7 @@ def batches(draw):
         max_staleness=2,
         trainer={"minibatches": draw(st.integers(1, num_groups))},
         rewards={"terms": [{"function": "task", "weight": 2.0}, {"function": "length", "weight": 0.5}]},
+        environment={"class_path": "guess", "max_turns": 2} if "credit" in loss else {},
     )
     # The schema asks for eight completions in a part; what a few do in one is the same.
     parts = draw(st.integers(1, 3))
@@ -103,6 +105,8 @@ def batches(draw):
                     version=int(rng.integers(2, 5)),
                     finish_reason="length" if rng.random() < 0.3 else "stop",
                     parts=(float(rng.integers(0, 2)), float(rng.normal())),
+                    given=(has_turns := "credit" in loss and rng.random() < 0.7),
+                    turn_rewards=[float(rng.normal())] * (1 + has_turns) if "credit" in loss else None,
                 )
                 for sample in range(config.samples_per_group)
             ),

@@ -14,7 +14,7 @@ from slipstream.batching import collate as batching
 from slipstream.core.config import RunConfig
 from slipstream.core.packed import PackedMicrobatch
 from slipstream.core.sections import ModelConfig, TaskConfig
-from slipstream.core.types import Completion, FinishReason, Group, Prompt, Rollout, Segment, VersionSpan
+from slipstream.core.types import Completion, EpisodeRecord, FinishReason, Group, Prompt, Rollout, Segment, VersionSpan
 from slipstream.models.flat import FlatParameters
 from slipstream.models.hf import logical_tensors
 from slipstream.models.initialise import new_model
@@ -110,11 +110,12 @@ def make_rollout(
     reward: float | None = None,
     finish_reason: FinishReason = "stop",
     given: bool = False,
+    turn_rewards: list[float | None] | None = None,
     parts: tuple[float, ...] = (),
 ) -> Rollout:
     """A rollout of 3..5 prompt and 2..9 sampled tokens; `given` puts three given tokens between two sampled runs.
 
-    With `parts` the reward is their sum.
+    With `turn_rewards` it is an episode. With `parts` the reward is their sum.
     """
 
     def tokens(count: int) -> np.ndarray:
@@ -137,6 +138,7 @@ def make_rollout(
         segments=segments,
         text="",
         finish_reason=finish_reason,
+        episode=None if turn_rewards is None else EpisodeRecord(turn_rewards=turn_rewards),
     )
     if parts:
         named = {f"part{index}": part for index, part in enumerate(parts)}

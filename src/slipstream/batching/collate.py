@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,6 +9,8 @@ import numpy as np
 
 from slipstream.core.errors import ConfigError, ShapeError
 from slipstream.core.packed import OPTIONAL_COLUMNS, AnyGroup, PackedMicrobatch, TrainSequence
+
+_NO_ROWS = np.zeros(0, dtype=np.int64)
 
 
 def split_minibatches(
@@ -82,72 +83,108 @@ def collate(sequences: Sequence[TrainSequence], capacity_tokens: int, *, atom_si
     """Pack sequences into microbatches of at most `capacity_tokens` rows, each with every prompt at most once.
 
     Every `atom_size` sequences in the order given stay together, side by side in that order. Those in which a sequence
-    has no token to train on are left out: they would add nothing to any loss.
-    Identity: logprobs, losses and gradients are those of every sequence read alone.
+    has no token to train on are left out: they would add nothing to any loss. An episode with branches is a sequence of
+    several contexts: all of them go where it goes, and what one begins with as an earlier one does is read once.
+    Identity: logprobs, losses and gradients are those of every context of every sequence read alone.
     """
     if len(sequences) % atom_size:
         raise ShapeError("sequences do not fill whole atoms", got=len(sequences), allowed=f"a multiple of {atom_size}")
-    whole = [sequences[start : start + atom_size] for start in range(0, len(sequences), atom_size)]
-    trained = [members for members in whole if all(sequence.num_targets for sequence in members)]
+    read = [Reading.of(sequence) for sequence in sequences]
+    whole = [read[start : start + atom_size] for start in range(0, len(read), atom_size)]
+    trained = [members for members in whole if all(one.contexts for one in members)]
     atoms = [_atom(members) for members in trained]
-    return [
-        _pack([sequence for index in chosen for sequence in trained[index]])
-        for chosen in first_fit(atoms, capacity_tokens)
-    ]
+    return [_pack([one for index in chosen for one in trained[index]]) for chosen in first_fit(atoms, capacity_tokens)]
 
 
-def _prompt_of(sequence: TrainSequence) -> tuple[int, bytes]:
-    return sequence.key[0], sequence.prompt.tobytes()
+@dataclass(frozen=True)
+class Reading:
+    """A sequence as the model reads it: its contexts that have targets, and the rows that they need.
+
+    `prompt` is (ordinal, the prompt's tokens as bytes), what siblings may share of the first context. `prefixes` say
+    for each context how many first tokens it has in common with an earlier one of the sequence, and which: (index,
+    number). `num_rows` are the rows of all of them where no sibling is.
+    """
+
+    sequence: TrainSequence
+    contexts: list[tuple[int, np.ndarray]]
+    prompt: tuple[int, bytes]
+    num_prompt: int
+    prefixes: list[tuple[int, int]]
+    num_rows: int
+
+    @classmethod
+    def of(cls, sequence: TrainSequence) -> Reading:
+        tokens, contexts = sequence.tokens, sequence.contexts
+        if not contexts:
+            return cls(sequence, [], (sequence.key[0], b""), 0, [], 0)
+        (start, trained), *_ = contexts
+        prompt, prefixes = tokens[start : trained[0]], [(0, 0)]
+        read = [tokens[begin : targets[-1]] for begin, targets in contexts]
+        for index in range(1, len(read)):
+            shared = [_common(read[index], earlier) for earlier in read[:index]]
+            prefixes.append((shared.index(max(shared)), max(shared)))
+        num_rows = sum(map(len, read)) - sum(num_shared for _, num_shared in prefixes)
+        return cls(sequence, contexts, (sequence.key[0], prompt.tobytes()), len(prompt), prefixes, num_rows)
 
 
-def _atom(members: Sequence[TrainSequence]) -> Atom:
-    prompts = {_prompt_of(sequence): len(sequence.prompt) for sequence in members}
-    num_rows = sum(prompts.values()) + sum(sequence.num_inputs - len(sequence.prompt) for sequence in members)
+def _common(one: np.ndarray, other: np.ndarray) -> int:
+    """Return the number of tokens up to the first in which they differ."""
+    shorter = min(len(one), len(other))
+    differs = one[:shorter] != other[:shorter]
+    return int(differs.argmax()) if differs.any() else shorter
+
+
+def _atom(members: Sequence[Reading]) -> Atom:
+    prompts = {one.prompt: one.num_prompt for one in members}
+    num_rows = sum(prompts.values()) + sum(one.num_rows - one.num_prompt for one in members)
     shared, num_prompt = next(iter(prompts.items()))
+    key = members[0].sequence.key
     if len(prompts) > 1:
-        shared, num_prompt = (members[0].key[0], b""), 0  # nothing that a sibling could share as a whole
-    return Atom(key=members[0].key, prompt=shared, num_prompt=num_prompt, num_own=num_rows - num_prompt)
+        shared, num_prompt = (key[0], b""), 0  # nothing that a sibling could share as a whole
+    return Atom(key=key, prompt=shared, num_prompt=num_prompt, num_own=num_rows - num_prompt)
 
 
-def _pack(sequences: Sequence[TrainSequence]) -> PackedMicrobatch:
+def _pack(readings: Sequence[Reading]) -> PackedMicrobatch:
+    sequences = [one.sequence for one in readings]
     optional = _optional_of(sequences)
-    lengths = tuple(sequence.num_inputs for sequence in sequences)
-    starts = [0, *itertools.accumulate(lengths)]  # of each sequence in `rows`
     tokens: list[np.ndarray] = []
     positions: list[np.ndarray] = []
-    rows: list[np.ndarray] = []
+    rows: list[np.ndarray] = []  # of each context, and so below
+    target_index: list[np.ndarray] = []
     prompt_rows: dict[tuple[int, bytes], np.ndarray] = {}
     num_rows = 0
-    for sequence, length in zip(sequences, lengths, strict=True):
-        prompt, num_prompt = _prompt_of(sequence), len(sequence.prompt)
-        first = num_prompt if prompt in prompt_rows else 0  # the first token that has no row yet
-        added = np.arange(num_rows, num_rows + length - first, dtype=np.int64)
-        if first:
-            rows.append(prompt_rows[prompt])
-        else:
-            prompt_rows[prompt] = added[:num_prompt]
-        rows.append(added)
-        tokens.append(sequence.tokens[first:length])
-        positions.append(np.arange(first, length, dtype=np.int64))
-        num_rows += len(added)
-    row_of = np.concatenate(rows)
-    trained = [np.flatnonzero(sequence.mask) for sequence in sequences]
+    for one in readings:
+        first_of_sequence = len(rows)
+        for (start, trained), (twin, num_shared) in zip(one.contexts, one.prefixes, strict=True):
+            if len(rows) > first_of_sequence:
+                known = rows[first_of_sequence + twin][:num_shared]
+            else:
+                known = prompt_rows.get(one.prompt, _NO_ROWS)
+            first, length = len(known), int(trained[-1]) - start  # the first token that has no row yet
+            added = np.arange(num_rows, num_rows + length - first, dtype=np.int64)
+            rows.append(np.concatenate([known, added]) if first else added)
+            tokens.append(one.sequence.tokens[start + first : start + length])
+            positions.append(np.arange(first, length, dtype=np.int64))
+            target_index.append(rows[-1][trained - start - 1])
+            num_rows += len(added)
+        prompt_rows.setdefault(one.prompt, rows[first_of_sequence][: one.num_prompt])
+    targets = [np.concatenate([trained for _, trained in one.contexts]) for one in readings]
 
     def of_targets(name: str, dtype: type) -> np.ndarray:
-        columns = [vars(sequence)[name][index] for sequence, index in zip(sequences, trained, strict=True)]
+        columns = [vars(sequence)[name][index] for sequence, index in zip(sequences, targets, strict=True)]
         return np.concatenate(columns).astype(dtype)
 
     return PackedMicrobatch(
         tokens=np.concatenate(tokens).astype(np.int64),
         positions=np.concatenate(positions),
-        lengths=lengths,
-        rows=row_of,
-        target_index=row_of[np.concatenate([start + at - 1 for start, at in zip(starts, trained, strict=False)])],
+        lengths=tuple(map(len, rows)),
+        rows=np.concatenate(rows),
+        target_index=np.concatenate(target_index),
         targets=of_targets("tokens", np.int64),
         behaviour_logprobs=of_targets("behaviour_logprobs", np.float32),
         advantages=of_targets("advantages", np.float32),
         versions=of_targets("versions", np.int64),
-        segment_ids=np.repeat(np.arange(len(sequences), dtype=np.int64), [len(index) for index in trained]),
+        segment_ids=np.repeat(np.arange(len(sequences), dtype=np.int64), list(map(len, targets))),
         keys=tuple(sequence.key for sequence in sequences),
         kept_tokens=_joined_sets(sequences),
         kept_counts=of_targets("kept_counts", np.int64) if "kept_counts" in optional else None,
@@ -181,9 +218,9 @@ def padding_frac(microbatches: Sequence[PackedMicrobatch]) -> float:
 
 
 def padded_layout_frac(microbatches: Sequence[PackedMicrobatch]) -> float:
-    """Return the share of padding in the rectangular layout [sequences, longest] of the same microbatches.
+    """Return the share of padding in the rectangular layout [contexts, longest] of the same microbatches.
 
-    Packing saves it. Every sequence counts with its own copy of the prompt, as in that layout; sharing saves more.
+    Packing saves it. Every context counts with its own copy of the prompt, as in that layout; sharing saves more.
     """
     slots = sum(len(microbatch.lengths) * max(microbatch.lengths) for microbatch in microbatches)
     return 1.0 - sum(sum(microbatch.lengths) for microbatch in microbatches) / slots if slots else 0.0

@@ -43,6 +43,16 @@ class EnvironmentConfig(Section):
         description="Functions that the policy may call, 'module:function' or 'file.py:function', with type hints and "
         "a docstring that describes each argument. Needs a chat template that knows tools.",
     )
+    agent: FilePath | None = Field(
+        None,
+        description="An agent: 'module:function' or 'file.py:function' with (row, base_url, api_key), which asks for "
+        "turns at an endpoint in OpenAI's form and returns a reward or None.",
+    )
+    program: list[str] = Field(
+        default_factory=list,
+        description="An agent: the words of a command, which is run for each episode with OPENAI_BASE_URL and "
+        "OPENAI_API_KEY, and the row as JSON on standard input.",
+    )
     choices: list[EnvironmentChoice] = Field(
         default_factory=list, description="Several environments in place of one class, by column or weight."
     )
@@ -84,8 +94,10 @@ class EnvironmentConfig(Section):
     )
     num_workers: Count = Field(1, description="Sandboxed worker processes; each has many episodes.")
     memory_mb: Positive = Field(2048, description="Address-space limit of a worker beyond what it starts with, in MiB.")
-    network: Literal["none", "host"] = Field(
-        "none", description="Whether workers reach a network: 'none', or this machine's ('host')."
+    network: Literal["none", "gateway", "host"] | None = Field(
+        None,
+        description="What workers reach: nothing ('none'), the endpoint of agents alone ('gateway'), or this machine's "
+        "network ('host'). null: 'gateway' with an agent, else 'none'.",
     )
     variables: list[str] = Field(
         default_factory=list,
@@ -95,7 +107,12 @@ class EnvironmentConfig(Section):
     @property
     def is_set(self) -> bool:
         """Whether there is an environment at all."""
-        return self.class_path is not None or bool(self.tools) or bool(self.choices)
+        return self.class_path is not None or bool(self.tools) or bool(self.choices) or self.has_agents
+
+    @property
+    def has_agents(self) -> bool:
+        """Whether code asks for turns by itself, in place of answering them."""
+        return self.agent is not None or bool(self.program)
 
     @model_validator(mode="after")
     def _check_sources(self) -> Self:
@@ -103,6 +120,8 @@ class EnvironmentConfig(Section):
             "environment.class": self.class_path is not None,
             "environment.tools": bool(self.tools),
             "environment.choices": bool(self.choices),
+            "environment.agent": self.agent is not None,
+            "environment.program": bool(self.program),
         }
         if sum(named.values()) > 1:
             raise ConfigError(
@@ -120,6 +139,12 @@ class EnvironmentConfig(Section):
         names = [choice.name for choice in self.choices]
         if repeated := sorted({name for name in names if names.count(name) > 1}):
             raise ConfigError("environments need names of their own", got=f"{', '.join(repeated)} more than once")
+        if self.network == "none" and self.has_agents:
+            raise ConfigError(
+                "an agent speaks to the policy over a network",
+                got="environment.network = 'none' with an agent",
+                allowed="'gateway', which reaches nothing but the policy, or 'host'",
+            )
         if self.column is not None and not self.choices:
             raise ConfigError(
                 "environment.column names a column that chooses among environments",

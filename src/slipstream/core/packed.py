@@ -1,7 +1,7 @@
 """Training data between the batching edge and the trainer: sequences, and microbatches packed from them.
 
-Legend: N rows (input tokens) and M predicted tokens (targets) of a microbatch, S its sequences and T the sum of their
-lengths. Sequences of one group share the rows of their prompt, so N <= T.
+Legend: N rows (input tokens) and M predicted tokens (targets) of a microbatch, S its sequences, C their contexts and T
+the sum of the contexts' lengths. Contexts share the rows of tokens that they begin with, so N <= T.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ class TrainSequence:
     `OPTIONAL_COLUMNS`, float32 [T] on the same tokens, are there when the loss or the critic needs them, in all
     sequences of a batch or in none. The same holds for the kept sets: `kept_counts` int32 [T] is the size of the set
     that each token was drawn from, 0 where nothing is trained on; the sets follow one another in `kept_tokens`.
+    `starts` are the offsets, ascending from 0, where contexts begin: more than one in an episode with branches. Tokens
+    attend to those before them in their context, and positions count from its start; the first token is not trained on.
     """
 
     key: tuple[int, int]
@@ -42,23 +44,38 @@ class TrainSequence:
     returns: np.ndarray | None = None  # the critic's targets
     kept_tokens: np.ndarray | None = None  # int32 [sum of counts]
     kept_counts: np.ndarray | None = None
+    starts: tuple[int, ...] = (0,)
 
     @classmethod
-    def read_only(cls, key: tuple[int, int], tokens: np.ndarray, mask: np.ndarray) -> TrainSequence:
+    def read_only(
+        cls, key: tuple[int, int], tokens: np.ndarray, mask: np.ndarray, *, starts: tuple[int, ...] = (0,)
+    ) -> TrainSequence:
         """A sequence that nothing was sampled for: `mask` says which tokens a model is asked about."""
-        zeros = np.zeros(len(tokens), dtype=np.float32)
-        return cls(key, tokens.astype(np.int32), mask, zeros, zeros, np.full(len(tokens), -1, dtype=np.int32))
+        zeros, versions = np.zeros(len(tokens), dtype=np.float32), np.full(len(tokens), -1, dtype=np.int32)
+        return cls(key, tokens.astype(np.int32), mask, zeros, zeros, versions, starts=starts)
+
+    @property
+    def contexts(self) -> list[tuple[int, np.ndarray]]:
+        """The start of each context that has a token to train on, and the offsets of these tokens.
+
+        It is read up to the last of them; a context without any is not read.
+        """
+        trained = np.flatnonzero(self.mask)
+        parts = np.split(trained, np.searchsorted(trained, self.starts[1:])) if len(self.starts) > 1 else [trained]
+        return [(start, part) for start, part in zip(self.starts, parts, strict=True) if len(part)]
 
     @property
     def num_inputs(self) -> int:
-        """The number of tokens that the model has to read: all before the last one it is trained to predict."""
-        trained = np.flatnonzero(self.mask)
-        return int(trained[-1]) if len(trained) else 0
+        """The number of tokens that the model has to read: in each context all before the last that it predicts."""
+        return sum(int(trained[-1]) - start for start, trained in self.contexts)
 
     @property
     def prompt(self) -> np.ndarray:
-        """The tokens before the first one trained on, int32. Sequences of one ordinal with equal prompts share it."""
-        return self.tokens[: int(np.argmax(self.mask))]
+        """The tokens before the first one trained on, in the context of that one, int32.
+
+        Sequences of one ordinal with equal prompts share it.
+        """
+        return next((self.tokens[start : trained[0]] for start, trained in self.contexts), self.tokens[:0])
 
     @property
     def num_targets(self) -> int:
@@ -70,8 +87,9 @@ class PackedMicrobatch:
     """Sequences stored one after the other without padding, each prompt once, for one forward and backward pass.
 
     `tokens` and `positions` int64 [N] are the model's inputs: for each group that is present, its prompt followed by
-    the tokens of its completions. `lengths` [S] are the input tokens of each sequence (sum T), and `rows` int64 [T] are
-    their rows: those of sequence 0, then of sequence 1, ...; a prompt's rows occur once per sequence.
+    the tokens of its completions. `lengths` [C] are the input tokens of each context (sum T), and `rows` int64 [T] are
+    their rows: those of context 0, then of context 1, ...; a prompt's rows occur once per context. A sequence has one
+    context, an episode with branches one for each branch that is read.
     Row `target_index[m]` predicts `targets[m]`; all fields below `targets` are int64 / float32 [M] and aligned with it:
     a sampled token t is predicted from the row of token t - 1, so logits are needed at `target_index` only, and the
     last row of a prompt predicts the first token of each of its completions. `segment_ids` counts the sequences from

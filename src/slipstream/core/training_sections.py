@@ -49,6 +49,11 @@ class LossConfig(Section):
         description="r - mean, (r - mean) / (std + std_eps), r - mean of the others, or r - reward of the greedy "
         "completion (ReMax: one more is sampled), over the group; from a critic; or the reward itself.",
     )
+    credit: Literal["episode", "turn"] = Field(
+        "episode",
+        description="Reward that an episode's turn is judged by: the whole one, or what it brings from this turn on, "
+        "compared with the same turn of the group's other episodes. For environments that reward single turns.",
+    )
     std_eps: PositiveFloat = Field(0.1, description="Added to the group's standard deviation.")
     unbiased_std: bool = Field(False, description="Divide the group's variance by G - 1 (TRL), not by G (GRPO).")
     whiten_advantages: Literal["no", "batch", "minibatch"] = Field(
@@ -257,6 +262,7 @@ def check_training(config: RunConfig) -> None:
     """Raise ConfigError for a loss, advantages or a KL penalty that cannot go with the other sections."""
     _check_batch(config)
     _check_advantages(config)
+    _check_credit(config)
     _check_sum(config)
     _check_horizon(config)
     _check_ends(config)
@@ -289,6 +295,24 @@ def _check_advantages(config: RunConfig) -> None:
             got=f"completions_per_group = {config.completions_per_group} with advantages = '{loss.advantages}'",
             allowed=">= 2",
             hint="one completion per prompt takes advantages = 'gae', 'greedy_baseline' or 'reward'",
+        )
+
+
+def _check_credit(config: RunConfig) -> None:
+    loss = config.loss
+    if loss.credit == "turn" and config.has_critic:
+        raise ConfigError(
+            "a critic's advantages are of tokens: turns would have to be rewarded on their last tokens, which is not "
+            "done yet",
+            got="loss.credit = 'turn' with loss.advantages = 'gae'",
+            allowed="loss.credit = 'episode', or another estimator, such as 'leave_one_out'",
+        )
+    if loss.credit == "turn" and loss.several_rewards == "normalise_then_sum":
+        raise ConfigError(
+            "what the turns have brought is taken off a sum of rewards, and rewards that are normalised one by one "
+            "have none",
+            got="loss.credit = 'turn' with several_rewards = 'normalise_then_sum'",
+            allowed="several_rewards = 'sum_then_normalise'",
         )
 
 

@@ -9,6 +9,8 @@ completion, Tp prompt tokens, G completions per prompt, P groups per step.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -52,6 +54,8 @@ class Segment(Message):
     Sampled segments carry one behaviour logprob per token and the versions that sampled them; given ones neither.
     Where sampling was cut to a part of the vocabulary and `generator.keep_sets` asks for it, `kept_tokens` are the
     tokens that each token was drawn from, ascending, one set behind the other, and `kept_counts` the sizes of the sets.
+    `begins` marks a given segment that begins another branch of its episode: its tokens are the branch's whole context,
+    and nothing before them is attended to.
     """
 
     tokens: np.ndarray  # int32 [T]
@@ -59,10 +63,21 @@ class Segment(Message):
     version_spans: tuple[VersionSpan, ...] = ()
     kept_tokens: np.ndarray | None = None  # int32 [sum of counts]
     kept_counts: np.ndarray | None = None  # int32 [T], each at least 1
+    begins: bool = False
 
     @property
     def is_sampled(self) -> bool:
         return self.behaviour_logprobs is not None
+
+
+def with_branches(first: Sequence[Segment], others: Sequence[tuple[Prompt, Sequence[Segment]]]) -> list[Segment]:
+    """Return the segments of an episode: those behind its prompt, then each further branch from its beginning on.
+
+    A first branch without segments has an empty one, as no episode begins with a fork.
+    """
+    forks = [one for prompt, own in others for one in (Segment(tokens=prompt.tokens, begins=True), *own)]
+    nothing = Segment(tokens=np.zeros(0, dtype=np.int32))
+    return [*(first or ([nothing] if forks else [])), *forks]
 
 
 class EpisodeRecord(Message):
@@ -71,6 +86,7 @@ class EpisodeRecord(Message):
     `messages` are the chat behind the prompt, turns of the policy and what the environment said, as people and rewards
     read it; the tokens are the completion's. `reward` is the environment's own, None without one, and `turn_rewards`
     its parts by turn (None: nothing was said). `failure` is there where the environment failed too often.
+    `branches` are the chats of further branches, each from its beginning: `messages` are those of the first one.
     """
 
     messages: list[dict[str, Any]] = []
@@ -82,6 +98,7 @@ class EpisodeRecord(Message):
     num_restarts: int = 0
     environment_s: float = 0.0  # spent in the environment's answers
     failure: str | None = None
+    branches: list[list[dict[str, Any]]] = []
 
 
 class Completion(Message):
@@ -89,7 +106,8 @@ class Completion(Message):
 
     `purpose = "eval"` completions belong to evaluation `eval_id`; their `ordinal` counts its prompts and they are never
     admitted, trained or entered in the ledger. With an environment the segments are the turns of an episode and what
-    was said between them, and `episode` is there.
+    was said between them, and `episode` is there. The trunk, behind `prompt`, comes first; then one further branch
+    after the other, each from a segment that `begins` it. What a branch shares with another is sampled in one of them.
     """
 
     ordinal: int
@@ -109,6 +127,16 @@ class Completion(Message):
     def tokens(self) -> np.ndarray:
         """int32 [T]: all segments', sampled and given."""
         return np.concatenate([segment.tokens for segment in self.segments])
+
+    @property
+    def trunk_tokens(self) -> np.ndarray:
+        """int32: those of the segments before any further branch; rewards that read tokens read these."""
+        trunk = itertools.takewhile(lambda segment: not segment.begins, self.segments)
+        return np.concatenate([np.zeros(0, dtype=np.int32), *(segment.tokens for segment in trunk)])
+
+    @property
+    def num_branches(self) -> int:
+        return 1 + sum(segment.begins for segment in self.segments)
 
     @property
     def num_tokens(self) -> int:
@@ -133,8 +161,8 @@ class TurnSampled(Message):
     """Generator -> environments: turn `turn` of an episode was sampled, or, with turn 0, an episode is to begin.
 
     The opening brings the prompt. If `may_continue`, an episode that was begun on a replica that is lost goes on from
-    there. `segment` are the tokens of the turn; `finish_reason` says whether they end with a stop token. `life` is that
-    of the observation which they follow.
+    there; its number is `opening`. `segment` are the tokens of the turn; `finish_reason` says whether they end with a
+    stop token. `life` is that of the observation which they follow, and so is `branch`.
     """
 
     ordinal: int
@@ -147,6 +175,8 @@ class TurnSampled(Message):
     may_continue: bool = False
     segment: Segment | None = None
     finish_reason: FinishReason | None = None
+    branch: int = 0
+    opening: int = 0
 
 
 class Observation(Message):
@@ -155,8 +185,13 @@ class Observation(Message):
     `tokens` are given; then the policy samples a turn of at most `max_new_tokens`. Where `record` is there the episode
     is over, and nothing is sampled any more. `replaces`: what the generator has of this episode is void; it is now
     `segments`, those of another replica or none, and `tokens` behind them. Each time it has another `life`: turns and
-    observations of an earlier one, which may still be on their way, are void too. With it comes the `prompt` of an
-    episode whose environment speaks first: it ends with what was said.
+    observations of an earlier one, which may still be on their way, are void too, as are those that follow another
+    `opening` than the generator's last one. With it comes the `prompt` of an episode whose environment speaks first: it
+    ends with what was said.
+    An agent's episode may have several branches, contexts of their own; all this is said of `branch` alone, and turns
+    are counted in it. A branch begins with an observation that `replaces`, in the same life. With a record that
+    `is_whole` the `segments` are those of all branches, and hold in the place of what the generator knows. Where it
+    `replaces`, `versions` are those that have sampled the episode so far, in all branches.
     """
 
     ordinal: int
@@ -171,6 +206,10 @@ class Observation(Message):
     prompt: Prompt | None = None
     segments: tuple[Segment, ...] = ()
     record: EpisodeRecord | None = None
+    branch: int = 0
+    opening: int = 0
+    is_whole: bool = False
+    versions: tuple[int, ...] = ()
 
 
 class Rollout(Message):
@@ -203,14 +242,16 @@ class Group(Message):
 
 
 class EpisodeHead(Message):
-    """The numbers of an episode that metrics are made of; seconds and calls are those of its `EpisodeRecord`."""
+    """The numbers of an episode that advantages and metrics are made of; all but `turns` are of its `EpisodeRecord`."""
 
     turns: int
+    turn_rewards: tuple[float | None, ...] = ()
     is_cut: bool = False
     tool_calls: int = 0
     tool_errors: int = 0
     restarts: int = 0
     environment_s: float = 0.0
+    branches: int = 1
 
 
 class RolloutHead(Message):

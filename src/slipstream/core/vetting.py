@@ -27,6 +27,9 @@ MAX_LOGPROB = 1e-3
 MAX_REWARD = 1e12
 """Largest size of a reward: whitening squares it in float32, and sums the squares of a batch."""
 
+MAX_BRANCHES = 256
+"""Most branches of an episode: it bounds its tokens, which are at most as many times the positions of the model."""
+
 POISONED = "poisoned completion: "
 """Prefix of the `failure` of a poisoned completion."""
 
@@ -35,15 +38,17 @@ POISONED = "poisoned completion: "
 class Limits:
     """Limits that the receiver knows; None where it does not, or does not care.
 
-    `max_new_tokens` bounds sampled tokens, `max_positions` prompt and completion together. With `keeps_sets` (True or
-    False) every sampled token has the set it was drawn from, or none has; of the first `num_trained` samples of a group
-    at least, since a greedy baseline behind them is drawn from no set.
+    `max_new_tokens` bounds sampled tokens, `max_positions` prompt and completion together, and each further branch; of
+    a receiver that `reads_branches` not at all, the trunk alone. With `keeps_sets` (True or False) every sampled token
+    has the set it was drawn from, or none has; of the first `num_trained` samples of a group at least, since a greedy
+    baseline behind them is drawn from no set.
     `may_be_given`: a text of which nothing was sampled is welcome, a reference that is to be scored.
     """
 
     vocab_size: int | None = None
     max_new_tokens: int | None = None
     max_positions: int | None = None
+    reads_branches: bool = True
     keeps_sets: bool | None = None
     num_trained: int | None = None
     brings_reference: bool = False
@@ -80,7 +85,9 @@ def _vetted(rollout: Rollout, fault: str | None, limits: Limits) -> Rollout:
         return emptied(rollout, failure, failure_reward=limits.failure_reward)
     if fault := fault or _reference_fault(rollout, limits):
         return emptied(rollout, POISONED + fault, failure_reward=limits.failure_reward)
-    for name, value in {"reward": rollout.reward, **rollout.reward_parts}.items():
+    turns = rollout.completion.episode.turn_rewards if rollout.completion.episode is not None else ()
+    of_turns = {f"the reward of turn {turn}": value for turn, value in enumerate(turns, start=1)}
+    for name, value in {"reward": rollout.reward, **rollout.reward_parts, **of_turns}.items():
         if value is not None and not abs(value) <= MAX_REWARD:  # a comparison with NaN is false
             fault = f"{name} is {value}, allowed are numbers up to {MAX_REWARD:g}"
             return msgspec.structs.replace(rollout, reward=limits.failure_reward, reward_parts={}, failure=fault)
@@ -125,7 +132,8 @@ def completion_faults(
     """Return what cannot be about each completion, in words that name the place; None for a sound one.
 
     Checked: shapes and types of all arrays, token ids, lengths, behaviour logprobs (finite, at most 0), version spans
-    (from the first token on, ascending, none from the future), kept sets, times. Numbers are first looked at together.
+    (from the first token on, ascending in each branch, none from the future), kept sets, branches (given contexts that
+    are not empty), times. Numbers are first looked at together.
     """
     faults = [_form_fault(completion, limits, newest_version) for completion in completions]
     formed = [completion for completion, fault in zip(completions, faults, strict=True) if fault is None]
@@ -154,10 +162,17 @@ def _form_fault(completion: Completion, limits: Limits, newest_version: int | No
         return f"the prompt has tokens of shape {list(prompt.shape)} and type {prompt.dtype}"
     if not (math.isfinite(started_s) and math.isfinite(finished_s)):
         return f"it started at {started_s} s and finished at {finished_s} s"
-    num_sampled, length, version, has_kept = 0, len(prompt), 0, False
-    for segment in completion.segments:
+    num_sampled, lengths, version, has_kept = 0, [len(prompt)], 0, False
+    for index, segment in enumerate(completion.segments):
         if not _is_row(segment.tokens, "i"):
             return f"tokens of shape {list(segment.tokens.shape)} and type {segment.tokens.dtype}"
+        if segment.begins:
+            if not index:
+                return "a further branch at the prompt, where the trunk begins"
+            if segment.is_sampled or not len(segment.tokens):
+                return f"a branch that begins with {'sampled' if segment.is_sampled else 'no'} tokens (segment {index})"
+            lengths.append(0)
+            version = 0  # branches may have been sampled side by side
         if segment.behaviour_logprobs is not None:
             if (fault := _sampled_fault(segment, oldest=version, newest=newest_version)) is not None:
                 return fault
@@ -166,16 +181,28 @@ def _form_fault(completion: Completion, limits: Limits, newest_version: int | No
         elif segment.version_spans:
             return "versions on tokens that were given"
         has_kept |= segment.kept_tokens is not None or segment.kept_counts is not None
-        length += len(segment.tokens)
-    is_given = limits.may_be_given and length > len(prompt)
+        lengths[-1] += len(segment.tokens)
+    is_given = limits.may_be_given and sum(lengths) > len(prompt)
     if not num_sampled and not is_given and not never_began(completion):
         return "no token was sampled"
     if limits.max_new_tokens is not None and num_sampled > limits.max_new_tokens:
         return f"{num_sampled} sampled tokens, at most {limits.max_new_tokens} were asked for"
-    if limits.max_positions is not None and length > limits.max_positions:
-        return f"{length} tokens with its prompt, the model reads {limits.max_positions}"
+    if (fault := _length_fault(lengths, limits)) is not None:
+        return fault
     is_trained = limits.num_trained is None or completion.sample < limits.num_trained
     return _kept_fault(completion, limits.keeps_sets) if is_trained and (has_kept or limits.keeps_sets) else None
+
+
+def _length_fault(lengths: Sequence[int], limits: Limits) -> str | None:
+    """Return which branch is longer than what the model reads; `lengths` are those of the trunk and the others."""
+    if len(lengths) > MAX_BRANCHES:
+        return f"{len(lengths)} branches, at most {MAX_BRANCHES} are read"
+    read = lengths if limits.reads_branches else lengths[:1]
+    if limits.max_positions is None or max(read) <= limits.max_positions:
+        return None
+    if lengths[0] > limits.max_positions:
+        return f"{lengths[0]} tokens with its prompt, the model reads {limits.max_positions}"
+    return f"{max(read)} tokens in a branch, the model reads {limits.max_positions}"
 
 
 def _is_row(array: np.ndarray, kind: str) -> bool:

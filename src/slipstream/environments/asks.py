@@ -90,3 +90,46 @@ class Endpoint(Protocol):
         The client learns only the type of any other exception, with status 500.
         """
         ...
+
+
+MAX_TOOLS = 128
+_ROLES = ("system", "user", "assistant", "tool")
+
+
+def plain(ask: Ask) -> Ask:
+    """Return an ask that came from a worker with exact types, or raise Refused: what is in it nobody vouches for."""
+    kinds = [ask.messages is not None, ask.tokens is not None, ask.text is not None]
+    if sum(kinds) != 1:
+        raise Refused("a request has messages, ids, or a text", code="invalid_request")
+    if len(ask.tools) > MAX_TOOLS or not all(_is_tool(tool) for tool in ask.tools):
+        raise Refused("tools are functions with names and parameters", code="invalid_tools")
+    if ask.messages is None:
+        return ask
+    if not ask.messages:
+        raise Refused("a chat has at least one message", code="invalid_messages")
+    return msgspec.structs.replace(ask, messages=[_plain_message(message) for message in ask.messages])
+
+
+def _is_tool(tool: dict[str, Any]) -> bool:
+    function = tool.get("function")
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
+
+
+def _plain_message(message: ChatMessage) -> ChatMessage:
+    if message.get("role") not in _ROLES or not isinstance(message.get("content"), str):
+        raise Refused("a message has a role and a text", code="invalid_messages")
+    found = {key: message[key] for key in ("role", "content", "name", "tool_call_id") if message.get(key) is not None}
+    if not all(isinstance(value, str) for value in found.values()):
+        raise Refused("the fields of a message are texts", code="invalid_messages")
+    calls = message.get("tool_calls") if message["role"] == "assistant" else None
+    if calls:
+        found["tool_calls"] = [_plain_call(call) for call in calls]
+    return found
+
+
+def _plain_call(call: Any) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    name, arguments = (function.get("name"), function.get("arguments")) if isinstance(function, dict) else (None, None)
+    if not isinstance(name, str) or not isinstance(arguments, dict | str):
+        raise Refused("a call has a function with a name and arguments", code="invalid_messages")
+    return {"id": str(call.get("id", "")), "type": "function", "function": {"name": name, "arguments": arguments}}

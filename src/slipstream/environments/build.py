@@ -15,6 +15,7 @@ from slipstream.environments.hosting import HostSetup
 from slipstream.environments.inline import InlinePool
 from slipstream.environments.pool import EpisodePool
 from slipstream.environments.tool_calls import detect_format, parse
+from slipstream.environments.transcript import Chats
 from slipstream.environments.workers import EnvironmentPool
 from slipstream.models.build import stop_token_ids
 from slipstream.models.foreign_text import ChatRenderer
@@ -38,6 +39,7 @@ def make_pool(
             given_makers(config, given),
             step_limit_s=environment.step_limit_s,
             max_chars=environment.max_observation_chars,
+            request_limit_s=environment.episode_limit_s,
             clock=clock,
         )
     setup = HostSetup(
@@ -45,8 +47,9 @@ def make_pool(
         memory_bytes=environment.memory_mb << 20,
         step_limit_s=environment.step_limit_s,
         max_chars=environment.max_observation_chars,
-        allow_network=environment.network == "host",
+        network=environment.network or ("gateway" if environment.has_agents else "none"),
         environment=environment.variables,
+        request_limit_s=environment.episode_limit_s,
     )
     workers = environment.num_workers
     return EnvironmentPool(setup, num_workers=workers, clock=clock, private=private, num_spares=num_spares)
@@ -72,7 +75,7 @@ def build_chat(config: RunConfig, tokenizer: Tokenizer, tools: Schemas | None) -
     """
     stop_ids, environment = stop_token_ids(tokenizer, config.generator), config.environment
     has_chats = config.prompts.chat or (bool(tokenizer.chat_template) and bool(tools))
-    if not has_chats:
+    if not has_chats and not (environment.has_agents and tokenizer.chat_template):
         return PlainChat(tokenizer, environment.observation, stop_ids=stop_ids, parse=_parse(config, tokenizer, tools))
     chat = TemplateChat(
         tokenizer,
@@ -83,6 +86,11 @@ def build_chat(config: RunConfig, tokenizer: Tokenizer, tools: Schemas | None) -
     )
     prove(chat, ("tool",) if environment.tools else None)
     return chat
+
+
+def build_chats(config: RunConfig, tokenizer: Tokenizer) -> Chats:
+    """Return the chats of agents, which bring their tools along."""
+    return Chats(lambda tools: build_chat(config, tokenizer, tools))
 
 
 def _parse(config: RunConfig, tokenizer: Tokenizer, tools: Schemas | None) -> Parse | None:

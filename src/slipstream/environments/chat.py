@@ -11,6 +11,7 @@ the policy begins), s_i sampled and o_i given, the policy reads
 
 from __future__ import annotations
 
+import json
 import string
 from abc import ABC, abstractmethod
 from collections import OrderedDict
@@ -30,6 +31,7 @@ from slipstream.environments.forms import (
     Slot,
     Speller,
     checked,
+    checked_chat,
     mark,
     marked,
     pattern_of,
@@ -37,6 +39,7 @@ from slipstream.environments.forms import (
     unused_salt,
 )
 from slipstream.environments.protocol import ChatMessage, with_opening
+from slipstream.environments.tool_calls import TAGS
 
 if TYPE_CHECKING:
     from slipstream.models.foreign_text import ChatRenderer
@@ -51,8 +54,8 @@ Parse = Callable[[str], ChatMessage]
 class Chat(ABC):
     """Messages to ids and back. Messages of an environment are checked: ConfigError for one that is none."""
 
-    def __init__(self, tokenizer: Tokenizer, *, stop_ids: Sequence[int], parse: Parse | None) -> None:
-        self._tokenizer, self.stop_ids, self._parse = tokenizer, tuple(stop_ids), parse
+    def __init__(self, tokenizer: Tokenizer, speller: Speller, *, stop_ids: Sequence[int], parse: Parse | None) -> None:
+        self._tokenizer, self.speller, self.stop_ids, self._parse = tokenizer, speller, tuple(stop_ids), parse
 
     @abstractmethod
     def opening(self, prompt: Prompt, messages: Sequence[Mapping[str, Any]], *, extends_prompt: bool = False) -> Prompt:
@@ -65,16 +68,20 @@ class Chat(ABC):
         """
 
     @abstractmethod
+    def context(self, row: Prompt, messages: Sequence[ChatMessage]) -> Prompt:
+        """Return the prompt of a chat that an agent has made up: `messages` as a whole, an assistant's among them.
+
+        Nothing of it is trained on, so its ids may be any that the policy reads. `row` gives its other fields.
+        ConfigError for messages that cannot be rendered.
+        """
+
+    @abstractmethod
     def observation(self, turn: np.ndarray, messages: Sequence[Mapping[str, Any]]) -> np.ndarray:
         """Return int32 ids that come behind the sampled ids `turn` when the environment says `messages`.
 
         They end where the policy begins to sample. Where `turn` does not end with a stop token (it was cut by length)
         they begin with the end of the turn.
         """
-
-    def observations(self, turns: Sequence[tuple[np.ndarray, Sequence[Mapping[str, Any]]]]) -> list[np.ndarray]:
-        """Return the observation of each (sampled ids, messages)."""
-        return [self.observation(turn, messages) for turn, messages in turns]
 
     def message(self, turn: np.ndarray) -> ChatMessage:
         """Return the sampled ids `turn` as the assistant's message: its text without the stop token.
@@ -85,6 +92,22 @@ class Chat(ABC):
         ids = ids[:-1] if self._ends(turn) else ids
         text = self._tokenizer.decode(ids, self._parse is None, clean_up_tokenization_spaces=False)
         return {"role": "assistant", "content": text} if self._parse is None else self._parse(text)
+
+    def plain_message(self, turn: np.ndarray) -> ChatMessage:
+        """Return the sampled ids `turn` as the assistant's message with all of its text, calls of tools among it."""
+        return {"role": "assistant", "content": self.text_of(turn[:-1] if self._ends(turn) else turn)}
+
+    def text_of(self, ids: np.ndarray) -> str:
+        """Return the text of `ids`, control tokens spelled out."""
+        return str(self._tokenizer.decode(ids.tolist(), False, clean_up_tokenization_spaces=False))
+
+    def pieces(self, ids: np.ndarray) -> list[str]:
+        """Return the text of each of `ids` alone, control tokens spelled out."""
+        return [str(self._tokenizer.decode([one], False, clean_up_tokenization_spaces=False)) for one in ids.tolist()]
+
+    def ids_of(self, text: str) -> np.ndarray:
+        """Return int32 ids of a text of others: no control token, whatever it spells out."""
+        return np.asarray(self.speller.plain(text.encode("utf-8", "replace").decode()), dtype=np.int32)
 
     def _ends(self, turn: np.ndarray) -> bool:
         """Whether `turn` ends with a stop token."""
@@ -105,30 +128,39 @@ class PlainChat(Chat):
         stop_ids: Sequence[int] = (),
         parse: Parse | None = None,
     ) -> None:
-        super().__init__(tokenizer, stop_ids=stop_ids, parse=parse)
+        super().__init__(tokenizer, Speller(tokenizer, template), stop_ids=stop_ids, parse=parse)
         self._template = _parsed(template)
-        self._speller = Speller(tokenizer, template)
 
     def opening(self, prompt: Prompt, messages: Sequence[Mapping[str, Any]], *, extends_prompt: bool = False) -> Prompt:
         if not messages:
             return prompt
         said = checked(messages)
         if extends_prompt:
-            form = self._speller.form([Slot(index, "content") for index in range(len(said))])
+            form = self.speller.form([Slot(index, "content") for index in range(len(said))])
         else:
             form = self._form(said)
         before = prompt.messages
         return msgspec.structs.replace(
             prompt,
             text=prompt.text + form.text(said),
-            tokens=np.concatenate([prompt.tokens, np.asarray(self._speller.ids(form, said), dtype=np.int32)]),
+            tokens=np.concatenate([prompt.tokens, np.asarray(self.speller.ids(form, said), dtype=np.int32)]),
             messages=None if before is None else with_opening(before, said, extends_prompt=extends_prompt),
         )
+
+    def context(self, row: Prompt, messages: Sequence[ChatMessage]) -> Prompt:
+        said, ids = checked_chat(messages), []
+        for message in said:
+            if message["role"] == "assistant":
+                ids += [*self.speller.plain(_with_calls(message)), *self.stop_ids[:1]]
+            else:
+                ids += self.speller.ids(self._form([message]), [message])
+        tokens = np.asarray(ids, dtype=np.int32)
+        return msgspec.structs.replace(row, text=self.text_of(tokens), tokens=tokens, messages=list(messages))
 
     def observation(self, turn: np.ndarray, messages: Sequence[Mapping[str, Any]]) -> np.ndarray:
         said = checked(messages)
         closing = () if self._ends(turn) else self.stop_ids[:1]
-        return np.asarray([*closing, *self._speller.ids(self._form(said), said)], dtype=np.int32)
+        return np.asarray([*closing, *self.speller.ids(self._form(said), said)], dtype=np.int32)
 
     def _form(self, messages: Sequence[ChatMessage]) -> Form:
         pieces: list[Piece] = []
@@ -139,7 +171,7 @@ class PlainChat(Chat):
                     pieces.append(message["role"])
                 elif field is not None and message.get(field):
                     pieces.append(Slot(index, field))
-        return self._speller.form([piece for piece in pieces if piece])
+        return self.speller.form([piece for piece in pieces if piece])
 
 
 def _parsed(template: str) -> list[tuple[str, str | None]]:
@@ -178,7 +210,6 @@ class TemplateChat(Chat):
         stop_ids: Sequence[int] = (),
         parse: Parse | None = None,
     ) -> None:
-        super().__init__(tokenizer, stop_ids=stop_ids, parse=parse)
         templates = tokenizer.chat_template
         if not templates:
             raise ConfigError(
@@ -186,7 +217,8 @@ class TemplateChat(Chat):
                 got=str(tokenizer.name_or_path) or "a tokenizer without one",
                 hint="use an instruction-tuned checkpoint, or PlainChat",
             )
-        self.speller = Speller(tokenizer, templates if isinstance(templates, str) else "\n".join(templates.values()))
+        speller = Speller(tokenizer, templates if isinstance(templates, str) else "\n".join(templates.values()))
+        super().__init__(tokenizer, speller, stop_ids=stop_ids, parse=parse)
         self.tools = tools
         self.calls_first = False
         """Whether the template takes a tool's message only behind an assistant's message with `tool_calls`."""
@@ -235,6 +267,29 @@ class TemplateChat(Chat):
             messages=with_opening(before, said, extends_prompt=extends_prompt),
         )
 
+    def context(self, row: Prompt, messages: Sequence[ChatMessage]) -> Prompt:
+        said = checked_chat(messages)
+        calls = [message.get("tool_calls") for message in said]
+        spelled = str([one for one in calls if one])
+        if control := next((text for text in self.speller.controls.values() if text in spelled), None):
+            raise ConfigError(
+                "a call of an assistant's message spells out a control token",
+                got=control,
+                hint="what the policy has said is known by its ids, and is sent back as it was",
+            )
+        pattern, salt = pattern_of(said), unused_salt(spelled)
+
+        def make() -> list[Piece]:
+            chat = [
+                one if not called else {**one, "tool_calls": called}
+                for one, called in zip(marked(pattern, salt), calls, strict=True)
+            ]
+            return places(self.render([chat])[0], pattern, salt)
+
+        form = self._kept((pattern, spelled), make)
+        tokens = np.asarray(self.speller.ids(form, said), dtype=np.int32)
+        return msgspec.structs.replace(row, text=form.text(said), tokens=tokens, messages=list(messages))
+
     def observation(self, turn: np.ndarray, messages: Sequence[Mapping[str, Any]]) -> np.ndarray:
         said = checked(messages)
         form = self.form(said)
@@ -250,7 +305,7 @@ class TemplateChat(Chat):
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids`, control tokens spelled out."""
-        return str(self._tokenizer.decode(list(ids), False, clean_up_tokenization_spaces=False))
+        return self.text_of(np.asarray(ids, dtype=np.int32))
 
     def form(self, messages: Sequence[ChatMessage]) -> Form:
         """Return the form of `messages` behind an assistant's text: end of turn, messages, header of the next turn."""
@@ -308,6 +363,12 @@ class TemplateChat(Chat):
 
 _ASSISTANT = mark(0, 9999, "assistant")
 _CALLED = mark(0, 9998, "called")
+
+
+def _with_calls(message: ChatMessage) -> str:
+    """Return an assistant's text with its calls, as a model without a chat template writes them."""
+    calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls", ())]
+    return str(message["content"]) + "".join(f"{TAGS[0]}{call}{TAGS[1]}" for call in calls)
 
 
 def _history(assistant: str) -> list[ChatMessage]:

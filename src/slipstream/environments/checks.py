@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,6 +28,10 @@ class Given:
 def sources_of(config: RunConfig) -> list[EnvironmentSource]:
     """Return the environments that the configuration names by path, in the order of its choices."""
     environment = config.environment
+    if environment.agent is not None:
+        return [make_source("agent", environment.agent)]
+    if environment.program:
+        return [make_source("program", command=environment.program)]
     if environment.tools:
         return [make_source("tools", tools=environment.tools)]
     if environment.class_path is not None:
@@ -37,14 +42,16 @@ def sources_of(config: RunConfig) -> list[EnvironmentSource]:
 def is_from_python(config: RunConfig) -> bool:
     """Whether its environments were handed over from Python: then all were."""
     environment = config.environment
-    paths = [environment.class_path or "", *environment.tools, *(one.class_path for one in environment.choices)]
+    named = [environment.class_path or "", environment.agent or ""]
+    paths = [*named, *environment.tools, *(one.class_path for one in environment.choices)]
     return any(path.startswith(FROM_PYTHON) for path in paths)
 
 
 def given_makers(config: RunConfig, given: Given | None) -> list[Maker]:
     """Return what makes the environments that were handed over. ConfigError where this process does not have one."""
     environment, makers = config.environment, {} if given is None else given.makers
-    paths = [environment.class_path] if environment.class_path else environment.tools[:1]
+    alone = environment.class_path or environment.agent
+    paths = [alone] if alone else environment.tools[:1]
     names = [path.removeprefix(FROM_PYTHON) for path in paths or [one.class_path for one in environment.choices]]
     missing = next((name for name in names if name not in makers), None)
     if missing is not None:
@@ -68,6 +75,7 @@ def check_environments(config: RunConfig, given: Given | None) -> None:
         given_makers(config, given)
     else:
         sources_of(config)
+        _check_variables(environment.variables)
     if environment.tools and not config.rewards.weighted:
         raise ConfigError(
             "tools give no reward",
@@ -82,6 +90,17 @@ def check_environments(config: RunConfig, given: Given | None) -> None:
         )
 
 
+def _check_variables(names: Sequence[str]) -> None:
+    """Raise ConfigError for variables that workers are to get, and that this process does not have."""
+    if unset := [name for name in names if name not in os.environ]:
+        raise ConfigError(
+            "environments would lack a variable that they are to get",
+            got=f"environment.variables: {', '.join(unset)}, not set here",
+            allowed="names of variables that are set where the run starts",
+            hint=f"export {unset[0]}=..., or leave it out of environment.variables",
+        )
+
+
 def _check_one_turn(config: RunConfig) -> None:
     """Raise ConfigError for fields that only episodes of several turns have a use for."""
     for name in ("sessions", "parked_tokens"):
@@ -91,3 +110,9 @@ def _check_one_turn(config: RunConfig) -> None:
                 got=f"generator.{name} = {value} without an environment",
                 allowed=f"generator.{name} with [environment]",
             )
+    if config.loss.credit == "turn":
+        raise ConfigError(
+            "loss.credit is about episodes of several turns",
+            got="loss.credit = 'turn' without an environment",
+            allowed="loss.credit = 'turn' with [environment]",
+        )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections import deque
 from collections.abc import Iterable
 
@@ -11,10 +10,11 @@ from slipstream.core.errors import ChannelClosed
 from slipstream.core.executor import Context, Executor, Sender
 from slipstream.core.service_messages import Counters, Noted, Ready
 from slipstream.core.types import Observation, Stop, TurnSampled
-from slipstream.environments.build import build_chat, make_pool, tools_of
+from slipstream.environments.build import build_chat, build_chats, make_pool, tools_of
 from slipstream.environments.checks import Given
-from slipstream.environments.episodes import Act, EpisodeLimits, EpisodeTable, Finish, Open, Shut, Sources, Take
-from slipstream.environments.pool import EpisodePool, LastWord, Lost, Said
+from slipstream.environments.episodes import Act, EpisodeTable, Finish, Give, Open, Shut, Sources, Take
+from slipstream.environments.known_episode import EpisodeLimits
+from slipstream.environments.pool import Asked, EpisodePool, LastWord, Lost, Said
 from slipstream.models.build import build_tokenizer, max_positions
 
 _MAX_TAKEN = 256  # turns taken in one step; beyond, the channel holds them back
@@ -23,7 +23,7 @@ _MAX_NOTES = 8  # failures that are shown at once, each the first of its kind
 
 
 class Environments(Executor):
-    """Lets environments answer the policy's turns; never hangs on one, and loses no episode.
+    """Lets environments answer the policy's turns, and agents ask for them; never hangs on one, and loses no episode.
 
     Consumes: `TurnSampled` (turns). Produces: `Observation` (observations), to the replica that samples the episode.
     Waits for: turns, and for environments, each at most `environment.step_limit_s`. `given` are environments and tools
@@ -44,12 +44,17 @@ class Environments(Executor):
         """Start the workers, and wait until they have imported what they need."""
         self._context, config = context, self._config
         tokenizer = build_tokenizer(config.model)
-        limits = EpisodeLimits.of(config, config.longest_sequence(max_positions(config)))
+        limits = EpisodeLimits.of(config, config.longest_sequence(max_positions(config)), len(tokenizer))
         self._outbox = ReplicaOutbox(context.outputs["observations"])
         self._pool = make_pool(config, self._given, clock=context.clock, private=[str(context.run_dir)])
         self._pool.wait_ready()
         chat = build_chat(config, tokenizer, tools_of(self._pool))
-        self._episodes = EpisodeTable(limits, chat, Sources.of(config), first_life=secrets.randbits(30) << 31)
+        self._episodes = EpisodeTable(
+            limits,
+            chat,
+            Sources.of(config),
+            chats=build_chats(config, tokenizer),
+        )
         self._label_idle_time()
         context.outputs["events"].put(Ready(executor=context.name))
 
@@ -106,8 +111,10 @@ class Environments(Executor):
             match answer:
                 case Said():
                     self._do(self._episodes.answered(answer, now_s), pool)
+                case Asked():
+                    self._do(self._episodes.asked(answer, now_s), pool)
                 case LastWord():
-                    self._do(self._episodes.ended(answer), pool)
+                    self._do(self._episodes.ended(answer, now_s), pool)
                 case Lost():
                     self._note(answer)
                     self._do(self._episodes.failed(answer, now_s), pool)
@@ -120,6 +127,8 @@ class Environments(Executor):
                     pool.open(act.key, act.source, act.columns)
                 case Take():
                     pool.take(act.key, act.turn, act.message)
+                case Give():
+                    pool.give(act.key, act.request, act.reply)
                 case Finish():
                     pool.finish(act.key)
                 case Shut():

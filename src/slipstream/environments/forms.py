@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 ROLES = ("system", "user", "tool")  # of what an environment says
 MAX_MESSAGES = 64  # of one observation
-MAX_CHARACTERS = 1_000_000  # of one observation, far above what a model reads
+MAX_CHAT_MESSAGES = 4096  # of a chat that an agent has made up
+MAX_CHARACTERS = 1_000_000  # of one observation or chat, far above what a model reads
 MAX_NAME = 128
 FIELDS = {"content": "c", "name": "n", "tool_call_id": "i"}
 
@@ -33,30 +34,40 @@ Pattern = tuple[tuple[str, tuple[str, ...]], ...]
 
 def checked(messages: Sequence[Mapping[str, Any]]) -> list[ChatMessage]:
     """Return the messages of an environment, fields that are None left out. ConfigError for any other message."""
-    if not 1 <= len(messages) <= MAX_MESSAGES:
-        raise ConfigError(
-            "an environment's answer has too few or too many messages", got=len(messages), allowed=f"1..{MAX_MESSAGES}"
-        )
-    found = [_checked(message) for message in messages]
+    return _all_checked(messages, MAX_MESSAGES)
+
+
+def checked_chat(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Return the messages of a whole chat, an assistant's with its calls among them, as `checked` does."""
+    calls = [message.get("tool_calls") if message["role"] == "assistant" else None for message in messages]
+    texts = [
+        {**message, "tool_calls": None} if called else message for message, called in zip(messages, calls, strict=True)
+    ]
+    found = _all_checked(texts, MAX_CHAT_MESSAGES, (*ROLES, "assistant"))
+    return [{**one, "tool_calls": called} if called else one for one, called in zip(found, calls, strict=True)]
+
+
+def _all_checked(messages: Sequence[Mapping[str, Any]], most: int, roles: Sequence[str] = ROLES) -> list[ChatMessage]:
+    if not 1 <= len(messages) <= most:
+        raise ConfigError("there are too few or too many messages at once", got=len(messages), allowed=f"1..{most}")
+    found = [_checked(message, roles) for message in messages]
     if (size := sum(len(message["content"]) for message in found)) > MAX_CHARACTERS:
-        raise ConfigError(
-            "an environment's answer is too long", got=f"{size:,} characters", allowed=f"{MAX_CHARACTERS:,}"
-        )
+        raise ConfigError("messages are too long", got=f"{size:,} characters", allowed=f"{MAX_CHARACTERS:,}")
     return found
 
 
-def _checked(message: Mapping[str, Any]) -> ChatMessage:
+def _checked(message: Mapping[str, Any], roles: Sequence[str] = ROLES) -> ChatMessage:
     if not isinstance(message, Mapping):
         raise ConfigError("a message is a mapping", got=type(message).__name__, allowed="{'role': ..., 'content': ...}")
     found = {key: value for key, value in message.items() if value is not None}
-    if not isinstance(found.get("content"), str) or found.get("role") not in ROLES:
+    if not isinstance(found.get("content"), str) or found.get("role") not in roles:
         raise ConfigError(
-            "an environment's message needs a role and a text",
+            "a message needs a role and a text",
             got=clip(message),
-            allowed=f"role: {', '.join(ROLES)}; content: a string",
+            allowed=f"role: {', '.join(roles)}; content: a string",
         )
     if unknown := found.keys() - {"role", *FIELDS}:
-        raise ConfigError("an environment's message has an unknown field", got=clip(unknown), allowed="role, content, "
+        raise ConfigError("a message has an unknown field", got=clip(unknown), allowed="role, content, "
                           "name, tool_call_id")  # fmt: skip
     for key in ("name", "tool_call_id"):
         text = found.get(key, "-")

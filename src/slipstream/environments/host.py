@@ -1,6 +1,7 @@
 """Runs the environments of many episodes side by side: async methods in one loop, all others in threads.
 
-Used on both sides of the jail: by workers, and for environments of the caller's in their process.
+Used on both sides of the jail: by workers, and for environments of the caller's in their process. Agents have one call,
+their whole episode, and meanwhile ask for turns at a gateway in the same loop (`agents.py`).
 """
 
 from __future__ import annotations
@@ -15,21 +16,26 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from slipstream.core.background import start_thread
 from slipstream.core.user_code import describe
+from slipstream.environments.agents import Agent, AgentMaker, AgentSessions
+from slipstream.environments.asks import Ask, Refused
 from slipstream.environments.hosting import (
+    MAX_REQUESTS,
     MAX_SPOKEN_BYTES,
     AskedNetwork,
+    AskedTurn,
     Closed,
     EndEpisode,
     Faulted,
     FromEpisode,
     Interrupt,
     OpenEpisode,
+    Replied,
     Spoke,
     Stuck,
     TakeTurn,
@@ -46,6 +52,9 @@ from slipstream.environments.protocol import (
     taken_by,
 )
 from slipstream.environments.sources import MakeEnvironment
+
+if TYPE_CHECKING:
+    from slipstream.environments.gateway import GatewayServer
 
 _CANCEL_S = 1.0  # for an async call to end once it is cancelled
 _CLOSE_S = 1.0  # for environments to close when their host ends
@@ -127,6 +136,7 @@ class _Hosted:
     environment: Any = None
     lane: _Lane = field(default_factory=_Lane)
     task: asyncio.Task[None] | None = None
+    key: str = ""  # of an agent's session
     has_begun: bool = False
     is_late: bool = False
     num_tool_calls: int = 0
@@ -156,6 +166,27 @@ class EpisodeHost:
         self._encoder = msgspec.msgpack.Encoder()
         self._asked: set[int] = set()
         self._pid = os.getpid()
+        self._sessions = AgentSessions(self._ask)
+        self._gateway: GatewayServer | None = None
+
+    async def start(self, *, request_limit_s: float) -> None:
+        """Open the gateway, and start programs, where there are agents. Raises what keeps an agent from starting."""
+        if not self._agents:
+            return
+        from slipstream.environments.gateway import GatewayLimits, GatewayServer, build_app, listen_on_loopback
+
+        limits = GatewayLimits(
+            max_body_bytes=MAX_SPOKEN_BYTES * 3 // 4, max_pending=MAX_REQUESTS, request_limit_s=request_limit_s
+        )
+        app = build_app(self._sessions, limits=limits)
+        self._gateway = GatewayServer(app, listen_on_loopback(), limits=limits)
+        await self._gateway.start()
+        for agent in self._agents:
+            await agent.start()
+
+    @property
+    def _agents(self) -> list[Agent]:
+        return [make.agent for make in self._makers if isinstance(make, AgentMaker)]
 
     def handle(self, message: ToHost) -> None:
         """Begin what `message` asks for. An episode that is unknown has faulted meanwhile."""
@@ -164,6 +195,9 @@ class EpisodeHost:
             self._begin(opened, partial(self._open, opened, self._makers[message.source], message.columns))
         elif (hosted := self._episodes.get(message.episode)) is None:
             return
+        elif isinstance(message, Replied):
+            refused = Refused(message.refusal, status=message.status, code=message.code)
+            self._sessions.reply(message.episode, message.request, message.reply or refused)
         elif isinstance(message, TakeTurn):
             self._begin(hosted, partial(self._take, hosted, message))
         elif isinstance(message, EndEpisode):
@@ -183,6 +217,7 @@ class EpisodeHost:
         """Let go of an episode that is stuck: its thread ends when its call returns, and nothing of it is told."""
         if (hosted := self._episodes.pop(episode, None)) is not None:
             hosted.lane.rest()
+            self._sessions.close(hosted.key)
             if hosted.task is not None and hosted.task is not asyncio.current_task(hosted.task.get_loop()):
                 hosted.task.cancel()
 
@@ -195,6 +230,10 @@ class EpisodeHost:
             await asyncio.wait(tasks, timeout=_CLOSE_S)
         for number in list(self._episodes):
             self.forget(number)
+        if self._gateway is not None:
+            await self._gateway.stop()
+        for agent in self._agents:
+            await agent.stop()
 
     def _begin(self, hosted: _Hosted, call: Callable[[], Awaitable[FromEpisode]]) -> None:
         hosted.is_late = hosted.has_begun = False
@@ -236,14 +275,30 @@ class EpisodeHost:
                 await self._close(hosted)
         return self._encoder.encode(Faulted(hosted.number, error.encode("utf-8", "replace").decode()))
 
-    async def _open(self, hosted: _Hosted, make: MakeEnvironment, columns: Mapping[str, Any]) -> Spoke:
+    async def _open(self, hosted: _Hosted, make: MakeEnvironment, columns: Mapping[str, Any]) -> Spoke | Closed:
         start_s = time.monotonic()
+        if isinstance(make, AgentMaker):
+            return await self._run(hosted, make.agent, columns)
         environment = hosted.environment = await hosted.lane.call(make)
         if inspect.iscoroutinefunction(environment.reset) and inspect.iscoroutinefunction(environment.step):
             hosted.lane.rest()
         reset = partial(environment.reset, **taken_by(environment.reset, columns))
         messages = await self._call(hosted, reset, partial(as_messages, max_chars=self._max_chars))
         return self._spoke(hosted, 0, Step(messages), time.monotonic() - start_s)
+
+    async def _run(self, hosted: _Hosted, agent: Agent, columns: Mapping[str, Any]) -> Closed:
+        """Let an agent play its episode; it ends with a reward, or without."""
+        assert self._gateway is not None, "there are agents"
+        hosted.key = self._sessions.open(hosted.number)
+        base_url = f"{self._gateway.base_url}/s/{hosted.key}/v1"
+        reward = as_reward(await agent.run(dict(columns), base_url, hosted.key, hosted.lane.call))
+        return Closed(hosted.number, reward)
+
+    def _ask(self, episode: int, request: int, ask: Ask) -> None:
+        body = self._encoder.encode(AskedTurn(episode, request, ask))
+        if len(body) > MAX_SPOKEN_BYTES:
+            raise Refused("the request is too large", status=413, code="body_too_large")
+        self._deliver(body)
 
     async def _take(self, hosted: _Hosted, turn: TakeTurn) -> Spoke:
         start_s = time.monotonic()

@@ -2,6 +2,9 @@
 
 A host holds many episodes, each with an environment of its own. An episode has one call at a time. Each call has one
 answer: `Spoke` or `Closed`, or `Faulted`, after which the host has forgotten the episode.
+
+An agent has one call from `OpenEpisode` to its end, `Closed` or `Faulted`. Meanwhile it asks for turns, `Asked`, any
+number at a time, each of which is answered by a `Replied`.
 """
 
 from __future__ import annotations
@@ -10,11 +13,14 @@ from typing import Any
 
 import msgspec
 
+from slipstream.environments.asks import Ask, Reply
 from slipstream.environments.protocol import MAX_CHARS, ChatMessage
 from slipstream.environments.sources import EnvironmentSource
+from slipstream.jail.isolation import Network
 from slipstream.jail.protocol import SetupFailed, TriedNetwork, WorkerReady
 
 MAX_SPOKEN_BYTES = 4 << 20  # a larger frame from a worker is an attack or a bug: the worker is killed
+MAX_REQUESTS = 64  # of one agent at a time
 MAX_EPISODES_PER_HOST = 256  # each environment that is not async has a thread
 
 
@@ -25,8 +31,13 @@ class HostSetup(msgspec.Struct, frozen=True):
     memory_bytes: int
     step_limit_s: float
     max_chars: int = MAX_CHARS  # of a message
-    allow_network: bool = False
+    network: Network = "none"
     environment: list[str] = []  # names of variables that the worker gets besides its own
+    request_limit_s: float = 600.0  # of an agent's request, until its turn is there
+
+    @property
+    def has_agents(self) -> bool:
+        return any(source.is_agent for source in self.sources)
 
 
 class ToolsFound(msgspec.Struct, frozen=True, tag=True):
@@ -64,6 +75,17 @@ class Interrupt(msgspec.Struct, frozen=True, tag=True):
     episode: int
 
 
+class Replied(msgspec.Struct, frozen=True, tag=True):
+    """Give the agent the turn that it asked for as `request`; without a reply, `refusal` says why there is none."""
+
+    episode: int
+    request: int
+    reply: Reply | None = None
+    refusal: str = ""
+    status: int = 400
+    code: str = ""
+
+
 class Spoke(msgspec.Struct, frozen=True, tag=True):
     """Messages of the environment behind turn `turn`; 0: of its reset. Tool calls are those of this turn.
 
@@ -88,6 +110,14 @@ class Closed(msgspec.Struct, frozen=True, tag=True):
     reward: float | None
 
 
+class AskedTurn(msgspec.Struct, frozen=True, tag=True):
+    """An agent asks for a turn; `request` counts its requests."""
+
+    episode: int
+    request: int
+    ask: Ask
+
+
 class Faulted(msgspec.Struct, frozen=True, tag=True):
     """The environment raised, was cancelled, or returned nonsense. It is closed."""
 
@@ -107,6 +137,6 @@ class AskedNetwork(msgspec.Struct, frozen=True, tag=True):
     episode: int
 
 
-ToHost = OpenEpisode | TakeTurn | EndEpisode | Interrupt
-FromEpisode = Spoke | Closed | Faulted | Stuck | AskedNetwork
-FromHost = WorkerReady | SetupFailed | TriedNetwork | ToolsFound | Spoke | Closed | Faulted | Stuck | AskedNetwork
+ToHost = OpenEpisode | TakeTurn | EndEpisode | Interrupt | Replied
+FromEpisode = Spoke | Closed | Faulted | Stuck | AskedNetwork | AskedTurn
+FromHost = WorkerReady | SetupFailed | TriedNetwork | ToolsFound | FromEpisode

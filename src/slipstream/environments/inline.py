@@ -13,6 +13,7 @@ import msgspec
 
 from slipstream.core.background import start_thread
 from slipstream.core.clock import Clock
+from slipstream.environments.agents import AgentMaker
 from slipstream.environments.host import EpisodeHost
 from slipstream.environments.hosting import FromHost, ToHost
 from slipstream.environments.pool import EpisodePool, HostLink, Lost
@@ -37,11 +38,20 @@ class InlinePool(EpisodePool):
         *,
         step_limit_s: float,
         max_chars: int = MAX_CHARS,
+        request_limit_s: float = 600.0,
         clock: Clock | None = None,
     ) -> None:
         found = [with_tools_found(make) for make in makers]
         self._makers, self._max_chars = [make for make, _ in found], max_chars
-        super().__init__(num_hosts=1, num_spares=0, num_sources=len(makers), step_limit_s=step_limit_s, clock=clock)
+        self._request_limit_s = request_limit_s
+        super().__init__(
+            num_hosts=1,
+            num_spares=0,
+            num_sources=len(makers),
+            step_limit_s=step_limit_s,
+            clock=clock,
+            agents=[index for index, make in enumerate(self._makers) if isinstance(make, AgentMaker)],
+        )
         self.tool_schemas = [schemas for _, schemas in found]
 
     def open(self, key: Hashable, source: int, columns: dict[str, Any]) -> None:
@@ -52,7 +62,7 @@ class InlinePool(EpisodePool):
             super().open(key, source, columns)
 
     def _start_host(self) -> HostLink:
-        return _Thread(self._makers, self._step_limit_s, self._max_chars)
+        return _Thread(self._makers, self._step_limit_s, self._max_chars, self._request_limit_s)
 
     def _abandons(self, host: HostLink, episode: int) -> bool:
         assert isinstance(host, _Thread)
@@ -63,7 +73,9 @@ class InlinePool(EpisodePool):
 class _Thread:
     """The pool's end of a host in a thread of this process: messages in by the loop, out by a queue and a pipe."""
 
-    def __init__(self, makers: Sequence[Callable[[], Any]], step_limit_s: float, max_chars: int) -> None:
+    def __init__(
+        self, makers: Sequence[Callable[[], Any]], step_limit_s: float, max_chars: int, request_limit_s: float
+    ) -> None:
         self.failure: str | None = None
         self.has_unsent = False
         self._decoder = msgspec.msgpack.Decoder(FromHost, strict=True)
@@ -74,6 +86,7 @@ class _Thread:
         self._is_closing = False
         self._loop = asyncio.new_event_loop()
         self._host = EpisodeHost(makers, self._deliver, step_limit_s=step_limit_s, max_chars=max_chars)
+        self._loop.run_until_complete(self._host.start(request_limit_s=request_limit_s))
         self._deliver(msgspec.msgpack.encode(WorkerReady(isolation=[])))
         self._thread = start_thread(self._serve, name="environments")
 

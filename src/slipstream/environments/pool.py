@@ -14,15 +14,20 @@ from typing import Any, Literal, Protocol
 from slipstream.core.clock import Clock, WallClock
 from slipstream.core.errors import ConfigError, ExecutorDied
 from slipstream.core.user_code import MAX_ERROR_CHARS
+from slipstream.environments.asks import Ask, Refused, Reply
 from slipstream.environments.hosting import (
     MAX_EPISODES_PER_HOST,
+    MAX_REQUESTS,
     AskedNetwork,
+    AskedTurn,
     Closed,
     EndEpisode,
     Faulted,
+    FromEpisode,
     FromHost,
     Interrupt,
     OpenEpisode,
+    Replied,
     Spoke,
     Stuck,
     TakeTurn,
@@ -43,6 +48,8 @@ NO_NETWORK = (
 
 Key = Hashable
 """The caller's name of an episode."""
+Call = Literal["opening", "turn", "ending", "agent"]
+"""The work of a host for an episode; an agent's is its whole episode."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +71,25 @@ class Said:
 
 
 @dataclass(frozen=True)
+class Asked:
+    """An agent asks for a turn; `request` counts its requests. `seconds` since it last had no request open."""
+
+    key: Key
+    request: int
+    ask: Ask
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
 class LastWord:
-    """The final reward, if there is one; the environment is closed."""
+    """The final reward, if there is one; the environment is closed, or the agent has returned.
+
+    `seconds` as in `Asked`.
+    """
 
     key: Key
     reward: float | None
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -110,13 +131,15 @@ class _Episode:
     number: int
     source: int
     columns: dict[str, Any]
-    call: Literal["opening", "turn", "ending"] | None = "opening"
+    call: Call | None = "opening"
     turn: int = 0
     dropped: int | None = None
     deadline_s: float = math.inf
     is_interrupted: bool = False
     is_shut: bool = False
     has_asked_network: bool = False
+    requests: set[int] = field(default_factory=set)  # of an agent, that have no reply
+    since_s: float = 0.0  # when an agent last had none
 
 
 @dataclass
@@ -134,24 +157,32 @@ class EpisodePool(ABC):
     """Episodes on `num_hosts` hosts and a warm spare, behind one file descriptor.
 
     Consumes: `open`, then `take` for each turn and `finish`, one call of an episode at a time; `shut` at any time.
-    Produces: one answer per call (`poll`), whatever the environment does; none after `shut`. An episode stays on the
+    Produces: one answer per call (`poll`), whatever the environment does; none after `shut`. Sources that are `agents`
+    have one call, `open`, and ask meanwhile; `give` replies. An episode stays on the
     host that it was opened on, the one with the fewest. Each call has `step_limit_s` from the moment its host got it,
     and answers that wait are read before any deadline is judged. A call that is late is cancelled where that is
     possible and costs its own episode only; else all episodes of its host are lost. Ends: `close`.
     """
 
     def __init__(
-        self, *, num_hosts: int, num_spares: int, num_sources: int, step_limit_s: float, clock: Clock | None
+        self,
+        *,
+        num_hosts: int,
+        num_spares: int,
+        num_sources: int,
+        step_limit_s: float,
+        clock: Clock | None,
+        agents: Collection[int] = (),
     ) -> None:
         self._clock = clock or WallClock()
-        self._num_hosts, self._num_sources = num_hosts, num_sources
+        self._num_hosts, self._num_sources, self._agents = num_hosts, num_sources, frozenset(agents)
         self._step_limit_s = step_limit_s
         self._selector = nested_selector()
         self._numbers = itertools.count()
         self._by_key: dict[Key, _Episode] = {}
         self._waiting: deque[_Episode] = deque()  # for a host with room
         self._site_of: dict[int, _Site] = {}
-        self._done: list[Said | LastWord | Lost] = []
+        self._done: list[Said | Asked | LastWord | Lost] = []
         self._sites: list[_Site] = []
         self._failed_starts = 0
         self.num_restarts = 0
@@ -175,8 +206,8 @@ class EpisodePool(ABC):
 
     @property
     def num_calls(self) -> int:
-        """Calls that have no answer yet."""
-        return sum(episode.call is not None for episode in self._by_key.values())
+        """Calls that have no answer yet; an agent's is none while it waits for a turn."""
+        return sum(episode.call is not None and not episode.requests for episode in self._by_key.values())
 
     def wait_ready(self) -> None:
         """Block until a host has imported what it needs. ConfigError when the environments cannot be made."""
@@ -202,6 +233,25 @@ class EpisodePool(ABC):
             episode.turn = turn
             self._call(episode, "turn", TakeTurn(episode.number, turn, message))
 
+    def give(self, key: Key, request: int, reply: Reply | Refused) -> None:
+        """Give an agent the turn that it asked for, or say why there is none; nothing of an episode that is lost.
+
+        It has `step_limit_s` from the moment on when it has no request open.
+        """
+        episode = self._by_key.get(key)
+        if episode is None or request not in episode.requests:
+            return
+        episode.requests.discard(request)
+        if not episode.requests:
+            episode.since_s = self._clock.now_s()
+            episode.deadline_s = episode.since_s + self._step_limit_s
+        told = (
+            Replied(episode.number, request, refusal=str(reply), status=reply.status, code=reply.code)
+            if isinstance(reply, Refused)
+            else Replied(episode.number, request, reply)
+        )
+        self._send(self._site_of[episode.number], told)
+
     def finish(self, key: Key) -> None:
         """Ask the environment for its final reward, and close it; nothing of an episode that is lost, as in `take`."""
         if (episode := self._idle(key)) is not None:
@@ -220,7 +270,7 @@ class EpisodePool(ABC):
         episode.dropped = episode.turn if episode.call in ("opening", "turn") else None
         self._call(episode, "ending", EndEpisode(episode.number, asks_reward=False))
 
-    def poll(self) -> list[Said | LastWord | Lost]:
+    def poll(self) -> list[Said | Asked | LastWord | Lost]:
         """Move what can be moved without waiting; answers in the order they came."""
         self._advance(0)
         done, self._done = self._done, []
@@ -257,7 +307,7 @@ class EpisodePool(ABC):
         self._sites.append(site)
         self._selector.register(site.host, selectors.EVENT_READ | selectors.EVENT_WRITE, site)
 
-    def _call(self, episode: _Episode, call: Literal["opening", "turn", "ending"], message: ToHost) -> None:
+    def _call(self, episode: _Episode, call: Call, message: ToHost) -> None:
         episode.call, episode.is_interrupted, episode.has_asked_network = call, False, False
         episode.deadline_s = self._clock.now_s() + self._step_limit_s
         self._send(self._site_of[episode.number], message)
@@ -279,7 +329,9 @@ class EpisodePool(ABC):
             episode = self._waiting.popleft()
             roomiest.episodes[episode.number] = episode
             self._site_of[episode.number] = roomiest
-            self._call(episode, "opening", OpenEpisode(episode.number, episode.source, episode.columns))
+            call: Call = "agent" if episode.source in self._agents else "opening"
+            self._call(episode, call, OpenEpisode(episode.number, episode.source, episode.columns))
+            episode.since_s = self._clock.now_s()
 
     def _roomiest(self) -> _Site | None:
         """The host with the fewest episodes, not counting the spare; None where none has room."""
@@ -337,16 +389,16 @@ class EpisodePool(ABC):
             site.is_ready = True
             self._failed_starts = 0
             self.isolation = frozenset(message.isolation)
-        elif isinstance(message, Spoke | Closed | Faulted | Stuck | AskedNetwork) and message.episode in site.episodes:
+        elif isinstance(message, FromEpisode) and message.episode in site.episodes:
             self._answered(site, site.episodes[message.episode], message)
-        elif not isinstance(message, TriedNetwork | AskedNetwork):  # a thread of an environment may outlive it
+        elif not isinstance(message, TriedNetwork | AskedNetwork | AskedTurn):  # a thread may outlive its environment
             raise _LieError("an answer to no question")
 
-    def _answered(
-        self, site: _Site, episode: _Episode, message: Spoke | Closed | Faulted | Stuck | AskedNetwork
-    ) -> None:
+    def _answered(self, site: _Site, episode: _Episode, message: FromEpisode) -> None:
         if isinstance(message, AskedNetwork):
             episode.has_asked_network = True
+        elif isinstance(message, AskedTurn):
+            self._asked(episode, message)
         elif isinstance(message, Stuck) and episode.is_interrupted and episode.call is not None:
             self._give_up(site, episode)
         elif isinstance(message, Spoke) and episode.dropped == message.turn:
@@ -355,14 +407,30 @@ class EpisodePool(ABC):
             answer = _checked(episode, message)
             episode.call, episode.deadline_s = None, math.inf
             self._done.append(answer)
-        elif isinstance(message, Closed) and episode.call == "ending":
+        elif isinstance(message, Closed) and episode.call in ("ending", "agent"):
             if message.reward is not None and not math.isfinite(message.reward):
                 raise _LieError("a reward is finite")
-            self._remove(site, episode, LastWord(episode.key, message.reward))
+            self._remove(site, episode, LastWord(episode.key, message.reward, self._thought(episode)))
         elif isinstance(message, Faulted) and episode.call is not None:
             self._remove(site, episode, _lost(episode, message.error[: 2 * MAX_ERROR_CHARS], is_guilty=True))
         else:
             raise _LieError("an answer to no question")
+
+    def _asked(self, episode: _Episode, message: AskedTurn) -> None:
+        """Take an agent's request; none of one that is being closed."""
+        if episode.call != "agent" or episode.is_shut:
+            return
+        if message.request in episode.requests or len(episode.requests) >= MAX_REQUESTS:
+            raise _LieError("a request that was made before, or too many of them")
+        seconds = self._thought(episode)
+        episode.requests.add(message.request)
+        if not episode.is_interrupted:
+            episode.deadline_s = math.inf
+        self._done.append(Asked(episode.key, message.request, message.ask, seconds))
+
+    def _thought(self, episode: _Episode) -> float:
+        """Return for how many seconds an agent has had no request open."""
+        return 0.0 if episode.call != "agent" or episode.requests else self._clock.now_s() - episode.since_s
 
     def _give_up(self, site: _Site, episode: _Episode) -> None:
         reason = f"timed out after {self._step_limit_s:g} s"

@@ -15,11 +15,13 @@ from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.plain import shortened
 from slipstream.core.types import Prompt
-from slipstream.environments.build import build_chat, make_pool, tools_of
+from slipstream.environments.asks import Ask, Refused, Reply, plain
+from slipstream.environments.build import build_chat, build_chats, make_pool, tools_of
 from slipstream.environments.chat import Chat, TemplateChat
 from slipstream.environments.checks import Given, Schemas
 from slipstream.environments.episodes import Sources, columns_of
-from slipstream.environments.pool import EpisodePool, LastWord, Lost, Said
+from slipstream.environments.pool import Asked, EpisodePool, LastWord, Lost, Said
+from slipstream.environments.transcript import Chats
 
 if TYPE_CHECKING:
     from slipstream.models.tokenizer import Tokenizer
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 _WAKE_EVERY_S = 1.0
 _PROMPT_CHARS = 60
 _GUESS = "I think the answer is 42."
+_NUM_GUESSES = 3  # for an agent
 _KEY = "rehearsal"
 
 
@@ -67,7 +70,8 @@ class Rehearsal:
         if self._pool is None:
             return
         chat = build_chat(self._config, tokenizer, self.tools)
-        _check_kind(chat, prompts)
+        if not self._config.environment.has_agents:
+            _check_kind(chat, prompts)
         sources = Sources.of(self._config)
         sources.check(prompts)
         if not self._config.environment.dry_run:
@@ -76,43 +80,84 @@ class Rehearsal:
         for ordinal, prompt in enumerate(prompts):
             chosen.setdefault((sources.index_of(ordinal, prompt), False), prompt)
         chosen[sources.index_of(len(prompts) - 1, prompts[-1]), True] = prompts[-1]
+        chats = build_chats(self._config, tokenizer)
         for (source, _), prompt in chosen.items():
             self._pool.open(_KEY, source, columns_of(prompt))
-            opening = self._answer(prompt)
-            self._pool.take(_KEY, 1, {"role": "assistant", "content": _GUESS})
-            answer = self._answer(prompt)
-            self._pool.finish(_KEY)
-            self._answer(prompt)
             try:
-                if isinstance(opening, Said):
-                    chat.opening(prompt, opening.messages, extends_prompt=opening.extends_prompt)
-                if isinstance(answer, Said) and answer.messages:
-                    chat.observation(prompt.tokens[:1], answer.messages)
+                if self._config.environment.has_agents:
+                    self._let_play(prompt, chats)
+                else:
+                    self._let_answer(prompt, chat)
             except ConfigError as error:
                 raise self._refused(str(error), prompt) from error
 
-    def _answer(self, prompt: Prompt) -> Said | LastWord:
-        """Return the answer to the one call. Ends when: it is there, or its deadline is over."""
+    def _let_answer(self, prompt: Prompt, chat: Chat) -> None:
+        """Let an environment that is open answer one turn, and look at what it says."""
+        assert self._pool is not None
+        opening = self._one(prompt)
+        self._pool.take(_KEY, 1, {"role": "assistant", "content": _GUESS})
+        answer = self._one(prompt)
+        self._pool.finish(_KEY)
+        self._one(prompt)
+        if isinstance(opening, Said):
+            chat.opening(prompt, opening.messages, extends_prompt=opening.extends_prompt)
+        if isinstance(answer, Said) and answer.messages:
+            chat.observation(prompt.tokens[:1], answer.messages)
+
+    def _let_play(self, prompt: Prompt, chats: Chats) -> None:
+        """Let an agent that is open play its episode with a few guesses; from then on its requests are refused."""
+        assert self._pool is not None
+        num_asked = 0
+        while True:
+            for answer in self._answers():
+                if isinstance(answer, Asked):
+                    num_asked += 1
+                    self._pool.give(_KEY, answer.request, _guessed(answer.ask, prompt, chats, num_asked))
+                elif isinstance(answer, Lost) and num_asked <= _NUM_GUESSES:
+                    raise self._refused(answer.reason, prompt)
+                elif not num_asked:
+                    raise self._refused("the agent ended without a request", prompt)
+                else:
+                    return
+
+    def _one(self, prompt: Prompt) -> Said | LastWord:
+        """Return the answer to the one call."""
+        [answer] = self._answers()
+        if isinstance(answer, Lost):
+            raise self._refused(answer.reason, prompt)
+        assert not isinstance(answer, Asked), "an environment does not ask"
+        return answer
+
+    def _answers(self) -> list[Said | Asked | LastWord | Lost]:
+        """Return what has come. Ends when: there is something, or a deadline is over."""
         assert self._pool is not None
         clock = WallClock()
         while not (answers := self._pool.poll()):
             deadline_s = self._pool.next_deadline_s()
             wait_s = _WAKE_EVERY_S if deadline_s is None else min(_WAKE_EVERY_S, max(0.0, deadline_s - clock.now_s()))
             select.select(self._pool.fds(), [], [], wait_s)
-        [answer] = answers
-        if isinstance(answer, Lost):
-            raise self._refused(answer.reason, prompt)
-        return answer
+        return answers
 
     @staticmethod
     def _refused(reason: str, prompt: Prompt) -> ConfigError:
         return ConfigError(
             "an environment fails when it is tried, before the run",
             got=f"{reason}; the prompt was {shortened(repr(prompt.text), _PROMPT_CHARS)}, the turn {_GUESS!r}",
-            allowed="reset and step that answer whatever the policy says",
-            hint=f"reset is given the columns {', '.join(columns_of(prompt))}; environment.dry_run = false for an "
+            allowed="an agent, or reset and step, that bears whatever the policy says",
+            hint=f"it is given the columns {', '.join(columns_of(prompt))}; environment.dry_run = false for an "
             "environment that is not to be tried in vain",
         )
+
+
+def _guessed(ask: Ask, prompt: Prompt, chats: Chats, num_asked: int) -> Reply | Refused:
+    """Return a made-up turn. ConfigError where the request cannot be rendered."""
+    checked = plain(ask)
+    if checked.messages is not None:
+        chats.of(checked.tools)[1].context(prompt, checked.messages)
+    if num_asked > _NUM_GUESSES:
+        return Refused("this was only a rehearsal", code="max_turns")
+    message = {"role": "assistant", "content": _GUESS}
+    return Reply(message, "stop", num_prompt_tokens=1, tokens=[0], logprobs=[0.0], versions=[(0, 0)], pieces=[_GUESS])
 
 
 def _check_kind(chat: Chat, prompts: Sequence[Prompt]) -> None:

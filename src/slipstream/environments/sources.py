@@ -3,6 +3,9 @@
     class     a class with `reset` and `step` (`protocol.py`), made with `params`
     tools     functions, each by its path (`tools.py`)
     factory   a class or function that makes a TRL environment with `params` (`trl.py`), and functions beside it
+    agent     a function that asks for its turns by itself (`agents.py`)
+    program   the words of a command: a program that does so, started for each episode
+    lines     the same, started once for all episodes
 
 `make_source` looks at the files as text, and takes the text along: the process that imports them may not be able to
 read them. `load` imports.
@@ -12,6 +15,9 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
+import shutil
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,11 +28,14 @@ import msgspec
 
 from slipstream.core.errors import ConfigError, did_you_mean
 from slipstream.core.user_code import defined, describe, member, module_of
+from slipstream.environments.agents import Agent, AgentMaker, FunctionAgent, LineAgent, ProgramAgent
 from slipstream.environments.protocol import Environment, tool_schemas
 from slipstream.environments.tools import ToolEnvironment, tool_of
 from slipstream.environments.trl import FactoryEnvironment
 
-Kind = Literal["class", "tools", "factory"]
+Kind = Literal["class", "tools", "factory", "agent", "program", "lines"]
+AGENTS = ("agent", "program", "lines")
+"""Kinds that ask for turns by themselves: a function, a program for each episode, one program for all of them."""
 MakeEnvironment = Callable[[], Any]
 """Makes the environment of one episode."""
 
@@ -46,10 +55,30 @@ class EnvironmentSource(msgspec.Struct, frozen=True):
     tools: tuple[str, ...] = ()
     params: dict[str, Any] = {}
     texts: dict[str, str] = {}
+    command: tuple[str, ...] = ()
+
+    @property
+    def is_agent(self) -> bool:
+        return self.kind in AGENTS
+
+    @property
+    def folders(self) -> list[str]:
+        """The folders that a worker must see to run it."""
+        found = [os.path.dirname(path) for path in self.texts]
+        for path in filter(os.path.isabs, self.command):
+            folder = os.path.dirname(path)
+            parent = os.path.dirname(folder)
+            found.append(parent if os.path.exists(os.path.join(parent, "pyvenv.cfg")) else folder)
+        return found
 
 
 def make_source(
-    kind: str, path: str = "", *, tools: Sequence[str] = (), params: Mapping[str, Any] | None = None
+    kind: str,
+    path: str = "",
+    *,
+    tools: Sequence[str] = (),
+    params: Mapping[str, Any] | None = None,
+    command: Sequence[str] = (),
 ) -> EnvironmentSource:
     """Return a checked source, with absolute paths and the texts of its files; nothing is imported.
 
@@ -62,6 +91,8 @@ def make_source(
             allowed=", ".join(get_args(Kind)),
             hint=did_you_mean(kind, get_args(Kind)),
         )
+    if kind in ("program", "lines"):
+        return EnvironmentSource(kind="program" if kind == "program" else "lines", command=_checked_command(command))
     _check_parts(kind, path, tools, params)
     texts: dict[str, str] = {}
     path = _checked(SHIPPED.get(path, path), kind, texts) if path else ""
@@ -80,14 +111,17 @@ def _check_parts(kind: str, path: str, tools: Sequence[str], params: Mapping[str
         )
     if kind != "tools" and not path:
         raise ConfigError(f"an environment of kind '{kind}' has a path", allowed=f"{_FORMS}, or {', '.join(SHIPPED)}")
-    if kind == "class" and tools:
+    if kind in ("class", "agent") and tools:
         raise ConfigError(
-            "an environment of kind 'class' has no tools beside it",
+            f"an environment of kind '{kind}' has no tools beside it",
             got=list(tools),
             hint="kind = 'factory' is a TRL environment, kind = 'tools' are functions alone",
         )
-    if kind == "factory" and path in SHIPPED:
-        raise ConfigError(f"'{path}' is no TRL environment", allowed=f"kind = 'class' for {', '.join(SHIPPED)}")
+    if kind in ("factory", "agent") and path in SHIPPED:
+        raise ConfigError(
+            f"'{path}' is no {'agent' if kind == 'agent' else 'TRL environment'}",
+            allowed=f"kind = 'class' for {', '.join(SHIPPED)}",
+        )
 
 
 def _checked(path: str, kind: str, texts: dict[str, str]) -> str:
@@ -108,7 +142,7 @@ def _checked(path: str, kind: str, texts: dict[str, str]) -> str:
             isinstance(found[1], ast.ClassDef),
             isinstance(found[1], ast.FunctionDef | ast.AsyncFunctionDef),
         )
-        if (kind == "class" and is_function) or (kind == "tools" and is_class):
+        if (kind == "class" and is_function) or (kind in ("tools", "agent") and is_class):
             raise ConfigError(
                 f"'{name}' of '{location}' is no {noun}",
                 got="a function" if is_function else "a class",
@@ -126,6 +160,31 @@ def _checked(path: str, kind: str, texts: dict[str, str]) -> str:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{what} '{path}': {file.name} is not in UTF-8", got=error) from error
     return f"{file}:{name}"
+
+
+def _checked_command(command: Sequence[str]) -> tuple[str, ...]:
+    """Return the words of a command with the absolute paths of its program and of the files that it names.
+
+    'python' is this interpreter. ConfigError where there is no such program.
+    """
+    if not command or not all(isinstance(word, str) and word and "\0" not in word for word in command):
+        raise ConfigError(
+            "a program is the words of a command", got=list(command), allowed="['python', 'my_agent.py', ...]"
+        )
+    name, *words = command
+    found = sys.executable if name in ("python", "python3") else shutil.which(os.path.expanduser(name))
+    if found is None:
+        raise ConfigError(
+            f"there is no program '{name}'",
+            got=list(command),
+            allowed="a name on PATH, or the path of a file that may be run",
+            hint="a script of Python is ['python', 'my_agent.py']" if name.endswith(".py") else None,
+        )
+    files = [os.path.abspath(word) if _is_file(word) else word for word in words]
+    missing = next((word for word in files if word.endswith(".py") and not _is_file(word)), None)
+    if missing is not None:
+        raise ConfigError(f"program '{name}': there is no such file", got=missing)
+    return (os.path.abspath(found), *files)
 
 
 def _check_text_of_class(node: ast.ClassDef, path: str) -> None:
@@ -156,7 +215,8 @@ def _is_file(location: str) -> bool:
 
 
 def _what(kind: str) -> tuple[str, str]:
-    return {"class": ("environment", "class"), "tools": ("tool", "function")}.get(kind, ("environment", "factory"))
+    named = {"class": ("environment", "class"), "tools": ("tool", "function"), "agent": ("agent", "function")}
+    return named.get(kind, ("environment", "factory"))
 
 
 def load(source: EnvironmentSource) -> MakeEnvironment:
@@ -167,6 +227,8 @@ def load(source: EnvironmentSource) -> MakeEnvironment:
     see its methods, and the first call returns that one.
     """
     modules: dict[str, ModuleType] = {}
+    if source.is_agent:
+        return AgentMaker(_agent(source, modules))
     functions = [_imported(path, "tools", source.texts, modules) for path in source.tools]
     tools = [tool_of(function) for function in functions]
     if source.kind == "tools":
@@ -187,10 +249,36 @@ def with_tools_found(make: MakeEnvironment) -> tuple[MakeEnvironment, list[dict[
     Only where these are an object's own one is made to see them; the first call returns that one.
     """
     made = make.func if isinstance(make, partial) else make
+    if isinstance(make, AgentMaker):
+        return make, []
     if inspect.isclass(made) and getattr(made, "tool_schemas", None) in (None, Environment.tool_schemas):
         return make, []
     first = make()
     return _starting_with(first, make), tool_schemas(first)
+
+
+def _agent(source: EnvironmentSource, modules: dict[str, ModuleType]) -> Agent:
+    """Return the agent of a source: one object for all episodes."""
+    if source.kind == "program":
+        return ProgramAgent(source.command)
+    if source.kind == "lines":
+        return LineAgent(source.command)
+    return agent_of(_imported(source.path, "agent", source.texts, modules), source.path)
+
+
+def agent_of(function: Callable[..., Any], name: str) -> Agent:
+    """Return the agent of a function. ConfigError where it does not take a row, an address and a key."""
+    try:
+        inspect.signature(function).bind({}, "", "")
+    except TypeError as error:
+        raise ConfigError(
+            f"agent '{name}' cannot be called: {error}",
+            got=f"{getattr(function, '__name__', name)}{inspect.signature(function)}",
+            allowed="async def run(row, base_url, api_key) -> float | None",
+        ) from error
+    except ValueError:  # written in C
+        pass
+    return FunctionAgent(function)
 
 
 def _imported(path: str, kind: str, texts: Mapping[str, str], modules: dict[str, ModuleType]) -> Callable[..., Any]:

@@ -48,12 +48,14 @@ def serve(connection: socket.socket, held: Sequence[str], _helper: socket.socket
     to_pool = _Connection(connection)
     makers: list[MakeEnvironment] = []
     host = EpisodeHost(makers, to_pool.deliver, step_limit_s=setup.step_limit_s, max_chars=setup.max_chars)
-    if not setup.allow_network:
-        _watch_network(to_pool, host)
+    if setup.network != "host":
+        _watch_network(to_pool, host, has_loopback=setup.has_agents)
+    loop = asyncio.new_event_loop()
     try:
         found = [with_tools_found(load(source)) for source in setup.sources]
         makers += [make for make, _ in found]
         tools = msgspec.msgpack.encode(ToolsFound([schemas for _, schemas in found]))
+        loop.run_until_complete(host.start(request_limit_s=setup.request_limit_s))
     except SlipstreamError as error:
         to_pool.deliver(msgspec.msgpack.encode(SetupFailed(error=str(error)[:MAX_ERROR_CHARS])))
         return
@@ -70,18 +72,23 @@ def serve(connection: socket.socket, held: Sequence[str], _helper: socket.socket
     )
     to_pool.deliver(tools)
     to_pool.deliver(msgspec.msgpack.encode(WorkerReady(isolation=[*held, "limits"])))
-    _run(connection, reader, bodies, host, cpu_s=2 * setup.step_limit_s * (os.cpu_count() or 1))
+    _run(loop, connection, reader, bodies, host, cpu_s=2 * setup.step_limit_s * (os.cpu_count() or 1))
 
 
 def _run(
-    connection: socket.socket, reader: FrameReader, bodies: list[bytes], host: EpisodeHost, *, cpu_s: float
+    loop: asyncio.AbstractEventLoop,
+    connection: socket.socket,
+    reader: FrameReader,
+    bodies: list[bytes],
+    host: EpisodeHost,
+    *,
+    cpu_s: float,
 ) -> None:
     """Run the loop of the episodes.
 
     Each call renews the limit of CPU time: it is more than all of them can use until the last of them is late.
     """
     decoder = msgspec.msgpack.Decoder(list[ToHost])
-    loop = asyncio.new_event_loop()
 
     def take(bodies: Sequence[bytes]) -> None:
         for body in bodies:
@@ -127,7 +134,7 @@ class _Connection:
                 os._exit(0)
 
 
-def _watch_network(to_pool: _Connection, host: EpisodeHost) -> None:
+def _watch_network(to_pool: _Connection, host: EpisodeHost, *, has_loopback: bool) -> None:
     """Tell the pool which episode, or whether the import of an environment, has asked for a network."""
     pid, is_told = os.getpid(), False
 
@@ -138,7 +145,7 @@ def _watch_network(to_pool: _Connection, host: EpisodeHost) -> None:
             to_pool.deliver(msgspec.msgpack.encode(TriedNetwork()))
         watch.is_told = False  # it is told once of each episode's call
 
-    watch = confinement.NetworkWatch(tell)
+    watch = confinement.NetworkWatch(tell, has_loopback=has_loopback)
     sys.addaudithook(watch.hear)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 import msgspec
@@ -39,15 +38,17 @@ class EnvironmentPool(EpisodePool):
         self._setup = setup
         self._permissions = Permissions(
             private=private,
-            folders=sorted({os.path.dirname(path) for source in setup.sources for path in source.texts}),
+            folders=sorted({folder for source in setup.sources for folder in source.folders}),
             environment=setup.environment,
-            allow_network=setup.allow_network,
+            network=setup.network,
+            listens=setup.has_agents,
         )
         sweep()  # folders of workers that were killed with their pool
         super().__init__(
             num_hosts=num_workers,
             num_spares=num_spares,
             num_sources=len(setup.sources),
+            agents=[index for index, source in enumerate(setup.sources) if source.is_agent],
             step_limit_s=setup.step_limit_s,
             clock=clock,
         )

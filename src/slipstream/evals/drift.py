@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,13 +26,15 @@ class DriftSample:
     """A prompt int32 [Tp] and a completion int32 [T].
 
     `is_sampled` bool [T] is False on tokens that were given (a tool's answer); None: all were sampled.
-    `policy_logprobs` float32 [T] are those the tokens were sampled with, where they are known.
+    `policy_logprobs` float32 [T] are those the tokens were sampled with, where they are known. `branches` are the
+    offsets in `tokens` where further branches of an episode begin.
     """
 
     prompt_tokens: np.ndarray
     tokens: np.ndarray
     policy_logprobs: np.ndarray | None = None
     is_sampled: np.ndarray | None = None
+    branches: tuple[int, ...] = ()
 
     @property
     def mask(self) -> np.ndarray:
@@ -44,8 +47,13 @@ class DriftSample:
 
     @property
     def num_predicted(self) -> int:
-        """Tokens of prompt and completion that have one before them: Tp + T - 1."""
-        return len(self.prompt_tokens) + len(self.tokens) - 1
+        """Tokens of prompt and completion that have one before them in their context: Tp + T - 1 without branches."""
+        return len(self.prompt_tokens) + len(self.tokens) - len(self.starts)
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """The offsets in prompt and completion where contexts begin."""
+        return (0, *(len(self.prompt_tokens) + branch for branch in self.branches))
 
 
 @dataclass(frozen=True)
@@ -91,6 +99,7 @@ def sample_of(completion: Completion) -> DriftSample:
         for segment in segments
     ]
     empty = np.zeros(0, dtype=np.int32)
+    starts = [0, *itertools.accumulate(len(segment.tokens) for segment in segments)]
     return DriftSample(
         prompt_tokens=completion.prompt.tokens,
         tokens=np.concatenate([empty, *(segment.tokens for segment in segments)]),
@@ -98,6 +107,7 @@ def sample_of(completion: Completion) -> DriftSample:
         is_sampled=np.concatenate(
             [empty.astype(bool), *(np.full(len(segment.tokens), segment.is_sampled) for segment in segments)]
         ),
+        branches=tuple(start for start, segment in zip(starts, segments, strict=False) if segment.begins),
     )
 
 
@@ -117,7 +127,7 @@ def sampled_token_logprobs(
         ordinal = prompts.setdefault(sample.prompt_tokens.astype(np.int32).tobytes(), len(prompts))
         tokens = np.concatenate([sample.prompt_tokens, sample.tokens])
         mask = np.concatenate([np.zeros(len(sample.prompt_tokens), dtype=bool), sample.mask])
-        sequences.append(TrainSequence.read_only((ordinal, index), tokens, mask))
+        sequences.append(TrainSequence.read_only((ordinal, index), tokens, mask, starts=sample.starts))
     logprobs = [np.zeros(0, dtype=np.float32)] * len(samples)
     for microbatch in collate(sequences, microbatch_tokens):
         values, _ = microbatch_logprobs(model, microbatch, temperature=temperature)
@@ -212,10 +222,11 @@ def _check(model: Transformer, sample: DriftSample, index: int) -> None:
             raise ShapeError(
                 f"sample {index}: {name} needs one entry per token", got=len(column), allowed=len(sample.tokens)
             )
-    if sample.num_predicted > model.config.max_positions:
+    longest = max(np.diff([*sample.starts, len(sample.prompt_tokens) + len(sample.tokens)])) - 1
+    if longest > model.config.max_positions:
         raise ConfigError(
             f"sample {index} is longer than the model reads",
-            got=f"{sample.num_predicted} tokens to read",
+            got=f"{longest} tokens to read",
             allowed=f"at most {model.config.max_positions}",
         )
     largest = max(int(sample.prompt_tokens.max()), int(sample.tokens.max(initial=0)))

@@ -102,12 +102,13 @@ def score_by(
         rollouts = [Rollout(completion=completion, reward=0.0) for completion in completions]
     if not rewards.models:
         return rollouts
+    lengths = (len(one.prompt.tokens) + len(one.trunk_tokens) for one in completions)
     scorer = ModelScorer(
         rewards,
         terms=rewards.terms,
         batching=collate,
         microbatch_tokens=config.trainer.microbatch_tokens,
-        max_tokens=max([config.least_sequence, *(len(one.prompt.tokens) + len(one.tokens) for one in completions)]),
+        max_tokens=max([config.least_sequence, *lengths]),
     )
     return scorer.score(rollouts)
 

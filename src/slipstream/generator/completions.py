@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 
 from slipstream.algorithms.responses import truncate_at_token
@@ -78,10 +80,11 @@ def completion_of(
 
 
 def completion_of_episode(ended: EndedEpisode, *, tokenizer: Tokenizer, replica: int, finished_s: float) -> Completion:
-    """Return the completion of an episode that is over; its text is that of all its tokens, given ones included."""
+    """Return the completion of an episode that is over; its text is that of its first branch, with what was given."""
     episode = ended.episode
     segments = tuple(episode.segments) or (Segment(tokens=np.zeros(0, dtype=np.int32)),)
-    text = tokenizer.decode(np.concatenate([one.tokens for one in segments]).tolist(), skip_special_tokens=True)
+    trunk = itertools.takewhile(lambda one: not one.begins, segments)
+    text = tokenizer.decode(np.concatenate([one.tokens for one in trunk]).tolist(), skip_special_tokens=True)
     assert isinstance(text, str)
     return Completion(
         ordinal=episode.request.ordinal,

@@ -120,6 +120,11 @@ class Engine:
         return not len(self._queue) and not self._rows.is_live.any()
 
     @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything: a pause may hold back all that waits."""
+        return bool(self._rows.is_live.any()) or any(self._queue.candidates())
+
+    @property
     def num_re_prefilled(self) -> int:
         return self.stats.re_prefilled_tokens
 
@@ -205,10 +210,9 @@ class Engine:
 
     # Turns
 
-    def release(self, stream: int, ordinal: int, sample: int) -> None:
+    def release(self, session: Session) -> None:
         """The episode has ended: forget its parked keys, if there are any. A turn that is not finished goes on, but
         will not park."""
-        session = Session(stream, ordinal, sample)
         self._parked.drop(session)
         self._queue.stop_parking(session)
         for row in self._rows.live_rows:
@@ -216,13 +220,9 @@ class Engine:
             if live.request.session == session:
                 live.request = replace(live.request, parks=False)
 
-    def release_stream(self, stream: int) -> None:
-        """`release` every episode of `stream`, as when an evaluation has ended."""
-        requests = [entry.request for entry in self._queue]
-        requests += [self._rows.live_at(row).request for row in self._rows.live_rows]
-        unfinished = [request.session for request in requests if request.stream == stream and request.parks]
-        for session in {*self._parked.sessions(stream), *unfinished}:
-            self.release(*session)
+    def let_go_on(self, session: Session) -> None:
+        """An episode has begun: its other branches wait for no pause, which may wait for the episode's end."""
+        self._queue.let_go_on(session)
 
     def _park(self, row: int) -> bool:
         """Free a row whose turn has finished and park its keys; False, doing nothing, if it does not or has no room."""

@@ -10,7 +10,7 @@ the turns too, so that another replica may go on; if that side is lost, its epis
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -25,6 +25,7 @@ from slipstream.core.types import (
     Segment,
     TurnSampled,
     VersionSpan,
+    with_branches,
 )
 from slipstream.generator.requests import Finished, Request, segment_of
 
@@ -34,48 +35,77 @@ Key = tuple[int, int, int]
 
 
 @dataclass
-class Episode:
-    """An episode on this replica: `request` is that of its admission, `live` the turn that is decoded now, if any.
+class SampledBranch:
+    """A context that is sampled here: `live` is the turn that is decoded now, if any."""
 
-    `prompt` ends with what the environment said first; `row` is the prompt as it was admitted.
-    """
-
-    request: Request
-    row: Prompt
-    eval_id: int
-    prompt: Prompt = field(init=False)
+    prompt: Prompt
     segments: list[Segment] = field(default_factory=list)
     turn: int = 0  # turns sampled
     live: Request | None = None
-    life: int = 0  # of the last observation that replaced what was known
-    finish_reason: FinishReason = "stop"
-    started_s: float | None = None  # when the first turn began
-    is_new: bool = True  # nothing was asked of the engine yet
-
-    def __post_init__(self) -> None:
-        self.prompt = self.row
-
-    @property
-    def key(self) -> Key:
-        return self.eval_id, self.request.ordinal, self.request.sample
 
     @property
     def num_behind(self) -> int:
         """Tokens behind the prompt."""
         return sum(len(segment.tokens) for segment in self.segments)
 
-    def next_turn(self, max_new_tokens: int) -> Request:
-        """Return the request for the next turn: the prompt, and all that was sampled and given since."""
-        context = np.concatenate([self.prompt.tokens, *(segment.tokens for segment in self.segments)])
-        return replace(
+
+@dataclass
+class Episode:
+    """An episode on this replica: `request` is that of its admission.
+
+    `row` is the prompt as it was admitted; that of a branch ends with what the environment said first. Only agents'
+    episodes have more than branch 0.
+    """
+
+    request: Request
+    row: Prompt
+    eval_id: int
+    branches: dict[int, SampledBranch] = field(init=False)
+    life: int = 0  # of the last observation that replaced what was known
+    opening: int = 0  # the last one that was sent: what is still said to another counts for nothing
+    finish_reason: FinishReason = "stop"
+    started_s: float | None = None  # when the first turn began
+    began_before: bool = False  # elsewhere
+    is_new: bool = True  # nothing was asked of the engine yet
+
+    def __post_init__(self) -> None:
+        self.branches = {0: SampledBranch(self.row)}
+
+    @property
+    def key(self) -> Key:
+        return self.eval_id, self.request.ordinal, self.request.sample
+
+    @property
+    def prompt(self) -> Prompt:
+        """That of the first branch."""
+        return self.branches[0].prompt
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a turn was sampled, here or elsewhere."""
+        return self.began_before or any(branch.turn for branch in self.branches.values())
+
+    @property
+    def segments(self) -> list[Segment]:
+        """Those of the first branch; then of each other one its whole context, and its segments."""
+        first, *others = (self.branches[number] for number in sorted(self.branches))
+        return with_branches(first.segments, [(one.prompt, one.segments) for one in others if one.turn])
+
+    def next_turn(self, number: int, max_new_tokens: int) -> Request:
+        """Return the request for a branch's next turn: the prompt, and all that was sampled and given since."""
+        branch = self.branches[number]
+        branch.live = replace(
             self.request,
-            prompt_tokens=context,
-            num_before=self.num_behind,
+            prompt_tokens=np.concatenate([branch.prompt.tokens, *(segment.tokens for segment in branch.segments)]),
+            num_before=branch.num_behind,
             max_new_tokens=max_new_tokens,
             parks=True,
-            goes_on=self.turn > 0,
+            goes_on=self.has_begun,
             is_again=self.request.is_again and self.is_new,
+            branch=number,
         )
+        self.is_new = False
+        return branch.live
 
 
 @dataclass(frozen=True)
@@ -110,7 +140,7 @@ class Episodes:
     Never blocks: what finds no room, or nobody, goes when there is somebody. Bound: the episodes that were admitted.
     `sender` is None on ranks that only decode along. `release` frees what an engine keeps of an episode. `may_follow`
     says whether turns that another replica sampled may be followed by one of the present version; else the episode
-    begins again.
+    begins again. `new_opening` numbers openings: no other one has that number, of this process or the one before.
     """
 
     def __init__(
@@ -119,9 +149,11 @@ class Episodes:
         *,
         replica: int,
         release: Callable[[Request], None],
-        may_follow: Callable[[Sequence[Segment]], bool],
+        may_follow: Callable[[Collection[int]], bool],
+        new_opening: Callable[[], int],
     ) -> None:
         self._sender, self._replica, self._release, self._may_follow = sender, replica, release, may_follow
+        self._new_opening = new_opening
         self._open: dict[Key, Episode] = {}
         self._unsent: deque[TurnSampled] = deque()
         self._is_away = False
@@ -132,7 +164,7 @@ class Episodes:
     @property
     def num_begun(self) -> int:
         """Episodes of training that have sampled a turn and are not over: a swap between batches waits for them."""
-        return sum(1 for one in self._open.values() if one.turn > 0 and one.eval_id < 0)
+        return sum(1 for one in self._open.values() if one.has_begun and one.eval_id < 0)
 
     @property
     def num_unsent(self) -> int:
@@ -144,54 +176,77 @@ class Episodes:
         self._open[episode.key] = episode
         self._ask(self._opening(episode, may_continue=may_continue))
 
-    def finished(self, item: Finished, eval_id: int = -1) -> None:
-        """Take a turn that was decoded. One of an episode that has begun again since is void."""
+    def finished(self, item: Finished, eval_id: int = -1) -> bool:
+        """Take a turn that was decoded; whether others of its episode are to be decoded, too.
+
+        One of an episode that has begun again since is void.
+        """
         episode = self._open.get((eval_id, item.ordinal, item.sample))
-        if episode is None or episode.live is None or episode.live.prompt_tokens is not item.request.prompt_tokens:
-            return
-        episode.live = None
-        episode.turn += 1
+        branch = None if episode is None else episode.branches.get(item.request.branch)
+        if episode is None or branch is None or branch.live is None:
+            return False
+        if branch.live.prompt_tokens is not item.request.prompt_tokens:
+            return False
+        branch.live = None
+        branch.turn += 1
         episode.finish_reason = item.finish_reason
         episode.started_s = item.started_s if episode.started_s is None else episode.started_s
         segment = segment_of(item)
-        episode.segments.append(segment)
+        branch.segments.append(segment)
         self._ask(
             TurnSampled(
                 ordinal=item.ordinal,
                 sample=item.sample,
                 replica=self._replica,
-                turn=episode.turn,
+                turn=branch.turn,
                 eval_id=eval_id,
                 life=episode.life,
                 segment=segment,
                 finish_reason=item.finish_reason,
+                branch=item.request.branch,
             )
         )
+        return any(one.live is not None for one in episode.branches.values())
 
     def observe(self, message: Observation) -> Request | EndedEpisode | None:
         """Return the turn to decode now, or the episode that is over; None for an answer to what is void."""
         key = (message.eval_id, message.ordinal, message.sample)
         episode = self._open.get(key)
-        if episode is None:
+        if episode is None or message.opening != episode.opening:
             return None
-        if not message.replaces and (message.life != episode.life or message.turn != episode.turn):
-            return None
-        if message.replaces and message.record is None and not self._may_follow(message.segments):
+        if message.replaces and message.record is None and not self._may_follow(message.versions):
             self._begin_again(episode)
             return None
-        if message.replaces:
-            self._release(episode.request)
-            episode.life, episode.segments = message.life, list(message.segments)
-            episode.prompt = episode.row if message.prompt is None else message.prompt
-            episode.turn = sum(segment.is_sampled for segment in message.segments)
+        if not message.replaces and message.life != episode.life:
+            return None
+        if is_whole := message.replaces or message.is_whole:
+            self._replace(episode, message)
+        branch = episode.branches.get(message.branch)
+        if branch is None or (not is_whole and message.turn != branch.turn):
+            return None
         if len(message.tokens):
-            episode.segments.append(Segment(tokens=message.tokens))
+            branch.segments.append(Segment(tokens=message.tokens))
         if message.record is not None:
             del self._open[key]
-            self._release(episode.request)
+            self._release_all(episode)
             return EndedEpisode(episode, message.record)
-        episode.live, episode.is_new = episode.next_turn(message.max_new_tokens), False
-        return episode.live
+        return episode.next_turn(message.branch, message.max_new_tokens)
+
+    def _replace(self, episode: Episode, message: Observation) -> None:
+        """What is known of the branch is void; in another life, and at the end, all that is known of the episode."""
+        if message.life != episode.life or message.record is not None:
+            self._release_all(episode)
+            episode.life, episode.branches = message.life, {0: SampledBranch(episode.row)}
+            episode.began_before = False
+        prompt = episode.row if message.prompt is None else message.prompt
+        turn = sum(segment.is_sampled for segment in message.segments)
+        episode.began_before |= len(message.versions) > 0
+        episode.branches[message.branch] = SampledBranch(prompt, list(message.segments), turn)
+
+    def _release_all(self, episode: Episode) -> None:
+        """Free what the engine keeps of an episode's branches."""
+        for request in [replace(episode.request, branch=number) for number in episode.branches]:
+            self._release(request)
 
     def begin_again(self) -> None:
         """The environments' process restarted, without its episodes: each begins again."""
@@ -216,8 +271,9 @@ class Episodes:
         return has_sent
 
     def _begin_again(self, episode: Episode) -> None:
-        self._release(episode.request)
-        episode.segments, episode.turn, episode.live, episode.started_s = [], 0, None, None
+        self._release_all(episode)
+        episode.branches, episode.started_s = {0: SampledBranch(episode.row)}, None
+        episode.began_before = False
         self._ask(self._opening(episode, may_continue=False))
 
     def _ask(self, message: TurnSampled) -> None:
@@ -226,7 +282,7 @@ class Episodes:
             self.send()
 
     def _opening(self, episode: Episode, *, may_continue: bool) -> TurnSampled:
-        request = episode.request
+        request, episode.opening = episode.request, self._new_opening()
         return TurnSampled(
             ordinal=request.ordinal,
             sample=request.sample,
@@ -235,4 +291,5 @@ class Episodes:
             eval_id=episode.eval_id,
             prompt=episode.row,
             may_continue=may_continue,
+            opening=episode.opening,
         )

@@ -41,8 +41,8 @@ class EvalJobs:
 
     @property
     def eval_id(self) -> int:
-        """The evaluation that runs."""
-        return self._jobs[0].request.eval_id
+        """The evaluation that runs; -2 for none, as a turn that nobody waits for may end after its episode."""
+        return self._jobs[0].request.eval_id if self._jobs else -2
 
     def add(self, request: Evaluate) -> None:
         """Queue an evaluation of the version that is live now."""

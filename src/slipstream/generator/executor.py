@@ -6,7 +6,8 @@ They obey, swap, evaluate and decode in lock step (`lockstep.py`); rank 0 alone 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from slipstream.core.service_messages import (
     Settled,
     Waiting,
 )
-from slipstream.core.types import Admit, Message, Observation, Segment, Stop, Swapped
+from slipstream.core.types import Admit, Message, Observation, Stop
 from slipstream.generator.backend import Backend
 from slipstream.generator.backends import BACKENDS, Setting
 from slipstream.generator.completions import TRAIN_STREAM, request_of
@@ -33,7 +34,8 @@ from slipstream.generator.evaluations import EvalJobs
 from slipstream.generator.lockstep import Agreement, LockStep
 from slipstream.generator.outgoing import Ended, Outgoing
 from slipstream.generator.partials import Continued, Saver, partial_of, partial_of_finished
-from slipstream.generator.requests import Finished, Labelled, Request
+from slipstream.generator.requests import Finished, GenerationEngine, Labelled, Request
+from slipstream.generator.version_swaps import VersionSwaps
 from slipstream.models.build import build_tokenizer, stop_token_ids
 from slipstream.observe.waste import RE_PREFILLED
 
@@ -89,7 +91,16 @@ class Generator(Executor):
         self.saver = Saver()
         self._ends.callback(self.saver.close)
         self.evaluations = EvalJobs(self.backend, config.generator, context.spans, self.episodes)
-        self.drain_steps = 0
+        self.swaps = VersionSwaps(
+            config,
+            context,
+            self.weights,
+            self.backend,
+            self.episodes,
+            self.spans,
+            replica=self.replica,
+            tells=self.together.is_leader,
+        )
         self.counted_s = context.clock.now_s()
         self.waits_for = "trainer"
         context.spans.set_idle_state(self._idle_state)
@@ -102,24 +113,39 @@ class Generator(Executor):
 
     def _new_episodes(self) -> Episodes:
         sender = self.context.outputs["turns"] if self.together.is_leader else None
-        return Episodes(sender, replica=self.replica, release=self._release, may_follow=self._may_follow)
+        numbers = itertools.count()
 
-    def _may_follow(self, segments: Sequence[Segment]) -> bool:
-        """Whether an episode may go on here behind `segments`, which another replica sampled.
+        def new_opening() -> int:
+            """Number openings by the time that all ranks agree upon: those of a process before this one are older."""
+            return int(self.together.clock.now_s() * 1e6) << 16 | next(numbers) & 0xFFFF
+
+        return Episodes(
+            sender,
+            replica=self.replica,
+            release=self._release,
+            may_follow=self._may_follow,
+            new_opening=new_opening,
+        )
+
+    def _may_follow(self, versions: Collection[int]) -> bool:
+        """Whether an episode may go on here whose turns another replica has sampled from `versions`.
 
         Versions ascend in an episode, and with `between_batches` it has only one: this replica may hold another.
         """
         version = self.engine.version
-        versions = {span.version for segment in segments for span in segment.version_spans}
         if self.config.weight_update == "between_batches":
-            return versions <= {version}
+            return all(one == version for one in versions)
         return max(versions, default=version) <= version
 
     def _release(self, request: Request) -> None:
         """Free what is kept for the next turn of an episode."""
+        if request.stream == TRAIN_STREAM or self.evaluations.engine is not None:
+            self._engine_of(request).release(request.session)
+
+    def _engine_of(self, request: Request) -> GenerationEngine:
         engine = self.engine if request.stream == TRAIN_STREAM else self.evaluations.engine
-        if engine is not None:
-            engine.release(request.stream, request.ordinal, request.sample)
+        assert engine is not None, "an evaluation's episodes begin with its engine"
+        return engine
 
     @property
     def is_finished(self) -> bool:
@@ -157,7 +183,7 @@ class Generator(Executor):
             return has_news
         for command in agreed.commands:
             self._obey(command)
-        has_swapped = self._swap(agreed.version)
+        has_swapped = self.swaps.take(agreed.version)
         has_evaluated = self._evaluate()
         has_decoded = self._decode()
         has_worked = bool(agreed.commands) or has_swapped or has_evaluated or has_decoded
@@ -169,11 +195,13 @@ class Generator(Executor):
     @property
     def _idle_state(self) -> str:
         """The state of time without a step: work in a process or thread beside this one, else what is waited for."""
-        if (working := self.spans.state or self.backend.working_state) is not None:
+        environments_think = self.episodes is not None and len(self.episodes) > 0 and not self.backend.has_work()
+        working = self.spans.state or self.backend.working_state
+        if working is not None and not environments_think:
             return working
         if self.weights.is_staging:
             return "stage"
-        return "wait_environment" if self.episodes is not None and len(self.episodes) else f"wait_{self.waits_for}"
+        return "wait_environment" if environments_think else f"wait_{self.waits_for}"
 
     def _agree(self) -> Agreement | None:
         """Return what all ranks do now; None while they sleep."""
@@ -228,9 +256,7 @@ class Generator(Executor):
         assert self.episodes is not None, "observations are of episodes"
         following = self.episodes.observe(message)
         if isinstance(following, Request):
-            engine = self.engine if message.eval_id < 0 else self.evaluations.engine
-            assert engine is not None, "an evaluation's episodes begin with its engine"
-            engine.submit([following])
+            self._engine_of(following).submit([following])
         elif following is not None:
             self._pass_on([following])
 
@@ -260,67 +286,12 @@ class Generator(Executor):
             is_again=message.is_again,
         )
 
-    # Weights
-
-    @property
-    def _has_begun_episodes(self) -> bool:
-        return self.episodes is not None and self.episodes.num_begun > 0
-
-    def _swap(self, version: int | None) -> bool:
-        """Commit `version`, if one is staged, where the mode allows it: at once in flight, or when nobody spans it."""
-        if version is None:
-            if self.spans.state is not None and not self.engine.num_live and not self._has_begun_episodes:
-                self._resume([])  # what was drained for gave way to a newer version, which may have failed to arrive
-            return False
-        if not self.backend.may_swap:
-            self._resume([])  # an evaluation came while completions were being drained: it needs admission
-            return False
-        resumed: list[Request] = []
-        if self.config.weight_update == "between_batches" and (self.engine.num_live or self._has_begun_episodes):
-            self.engine.pause_admission(True)
-            self.spans.state = "drain"
-            limit = self.config.generator.segment_tokens
-            if limit is None or self.drain_steps < limit:
-                return False
-            resumed = self.engine.export_live()
-        with self.context.spans.span("swap", version=version):
-            swap = self.weights.commit()  # a version that fails its probe ends the run, the old one still in place
-            if swap is not None:
-                self.engine.set_version(
-                    swap.version,
-                    kv_on_update=self.config.generator.kv_on_update,
-                    max_kv_age=self.config.generator.max_kv_age,
-                )
-        self._resume(resumed)
-        if swap is None:
-            return False
-        self.spans.version = swap.version
-        self.context.spans.instant("swapped", version=swap.version)
-        if self.together.is_leader:
-            self.context.outputs["events"].put(
-                Swapped(
-                    replica=self.replica,
-                    version=swap.version,
-                    transfer_s=swap.transfer_s,
-                    pause_s=swap.pause_s,
-                    probe_error=swap.probe_error,
-                )
-            )
-        return True
-
-    def _resume(self, requests: list[Request]) -> None:
-        self.engine.pause_admission(False)
-        self.spans.state = None
-        self.drain_steps = 0
-        if requests:
-            self.engine.submit(requests)
-
     # Decoding
 
     def _decode(self) -> bool:
         if not self.backend.has_work():
             return False
-        self.drain_steps += self.spans.state is not None
+        self.swaps.count_step()
         self._deliver(self.engine.step())
         return True
 
@@ -334,7 +305,9 @@ class Generator(Executor):
             return
         with self.context.spans.span("send"), self.context.together():
             for item in finished:
-                self.episodes.finished(item, -1 if item.request.stream == TRAIN_STREAM else self.evaluations.eval_id)
+                is_training = item.request.stream == TRAIN_STREAM
+                if self.episodes.finished(item, -1 if is_training else self.evaluations.eval_id):
+                    self._engine_of(item.request).let_go_on(item.request.session)
 
     def _pass_on(self, ended: Sequence[Ended]) -> None:
         with self.context.spans.span("send"), self.context.together():

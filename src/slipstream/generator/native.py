@@ -166,6 +166,9 @@ class NativeBackend(Backend):
         engine.set_version(pin.version)
         return engine
 
+    def has_work(self) -> bool:
+        return self.engine.has_work
+
     def _policy(self) -> Transformer:
         """Return the model that the run starts from, or this rank's part of it, on the CPU."""
         division = Division(tensor_parallel=self._group, fixed_order=self._device.type == "cpu")

@@ -51,10 +51,6 @@ class ParkedSessions:
     def __contains__(self, session: Session) -> bool:
         return session in self._parked
 
-    def sessions(self, stream: int) -> list[Session]:
-        """Return the sessions of a stream that anything is known of."""
-        return [session for session in {**self._parked, **self._lost} if session.stream == stream]
-
     def make_room(self, session: Session, num_tokens: int) -> bool:
         """Give up idle sessions until `num_tokens` more may be parked for `session`.
 

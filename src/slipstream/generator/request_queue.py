@@ -125,6 +125,18 @@ class RequestQueue:
             if entry.request.parks and entry.request.session == session:
                 self._queue[index] = replace(entry, request=replace(entry.request, parks=False))
 
+    def let_go_on(self, session: Session) -> None:
+        """Let the other branches of an episode that has begun go before what is new, also while paused."""
+        held = [
+            entry
+            for entry in self._queue
+            if entry.request.parks and not entry.passes_pause and entry.request.session[:3] == session[:3]
+        ]
+        for entry in held:
+            self._queue.remove(entry)
+            going = replace(entry, request=replace(entry.request, goes_on=True))
+            self._queue.insert(self._num_ahead(), going)
+
     def candidates(self) -> Iterator[QueuedRequest]:
         """Yield the requests that may start, in their order."""
         for entry in itertools.islice(self._queue, self._num_rows):
@@ -187,7 +199,7 @@ def row_states(entries: Sequence[QueuedRequest], seed: int) -> RowStates:
         input_tokens=np.array([entry.last_token for entry in entries], dtype=np.int64),
         positions=np.array([len(entry.context) for entry in entries], dtype=np.int64),
         num_new=np.array([r.num_before + (len(r.resume.tokens) if r.resume else 0) for r in requests], dtype=np.int64),
-        noise_keys=noise_keys(seed, [(r.stream, r.ordinal, r.sample) for r in requests]),
+        noise_keys=noise_keys(seed, [request.noise_coordinates for request in requests]),
         temperatures=np.array([r.temperature for r in requests], dtype=np.float32),
         top_k=np.array([r.top_k for r in requests], dtype=np.int64),
         top_p=np.array([r.top_p for r in requests], dtype=np.float32),

@@ -39,11 +39,12 @@ class KeptSets:
 
 
 class Session(NamedTuple):
-    """One episode, in an engine: `sample` of group `ordinal` in `stream`."""
+    """One episode, in an engine: `sample` of group `ordinal` in `stream`; or one of its branches."""
 
     stream: int
     ordinal: int
     sample: int
+    branch: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +66,7 @@ class Request:
     earlier turns and observations. The noise of its token t is that of position num_before + t, so a turn that is
     sampled again is the same turn. With `parks` its keys stay when it has finished, for the next turn (`parked.py`).
     One that `goes_on` follows a turn that was sampled: it goes before what is new, also while admission is paused.
+    `branch` tells apart the contexts of one episode; each has noise of its own.
 
     `max_new_tokens` counts from the completion's first token, also when resumed. `stream` separates uses that count
     ordinals on their own, so that their noise differs: 0 is training. Sampling is from softmax(logits / temperature),
@@ -90,10 +92,16 @@ class Request:
     num_before: int = 0
     parks: bool = False
     goes_on: bool = False
+    branch: int = 0
 
     @property
     def session(self) -> Session:
-        return Session(self.stream, self.ordinal, self.sample)
+        return Session(self.stream, self.ordinal, self.sample, self.branch)
+
+    @property
+    def noise_coordinates(self) -> tuple[int, int, int]:
+        """Return what the noise is keyed by, beside the run's seed."""
+        return self.stream, self.ordinal, self.sample + (self.branch << 32)
 
     def resumed_with(self, resume: Resume) -> Request:
         """The same request, to be continued after `resume`."""
@@ -135,8 +143,8 @@ def segment_of(sampled: Resume | Finished) -> Segment:
 
 
 def in_order(requests: Iterable[Request]) -> list[Request]:
-    """Sort `requests` by stream, ordinal and sample."""
-    return sorted(requests, key=lambda request: (request.stream, request.ordinal, request.sample))
+    """Sort `requests` by stream, ordinal, sample and branch."""
+    return sorted(requests, key=lambda request: request.session)
 
 
 class StateSpans(Protocol):
@@ -207,7 +215,11 @@ class GenerationEngine(Protocol):
         """Take every live completion out, resumable by `submit` here or elsewhere; by ordinal and sample."""
         ...
 
-    def release(self, stream: int, ordinal: int, sample: int) -> None:
+    def let_go_on(self, session: Session) -> None:
+        """An episode has begun: its other branches go on while admission is paused."""
+        ...
+
+    def release(self, session: Session) -> None:
         """The episode has ended: forget what is kept for its next turn, if anything is."""
         ...
 

@@ -25,6 +25,7 @@ from slipstream.core.lifeline import die_with_parent
 from slipstream.jail import isolation
 
 _RESOLVER = "/etc/resolv.conf"
+_OWN_ADDRESSES = ("127.0.0.1", "localhost", b"127.0.0.1", b"localhost", None, "")
 _NETWORK_CALLS = {"socket.getaddrinfo", "socket.gethostbyname", "socket.gethostbyaddr"}
 
 Serve = Callable[[socket.socket, Sequence[str], socket.socket | None], None]
@@ -38,7 +39,8 @@ class WorkerLayout(msgspec.Struct, frozen=True):
     sys_path: list[str]
     private: list[str]
     has_helper: bool = False
-    allow_network: bool = False
+    network: isolation.Network = "none"
+    listens: bool = False
 
 
 StartHelper = Callable[[int, WorkerLayout, isolation.Namespaces], socket.socket]
@@ -55,7 +57,7 @@ def keep(arguments: Sequence[str], serve: Serve, *, start_helper: StartHelper | 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
     isolation.be_killed_first()
     wakeup = isolation.wake_at_childrens_ends()
-    namespaces = isolation.enter_namespaces(allow_network=layout.allow_network)
+    namespaces = isolation.enter_namespaces(network=layout.network)
     child = os.fork()
     if child == 0:
         signal.set_wakeup_fd(-1)
@@ -94,12 +96,12 @@ def _inner(
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     held = []
     needed = [*layout.sys_path, os.path.join(sys.base_prefix, "lib")]
-    if layout.allow_network:
+    if layout.network == "host":
         needed.append(os.path.dirname(os.path.realpath(_RESOLVER)))  # may lie below /run
     are_files_confined = False
     if namespaces.is_separate:
         die_with_parent()
-        held += ["processes"] if layout.allow_network else ["network", "processes"]
+        held += ["processes"] if layout.network == "host" else ["network", "processes"]
     helper = None if start_helper is None else start_helper(connection, layout, namespaces)
     if namespaces.is_separate:
         is_other_user = namespaces.worker_uid is not None
@@ -116,7 +118,8 @@ def _inner(
         worker_uid = None  # another user could not import what the worker needs
     os.chdir(layout.scratch)
     held += isolation.drop_privileges(worker_uid, is_user_namespace=namespaces.is_user_namespace)
-    held += isolation.filter_syscalls(held, allow_network=layout.allow_network)
+    network = layout.network if layout.network != "gateway" or namespaces.has_loopback else "none"
+    held += isolation.filter_syscalls(held, network=network, listens=layout.listens)
     null = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(null, fd)
@@ -148,20 +151,27 @@ def _fork_server(connection: int, helper: socket.socket | None) -> None:
 
 
 class NetworkWatch:
-    """Calls `tell`, once until `is_told` is reset, when Python is asked for a network.
+    """Calls `tell`, once until `is_told` is reset, when Python is asked for a network; or, with `has_loopback`, for
+    another address than its own.
 
     The error that follows seldom says why.
     """
 
-    def __init__(self, tell: Callable[[], None]) -> None:
-        self._tell = tell
+    def __init__(self, tell: Callable[[], None], *, has_loopback: bool = False) -> None:
+        self._tell, self._has_loopback = tell, has_loopback
         self.is_told = False
 
     def hear(self, event: str, arguments: tuple[Any, ...]) -> None:
         """An audit hook."""
         if not event.startswith("socket.") or self.is_told:
             return
-        is_socket = event == "socket.__new__" and arguments[1] in (socket.AF_INET, socket.AF_INET6)
-        if is_socket or event in _NETWORK_CALLS:
+        if event in _NETWORK_CALLS:
+            is_asked = not self._has_loopback or arguments[0] not in _OWN_ADDRESSES
+        elif self._has_loopback:
+            address = arguments[1] if event == "socket.connect" else None
+            is_asked = isinstance(address, tuple) and address[0] not in _OWN_ADDRESSES
+        else:
+            is_asked = event == "socket.__new__" and arguments[1] in (socket.AF_INET, socket.AF_INET6)
+        if is_asked:
             self.is_told = True
             self._tell()

@@ -14,21 +14,25 @@ Linux only; elsewhere `limits` is all there is. Nothing here imports more than t
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import pwd
 import resource
 import signal
+import socket
 import stat
 import struct
 import sys
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from slipstream.core.lifeline import die_with_parent
 from slipstream.jail import seccomp
 
+Network = Literal["none", "gateway", "host"]
+"""The network of a worker: none, one of its own that reaches nothing but itself, or this machine's."""
 BARRIERS = ("network", "processes", "files", "user", "privileges", "limits", "syscalls")
 REQUIRED_FOR_UNSAFE = frozenset({"network", "processes", "user", "privileges", "limits"})
 
@@ -40,6 +44,7 @@ _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_RAISE = 47, 2
 _SYS_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE = 442, -100, 0x8000  # the call's number is the same everywhere
 _MOUNT_ATTR_RDONLY, _MOUNT_ATTR_NOSUID = 1, 2
 _MNT_DETACH = 2
+_SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
 _M_ARENA_MAX, _MAX_ARENAS = -8, 2
 _CAPABILITY_VERSION_3 = 0x20080522
 
@@ -63,6 +68,7 @@ class Namespaces:
 
     is_separate: bool = False
     is_user_namespace: bool = False
+    has_loopback: bool = False  # of its own
     worker_uid: int | None = None  # to switch to, as root
     program_uid: int | None = None  # the same for programs that the worker lets run
 
@@ -72,15 +78,17 @@ def _call(name: str, *arguments: Any) -> bool:
     return bool(getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments) == 0)
 
 
-def enter_namespaces(*, allow_network: bool = False) -> Namespaces:
-    """Put the next forked child into namespaces of its own (processes, IPC, and network unless that is allowed)."""
+def enter_namespaces(*, network: Network = "none") -> Namespaces:
+    """Put the next forked child into namespaces of its own: processes, IPC, and network unless that is the host's."""
     if not sys.platform.startswith("linux"):
         return Namespaces()
     _call("prctl", _PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    flags = _CLONE_NEWPID | _CLONE_NEWIPC | (0 if allow_network else _CLONE_NEWNET)
+    flags = _CLONE_NEWPID | _CLONE_NEWIPC | (0 if network == "host" else _CLONE_NEWNET)
     if os.geteuid() == 0:
+        is_separate = _call("unshare", flags)
         return Namespaces(
-            is_separate=_call("unshare", flags),
+            is_separate=is_separate,
+            has_loopback=is_separate and network == "gateway" and _raise_loopback(),
             worker_uid=_FIRST_WORKER_UID + os.getpid(),
             program_uid=_FIRST_PROGRAM_UID + os.getpid(),
         )
@@ -90,7 +98,19 @@ def enter_namespaces(*, allow_network: bool = False) -> Namespaces:
     Path("/proc/self/setgroups").write_text("deny")
     Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
     Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
-    return Namespaces(is_separate=True, is_user_namespace=True)
+    has_loopback = network == "gateway" and _raise_loopback()
+    return Namespaces(is_separate=True, is_user_namespace=True, has_loopback=has_loopback)
+
+
+def _raise_loopback() -> bool:
+    """Let this network namespace, which is new, reach itself at 127.0.0.1. Whether that was permitted."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        request = struct.pack("16sH14x", b"lo", _IFF_UP)
+        try:
+            fcntl.ioctl(any_socket, _SIOCSIFFLAGS, request)
+        except OSError:
+            return False
+    return True
 
 
 def _enter_mount_namespace() -> bool:
@@ -232,11 +252,16 @@ def become_unreadable() -> None:
         _call("prctl", _PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
-def filter_syscalls(held: Collection[str], *, alone_as: int | None = None, allow_network: bool = False) -> list[str]:
+def filter_syscalls(
+    held: Collection[str], *, alone_as: int | None = None, network: Network = "none", listens: bool = False
+) -> list[str]:
     """Install the filter; the barriers that hold by it. It is useless without `no_new_privs`, and not permitted."""
-    if "privileges" not in held or not seccomp.install(alone_as=alone_as, allow_network=allow_network):
+    has_sockets = network != "none"
+    if "privileges" not in held or not seccomp.install(
+        alone_as=alone_as, allow_network=has_sockets, allow_listening=has_sockets and listens
+    ):
         return []
-    return ["syscalls"] if allow_network else ["syscalls", "network"]
+    return ["syscalls"] if has_sockets else ["syscalls", "network"]
 
 
 def _account() -> str:

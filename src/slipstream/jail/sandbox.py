@@ -17,6 +17,7 @@ import msgspec
 
 from slipstream.core.scratch import make_claimed
 from slipstream.jail.confinement import WorkerLayout
+from slipstream.jail.isolation import Network
 from slipstream.jail.protocol import FrameReader, frame
 
 _KEEPER_GRACE_S = 5.0  # the keeper needs milliseconds to kill what is below it
@@ -53,14 +54,15 @@ class Permissions:
 
     `private` folders are empty for it, where files are confined, as are home folders and those shared by all;
     `folders` are searched for modules; `environment` names variables that it gets besides its own; `has_helper` starts
-    the helper process of its kind.
+    the helper process of its kind; one that `listens` may take connections, where it has a network.
     """
 
     private: Sequence[str] = ()
     folders: Sequence[str] = ()
     environment: Sequence[str] = ()
-    allow_network: bool = False
+    network: Network = "none"
     has_helper: bool = False
+    listens: bool = False
 
 
 def _environment(also: Sequence[str]) -> dict[str, str]:
@@ -96,7 +98,8 @@ class JailedWorker(Generic[Message]):
             sys_path=list(dict.fromkeys(sys_path)),
             private=[home, *map(os.path.abspath, permissions.private)],
             has_helper=permissions.has_helper,
-            allow_network=permissions.allow_network,
+            network=permissions.network,
+            listens=permissions.listens,
         )
         told = msgspec.json.encode(layout).decode()
         with theirs:

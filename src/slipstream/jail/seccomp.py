@@ -14,6 +14,7 @@ import errno
 import platform
 import struct
 import sys
+from collections.abc import Collection
 
 _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 22, 2
 _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
@@ -58,7 +59,8 @@ _DENIED = _table(
     """
 )
 
-_CONNECTING = {"socket", "connect", "bind"}  # the resolver of the C library binds, too
+_CONNECTING = frozenset({"socket", "connect", "bind"})  # the resolver of the C library binds, too
+_LISTENING = _CONNECTING | {"listen", "accept", "accept4"}
 
 # What a single program may not do either, which has no children and signals nobody but itself.
 _DENIED_ALONE = _table(
@@ -72,16 +74,17 @@ _SOCKETPAIR, _PRLIMIT64, _IOCTL = (53, 199), (302, 261), (16, 29)
 _KILL, _TGKILL = (62, 129), (234, 131)
 
 
-def install(*, alone_as: int | None = None, allow_network: bool = False) -> bool:
+def install(*, alone_as: int | None = None, allow_network: bool = False, allow_listening: bool = False) -> bool:
     """Filter this process and all it will start, for good. False where the kernel or the architecture has no filters.
 
     `alone_as`, the process' own id, makes it stay the only one: threads, but no processes, programs, or signals to
-    others. With `allow_network` it may open sockets and connect them; not listen.
+    others. With `allow_network` it may open sockets and connect them; with `allow_listening` also take connections.
     """
     architecture = _ARCHITECTURES.get(platform.machine())
     if not sys.platform.startswith("linux") or architecture is None or sys.byteorder != "little":
         return False
-    program = _program(*architecture, alone_as, allow_network=allow_network)
+    exempt = _LISTENING if allow_listening else _CONNECTING if allow_network else frozenset()
+    program = _program(*architecture, alone_as, exempt=exempt)
     code = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(code))  # struct sock_fprog
     libc = ctypes.CDLL(None, use_errno=True)
@@ -94,8 +97,8 @@ def number(call: str) -> int:
     return -1 if architecture is None else _DENIED[call][architecture[1]]
 
 
-def _program(audit: int, column: int, alone_as: int | None, *, allow_network: bool) -> bytes:
-    """Instructions of struct sock_filter: a call goes from rule to rule until one returns."""
+def _program(audit: int, column: int, alone_as: int | None, *, exempt: Collection[str]) -> bytes:
+    """Instructions of struct sock_filter: a call goes from rule to rule until one returns; `exempt` are allowed."""
     refused = _step(_RETURN, _ERRNO | errno.EPERM)
     rules = [
         _step(_LOAD, _ARCH_AT),
@@ -107,7 +110,7 @@ def _program(audit: int, column: int, alone_as: int | None, *, allow_network: bo
         rules += [_step(_AT_LEAST, _X32_BIT, 0, 1), refused]
     denied = _DENIED | ({} if alone_as is None else _DENIED_ALONE)
     for call, numbers in denied.items():
-        if numbers[column] >= 0 and not (allow_network and call in _CONNECTING):
+        if numbers[column] >= 0 and call not in exempt:
             rules += [_step(_EQUAL, numbers[column], 0, 1), refused]
     allowed = _step(_RETURN, _ALLOW)
     # The flags of clone3 lie in memory, which a filter cannot see: without it the C library uses clone.

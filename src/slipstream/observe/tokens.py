@@ -15,7 +15,7 @@ import numpy as np
 
 from slipstream.core.errors import DiskError
 from slipstream.core.jsonl import JsonlWriter, cut_jsonl, read_jsonl
-from slipstream.core.types import Completion
+from slipstream.core.types import Completion, Segment
 from slipstream.observe.recorder import version_runs
 
 TOKENS_FILE = "tokens.jsonl"
@@ -34,7 +34,8 @@ class TokenLine(msgspec.Struct, frozen=True, kw_only=True):
     Logprobs are in nats. `policy_logprobs` are those of the policy that was updated, at the first update with this
     completion; they and `advantages` are null on tokens that were not trained on, `behaviour_logprobs` on given tokens.
     `versions` are runs: [[first token, version], ...], -1 for given tokens. `turns` are the first tokens of an
-    episode's turns, empty without an environment. The rest of the rollout has its line in `rollouts.jsonl`.
+    episode's turns, `branches` those of its branches behind the trunk; both are empty without an environment. The rest
+    of the rollout has its line in `rollouts.jsonl`.
     """
 
     ordinal: int
@@ -48,6 +49,7 @@ class TokenLine(msgspec.Struct, frozen=True, kw_only=True):
     policy_logprobs: list[float | None]
     advantages: list[float | None]
     turns: list[int] = []
+    branches: list[int] = []
 
 
 def token_line(
@@ -76,13 +78,15 @@ def token_line(
         behaviour_logprobs=column(np.concatenate([*behaviour, nothing[:0]])),
         policy_logprobs=column(policy),
         advantages=column(advantages),
-        turns=[] if completion.episode is None else _turn_starts(completion),
+        turns=[] if completion.episode is None else _starts(completion, lambda segment: segment.is_sampled),
+        branches=_starts(completion, lambda segment: segment.begins),
     )
 
 
-def _turn_starts(completion: Completion) -> list[int]:
+def _starts(completion: Completion, is_meant: Callable[[Segment], bool]) -> list[int]:
+    """Return the first tokens of the segments that are meant."""
     ends = np.cumsum([len(segment.tokens) for segment in completion.segments]).tolist()
-    starts = [start for start, one in zip([0, *ends], completion.segments, strict=False) if one.is_sampled]
+    starts = [start for start, one in zip([0, *ends], completion.segments, strict=False) if is_meant(one)]
     return [start for start in starts if start < MAX_TOKENS]
 
 

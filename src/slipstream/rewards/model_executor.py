@@ -34,7 +34,8 @@ class ModelScorer:
         r = sum_i weight_i part_i over functions and models, at most violation_cap where a constraint is violated
 
     A model reads the prompt's tokens and those of the completion up to `truncate_token`, where one is set (N, items 1
-    and 25). `terms` are the functions that scored before, in the order of their parts. A failed rollout stays as it is.
+    and 25). Of an episode with branches it reads the trunk: one text that goes on from the prompt. `terms` are the
+    functions that scored before, in the order of their parts. A failed rollout stays as it is.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class ModelScorer:
 
     def _sample(self, completion: Completion) -> Sample:
         end, after = self._config.truncate_token, self._config.truncate_after
-        return completion.prompt.tokens, truncate_at_token(completion.tokens, end, after=after)
+        return completion.prompt.tokens, truncate_at_token(completion.trunk_tokens, end, after=after)
 
     def _combined(self, rollout: Rollout, of_models: dict[str, float]) -> Rollout:
         parts = rollout.reward_parts | of_models
@@ -143,6 +144,7 @@ class RewardModels(Executor):
         self._limits = Limits(
             vocab_size=self._scorer.vocab_size,
             max_positions=self._max_tokens,
+            reads_branches=False,
             failure_reward=self._config.failure_reward,
         )
         context.spans.set_idle_state("wait_completions")
@@ -157,7 +159,7 @@ class RewardModels(Executor):
             with self._context.spans.span("score"):
                 scored = self._scorer.score(batch)
                 read = (rollout.completion for rollout in batch)
-                self._context.spans.did(sum(len(one.prompt.tokens) + one.num_tokens for one in read))
+                self._context.spans.did(sum(len(one.prompt.tokens) + len(one.trunk_tokens) for one in read))
             self._counts["batches"] += 1
             with self._context.spans.span("send"), self._context.together():
                 for rollout in scored:

@@ -264,7 +264,7 @@ def _permissions(setup: WorkerSetup, private: Sequence[str]) -> Permissions:
         private=private,
         folders=[os.path.dirname(t.function.rpartition(":")[0]) for t in setup.terms if t.source is not None],
         environment=setup.environment,
-        allow_network=setup.allow_network,
+        network="host" if setup.allow_network else "none",
         has_helper=any(term.function == "code" for term in setup.terms),
     )
 

@@ -97,7 +97,7 @@ class Scorers:
     def _job(self, job_id: int, completion: Completion) -> RewardJob:
         prompt, config, episode = completion.prompt, self._config, completion.episode
         text = completion.text if episode is None else last_turn(episode)
-        ids = truncate_at_token(completion.tokens, config.truncate_token, after=config.truncate_after)
+        ids = truncate_at_token(completion.trunk_tokens, config.truncate_token, after=config.truncate_after)
         return RewardJob(
             job_id=job_id,
             prompt=prompt.text if prompt.messages is None else prompt.messages,

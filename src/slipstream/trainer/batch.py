@@ -36,14 +36,15 @@ from slipstream.trainer.scores import (
     scored_groups,
     selected,
     split_baseline,
+    turn_advantages,
 )
 
 
 def train_sequence(completion: Completion) -> TrainSequence:
     """Return prompt and completion as one sequence, its advantages still 0; sampled tokens are trained on.
 
-    ShapeError for an empty prompt, and for kept sets that some sampled tokens have and others lack, or that do not
-    contain their token.
+    Each branch of an episode is a context of it. ShapeError for an empty prompt, for a branch that begins without a
+    given token, and for kept sets that some sampled tokens have and others lack, or that do not contain their token.
     """
     prompt, segments = completion.prompt.tokens, completion.segments
     if not len(prompt):
@@ -63,13 +64,34 @@ def train_sequence(completion: Completion) -> TrainSequence:
         behaviour_logprobs=_behind(prompt, behaviour, np.float32),
         advantages=np.zeros(len(mask), dtype=np.float32),
         versions=np.where(mask, _behind(prompt, [token_versions(segments)], np.int32), np.int32(-1)),
+        starts=_starts(completion),
         **_kept_sets(completion),
     )
+
+
+def _starts(completion: Completion) -> tuple[int, ...]:
+    """Return the offsets in the sequence where the trunk and the further branches begin."""
+    starts, end = [0], len(completion.prompt.tokens)
+    for segment in completion.segments:
+        if segment.begins:
+            if segment.is_sampled or not len(segment.tokens):
+                raise ShapeError(
+                    "a branch begins with given tokens, its context",
+                    got=f"a {'sampled' if segment.is_sampled else 'given'} segment of {len(segment.tokens)} tokens",
+                )
+            starts.append(end)
+        end += len(segment.tokens)
+    return tuple(starts)
 
 
 def _behind(prompt: np.ndarray, columns: Sequence[np.ndarray], dtype: type) -> np.ndarray:
     """Return the column of a sequence: 0 on the prompt, then those of its segments."""
     return np.concatenate([np.zeros(len(prompt), dtype=dtype), *columns]).astype(dtype)
+
+
+def _turn_lengths(completion: Completion) -> np.ndarray:
+    """Return int64 [turns]: the sampled tokens of each turn. Two turns may have nothing between them."""
+    return np.array([len(one.tokens) for one in completion.segments if one.is_sampled], dtype=np.int64)
 
 
 def _kept_sets(completion: Completion) -> dict[str, np.ndarray]:
@@ -115,8 +137,8 @@ class Selection:
 
     `trainable` are the heads of all that may be trained on. `keys` are those that `loss.select` takes, by ordinal, on
     any rank; `masked` those that are truncated and so have no token to train on. `measured` are those that columns are
-    needed for, on any rank; `sequences` are this rank's own among `measured` and `masked`. `lags` counts sampled tokens
-    by staleness.
+    needed for, on any rank; `sequences` are this rank's own among `measured` and `masked`, `turn_lengths` how many of
+    the targets of each belong to its turns, int64 [turns]. `lags` counts sampled tokens by staleness.
     """
 
     groups: list[ScoredGroup]
@@ -125,6 +147,7 @@ class Selection:
     masked: frozenset[Key]
     measured: list[Key]
     sequences: dict[Key, TrainSequence]
+    turn_lengths: dict[Key, np.ndarray]
     lags: np.ndarray
 
     @property
@@ -161,17 +184,22 @@ def select_batch(
     measured = [key_of(head) for head in trainable if measures_all or key_of(head) in is_chosen - masked]
     needed = {*measured, *(masked & is_chosen)}
     sequences = {key: train_sequence(completion) for key, completion in own.items() if key in needed}
-    return Selection(scored, trainable, keys, masked, measured, sequences, lags)
+    lengths = {key: _turn_lengths(own[key]) for key in sequences}
+    return Selection(scored, trainable, keys, masked, measured, sequences, lengths, lags)
 
 
 @dataclass(frozen=True)
 class Shaping:
     """The step from rewards to advantages of tokens: the KL penalty, GAE or V-trace, whitening.
 
-    `advantages` are those of whole completions, or None under GAE: then `scores` are placed on tokens, less `kl_coef`
-    times the KL of behaviour and reference policy where the penalty is a part of the reward. `has_slot` is False for
-    completions cut at the length limit: they have no step after their last token. All of these, and `num_targets`, the
-    tokens of each that are trained on, are of the whole batch, whichever of `ranks` has which sequence.
+    `advantages` float32 are those of whole completions, [1], or of the targets of this rank's, [targets], or None under
+    GAE: then `scores` are placed on tokens, less `kl_coef` times the KL of behaviour and reference policy where the
+    penalty is a part of the reward. `has_slot` is False for completions cut at the length limit: they have no step
+    after their last token. All else here, and `num_targets`, the tokens of each that are trained on, are of the whole
+    batch, whichever of `ranks` has which sequence.
+
+    An episode with branches is one sequence here: its score lies on the last token of its last branch, and GAE and
+    V-trace carry credit from a branch to the one before it, in the order of segments, as if they followed one another.
     """
 
     loss: LossConfig
@@ -181,7 +209,7 @@ class Shaping:
     scores: Mapping[Key, float]
     has_slot: Mapping[Key, bool]
     num_targets: Mapping[Key, int]
-    advantages: Mapping[Key, float] | None
+    advantages: Mapping[Key, np.ndarray] | None
     ranks: RankGroup
 
     def apply(self, sequences: Sequence[TrainSequence], keys: Iterable[Key]) -> list[TrainSequence]:
@@ -201,8 +229,8 @@ class Shaping:
         if self.advantages is None:
             columns["advantages"], columns["returns"] = self._token_advantages(own, segment_ids, part_ids)
         else:
-            whole = torch.tensor([self.advantages[sequence.key] for sequence in own], dtype=torch.float32)
-            columns["advantages"] = whole[segment_ids]
+            targets = [np.broadcast_to(self.advantages[sequence.key], sequence.num_targets) for sequence in own]
+            columns["advantages"] = torch.from_numpy(np.concatenate([np.zeros(0, dtype=np.float32), *targets]))
         if self.loss.whiten_advantages != "no":
             columns["advantages"] = self._whitened(columns["advantages"], part_ids)
         shaped = list(sequences)
@@ -320,7 +348,7 @@ def prepare_batch(
         scores={key_of(head): effective_reward(head, config.loss) for head in selection.trainable},
         has_slot={key_of(head): head.is_stopped for head in selection.trainable},
         num_targets=num_sampled | dict.fromkeys(selection.masked, 0),
-        advantages=None if config.has_critic else rollout_advantages(selection.groups, config, penalties),
+        advantages=None if config.has_critic else _advantages(selection, config, penalties),
         ranks=ranks,
     )
     metrics = _reward_metrics(selection.trainable, config.loss) | _staleness_metrics(selection.lags)
@@ -337,6 +365,20 @@ def prepare_batch(
     names = {"advantage": "advantages"} | ({"value_before": "values"} if "values" in columns else {})
     metrics |= _token_metrics(shaped, names, ranks)
     return PreparedBatch({sequence.key: sequence for sequence in shaped}, selection.keys, shaping, metrics)
+
+
+def _advantages(
+    selection: Selection, config: RunConfig, penalties: Mapping[Key, float] | None
+) -> dict[Key, np.ndarray]:
+    """Return the advantages of the targets of each sequence, float32: [1] for all of them, or of each one, by turns."""
+    if config.loss.credit == "episode":
+        whole = rollout_advantages(selection.groups, config, penalties)
+        return {key: np.array([advantage], dtype=np.float32) for key, advantage in whole.items()}
+    of_turns = turn_advantages(selection.groups, config, penalties)
+    return {  # one that is poisoned has no turn, and one without a record is a single one
+        key: np.repeat(np.broadcast_to(np.array(of_turns[key], dtype=np.float32), len(lengths)), lengths)
+        for key, lengths in selection.turn_lengths.items()
+    }
 
 
 def _token_metrics(sequences: Sequence[TrainSequence], names: Mapping[str, str], ranks: RankGroup) -> dict[str, float]:

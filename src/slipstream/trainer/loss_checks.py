@@ -81,6 +81,12 @@ def _check_beside(config: RunConfig, loss: Loss) -> None:
             got=f"loss.reduction = '{config.loss.reduction}'",
             allowed="the default",
         )
+    if config.loss.credit == "turn" and (loss.unit != "token" or "advantages" not in loss.requires):
+        raise ConfigError(
+            f"loss '{config.loss.name}' is of whole completions, or takes no advantages: turns have none of their own",
+            got="loss.credit = 'turn'",
+            allowed="a token loss with it, e.g. 'aipo' or 'grpo'",
+        )
     if loss.unit != "token" and config.has_critic:
         raise ConfigError(
             f"loss '{config.loss.name}' is of whole completions, a critic's advantages are of tokens",

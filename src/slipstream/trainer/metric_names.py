@@ -88,13 +88,14 @@ def published_names(
 
 
 def count_tokens(groups: Iterable[Group], token_ids: Iterable[int]) -> int:
-    """Count the tokens of all completions that are among `token_ids`."""
+    """Count the tokens of all completions that are among `token_ids`, without the contexts of further branches."""
     wanted = list(token_ids)
     return sum(
         int(np.isin(segment.tokens, wanted).sum())
         for group in groups
         for rollout in group.rollouts
         for segment in rollout.completion.segments
+        if not segment.begins
     )
 
 

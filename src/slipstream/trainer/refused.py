@@ -127,6 +127,7 @@ def _in_full(rollout: Rollout) -> dict[str, Any]:
         "segments": [
             {
                 "tokens": segment.tokens.tolist(),
+                "begins": segment.begins,
                 "behaviour_logprobs": None
                 if segment.behaviour_logprobs is None
                 else segment.behaviour_logprobs.tolist(),

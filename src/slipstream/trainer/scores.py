@@ -9,7 +9,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
+from itertools import accumulate, groupby
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -60,18 +61,20 @@ def head_of(rollout: Rollout, rewards: RewardsConfig) -> RolloutHead:
         surprisal=-float(sum(float(s.behaviour_logprobs.sum()) for s in sampled if s.behaviour_logprobs is not None)),
         min_version=min(versions, default=0),
         max_version=max(versions, default=0),
-        episode=None if completion.episode is None else _episode_head(completion.episode, turns=len(sampled)),
+        episode=None if completion.episode is None else _episode_head(completion, completion.episode),
     )
 
 
-def _episode_head(record: EpisodeRecord, *, turns: int) -> EpisodeHead:
+def _episode_head(completion: Completion, record: EpisodeRecord) -> EpisodeHead:
     return EpisodeHead(
-        turns=turns,
+        turns=(turns := sum(segment.is_sampled for segment in completion.segments)),
+        turn_rewards=tuple(record.turn_rewards[:turns]),
         is_cut=record.is_cut,
         tool_calls=record.num_tool_calls,
         tool_errors=record.num_tool_errors,
         restarts=record.num_restarts,
         environment_s=record.environment_s,
+        branches=completion.num_branches,
     )
 
 
@@ -88,7 +91,7 @@ def is_truncated(completion: Completion, rewards: RewardsConfig) -> bool:
     """Tell whether the completion lacks its end: a stop token, or `truncate_token` where that is asked for."""
     if rewards.truncate_token is None:
         return completion.finish_reason != "stop"
-    return not has_token(completion.tokens, rewards.truncate_token, after=rewards.truncate_after)
+    return not has_token(completion.trunk_tokens, rewards.truncate_token, after=rewards.truncate_after)
 
 
 def effective_reward(head: RolloutHead, loss: LossConfig) -> float:
@@ -181,6 +184,58 @@ def rollout_advantages(
         for group, (_, baseline) in zip(groups, members, strict=True)
         if baseline is not None
     }
+    return dict(zip(keys, _estimated(rewards, group_ids, loss, baselines).tolist(), strict=True))
+
+
+def turn_advantages(
+    groups: Sequence[ScoredGroup], config: RunConfig, penalties: Mapping[Key, float] | None = None
+) -> dict[Key, list[float]]:
+    """Return one advantage per turn of each episode: `rollout_advantages` of the turn's return, not of the reward.
+
+        G_{i,t} = R_i - w * sum_{u<t} r_{i,u}
+
+    R_i is the effective reward less the penalty, r_{i,u} the environment's reward of turn u (None counts as 0), w is
+    environment.reward_weight. Turn t is compared with turn t of the group's other episodes. An episode that ended
+    before turn t counts there with G = 0. A failed rollout's reward, and one that loss.truncated = 'penalty' has
+    replaced, contains no rewards of turns: it is the return of every turn.
+    Identities: the first turn has the advantage of `rollout_advantages`; so has every turn, where no turn was rewarded
+    and all episodes of a group have equally many turns.
+    """
+    heads = [head for group in groups for head in group.heads]
+    keys = [key_of(head) for head in heads]
+    group_ids = torch.tensor([ordinal for ordinal, _ in keys], dtype=torch.int64)
+    returns = [_returns(head, config) for head in heads]
+    taken_off = [0.0 if penalties is None else penalties[key] for key in keys]
+    advantages: dict[Key, list[float]] = {key: [] for key in keys}
+    for turn in range(max(map(len, returns), default=0)):
+        has_turn = [turn < len(one) for one in returns]
+        brought = [one[turn] if has else 0.0 for has, one in zip(has_turn, returns, strict=True)]
+        penalty = [one if has else 0.0 for has, one in zip(has_turn, taken_off, strict=True)]
+        rewards = torch.tensor(brought, dtype=torch.float32) - torch.tensor(penalty, dtype=torch.float32)
+        for key, has, advantage in zip(
+            keys, has_turn, _estimated(rewards, group_ids, config.loss).tolist(), strict=True
+        ):
+            if has:
+                advantages[key].append(advantage)
+    return advantages
+
+
+def _returns(head: RolloutHead, config: RunConfig) -> list[float]:
+    """Return the reward that an episode brings from each of its turns on; of one without a turn, its reward."""
+    loss, weight = config.loss, config.environment.reward_weight
+    reward, episode = effective_reward(head, loss), head.episode
+    if episode is None:
+        return [reward]
+    is_replaced = head.failure is not None or (loss.truncated == "penalty" and head.is_truncated)
+    known = () if is_replaced else episode.turn_rewards
+    earned = [0.0 if one is None else weight * one for one in known] + [0.0] * (episode.turns - len(known))
+    return [reward - before for before in accumulate(earned[:-1], initial=0.0)]
+
+
+def _estimated(
+    rewards: Tensor, group_ids: Tensor, loss: LossConfig, baselines: Mapping[int, float] = MappingProxyType({})
+) -> Tensor:
+    """Return the advantages of `rewards` [R] by the configured estimator; `baselines` are ReMax's, by group."""
     estimators: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
         "group_mean": group_mean,
         "group_normalised": partial(group_normalised, std_eps=loss.std_eps, unbiased=loss.unbiased_std),
@@ -188,7 +243,7 @@ def rollout_advantages(
         "greedy_baseline": lambda r, ids: greedy_baseline(r, torch.tensor([baselines[i] for i in ids.tolist()])),
         "reward": lambda r, _: r,
     }
-    return dict(zip(keys, estimators[loss.advantages](rewards, group_ids).tolist(), strict=True))
+    return estimators[loss.advantages](rewards, group_ids)
 
 
 def _parts(head: RolloutHead, rewards: RewardsConfig) -> list[float]:

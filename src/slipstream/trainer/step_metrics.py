@@ -81,6 +81,7 @@ def episode_metrics(heads: Iterable[RolloutHead]) -> dict[str, float]:
         "episode/turns_max": float(max(one.turns for one in episodes)),
         "episode/cut_frac": _mean([one.is_cut for one in episodes]),
         "episode/given_frac": 1.0 - sum(head.num_sampled for head, _ in told) / num_tokens if num_tokens else 0.0,
+        "episode/forks": _mean([one.branches - 1 for one in episodes]),
         "episode/tool_calls_mean": _mean([one.tool_calls for one in episodes]),
         "episode/tool_errors_mean": _mean([one.tool_errors for one in episodes]),
         "episode/restarts_mean": _mean([one.restarts for one in episodes]),

@@ -20,7 +20,7 @@ from slipstream.core.clock import Clock, WallClock
 from slipstream.core.errors import ChannelError, ChannelTimeout, ConfigError, ExecutorDied, WeightSyncError
 from slipstream.core.types import FinishReason, VersionSpan
 from slipstream.generator.noise import noise_key
-from slipstream.generator.requests import Finished, KvOnUpdate, Request, Resume, check_request, in_order
+from slipstream.generator.requests import Finished, KvOnUpdate, Request, Resume, Session, check_request, in_order
 from slipstream.generator.vllm import protocol
 from slipstream.generator.vllm.folder import WeightFolder
 from slipstream.generator.vllm.process import Launch, WorkerProcess
@@ -189,7 +189,10 @@ class VLLMEngine:
         lives, self._live = list(self._live.values()), {}
         return in_order(live.request.resumed_with(live.resume) for live in lives)
 
-    def release(self, stream: int, ordinal: int, sample: int) -> None:
+    def let_go_on(self, session: Session) -> None:
+        """Nothing: there are no episodes here."""
+
+    def release(self, session: Session) -> None:
         """Nothing: vLLM finds a turn's context in its prefix cache, which evicts by itself what is used no more."""
 
     # Weights
