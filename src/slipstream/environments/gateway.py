@@ -333,7 +333,7 @@ class GatewayServer:
         )
         config.load()
         self._state = ServerState()
-        self._connect: Callable[[], _GatewayConnection] = lambda: _GatewayConnection(config, self._state, {}, limits=limits)
+        self._connect = partial(_GatewayConnection, config, self._state, {}, limits=limits)
         self._server: asyncio.Server | None = None
 
     @property
