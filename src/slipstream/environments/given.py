@@ -15,8 +15,10 @@ from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import resolve
 from slipstream.core.sections import FROM_PYTHON
+from slipstream.environments.agents import AgentMaker
 from slipstream.environments.checks import Given, Maker
 from slipstream.environments.protocol import Environment
+from slipstream.environments.sources import agent_of
 from slipstream.environments.tools import ToolEnvironment, by_name
 from slipstream.environments.trl import CHOICE, FactoryEnvironment
 
@@ -29,33 +31,39 @@ def with_given_environment(
     environment: EnvironmentMaker | None = None,
     tools: Sequence[Callable[..., Any] | str] | None = None,
     environment_factory: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None = None,
+    agent: Callable[..., Any] | str | None = None,
     *,
     keeps_terms: bool = True,
 ) -> tuple[RunConfig, Given | None]:
     """Return `config` with these in [environment], and the objects; as it is without any.
 
-    `tools` and `environment_factory` are TRL's, and may be given together; `environment` stands alone. Unless
-    `keeps_terms`, an environment that gives rewards takes the place of the terms of `rewards`. A run that is resumed
+    `tools` and `environment_factory` are TRL's, and may be given together; `environment` and `agent` stand alone.
+    Unless `keeps_terms`, what gives rewards takes the place of the terms of `rewards`. A run that is resumed
     keeps its configuration where that names these objects. ConfigError for what is none of them.
     """
-    named = {"environment": environment, "tools": tools, "environment_factory": environment_factory}
+    named = {"environment": environment, "tools": tools, "environment_factory": environment_factory, "agent": agent}
     there = [name for name, one in named.items() if one is not None]
     if not there:
         return config, None
-    if environment is not None and len(there) > 1:
+    if (environment is not None or agent is not None) and len(there) > 1:
         raise ConfigError(
             "an episode has one environment",
             got=" and ".join(there),
-            allowed="environment, or tools with environment_factory, or one of these",
+            allowed="environment, or agent, or tools with environment_factory, or one of these",
             hint="a class of your own may have tools: see slipstream.environments.tools.ToolEnvironment",
         )
-    over, makers = _tables(config, environment, tools, environment_factory)
+    over, makers = _agent(agent) if agent is not None else _tables(config, environment, tools, environment_factory)
     if makers and all(config.environment.model_dump()[name] == value for name, value in over.items()):
         return config, Given(makers)  # a run that goes on
-    tables: dict[str, Any] = {"environment": {"class_path": None, "tools": [], "choices": [], "column": None} | over}
-    if not keeps_terms and (environment is not None or _gives_reward(environment_factory)):
+    nothing = {"class_path": None, "tools": [], "choices": [], "column": None, "agent": None, "program": []}
+    tables: dict[str, Any] = {"environment": nothing | over}
+    has_reward = environment is not None or agent is not None or _gives_reward(environment_factory)
+    if not keeps_terms and has_reward:
         tables["rewards"] = {"terms": []}
-    return resolve(config.model_dump(), tables), Given(makers) if makers else None
+    before = config.model_dump()
+    if "class_path" not in over:
+        before["environment"]["parameters"] = {}  # those of the recipe's class
+    return resolve(before, tables), Given(makers) if makers else None
 
 
 def _tables(
@@ -97,6 +105,18 @@ def _tables(
         return _choices(made, CHOICE), made
     name = _name(factory)
     return {"class_path": FROM_PYTHON + name}, {name: _of_trl(factory, functions, "environment_factory")}
+
+
+def _agent(agent: Callable[..., Any] | str) -> tuple[dict[str, Any], dict[str, Maker]]:
+    """Return the field of an agent, and what makes it."""
+    if isinstance(agent, str):
+        return {"agent": agent}, {}
+    if not callable(agent) or inspect.isclass(agent):
+        raise ConfigError(
+            "an agent is a function", got=repr(agent)[:100], allowed="async def run(row, base_url, api_key), or a path"
+        )
+    name = _name(agent)
+    return {"agent": FROM_PYTHON + name}, {name: AgentMaker(agent_of(agent, name))}
 
 
 def _choices(makers: Mapping[str, Maker], column: str | None) -> dict[str, Any]:
