@@ -158,7 +158,7 @@ def longer(tiny: dict[str, Any]) -> dict[str, Any]:
     return tiny | EPISODES | {"model": tiny["model"] | {"max_positions": 64}, "steps": 3, "warm_start": warm_start}
 
 
-def test_inline_two_replicas_in_processes_and_a_plain_loop_give_the_same_weights(tiny, tmp_path):
+def test_inline_two_replicas_in_processes_agents_and_a_plain_loop_give_the_same_weights(tiny, tmp_path):
     """In whatever order environments answer, and beside whatever else a turn is decoded."""
     overrides = longer(tiny)
     last = reference_run(resolve("quickstart", overrides), tmp_path / "reference")
@@ -168,7 +168,9 @@ def test_inline_two_replicas_in_processes_and_a_plain_loop_give_the_same_weights
     )  # fmt: skip
     two = overrides | {"generator": tiny["generator"] | {"replicas": 2, "num_slots": 8}}
     process = slipstream.run("quickstart", overrides=two, out=tmp_path / "process", display=False)
-    for run in (inline, process):
+    asking = two | {"environment": two["environment"] | {"class_path": None, "agent": f"{SOURCE}:echo_agent"}}
+    agents = slipstream.run("quickstart", overrides=asking, out=tmp_path / "agents", display=False)
+    for run in (inline, process, agents):
         assert run.summary["staleness"]["max"] == 0
         told = {(line.ordinal, line.sample): line for line in read_rollouts(run.out / "rollouts.jsonl")}
         for rollout in (rollout for group in last for rollout in group.rollouts):

@@ -5,8 +5,11 @@ When they answer does not: each waits for a while that nobody knows, so that tur
 
 from __future__ import annotations
 
+import json
 import random
 import time
+import urllib.error
+import urllib.request
 import zlib
 from typing import Any
 
@@ -48,3 +51,35 @@ class Unpunctual(Echo):
     """The same, at any time."""
 
     longest_wait_s = 0.03
+
+
+def echo_agent(row: dict[str, Any], base_url: str, api_key: str) -> float:
+    """The same, turned inside out: it asks for each turn of the policy."""
+    environment = Unpunctual()
+    opening = environment.reset(**row)
+    messages = [{"role": "user", "content": text} for text in (row["prompt"], opening) if text is not None]
+    rewards = []
+    while (message := asked(messages, base_url, api_key)) is not None:
+        answer = environment.step(message)
+        rewards.append(answer["reward"])
+        if answer["done"]:
+            break
+        messages += [message, {"role": "user", "content": answer["messages"]}]
+    return sum(reward for reward in rewards if reward is not None) + environment.final_reward()
+
+
+def asked(messages: list[dict[str, Any]], base_url: str, api_key: str) -> dict[str, Any] | None:
+    """Return the policy's turn; None where the episode is over."""
+    request = urllib.request.Request(
+        f"{base_url}/chat/completions",
+        data=json.dumps({"model": "policy", "messages": messages}).encode(),
+        headers={"Authorization": f"Bearer {api_key}"},
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=600) as response:
+            message: dict[str, Any] = json.load(response)["choices"][0]["message"]
+            return message
+    except urllib.error.HTTPError as error:
+        if error.code != 400:
+            raise
+        return None
