@@ -22,6 +22,7 @@ import asyncio
 import contextlib
 import copy
 import difflib
+import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -245,6 +246,7 @@ def configured(name: str, parameters: dict[str, Any]) -> Any:
     with named_problems(name):
         taskset_class(name)
         kind = env_config_type(name, parameters.get("id") or "")
+        spare_repeats()
     register_loop()
     own = parameters.get("taskset", {})
     if not isinstance(own, dict):
@@ -257,6 +259,28 @@ def configured(name: str, parameters: dict[str, Any]) -> Any:
     except ValidationError as error:
         known = {*kind.model_fields, *taskset_config_type(name).model_fields} - {*fixed, "id"}
         raise WrongArgument(f"parameters of '{name}': {problems(error, sorted(known))}") from None
+
+
+def spare_repeats() -> None:
+    """Take from TextArena what it does again for each game, for seconds in which all episodes wait.
+
+    It asks the network for words that are here, and reads its dictionaries, which nothing changes.
+    """
+    if "textarena" not in sys.modules:
+        return
+    import nltk
+    from textarena.envs.utils import word_lists
+
+    download = nltk.download
+
+    def download_once(name: str, *rest: Any, **options: Any) -> Any:
+        for folder in ("corpora", "taggers"):
+            with contextlib.suppress(LookupError):
+                return bool(nltk.data.find(f"{folder}/{name}"))
+        return download(name, *rest, **options)
+
+    nltk.download = download_once
+    word_lists.EnglishDictionary = functools.cache(word_lists.EnglishDictionary)
 
 
 def seats(name: str, kind: Any, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -508,7 +532,11 @@ def named_problems(name: str) -> Iterator[None]:
         old = sys.modules.get(module_of(name))
         if old is not None and hasattr(old, "load_environment"):
             raise WrongArgument(f"'{name}' is written for verifiers before 1.0: it has `load_environment`") from None
-        hint = f"; {INSTALL} and with nltk's words" if isinstance(error, LookupError) and "nltk" in str(error) else ""
+        hint = (
+            f"; {INSTALL} and with the word lists that TextArena's games need"
+            if isinstance(error, LookupError) and "nltk" in str(error)
+            else ""
+        )
         raise WrongArgument(f"the environment '{name}' cannot be loaded: {in_one_line(error)}{hint}") from None
 
 

@@ -1,0 +1,32 @@
+"""Download the word lists of TextArena's games: `.venv-verifiers/bin/python scripts/word_lists.py FOLDER`.
+
+`make verifiers-env` does so, into the environment's own folder, where nltk looks. Without a network it says what does
+not work then, and is no failure: all other environments work. Runs in that environment, not in Slipstream's.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import nltk
+
+NEEDED = ("words", "averaged_perceptron_tagger_eng")
+
+
+def main() -> int:
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+        print(__doc__)
+        return 0 if "--help" in sys.argv else 2
+    folder = Path(sys.argv[1]).resolve()
+    folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+    lacking = [name for name in NEEDED if not nltk.download(name, download_dir=str(folder), quiet=True)]
+    if lacking:
+        print(
+            f"not downloaded into {folder}: {', '.join(lacking)}. TextArena's games of words do not work without them."
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
