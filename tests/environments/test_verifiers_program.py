@@ -78,7 +78,7 @@ def test_each_episode_has_one_line() -> None:
 
 
 def test_lines_that_are_none_are_named_and_passed_over(capsys: pytest.CaptureFixture[str]) -> None:
-    wrong = ["{", "[1]", '{"episode": "1"}', '{"episode": true}', "[" * 100_000, '{"cancel": 9}']
+    wrong = ["{", "[1]", '{"episode": "1"}', '{"episode": true}', "[" * 30_000, '{"cancel": 9}']
     answers = spoken([*wrong, {"episode": 4, "row": 3}, ask(5, n=1)], double, 2)
     assert {"episode": 5, "reward": 2.0, "metrics": {"n": 1}} in answers
     assert {"episode": 4, "error": "the line needs row (an object), base_url and api_key (texts)"} in answers
@@ -233,7 +233,8 @@ def started(name: str, parameters: dict[str, Any] | None = None, **more: str) ->
     finally:
         process.kill()
         process.wait()
-        process.stdout.close()
+        for pipe in (process.stdin, process.stdout):
+            pipe.close()
 
 
 def rows_of(name: str, count: int, parameters: dict[str, Any] | None = None, **more: str) -> list[dict[str, Any]]:
@@ -247,17 +248,27 @@ def line(policy: Policy, number: int, row: dict[str, Any]) -> dict[str, Any]:
     return {"episode": number, "row": row, "base_url": policy.url(f"K{number}"), "api_key": f"K{number}"}
 
 
+@pytest.fixture(scope="module")
+def capitals() -> Iterator[Program]:
+    """Run the program once for several tests: each episode has a policy of its own."""
+    with started("capitals") as running:
+        yield running
+
+
+FRANCE = {"task": '{"prompt": "The capital of France?", "answer": "Paris"}'}
+
+
 @needs_verifiers
-def test_a_turn_is_asked_at_its_own_session_and_rewarded() -> None:
+def test_a_turn_is_asked_at_its_own_session_and_rewarded(capitals: Program) -> None:
     rows = rows_of("capitals", 9)
     assert [row["index"] for row in rows] == [0, 1, 2]
     opening = [{"role": "system", "content": "One word."}, {"role": "user", "content": "The capital of Peru?"}]
     assert rows[2]["prompt"] == opening
     said = {"France": "Paris", "Italy": "Ravenna", "Peru": "lima"}
     speak = lambda messages: {"content": said[messages[-1]["content"].split()[-1][:-1]]}  # noqa: E731
-    with serving(speak) as policy, started("capitals") as running:
-        running.write(*(line(policy, number, row) for number, row in enumerate(rows * 8)))
-        answers = running.read_all(24)
+    with serving(speak) as policy:
+        capitals.write(*(line(policy, number, row) for number, row in enumerate(rows * 8)))
+        answers = capitals.read_all(24)
         by_hand = [(1.25, 1.0, 1.0, 5.0), (0.25, 0.0, 1.0, 7.0), (0.0, 0.0, 0.0, 4.0)]
         for number, answer in enumerate(answers):
             reward, right, letter, chars = by_hand[number % 3]
@@ -268,8 +279,7 @@ def test_a_turn_is_asked_at_its_own_session_and_rewarded() -> None:
 
 
 @needs_verifiers
-def test_failures_are_one_episodes_own() -> None:
-    row = rows_of("capitals", 1)[0]
+def test_failures_are_one_episodes_own(capitals: Program) -> None:
     is_asked = threading.Event()
     is_over = threading.Event()
 
@@ -280,22 +290,22 @@ def test_failures_are_one_episodes_own() -> None:
         return {"refused": 500, "full": 400}.get(messages[-1]["content"], {"content": "Paris"})
 
     def about(text: str) -> dict[str, Any]:
-        return row | {"task": json.dumps({**json.loads(row["task"]), "prompt": text})}
+        return {"task": json.dumps({"prompt": text, "answer": "Paris"})}
 
-    with serving(speak) as policy, started("capitals") as running:
+    with serving(speak) as policy:
         rows = {0: {"prompt": "x"}, 1: {"task": '{"idx": 0}'}, 2: about("refused"), 3: about("full"), 4: about("slow")}
-        running.write(*(line(policy, number, row) for number, row in rows.items()))
-        lost, foreign, refused, full = running.read_all(4)
+        capitals.write(*(line(policy, number, row) for number, row in rows.items()))
+        lost, foreign, refused, full = capitals.read_all(4)
         assert "no column 'task'" in lost["error"]
         assert "answer: Field required" in foreign["error"]
         assert refused["error"].startswith("ProviderError: upstream 500")
         assert full["reward"] == 0.0  # no room for a turn: scored as it is
         assert is_asked.wait(LIMIT_S)
-        running.write({"cancel": 4})
-        assert running.read() == {"episode": 4, "error": "the episode was cancelled"}
+        capitals.write({"cancel": 4})
+        assert capitals.read() == {"episode": 4, "error": "the episode was cancelled"}
         is_over.set()
-        running.write(line(policy, 5, row))
-        assert running.read()["reward"] == 1.25
+        capitals.write(line(policy, 5, FRANCE))
+        assert capitals.read()["reward"] == 1.25
 
 
 @needs_verifiers
@@ -310,7 +320,7 @@ def test_tools_run_in_a_server_of_the_environment() -> None:
         }
 
     with serving(speak) as policy, started("vault") as running:
-        running.write(line(policy, 0, rows_of("vault", 1)[0]))
+        running.write(line(policy, 0, {"task": '{"prompt": "Number of a?", "answer": "17"}'}))
         assert running.read() == {"episode": 0, "reward": 1.0, "metrics": {"is_right": 1.0, "tool_results": 4.0}}
         first, second = policy.asked["K0"]
         assert [tool["function"]["name"] for tool in first["tools"]] == ["numbers_look_up"]
@@ -320,8 +330,8 @@ def test_tools_run_in_a_server_of_the_environment() -> None:
 
 @pytest.fixture(scope="module")
 def word_lists(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Make word lists as nltk has them, of one word, in the environment's own folder: in others nltk trusts no file."""
-    folder = tmp_path_factory.mktemp("nltk_data", numbered=True)
+    """Make word lists as nltk has them, of one word."""
+    folder = tmp_path_factory.mktemp("nltk_data")
     words = folder / "corpora" / "words"
     words.mkdir(parents=True)
     for name in ("en", "en-basic"):
@@ -355,38 +365,67 @@ def test_a_game_of_textarena_goes_on_turn_by_turn(word_lists: dict[str, str]) ->
         assert [len(policy.asked[f"K{number}"]) for number in range(3)] == [2, 7, 2]
         last = policy.asked["K0"][-1]["messages"]
         assert [message["role"] for message in last] == ["system", "user", "assistant", "user"]
-        assert "  B   _   _ " in last[-1]["content"]
+        assert last[-1]["content"].split("\n")[-1].split() == ["B", "_", "_"]
+
+
+WRONG: list[tuple[str, dict[str, Any], list[str]]] = [
+    ("textarina", {}, ["there is no environment 'textarina'", "did you mean 'textarena'?", "nemo-gym, openenv"]),
+    ("json", {}, ["'json' cannot be loaded", "exports no Taskset"]),
+    ("before", {}, ["'before' is written for verifiers before 0.4"]),
+    ("lacking", {}, ["'lacking' cannot be imported", "no_such_package"]),
+    ("capitals", {"id": "no-such-env"}, ["environment 'no-such-env' not found"]),
+    ("textarena", {}, ["game: Field required"]),
+    ("textarena", {"game": "Chess-v0"}, ["game: Input should be 'Wordle-v0'"]),
+    ("capitals", {"questions": "x"}, ["questions: Extra inputs", "did you mean 'question'?"]),
+    ("capitals", {"agent": 3}, ["the parameter 'agent' is 3"]),
+    ("capitals", {"taskset": 3}, ["the parameter 'taskset' is 3"]),
+    ("capitals", {"agent": {"max_turn": 3}}, ["agent.max_turn: Extra inputs"]),
+    ("capitals", {"id": "user-sim"}, ["the seat 'user' of 'capitals' is not the policy's", "a model of its own"]),
+]
+LOADS = """
+import asyncio, json, sys
+sys.path.insert(0, sys.argv[1])
+import verifiers_program as program
+
+async def told(name, parameters):
+    try:
+        async with program.loaded(name, parameters, "policy"):
+            return "ready"
+    except program.WrongArgument as error:
+        return str(error)
+
+for name, parameters, _ in json.loads(sys.argv[2]):
+    print(json.dumps(asyncio.run(told(name, parameters))))
+"""
 
 
 @needs_verifiers
-@pytest.mark.parametrize(
-    ("arguments", "texts"),
-    [
-        (("textarina", {}), ["there is no environment 'textarina'", "did you mean 'textarena'?", "nemo-gym, openenv"]),
-        (("json", {}), ["'json' cannot be loaded", "exports no Taskset"]),
-        (("textarena", {}), ["game: Field required"]),
-        (("textarena", {"game": "Chess-v0"}), ["game: Input should be 'Wordle-v0'"]),
-        (("capitals", {"questions": "x"}), ["questions: Extra inputs", "did you mean 'question'?"]),
-        (("capitals", {"agent": 3}), ["the parameter 'agent' is 3"]),
-        (("capitals", {"agent": {"max_turn": 3}}), ["agent.max_turn: Extra inputs"]),
-        (("capitals", {"id": "user-sim"}), ["the seat 'user' of 'capitals' is not the policy's", "a model of its own"]),
-    ],
-)
-def test_what_cannot_be_is_said_before_it_is_ready(arguments: tuple[str, dict[str, Any]], texts: list[str]) -> None:
-    name, parameters = arguments
-    done = called(PYTHON, "--environment", name, "--parameters", json.dumps(parameters))
+def test_what_cannot_be_is_said_before_it_is_ready(tmp_path: Path) -> None:
+    (tmp_path / "before.py").write_text("def load_environment(): ...\n")
+    (tmp_path / "lacking.py").write_text("import no_such_package\n")
+    command = [str(PYTHON), "-c", LOADS, str(Path(str(program.__file__)).parent), json.dumps(WRONG)]
+    env = variables(TASKSETS)
+    env["PYTHONPATH"] += f"{os.pathsep}{tmp_path}"
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT_S)
+    said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('"')]
+    assert len(said) == len(WRONG), done.stderr
+    for error, (_, _, texts) in zip(said, WRONG, strict=True):
+        assert not [text for text in texts if text not in error], error
+        assert "\n" not in error
+
+
+@needs_verifiers
+def test_a_wrong_name_ends_the_program() -> None:
+    done = called(PYTHON, "--environment", "nowhere")
     assert (done.returncode, done.stdout) == (2, "")
-    error = done.stderr.splitlines()[-1]
-    assert error.startswith("error: ")
-    assert not [text for text in texts if text not in error], error
+    assert done.stderr.splitlines()[-1].startswith(
+        "error: there is no environment 'nowhere'; installed here are harbor"
+    )
 
 
 @needs_verifiers
-def test_parameters_reach_the_task_set_and_the_seat() -> None:
-    parameters = {"question": "{country}", "agent": {"max_turns": 1}, "id": "best-of-n", "n": 2}
-    (row,) = rows_of("capitals", 1, parameters)
-    assert row["prompt"][-1] == {"role": "user", "content": "France"}
-    with serving(lambda _: {"content": "Paris"}) as policy, started("capitals", parameters) as running:
-        running.write(line(policy, 0, row))
+def test_several_conversations_with_the_policy_are_no_episode() -> None:
+    with serving(lambda _: {"content": "Paris"}) as policy, started("capitals", {"id": "best-of-n", "n": 2}) as running:
+        running.write(line(policy, 0, FRANCE))
         error = running.read()["error"]
         assert error == "the environment held 2 conversations with the policy; one can be trained"

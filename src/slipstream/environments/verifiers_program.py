@@ -120,6 +120,9 @@ async def answer_lines(name: str, parameters: dict[str, Any], model: str, out: T
     async with loaded(name, parameters, model) as play:
         # A reader of its own: at the end a thread may still wait for a line of it.
         await Desk(play, out).run(os.fdopen(os.dup(0), "rb"))
+        end = threading.Timer(END_LIMIT_S, os._exit, (1,))
+        end.daemon = True
+        end.start()
     return 0
 
 
@@ -148,9 +151,6 @@ class Desk:
         self._write({"ready": True})
         threading.Thread(target=read, daemon=True).start()
         await is_over.wait()
-        last = threading.Timer(2 * END_LIMIT_S, os._exit, (1,))
-        last.daemon = True
-        last.start()
         open_ones = list(self._episodes.values())
         for episode in open_ones:
             episode.cancel()
@@ -527,11 +527,14 @@ def named_problems(name: str) -> Iterator[None]:
             hint = f"did you mean '{near[0]}'? " if near else ""
             listed = f"installed here are {', '.join(known)}; others are installed by pip into .venv-verifiers"
             raise WrongArgument(f"there is no environment '{name}'; {hint}{listed}") from None
-        raise WrongArgument(f"the environment '{name}' cannot be imported: {in_one_line(error)}") from None
+        told = error if f"import {cause.name!r}" in str(error) else cause  # verifiers blames the name for all
+        raise WrongArgument(f"the environment '{name}' cannot be imported: {in_one_line(told)}") from None
     except Exception as error:  # noqa: BLE001 - whatever foreign code raises
         old = sys.modules.get(module_of(name))
         if old is not None and hasattr(old, "load_environment"):
-            raise WrongArgument(f"'{name}' is written for verifiers before 1.0: it has `load_environment`") from None
+            raise WrongArgument(
+                f"'{name}' is written for verifiers before 0.4: it has `load_environment`, and no task set"
+            ) from None
         hint = (
             f"; {INSTALL} and with the word lists that TextArena's games need"
             if isinstance(error, LookupError) and "nltk" in str(error)
