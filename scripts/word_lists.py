@@ -6,27 +6,23 @@ not work then, and is no failure: all other environments work. Runs in that envi
 
 from __future__ import annotations
 
-import sys
+import argparse
 from pathlib import Path
-
-import nltk
 
 NEEDED = ("words", "averaged_perceptron_tagger_eng")
 
 
-def main() -> int:
-    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
-        print(__doc__)
-        return 0 if "--help" in sys.argv else 2
-    folder = Path(sys.argv[1]).resolve()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, help="where nltk looks for data")
+    folder = parser.parse_args().folder.resolve()
+    import nltk
+
     folder.mkdir(mode=0o755, parents=True, exist_ok=True)
     lacking = [name for name in NEEDED if not nltk.download(name, download_dir=str(folder), quiet=True)]
     if lacking:
-        print(
-            f"not downloaded into {folder}: {', '.join(lacking)}. TextArena's games of words do not work without them."
-        )
-    return 0
+        print(f"not downloaded into {folder}: {', '.join(lacking)}. TextArena's games of words do not work without them.")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

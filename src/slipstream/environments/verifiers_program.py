@@ -56,11 +56,11 @@ SESSION: ContextVar[tuple[str, str]] = ContextVar("SESSION")
 
 
 class WrongArgument(Exception):
-    """What the user asked for cannot be; the text is one sentence, or two."""
+    """Say what cannot be of what the user asked for, in a sentence or two."""
 
 
 class EpisodeLost(Exception):
-    """An episode that has no reward; the text says why."""
+    """Say why an episode has no reward."""
 
 
 def main() -> int:
@@ -434,7 +434,7 @@ def register_loop() -> None:
             else:
                 messages += [message_to_wire(message) for message in prompt or []]
             servers = {name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()}
-            await Chat(endpoint, secret, context.model, tool_interception_url).hold(messages, servers)
+            await PolicyChat(endpoint, secret, context.model, tool_interception_url).hold(messages, servers)
             return ProgramResult(exit_code=0, stdout="", stderr="")
 
     module = ModuleType(LOOP)
@@ -442,7 +442,7 @@ def register_loop() -> None:
     sys.modules[LOOP] = module
 
 
-class Chat:
+class PolicyChat:
     """One conversation with the policy; `endpoint` is verifiers' server, which asks the policy."""
 
     def __init__(self, endpoint: str, secret: str, model: str, gate: str | None) -> None:
