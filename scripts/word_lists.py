@@ -21,7 +21,7 @@ def main() -> None:
     folder.mkdir(mode=0o755, parents=True, exist_ok=True)
     lacking = [name for name in NEEDED if not nltk.download(name, download_dir=str(folder), quiet=True)]
     if lacking:
-        print(f"not downloaded into {folder}: {', '.join(lacking)}. TextArena's games of words do not work without them.")
+        print(f"not downloaded into {folder}: {', '.join(lacking)}. TextArena's games do not work without them.")
 
 
 if __name__ == "__main__":
