@@ -5,13 +5,14 @@ PYTHON ?= python3
 BIN := .venv/bin
 TRL := .venv-trl
 VLLM := .venv-vllm
+VERIFIERS := .venv-verifiers
 ARGS ?=
 TRL_PINS := torch==2.13.0 transformers==5.23.0 trl==1.16.0 accelerate==1.15.0
 INSTALL := $(PYTHON) scripts/install.py .venv -c constraints.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help venv quickstart test test-slow test-promises fuzz test-chaos test-cluster check bench bench-engine vllm-env \
-    test-vllm experiments experiments-all
+    verifiers-env test-vllm experiments experiments-all
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -43,6 +44,8 @@ test-chaos: .venv/dev ## train while an adversary kills and stops processes (Lin
 	$(BIN)/python -m pytest -q -s -m chaos tests/chaos $(ARGS)
 
 vllm-env: $(VLLM)/installed ## create .venv-vllm with vLLM (docs/vllm.md)
+
+verifiers-env: $(VERIFIERS)/installed ## create .venv-verifiers, for environments by name (docs/environments.md)
 
 test-cluster: .venv/dev ## run on two machines made of network namespaces (Linux, root): ten minutes
 	$(BIN)/python -m pytest -q -m cluster $(ARGS)
@@ -96,4 +99,11 @@ $(VLLM)/installed: scripts/vllm_env.py
 # TRL in an environment of its own: it shares no package with ours.
 $(TRL)/installed: Makefile
 	@$(PYTHON) scripts/install.py $(TRL) $(TRL_PINS)
+	@touch $@
+
+# verifiers in an environment of its own: it needs an older openai. Games of words get their lists here, where there may be
+# a network: a worker has none.
+$(VERIFIERS)/installed: constraints-verifiers.txt scripts/word_lists.py
+	@$(PYTHON) scripts/install.py $(VERIFIERS) -c constraints-verifiers.txt 'verifiers[ta]==0.4.0'
+	@$(VERIFIERS)/bin/python scripts/word_lists.py $(VERIFIERS)/nltk_data
 	@touch $@

@@ -32,7 +32,8 @@ PLAN_FLAGS = {field.name for field in dataclasses.fields(PlanOptions)}
 SIMULATE_FLAGS = {field.name for field in dataclasses.fields(SimulateOptions)}
 OWN_FLAGS = {"recipe", "tasks", "json", "help", "num_prompts", "num_samples"}
 OWN_FLAGS |= LAUNCH_FLAGS | SIMULATE_FLAGS | PLAN_FLAGS | {"port", "open"}
-SCRIPT_CALL = re.compile(r"((?:benchmarks|scripts|tests/(?:integration|cluster|chaos))/\w+\.py)((?: +[^`\n#)]*)?)")
+SCRIPT_FOLDERS = r"(?:benchmarks|scripts|src/slipstream/environments|tests/(?:integration|cluster|chaos))"
+SCRIPT_CALL = re.compile(rf"({SCRIPT_FOLDERS}/\w+\.py)((?: +[^`\n#)]*)?)")
 
 named = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 

@@ -119,7 +119,10 @@ class Needs:
 
 NEEDS = {
     r"--(?:generator\.)?device cuda": Needs("a GPU", torch.cuda.is_available),
-    r"^pip install|^make (?:vllm-env|\.venv-trl/installed)": Needs("a download"),
+    r"^pip install|-m pip install|^make (?:vllm-env|verifiers-env|\.venv-trl/installed)": Needs("a download"),
+    r"verifiers_program\.py|scripts/word_lists\.py": Needs(
+        "verifiers, in an environment of its own: `make verifiers-env`"
+    ),
     r"--engine vllm|\.engine vllm": Needs("vLLM: `make test-vllm`", instead="slipstream run --help"),
     r"^kubectl|^scancel": Needs("a cluster"),
     r"^ssh ": Needs("another machine"),
