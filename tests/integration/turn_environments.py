@@ -5,6 +5,8 @@ When they answer does not: each waits for a while that nobody knows, so that tur
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import json
 import random
 import time
@@ -80,6 +82,28 @@ def asked(messages: list[dict[str, Any]], base_url: str, api_key: str) -> dict[s
             message: dict[str, Any] = json.load(response)["choices"][0]["message"]
             return message
     except urllib.error.HTTPError as error:
-        if error.code != 400:
+        if error.code not in (400, 401):  # 401: the episode has ended
             raise
         return None
+
+
+async def forking_agent(row: dict[str, Any], base_url: str, api_key: str) -> float:
+    """Asks twice at once, goes on behind one of the answers, sums up what was said, and leaves a request behind."""
+
+    def ask(*texts: str) -> asyncio.Future[Any]:
+        roles = itertools.cycle(("user", "assistant"))
+        messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
+        return asyncio.ensure_future(asyncio.to_thread(asked, messages, base_url, api_key))
+
+    prompt = row["prompt"]
+    first, other = await asyncio.gather(ask(prompt), ask(prompt))
+    texts = [first["content"], other["content"] if other else ""]
+    drawn = crc(*texts)
+    following = await ask(prompt, texts[0], f"{row['word'][: drawn % 3]}?")
+    texts.append(following["content"] if following else "")
+    summary = await ask("~" + row["word"], texts[-1], "?")
+    texts.append(summary["content"] if summary else "")
+    if drawn % 2:
+        left = ask(prompt, texts[0], "~")
+        await asyncio.wait([left], timeout=0.001)
+    return crc(*texts) % 8 / 8

@@ -207,7 +207,12 @@ class RunConfig(Section):
     def longest_prompt(self, max_positions: int) -> int:
         """Return the tokens of the longest prompt that is taken, in a model of so many positions."""
         asked = self.prompts.max_prompt_tokens
-        return max_positions - self.longest_completion if asked is None else asked
+        return max_positions - self._least_behind if asked is None else asked
+
+    @property
+    def _least_behind(self) -> int:
+        """Return the tokens that must fit behind a prompt: an agent's episode may lie in several contexts."""
+        return self.generator.max_new_tokens if self.environment.has_agents else self.longest_completion
 
     def longest_sequence(self, max_positions: int) -> int:
         """Return the tokens of the longest prompt and completion together, in a model of so many positions."""
@@ -216,16 +221,17 @@ class RunConfig(Section):
     @property
     def least_sequence(self) -> int:
         """Return what is known of `longest_sequence` before prompts are read: without a limit, they have a token."""
-        return (self.prompts.max_prompt_tokens or 1) + self.longest_completion
+        return (self.prompts.max_prompt_tokens or 1) + self._least_behind
 
     def check_lengths(self, max_positions: int, *, of: str, hint: str) -> None:
         """Raise ConfigError where prompts and completions do not fit the `max_positions` `of` a model."""
-        asked, has_turns = self.prompts.max_prompt_tokens, self.environment.is_set
+        asked = self.prompts.max_prompt_tokens
+        has_turns = self.environment.is_set and not self.environment.has_agents
         if self.least_sequence > max_positions:
             raise ConfigError(
                 f"prompts and {'episodes' if has_turns else 'completions'} do not fit the model",
                 got=f"max_prompt_tokens = {'null' if asked is None else asked}, "
-                f"{'environment.max_episode_tokens' if has_turns else 'max_new_tokens'} = {self.longest_completion}",
+                f"{'environment.max_episode_tokens' if has_turns else 'max_new_tokens'} = {self._least_behind}",
                 allowed=f"together at most {of} = {max_positions}",
                 hint=hint,
             )

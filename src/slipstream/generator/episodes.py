@@ -214,7 +214,8 @@ class Episodes:
         episode = self._open.get(key)
         if episode is None or message.opening != episode.opening:
             return None
-        if message.replaces and message.record is None and not self._may_follow(message.versions):
+        is_moved = message.replaces and message.life != episode.life  # else its turns were sampled here
+        if is_moved and message.record is None and not self._may_follow(message.versions):
             self._begin_again(episode)
             return None
         if not message.replaces and message.life != episode.life:
