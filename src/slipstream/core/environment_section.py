@@ -37,7 +37,9 @@ class EnvironmentConfig(Section):
         description="The environment's class: 'module:Class' or 'file.py:Class', or 'guess' or "
         "'calculator' (docs/environments.md). Recipes may call this field `class`.",
     )
-    parameters: dict[str, Any] = Field(default_factory=dict, description="Keywords of the class's constructor.")
+    parameters: dict[str, Any] = Field(
+        default_factory=dict, description="Keywords of the class's constructor, or fields of verifiers' environment."
+    )
     tools: list[FilePath] = Field(
         default_factory=list,
         description="Functions that the policy may call, 'module:function' or 'file.py:function', with type hints and "
@@ -52,6 +54,13 @@ class EnvironmentConfig(Section):
         default_factory=list,
         description="An agent: the words of a command, which is run for each episode with OPENAI_BASE_URL and "
         "OPENAI_API_KEY, and the row as JSON on standard input.",
+    )
+    verifiers: str | None = Field(
+        None,
+        description="An environment of verifiers 0.4 by name, e.g. 'textarena' (`make verifiers-env`).",
+    )
+    verifiers_python: FilePath = Field(
+        ".venv-verifiers/bin/python", description="The Python that has verifiers: an environment of its own."
     )
     choices: list[EnvironmentChoice] = Field(
         default_factory=list, description="Several environments in place of one class, by column or weight."
@@ -112,7 +121,7 @@ class EnvironmentConfig(Section):
     @property
     def has_agents(self) -> bool:
         """Whether code asks for turns by itself, in place of answering them."""
-        return self.agent is not None or bool(self.program)
+        return self.agent is not None or bool(self.program) or self.verifiers is not None
 
     @model_validator(mode="after")
     def _check_sources(self) -> Self:
@@ -122,6 +131,7 @@ class EnvironmentConfig(Section):
             "environment.choices": bool(self.choices),
             "environment.agent": self.agent is not None,
             "environment.program": bool(self.program),
+            "environment.verifiers": self.verifiers is not None,
         }
         if sum(named.values()) > 1:
             raise ConfigError(
@@ -130,10 +140,10 @@ class EnvironmentConfig(Section):
                 allowed="one of " + ", ".join(named),
                 hint="a class may have tools of its own; several environments go into [[environment.choices]]",
             )
-        if self.parameters and self.class_path is None:
+        if self.parameters and self.class_path is None and self.verifiers is None:
             raise ConfigError(
-                "environment.parameters belong to environment.class",
-                got=f"parameters {', '.join(self.parameters)} without a class",
+                "environment.parameters belong to environment.class or environment.verifiers",
+                got=f"parameters {', '.join(self.parameters)} without them",
                 allowed="environment.class with environment.parameters",
             )
         names = [choice.name for choice in self.choices]

@@ -288,7 +288,7 @@ async def _started(command: Sequence[str], told: dict[str, str]) -> asyncio.subp
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            env=os.environ | told,
+            env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | told,  # it is ours
             start_new_session=True,
             limit=MAX_LINE_BYTES,
         )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from slipstream.core.config import RunConfig
+from slipstream.core.environment_section import EnvironmentConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.sections import FROM_PYTHON
 from slipstream.environments.sources import EnvironmentSource, make_source
@@ -30,6 +33,8 @@ def sources_of(config: RunConfig) -> list[EnvironmentSource]:
     environment = config.environment
     if environment.agent is not None:
         return [make_source("agent", environment.agent)]
+    if environment.verifiers is not None:
+        return [_verifiers_source(environment)]
     if environment.program:
         return [make_source("program", command=environment.program)]
     if environment.tools:
@@ -37,6 +42,20 @@ def sources_of(config: RunConfig) -> list[EnvironmentSource]:
     if environment.class_path is not None:
         return [make_source("class", environment.class_path, params=environment.parameters)]
     return [make_source("class", one.class_path, params=one.parameters) for one in environment.choices]
+
+
+def _verifiers_source(environment: EnvironmentConfig) -> EnvironmentSource:
+    """Return the program that plays an environment of verifiers. ConfigError where there is no verifiers."""
+    python = os.path.expanduser(environment.verifiers_python)
+    if not os.path.isfile(python):
+        raise ConfigError(
+            "environment.verifiers needs a Python that has verifiers",
+            got=f"environment.verifiers_python = '{environment.verifiers_python}', which is not there",
+            hint="`make verifiers-env` makes it, in .venv-verifiers; or give the path of your own",
+        )
+    program = Path(__file__).with_name("verifiers_program.py")
+    told = ["--environment", str(environment.verifiers), "--parameters", json.dumps(environment.parameters)]
+    return make_source("lines", command=[python, str(program), *told, "--path", os.getcwd()])
 
 
 def is_from_python(config: RunConfig) -> bool:

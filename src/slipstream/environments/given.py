@@ -55,7 +55,8 @@ def with_given_environment(
     over, makers = _agent(agent) if agent is not None else _tables(config, environment, tools, environment_factory)
     if makers and all(config.environment.model_dump()[name] == value for name, value in over.items()):
         return config, Given(makers)  # a run that goes on
-    nothing = {"class_path": None, "tools": [], "choices": [], "column": None, "agent": None, "program": []}
+    names = ("class_path", "column", "agent", "verifiers")
+    nothing: dict[str, Any] = dict.fromkeys(names) | {"tools": [], "choices": [], "program": []}
     tables: dict[str, Any] = {"environment": nothing | over}
     has_reward = environment is not None or agent is not None or _gives_reward(environment_factory)
     if not keeps_terms and has_reward:

@@ -69,10 +69,12 @@ def main() -> int:
     parser.add_argument("--environment", required=True, help="name of a bundled environment, or of an installed one")
     parser.add_argument("--parameters", default="{}", help="JSON object: fields of its task set, or of the environment")
     parser.add_argument("--model", default="policy", help="the model's name in requests")
+    parser.add_argument("--path", action="append", default=[], metavar="DIR", help="where environments may lie, too")
     parser.add_argument("--tasks", type=int, metavar="N", help="print its first N tasks as rows, and end")
     options = parser.parse_args()
     here = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder) != here]  # our files are not environments
+    sys.path += options.path
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # libraries print: their words are no answers
     try:
