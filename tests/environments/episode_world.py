@@ -13,7 +13,8 @@ import msgspec
 import numpy as np
 
 from slipstream.core.errors import ChannelClosed
-from slipstream.core.types import Message, Observation, Prompt, Segment, TurnSampled, VersionSpan
+from slipstream.core.turn_messages import Observation, TurnSampled
+from slipstream.core.types import Message, Prompt, Segment, VersionSpan
 from slipstream.environments.episodes import EpisodeTable, Finish, Open, Shut, Sources, Take
 from slipstream.environments.known_episode import EpisodeLimits, Key
 from slipstream.environments.pool import LastWord, Lost, Said

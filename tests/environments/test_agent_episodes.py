@@ -13,7 +13,8 @@ from episode_world import LIMITS, PROMPT, PlainNumbers, World, prompt, versions_
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.core.types import Observation, Segment, TurnSampled, VersionSpan
+from slipstream.core.turn_messages import Observation, TurnSampled
+from slipstream.core.types import Segment, VersionSpan
 from slipstream.environments.asks import Ask, Refused, Reply, SamplingWishes
 from slipstream.environments.episodes import EpisodeTable, Give, Open, Shut, Sources
 from slipstream.environments.known_episode import EpisodeLimits, Key

@@ -17,7 +17,8 @@ from slipstream.core.clock import VirtualClock
 from slipstream.core.config import RunConfig
 from slipstream.core.executor import Context
 from slipstream.core.service_messages import CompletionsFinished, Evaluate, Waiting
-from slipstream.core.types import Admit, Completion, EpisodeRecord, Observation, Prompt, Swapped, VersionSpan
+from slipstream.core.turn_messages import Observation
+from slipstream.core.types import Admit, Completion, EpisodeRecord, Prompt, Swapped, VersionSpan
 from slipstream.core.weights import Swap
 from slipstream.generator.backend import Pin
 from slipstream.generator.executor import Generator

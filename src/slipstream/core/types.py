@@ -10,7 +10,6 @@ completion, Tp prompt tokens, G completions per prompt, P groups per step.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -68,16 +67,6 @@ class Segment(Message):
     @property
     def is_sampled(self) -> bool:
         return self.behaviour_logprobs is not None
-
-
-def with_branches(first: Sequence[Segment], others: Sequence[tuple[Prompt, Sequence[Segment]]]) -> list[Segment]:
-    """Return the segments of an episode: those behind its prompt, then each further branch from its beginning on.
-
-    A first branch without segments has an empty one, as no episode begins with a fork.
-    """
-    forks = [one for prompt, own in others for one in (Segment(tokens=prompt.tokens, begins=True), *own)]
-    nothing = Segment(tokens=np.zeros(0, dtype=np.int32))
-    return [*(first or ([nothing] if forks else [])), *forks]
 
 
 class EpisodeRecord(Message):
@@ -155,61 +144,6 @@ class Completion(Message):
     def max_version(self) -> int:
         """Return that of the sampled tokens; -1 where there are none."""
         return max((span.version for s in self.segments for span in s.version_spans), default=-1)
-
-
-class TurnSampled(Message):
-    """Generator -> environments: turn `turn` of an episode was sampled, or, with turn 0, an episode is to begin.
-
-    The opening brings the prompt. If `may_continue`, an episode that was begun on a replica that is lost goes on from
-    there; its number is `opening`. `segment` are the tokens of the turn; `finish_reason` says whether they end with a
-    stop token. `life` is that of the observation which they follow, and so is `branch`.
-    """
-
-    ordinal: int
-    sample: int
-    replica: int
-    turn: int
-    eval_id: int = -1
-    life: int = 0
-    prompt: Prompt | None = None
-    may_continue: bool = False
-    segment: Segment | None = None
-    finish_reason: FinishReason | None = None
-    branch: int = 0
-    opening: int = 0
-
-
-class Observation(Message):
-    """Environments -> generator: what comes behind turn `turn` of an episode; 0: behind its prompt.
-
-    `tokens` are given; then the policy samples a turn of at most `max_new_tokens`. Where `record` is there the episode
-    is over, and nothing is sampled any more. `replaces`: what the generator has of this episode is void; it is now
-    `segments`, those of another replica or none, and `tokens` behind them. Each time it has another `life`: turns and
-    observations of an earlier one, which may still be on their way, are void too, as are those that follow another
-    `opening` than the generator's last one. With it comes the `prompt` of an episode whose environment speaks first: it
-    ends with what was said.
-    An agent's episode may have several branches, contexts of their own; all this is said of `branch` alone, and turns
-    are counted in it. A branch begins with an observation that `replaces`, in the same life. With a record that
-    `is_whole` the `segments` are those of all branches, and hold in the place of what the generator knows. Where it
-    `replaces`, `versions` are those that have sampled the episode so far, in all branches.
-    """
-
-    ordinal: int
-    sample: int
-    replica: int
-    turn: int
-    tokens: np.ndarray  # int32 [T]
-    eval_id: int = -1
-    life: int = 0
-    max_new_tokens: int = 0
-    replaces: bool = False
-    prompt: Prompt | None = None
-    segments: tuple[Segment, ...] = ()
-    record: EpisodeRecord | None = None
-    branch: int = 0
-    opening: int = 0
-    is_whole: bool = False
-    versions: tuple[int, ...] = ()
 
 
 class Rollout(Message):

@@ -8,7 +8,8 @@ import msgspec
 import numpy as np
 
 from slipstream.core.errors import ConfigError
-from slipstream.core.types import Prompt, TurnSampled
+from slipstream.core.turn_messages import TurnSampled
+from slipstream.core.types import Prompt
 from slipstream.environments.asks import Ask, Refused, Reply, plain
 from slipstream.environments.known_episode import EpisodeLimits, KnownEpisode
 from slipstream.environments.pool import Asked

@@ -25,7 +25,8 @@ from typing import Any
 
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError, did_you_mean
-from slipstream.core.types import EpisodeRecord, Observation, Prompt, TurnSampled
+from slipstream.core.turn_messages import Observation, TurnSampled
+from slipstream.core.types import EpisodeRecord, Prompt
 from slipstream.environments.asking import admitted, reply_to
 from slipstream.environments.asks import Refused, Reply
 from slipstream.environments.chat import Chat

@@ -9,7 +9,8 @@ from slipstream.core.config import RunConfig
 from slipstream.core.errors import ChannelClosed
 from slipstream.core.executor import Context, Executor, Sender
 from slipstream.core.service_messages import Counters, Noted, Ready
-from slipstream.core.types import Observation, Stop, TurnSampled
+from slipstream.core.turn_messages import Observation, TurnSampled
+from slipstream.core.types import Stop
 from slipstream.environments.build import build_chat, build_chats, make_pool, tools_of
 from slipstream.environments.checks import Given
 from slipstream.environments.episodes import Act, EpisodeTable, Finish, Give, Open, Shut, Sources, Take

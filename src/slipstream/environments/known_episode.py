@@ -8,7 +8,8 @@ from typing import Literal
 import msgspec
 
 from slipstream.core.config import RunConfig
-from slipstream.core.types import EpisodeRecord, Observation, Prompt, with_branches
+from slipstream.core.turn_messages import Observation, with_branches
+from slipstream.core.types import EpisodeRecord, Prompt
 from slipstream.environments.chat import Chat
 from slipstream.environments.protocol import ChatMessage, episode_reward
 from slipstream.environments.transcript import Branch, no_tokens

@@ -107,7 +107,7 @@ class Branch:
 
 
 @dataclass(frozen=True)
-class Place:
+class RequestPlace:
     """A request goes on behind turn `turn` of `branch`, which has its first `num_messages` messages."""
 
     branch: Branch
@@ -120,19 +120,19 @@ class Place:
         return self.turn == self.branch.turn and not self.branch.is_sampling
 
 
-def find(branches: Sequence[Branch], messages: Sequence[ChatMessage], tools: str) -> Place | None:
+def find(branches: Sequence[Branch], messages: Sequence[ChatMessage], tools: str) -> RequestPlace | None:
     """Return the place with most of `messages`; None where there is no turn that only what was given would follow.
 
     Among several the one where a branch ends, then that of the first branch.
     """
-    best: tuple[tuple[int, bool, int], Place] | None = None
+    best: tuple[tuple[int, bool, int], RequestPlace] | None = None
     for branch in branches:
         if branch.by_ids or branch.tools != tools:
             continue
         turn = bisect.bisect_right(branch.ends, _num_same(branch.history, messages))
         if not turn:
             continue
-        place = Place(branch, turn, branch.ends[turn - 1])
+        place = RequestPlace(branch, turn, branch.ends[turn - 1])
         rest = messages[place.num_messages :]
         if not rest or any(message["role"] == "assistant" for message in rest):
             continue

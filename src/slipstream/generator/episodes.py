@@ -17,16 +17,8 @@ import numpy as np
 
 from slipstream.core.errors import ChannelClosed
 from slipstream.core.executor import Sender
-from slipstream.core.types import (
-    EpisodeRecord,
-    FinishReason,
-    Observation,
-    Prompt,
-    Segment,
-    TurnSampled,
-    VersionSpan,
-    with_branches,
-)
+from slipstream.core.turn_messages import Observation, TurnSampled, with_branches
+from slipstream.core.types import EpisodeRecord, FinishReason, Prompt, Segment, VersionSpan
 from slipstream.generator.requests import Finished, Request, segment_of
 
 ENVIRONMENTS = "environments"
@@ -234,7 +226,7 @@ class Episodes:
         return episode.next_turn(message.branch, message.max_new_tokens)
 
     def _replace(self, episode: Episode, message: Observation) -> None:
-        """What is known of the branch is void; in another life, and at the end, all that is known of the episode."""
+        """Forget the branch for what is told of it; in another life, and at the end, the whole episode."""
         if message.life != episode.life or message.record is not None:
             self._release_all(episode)
             episode.life, episode.branches = message.life, {0: SampledBranch(episode.row)}

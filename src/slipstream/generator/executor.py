@@ -25,7 +25,8 @@ from slipstream.core.service_messages import (
     Settled,
     Waiting,
 )
-from slipstream.core.types import Admit, Message, Observation, Stop
+from slipstream.core.turn_messages import Observation
+from slipstream.core.types import Admit, Message, Stop
 from slipstream.generator.backend import Backend
 from slipstream.generator.backends import BACKENDS, Setting
 from slipstream.generator.completions import TRAIN_STREAM, request_of
