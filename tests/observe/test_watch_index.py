@@ -699,7 +699,9 @@ def test_forks_of_an_episode_are_told_below_its_trunk(folder: Path) -> None:
     parts = answer(index, "group", ordinal=0)["rollouts"][0]["episode"]["parts"]
     assert sum(len(one["text"]) for one in parts) < 20_100, "trunk and fork share the room"
     assert [one["role"] for one in parts] == ["assistant", "...", "fork 1 of 1", "user", "..."]
-    assert next(answer(index, "group", ordinal=ordinal)["rollouts"][0]["tokens"] for ordinal in (2, 4))["branches"] == [2]
+    assert next(answer(index, "group", ordinal=ordinal)["rollouts"][0]["tokens"] for ordinal in (2, 4))["branches"] == [
+        2
+    ]
 
 
 def test_without_an_environment_there_is_no_episode(folder: Path) -> None:
