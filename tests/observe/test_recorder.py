@@ -9,7 +9,7 @@ from synthetic_run import make_group, record_group
 from slipstream.core.clock import VirtualClock
 from slipstream.core.run_log import Decision, RolloutLine, RolloutTimes, num_missing, read_decisions, read_rollouts
 from slipstream.core.types import EpisodeRecord, Rollout, Segment, StepDone, Swapped, TrainStep
-from slipstream.observe.recorder import EventRecorder, RolloutRecorder, rollout_line
+from slipstream.observe.recorder import EventRecorder, RolloutRecorder
 
 SWAPPED = Swapped(replica=1, version=3, transfer_s=0.1, pause_s=0.0, probe_error=1e-6)
 DONE = StepDone(step=0, version=1, metrics={"loss": 0.5})
