@@ -174,7 +174,7 @@ MAX_LINES_OF_FOLDER = {
     "jail": 990,
     "jobs": 500,
     "models": 5_270,
-    "observe": 9_510,
+    "observe": 9_565,
     "plan": 6_130,
     "prompts": 1_150,
     "rewards": 3_200,

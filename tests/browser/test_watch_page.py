@@ -455,6 +455,31 @@ def test_an_episode_is_read_turn_by_turn(visit: Visit, tmp_path_factory: pytest.
         assert page.locator(".lane").count() == 6
 
 
+def test_forks_are_read_below_the_trunk(visit: Visit, tmp_path_factory: pytest.TempPathFactory) -> None:
+    made = Loop(seed=1, steps=8, has_episodes=True, has_forks=True).run()
+    with Watch(made.write(tmp_path_factory.mktemp("runs") / "forks")) as watch:
+        page = visit(watch.url + "#t=6")
+        settled(page, "document.querySelector('.transcript') && document.querySelector('.token')")
+        trunk, fork = page.locator(".transcript").all()
+        assert fork.get_attribute("aria-label") == "Transcript of fork 1 of 1"
+        assert fork.locator(".label").all_text_contents() == ["user", "assistant 3"]
+        assert trunk.locator("li").count() == 4
+        assert text(page, ".label.fork") == "Fork 1 of 1: a context of its own, of 1 message"
+        assert "3 turns, cut by a limit · 1 fork · 1 tool call" in text(page, ".answer .facts")
+        pieces = page.locator(".tokens > *")
+        assert pieces.count() == 7
+        assert pieces.nth(2).text_content() == "fork 1"
+        tokens = page.locator(".tokens .token")
+        tokens.nth(2).hover()
+        assert text(page, ".token-readout").endswith(": fork 1, given, not sampled")
+        tokens.nth(4).hover()
+        assert ": fork 1, turn 3, version " in text(page, ".token-readout")
+        tokens.nth(1).focus()
+        page.keyboard.press("ArrowRight")
+        assert ": fork 1, given" in text(page, ".token-readout")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 1280
+
+
 @pytest.mark.parametrize("dark", [False, True])
 def test_on_a_phone_nothing_is_cut_off(visit: Visit, page_of_made: Watch, dark: bool) -> None:
     page = visit(page_of_made.url + "#t=8", width=390, height=844, dark=dark)

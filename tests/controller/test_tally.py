@@ -160,10 +160,11 @@ def test_the_summary_has_the_counts_of_the_episodes_of_this_attempt(tmp_path: Pa
     tally = Tally(resolve("quickstart", ENVIRONMENT), started_s=0.0, clock=VirtualClock())
     begun = {"episodes": 10.0, "turns": 24.0, "ended": 8.0, "turns_of_ended": 20.0, "open": 2.0, "environment_s": 1.5}
     ends = {"restarts": 3.0, "failed": 1.0, "cut": 2.0, "tool_calls": 7.0, "tool_errors": 4.0}
-    tally.take(Counters(executor="environments", values=begun | ends))
+    of_agents = {"forks": 5.0, "refused": 1.0}
+    tally.take(Counters(executor="environments", values=begun | ends | of_agents))
     tally.take(Counters(executor="environments", values={"time/step": 3.0}))
     tally.lost(["environments"])
-    later = {"episodes": 2.0, "turns": 8.0, "ended": 2.0, "turns_of_ended": 8.0, "environment_s": 0.5}
+    later = {"episodes": 2.0, "turns": 8.0, "ended": 2.0, "turns_of_ended": 8.0, "environment_s": 0.5, "forks": 2.0}
     tally.take(Counters(executor="environments", values=later))
     tally.take(Counters(executor="rewards", values={"failed": 99.0, "episodes": 99.0}))
     for replica, (hit, missed, evicted) in enumerate(((60.0, 20.0, 3.0), (15.0, 5.0, 0.0))):
@@ -181,6 +182,8 @@ def test_the_summary_has_the_counts_of_the_episodes_of_this_attempt(tmp_path: Pa
         environment_s=2.0,
         parked_hit_frac=0.75,
         evicted_sessions=3,
+        forks=7,
+        refused=1,
     )
 
 
@@ -195,12 +198,14 @@ def test_samples_of_episodes_are_transcripts(tmp_path: Path) -> None:
     tally = Tally(resolve("quickstart", {"steps": 1, **ENVIRONMENT}), started_s=0.0)
     for version, words in ((0, "8"), (1, "12")):
         messages = [{"role": "assistant", "content": words}, {"role": "user", "content": "higher"}]
-        record = EpisodeRecord(messages=messages, turn_rewards=[0.5])
+        record = EpisodeRecord(messages=messages, turn_rewards=[0.5], branches=[messages[::-1]], contexts=[1])
         answers = [msgspec.structs.replace(answer(0, 0.5), episode=record), answer(1, 0.0)]
         tally.take(EvaluationDone(version, GREEDY, Measured(), answers))
     tally.steps_done = 1
     first, second = tally.write_samples(tmp_path)
-    assert first.before_turns == [TranscriptPart("assistant", "8", 1, 0.5), TranscriptPart("user", "higher")]
-    assert first.after_turns == [TranscriptPart("assistant", "12", 1, 0.5), TranscriptPart("user", "higher")]
+    fork = TranscriptPart("fork 1 of 1", "a context of its own, of 1 message", fork=1)
+    for turns, words in ((first.before_turns, "8"), (first.after_turns, "12")):
+        trunk = [TranscriptPart("assistant", words, 1, 0.5), TranscriptPart("user", "higher")]
+        assert turns == [*trunk, fork, trunk[1], TranscriptPart("assistant", words, 2)]
     assert (second.before_turns, second.after_turns) == (None, None)
     assert read_samples(tmp_path / "samples.json") == [first, second]

@@ -247,6 +247,7 @@ def test_a_request_that_does_not_go_on_is_a_fork(messages: Messages, context: li
     assert [[one["content"] for one in chat] for chat in over.record.branches] == [
         [*(one["content"] for one in messages), "5"]
     ]
+    assert over.record.contexts == [len(messages)]
     assert table.counts["forks"] == 1
 
 

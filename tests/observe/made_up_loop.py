@@ -35,6 +35,7 @@ class Loop:
     lost_at_s: float | None = None  # after the start: replica 1 is lost then, and comes back two seconds later
     hostile: str | None = None  # what one completion in eight says, its prompt and its failure
     has_episodes: bool = False  # of two turns and a call of a tool each, with an environment that is always asked
+    has_forks: bool = False  # of a third turn, in a branch of its own
     start_s: float = RAW_START_S
     lines: list[dict[str, Any]] = field(default_factory=list)
     rollouts: list[dict[str, Any]] = field(default_factory=list)
@@ -246,7 +247,7 @@ class Loop:
                 "replica": replica,
                 "started_s": self.now_s,
             }
-            | ({"episode": episode(text)} if self.has_episodes else {})
+            | ({"episode": episode(text) | (forked(text) if self.has_forks else {})} if self.has_episodes else {})
             for sample in range(self.size)
         ]
         self.live[ordinal] = {
@@ -318,6 +319,7 @@ class Loop:
     def tokens_of_two_turns(self, rollout: dict[str, Any], texts: list[str]) -> dict[str, Any]:
         version = rollout["versions"][0][1]
         numbers = [-0.5, -0.5, None, None, -0.5, -0.5]
+        forks = {"turns": [0, 1, 4], "branches": [2]} if self.has_forks else {"turns": [0, 4]}
         return {
             **{name: rollout[name] for name in ("ordinal", "sample", "step", "num_tokens")},
             "tokens": list(range(len(texts))),
@@ -326,7 +328,7 @@ class Loop:
             "behaviour_logprobs": numbers,
             "policy_logprobs": numbers,
             "advantages": numbers,
-            "turns": [0, 4],
+            **forks,
         }
 
     def alarms(self) -> list[tuple[float, bytes]]:
@@ -401,6 +403,15 @@ def episode(text: str) -> dict[str, Any]:
         "tool_calls": 1,
         "tool_errors": 1,
         "is_cut": True,
+    }
+
+
+def forked(text: str) -> dict[str, Any]:
+    """Return the fork that an episode has besides."""
+    return {
+        "turns": 3,
+        "branches": [[{"role": "user", "content": f"so far: {text}"}, {"role": "assistant", "content": "aside"}]],
+        "contexts": [1],
     }
 
 

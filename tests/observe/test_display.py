@@ -99,6 +99,7 @@ def test_episodes_are_shown_as_who_said_what_and_steer_nothing():
         TranscriptPart("tool \x1b]0;x\x07", "2\n3"),
         *(TranscriptPart("user", f"more {i}") for i in range(MAX_PARTS)),
     ]
+    fork = [TranscriptPart("fork 1 of 1", "a context of its own", fork=1), TranscriptPart("assistant", "\x07aside", 2)]
     display.samples([Sample(prompt="1+1", answer="2", before="c", after="whole text", after_turns=turns)])
     text = out.getvalue()
     assert "whole text" not in text
@@ -106,6 +107,9 @@ def test_episodes_are_shown_as_who_said_what_and_steer_nothing():
     for said in (r"assistant (0.5): \x1b[31madd", "call: add(a=1)", "more 8", "...: 3 more"):
         assert said in text
     assert "more 9" not in text
+    display.samples([Sample(prompt="1+1", answer="2", before="c", after="c", after_turns=[*turns[:3], *fork])])
+    assert "fork 1 of 1: a context of its own" in out.getvalue()
+    assert r"assistant: \x07aside" in out.getvalue()
 
 
 def held_out(reward: float, **parts: float) -> Evaluation:

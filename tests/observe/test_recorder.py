@@ -9,7 +9,7 @@ from synthetic_run import make_group, record_group
 from slipstream.core.clock import VirtualClock
 from slipstream.core.run_log import Decision, RolloutLine, RolloutTimes, num_missing, read_decisions, read_rollouts
 from slipstream.core.types import EpisodeRecord, Rollout, Segment, StepDone, Swapped, TrainStep
-from slipstream.observe.recorder import EventRecorder, RolloutRecorder, rollout_line
+from slipstream.observe.recorder import EventRecorder, RolloutRecorder
 
 SWAPPED = Swapped(replica=1, version=3, transfer_s=0.1, pause_s=0.0, probe_error=1e-6)
 DONE = StepDone(step=0, version=1, metrics={"loss": 0.5})
@@ -108,12 +108,23 @@ def test_a_rollout_line_says_who_sampled_what_and_when_it_was_trained(tmp_path: 
     assert lines[4].failure == "timeout"
 
 
-def test_the_line_of_an_episode_counts_its_branches():
-    completion = make_group(5).rollouts[0].completion
+def test_the_line_of_an_episode_has_the_chats_of_its_branches(tmp_path: Path):
+    group = make_group(5)
     begun = Segment(tokens=np.array([4, 5], dtype=np.int32), begins=True)
-    episode = msgspec.structs.replace(completion, segments=(*completion.segments, begun), episode=EpisodeRecord())
-    line = rollout_line(Rollout(completion=episode, reward=0.0))
-    assert (line.episode.branches, line.episode.turns, line.num_tokens) == (2, 2, 8)
+    chat = [{"role": "user", "content": "in short: <7>"}, {"role": "assistant", "content": "8"}]
+    record = EpisodeRecord(messages=[chat[1]], branches=[chat], contexts=[1])
+    told = [
+        msgspec.structs.replace(one.completion, segments=(*one.completion.segments, begun), episode=record)
+        for one in group.rollouts
+    ]
+    rollouts = tuple(Rollout(completion=one, reward=0.0) for one in told)
+    recorder = RolloutRecorder(tmp_path / "rollouts.jsonl")
+    record_group(recorder, msgspec.structs.replace(group, rollouts=rollouts), step=4)
+    recorder.close()
+    line = next(iter(read_rollouts(tmp_path / "rollouts.jsonl")))
+    assert line.episode is not None
+    assert (line.episode.branches, line.episode.contexts) == ([chat], [1])
+    assert (line.episode.turns, line.num_tokens) == (2, 8)
     assert line.versions == [(0, 5), (2, 6), (3, -1), (5, 6), (6, -1)]
 
 

@@ -456,12 +456,12 @@ def test_alarms_are_listed_with_their_steps_and_shade_their_charts(run_dir: Path
 
 
 def test_episodes_have_curves_and_transcripts_and_only_runs_with_them(run_dir: Path) -> None:
-    titles = ("Turns of an episode", "Episodes cut, tokens given", "Calls of tools", "Time in environments")
+    titles = ("Turns of an episode", "Episodes cut, tokens given", "Calls of tools", "Time in environments", "Forks")
     before = read(write_report(run_dir)).text
     assert not any(title in before for title in titles)
     lines = metrics_of(run_dir)
     for line in lines:
-        names = ("turns_mean", "turns_max", "cut_frac", "given_frac", "tool_calls_mean", "tool_errors_mean")
+        names = ("turns_mean", "turns_max", "cut_frac", "given_frac", "forks", "tool_calls_mean", "tool_errors_mean")
         line |= {f"episode/{name}": 0.25 for name in (*names, "environment_s_mean", "environment_s_max")}
         line["episode/turns_max"] = 3.0 + line["step"]
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -470,17 +470,25 @@ def test_episodes_have_curves_and_transcripts_and_only_runs_with_them(run_dir: P
     shown = {one.findtext("h3") for one in root.iter("article")}
     assert shown >= {titles[0], titles[1], titles[3]}
     assert titles[2] not in shown, "no tool was ever called more often than at other times"
+    assert titles[4] not in shown, "nor was there another number of forks"
+    for line in lines:
+        line["episode/forks"] = float(line["step"] % 3)
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert titles[4] in {one.findtext("h3") for one in body(write_report(run_dir)).iter("article")}
     turns = [
         TranscriptPart("assistant", HOSTILE, 1, 0.5),
         TranscriptPart("call", f"add({HOSTILE})"),
         TranscriptPart(f"tool {HOSTILE}", "2"),
+        TranscriptPart("fork 1 of 1", "a context of its own", fork=1),
+        TranscriptPart("assistant", f"forked {HOSTILE}", 2),
     ]
     sample = Sample("abc>", "cba", "whole", None, before_reward=0.5, before_is_right=False, before_turns=turns)
     write_samples([sample], run_dir / "samples.json")
     page = read(write_report(run_dir))
     assert "script" not in page.tags
     assert "img" not in page.tags
-    assert page.text.count("<script>alert") >= 3
+    assert page.text.count("<script>alert") >= 4
+    assert "fork 1 of 1" in page.text
     assert "add(</script>" in page.text
     assert "whole" not in page.text.split("Before and after")[1].split("Lengths")[0]
 
@@ -490,7 +498,7 @@ def test_of_an_unfinished_run_the_samples_are_transcripts_too(run_dir: Path) -> 
     recorder = RolloutRecorder(run_dir / "rollouts.jsonl")
     group = make_group(60)
     messages = [{"role": "assistant", "content": "eight"}, {"role": "user", "content": "higher"}]
-    record = EpisodeRecord(messages=messages, turn_rewards=[0.25])
+    record = EpisodeRecord(messages=messages, turn_rewards=[0.25], branches=[[messages[0] | {"content": "aside"}]])
     told = [
         msgspec.structs.replace(one, completion=msgspec.structs.replace(one.completion, episode=record))
         for one in group.rollouts
@@ -500,6 +508,8 @@ def test_of_an_unfinished_run_the_samples_are_transcripts_too(run_dir: Path) -> 
     text = read(write_report(run_dir)).text
     assert "eight" in text
     assert "higher" in text
+    assert "fork 1 of 1" in text
+    assert "aside" in text
 
 
 # Odd runs

@@ -670,6 +670,7 @@ def test_an_episode_is_told_as_its_transcript_of_bounded_size(folder: Path) -> N
     said = next(one["episode"]["messages"][0]["content"] for one in made.rollouts if one["ordinal"] == 1)
     assert {name: found[name] for name in found if name != "parts"} == {
         "turns": 2, "environment_s": 0.125, "tool_calls": 1, "tool_errors": 1, "restarts": 0, "is_cut": True,
+        "forks": 0,
     }  # fmt: skip
     name = said[:40]
     assert found["parts"] == [
@@ -681,6 +682,26 @@ def test_an_episode_is_told_as_its_transcript_of_bounded_size(folder: Path) -> N
     parts = answer(index, "group", ordinal=0)["rollouts"][0]["episode"]["parts"]
     assert [len(one["text"]) for one in parts] == [20_004, len("3 more")]
     assert [one["role"] for one in parts] == ["assistant", "..."]
+
+
+def test_forks_of_an_episode_are_told_below_its_trunk(folder: Path) -> None:
+    made = Loop(steps=4, hostile="x" * 50_000, has_episodes=True, has_forks=True).run()
+    index = caught_up(RunIndex(made.write(folder)))
+    found = answer(index, "group", ordinal=1)["rollouts"][0]["episode"]
+    said = next(one["completion"] for one in made.rollouts if one["ordinal"] == 1)
+    assert (found["forks"], found["turns"]) == (1, 3)
+    assert not {"branches", "contexts", "messages"} & found.keys()
+    assert found["parts"][-3:] == [
+        {"role": "fork 1 of 1", "text": "a context of its own, of 1 message", "fork": 1},
+        {"role": "user", "text": f"so far: {said}"},
+        {"role": "assistant", "text": "aside", "turn": 3},
+    ]
+    parts = answer(index, "group", ordinal=0)["rollouts"][0]["episode"]["parts"]
+    assert sum(len(one["text"]) for one in parts) < 20_100, "trunk and fork share the room"
+    assert [one["role"] for one in parts] == ["assistant", "...", "fork 1 of 1", "user", "..."]
+    assert next(answer(index, "group", ordinal=ordinal)["rollouts"][0]["tokens"] for ordinal in (2, 4))["branches"] == [
+        2
+    ]
 
 
 def test_without_an_environment_there_is_no_episode(folder: Path) -> None:

@@ -25,7 +25,7 @@ from slipstream.observe.health import ALARMS_FILE, read_alarms, spans
 from slipstream.observe.metrics import rate
 from slipstream.observe.samples import Sample, read_samples, write_samples
 from slipstream.observe.states import model_share, side_of, totals_of
-from slipstream.observe.transcript import TranscriptPart, transcript
+from slipstream.observe.transcript import TranscriptPart, transcript_of
 from slipstream.observe.waste import Wasted
 
 
@@ -234,7 +234,7 @@ class Tally:
         for name, values in self.counters.items():
             of_side.get(side_of(name.partition(" ")[0]), []).append(values)
         told, keys = (totals_of(parts) for parts in of_side.values())
-        names = ("episodes", "turns", "restarts", "failed", "cut", "tool_calls", "tool_errors")
+        names = ("episodes", "turns", "restarts", "failed", "cut", "tool_calls", "tool_errors", "forks", "refused")
         hit, missed = (keys.get(f"parked_{what}_tokens", 0.0) for what in ("hit", "missed"))
         ended = told.get("ended", 0.0)
         return s.EpisodeCounts(
@@ -347,7 +347,7 @@ class Tally:
 
 def _turns(answer: EvalScored) -> list[TranscriptPart] | None:
     episode = answer.episode
-    return None if episode is None else transcript(episode.messages, episode.turn_rewards)
+    return None if episode is None else transcript_of(episode)
 
 
 def _known(rates: Mapping[str, float | None]) -> dict[str, float]:

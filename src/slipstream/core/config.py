@@ -199,6 +199,13 @@ class RunConfig(Section):
         return bool(self.rewards.terms) or not (self.rewards.models or self.environment.is_set)
 
     @property
+    def part_weights(self) -> list[float]:
+        """Return the weights of a reward's parts, in their order: functions, the environment, models."""
+        environment = [self.environment.reward_weight] if self.environment.is_set else []
+        functions, models = self.rewards.terms, self.rewards.models
+        return [*(term.weight for term in functions), *environment, *(model.weight for model in models)]
+
+    @property
     def sessions(self) -> int:
         """Return the completions or episodes that a replica has open at a time."""
         slots = self.generator.num_slots

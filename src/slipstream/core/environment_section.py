@@ -191,6 +191,12 @@ def check_episodes(config: RunConfig) -> None:
             allowed="one of them",
             hint="weight_update = 'in_flight' swaps between any two tokens",
         )
+    if ENVIRONMENT in config.rewards.part_names:
+        raise ConfigError(
+            "the environment's own reward has this name among the parts of a reward",
+            got=f"a reward function or a reward model with the name '{ENVIRONMENT}' beside [environment]",
+            allowed="another name",
+        )
     if config.loss.advantages == "greedy_baseline":
         raise ConfigError(
             "ReMax's greedy baseline is of one turn",

@@ -186,8 +186,9 @@ class EpisodeLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """The part of a `RolloutLine` that only episodes have.
 
     `messages` are the chat behind the prompt; `turn_rewards` are the environment's, null for a turn without one.
-    `environment_s` was spent in its answers, `restarts` are from its reset on, and `is_cut`: a limit ended it. Of its
-    `branches` one is the trunk.
+    `environment_s` was spent in its answers, `restarts` are from its reset on, and `is_cut`: a limit ended it.
+    `branches` are the chats of its forks, each from its beginning; before the first turn of each come the messages of
+    its context, as many as `contexts` says.
     """
 
     messages: list[dict[str, Any]]
@@ -198,7 +199,8 @@ class EpisodeLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     tool_errors: int = 0
     restarts: int = 0
     is_cut: bool = False
-    branches: int = 1
+    branches: list[list[dict[str, Any]]] = []
+    contexts: list[int] = []
 
 
 class RolloutLine(RolloutFate, frozen=True, kw_only=True, omit_defaults=True):

@@ -75,7 +75,8 @@ class EpisodeRecord(Message):
     `messages` are the chat behind the prompt, turns of the policy and what the environment said, as people and rewards
     read it; the tokens are the completion's. `reward` is the environment's own, None without one, and `turn_rewards`
     its parts by turn (None: nothing was said). `failure` is there where the environment failed too often.
-    `branches` are the chats of further branches, each from its beginning: `messages` are those of the first one.
+    `branches` are the chats of further branches, each from its beginning: `messages` are those of the first one. Of
+    each, `contexts` counts the messages before its first turn.
     """
 
     messages: list[dict[str, Any]] = []
@@ -88,6 +89,7 @@ class EpisodeRecord(Message):
     environment_s: float = 0.0  # spent in the environment's answers
     failure: str | None = None
     branches: list[list[dict[str, Any]]] = []
+    contexts: list[int] = []
 
 
 class Completion(Message):

@@ -21,6 +21,13 @@ from slipstream.models.build import build_tokenizer, max_positions
 _MAX_TAKEN = 256  # turns taken in one step; beyond, the channel holds them back
 _COUNTERS_EVERY_S = 1.0
 _MAX_NOTES = 8  # failures that are shown at once, each the first of its kind
+_FORK = "fork"
+_FORKED = (
+    "an agent's request does not go on where its episode ends: it is a fork, a branch of its own, whose whole context "
+    "is read again and counts for environment.max_episode_tokens. Agents that summarise or change what was said, call "
+    "a sub-agent or ask twice do so; where none should, compare the transcripts of an episode. episode/forks counts "
+    "them; this is said once"
+)
 
 
 class Environments(Executor):
@@ -117,7 +124,7 @@ class Environments(Executor):
                 case LastWord():
                     self._do(self._episodes.ended(answer, now_s), pool)
                 case Lost():
-                    self._note(answer)
+                    self._note_failure(answer)
                     self._do(self._episodes.failed(answer, now_s), pool)
         return len(answers)
 
@@ -135,19 +142,24 @@ class Environments(Executor):
                 case Shut():
                     pool.shut(act.key)
                 case Observation():
+                    if act.branch > 0:
+                        self._note(_FORK, _FORKED)
                     self._outbox.add(act)
 
     def _label_idle_time(self) -> None:
         self._context.spans.set_idle_state("step" if self._pool is not None and self._pool.num_calls else "wait_turns")
 
-    def _note(self, lost: Lost) -> None:
+    def _note_failure(self, lost: Lost) -> None:
         """Show the first failure of its kind at once."""
         kind = lost.reason.split(": ", 1)[0]
-        if lost.is_guilty is False or kind in self._noted or len(self._noted) == _MAX_NOTES:
-            return
-        self._noted.add(kind)
-        text = f"an environment failed, and its episode begins again: {lost.reason}"
-        self._context.outputs["events"].put(Noted(executor=self._context.name, text=text[:1000]))
+        if lost.is_guilty is not False and len(self._noted - {_FORK}) < _MAX_NOTES:
+            self._note(f"failure: {kind}", f"an environment failed, and its episode begins again: {lost.reason}")
+
+    def _note(self, kind: str, text: str) -> None:
+        """Show `text` to people, if it is the first of its kind."""
+        if kind not in self._noted:
+            self._noted.add(kind)
+            self._context.outputs["events"].put(Noted(executor=self._context.name, text=text[:1000]))
 
     def _count(self, *, is_last: bool = False) -> None:
         now_s = self._context.clock.now_s()

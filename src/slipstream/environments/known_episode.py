@@ -168,6 +168,7 @@ class KnownEpisode:
         """Return the episode as it ends."""
         first, *others = self.branches
         num_prompt = len(first.prompt.messages or ())
+        forks = [branch for branch in others if branch.turn]
         return EpisodeRecord(
             messages=self.messages or first.history[num_prompt:],
             reward=None if failure is not None else episode_reward(self.turn_rewards, final_reward),
@@ -178,5 +179,6 @@ class KnownEpisode:
             num_restarts=self.num_restarts,
             environment_s=self.environment_s,
             failure=None if failure is None else failure[:MAX_FAILURE_CHARS],
-            branches=[branch.history for branch in others if branch.turn],
+            branches=[branch.history for branch in forks],
+            contexts=[branch.ends[0] - 1 for branch in forks],
         )

@@ -111,7 +111,8 @@ def _episode_line(completion: Completion, record: EpisodeRecord) -> EpisodeLine:
         tool_errors=record.num_tool_errors,
         restarts=record.num_restarts,
         is_cut=record.is_cut,
-        branches=completion.num_branches,
+        branches=record.branches,
+        contexts=record.contexts,
     )
 
 

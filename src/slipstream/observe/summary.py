@@ -149,7 +149,8 @@ class EpisodeCounts(msgspec.Struct, frozen=True):
     `episodes` began and `turns` were sampled in them; `mean_turns` is of those that ended. `restarts`: they began again
     as their environment failed; `failed`: it did so too often; `cut`: a limit ended them. `environment_s` is the sum
     over episodes of the time in answers. Of what generators had read of an episode before a turn, `parked_hit_frac` was
-    still there, None where nothing was to be read; `evicted_sessions` times that was given up for want of memory.
+    still there, None where nothing was to be read; `evicted_sessions` times that was given up for want of memory. Of
+    agents' requests for turns, `forks` began further branches of episodes that ended, and `refused` got no turn.
     """
 
     episodes: int
@@ -163,6 +164,8 @@ class EpisodeCounts(msgspec.Struct, frozen=True):
     environment_s: float
     parked_hit_frac: float | None
     evicted_sessions: int
+    forks: int = 0
+    refused: int = 0
 
 
 class Versions(msgspec.Struct, frozen=True):

@@ -19,6 +19,8 @@ from slipstream.rewards.user_functions import GIVEN
 Scores = Callable[[Sequence[RewardJob]], list[float | None]]
 """Jobs to score together, one or those of a group; a number or None for each."""
 
+BRANCHES = "branches"
+"""The keyword of the chats of an episode's forks."""
 _MAX_SHOWN = 80  # characters of a value in an error
 
 
@@ -51,16 +53,20 @@ def call_function(function: Callable[..., Any], jobs: Sequence[RewardJob]) -> li
     """Call the user's `function` with TRL's keywords for the completions of one prompt, and await it if it is async.
 
     fn(prompts=[p, ...], completions=[c, ...], completion_ids=[ids, ...], **{column: [value, ...]}) -> [float or None,
-    ...]. For chats `p` is the list of messages and `c` is [{"role": "assistant", "content": text}]. TypeError or
+    ...]. For chats `p` is the list of messages and `c` is [{"role": "assistant", "content": text}]. A function with a
+    parameter `branches` also gets the chats of each completion's forks, unless a column has this name. TypeError or
     ValueError for what is no list of so many numbers.
     """
     columns = [{"answer": job.answer, **job.columns} for job in jobs]
     names = [name for name in columns[0] if name not in GIVEN]
+    takes_branches = BRANCHES not in names and _has_parameter(function, BRANCHES)
+    forks = {BRANCHES: [job.branches for job in jobs]} if takes_branches else {}
     rewards = function(
         prompts=[job.prompt for job in jobs],
         completions=[_completion(job) for job in jobs],
         completion_ids=[job.completion_ids for job in jobs],
         **{name: [row[name] for row in columns] for name in names},
+        **forks,
     )
     if inspect.isawaitable(rewards):
         rewards = asyncio.run(_awaited(rewards))
@@ -69,6 +75,14 @@ def call_function(function: Callable[..., Any], jobs: Sequence[RewardJob]) -> li
     except (TypeError, ValueError) as error:  # raised here, so it has no line of the function
         place = place_of(function)
         raise type(error)(str(error) if place is None else f"{error} ({place})") from error
+
+
+def _has_parameter(function: Callable[..., Any], name: str) -> bool:
+    """Tell whether `function` names a parameter so; what only takes any keyword does not."""
+    try:
+        return name in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # it is not written in Python
+        return False
 
 
 def _completion(job: RewardJob) -> str | list[dict[str, Any]]:

@@ -52,7 +52,8 @@ class WorkerSetup(msgspec.Struct, frozen=True):
 class RewardJob(msgspec.Struct, frozen=True, tag=True):
     """One completion to score. `prompt` is text, or the chat's messages.
 
-    Of an episode `completion` is the last turn, and `messages` are all turns and what the environment said.
+    Of an episode `completion` is the last turn, and `messages` are all turns and what the environment said;
+    `branches` are the chats of its forks, each from its beginning.
     """
 
     job_id: int
@@ -63,6 +64,7 @@ class RewardJob(msgspec.Struct, frozen=True, tag=True):
     answer: str | None
     columns: dict[str, Any]
     messages: list[dict[str, Any]] | None = None
+    branches: list[list[dict[str, Any]]] = []
 
 
 class RewardGroupJob(msgspec.Struct, frozen=True, tag=True):

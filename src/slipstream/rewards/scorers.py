@@ -107,6 +107,7 @@ class Scorers:
             answer=prompt.answer,
             columns=prompt.columns,
             messages=None if episode is None else episode.messages,
+            branches=[] if episode is None else episode.branches,
         )
 
 

@@ -123,8 +123,8 @@ def has_signal(group: ScoredGroup, config: RunConfig) -> bool:
         return True
     if loss.several_rewards == "sum_then_normalise":
         return _differ(rewards)
-    columns = zip(*(_parts(head, config.rewards) for head in group.heads), strict=True)
-    weights = [term.weight for term in config.rewards.weighted]
+    weights = config.part_weights
+    columns = zip(*(_parts(head, len(weights)) for head in group.heads), strict=True)
     return any(
         _differ([part for part in column if not math.isnan(part)])
         for weight, column in zip(weights, columns, strict=True)
@@ -172,8 +172,8 @@ def rollout_advantages(
     keys = [key_of(head) for head in heads]
     group_ids = torch.tensor([ordinal for ordinal, _ in keys], dtype=torch.int64)
     if loss.several_rewards == "normalise_then_sum":
-        parts = torch.tensor([_parts(head, config.rewards) for head in heads], dtype=torch.float32)
-        weights = torch.tensor([term.weight for term in config.rewards.weighted])
+        weights = torch.tensor(config.part_weights, dtype=torch.float32)
+        parts = torch.tensor([_parts(head, len(weights)) for head in heads], dtype=torch.float32)
         normalised = normalise_then_sum(parts, weights, group_ids, std_eps=loss.std_eps, unbiased=loss.unbiased_std)
         return dict(zip(keys, normalised.tolist(), strict=True))
     rewards = torch.tensor([effective_reward(head, loss) for head in heads], dtype=torch.float32)
@@ -246,10 +246,10 @@ def _estimated(
     return estimators[loss.advantages](rewards, group_ids)
 
 
-def _parts(head: RolloutHead, rewards: RewardsConfig) -> list[float]:
-    """Return the reward of each term, NaN where one does not apply; a failed rollout has its reward for every term."""
+def _parts(head: RolloutHead, num_parts: int) -> list[float]:
+    """Return the parts of the reward, NaN where one does not apply; a failed rollout has its reward for every part."""
     if head.failure is not None:
-        return [head.reward] * len(rewards.weighted)
+        return [head.reward] * num_parts
     return [float("nan") if part is None else part for part in head.reward_parts.values()]
 
 

@@ -37,7 +37,7 @@ from slipstream.observe.states import side_of, totals_of
 from slipstream.observe.summary import Evaluations, Summary, read_summary
 from slipstream.observe.svg import Point
 from slipstream.observe.timeline import TIME_PREFIX, process_files, process_order, read_timeline, times_ns
-from slipstream.observe.transcript import TranscriptPart, transcript
+from slipstream.observe.transcript import TranscriptPart, transcript_of
 
 Clock = Literal["step", "tokens", "time"]
 CLOCKS: tuple[Clock, ...] = ("step", "tokens", "time")
@@ -338,7 +338,7 @@ def _trained_samples(run_dir: Path) -> list[Sample]:
 
 
 def _turns(line: RolloutLine) -> list[TranscriptPart] | None:
-    return None if line.episode is None else transcript(line.episode.messages, line.episode.turn_rewards)
+    return None if line.episode is None else transcript_of(line.episode)
 
 
 def _earlier_s(run_dir: Path) -> float | None:

@@ -16,7 +16,7 @@ from slipstream.observe.catalogue import described
 from slipstream.observe.states import AWAITED, WAITING, colour, in_words, is_missed, kind, side_of
 from slipstream.observe.svg import axis_ends
 from slipstream.observe.tokens import TokenLine
-from slipstream.observe.transcript import beginning, transcript
+from slipstream.observe.transcript import beginning, transcript_of
 from slipstream.observe.watch.events import Passage
 from slipstream.observe.watch.index import RunIndex
 from slipstream.observe.watch.rollouts import GroupRow
@@ -296,9 +296,10 @@ def _rollout(index: RunIndex, line: RolloutLine, tokens: TokenLine | None) -> di
 
 def _episode(line: EpisodeLine) -> dict[str, Any]:
     """The numbers of an episode, and its transcript, as far as there is room for its text."""
-    numbers = {name: getattr(line, name) for name in line.__struct_fields__ if name not in ("messages", "turn_rewards")}
-    parts = transcript(line.messages, line.turn_rewards)
-    return numbers | {"parts": beginning(parts, max_parts=MAX_PARTS, max_chars=MAX_TEXT)}
+    told = ("messages", "turn_rewards", "branches", "contexts")
+    numbers = {name: getattr(line, name) for name in line.__struct_fields__ if name not in told}
+    parts = beginning(transcript_of(line), max_parts=MAX_PARTS, max_chars=MAX_TEXT)
+    return numbers | {"forks": len(line.branches), "parts": parts}
 
 
 def _run_s(index: RunIndex, raw_s: float) -> float | None:

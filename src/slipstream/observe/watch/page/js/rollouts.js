@@ -164,12 +164,12 @@ export class Rollouts {
     ];
     const failure = rollout.failure ? [el('p', { class: 'failure' }, 'failed: ', el('bdi', {}, printable(rollout.failure)))] : [];
     const said = rollout.episode
-      ? transcript(rollout.episode.parts)
+      ? transcripts(rollout.episode.parts)
       : el('pre', { class: 'text', dir: 'auto' }, printable(rollout.completion, true), rollout.is_cut ? ' …' : '');
     const tokens = rollout.tokens
       ? [this.modes(), ...this.tokenView(rollout.tokens, step)]
       : [el('p', { class: 'muted' }, 'Single tokens are written for some groups only (observe.tokens_every).')];
-    const text = rollout.episode || !rollout.tokens ? [said, ...tokens] : tokens;
+    const text = rollout.episode || !rollout.tokens ? [said, ...tokens].flat() : tokens;
     this.body.replaceChildren(el('p', { class: 'facts' }, facts.join(' · ')), ...failure, ...text);
   }
 
@@ -189,6 +189,7 @@ export class Rollouts {
     const values = this.mode === 'advantage' ? tokens.advantages : tokens.texts.map((_, index) => gapOf(tokens, index));
     const scale = scaleOf(values);
     const starts = new Set(tokens.turns);
+    const forks = tokens.branches;
     const readout = el('p', { class: 'readout token-readout', 'aria-live': 'polite' }, 'Point at a token, or walk with the arrow keys.');
     const spans = tokens.texts.map((text, index) => {
       const span = el('span', { class: 'token', tabindex: index ? -1 : 0 }, ...visible(text));
@@ -207,7 +208,9 @@ export class Rollouts {
       span.addEventListener('focus', tell);
       return span;
     });
-    const text = el('div', { class: 'text tokens', role: 'group', 'aria-label': 'Tokens', dir: 'auto' }, ...spans);
+    const marked = spans.flatMap((span, index) =>
+      forks.flatMap((first, fork) => (first === index ? [el('span', { class: 'fork' }, `fork ${fork + 1}`)] : [])).concat(span));
+    const text = el('div', { class: 'text tokens', role: 'group', 'aria-label': 'Tokens', dir: 'auto' }, ...marked);
     text.addEventListener('keydown', (event) => {
       const walk = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 10, ArrowUp: -10, Home: -count, End: count }[event.key];
       if (!walk) return;
@@ -251,19 +254,34 @@ function press(name, chosen) {
   }
 }
 
-/** What was said in an episode, and by whom: text alone, whatever it is. */
-function transcript(parts) {
+/** The transcripts of an episode: its trunk's, and one for each fork, below what the part at its head says. */
+function transcripts(parts) {
+  const heads = parts.flatMap(({ fork }, index) => (fork === undefined ? [] : [index]));
+  const ends = [...heads, parts.length];
+  return [
+    transcript(parts.slice(0, ends[0]), 'Transcript'),
+    ...heads.flatMap((start, index) => {
+      const { role, text } = parts[start];
+      const said = transcript(parts.slice(start + 1, ends[index + 1]), `Transcript of ${role}`);
+      return [el('p', { class: 'label fork' }, el('strong', {}, `${role[0].toUpperCase()}${role.slice(1)}`), `: ${text}`), said];
+    }),
+  ];
+}
+
+/** What was said in a branch, and by whom: text alone, whatever it is. */
+function transcript(parts, label) {
   const lines = parts.map(({ role, text, turn, reward }) => {
     const who = [el('bdi', {}, printable(role)), turn ? ` ${turn}` : '', reward === undefined ? '' : ` · reward ${number(reward)}`];
     return el('li', { class: turn ? 'turn' : null }, el('p', { class: 'label' }, ...who), el('pre', { class: 'text', dir: 'auto' }, printable(text, true)));
   });
-  return el('ol', { class: 'transcript', 'aria-label': 'Transcript' }, ...lines);
+  return el('ol', { class: 'transcript', 'aria-label': label }, ...lines);
 }
 
 function episodeWords(episode) {
   const errors = episode.tool_errors ? ` (${episode.tool_errors} failed)` : '';
   return [
     `${plural(episode.turns, 'turn')}${episode.is_cut ? ', cut by a limit' : ''}`,
+    ...(episode.forks ? [plural(episode.forks, 'fork')] : []),
     ...(episode.tool_calls ? [`${plural(episode.tool_calls, 'tool call')}${errors}`] : []),
     `${number(episode.environment_s)} s in its environment`,
     ...(episode.restarts ? [`began again ${plural(episode.restarts, 'time')}`] : []),
@@ -287,12 +305,14 @@ function versionWords(runs) {
 function tokenWords(tokens, index, versions, step) {
   const text = printable(tokens.texts[index]);
   const start = `Token ${index + 1} of ${tokens.texts.length} “${text}” (id ${tokens.tokens[index]})`;
-  if (versions[index] < 0) return `${start}: given, not sampled`;
+  const fork = tokens.branches.filter((first) => first <= index).length;
+  const where = fork ? `fork ${fork}, ` : '';
+  if (versions[index] < 0) return `${start}: ${where}given, not sampled`;
   const turn = tokens.turns.filter((first) => first <= index).length;
   const gap = gapOf(tokens, index);
   const behind = step === null ? '' : `, ${age(step - versions[index])}`;
   return (
-    `${start}: ${turn ? `turn ${turn}, ` : ''}version ${versions[index]}${behind} · logprob ${number(tokens.behaviour_logprobs[index])} when sampled, ` +
+    `${start}: ${where}${turn ? `turn ${turn}, ` : ''}version ${versions[index]}${behind} · logprob ${number(tokens.behaviour_logprobs[index])} when sampled, ` +
     `${number(tokens.policy_logprobs[index])} when trained on (gap ${number(gap)}) · advantage ${number(tokens.advantages[index])}`
   );
 }
