@@ -118,13 +118,18 @@ def run(
             resolved = pinned(resolved, tell=_tell(display=display))
         run_dir = new_run_dir(resolved.recipe, out) if resume is None else Path(resume)
         with nursery_for(resolved, tell=_tell(display=display)):
-            with told_of("importing torch", display=display):
-                from slipstream.stages.rl import FromPython
-
-            given = FromPython(functions, environments, display, pipeline, cluster, interrupts)
+            given = _given(functions, environments, display, pipeline, cluster, interrupts)
             if resume is not None:
                 return _resume(resolved, run_dir, given)
             return _run(resolved, prompts, run_dir, given, is_named=out is not None)
+
+
+def _given(functions: Functions, environments: Given | None, display: bool, *others: Any) -> FromPython:
+    """Return what was handed over; the first import of torch."""
+    with told_of("importing torch", display=display):
+        from slipstream.stages.rl import FromPython
+
+    return FromPython(functions, environments, display, *others)
 
 
 def _check_call(others: Mapping[str, object]) -> None:
