@@ -62,6 +62,9 @@ class Network(Good):
     def reset(self, **columns):
         import socket
         socket.create_connection(("127.0.0.1", 9), timeout=0.2)
+async def quiet(row, base_url, api_key): return 1.0
+async def broken(row, base_url, api_key): raise OSError("no tools")
+def short(row, base_url): return 1.0
 number = 3
 def add(a: int, b: int) -> int:
     """Add.
@@ -178,7 +181,9 @@ EARLY = [  # told before torch is imported: nothing is imported or called for th
     env("a column alone", ("environment.column", "[[environment.choices]]"), cls=GOOD, column="kind"),
     env("a choice without a class", "'environment.choices.0.class_path'", choices=[{"name": "a"}]),
     env("max_turns 0", ("'environment.max_turns'", "0", "> 0"), cls=GOOD, max_turns=0),
-    env("network", ("'environment.network'", "'internet'", "'none' or 'host'"), cls=GOOD, network="internet"),
+    env(
+        "network", ("'environment.network'", "'internet'", "'none', 'gateway' or 'host'"), cls=GOOD, network="internet"
+    ),
     env("variables", ("no environment variable", "KEY=1"), cls=GOOD, variables=["KEY=1"]),
     env(
         "variables that are not set",
@@ -216,6 +221,18 @@ EARLY = [  # told before torch is imported: nothing is imported or called for th
     env("from Python, in a recipe", ("is a Python object", "file.py:Class"), cls="python:Good"),
     Case("sessions alone", ("generator.sessions", "without an environment"), {"generator": {"sessions": 4}, **REWARD}),
     Case("parked tokens alone", ("generator.parked_tokens",), {"generator": {"parked_tokens": 4}, **REWARD}),
+    env("no such agent", ("has no function 'quite'", "did you mean 'quiet'?"), agent="env.py:quite"),
+    env("a class as agent", ("'Good' of 'env.py' is no function", "environment.class"), agent=GOOD),
+    env("an agent and a class", "environment.class and environment.agent", cls=GOOD, agent="env.py:quiet"),
+    env("an agent without a network", ("over a network", "'gateway'"), agent="env.py:quiet", network="none"),
+    env("no such program", ("there is no program 'no-such-program'", "PATH"), program=["no-such-program"]),
+    env("a script as program", ("there is no program 'env.py'", "['python', 'my_agent.py']"), program=["env.py"]),
+    env("no file for a program", ("there is no such file", "absent.py"), program=["python", "absent.py"]),
+    env("a program in a text", ("'environment.program'", "a list"), program="python agent.py"),
+    env("no verifiers", ("a Python that has verifiers", "make verifiers-env"), verifiers="x", verifiers_python="no"),
+    given("an agent that is none", ("an agent is a function", "3"), agent=3),
+    given("a class as agent, from Python", "an agent is a function", agent=objects["Good"]),
+    given("an agent and tools", ("one environment", "tools and agent"), agent=objects["quiet"], tools=[objects["add"]]),
     given("not callable", ("environment makes no environments", "3", "a class"), environment=3),
     given("an object", ("makes no environments", "give the class"), environment=objects["Good"]()),
     given("a list", "environment makes no environments", environment=[objects["Good"]]),
@@ -264,6 +281,11 @@ LATER = [  # needs the user's code, the data or the model
     env("the last reward is a text", (TRIED, "a reward is a number or None"), cls="env.py:Final"),
     env("step hangs", (TRIED, "timed out after 0.3 s"), cls="env.py:Hangs", step_limit_s=0.3),
     env("no network", (TRIED, "environment.network = 'host'"), cls="env.py:Network"),
+    env("an agent with two arguments", ("env.py:short' cannot be called", "api_key"), agent="env.py:short"),
+    env("an agent that asks for nothing", (TRIED, "ended without a request"), agent="env.py:quiet"),
+    env("an agent that raises", (TRIED, "OSError: no tools (env.py, line"), agent="env.py:broken"),
+    env("a program that fails", (TRIED, "exit code 3: no licence"), program=["python", "fails.py"]),
+    given("an agent that raises, from Python", (TRIED, "OSError: no tools"), agent=objects["broken"]),
     Case(
         "a template that forgets",
         ("does not extend its own text", "removes the thoughts of earlier turns"),
@@ -321,6 +343,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "other.py").write_text(OTHER)
     (tmp_path / "syntax.py").write_text("class Good(:\n")
     (tmp_path / "broken.py").write_text("import nothing_there\n" + FILE)
+    (tmp_path / "fails.py").write_text('import sys\nsys.exit(sys.stderr.write("no licence\\n") and 3)\n')
     rows = [{"prompt": f"word {n}", "answer": "x", "kind": "b" if n % 2 else "a"} for n in range(40)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     yield tmp_path

@@ -143,7 +143,7 @@ class EnvironmentConfig(Section):
         if self.parameters and self.class_path is None and self.verifiers is None:
             raise ConfigError(
                 "environment.parameters belong to environment.class or environment.verifiers",
-                got=f"parameters {', '.join(self.parameters)} without them",
+                got=f"parameters {', '.join(self.parameters)} without a class",
                 allowed="environment.class with environment.parameters",
             )
         names = [choice.name for choice in self.choices]

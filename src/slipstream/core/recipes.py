@@ -176,7 +176,7 @@ def _spelled(tables: Mapping[str, Any]) -> dict[str, Any]:
 def _rewards_itself(tables: Mapping[str, Any]) -> bool:
     """Whether there is an environment that gives rewards, as classes do: others are for whoever asks for them."""
     environment = _inside(tables, "environment")
-    return bool(environment.get("class_path") or environment.get("choices"))
+    return any(environment.get(name) for name in ("class_path", "choices", "agent", "program", "verifiers"))
 
 
 def _inside(tables: Mapping[str, Any], section: str) -> Mapping[str, Any]:

@@ -7,7 +7,8 @@ tried where those of the run are, with the same columns, limits and chat.
 from __future__ import annotations
 
 import select
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Self
 
 from slipstream.core.clock import WallClock
@@ -83,13 +84,10 @@ class Rehearsal:
         chats = build_chats(self._config, tokenizer)
         for (source, _), prompt in chosen.items():
             self._pool.open(_KEY, source, columns_of(prompt))
-            try:
-                if self._config.environment.has_agents:
-                    self._let_play(prompt, chats)
-                else:
-                    self._let_answer(prompt, chat)
-            except ConfigError as error:
-                raise self._refused(str(error), prompt) from error
+            if self._config.environment.has_agents:
+                self._let_play(prompt, chats)
+            else:
+                self._let_answer(prompt, chat)
 
     def _let_answer(self, prompt: Prompt, chat: Chat) -> None:
         """Let an environment that is open answer one turn, and look at what it says."""
@@ -99,10 +97,11 @@ class Rehearsal:
         answer = self._one(prompt)
         self._pool.finish(_KEY)
         self._one(prompt)
-        if isinstance(opening, Said):
-            chat.opening(prompt, opening.messages, extends_prompt=opening.extends_prompt)
-        if isinstance(answer, Said) and answer.messages:
-            chat.observation(prompt.tokens[:1], answer.messages)
+        with self._telling(prompt):
+            if isinstance(opening, Said):
+                chat.opening(prompt, opening.messages, extends_prompt=opening.extends_prompt)
+            if isinstance(answer, Said) and answer.messages:
+                chat.observation(prompt.tokens[:1], answer.messages)
 
     def _let_play(self, prompt: Prompt, chats: Chats) -> None:
         """Let an agent that is open play its episode with a few guesses; from then on its requests are refused."""
@@ -112,7 +111,9 @@ class Rehearsal:
             for answer in self._answers():
                 if isinstance(answer, Asked):
                     num_asked += 1
-                    self._pool.give(_KEY, answer.request, _guessed(answer.ask, prompt, chats, num_asked))
+                    with self._telling(prompt):
+                        reply = _guessed(answer.ask, prompt, chats, num_asked)
+                    self._pool.give(_KEY, answer.request, reply)
                 elif isinstance(answer, Lost) and num_asked <= _NUM_GUESSES:
                     raise self._refused(answer.reason, prompt)
                 elif not num_asked:
@@ -137,6 +138,14 @@ class Rehearsal:
             wait_s = _WAKE_EVERY_S if deadline_s is None else min(_WAKE_EVERY_S, max(0.0, deadline_s - clock.now_s()))
             select.select(self._pool.fds(), [], [], wait_s)
         return answers
+
+    @contextmanager
+    def _telling(self, prompt: Prompt) -> Iterator[None]:
+        """Tell with which prompt something could not be rendered."""
+        try:
+            yield
+        except ConfigError as error:
+            raise self._refused(str(error), prompt) from error
 
     @staticmethod
     def _refused(reason: str, prompt: Prompt) -> ConfigError:

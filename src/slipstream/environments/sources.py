@@ -95,7 +95,9 @@ def make_source(
             hint=did_you_mean(kind, get_args(Kind)),
         )
     if kind in ("program", "lines"):
-        return EnvironmentSource(kind="program" if kind == "program" else "lines", command=_checked_command(command))
+        words = _checked_command(command)
+        scripts = {word: Path(word).read_text("utf-8", "replace") for word in words if word.endswith(".py")}
+        return EnvironmentSource(kind="program" if kind == "program" else "lines", command=words, texts=scripts)
     _check_parts(kind, path, tools, params)
     texts: dict[str, str] = {}
     path = _checked(SHIPPED.get(path, path), kind, texts) if path else ""
@@ -262,11 +264,19 @@ def with_tools_found(make: MakeEnvironment) -> tuple[MakeEnvironment, list[dict[
 
 def _agent(source: EnvironmentSource, modules: dict[str, ModuleType]) -> Agent:
     """Return the agent of a source: one object for all episodes."""
-    if source.kind == "program":
-        return ProgramAgent(source.command)
-    if source.kind == "lines":
-        return LineAgent(source.command)
+    if source.kind in ("program", "lines"):
+        command = [_within_reach(word, source.texts) for word in source.command]
+        return ProgramAgent(command) if source.kind == "program" else LineAgent(command)
     return agent_of(_imported(source.path, "agent", source.texts, modules), source.path)
+
+
+def _within_reach(word: str, texts: Mapping[str, str]) -> str:
+    """Return a word of a command; a script that this process may not read becomes a copy in its folder."""
+    if word not in texts or os.access(word, os.R_OK):
+        return word
+    copy = Path(os.path.basename(word)).resolve()
+    copy.write_text(texts[word], encoding="utf-8")
+    return str(copy)
 
 
 def agent_of(function: Callable[..., Any], name: str) -> Agent:
