@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TWO = ("--generator.replicas", "2", "--generator.num-slots", "32")
 VICTIMS = ("host", "host_keeper", "environments", "generator", "controller")
 """`host` is the process that runs the environments (`process_tree.py`)."""
-ENVIRONMENT = f"""
+ENVIRONMENT = """
 [rewards]
 terms = []
 

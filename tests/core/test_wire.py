@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from slipstream.core import peer_messages, service_messages, turn_messages, types, wire
+from slipstream.core import peer_messages, service_messages, types, wire
 from slipstream.core.errors import ChannelError
 
 arrays = st.sampled_from([np.int32, np.float32, np.float64, np.int64, np.uint8, np.bool_]).flatmap(
