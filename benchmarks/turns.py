@@ -265,7 +265,7 @@ def play(model: Transformer, sizes: Play, parked_tokens: int | None) -> tuple[fl
             episode = item.ordinal
             turn_of[episode] += 1
             if (turn := turn_of[episode]) == sizes.turns:
-                engine.release(0, episode, 0)
+                engine.release(item.request.session)
                 continue
             context = np.concatenate([item.request.prompt_tokens, item.tokens, given[episode, turn]])
             later_tokens += len(context)
