@@ -65,7 +65,7 @@ def check_episodes(run_dir: Path, told: str, *, has_turn_rewards: bool) -> None:
         assert rollout["failure"] is None, f"{rollout}{told}"
         assert episode["turns"] >= 1, f"{rollout}{told}"
         assert len(episode["turn_rewards"]) == (episode["turns"] if has_turn_rewards else 0), f"{rollout}{told}"
-        assert not episode["branches"], f"{rollout}{told}"
+        assert not episode.get("branches"), f"{rollout}{told}"
         turns = [message for message in episode["messages"] if message["role"] == "assistant"]
         assert len(turns) == episode["turns"], f"{rollout}{told}"
 
