@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -468,7 +467,7 @@ def test_addresses_that_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatc
     for wrong, said in (
         ({"host": "0.0.0.0"}, "only with an API key"),
         ({"host": "::"}, "only with an API key"),
-        ({"host": "no such host"}, "no such host"),
+        ({"host": "a..b"}, "no such host"),
         ({"port": 70_000}, "'port' is out of range"),
         ({"slots": 0}, "'slots' is out of range"),
         ({"max_waiting": -1}, "'max_waiting' is out of range"),
@@ -483,4 +482,3 @@ def test_addresses_that_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatc
             slipstream.serve(folder, **wrong)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="no checkpoint"):
         slipstream.serve(folder / "nowhere")
-    assert os.environ.get("NOT_SET") is None
