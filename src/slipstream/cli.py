@@ -8,6 +8,7 @@ compute, after their input was checked.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import signal
 import sys
@@ -346,9 +347,12 @@ def serve_command(argv: Sequence[str]) -> int:
     check_path(model, "'model'")
     from slipstream.evals.serve import serve
 
-    with serve(model, api_key_env=api_key_env, tell=_say, **options) as served:
-        _say(f"serving {served.name} at {served.base_url} (Ctrl-C ends it)")
-        served.wait()
+    try:
+        with serve(model, api_key_env=api_key_env, tell=_say, **options) as served:
+            _say(f"serving {served.name} at {served.base_url} (Ctrl-C ends it)")
+            served.wait()
+    finally:
+        gc.freeze()  # the end of the process would look through all that torch has imported, for seconds
     return EXIT_DONE
 
 
