@@ -103,7 +103,9 @@ def test_commands_and_flags_exist(document: Path) -> None:
     used = set(re.findall(r"(?:^\s*|`|: )slipstream ([a-z]+)\b", text, flags=re.MULTILINE))
     assert used <= COMMANDS.keys(), f"{document.name} uses {used - COMMANDS.keys()}"
     known = OWN_FLAGS | set(field_paths(RunConfig))
-    text = re.sub(r"(?:-m experiments|\bhf (?:download|auth)|\blm_eval|\binspect eval)[^`\n]*", "", SCRIPT_CALL.sub("", text))
+    text = re.sub(
+        r"(?:-m experiments|\bhf (?:download|auth)|\blm_eval|\binspect eval)[^`\n]*", "", SCRIPT_CALL.sub("", text)
+    )
     flags = {flag.replace("-", "_") for flag in re.findall(r"`?--([a-z][a-z._-]*[a-z])", text)} if used else set()
     assert flags <= known, f"{document.name} uses the flags {flags - known}"
     presets = set(re.findall(r"--preset (\w+)", text))

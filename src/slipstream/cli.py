@@ -325,8 +325,8 @@ class ServeOptions:
     host: str = flag("Address to listen at; another than loopback's needs --api-key.", default="127.0.0.1")
     port: int = flag("Port; 0 takes one that is free.", default=8000)
     api_key: str | None = flag("Environment variable with the key that clients must send. Default: none is asked for.")
-    slots: int = flag("Requests that are decoded together.", default=32)
-    max_len: int | None = flag("Tokens of context and answer. Default: what the model has room for, at most 4096.")
+    slots: int = flag("Requests that are decoded together.", default=16)
+    max_len: int | None = flag("Tokens of context and answer. Default: what the model has room for, at most 2048.")
     max_waiting: int = flag("Requests that wait for a slot; the next one is refused with status 429.", default=256)
     name: str | None = flag("Name that clients see. Default: the run's folder, the checkpoint's, or the hub id.")
     template: str | None = flag(

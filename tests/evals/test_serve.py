@@ -28,6 +28,7 @@ from slipstream.core.types import VersionSpan
 from slipstream.evals import served as served_module
 from slipstream.evals.serve import Serving
 from slipstream.generator.requests import Finished, Request
+from slipstream.models import sizes
 from slipstream.models.hf import save_model
 from slipstream.models.initialise import new_model
 from slipstream.models.tokenizer import char_tokenizer, load_tokenizer
@@ -482,3 +483,10 @@ def test_addresses_that_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatc
             slipstream.serve(folder, **wrong)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="no checkpoint"):
         slipstream.serve(folder / "nowhere")
+
+
+def test_slots_that_the_machine_has_no_memory_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sizes, "memory_bytes", lambda: 10**6)
+    with pytest.raises(ConfigError, match="slots = 16 slots of 256 tokens") as refused:
+        slipstream.serve(folder)
+    assert "lower slots" in str(refused.value)

@@ -21,7 +21,7 @@ GLANCE_EVERY = 8
 
 
 @dataclass(eq=False)
-class Job:
+class DecodeJob:
     """A request with who is told of it, both in the engine's thread: of its end, and of its tokens so far.
 
     `on_end` is called once, with the completion or with why there is none. `on_tokens` is called every GLANCE_EVERY
@@ -46,18 +46,18 @@ class DecodeThread:
 
     def __init__(self, engine: Engine, *, on_failure: Callable[[Exception], None]) -> None:
         self._engine, self._on_failure = engine, on_failure
-        self._jobs: dict[int, Job] = {}
+        self._jobs: dict[int, DecodeJob] = {}
         self._inbox = queue.SimpleQueue[Callable[[], None] | None]()
         self._steps = 0
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="serve-engine", daemon=True)
         self._thread.start()
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: DecodeJob) -> None:
         """Queue `job`. Any thread."""
         self._inbox.put(partial(self._add, job))
 
-    def withdraw(self, job: Job) -> None:
+    def withdraw(self, job: DecodeJob) -> None:
         """End `job` with the tokens that it has, if it has not ended. Any thread."""
         self._inbox.put(partial(self._withdraw, job))
 
@@ -94,7 +94,7 @@ class DecodeThread:
             do()
             wait_s = 0.0
 
-    def _add(self, job: Job) -> None:
+    def _add(self, job: DecodeJob) -> None:
         try:
             self._engine.submit([job.request])
         except ConfigError as error:
@@ -102,7 +102,7 @@ class DecodeThread:
         else:
             self._jobs[job.key] = job
 
-    def _withdraw(self, job: Job) -> None:
+    def _withdraw(self, job: DecodeJob) -> None:
         if self._jobs.pop(job.key, None) is None:
             return
         for request in self._engine.withdraw(lambda one: one.prompt_tokens is job.request.prompt_tokens):

@@ -27,7 +27,7 @@ from slipstream.models.hub import Tell
 if TYPE_CHECKING:
     from slipstream.evals.served import ServedModel, ServeLimits
 
-DEFAULT_SLOTS = 32
+DEFAULT_SLOTS = 16
 DEFAULT_MAX_WAITING = 256
 START_S = 30.0
 CLOSE_S = 5.0
@@ -131,7 +131,7 @@ def serve(
     names the environment variable with the key that clients must send; without one everybody who reaches the port may
     ask, so `host` must be loopback then. `slots` requests decode together and `max_waiting` more wait; the next one is
     refused with status 429. `max_len` bounds context and answer in tokens (default: what the model has room for, at
-    most 4,096). Chats go by the model's chat template; `template`, such as "{content}", replaces it, and a
+    most 2,048). Chats go by the model's chat template; `template`, such as "{content}", replaces it, and a
     model without one has "{content}". `tool_format` is as `environment.tool_format` in a recipe.
 
     ConfigError for bad input.

@@ -21,20 +21,21 @@ import numpy as np
 from slipstream.core.errors import ConfigError
 from slipstream.environments.asks import Ask, Refused, Reply, SamplingWishes
 from slipstream.evals.chat_text import ChatText, ReadAsk
-from slipstream.evals.decoding import DecodeThread, Job
+from slipstream.evals.decoding import DecodeJob, DecodeThread
 from slipstream.generator.engine import Engine
 from slipstream.generator.native import native_engine
 from slipstream.generator.requests import Finished, Request
 from slipstream.models.foreign_text import rehearse_tokenizer
 from slipstream.models.hf import load_model
 from slipstream.models.preflight import check_checkpoint, check_vocabulary
+from slipstream.models.sizes import check_slots
 from slipstream.models.tokenizer import has_tokenizer, load_tokenizer
 
 SEEDED_STREAM, UNSEEDED_STREAM = 4, 5
 """Streams of sampling noise (`generator/noise.py`), of requests with a seed and without one."""
 DEFAULT_MAX_TOKENS = 1_024
 """Tokens of a turn where the client names no number and the context has room for so many."""
-DEFAULT_MAX_LEN = 4_096
+DEFAULT_MAX_LEN = 2_048
 """Tokens of context and answer together, where nobody says how many and the model has room for so many."""
 LEAST_TEMPERATURE = 1e-3
 """Sampling below this is greedy: the likeliest token has all of the mass, and logits over less may overflow."""
@@ -129,7 +130,7 @@ class ServedModel:
     async def _decoded(self, asked: ReadAsk, request: Request) -> Finished:
         """Return what the engine has sampled. When the client has gone, its row is free for others."""
         ended: asyncio.Future[Finished] = self._loop.create_future()
-        job = Job(request, on_end=self._call(partial(_settle, ended)))
+        job = DecodeJob(request, on_end=self._call(partial(_settle, ended)))
         if asked.ask.wishes.stop:
             job.on_tokens = _StopWatch(partial(self._text.has_stop, asked), self._workers, self._decoder, job).look
         self._waiting.add(ended)
@@ -208,6 +209,7 @@ def loaded(wanted: Wanted) -> tuple[Callable[[Callable[[Exception], None]], Serv
         raise ConfigError(
             "the model has no room for such contexts", got=f"max_len = {max_len}", allowed=f"2..{shape.max_positions}"
         )
+    check_slots(shape, "slots", wanted.num_slots, max_len, hint="lower slots or max_len")
     eos = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
     text = ChatText(
         tokenizer,
@@ -234,7 +236,11 @@ class _StopWatch:
     """Looks for stop texts in a job's tokens, in the thread of texts, and ends the job at one. One look at a time."""
 
     def __init__(
-        self, has_stop: Callable[[np.ndarray, int], bool], workers: ThreadPoolExecutor, decoder: DecodeThread, job: Job
+        self,
+        has_stop: Callable[[np.ndarray, int], bool],
+        workers: ThreadPoolExecutor,
+        decoder: DecodeThread,
+        job: DecodeJob,
     ) -> None:
         self._has_stop, self._workers, self._decoder, self._job = has_stop, workers, decoder, job
         self._num_seen = 0
