@@ -60,7 +60,7 @@ async def post(address: str, bodies: list[tuple[int, bytes]], answers: dict[int,
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
     while bodies:
         index, body = bodies.pop(0)
-        head = f"POST {parts.path}/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+        head = f"POST {parts.path}/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: {len(body)}\r\n\r\n"
         writer.write(head.encode() + body)
         said = (await reader.readuntil(b"\r\n\r\n")).lower()
         length = int(said.partition(b"content-length:")[2].split()[0])

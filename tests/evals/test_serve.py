@@ -9,6 +9,8 @@ import socket
 import subprocess
 import sys
 import threading
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -398,10 +400,37 @@ def test_the_key(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             with client_of(serving, wrong) as client, pytest.raises(openai.AuthenticationError):
                 client.models.list()
         with client_of(serving, "a-secret") as client:
-            assert client.completions.create(model="any", prompt="x", max_tokens=2).choices
+            elsewhere = {"Host": "served.example", "Sec-Fetch-Site": "cross-site"}
+            assert client.completions.create(model="any", prompt="x", max_tokens=2, extra_headers=elsewhere).choices
         in_address = serving.base_url.replace("/v1", "/s/a-secret/v1")
         with OpenAI(base_url=in_address, api_key="none", max_retries=0, timeout=GENEROUS_S) as client:
             assert client.models.list()
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"Host": "localhost:1"}, 200),
+        ({"Host": "evil.example"}, 403),
+        ({"Host": "[bad"}, 403),
+        ({"Host": "127.0.0.1.evil.example"}, 403),
+        ({"Host": "[::1]:8000"}, 200),
+        ({"Sec-Fetch-Site": "cross-site"}, 403),
+        ({"Sec-Fetch-Site": "same-site"}, 403),
+    ],
+)
+def test_a_web_site_cannot_ask_without_a_key(serving: Serving, headers: dict[str, str], status: int) -> None:
+    body = json.dumps({"prompt": "x", "max_tokens": 1}).encode()
+    request = urllib.request.Request(f"{serving.base_url}/completions", body, headers)
+    if status == 200:
+        with urllib.request.urlopen(request, timeout=GENEROUS_S) as answer:
+            assert answer.status == status
+    else:
+        with pytest.raises(urllib.error.HTTPError, match=str(status)) as refused:
+            urllib.request.urlopen(request, timeout=GENEROUS_S)
+        assert json.loads(refused.value.read())["error"]["code"] == "forbidden"
+        refused.value.close()
 
 
 def test_what_waits_is_refused_when_the_server_ends(folder: Path, scripted: Callable[..., ScriptedEngine]) -> None:

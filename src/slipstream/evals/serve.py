@@ -91,6 +91,7 @@ class Serving:
     async def _serve(self, started: Future[asyncio.Event]) -> None:
         """Ends when: `close`, or the engine fails."""
         from slipstream.environments.gateway import GatewayLimits, GatewayServer, build_app
+        from slipstream.evals.own_sites import OwnSitesOnly
 
         self._loop, stop = asyncio.get_running_loop(), asyncio.Event()
 
@@ -100,7 +101,10 @@ class Serving:
 
         model = self._make(fail)
         limits = GatewayLimits(max_pending=2 * self._limits.max_open)
-        server = GatewayServer(build_app(model, limits=limits), self._listener, limits=limits)
+        app = build_app(model, limits=limits)
+        if not model.asks_for_key:
+            app.add_middleware(OwnSitesOnly)
+        server = GatewayServer(app, self._listener, limits=limits)
         try:
             await server.start()
             started.set_result(stop)

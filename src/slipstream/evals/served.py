@@ -91,6 +91,11 @@ class ServedModel:
         """The name that clients see."""
         return self._name
 
+    @property
+    def asks_for_key(self) -> bool:
+        """Whether clients must send a key."""
+        return self._api_key is not None
+
     def session_of(self, path_key: str | None, api_key: str | None) -> Hashable | None:
         """Return the one session, for the key in the header or in the address; None for a wrong one."""
         if self._api_key is None:
