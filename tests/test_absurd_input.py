@@ -160,7 +160,7 @@ def test_no_file_has_such_a_path(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("command", ["run", "eval", "report", "watch", "replay", "simulate", "plan"])
+@pytest.mark.parametrize("command", ["run", "eval", "report", "watch", "serve", "replay", "simulate", "plan"])
 @pytest.mark.parametrize("word", ["a\0b", "a\nb", "\udcff", "x" * 300])
 def test_no_command_takes_such_a_path(
     command: str, word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

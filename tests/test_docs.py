@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from shown import DOCUMENTS, ROOT, Block, anchors, blocks, command_blocks, files_of, links, remarks
 
 from slipstream import cli
-from slipstream.cli import COMMANDS, LaunchOptions, PlanOptions, SimulateOptions
+from slipstream.cli import COMMANDS, LaunchOptions, PlanOptions, ServeOptions, SimulateOptions
 from slipstream.core.config import PRESETS, RunConfig
 from slipstream.core.recipes import list_recipes, merge, resolve
 from slipstream.flags import parse
@@ -29,9 +29,10 @@ PACKAGE = ROOT / "src" / "slipstream"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 LAUNCH_FLAGS = {field.name for field in dataclasses.fields(LaunchOptions)}
 PLAN_FLAGS = {field.name for field in dataclasses.fields(PlanOptions)}
+SERVE_FLAGS = {field.name for field in dataclasses.fields(ServeOptions)}
 SIMULATE_FLAGS = {field.name for field in dataclasses.fields(SimulateOptions)}
 OWN_FLAGS = {"recipe", "tasks", "json", "help", "num_prompts", "num_samples"}
-OWN_FLAGS |= LAUNCH_FLAGS | SIMULATE_FLAGS | PLAN_FLAGS | {"port", "open"}
+OWN_FLAGS |= LAUNCH_FLAGS | SIMULATE_FLAGS | PLAN_FLAGS | SERVE_FLAGS | {"port", "open"}
 SCRIPT_FOLDERS = r"(?:benchmarks|scripts|src/slipstream/environments|tests/(?:integration|cluster|chaos))"
 SCRIPT_CALL = re.compile(rf"({SCRIPT_FOLDERS}/\w+\.py)((?: +[^`\n#)]*)?)")
 
@@ -103,7 +104,9 @@ def test_commands_and_flags_exist(document: Path) -> None:
     used = set(re.findall(r"(?:^\s*|`|: )slipstream ([a-z]+)\b", text, flags=re.MULTILINE))
     assert used <= COMMANDS.keys(), f"{document.name} uses {used - COMMANDS.keys()}"
     known = OWN_FLAGS | set(field_paths(RunConfig))
-    text = re.sub(r"(?:-m experiments|\bhf (?:download|auth))[^`\n]*", "", SCRIPT_CALL.sub("", text))
+    text = re.sub(
+        r"(?:-m experiments|\bhf (?:download|auth)|\blm_eval|\binspect eval)[^`\n]*", "", SCRIPT_CALL.sub("", text)
+    )
     flags = {flag.replace("-", "_") for flag in re.findall(r"`?--([a-z][a-z._-]*[a-z])", text)} if used else set()
     assert flags <= known, f"{document.name} uses the flags {flags - known}"
     presets = set(re.findall(r"--preset (\w+)", text))

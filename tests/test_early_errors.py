@@ -65,6 +65,9 @@ def folder(tmp_path: Path) -> Path:
         ("run quickstart --stages rl sft", "stages have one order"),
         ("run task.toml", "unknown task 'spell_bakward'; did you mean 'spell_backward'?"),
         ("eval nowhere --recipe quickstart", "there is no checkpoint"),
+        ("serve nowhere", "there is no checkpoint"),
+        ("serve nowhere --host 0.0.0.0", "only with an API key"),
+        ("serve nowhere --api-key NOT_SET_HERE", "the API key is missing"),
     ],
 )
 def test_errors_that_need_no_model_come_before_torch(folder: Path, command: str, said: str) -> None:

@@ -1,8 +1,9 @@
 """Slipstream: asynchronous, off-policy reinforcement learning for language models, in native PyTorch.
 
 `slipstream.run` trains (`slipstream/api.py`), `slipstream.evaluate_model` measures (`slipstream/evals/`),
-`slipstream.watch` shows (`slipstream/observe/watch/`), `slipstream.make_plan` plans and `slipstream.what_if` simulates
-(`slipstream/plan/`). Everything is imported on first use, so that the command line answers at once.
+`slipstream.watch` shows (`slipstream/observe/watch/`), `slipstream.serve` serves (`slipstream/evals/serve.py`),
+`slipstream.make_plan` plans and `slipstream.what_if` simulates (`slipstream/plan/`). Everything is imported on first
+use, so that the command line answers at once.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from slipstream.controller.replay import replay
     from slipstream.core.config import RunConfig
     from slipstream.evals.evaluate import evaluate_model
+    from slipstream.evals.serve import serve
     from slipstream.observe.report import report
     from slipstream.observe.watch import watch
     from slipstream.plan.answer import make_plan
@@ -33,6 +35,7 @@ __all__ = [
     "report",
     "resolve",
     "run",
+    "serve",
     "watch",
     "what_if",
 ]
@@ -43,6 +46,7 @@ _HOMES = {
     "replay": "slipstream.controller.replay",
     "evaluate_model": "slipstream.evals.evaluate",
     "watch": "slipstream.observe.watch",
+    "serve": "slipstream.evals.serve",
     "make_plan": "slipstream.plan.answer",
     "what_if": "slipstream.plan.what_if",
     "report": "slipstream.observe.report",

@@ -8,6 +8,7 @@ compute, after their input was checked.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import signal
 import sys
@@ -315,6 +316,47 @@ def watch_command(argv: Sequence[str]) -> int:
 
 
 @dataclass(frozen=True)
+class ServeOptions:
+    """Flags of `slipstream serve`."""
+
+    model: str | None = flag(
+        "Folder of a finished run, or a Hugging Face checkpoint: folder or hub id.", is_positional=True
+    )
+    host: str = flag("Address to listen at; another than loopback's needs --api-key.", default="127.0.0.1")
+    port: int = flag("Port; 0 takes one that is free.", default=8000)
+    api_key: str | None = flag("Environment variable with the key that clients must send. Default: none is asked for.")
+    slots: int = flag("Requests that are decoded together.", default=16)
+    max_len: int | None = flag("Tokens of context and answer. Default: what the model has room for, at most 2048.")
+    max_waiting: int = flag("Requests that wait for a slot; the next one is refused with status 429.", default=256)
+    name: str | None = flag("Name that clients see. Default: the run's folder, the checkpoint's, or the hub id.")
+    template: str | None = flag(
+        "Template of each message, as '{role}: {content}', in place of the model's chat template. Default where the"
+        " model has none: '{content}'."
+    )
+    tool_format: str = flag(
+        "How the model writes calls of tools: auto, hermes, llama3, smollm, json_tags.", default="auto"
+    )
+
+
+def serve_command(argv: Sequence[str]) -> int:
+    """Serve a model in OpenAI's form, for evaluation harnesses and scripts, until Ctrl-C."""
+    options = vars(parse(ServeOptions, argv, serve_command)).copy()
+    model, api_key_env = options.pop("model"), options.pop("api_key")
+    if model is None:
+        raise ConfigError("a model is needed", allowed="folder of a run, or of a Hugging Face checkpoint, or a hub id")
+    check_path(model, "'model'")
+    from slipstream.evals.serve import serve
+
+    try:
+        with serve(model, api_key_env=api_key_env, tell=_say, **options) as served:
+            _say(f"serving {served.name} at {served.base_url} (Ctrl-C ends it)")
+            served.wait()
+    finally:
+        gc.freeze()  # the end of the process would look through all that torch has imported, for seconds
+    return EXIT_DONE
+
+
+@dataclass(frozen=True)
 class ReplayOptions:
     """Flags of `slipstream replay`."""
 
@@ -494,6 +536,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "eval": eval_command,
     "report": report_command,
     "watch": watch_command,
+    "serve": serve_command,
     "replay": replay_command,
     "simulate": simulate_command,
     "plan": plan_command,

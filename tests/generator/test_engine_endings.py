@@ -163,3 +163,26 @@ def test_impossible_settings_are_refused(wrong: dict[str, float]) -> None:
     request = dataclasses.replace(Request(0, 0, random_prompt(4), max_new_tokens=4), **wrong)  # type: ignore[arg-type]
     with pytest.raises(ConfigError):
         new_engine(random_model()).submit([request])
+
+
+def test_requests_are_withdrawn_wherever_they_are() -> None:
+    """The others go on as if they had never been there, and what was withdrawn as if it had never left."""
+    batch = requests(8, max_new_tokens=30)
+    alone = run(new_engine(random_model(), stop_token_ids=[]), batch)
+    engine = new_engine(random_model(), num_slots=3, stop_token_ids=[])
+    engine.submit(batch)
+    for _ in range(4):
+        engine.step()
+    engine.preempt(1)
+    gone = {0, 2, 5}
+    left = engine.withdraw(lambda request: request.ordinal in gone)
+    assert [request.ordinal for request in left] == sorted(gone)
+    assert [request.resume is not None for request in left] == [True, True, False], "5 had no row"
+    assert (engine.num_live, engine.num_waiting) == (1, 4)
+    rest = drain(engine)
+    assert {ordinal for ordinal, _ in rest} == set(range(8)) - gone
+    rest |= run(engine, left)
+    assert engine.is_idle
+    for key, finished in rest.items():
+        assert finished.tokens.tolist() == alone[key].tokens.tolist()
+    assert engine.withdraw(lambda _: True) == []

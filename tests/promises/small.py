@@ -26,7 +26,7 @@ STAGES = (
 )
 
 # A command that is named without anything to do: its help is what the text points to.
-BARE = re.compile(r"slipstream( (run( --resume)?|launch( --group)?|eval|report|watch|replay|simulate|plan))?")
+BARE = re.compile(r"slipstream( (run( --resume)?|launch( --group)?|eval|report|watch|serve|replay|simulate|plan))?")
 
 # Sizes: (what is shown, what runs). The first group stays in front, so that what is shown behind it still counts.
 SMALLER = {
@@ -49,7 +49,7 @@ SMALLER = {
     r"(slipstream run examples/programs\.toml)": r"\1 --steps 1 --completions-per-group 2 --generator.max-new-tokens 8"
     " --loss.no-skip-no-signal",  # a random model writes no program
     r"tensorboard wandb trackio": "tensorboard",  # the others have servers: tests/observe/test_trackers.py
-    r"^(slipstream watch .*)": r"until_it_says http://127 \1 --port 0",
+    r"^(slipstream (?:watch|serve) .*)": r"until_it_says http://127 \1 --port 0",
     r"(slipstream eval \S+ --recipe smollm2)$": r"\1 --num-prompts 4 --prompts.max-prompt-tokens 512",
     r"--num-prompts 48 --num-samples 8": "--num-prompts 4 --num-samples 2 --prompts.max-prompt-tokens 512",
     r"(slipstream launch \w+ --slurm.*)": r"rm -rf jobs; \1",  # the page writes into one folder more than once
@@ -85,6 +85,7 @@ SCRIPTS = {
     "benchmarks/row_multiple.py": "--microbatches 2",
     "benchmarks/startup.py": "--runs 1",
     "benchmarks/sampler.py": "--threads 1 --seconds 0.05",
+    "benchmarks/serve.py": "--quick",
     "benchmarks/simulator_speed.py": "--hours 0.02",
     "benchmarks/simulator_vs_measured.py": "--out OUT --steps 6 --repeats 1 --cases 'continuous, k = 2'",
     "benchmarks/spans.py": "--slots 4 --requests 8 --repeats 1",

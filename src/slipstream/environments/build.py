@@ -14,7 +14,8 @@ from slipstream.environments.checks import Given, Schemas, given_makers, is_from
 from slipstream.environments.hosting import HostSetup
 from slipstream.environments.inline import InlinePool
 from slipstream.environments.pool import EpisodePool
-from slipstream.environments.tool_calls import detect_format, parse
+from slipstream.environments.tool_calls import detect_format
+from slipstream.environments.tool_calls import parse as parse_calls
 from slipstream.environments.transcript import Chats
 from slipstream.environments.workers import EnvironmentPool
 from slipstream.models.build import stop_token_ids
@@ -74,15 +75,16 @@ def build_chat(config: RunConfig, tokenizer: Tokenizer, tools: Schemas | None) -
     `environment.observation`.
     """
     stop_ids, environment = stop_token_ids(tokenizer, config.generator), config.environment
+    parse = call_parser(environment.tool_format, tokenizer, tools)
     has_chats = config.prompts.chat or (bool(tokenizer.chat_template) and bool(tools))
     if not has_chats and not (environment.has_agents and tokenizer.chat_template):
-        return PlainChat(tokenizer, environment.observation, stop_ids=stop_ids, parse=_parse(config, tokenizer, tools))
+        return PlainChat(tokenizer, environment.observation, stop_ids=stop_ids, parse=parse)
     chat = TemplateChat(
         tokenizer,
         ChatRenderer(tokenizer.chat_template, tokenizer.special_tokens_map, origin=tokenizer.name_or_path),
         tools or None,
         stop_ids=stop_ids,
-        parse=_parse(config, tokenizer, tools),
+        parse=parse,
     )
     prove(chat, ("tool",) if environment.tools else None)
     return chat
@@ -93,22 +95,22 @@ def build_chats(config: RunConfig, tokenizer: Tokenizer) -> Chats:
     return Chats(lambda tools: build_chat(config, tokenizer, tools))
 
 
-def _parse(config: RunConfig, tokenizer: Tokenizer, tools: Schemas | None) -> Parse | None:
+def call_parser(tool_format: str, tokenizer: Tokenizer, tools: Schemas | None) -> Parse | None:
     """Return what reads calls of tools in a turn's text; None where there are no tools."""
     if not tools:
         return None
-    form: str | None = config.environment.tool_format
+    form: str | None = tool_format
     if form == "auto":
         form = detect_format(str(tokenizer.chat_template or "")) or (None if tokenizer.chat_template else "json_tags")
     if form is None:
         raise ConfigError(
             "how this model writes calls of tools cannot be told from its chat template",
             got=tokenizer.name_or_path or "its template",
-            allowed="environment.tool_format = 'hermes', 'llama3', 'smollm' or 'json_tags'",
+            allowed="environment.tool_format = 'hermes', 'llama3', 'smollm' or 'json_tags' (of `serve`: --tool-format)",
         )
     chosen = form
 
     def read(text: str) -> dict[str, Any]:
-        return parse(text, chosen).message
+        return parse_calls(text, chosen).message
 
     return read

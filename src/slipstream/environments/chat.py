@@ -129,7 +129,7 @@ class PlainChat(Chat):
         parse: Parse | None = None,
     ) -> None:
         super().__init__(tokenizer, Speller(tokenizer, template), stop_ids=stop_ids, parse=parse)
-        self._template = _parsed(template)
+        self._template = parsed_template(template)
 
     def opening(self, prompt: Prompt, messages: Sequence[Mapping[str, Any]], *, extends_prompt: bool = False) -> Prompt:
         if not messages:
@@ -174,7 +174,7 @@ class PlainChat(Chat):
         return self.speller.form([piece for piece in pieces if piece])
 
 
-def _parsed(template: str) -> list[tuple[str, str | None]]:
+def parsed_template(template: str) -> list[tuple[str, str | None]]:
     """Return the texts of `template`, each with the field that comes behind it."""
     allowed = ("role", *FIELDS)
     try:

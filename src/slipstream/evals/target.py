@@ -30,15 +30,7 @@ def eval_target(
     if recipe is None and hub_id(str(path)) is not None:
         raise ConfigError("a checkpoint alone does not say what to ask it", got=str(path), hint="add --recipe")
     path = checkpoint_folder(str(path), what="MODEL", tell=tell)
-    is_run = (path / "config.toml").is_file()
-    checkpoint = path / "model" if is_run else path
-    if not (checkpoint / "config.json").is_file():
-        raise ConfigError(
-            f"there is no checkpoint in '{path}'",
-            got=_seen(path, is_run=is_run),
-            allowed="folder with config.json, or a run's",
-            hint="a run writes model/ when it ends; `slipstream run --resume` finishes it" if is_run else None,
-        )
+    checkpoint, is_run = _checkpoint_in(path)
     if recipe is None and not is_run:
         raise ConfigError("a checkpoint alone does not say what to ask it", hint="add --recipe")
     if recipe is None:
@@ -60,6 +52,33 @@ def eval_target(
     config = with_folders(pinned(config, tell=tell, only={"rewards.models.path"}), tell=tell)
     _check_reward_models(config, run_dir)
     return checkpoint, config
+
+
+def served_target(path: str | Path, *, tell: Tell | None = None) -> tuple[Path, list[int], str]:
+    """Return the folder of the checkpoint to serve, the stop tokens that its run adds, and its name for clients.
+
+    `path` is as for `eval_target`, without a recipe. ConfigError where there is no checkpoint.
+    """
+    wanted = hub_id(str(path))
+    folder = checkpoint_folder(str(path), what="MODEL", tell=tell)
+    checkpoint, _ = _checkpoint_in(folder)
+    run_dir = _run_of(folder)
+    stops = [] if run_dir is None else resolve(load_recipe(run_dir / "config.toml")).generator.stop_token_ids
+    return checkpoint, list(stops), str(wanted or (run_dir or checkpoint).resolve().name)
+
+
+def _checkpoint_in(path: Path) -> tuple[Path, bool]:
+    """Return the checkpoint in folder `path`, which may be a run's, and whether it is. ConfigError for none."""
+    is_run = (path / "config.toml").is_file()
+    checkpoint = path / "model" if is_run else path
+    if not (checkpoint / "config.json").is_file():
+        raise ConfigError(
+            f"there is no checkpoint in '{path}'",
+            got=_seen(path, is_run=is_run),
+            allowed="folder with config.json, or a run's",
+            hint="a run writes model/ when it ends; `slipstream run --resume` finishes it" if is_run else None,
+        )
+    return checkpoint, is_run
 
 
 def _run_of(path: Path) -> Path | None:

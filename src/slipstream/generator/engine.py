@@ -26,7 +26,7 @@ turn depend besides on whether its keys were parked, in rounding only.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -67,7 +67,7 @@ class Engine:
     bound). `seed` is the run's.
 
     The driver's loop: `submit` whenever there are requests; `step` until `is_idle`; between two steps `set_version`,
-    `pause_admission`, `preempt` or `export_live`; `release` when an episode with parked keys has ended.
+    `pause_admission`, `preempt`, `withdraw` or `export_live`; `release` when an episode with parked keys has ended.
     """
 
     def __init__(
@@ -206,7 +206,13 @@ class Engine:
 
     def export_live(self) -> list[Request]:
         """Take every live completion out, resumable by `submit` here or elsewhere; by ordinal and sample."""
-        return in_order([*self._queue.take_left(), *self._leave(self._rows.live_rows)])
+        return in_order([*self._queue.take(lambda entry: entry.was_live), *self._leave(self._rows.live_rows)])
+
+    def withdraw(self, is_unwanted: Callable[[Request], bool]) -> list[Request]:
+        """Take out the requests for which this holds, waiting or live; with what they have sampled, as `submit` takes
+        them."""
+        rows = [row for row in self._rows.live_rows if is_unwanted(self._rows.live_at(row).request)]
+        return in_order([*self._queue.take(lambda entry: is_unwanted(entry.request)), *self._leave(rows)])
 
     # Turns
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -109,15 +109,16 @@ class RequestQueue:
         self._queue.extendleft(entry for entry in reversed(head) if id(entry) not in gone)
         self.num_left -= sum(entry.was_live for entry in started)
 
-    def take_left(self) -> list[Request]:
-        """Take those that were live here out of the queue."""
-        left = [entry for entry in self._queue if entry.was_live]
-        self._queue = deque(entry for entry in self._queue if not entry.was_live)
-        self.num_left = 0
-        for entry in left:
+    def take(self, is_taken: Callable[[QueuedRequest], bool]) -> list[Request]:
+        """Take those for which this holds out of the queue."""
+        taken = [entry for entry in self._queue if is_taken(entry)]
+        gone = {id(entry) for entry in taken}
+        self._queue = deque(entry for entry in self._queue if id(entry) not in gone)
+        self.num_left -= sum(entry.was_live for entry in taken)
+        for entry in taken:
             self._prefixes.unwant(entry.key)
         self._prefixes.trim()
-        return [entry.request for entry in left]
+        return [entry.request for entry in taken]
 
     def stop_parking(self, session: Session) -> None:
         """Let the requests of `session` no longer park."""

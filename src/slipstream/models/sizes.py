@@ -51,17 +51,25 @@ def check_sizes(config: RunConfig, shape: TransformerConfig, here: Collection[st
             ("generator.num_slots", generator.num_slots, generator.replicas),
             ("eval.num_slots", config.eval.num_slots, 1),
         ):
-            _fits(
-                "keys and values of all slots are larger than this machine's memory",
-                KEY_AND_VALUE_BYTES * shape.num_layers * shape.kv_size * longest * slots * replicas,
-                memory,
-                of=f"{field} = {slots} slots of {longest} tokens x {shape.num_layers} layers x {shape.kv_size} numbers "
-                f"x {KEY_AND_VALUE_BYTES} bytes" + (f" x {replicas} replicas" if replicas > 1 else ""),
-                hint=f"lower {field}, generator.max_new_tokens or prompts.max_prompt_tokens",
-            )
+            hint = f"lower {field}, generator.max_new_tokens or prompts.max_prompt_tokens"
+            check_slots(shape, field, slots, longest, replicas=replicas, hint=hint)
     if trains:
         _check_work(config, shape, memory)
     _check_samples(config, memory)
+
+
+def check_slots(
+    shape: TransformerConfig, field: str, slots: int, longest: int, *, replicas: int = 1, hint: str
+) -> None:
+    """Raise ConfigError for keys and values of `slots` sequences of `longest` tokens that there is no memory for."""
+    _fits(
+        "keys and values of all slots are larger than this machine's memory",
+        KEY_AND_VALUE_BYTES * shape.num_layers * shape.kv_size * longest * slots * replicas,
+        memory_bytes(),
+        of=f"{field} = {slots} slots of {longest} tokens x {shape.num_layers} layers x {shape.kv_size} numbers "
+        f"x {KEY_AND_VALUE_BYTES} bytes" + (f" x {replicas} replicas" if replicas > 1 else ""),
+        hint=hint,
+    )
 
 
 def _check_model(shape: TransformerConfig, memory: int, *, trains: bool) -> None:
