@@ -153,4 +153,5 @@ class _Thread:
             task.cancel()
         with contextlib.suppress(SystemExit, KeyboardInterrupt):
             self._loop.run_until_complete(asyncio.wait(left, timeout=1.0) if left else asyncio.sleep(0))
+            self._loop.run_until_complete(asyncio.sleep(0))  # the connections that they have closed
         self._loop.close()
