@@ -44,9 +44,9 @@ async def run(row: dict[str, Any], base_url: str, api_key: str) -> Any:
 
 def run_plain(row: dict[str, Any], base_url: str, api_key: str) -> Any:
     """Ask as many times as the row says, or do what it names, in a thread."""
-    if row["do"] != "talk":
-        return PLAIN[row["do"]](row, plain_client_of(base_url, api_key))
     with plain_client_of(base_url, api_key) as client:
+        if row["do"] != "talk":
+            return PLAIN[row["do"]](row, client)
         messages: list[Any] = [{"role": "user", "content": row["text"]}]
         for _ in range(row["turns"]):
             turn = client.chat.completions.create(model="policy", messages=messages).choices[0].message
