@@ -10,7 +10,7 @@ from typing import Any
 from slipstream.environments.asks import Refused, Reply
 from slipstream.environments.pool import Asked, EpisodePool, LastWord, Lost, Said
 
-GENEROUS_S = 20.0
+GENEROUS_S = 120.0
 """For what ends by itself: it only ends a hang, on however slow a machine."""
 
 Told = Said | Asked | LastWord | Lost

@@ -68,7 +68,7 @@ async def talk(row: dict[str, Any], client: AsyncOpenAI) -> float:
     return float(len(messages[-2]["content"]))
 
 
-async def give(row: dict[str, Any], client: AsyncOpenAI) -> Any:  # noqa: ARG001
+async def give(row: dict[str, Any], client: AsyncOpenAI) -> Any:
     return REWARDS[row["what"]]()
 
 
@@ -86,7 +86,7 @@ async def too_many(row: dict[str, Any], client: AsyncOpenAI) -> Any:
     return sum(isinstance(one, APIError) for one in told)
 
 
-async def call_a_tool(row: dict[str, Any], client: AsyncOpenAI) -> float:  # noqa: ARG001
+async def call_a_tool(row: dict[str, Any], client: AsyncOpenAI) -> float:
     turn = await ask(client, "add", tools=[TOOL])
     [call] = turn.tool_calls
     assert (call.function.name, call.function.arguments) == ("add", '{"a": 1}'), call
@@ -94,17 +94,14 @@ async def call_a_tool(row: dict[str, Any], client: AsyncOpenAI) -> float:  # noq
 
 
 async def note_a_refusal(row: dict[str, Any], client: AsyncOpenAI) -> float:
+    refused = None
     try:
         await ask(client, "hi")
     except BadRequestError as error:
-        assert error.body == {
-            "message": row["sentence"],
-            "type": "invalid_request_error",
-            "param": None,
-            "code": row["code"],
-        }, error.body
-        return 1.0
-    return 0.0
+        refused = error.body
+    told = {"message": row["sentence"], "type": "invalid_request_error", "param": None, "code": row["code"]}
+    assert refused == told, refused
+    return 1.0
 
 
 async def fail(row: dict[str, Any], client: AsyncOpenAI) -> None:
@@ -113,11 +110,11 @@ async def fail(row: dict[str, Any], client: AsyncOpenAI) -> None:
     raise ValueError(row["text"])
 
 
-async def exits(row: dict[str, Any], client: AsyncOpenAI) -> None:  # noqa: ARG001
+async def exits(row: dict[str, Any], client: AsyncOpenAI) -> None:
     sys.exit(3)
 
 
-async def cancels_itself(row: dict[str, Any], client: AsyncOpenAI) -> None:  # noqa: ARG001
+async def cancels_itself(row: dict[str, Any], client: AsyncOpenAI) -> None:
     raise asyncio.CancelledError
 
 
@@ -137,7 +134,7 @@ async def swallow(row: dict[str, Any], client: AsyncOpenAI) -> None:
             await asyncio.sleep(0.02)
 
 
-async def block(row: dict[str, Any], client: AsyncOpenAI) -> None:  # noqa: ARG001
+async def block(row: dict[str, Any], client: AsyncOpenAI) -> None:
     RELEASED.wait(300.0)
 
 
@@ -166,7 +163,7 @@ _KEPT: set[Any] = set()
 LEFT_ERRORS: list[str] = []
 
 
-async def tell_what_was_left(row: dict[str, Any], client: AsyncOpenAI) -> float:  # noqa: ARG001
+async def tell_what_was_left(row: dict[str, Any], client: AsyncOpenAI) -> float:
     """Wait for the end of what `leave_a_task` has left, and check what became of its requests."""
     await asyncio.wait(_KEPT)
     assert LEFT_ERRORS == ["400 episode_over", "401 invalid_api_key"], LEFT_ERRORS
@@ -188,7 +185,7 @@ async def show_keys(row: dict[str, Any], client: AsyncOpenAI) -> float:
     return 0.0
 
 
-async def steal(row: dict[str, Any], client: AsyncOpenAI) -> float:  # noqa: ARG001
+async def steal(row: dict[str, Any], client: AsyncOpenAI) -> float:
     """Mix one's own address and key with those of another episode, which must give nothing."""
     base_url, key = LEFT[-1]
     own_url, own_key = str(client.base_url), client.api_key
@@ -203,7 +200,7 @@ async def steal(row: dict[str, Any], client: AsyncOpenAI) -> float:  # noqa: ARG
     return 1.0
 
 
-async def send_too_much(row: dict[str, Any], client: AsyncOpenAI) -> float:  # noqa: ARG001
+async def send_too_much(row: dict[str, Any], client: AsyncOpenAI) -> float:
     """Send a body that is too large, and one that is so as a message to the pool; the next one is in order."""
     numbers = [0.5] * 700_000
     first = await _error_of(ask(client, "x" * (4 << 20)))
@@ -229,7 +226,7 @@ async def go_away(row: dict[str, Any], client: AsyncOpenAI) -> float:
     return 1.0
 
 
-async def signal(row: dict[str, Any], client: AsyncOpenAI) -> None:  # noqa: ARG001
+async def signal(row: dict[str, Any], client: AsyncOpenAI) -> None:
     """Let `go_away` go on."""
     _SIGNALS.pop(asyncio.get_running_loop()).set()
 
@@ -271,6 +268,8 @@ REWARDS: dict[str, Callable[[], Any]] = {
     "text": lambda: "1.0",
     "nan": lambda: float("nan"),
     "a list": lambda: [1.0],
+    "descriptors": lambda: len(os.listdir("/proc/self/fd")),
+    "threads": threading.active_count,
 }
 
 
@@ -280,7 +279,7 @@ def _plain_hang(row: dict[str, Any], client: OpenAI) -> None:
     RELEASED.wait(300.0)
 
 
-def _plain_exit(row: dict[str, Any], client: OpenAI) -> None:  # noqa: ARG001
+def _plain_exit(row: dict[str, Any], client: OpenAI) -> None:
     sys.exit(3)
 
 

@@ -15,7 +15,7 @@ from drive import GENEROUS_S, ends, repeat, reply, rewards, until, wait_for
 from slipstream.core.clock import VirtualClock
 from slipstream.environments.asks import Refused, Reply
 from slipstream.environments.inline import InlinePool
-from slipstream.environments.pool import Asked, EpisodePool, LastWord, Lost
+from slipstream.environments.pool import Asked, EpisodePool, Lost
 
 MakePool = Callable[..., EpisodePool]
 LIMIT_S = 7.0
@@ -124,26 +124,29 @@ def test_requests_of_an_episode_are_open_side_by_side(make_agents: MakePool) -> 
     assert rewards(ends(pool, 1)) == {"a": 36.0}
 
 
-@pytest.mark.parametrize(("what", "reward"), [("a number", 3.0), ("none", None), ("numpy", 0.5)])
-def test_rewards_are_numbers_of_any_type_or_none(make_agents: MakePool, what: str, reward: float | None) -> None:
+def test_rewards_are_numbers_of_any_type_or_none(make_agents: MakePool) -> None:
+    expected = {"a number": 3.0, "none": None, "numpy": 0.5}
     pool = make_agents("run")
-    pool.open("a", 0, {"do": "give", "what": what})
-    [one] = ends(pool, 1).values()
-    assert isinstance(one, LastWord)
-    assert one.reward == reward
-    assert one.reward is None or type(one.reward) is float
+    for what in expected:
+        pool.open(what, 0, {"do": "give", "what": what})
+    found = rewards(ends(pool, len(expected)))
+    assert found == expected
+    assert {type(reward) for reward in found.values()} == {float, type(None)}
 
 
-@pytest.mark.parametrize("what", ["true", "text", "nan", "a list"])
-def test_what_is_no_reward_costs_its_episode(make_agents: MakePool, what: str) -> None:
+def test_what_is_no_reward_costs_its_episode(make_agents: MakePool) -> None:
     pool = make_agents("run")
-    pool.open("bad", 0, {"do": "give", "what": what})
+    bad = ["true", "text", "nan", "a list"]
+    for what in bad:
+        pool.open(what, 0, {"do": "give", "what": what})
     pool.open("good", 0, {"do": "talk", "text": "abc", "turns": 1})
-    told = ends(pool, 2)
-    assert isinstance(told["bad"], Lost)
-    assert told["bad"].is_guilty is True
-    assert "a reward is" in told["bad"].reason
-    assert told["good"] == LastWord("good", 3.0, told["good"].seconds)  # type: ignore[union-attr]
+    told = ends(pool, 1 + len(bad))
+    assert rewards({"good": told["good"]}) == {"good": 3.0}
+    for what in bad:
+        one = told[what]
+        assert isinstance(one, Lost), one
+        assert one.is_guilty is True
+        assert "a reward is" in one.reason
 
 
 def test_a_turn_with_calls_of_tools_arrives_in_openais_form(make_agents: MakePool) -> None:
@@ -165,27 +168,29 @@ def test_a_refusal_is_an_error_of_the_client_with_its_sentence(make_agents: Make
     assert rewards(ends(pool, 1, lambda _: Refused(sentence, code="max_turns"))) == {"a": 1.0}
 
 
-@pytest.mark.parametrize(
-    ("name", "row", "reason"),
-    [
-        ("run", {"do": "fail", "text": "z" * 10_000}, "ValueError: zzz"),
-        ("run", {"do": "fail", "turns": 2, "text": "no"}, "ValueError: no"),
-        ("run", {"do": "exits"}, "SystemExit"),
-        ("run_plain", {"do": "exits"}, "SystemExit"),
-        ("run", {"do": "cancels_itself"}, "cancelled"),
-        ("run", {}, "KeyError"),
-    ],
-)
-def test_an_error_costs_its_own_episode(make_agents: MakePool, name: str, row: dict[str, Any], reason: str) -> None:
-    pool = make_agents(name, "run")
-    pool.open("bad", 0, row)
+ERRORS: list[tuple[int, dict[str, Any], str]] = [
+    (0, {"do": "fail", "text": "z" * 10_000}, "ValueError: zzz"),
+    (0, {"do": "fail", "turns": 2, "text": "no"}, "ValueError: no"),
+    (0, {"do": "exits"}, "SystemExit"),
+    (1, {"do": "exits"}, "SystemExit"),
+    (0, {"do": "cancels_itself"}, "cancelled"),
+    (0, {}, "KeyError"),
+]
+
+
+def test_an_error_costs_its_own_episode(make_agents: MakePool) -> None:
+    pool = make_agents("run", "run_plain")
+    for key, (source, row, _) in enumerate(ERRORS):
+        pool.open(key, source, row)
     pool.open("good", 1, {"do": "talk", "text": "abc", "turns": 1})
-    told = ends(pool, 2)
-    assert isinstance(told["bad"], Lost)
-    assert told["bad"].is_guilty is True
-    assert reason in told["bad"].reason
-    assert len(told["bad"].reason) < 1_100
-    assert isinstance(told["good"], LastWord)
+    told = ends(pool, 1 + len(ERRORS))
+    assert rewards({"good": told["good"]}) == {"good": 3.0}
+    for key, (_, _, reason) in enumerate(ERRORS):
+        one = told[key]
+        assert isinstance(one, Lost), one
+        assert one.is_guilty is True
+        assert reason in one.reason
+        assert len(one.reason) < 1_100
     assert pool.num_restarts == 0
 
 
@@ -280,7 +285,7 @@ def test_one_that_blocks_the_loop_costs_all_that_share_it(make_agents: MakePool)
     clock = VirtualClock()
     pool = make_agents("run", step_limit_s=LIMIT_S, clock=clock)
     pool.open("waits", 0, {"do": "hang", "turns": 1})
-    [one] = wait_for(pool, 1)
+    wait_for(pool, 1)
     pool.open("blocks", 0, {"do": "block"})
     pool.poll()
     clock.advance(LIMIT_S)
@@ -370,6 +375,36 @@ def test_open_episodes_end_with_their_pool_and_nothing_is_left(
             thread.join(GENEROUS_S)
             assert not thread.is_alive(), thread
     assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_nothing_of_an_episode_is_left_in_its_host(make_agents: MakePool, tmp_path: Path) -> None:
+    pool = make_agents("run", "run_plain", ("program", script(tmp_path, "print(0.5)")))
+
+    def counted() -> list[float | None]:
+        kinds = ["descriptors", "threads"]
+        return [rewards(look(kind))[kind] for kind in kinds]
+
+    def look(kind: str) -> dict[Any, Any]:
+        pool.open(kind, 0, {"do": "give", "what": kind})
+        return ends(pool, 1)
+
+    before = counted()
+    row = {"do": "talk", "text": "abc", "turns": 1}
+    for key in range(16):
+        pool.open(key, key % 2, row)
+    held = wait_for(pool, 16)
+    for key in range(4):
+        pool.shut(key)
+    for one in held:
+        if one.key not in range(4):
+            assert isinstance(one, Asked)
+            pool.give(one.key, one.request, repeat(one))
+    assert rewards(ends(pool, 12)) == dict.fromkeys(range(4, 16), 3.0)
+    for key in range(3):
+        pool.open(key, 2, {})
+    assert rewards(ends(pool, 3)) == dict.fromkeys(range(3), 0.5)
+    looks = (counted() for _ in range(200))  # connections and threads end a little later
+    assert any(look == before for look in looks), (before, counted())
 
 
 def children_of(pid: int) -> set[int]:

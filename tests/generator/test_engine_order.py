@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.types import VersionSpan
 from slipstream.generator.engine import Engine
 from slipstream.generator.paged_runner import PagedRunner
-from slipstream.generator.requests import Finished, Request
+from slipstream.generator.requests import Finished, Request, Session
 from slipstream.generator.runner import Chunk, Decoded
 
 PAGE = 16

@@ -5,7 +5,8 @@
     my-agent ...                                                a program that plays all episodes of its worker
 
 An episode has a key of its own, in the address and as the API key. The gateway and all agents of a worker share its
-loop; the turns come from outside of the worker, where the transcript is.
+loop; the turns come from outside of the worker, where the transcript is. What shares a worker is not hidden from each
+other: an agent may find the keys of its worker's other episodes, but none of another worker's.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ class ProgramAgent(Agent):
                 raise EnvironmentFault(f"the file '{word}' cannot be read here")
 
     async def run(self, row: Row, base_url: str, api_key: str, call: Call) -> Any:  # noqa: ARG002 - no thread
-        program = await _Program.started(self._command, {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key})
+        program = await _RunningProgram.started(self._command, {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key})
         said, errors = _Tail(MAX_OUTPUT_BYTES), _Tail(MAX_ERROR_BYTES)
         loop = asyncio.get_running_loop()
         tails = [loop.create_task(said.take(program.stdout)), loop.create_task(errors.take(program.stderr))]
@@ -127,7 +128,7 @@ class ProgramAgent(Agent):
 class _Line:
     """A process that plays many episodes by lines of JSON, and the episodes that wait for its answers."""
 
-    program: _Program
+    program: _RunningProgram
     errors: _Tail
     waiting: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
     failure: str | None = None
@@ -160,8 +161,8 @@ class LineAgent(Agent):
     in    {"episode": 1, "row": {...}, "base_url": "...", "api_key": "..."}      {"cancel": 1}
     out   {"ready": true}, once       {"episode": 1, "reward": 0.5}      {"episode": 1, "error": "a sentence"}
 
-    Its end costs all its episodes. Only an episode starts it again, and all that wait for a start share its failure: it
-    is never started more often than episodes fail.
+    A reward is what the program says, of whichever of its episodes. Its end costs all of them. Only an episode starts
+    it again, and all that wait for a start share its failure: it is never started more often than episodes fail.
     """
 
     def __init__(self, command: Sequence[str]) -> None:
@@ -216,7 +217,7 @@ class LineAgent(Agent):
 
     async def _begun(self) -> _Line:
         """Start the program and wait for its first line. EnvironmentFault where none comes in time."""
-        program = await _Program.started(self._command, {})
+        program = await _RunningProgram.started(self._command, {})
         line = _Line(program, _Tail(MAX_ERROR_BYTES))
         errors = self._watch(line.errors.take(program.stderr))
         first: bytes | None = None
@@ -354,7 +355,7 @@ class _Watched(asyncio.subprocess.SubprocessStreamProtocol):
             self.ended.set_result(None)
 
 
-class _Program:
+class _RunningProgram:
     """A program that runs, in a session of its own, and its pipes."""
 
     def __init__(self, transport: asyncio.SubprocessTransport, protocol: _Watched) -> None:
@@ -367,7 +368,7 @@ class _Program:
         self._transport = transport
 
     @classmethod
-    async def started(cls, command: Sequence[str], told: dict[str, str]) -> _Program:
+    async def started(cls, command: Sequence[str], told: dict[str, str]) -> _RunningProgram:
         """Start `command` with the variables of this process and `told`. EnvironmentFault where that cannot be."""
         loop = asyncio.get_running_loop()
         pipe = asyncio.subprocess.PIPE

@@ -190,7 +190,7 @@ class EpisodeHost:
             raise ConfigError(
                 "agents ask for their turns at 127.0.0.1, and there is no network for that",
                 got=error,
-                allowed="environment.network = 'gateway', where `slipstream doctor` reports network namespaces, or 'host'",
+                allowed="environment.network = 'gateway', with namespaces (see `slipstream doctor`), or 'host'",
             ) from error
         self._gateway = GatewayServer(app, listener, limits=limits)
         await self._gateway.start()
