@@ -185,27 +185,29 @@ ASK = Ask(messages=[{"role": "user", "content": "x"}])
 DEEP: Any = []
 for _ in range(200):
     DEEP = [DEEP]
-LIES = {
-    "no message": "0500000093019101c0",
-    "a length of 4 GB": struct.pack("<I", (1 << 32) - 1).hex(),
-    "the same request twice": 2 * forged(hosting.AskedTurn(0, 77, ASK)),
-    "a nested tool": forged(hosting.AskedTurn(0, 77, Ask(messages=ASK.messages, tools=[{"function": {"x": DEEP}}]))),
-    "a reward that is none": forged(hosting.Closed(0, float("nan"))),
-    "a turn of an environment": forged(hosting.Spoke(0, 0, [], False, 1.0, 0.0, 0, 0)),
-    "stuck without being late": forged(hosting.Stuck(0)),
-    "the end of no episode": forged(hosting.Closed(7, 1.0)),
+NESTED = Ask(messages=ASK.messages, tools=[{"function": {"x": DEEP}}])
+LIES: dict[str, Callable[[int], str]] = {
+    "no message": lambda _: "0500000093019101c0",
+    "a length of 4 GB": lambda _: struct.pack("<I", (1 << 32) - 1).hex(),
+    "the same request twice": lambda number: 2 * forged(hosting.AskedTurn(number, 77, ASK)),
+    "a nested tool": lambda number: forged(hosting.AskedTurn(number, 77, NESTED)),
+    "a reward that is none": lambda number: forged(hosting.Closed(number, float("nan"))),
+    "a turn of an environment": lambda number: forged(hosting.Spoke(number, 0, [], False, 1.0, 0.0, 0, 0)),
+    "stuck without being late": lambda number: forged(hosting.Stuck(number)),
+    "the end of no episode": lambda _: forged(hosting.Closed(1_000, 1.0)),
 }
+"""By the number that the pool gives the episode: the first one's is 0."""
 
 
 def test_a_lie_to_the_pool_costs_its_worker(make_of: MakePool) -> None:
     pool = make_of("agent")
-    for count, (lie, data) in enumerate(LIES.items(), start=1):
-        pool.open(lie, 0, {"do": "frames", "bytes": data, "reward": 9.0})
+    for number, (lie, data) in enumerate(LIES.items()):
+        pool.open(lie, 0, {"do": "frames", "bytes": data(number), "reward": 9.0})
         [one] = ends(pool, 1).values()
         assert isinstance(one, Lost), one
         assert "bad output" in one.reason
         assert one.is_guilty is True
-        assert pool.num_restarts == count
+        assert pool.num_restarts == number + 1
     pool.open("next", 0, {"do": "talk", "reward": 2.0})
     assert rewards(ends(pool, 1)) == {"next": 2.0}
 
