@@ -388,8 +388,9 @@ def test_nothing_of_an_episode_is_left_in_its_host(make_agents: MakePool, tmp_pa
         return [found[kind] or 0.0 for kind in kinds]
 
     row = {"do": "talk", "text": "abc", "turns": 1}
-    pool.open("first", 0, row)  # clients have a thread of their own from then on
-    ends(pool, 1)
+    for key in range(16):
+        pool.open(key, key % 2, row)
+    ends(pool, 16)  # clients keep threads of their own from then on
     before = counted()
     for key in range(16):
         pool.open(key, key % 2, row)

@@ -88,6 +88,7 @@ class _Thread:
         self._is_closing = False
         self._loop = asyncio.new_event_loop()
         self._request_limit_s = request_limit_s
+        self._closing = asyncio.Event()
         self._host = EpisodeHost(makers, self._deliver, step_limit_s=step_limit_s, max_chars=max_chars)
         self._thread = start_thread(self._serve, name="environments")
 
@@ -117,7 +118,7 @@ class _Thread:
     def close(self) -> None:
         """End the loop, if it lets itself be ended; its threads end when their calls return."""
         self._is_closing = True
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._loop.call_soon_threadsafe(self._closing.set)
         self._thread.join(_JOIN_S)
         os.close(self._wake_read)
         os.close(self._wake_write)
@@ -129,25 +130,29 @@ class _Thread:
         with contextlib.suppress(BlockingIOError):  # enough wake-ups are waiting
             os.write(self._wake_write, b"\0")
 
-    def _started(self) -> WorkerReady | SetupFailed:
+    async def _started(self) -> WorkerReady | SetupFailed:
         """Return the first word to the pool: whether all is there that agents need."""
         try:
-            self._loop.run_until_complete(self._host.open_gateway(request_limit_s=self._request_limit_s))
-            self._loop.run_until_complete(self._host.start_agents())
+            await self._host.open_gateway(request_limit_s=self._request_limit_s)
+            await self._host.start_agents()
         except SlipstreamError as error:
             return SetupFailed(str(error)[:MAX_ERROR_CHARS])
         except BaseException as error:  # noqa: BLE001 - an agent's code may raise anything
             return SetupFailed(describe(error))
         return WorkerReady(isolation=[])
 
+    async def _main(self) -> None:
+        """Waits for `close` while episodes run beside it. Ends when: all that was open then is closed."""
+        self._deliver(msgspec.msgpack.encode(await self._started()))
+        await self._closing.wait()
+        await self._host.close()
+
     def _serve(self) -> None:
-        """Runs the loop of the episodes. Ends when: `close`."""
-        self._deliver(msgspec.msgpack.encode(self._started()))
-        while not self._is_closing:
+        """Runs the loop of the episodes. Ends when: `_main` does."""
+        main = self._loop.create_task(self._main())
+        while not main.done():
             with contextlib.suppress(SystemExit, KeyboardInterrupt):  # of a task that an environment has started
-                self._loop.run_forever()
-        with contextlib.suppress(SystemExit, KeyboardInterrupt):
-            self._loop.run_until_complete(self._host.close())
+                self._loop.run_until_complete(main)
         left = asyncio.all_tasks(self._loop)
         for task in left:
             task.cancel()
