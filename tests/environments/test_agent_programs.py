@@ -57,17 +57,19 @@ PROGRAM = """
                 if hides % 2:
                     os.setsid()
                 time.sleep(600)
-    if do == "many":
-        started = 0
-        try:
-            while True:
-                if os.fork() == 0:
-                    os.setsid()
-                    time.sleep(600)
-                started += 1
-        except OSError:
-            pass
     print(json.dumps({"reward": row["reward"]}))
+"""
+
+
+MANY = """
+    import os, time
+    try:
+        while True:
+            if os.fork() == 0:
+                os.setsid()
+                time.sleep(600)
+    except OSError:
+        print(0.5)
 """
 
 
@@ -122,11 +124,10 @@ def test_what_a_program_leaves_behind_ends_with_it_or_with_the_worker(make: Make
 
 def test_processes_that_are_left_behind_leave_room_for_the_next_program(make: MakePool, tmp_path: Path) -> None:
     needs("user", "processes")
-    pool = make(("program", script(tmp_path, PROGRAM)))
-    for key in range(2):
-        pool.open(key, 0, {"do": "many", "reward": key})
-        assert rewards(ends(pool, 1)) == {key: float(key)}
-    pool.open("next", 0, {"do": "none", "reward": 3.0})
+    pool = make(("program", script(tmp_path, MANY)), ("program", script(tmp_path, "print(3)")))
+    pool.open("many", 0, {})
+    assert rewards(ends(pool, 1)) == {"many": 0.5}
+    pool.open("next", 1, {})
     assert rewards(ends(pool, 1)) == {"next": 3.0}
     assert pool.num_restarts == 0
 
