@@ -382,8 +382,8 @@ class _RunningProgram:
                 env=os.environ | told,
                 start_new_session=True,
             )
-        except (OSError, ValueError) as error:
-            kind = NoProcessLeft if isinstance(error, BlockingIOError) else EnvironmentFault
+        except (OSError, ValueError, RuntimeError) as error:  # the last for asyncio's thread that waits for its end
+            kind = NoProcessLeft if isinstance(error, BlockingIOError | RuntimeError) else EnvironmentFault
             raise kind(f"the program '{command[0]}' cannot be started: {error}") from error
         return cls(transport, protocol)
 
