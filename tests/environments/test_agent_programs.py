@@ -63,12 +63,17 @@ PROGRAM = """
 
 MANY = """
     import os, time
+    children = []
     try:
         while True:
-            if os.fork() == 0:
+            child = os.fork()
+            if child == 0:
                 os.setsid()
                 time.sleep(600)
+            children.append(child)
     except OSError:
+        while any(os.getsid(child) == os.getsid(0) for child in children):
+            time.sleep(0.01)
         print(0.5)
 """
 
