@@ -1,18 +1,21 @@
-"""Driving a pool of episodes as an executor does."""
+"""Driving a pool of episodes as an executor does; agents are given their turns by a function."""
 
 from __future__ import annotations
 
 import select
 import time
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
-from slipstream.environments.pool import EpisodePool, LastWord, Lost, Said
+from slipstream.environments.asks import Refused, Reply
+from slipstream.environments.pool import Asked, EpisodePool, LastWord, Lost, Said
 
 GENEROUS_S = 120.0
 """For what ends by itself: it only ends a hang, on however slow a machine."""
 
-Told = Said | LastWord | Lost
+Told = Said | Asked | LastWord | Lost
+Answer = Callable[[Asked], Reply | Refused | None]
+"""Gives an agent its turn; None leaves the request open."""
 
 
 def wait_for(pool: EpisodePool, count: int) -> list[Told]:
@@ -21,12 +24,27 @@ def wait_for(pool: EpisodePool, count: int) -> list[Told]:
     end_s = time.monotonic() + GENEROUS_S
     while len(told) < count:
         assert time.monotonic() < end_s, f"hangs; told: {told}"
-        deadline_s = pool.next_deadline_s()
-        wait_s = 5.0 if deadline_s is None else min(5.0, max(0.0, deadline_s - pool._clock.now_s()))
-        select.select(pool.fds(), [], [], wait_s)
-        told += pool.poll()
+        told += _polled(pool)
     assert len(told) == count, told
     return told
+
+
+def until(pool: EpisodePool, is_there: Callable[[], bool]) -> list[Told]:
+    """Poll until something is there; return what was told meanwhile."""
+    told: list[Told] = []
+    end_s = time.monotonic() + GENEROUS_S
+    while not is_there():
+        assert time.monotonic() < end_s, f"hangs; told: {told}"
+        told += _polled(pool)
+    return told
+
+
+def _polled(pool: EpisodePool) -> list[Told]:
+    """Wait as a host does, on descriptors and deadlines; return what was told."""
+    deadline_s = pool.next_deadline_s()
+    wait_s = 5.0 if deadline_s is None else min(5.0, max(0.0, deadline_s - pool._clock.now_s()))
+    select.select(pool.fds(), [], [], wait_s)
+    return pool.poll()  # type: ignore[return-value]
 
 
 def opened(pool: EpisodePool, keys: list[Hashable], source: int, **columns: Any) -> dict[Hashable, Told]:
@@ -56,3 +74,40 @@ def take_all(pool: EpisodePool, keys: list[Hashable], content: str, *, turn: int
     for key in keys:
         pool.take(key, turn, {"role": "assistant", "content": content})
     return {one.key: one for one in wait_for(pool, len(keys))}
+
+
+def reply(content: str, **message: Any) -> Reply:
+    """Return a turn of one token."""
+    said = {"role": "assistant", "content": content, **message}
+    return Reply(said, "stop", 2, tokens=[1], logprobs=[-0.5], versions=[(0, 0)], prompt_tokens=[3, 4])
+
+
+def repeat(asked: Asked) -> Reply:
+    """Return the last message of a request as its turn."""
+    assert asked.ask.messages is not None
+    return reply(asked.ask.messages[-1]["content"])
+
+
+def ends(pool: EpisodePool, count: int, answer: Answer = repeat) -> dict[Hashable, LastWord | Lost]:
+    """Answer agents until `count` episodes have ended."""
+    found: dict[Hashable, LastWord | Lost] = {}
+    end_s = time.monotonic() + GENEROUS_S
+    while len(found) < count:
+        assert time.monotonic() < end_s, f"hangs; ended: {found}"
+        for one in _polled(pool):
+            if isinstance(one, Asked):
+                turn = answer(one)
+                if turn is not None:
+                    pool.give(one.key, one.request, turn)
+            else:
+                assert isinstance(one, LastWord | Lost), one
+                assert one.key not in found, "an episode ends once"
+                found[one.key] = one
+    assert len(found) == count, found
+    return found
+
+
+def rewards(told: dict[Hashable, LastWord | Lost]) -> dict[Hashable, float | None]:
+    """Return the rewards of episodes that have all ended by themselves."""
+    assert all(isinstance(one, LastWord) for one in told.values()), told
+    return {key: one.reward for key, one in told.items() if isinstance(one, LastWord)}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.types import VersionSpan
 from slipstream.generator.engine import Engine
 from slipstream.generator.paged_runner import PagedRunner
-from slipstream.generator.requests import Finished, Request
+from slipstream.generator.requests import Finished, Request, Session
 from slipstream.generator.runner import Chunk, Decoded
 
 PAGE = 16
@@ -235,3 +237,40 @@ def test_further_turns_go_before_what_is_new_in_their_order_and_start_while_admi
     assert engine.num_waiting == 3
     engine.pause_admission(False)
     assert sorted(drain(engine)) == [(0, 0), (1, 0), (2, 0)]
+
+
+def test_a_further_branch_of_an_episode_that_has_begun_starts_while_admission_is_paused() -> None:
+    def turn(ordinal: int, sample: int = 0, branch: int = 0, **fields: Any) -> Request:
+        context = random_prompt(5 + branch, seed=10 * ordinal + branch)
+        return Request(ordinal, sample, context, max_new_tokens=3, branch=branch, parks=True, **fields)
+
+    engine = new_engine(random_model(), num_slots=2, stop_token_ids=[])
+    engine.submit([turn(7)])
+    begun = drain(engine)
+    assert list(begun) == [(7, 0)]
+    engine.pause_admission(True)
+    others = [turn(6), turn(7, sample=1), turn(7, stream=1), replace(turn(7, branch=3), parks=False)]
+    engine.submit([*others, turn(7, branch=1), turn(7, branch=2)])
+    assert not engine.has_work
+    engine.let_go_on(Session(0, 7, 0, 0))
+    finished = [one.request.session for _ in range(9) for one in engine.step()]
+    assert finished == [Session(0, 7, 0, 1), Session(0, 7, 0, 2)], "those that wait, in their order"
+    assert not engine.has_work
+    assert engine.num_waiting == len(others)
+    engine.pause_admission(False)
+    finished = [one.request.session for _ in range(20) for one in engine.step()]
+    assert sorted(finished) == sorted(other.session for other in others)
+
+
+def test_of_several_branches_those_that_go_on_pass_what_is_new() -> None:
+    """Without a pause, too; and what has begun before stays ahead."""
+    engine = new_engine(random_model(), num_slots=1, stop_token_ids=[])
+    first = Request(0, 0, random_prompt(9, seed=0), max_new_tokens=3)
+    new = [Request(i, 0, random_prompt(5, seed=i), max_new_tokens=3, parks=True) for i in (1, 2)]
+    branch = Request(3, 0, random_prompt(6, seed=3), max_new_tokens=3, parks=True, branch=1)
+    engine.submit([first])
+    engine.step()
+    engine.submit([*new, branch])
+    engine.let_go_on(Session(0, 3, 0, 0))
+    finished = [one.request.session for _ in range(20) for one in engine.step()]
+    assert finished == [Session(0, 0, 0), Session(0, 3, 0, 1), Session(0, 1, 0), Session(0, 2, 0)]

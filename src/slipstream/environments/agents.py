@@ -5,7 +5,8 @@
     my-agent ...                                                a program that plays all episodes of its worker
 
 An episode has a key of its own, in the address and as the API key. The gateway and all agents of a worker share its
-loop; the turns come from outside of the worker, where the transcript is.
+loop; the turns come from outside of the worker, where the transcript is. What shares a worker is not hidden from each
+other: an agent may find the keys of its worker's other episodes, but none of another worker's.
 """
 
 from __future__ import annotations
@@ -19,8 +20,7 @@ import os
 import secrets
 import signal
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -30,14 +30,24 @@ from slipstream.environments.protocol import EnvironmentFault
 
 MAX_LINE_BYTES = 1 << 20
 MAX_OUTPUT_BYTES = 64 << 10  # of a program's standard output, of which the last line counts
+MAX_ERROR_BYTES = 2 << 10
+MAX_UNREAD_BYTES = 16 << 20  # that wait for a program to read them
 _ERROR_CHARS = 300
-_END_S = 2.0  # for a program to end, once it is told to
+_END_S = 0.5  # for a program that is killed to be gone; less than a host gives to what it cancels
 _START_S = 90.0  # for a program to be ready: its imports
 _KEY_BYTES = 16
 
 Row = dict[str, Any]
 Call = Callable[[Callable[[], Any]], Awaitable[Any]]
 """Runs a function that is not async in a thread of the episode's."""
+
+
+class SharedFault(EnvironmentFault):
+    """The fault of something that several episodes share: any of them may have caused it."""
+
+
+class NoProcessLeft(EnvironmentFault):
+    """A program cannot be started, since there are as many processes as there may be."""
 
 
 class Agent(ABC):
@@ -81,135 +91,62 @@ class ProgramAgent(Agent):
     """A program for each episode. It gets the row as JSON on standard input, and OPENAI_BASE_URL and OPENAI_API_KEY.
 
     Its last line of output may be its reward: a number, or {"reward": number}; else it gives none. Another exit code
-    than 0 is a failure.
+    than 0 is a failure. Its end is the episode's: what it has started and left behind is killed.
     """
 
     def __init__(self, command: Sequence[str]) -> None:
         self._command = list(command)
 
+    async def start(self) -> None:
+        """Start nothing; raise EnvironmentFault where the program, or a script that it is to run, cannot be seen."""
+        if not os.access(self._command[0], os.X_OK):
+            raise EnvironmentFault(f"the program '{self._command[0]}' cannot be run here")
+        for word in self._command[1:]:
+            if os.path.isabs(word) and word.endswith(".py") and not os.access(word, os.R_OK):
+                raise EnvironmentFault(f"the file '{word}' cannot be read here")
+
     async def run(self, row: Row, base_url: str, api_key: str, call: Call) -> Any:  # noqa: ARG002 - no thread
-        told = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
-        process = await _started(self._command, told)
+        program = await _RunningProgram.started(self._command, {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key})
+        said, errors = _Tail(MAX_OUTPUT_BYTES), _Tail(MAX_ERROR_BYTES)
+        loop = asyncio.get_running_loop()
+        tails = [loop.create_task(said.take(program.stdout)), loop.create_task(errors.take(program.stderr))]
+        told = loop.create_task(_tell_all(program.stdin, json.dumps(row).encode() + b"\n"))
         try:
-            assert process.stdin is not None
-            assert process.stdout is not None
-            assert process.stderr is not None
-            with contextlib.suppress(ConnectionError):  # it need not read its row
-                process.stdin.write(json.dumps(row).encode() + b"\n")
-                await process.stdin.drain()
-                process.stdin.close()
-            said, errors, code = await asyncio.gather(
-                _tail(process.stdout, MAX_OUTPUT_BYTES), _tail(process.stderr, 4 * _ERROR_CHARS), process.wait()
-            )
+            await asyncio.wait([program.ended])
+            program.kill()  # all that it has left, which may hold its pipes
+            await asyncio.wait(tails, timeout=_END_S)
         finally:
-            await _killed(process)
-        if code != 0:
-            raise EnvironmentFault(f"the program ended with exit code {code}: {_last(errors)}")
-        return _reward_in(said)
+            await program.end()
+            for task in (told, *tails):
+                task.cancel()
+        if program.code != 0:
+            raise EnvironmentFault(f"the program ended with exit code {program.code}: {errors.last_line}")
+        return _reward_in(said.kept)
 
 
 @dataclass
 class _Line:
-    """A process that plays many episodes by lines of JSON, and who waits for its answers."""
+    """A process that plays many episodes by lines of JSON, and the episodes that wait for its answers."""
 
-    process: asyncio.subprocess.Process
+    program: _RunningProgram
+    errors: _Tail
     waiting: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
-    errors: deque[str] = field(default_factory=lambda: deque(maxlen=8))
+    failure: str | None = None
 
+    def tell(self, message: dict[str, Any]) -> None:
+        """Send a line. A program that does not read is killed when too much waits for it."""
+        if self.program.stdin.is_closing():
+            return  # it has ended, as the reader of its output will notice
+        if self.program.stdin.transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
+            self.failure = self.failure or "the program did not read its lines"
+            self.program.kill()
+        else:
+            self.program.stdin.write(json.dumps(message).encode() + b"\n")
 
-class LineAgent(Agent):
-    """A program that plays all episodes of its worker, by lines of JSON; started again where it ends.
-
-    in    {"episode": 1, "row": {...}, "base_url": "...", "api_key": "..."}      {"cancel": 1}
-    out   {"ready": true}, once       {"episode": 1, "reward": 0.5}      {"episode": 1, "error": "a sentence"}
-    """
-
-    def __init__(self, command: Sequence[str]) -> None:
-        self._command = list(command)
-        self._line: _Line | None = None
-        self._numbers = itertools.count()
-        self._starting = asyncio.Lock()
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    async def start(self) -> None:
-        async with self._starting:
-            if self._line is None:
-                self._line = await self._begun()
-
-    async def run(self, row: Row, base_url: str, api_key: str, call: Call) -> Any:  # noqa: ARG002 - no thread
-        await self.start()
-        line, number = self._line, next(self._numbers)
-        if line is None:
-            raise EnvironmentFault("the program has ended")
-        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        line.waiting[number] = answer
-        try:
-            self._tell(line, {"episode": number, "row": row, "base_url": base_url, "api_key": api_key})
-            return await answer
-        except asyncio.CancelledError:
-            self._tell(line, {"cancel": number})
-            raise
-        finally:
-            line.waiting.pop(number, None)
-
-    async def stop(self) -> None:
-        line, self._line = self._line, None
-        if line is not None:
-            await _killed(line.process)
-        for task in self._tasks:
-            task.cancel()
-
-    async def _begun(self) -> _Line:
-        """Start the program and wait for its first line. EnvironmentFault where none comes in time."""
-        line = _Line(await _started(self._command, {}))
-        self._watch(self._note_errors(line))
-        assert line.process.stdout is not None
-        try:
-            first = await asyncio.wait_for(line.process.stdout.readline(), _START_S)
-        except (TimeoutError, ValueError):
-            first = b"?"
-        if _parsed(first) != {"ready": True}:
-            await _killed(line.process)
-            await asyncio.sleep(0)
-            found = _parsed(first)
-            error = found.get("error") if isinstance(found, dict) else None
-            said = error if isinstance(error, str) else _last("\n".join(line.errors).encode()) or repr(first[:80])
-            raise EnvironmentFault(f"the program was not ready: {said[:_ERROR_CHARS]}")
-        self._watch(self._read(line))
-        return line
-
-    def _watch(self, work: Any) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    @staticmethod
-    def _tell(line: _Line, message: dict[str, Any]) -> None:
-        if line.process.stdin is not None and not line.process.stdin.is_closing():
-            line.process.stdin.write(json.dumps(message).encode() + b"\n")
-
-    async def _read(self, line: _Line) -> None:
-        """Takes answers, waits for the next one. Ends when: the program does, or breaks the form."""
-        assert line.process.stdout is not None
-        why = "the program has ended"
-        try:
-            while raw := await line.process.stdout.readline():
-                self._hear(line, _parsed(raw))
-        except ValueError:
-            why = "the program wrote a line that is too long"
-        await _killed(line.process)
-        if self._line is line:
-            self._line = None
-        said = f"{why}: {_last(chr(10).join(line.errors).encode())}" if line.errors else why
-        for answer in line.waiting.values():
-            if not answer.done():
-                answer.set_exception(EnvironmentFault(said))
-
-    @staticmethod
-    def _hear(line: _Line, message: Any) -> None:
-        """Take one answer; what is none, as a print of an environment, is passed over."""
+    def hear(self, message: Any) -> None:
+        """Take one answer; any other line, as a print of an environment, is passed over."""
         number = message.get("episode") if isinstance(message, dict) else None
-        answer = line.waiting.get(number) if type(number) is int else None
+        answer = self.waiting.get(number) if type(number) is int else None
         if answer is None or answer.done():
             return
         if isinstance(message.get("error"), str):
@@ -217,26 +154,138 @@ class LineAgent(Agent):
         else:
             answer.set_result(message.get("reward"))
 
-    @staticmethod
-    async def _note_errors(line: _Line) -> None:
-        """Keeps the last lines of errors. Ends when: the program does."""
-        assert line.process.stderr is not None
-        with contextlib.suppress(ValueError):
-            while raw := await line.process.stderr.readline():
-                line.errors.append(raw.decode(errors="replace").rstrip()[:_ERROR_CHARS])
+
+class LineAgent(Agent):
+    """A program that plays all episodes of its worker, by lines of JSON; started again where it ends.
+
+    in    {"episode": 1, "row": {...}, "base_url": "...", "api_key": "..."}      {"cancel": 1}
+    out   {"ready": true}, once       {"episode": 1, "reward": 0.5}      {"episode": 1, "error": "a sentence"}
+
+    A reward is what the program says, of whichever of its episodes. Its end costs all of them. Only an episode starts
+    it again, and all that wait for a start share its failure: it is never started more often than episodes fail.
+    """
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._command = list(command)
+        self._line: _Line | None = None
+        self._starting: asyncio.Task[_Line] | None = None
+        self._numbers = itertools.count()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Start the program. EnvironmentFault where it is not ready in time."""
+        if self._line is not None:  # of a host whose loop was blocked for good
+            self._line.program.kill()
+        self._line = self._starting = None
+        self._tasks = set()
+        await self._ready()
+
+    async def run(self, row: Row, base_url: str, api_key: str, call: Call) -> Any:  # noqa: ARG002 - no thread
+        line, number = await self._ready(), next(self._numbers)
+        if line.failure is not None:
+            raise EnvironmentFault(line.failure)
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        line.waiting[number] = answer
+        try:
+            line.tell({"episode": number, "row": row, "base_url": base_url, "api_key": api_key})
+            return await answer
+        except asyncio.CancelledError:
+            line.tell({"cancel": number})
+            raise
+        finally:
+            del line.waiting[number]
+
+    async def stop(self) -> None:
+        """Kill the program."""
+        if self._starting is not None:
+            self._starting.cancel()
+            await asyncio.wait([self._starting])
+        line, self._line = self._line, None
+        if line is not None:
+            await line.program.end()
+        for task in self._tasks:
+            task.cancel()
+
+    async def _ready(self) -> _Line:
+        """Return the program, started where there is none. The start goes on if the episode that began it is over."""
+        if self._line is not None:
+            return self._line
+        if self._starting is None or self._starting.done():
+            self._starting = asyncio.get_running_loop().create_task(self._begun())
+            self._starting.add_done_callback(_looked_at)
+        return await asyncio.shield(self._starting)
+
+    async def _begun(self) -> _Line:
+        """Start the program and wait for its first line. EnvironmentFault where none comes in time."""
+        program = await _RunningProgram.started(self._command, {})
+        line = _Line(program, _Tail(MAX_ERROR_BYTES))
+        errors = self._watch(line.errors.take(program.stderr))
+        first: bytes | None = None
+        try:
+            first = await asyncio.wait_for(program.stdout.readline(), _START_S)
+        except ValueError:
+            first = b"a line that is too long"
+        except TimeoutError:
+            pass
+        finally:
+            if _parsed(first or b"") != {"ready": True}:
+                await program.end()
+        if program.is_over:
+            await asyncio.wait([errors], timeout=_END_S)
+            raise EnvironmentFault(f"the program was not ready: {_why_not_ready(first, line.errors)[:_ERROR_CHARS]}")
+        self._watch(self._read(line))
+        self._line = line
+        return line
+
+    def _watch(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _read(self, line: _Line) -> None:
+        """Takes answers, waits for the next one. Ends when: the program does, or writes a line that is too long."""
+        try:
+            while raw := await line.program.stdout.readline():
+                line.hear(_parsed(raw))
+        except ValueError:
+            line.failure = "the program wrote a line that is too long"
+        if self._line is line:
+            self._line = None
+        await line.program.end()
+        why = line.failure or f"the program has ended (exit code {line.program.code})"
+        line.failure = f"{why}: {line.errors.last_line}"
+        kind = SharedFault if len(line.waiting) > 1 else EnvironmentFault
+        for answer in line.waiting.values():
+            if not answer.done():
+                answer.set_exception(kind(line.failure))
+
+
+def _why_not_ready(first: bytes | None, errors: _Tail) -> str:
+    """Return in words why a program's first line was not the one that it has to be; None: no line came in time."""
+    found = _parsed(first or b"")
+    if isinstance(found, dict) and isinstance(found.get("error"), str):
+        return str(found["error"])
+    if first is None:
+        return f'it did not say {{"ready": true}} within {_START_S:g} s: {errors.last_line}'
+    if first:
+        return f'its first line is {{"ready": true}}, and not {first[:80]!r}'
+    return f"it ended: {errors.last_line}"
 
 
 class AgentSessions:
     """The endpoint of a gateway for the episodes of a host: each has a key, and asks through `deliver`.
 
-    `deliver` is given (episode, request, ask); `reply` gives the turn. Bound: `max_pending` of the gateway for each.
+    `deliver` is given (episode, request, ask); `reply` gives the turn. Bound: `max_requests` of an episode, of which
+    those count, too, whose clients have gone, until they have their replies.
     """
 
     model = "policy"
 
-    def __init__(self, deliver: Callable[[int, int, Ask], None]) -> None:
-        self._deliver = deliver
+    def __init__(self, deliver: Callable[[int, int, Ask], None], *, max_requests: int) -> None:
+        self._deliver, self._max_requests = deliver, max_requests
         self._episodes: dict[str, int] = {}
+        self._unanswered: dict[int, set[int]] = {}  # of each open episode
         self._waiting: dict[tuple[int, int], asyncio.Future[Reply]] = {}
         self._requests = itertools.count()
 
@@ -244,11 +293,15 @@ class AgentSessions:
         """Return a new key of `episode`."""
         key = secrets.token_urlsafe(_KEY_BYTES)
         self._episodes[key] = episode
+        self._unanswered[episode] = set()
         return key
 
     def close(self, key: str) -> None:
         """Take a key back: what its episode still asks is refused."""
-        episode = self._episodes.pop(key, None)
+        if key not in self._episodes:
+            return
+        episode = self._episodes.pop(key)
+        del self._unanswered[episode]
         for (number, _), turn in list(self._waiting.items()):
             if number == episode and not turn.done():
                 turn.set_exception(Refused("the episode is over", code="episode_over"))
@@ -261,17 +314,24 @@ class AgentSessions:
 
     async def ask(self, session: Any, ask: Ask) -> Reply:
         """Return the turn. Refused where there is none."""
+        unanswered = self._unanswered.get(session)
+        if unanswered is None:
+            raise Refused("the episode is over", code="episode_over")
+        if len(unanswered) >= self._max_requests:
+            raise Refused(f"{self._max_requests} requests wait already", status=429, code="too_many_pending")
         number = next(self._requests)
         turn: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._waiting[session, number] = turn
         try:
             self._deliver(session, number, ask)
+            unanswered.add(number)
             return await turn
         finally:
             self._waiting.pop((session, number), None)
 
     def reply(self, episode: int, request: int, reply: Reply | Refused) -> None:
         """Give a turn to the request that asked for it, if that still waits."""
+        self._unanswered.get(episode, set()).discard(request)
         turn = self._waiting.get((episode, request))
         if turn is None or turn.done():
             return
@@ -281,40 +341,100 @@ class AgentSessions:
             turn.set_result(reply)
 
 
-async def _started(command: Sequence[str], told: dict[str, str]) -> asyncio.subprocess.Process:
-    try:
-        return await asyncio.create_subprocess_exec(
-            *command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | told,  # it is ours
-            start_new_session=True,
-            limit=MAX_LINE_BYTES,
-        )
-    except (OSError, ValueError) as error:
-        raise EnvironmentFault(f"the program '{command[0]}' cannot be started: {error}") from error
+class _Watched(asyncio.subprocess.SubprocessStreamProtocol):
+    """Notes a program's end when it is there; asyncio's `wait` also waits for all that hold the program's pipes."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(limit=MAX_LINE_BYTES, loop=loop)
+        self.ended: asyncio.Future[None] = loop.create_future()
+
+    def process_exited(self) -> None:
+        """Take the end of the process."""
+        super().process_exited()
+        if not self.ended.done():
+            self.ended.set_result(None)
 
 
-async def _killed(process: asyncio.subprocess.Process) -> None:
-    """End a program and all that it has started."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(process.wait(), _END_S)
+class _RunningProgram:
+    """A program that runs, in a session of its own, and its pipes."""
+
+    def __init__(self, transport: asyncio.SubprocessTransport, protocol: _Watched) -> None:
+        assert protocol.stdin is not None, "it was started with three pipes"
+        assert protocol.stdout is not None, "it was started with three pipes"
+        assert protocol.stderr is not None, "it was started with three pipes"
+        self.stdin, self.stdout, self.stderr = protocol.stdin, protocol.stdout, protocol.stderr
+        self.ended = protocol.ended
+        self.is_over = False
+        self._transport = transport
+
+    @classmethod
+    async def started(cls, command: Sequence[str], told: dict[str, str]) -> _RunningProgram:
+        """Start `command` with the variables of this process and `told`. EnvironmentFault where that cannot be."""
+        loop = asyncio.get_running_loop()
+        pipe = asyncio.subprocess.PIPE
+        try:
+            transport, protocol = await loop.subprocess_exec(
+                lambda: _Watched(loop),
+                *command,
+                stdin=pipe,
+                stdout=pipe,
+                stderr=pipe,
+                env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | told,  # it is ours
+                start_new_session=True,
+            )
+        except (OSError, ValueError, RuntimeError) as error:  # the last for asyncio's thread that waits for its end
+            kind = NoProcessLeft if isinstance(error, BlockingIOError | RuntimeError) else EnvironmentFault
+            raise kind(f"the program '{command[0]}' cannot be started: {error}") from error
+        return cls(transport, protocol)
+
+    @property
+    def code(self) -> int | None:
+        """Its exit code, or minus the signal that has ended it; None: it was killed a moment ago."""
+        return self._transport.get_returncode()
+
+    def kill(self) -> None:
+        """Kill all of its process group, whether it has ended or not."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._transport.get_pid(), signal.SIGKILL)
+
+    async def end(self) -> None:
+        """Kill it, and close its pipes."""
+        self.is_over = True
+        self.kill()
+        await asyncio.wait([self.ended], timeout=_END_S)
+        self._transport.close()
 
 
-async def _tail(stream: asyncio.StreamReader, most: int) -> bytes:
-    """Return the last bytes of all that a stream has."""
-    kept = b""
-    while piece := await stream.read(1 << 16):
-        kept = (kept + piece)[-most:]
-    return kept
+class _Tail:
+    """The last bytes of a stream."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.kept = b""
+
+    async def take(self, stream: asyncio.StreamReader) -> None:
+        """Reads all of a stream. Ends when: the stream does."""
+        while piece := await stream.read(1 << 16):
+            self.kept = (self.kept + piece)[-self._most :]
+
+    @property
+    def last_line(self) -> str:
+        lines = self.kept.decode(errors="replace").strip().splitlines()
+        return lines[-1][:_ERROR_CHARS] if lines else "it said nothing"
 
 
-def _last(said: bytes) -> str:
-    lines = said.decode(errors="replace").strip().splitlines()
-    return lines[-1][:_ERROR_CHARS] if lines else "it said nothing"
+async def _tell_all(stream: asyncio.StreamWriter, data: bytes) -> None:
+    """Write `data` and close the stream; a program need not read it."""
+    with contextlib.suppress(ConnectionError):
+        stream.write(data)
+        await stream.drain()
+        stream.close()
+
+
+def _looked_at(task: asyncio.Task[Any]) -> None:
+    """Take a task's error, which asyncio would write to the log otherwise."""
+    if not task.cancelled():
+        task.exception()
 
 
 def _parsed(raw: bytes) -> Any:

@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from slipstream.core.background import start_thread
+from slipstream.core.errors import ConfigError
 from slipstream.core.user_code import describe
-from slipstream.environments.agents import Agent, AgentMaker, AgentSessions
+from slipstream.environments.agents import Agent, AgentMaker, AgentSessions, NoProcessLeft, SharedFault
 from slipstream.environments.asks import Ask, Refused
 from slipstream.environments.hosting import (
     MAX_REQUESTS,
@@ -139,6 +140,7 @@ class _Hosted:
     key: str = ""  # of an agent's session
     has_begun: bool = False
     is_late: bool = False
+    before: asyncio.Task[None] | None = None  # the call that was cancelled for the present one
     num_tool_calls: int = 0
     num_tool_errors: int = 0
 
@@ -146,7 +148,8 @@ class _Hosted:
 class EpisodeHost:
     """Makes environments by `makers` and calls them; each answer is given to `deliver` as msgpack.
 
-    All methods but `asked_network` are called in the thread of the loop, and none of them waits. A call that is late is
+    All methods but `asked_network` are called in the thread of the loop. `free_processes` ends processes that agents'
+    programs have left behind; it is called where there is none left for the next program. A call that is late is
     cancelled by an `Interrupt` if it is async, and nothing else is touched; what cannot be cancelled is `Stuck`.
     """
 
@@ -157,8 +160,10 @@ class EpisodeHost:
         *,
         step_limit_s: float,
         max_chars: int = MAX_CHARS,
+        free_processes: Callable[[], None] | None = None,
     ) -> None:
         self._makers = makers
+        self._free_processes = free_processes
         self._max_chars = max_chars
         self._deliver = deliver
         self._step_limit_s = step_limit_s
@@ -166,11 +171,11 @@ class EpisodeHost:
         self._encoder = msgspec.msgpack.Encoder()
         self._asked: set[int] = set()
         self._pid = os.getpid()
-        self._sessions = AgentSessions(self._ask)
+        self._sessions = AgentSessions(self._ask, max_requests=MAX_REQUESTS)
         self._gateway: GatewayServer | None = None
 
-    async def start(self, *, request_limit_s: float) -> None:
-        """Open the gateway, and start programs, where there are agents. Raises what keeps an agent from starting."""
+    async def open_gateway(self, *, request_limit_s: float) -> None:
+        """Open the gateway where there are agents. ConfigError where none can be opened."""
         if not self._agents:
             return
         from slipstream.environments.gateway import GatewayLimits, GatewayServer, build_app, listen_on_loopback
@@ -179,10 +184,28 @@ class EpisodeHost:
             max_body_bytes=MAX_SPOKEN_BYTES * 3 // 4, max_pending=MAX_REQUESTS, request_limit_s=request_limit_s
         )
         app = build_app(self._sessions, limits=limits)
-        self._gateway = GatewayServer(app, listen_on_loopback(), limits=limits)
+        try:
+            listener = listen_on_loopback()
+        except OSError as error:
+            raise ConfigError(
+                "agents ask for their turns at 127.0.0.1, and there is no network for that",
+                got=error,
+                allowed="environment.network = 'gateway', with namespaces (see `slipstream doctor`), or 'host'",
+            ) from error
+        self._gateway = GatewayServer(app, listener, limits=limits)
         await self._gateway.start()
+
+    async def start_agents(self) -> None:
+        """Start what agents need. ConfigError where a program cannot be started."""
         for agent in self._agents:
-            await agent.start()
+            try:
+                await agent.start()
+            except EnvironmentFault as error:
+                raise ConfigError(
+                    "an agent cannot be started",
+                    got=error,
+                    hint="it runs without the network and most environment variables: see environment.variables",
+                ) from error
 
     @property
     def _agents(self) -> list[Agent]:
@@ -247,6 +270,8 @@ class EpisodeHost:
         try:
             answer = await call()
             body, is_over = self._encoded(answer), not isinstance(answer, Spoke)
+        except SharedFault as error:
+            body = await self._faulted(hosted, _described(error), is_shared=True)
         except asyncio.CancelledError:
             limit = f"timed out after {self._step_limit_s:g} s"
             body = await self._faulted(hosted, limit if hosted.is_late else "its call was cancelled")
@@ -269,11 +294,11 @@ class EpisodeHost:
             raise EnvironmentFault(f"it said {len(body):,} bytes at once, at most {MAX_SPOKEN_BYTES:,} are allowed")
         return body
 
-    async def _faulted(self, hosted: _Hosted, error: str) -> bytes:
+    async def _faulted(self, hosted: _Hosted, error: str, *, is_shared: bool = False) -> bytes:
         if self._is_current(hosted):
             with contextlib.suppress(BaseException):  # one error is enough, and a cancelled `close` must not wait
                 await self._close(hosted)
-        return self._encoder.encode(Faulted(hosted.number, error.encode("utf-8", "replace").decode()))
+        return self._encoder.encode(Faulted(hosted.number, error.encode("utf-8", "replace").decode(), is_shared))
 
     async def _open(self, hosted: _Hosted, make: MakeEnvironment, columns: Mapping[str, Any]) -> Spoke | Closed:
         start_s = time.monotonic()
@@ -291,8 +316,15 @@ class EpisodeHost:
         assert self._gateway is not None, "there are agents"
         hosted.key = self._sessions.open(hosted.number)
         base_url = f"{self._gateway.base_url}/s/{hosted.key}/v1"
-        reward = as_reward(await agent.run(dict(columns), base_url, hosted.key, hosted.lane.call))
-        return Closed(hosted.number, reward)
+        play = partial(agent.run, dict(columns), base_url, hosted.key, hosted.lane.call)
+        try:
+            reward = await play()
+        except NoProcessLeft:
+            if self._free_processes is None:
+                raise
+            self._free_processes()
+            reward = await play()
+        return Closed(hosted.number, as_reward(reward))
 
     def _ask(self, episode: int, request: int, ask: Ask) -> None:
         body = self._encoder.encode(AskedTurn(episode, request, ask))
@@ -307,9 +339,13 @@ class EpisodeHost:
         return self._spoke(hosted, turn.turn, step, time.monotonic() - start_s)
 
     async def _end(self, hosted: _Hosted, before: asyncio.Task[None] | None, *, asks_reward: bool) -> Closed:
+        self._sessions.close(hosted.key)  # an agent that waits for a turn goes on, to its end
+        hosted.before = before
         if before is not None and not before.done():
             before.cancel()
             await asyncio.wait([before])
+        if hosted.key and hosted.lane.is_busy:
+            await hosted.lane.call(lambda: None)  # behind the agent's function
         reward = None
         if asks_reward and hasattr(hosted.environment, "final_reward"):
             reward = await self._call(hosted, hosted.environment.final_reward, as_reward)
@@ -358,7 +394,7 @@ class EpisodeHost:
             return
         if not hosted.has_begun:  # cancelled now, it would never answer
             asyncio.get_running_loop().call_soon(self._interrupt, hosted)
-        elif hosted.lane.is_busy:
+        elif hosted.lane.is_busy or (hosted.before is not None and not hosted.before.done()):
             self._send(Stuck(hosted.number))
         else:
             hosted.is_late = True

@@ -119,10 +119,14 @@ class AskedTurn(msgspec.Struct, frozen=True, tag=True):
 
 
 class Faulted(msgspec.Struct, frozen=True, tag=True):
-    """The environment raised, was cancelled, or returned nonsense. It is closed."""
+    """The environment raised, was cancelled, or returned nonsense. It is closed.
+
+    `is_shared`: the fault is one of a program that several episodes share.
+    """
 
     episode: int
     error: str
+    is_shared: bool = False
 
 
 class Stuck(msgspec.Struct, frozen=True, tag=True):

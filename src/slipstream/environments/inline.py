@@ -13,13 +13,15 @@ import msgspec
 
 from slipstream.core.background import start_thread
 from slipstream.core.clock import Clock
+from slipstream.core.errors import SlipstreamError
+from slipstream.core.user_code import MAX_ERROR_CHARS, describe
 from slipstream.environments.agents import AgentMaker
 from slipstream.environments.host import EpisodeHost
 from slipstream.environments.hosting import FromHost, ToHost
 from slipstream.environments.pool import EpisodePool, HostLink, Lost
 from slipstream.environments.protocol import MAX_CHARS
 from slipstream.environments.sources import with_tools_found
-from slipstream.jail.protocol import WorkerReady
+from slipstream.jail.protocol import SetupFailed, WorkerReady
 
 _MAX_ABANDONED = 8  # threads and loops that never came back; they cannot be killed
 _JOIN_S = 2.0  # for a loop that is not blocked to end, with environments that close
@@ -85,9 +87,9 @@ class _Thread:
         os.set_blocking(self._wake_write, False)
         self._is_closing = False
         self._loop = asyncio.new_event_loop()
+        self._request_limit_s = request_limit_s
+        self._closing = asyncio.Event()
         self._host = EpisodeHost(makers, self._deliver, step_limit_s=step_limit_s, max_chars=max_chars)
-        self._loop.run_until_complete(self._host.start(request_limit_s=request_limit_s))
-        self._deliver(msgspec.msgpack.encode(WorkerReady(isolation=[])))
         self._thread = start_thread(self._serve, name="environments")
 
     def fileno(self) -> int:
@@ -116,7 +118,7 @@ class _Thread:
     def close(self) -> None:
         """End the loop, if it lets itself be ended; its threads end when their calls return."""
         self._is_closing = True
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._loop.call_soon_threadsafe(self._closing.set)
         self._thread.join(_JOIN_S)
         os.close(self._wake_read)
         os.close(self._wake_write)
@@ -128,16 +130,33 @@ class _Thread:
         with contextlib.suppress(BlockingIOError):  # enough wake-ups are waiting
             os.write(self._wake_write, b"\0")
 
+    async def _started(self) -> WorkerReady | SetupFailed:
+        """Return the first word to the pool: whether all is there that agents need."""
+        try:
+            await self._host.open_gateway(request_limit_s=self._request_limit_s)
+            await self._host.start_agents()
+        except SlipstreamError as error:
+            return SetupFailed(str(error)[:MAX_ERROR_CHARS])
+        except BaseException as error:  # noqa: BLE001 - an agent's code may raise anything
+            return SetupFailed(describe(error))
+        return WorkerReady(isolation=[])
+
+    async def _main(self) -> None:
+        """Waits for `close` while episodes run beside it. Ends when: all that was open then is closed."""
+        self._deliver(msgspec.msgpack.encode(await self._started()))
+        await self._closing.wait()
+        await self._host.close()
+
     def _serve(self) -> None:
-        """Runs the loop of the episodes. Ends when: `close`."""
-        while not self._is_closing:
+        """Runs the loop of the episodes. Ends when: `_main` does."""
+        main = self._loop.create_task(self._main())
+        while not main.done():
             with contextlib.suppress(SystemExit, KeyboardInterrupt):  # of a task that an environment has started
-                self._loop.run_forever()
-        with contextlib.suppress(SystemExit, KeyboardInterrupt):
-            self._loop.run_until_complete(self._host.close())
+                self._loop.run_until_complete(main)
         left = asyncio.all_tasks(self._loop)
         for task in left:
             task.cancel()
         with contextlib.suppress(SystemExit, KeyboardInterrupt):
             self._loop.run_until_complete(asyncio.wait(left, timeout=1.0) if left else asyncio.sleep(0))
+            self._loop.run_until_complete(asyncio.sleep(0))  # the connections that they have closed
         self._loop.close()

@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol
 
 from slipstream.core.clock import Clock, WallClock
 from slipstream.core.errors import ConfigError, ExecutorDied
+from slipstream.core.plain import wrong_with
 from slipstream.core.user_code import MAX_ERROR_CHARS
 from slipstream.environments.asks import Ask, Refused, Reply
 from slipstream.environments.hosting import (
@@ -244,7 +245,8 @@ class EpisodePool(ABC):
         episode.requests.discard(request)
         if not episode.requests:
             episode.since_s = self._clock.now_s()
-            episode.deadline_s = episode.since_s + self._step_limit_s
+            if not episode.is_interrupted:
+                episode.deadline_s = episode.since_s + self._step_limit_s
         told = (
             Replied(episode.number, request, refusal=str(reply), status=reply.status, code=reply.code)
             if isinstance(reply, Refused)
@@ -286,7 +288,7 @@ class EpisodePool(ABC):
             return self._clock.now_s()
         deadlines = [site.deadline_s for site in self._sites if not site.is_ready]
         deadlines += [one.deadline_s for site in self._sites for one in site.episodes.values() if one.call is not None]
-        return min(deadlines, default=None)
+        return min(filter(math.isfinite, deadlines), default=None)
 
     def close(self) -> None:
         for site in self._sites:
@@ -412,7 +414,8 @@ class EpisodePool(ABC):
                 raise _LieError("a reward is finite")
             self._remove(site, episode, LastWord(episode.key, message.reward, self._thought(episode)))
         elif isinstance(message, Faulted) and episode.call is not None:
-            self._remove(site, episode, _lost(episode, message.error[: 2 * MAX_ERROR_CHARS], is_guilty=True))
+            is_guilty = None if message.is_shared else True
+            self._remove(site, episode, _lost(episode, message.error[: 2 * MAX_ERROR_CHARS], is_guilty=is_guilty))
         else:
             raise _LieError("an answer to no question")
 
@@ -422,6 +425,8 @@ class EpisodePool(ABC):
             return
         if message.request in episode.requests or len(episode.requests) >= MAX_REQUESTS:
             raise _LieError("a request that was made before, or too many of them")
+        if (wrong := wrong_with([message.ask.messages, message.ask.tools])) is not None:
+            raise _LieError(f"a request with {wrong}")
         seconds = self._thought(episode)
         episode.requests.add(message.request)
         if not episode.is_interrupted:

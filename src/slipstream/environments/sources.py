@@ -69,9 +69,6 @@ class EnvironmentSource(msgspec.Struct, frozen=True):
             folder = path if os.path.isdir(path) else os.path.dirname(path)
             parent = os.path.dirname(folder)
             found.append(parent if os.path.exists(os.path.join(parent, "pyvenv.cfg")) else folder)
-        if self.command:  # the interpreter of a virtual environment lies elsewhere, and its library beside it
-            binaries = os.path.dirname(os.path.realpath(self.command[0]))
-            found += [binaries, os.path.join(os.path.dirname(binaries), "lib")]
         return found
 
 

@@ -33,6 +33,8 @@ _MAX_CALL_BYTES = 1 << 30  # frames of calls come from the trusted side
 _READ_BYTES = 1 << 18
 _STACK_BYTES = 1 << 20  # of each thread; all of them count as address space
 _MAX_OPEN_FILES = 1024
+_FILES_OF_AGENTS = 4  # times as many: both ends of their connections are here
+_PROCESSES_OF_AGENT = 4  # a program, the thread that waits for its end, and its threads
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -47,7 +49,13 @@ def serve(connection: socket.socket, held: Sequence[str], _helper: socket.socket
     setup = msgspec.msgpack.decode(bodies.pop(0), type=HostSetup)
     to_pool = _Connection(connection)
     makers: list[MakeEnvironment] = []
-    host = EpisodeHost(makers, to_pool.deliver, step_limit_s=setup.step_limit_s, max_chars=setup.max_chars)
+    host = EpisodeHost(
+        makers,
+        to_pool.deliver,
+        step_limit_s=setup.step_limit_s,
+        max_chars=setup.max_chars,
+        free_processes=isolation.kill_orphans,
+    )
     if setup.network != "host":
         _watch_network(to_pool, host, has_loopback=setup.has_agents)
     loop = asyncio.new_event_loop()
@@ -55,24 +63,33 @@ def serve(connection: socket.socket, held: Sequence[str], _helper: socket.socket
         found = [with_tools_found(load(source)) for source in setup.sources]
         makers += [make for make, _ in found]
         tools = msgspec.msgpack.encode(ToolsFound([schemas for _, schemas in found]))
-        loop.run_until_complete(host.start(request_limit_s=setup.request_limit_s))
+        loop.run_until_complete(host.open_gateway(request_limit_s=setup.request_limit_s))
+        _limit(setup, held)
+        loop.run_until_complete(host.start_agents())
     except SlipstreamError as error:
         to_pool.deliver(msgspec.msgpack.encode(SetupFailed(error=str(error)[:MAX_ERROR_CHARS])))
         return
     except BaseException as error:  # noqa: BLE001 - the user's module may raise anything while it is imported
         to_pool.deliver(msgspec.msgpack.encode(SetupFailed(error=describe(error))))
         return
+    to_pool.deliver(tools)
+    to_pool.deliver(msgspec.msgpack.encode(WorkerReady(isolation=[*held, "limits"])))
+    has_lines = any(source.kind == "lines" for source in setup.sources)
+    cpu_s = None if has_lines else 2 * setup.step_limit_s * (os.cpu_count() or 1)
+    _run(loop, connection, reader, bodies, host, cpu_s=cpu_s)
+
+
+def _limit(setup: HostSetup, held: Sequence[str]) -> None:
+    """Bound what this process, and each program that it starts, may take."""
     threading.stack_size(_STACK_BYTES)
     isolation.use_few_arenas()
     isolation.limit_resources(
         setup.memory_bytes + MAX_EPISODES_PER_HOST * _STACK_BYTES,
         is_own_user="user" in held,
-        open_files=_MAX_OPEN_FILES,
-        num_processes=isolation.MAX_PROCESSES + MAX_EPISODES_PER_HOST,
+        open_files=_MAX_OPEN_FILES * (_FILES_OF_AGENTS if setup.has_agents else 1),
+        num_processes=isolation.MAX_PROCESSES
+        + MAX_EPISODES_PER_HOST * (_PROCESSES_OF_AGENT if setup.has_agents else 1),
     )
-    to_pool.deliver(tools)
-    to_pool.deliver(msgspec.msgpack.encode(WorkerReady(isolation=[*held, "limits"])))
-    _run(loop, connection, reader, bodies, host, cpu_s=2 * setup.step_limit_s * (os.cpu_count() or 1))
 
 
 def _run(
@@ -82,17 +99,19 @@ def _run(
     bodies: list[bytes],
     host: EpisodeHost,
     *,
-    cpu_s: float,
+    cpu_s: float | None,
 ) -> None:
     """Run the loop of the episodes.
 
-    Each call renews the limit of CPU time: it is more than all of them can use until the last of them is late.
+    Each call renews the limit of CPU time: it is more than all of them can use until the last of them is late. None: a
+    program that plays all episodes would have the same limit, and it runs as long as the worker.
     """
     decoder = msgspec.msgpack.Decoder(list[ToHost])
 
     def take(bodies: Sequence[bytes]) -> None:
         for body in bodies:
-            isolation.limit_cpu(cpu_s)
+            if cpu_s is not None:
+                isolation.limit_cpu(cpu_s)
             for message in decoder.decode(body):
                 host.handle(message)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import msgspec
@@ -18,6 +19,14 @@ _KIND: WorkerKind[FromHost] = WorkerKind(
     decoder=msgspec.msgpack.Decoder(FromHost, strict=True),
     max_bytes=MAX_SPOKEN_BYTES,
 )
+
+
+def _program_folders(command: Sequence[str]) -> list[str]:
+    """Return the folders of a program and of its libraries, where it really lies: an interpreter's are often hidden."""
+    if not command:
+        return []
+    folder = os.path.dirname(os.path.realpath(command[0]))
+    return [folder, os.path.join(os.path.dirname(folder), "lib")] if os.path.basename(folder) == "bin" else [folder]
 
 
 class EnvironmentPool(EpisodePool):
@@ -42,6 +51,7 @@ class EnvironmentPool(EpisodePool):
             environment=setup.environment,
             network=setup.network,
             listens=setup.has_agents,
+            programs=[folder for source in setup.sources for folder in _program_folders(source.command)],
         )
         sweep()  # folders of workers that were killed with their pool
         super().__init__(

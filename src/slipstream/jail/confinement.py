@@ -33,7 +33,7 @@ Serve = Callable[[socket.socket, Sequence[str], socket.socket | None], None]
 
 
 class WorkerLayout(msgspec.Struct, frozen=True):
-    """A worker's folders: its scratch, those that modules are imported from, and those that are hidden from it."""
+    """A worker's folders: its scratch, those of modules and of programs that it may see, and those that it may not."""
 
     scratch: str
     sys_path: list[str]
@@ -41,6 +41,7 @@ class WorkerLayout(msgspec.Struct, frozen=True):
     has_helper: bool = False
     network: isolation.Network = "none"
     listens: bool = False
+    programs: list[str] = []
 
 
 StartHelper = Callable[[int, WorkerLayout, isolation.Namespaces], socket.socket]
@@ -95,7 +96,7 @@ def _inner(
     """The keeper's child; never returns."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     held = []
-    needed = [*layout.sys_path, os.path.join(sys.base_prefix, "lib")]
+    needed = [*layout.sys_path, *layout.programs, os.path.join(sys.base_prefix, "lib")]
     if layout.network == "host":
         needed.append(os.path.dirname(os.path.realpath(_RESOLVER)))  # may lie below /run
     are_files_confined = False

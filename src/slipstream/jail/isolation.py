@@ -13,6 +13,7 @@ Linux only; elsewhere `limits` is all there is. Nothing here imports more than t
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import os
@@ -258,7 +259,10 @@ def filter_syscalls(
     """Install the filter; the barriers that hold by it. It is useless without `no_new_privs`, and not permitted."""
     has_sockets = network != "none"
     if "privileges" not in held or not seccomp.install(
-        alone_as=alone_as, allow_network=has_sockets, allow_listening=has_sockets and listens
+        alone_as=alone_as,
+        allow_network=has_sockets,
+        allow_listening=has_sockets and listens,
+        only_internet=network == "gateway",
     ):
         return []
     return ["syscalls"] if has_sockets else ["syscalls", "network"]
@@ -386,11 +390,30 @@ def kill_descendants() -> None:
             return
 
 
-def _descendants(root: int) -> Iterable[int]:
+def kill_orphans() -> None:
+    """SIGKILL what programs of this process have left behind: the other children of its parent, which inherits them.
+
+    All are stopped before the first is killed, so that none starts another meanwhile.
+    """
+    stopped: set[int] = set()
+    while found := set(_children(os.getppid())) - {os.getpid()} - stopped:
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGSTOP)
+        stopped |= found
+    for pid in stopped:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _children(pid: int) -> list[int]:
     try:
-        children = Path(f"/proc/{root}/task/{root}/children").read_text().split()
+        return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
     except (FileNotFoundError, ProcessLookupError):
-        return
-    for child in map(int, children):
+        return []
+
+
+def _descendants(root: int) -> Iterable[int]:
+    for child in _children(root):
         yield child
         yield from _descendants(child)

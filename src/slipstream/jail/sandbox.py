@@ -54,7 +54,8 @@ class Permissions:
 
     `private` folders are empty for it, where files are confined, as are home folders and those shared by all;
     `folders` are searched for modules; `environment` names variables that it gets besides its own; `has_helper` starts
-    the helper process of its kind; one that `listens` may take connections, where it has a network.
+    the helper process of its kind; one that `listens` may take connections, where it has a network. `programs` are
+    folders that it sees besides, wherever they lie.
     """
 
     private: Sequence[str] = ()
@@ -63,6 +64,7 @@ class Permissions:
     network: Network = "none"
     has_helper: bool = False
     listens: bool = False
+    programs: Sequence[str] = ()
 
 
 def _environment(also: Sequence[str]) -> dict[str, str]:
@@ -100,6 +102,7 @@ class JailedWorker(Generic[Message]):
             has_helper=permissions.has_helper,
             network=permissions.network,
             listens=permissions.listens,
+            programs=list(permissions.programs),
         )
         told = msgspec.json.encode(layout).decode()
         with theirs:

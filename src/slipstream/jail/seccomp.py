@@ -24,7 +24,7 @@ _X32_BIT = 0x40000000
 
 _NEW_NAMESPACES = 0x7E020000  # every CLONE_NEW* that `clone` takes
 _CLONE_THREAD = 0x00010000
-_AF_UNIX, _SOCK_STREAM, _SOCK_TYPE_MASK = 1, 1, 0xF
+_AF_UNIX, _AF_INET, _AF_INET6, _SOCK_STREAM, _SOCK_TYPE_MASK = 1, 2, 10, 1, 0xF
 _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C  # put characters into a terminal's input
 
 _ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}  # AUDIT_ARCH_*, column of the tables
@@ -74,17 +74,24 @@ _SOCKETPAIR, _PRLIMIT64, _IOCTL = (53, 199), (302, 261), (16, 29)
 _KILL, _TGKILL = (62, 129), (234, 131)
 
 
-def install(*, alone_as: int | None = None, allow_network: bool = False, allow_listening: bool = False) -> bool:
+def install(
+    *,
+    alone_as: int | None = None,
+    allow_network: bool = False,
+    allow_listening: bool = False,
+    only_internet: bool = False,
+) -> bool:
     """Filter this process and all it will start, for good. False where the kernel or the architecture has no filters.
 
     `alone_as`, the process' own id, makes it stay the only one: threads, but no processes, programs, or signals to
-    others. With `allow_network` it may open sockets and connect them; with `allow_listening` also take connections.
+    others. With `allow_network` it may open sockets and connect them; with `allow_listening` also take connections;
+    with `only_internet` sockets of TCP and UDP alone: a network namespace does not hold those of files and of VMs.
     """
     architecture = _ARCHITECTURES.get(platform.machine())
     if not sys.platform.startswith("linux") or architecture is None or sys.byteorder != "little":
         return False
     exempt = _LISTENING if allow_listening else _CONNECTING if allow_network else frozenset()
-    program = _program(*architecture, alone_as, exempt=exempt)
+    program = _program(*architecture, alone_as, exempt=exempt, only_internet=only_internet)
     code = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(code))  # struct sock_fprog
     libc = ctypes.CDLL(None, use_errno=True)
@@ -97,7 +104,9 @@ def number(call: str) -> int:
     return -1 if architecture is None else _DENIED[call][architecture[1]]
 
 
-def _program(audit: int, column: int, alone_as: int | None, *, exempt: Collection[str]) -> bytes:
+def _program(
+    audit: int, column: int, alone_as: int | None, *, exempt: Collection[str], only_internet: bool = False
+) -> bytes:
     """Instructions of struct sock_filter: a call goes from rule to rule until one returns; `exempt` are allowed."""
     refused = _step(_RETURN, _ERRNO | errno.EPERM)
     rules = [
@@ -121,6 +130,9 @@ def _program(audit: int, column: int, alone_as: int | None, *, exempt: Collectio
         for number in (_KILL[column], _TGKILL[column]):
             rules += _rule(number, [_argument(0), _step(_EQUAL, alone_as, 1, 0), refused, allowed])
     rules += _rule(_CLONE[column], [*clone, allowed])
+    if only_internet:
+        family = [_argument(0), _step(_EQUAL, _AF_INET, 2, 0), _step(_EQUAL, _AF_INET6, 1, 0), refused, allowed]
+        rules += _rule(_DENIED["socket"][column], family)
     pair = [_argument(0), _step(_EQUAL, _AF_UNIX, 1, 0), refused]
     pair += [_argument(1), _step(_AND, _SOCK_TYPE_MASK), _step(_EQUAL, _SOCK_STREAM, 1, 0), refused, allowed]
     rules += _rule(_SOCKETPAIR[column], pair)
