@@ -13,7 +13,7 @@ from test_workers import needs, still_alive, trees
 
 from slipstream.core.clock import VirtualClock
 from slipstream.core.errors import ConfigError
-from slipstream.environments.pool import Lost
+from slipstream.environments.pool import LastWord, Lost
 from slipstream.environments.workers import EnvironmentPool
 
 MakePool = Callable[..., EnvironmentPool]
@@ -271,9 +271,22 @@ def test_a_program_for_all_that_is_not_ready_is_an_error_before_anything_starts(
     assert reason in str(caught.value)
 
 
+def test_a_script_that_a_worker_cannot_see_is_run_from_a_copy(make: MakePool, tmp_path: Path) -> None:
+    needs("files", "user")
+    words = script(tmp_path, "print(0.5)")
+    tmp_path.chmod(0o700)
+    pool = make(("program", words))
+    pool.open("a", 0, {})
+    [told] = ends(pool, 1).values()
+    assert isinstance(told, LastWord)
+    assert told.reward == 0.5
+
+
 def test_a_program_that_a_worker_cannot_see_is_an_error_before_anything_starts(make: MakePool, tmp_path: Path) -> None:
     needs("files", "user")
-    words = script(tmp_path, PROGRAM)
+    program = tmp_path / "agent"
+    program.write_text("#!/bin/sh\necho 1\n")
+    program.chmod(0o755)
     tmp_path.chmod(0o700)
-    with pytest.raises(ConfigError, match="cannot be read here"):
-        make(("program", words))
+    with pytest.raises(ConfigError, match="cannot be run here"):
+        make(("program", [str(program)]))

@@ -98,12 +98,9 @@ class ProgramAgent(Agent):
         self._command = list(command)
 
     async def start(self) -> None:
-        """Start nothing; raise EnvironmentFault where the program, or a script that it is to run, cannot be seen."""
+        """Start nothing; raise EnvironmentFault where the program cannot be run."""
         if not os.access(self._command[0], os.X_OK):
             raise EnvironmentFault(f"the program '{self._command[0]}' cannot be run here")
-        for word in self._command[1:]:
-            if os.path.isabs(word) and word.endswith(".py") and not os.access(word, os.R_OK):
-                raise EnvironmentFault(f"the file '{word}' cannot be read here")
 
     async def run(self, row: Row, base_url: str, api_key: str, call: Call) -> Any:  # noqa: ARG002 - no thread
         program = await _RunningProgram.started(self._command, {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key})
