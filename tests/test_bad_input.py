@@ -273,6 +273,7 @@ CONFLICTS = [  # the schema's, in the order of core/config.py
     wrong("vllm ranks", {"generator": {**VLLM, "tensor_parallel": 2}}, "vLLM divides models by itself", "hint"),
     wrong("bf16 on a CPU", {"trainer": {"precision": "bfloat16"}}, "in float32", "trainer.device = 'cuda'"),
     wrong("vllm cache", {"generator": {**VLLM, "kv_on_update": "recompute_if_older_than"}}, "all of its cache"),
+    wrong("vllm parking", {"generator": {**VLLM, "parked_tokens": 64}}, "prefix cache", "kv_cache_gb"),
     wrong("vllm sets", {"generator": {**VLLM, "keep_sets": True, "top_k": 8}}, "vLLM does not report"),
     wrong("vllm precision", {"generator": {**VLLM, "precision": "int8"}}, "float32 weights", "dtype"),
     wrong("vllm seeds", {"generator": {**VLLM, "seeds": "per_replica"}}, "its own noise", "'shared'"),

@@ -198,7 +198,6 @@ EARLY = [  # told before torch is imported: nothing is imported or called for th
     ),
     env("room for no turn", ("has room for a turn", "2", "4"), cls=GOOD, max_episode_tokens=2),
     env("longer than the model", ("do not fit the model", "512"), cls=GOOD, max_episode_tokens=1000),
-    env("vLLM", ("Slipstream's own engine", "'vllm'"), {"generator": {"engine": "vllm"}}, cls=GOOD),
     env(
         "segments",
         ("not cut into segments", "in_flight"),

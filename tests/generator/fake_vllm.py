@@ -3,6 +3,9 @@
 Its tokens count up from the length of the prompt, and their logprob is minus the first weight of the last norm: so a
 token shows which weights it was sampled under, whatever its tag says. With "halts" [a, b] a request gets at most a
 tokens before weights are loaded, then b before the next ones, then all: tests catch it half done on any machine.
+
+It has a prefix cache, in blocks, and says how much of a prompt it found there. With "samples" it is our own model with
+the weights that it was given, which reads every sequence anew for each token: the cache is one of names alone.
 """
 
 from __future__ import annotations
@@ -18,9 +21,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 from safetensors.numpy import load_file
 
 STEP_S = 0.002
+BLOCK = 4  # tokens
 FIRST_TOKEN, NUM_TOKENS, STOP = 2, 40, 1
 FAKE: dict[str, Any] = json.loads(os.environ.get("FAKE", "{}"))
 
@@ -35,8 +40,49 @@ def scripted(position: int) -> int:
     return FIRST_TOKEN + position % NUM_TOKENS
 
 
-def weight_in(folder: str) -> float:
-    return float(load_file(Path(folder) / "model.safetensors")["model.norm.weight"][0])
+class Script:
+    """Tokens that count up, and one logprob for all of them."""
+
+    def __init__(self, folder: str) -> None:
+        self.weight = float(load_file(Path(folder) / "model.safetensors")["model.norm.weight"][0])
+
+    def next(self, request: SimpleNamespace) -> tuple[int, float]:
+        return scripted(len(request.tokens)), -self.weight
+
+    def forced(self, tokens: list[int]) -> list[float]:
+        return [-self.weight * FAKE.get("probe_factor", 1.0)] * (len(tokens) - 1)
+
+
+class OwnModel:
+    """Our own model with the weights in a folder, by one forward over the whole sequence for each token."""
+
+    def __init__(self, folder: str) -> None:
+        sys.path.insert(0, str(_worker.parents[3]))
+        from slipstream.models.hf import load_model
+
+        self.model, self.weight = load_model(Path(folder)), folder
+
+    def logprobs(self, tokens: list[int], temperature: float = 1.0) -> Any:
+        import torch
+
+        from slipstream.models.attention import PackedAttention
+
+        with torch.inference_mode():
+            attention = PackedAttention([len(tokens)])
+            hidden = self.model(torch.tensor(tokens), torch.arange(len(tokens)), attention)
+            return torch.log_softmax(self.model.logits(hidden).double() / temperature, -1).numpy()
+
+    def next(self, request: SimpleNamespace) -> tuple[int, float]:
+        logprobs = self.logprobs(request.tokens, request.temperature or 1.0)[-1]
+        noise = np.random.default_rng([request.seed, request.num_new]).gumbel(size=len(logprobs))
+        token = int((logprobs + noise * (request.temperature > 0)).argmax())
+        return token, float(logprobs[token])
+
+    def forced(self, tokens: list[int]) -> list[float]:
+        return [float(row[token]) for row, token in zip(self.logprobs(tokens), tokens[1:], strict=False)]
+
+
+MODEL = OwnModel if FAKE.get("samples") else Script
 
 
 class FakeLLM:
@@ -45,9 +91,10 @@ class FakeLLM:
     errored = False
 
     def __init__(self, model: str) -> None:
-        self.weight = weight_in(model)
+        self.model = MODEL(model)
         self.num_tokens = 0
-        self.salts: dict[str, float] = {}  # the weights that each part of the prefix cache was filled by
+        self.blocks: dict[tuple[str, tuple[int, ...]], Any] = {}  # the weights that made the last block of a prefix
+        self.salts: dict[str, Any] = {}  # the weights that each part of the prefix cache was filled by
         self.halts: list[int] = FAKE.get("halts", [])
         self.requests: dict[str, SimpleNamespace] = {}
         self.queue: asyncio.Queue[Any] = asyncio.Queue()
@@ -64,14 +111,31 @@ class FakeLLM:
             return
         request.num_since_load += 1
         self.num_tokens += 1
-        token = scripted(request.length)
-        request.length += 1
+        token, logprob = self.model.next(request)
+        self.store(request)
+        request.tokens.append(token)
         request.remaining -= 1
         request.num_new += 1
         reason = "stop" if token in request.stops else "length" if request.remaining == 0 else None
-        self.queue.put_nowait((request, token, -self.weight, reason))
+        self.queue.put_nowait((request, token, logprob, reason))
         if reason:
             del self.requests[request.id]
+
+    def store(self, request: SimpleNamespace) -> None:
+        """Cache every whole block of what is computed now: all tokens of the request."""
+        for end in range(BLOCK, len(request.tokens) + 1, BLOCK):
+            self.blocks.setdefault((request.salt, tuple(request.tokens[:end])), self.model.weight)
+
+    def find(self, tokens: list[int], salt: str) -> int:
+        """Count the tokens whose blocks are in the cache, of those weights that there are; the last one is computed."""
+        num_found = 0
+        while num_found + BLOCK < len(tokens):
+            made_by = self.blocks.get((salt, tuple(tokens[: num_found + BLOCK])))
+            if made_by is None:
+                break
+            assert made_by == self.model.weight, "a cache of other weights"
+            num_found += BLOCK
+        return num_found
 
     def is_stuck(self) -> bool:
         return self.num_tokens >= FAKE.get("stuck_after", 1 << 30)
@@ -85,30 +149,38 @@ class FakeLLM:
 
     async def generate(self, prompt: Any, sampling_params: Any, request_id: str) -> AsyncIterator[Any]:
         tokens = prompt["prompt_token_ids"]
-        assert self.salts.setdefault(prompt["cache_salt"], self.weight) == self.weight, "a cache of other weights"
+        salt, weight = prompt["cache_salt"], self.model.weight
+        assert self.salts.setdefault(salt, weight) == weight, "a cache of other weights"
         if "prompt_logprobs" in vars(sampling_params):
-            logprob = -self.weight * FAKE.get("probe_factor", 1.0)
+            forced = zip(tokens[1:], self.model.forced(tokens), strict=True)
             yield SimpleNamespace(
-                outputs=[], prompt_logprobs=[None, *({t: SimpleNamespace(logprob=logprob)} for t in tokens[1:])]
+                outputs=[], prompt_logprobs=[None, *({t: SimpleNamespace(logprob=logprob)} for t, logprob in forced)]
             )
             return
         request = SimpleNamespace(
             id=request_id,
-            length=len(tokens),
+            tokens=list(tokens),
+            salt=salt,
+            seed=sampling_params.seed,
+            temperature=sampling_params.temperature,
             remaining=sampling_params.max_tokens,
             stops=sampling_params.stop_token_ids,
             num_new=0,
             num_since_load=0,
             outputs=asyncio.Queue(),
         )
+        assert request_id not in self.requests
         self.requests[request_id] = request
+        said = {"num_cached_tokens": FAKE.get("found", self.find(tokens, salt))}
+        if said["num_cached_tokens"] == "unsaid":
+            said = {}
         try:
             reason = None
             while reason is None:
                 token, logprob, reason = await request.outputs.get()
                 if FAKE.get("bad_token"):
                     token = 1 << 20
-                yield SimpleNamespace(outputs=[self.completion(request, token, logprob, reason)])
+                yield SimpleNamespace(outputs=[self.completion(request, token, logprob, reason)], **said)
         finally:
             self.requests.pop(request_id, None)
 
@@ -126,7 +198,7 @@ class FakeLLM:
             os.kill(os.getpid(), 9)
         if FAKE.get("hangs_in_update"):
             await asyncio.sleep(3600)
-        self.weight = weight_in(kwargs["weights_path"])
+        self.model = MODEL(kwargs["weights_path"])
         self.halts = self.halts[1:]
         for request in self.requests.values():
             request.num_since_load = 0
@@ -143,6 +215,8 @@ class PausingLLM(FakeLLM):
     async def pause_generation(self, *, wait_for_inflight_requests: bool = False, clear_cache: bool = True) -> None:
         assert not self.requests, "requests would be lost"
         self.is_paused = True
+        if clear_cache:
+            self.blocks.clear()
 
     async def resume_generation(self) -> None:
         self.is_paused = False
@@ -162,7 +236,9 @@ class KeepingLLM(PausingLLM):
         for request in list(self.requests.values()):
             self.decode(request)  # the step under way: its tokens are still in the queue when the pause is answered
         self.halts = halts
-        self.is_paused, self.num_cleared = True, clear_cache
+        self.is_paused = True
+        if clear_cache:
+            self.blocks.clear()
 
     async def update_weight_version(self, new_version: str) -> None:
         self.label = new_version

@@ -18,6 +18,7 @@ from slipstream.core.errors import ChannelError, ChannelTimeout, ConfigError, Ex
 from slipstream.core.types import VersionSpan
 from slipstream.generator.requests import Finished, Request
 from slipstream.generator.vllm.engine import Deadlines
+from slipstream.generator.vllm.live import LiveCompletion
 from slipstream.models.transformer import Transformer
 
 LADDER = pytest.mark.parametrize(
@@ -401,7 +402,7 @@ def resumed(base: Request, engine_version: int) -> Request:
 
 
 def test_noise_is_never_drawn_twice(model: Transformer, tmp_path: Path) -> None:
-    """Every submission has a seed of its own: by run, stream, ordinal, sample, turn, and how far it had come."""
+    """Every submission has a seed of its own: by run, stream, ordinal, sample, branch, turn and place."""
     with fake_engine(model, tmp_path, deadlines=QUICK) as engine:
         variants = [
             request(0),
@@ -411,24 +412,11 @@ def test_noise_is_never_drawn_twice(model: Transformer, tmp_path: Path) -> None:
             resumed(request(0), 0),
             replace(request(0, num_prompt=9), num_before=6),
             resumed(replace(request(0, num_prompt=9), num_before=6), 0),
+            request(0, branch=1),
+            replace(request(0, num_prompt=9, branch=1), num_before=6),
         ]
-        seeds = [engine._job(engine._new_live(variant)).seed for variant in variants]
-        again = [engine._job(engine._new_live(variant)).seed for variant in variants]
+        seeds = [engine._job(LiveCompletion.of(variant, 0.0)).seed for variant in variants]
+        again = [engine._job(LiveCompletion.of(variant, 0.0)).seed for variant in variants]
     assert seeds == again, "a function of the request alone"
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 2**63 for seed in seeds)
-
-
-def test_a_later_turn_is_asked_for_with_its_whole_context(model: Transformer, tmp_path: Path) -> None:
-    with fake_engine(model, tmp_path) as engine:
-        engine.wait_ready()
-        first = request(0, num_prompt=3, max_new_tokens=4)
-        engine.submit([replace(first, parks=True)])
-        (turn,) = drive(engine)
-        context = np.concatenate([turn.request.prompt_tokens, turn.tokens, np.array([5, 6], dtype=np.int32)])
-        engine.submit([replace(first, prompt_tokens=context, num_before=6, parks=True)])
-        (second,) = drive(engine)
-        check(second, num_new=4)
-        engine.release(0, 0, 0)
-        engine.release(0, 7, 3)
-        assert (engine.num_re_prefilled, engine.is_idle) == (0, True)

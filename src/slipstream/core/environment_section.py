@@ -178,12 +178,6 @@ def check_episodes(config: RunConfig) -> None:
     environment, generator = config.environment, config.generator
     if not environment.is_set:  # one may be handed over from Python later: `environments.build.check_environments`
         return
-    if generator.engine == "vllm":
-        raise ConfigError(
-            "episodes of several turns are sampled by Slipstream's own engine",
-            got="generator.engine = 'vllm' with [environment]",
-            allowed="generator.engine = 'native'",
-        )
     if generator.segment_tokens is not None:
         raise ConfigError(
             "an episode is not cut into segments: a version waits for its end, or comes in flight",

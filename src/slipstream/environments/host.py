@@ -13,6 +13,7 @@ import os
 import queue
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,6 +27,7 @@ from slipstream.core.user_code import describe
 from slipstream.environments.agents import Agent, AgentMaker, AgentSessions, NoProcessLeft, SharedFault
 from slipstream.environments.asks import Ask, Refused
 from slipstream.environments.hosting import (
+    MAX_EPISODES_PER_HOST,
     MAX_REQUESTS,
     MAX_SPOKEN_BYTES,
     AskedNetwork,
@@ -178,6 +180,9 @@ class EpisodeHost:
         """Open the gateway where there are agents. ConfigError where none can be opened."""
         if not self._agents:
             return
+        # Requests of episodes that have not begun may wait for a swap, and the swap for episodes that have: the few
+        # threads that asyncio has by itself (`asyncio.to_thread`) would all be held by the former.
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(MAX_EPISODES_PER_HOST))
         from slipstream.environments.gateway import GatewayLimits, GatewayServer, build_app, listen_on_loopback
 
         limits = GatewayLimits(

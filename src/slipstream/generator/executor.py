@@ -196,8 +196,10 @@ class Generator(Executor):
     @property
     def _idle_state(self) -> str:
         """The state of time without a step: work in a process or thread beside this one, else what is waited for."""
-        environments_think = self.episodes is not None and len(self.episodes) > 0 and not self.backend.has_work()
-        working = self.spans.state or self.backend.working_state
+        beside = self.backend.working_state
+        is_working = beside is not None or self.backend.has_work()
+        environments_think = self.episodes is not None and len(self.episodes) > 0 and not is_working
+        working = self.spans.state or beside
         if working is not None and not environments_think:
             return working
         if self.weights.is_staging:

@@ -159,6 +159,8 @@ def spec_of(config: RunConfig, *, max_len: int, stop_token_ids: Sequence[int]) -
         "logprobs_mode": "processed_logprobs",  # after temperature and truncation: what was really sampled from
         "disable_log_stats": True,
     }
+    if config.environment.is_set:
+        arguments["enable_prefix_caching"] = True  # a turn's context is found there; vLLM's default goes by the model
     return protocol.Spec(
         address="",
         folder="",

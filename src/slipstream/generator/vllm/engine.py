@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import msgspec
@@ -18,12 +17,15 @@ import numpy as np
 
 from slipstream.core.clock import Clock, WallClock
 from slipstream.core.errors import ChannelError, ChannelTimeout, ConfigError, ExecutorDied, WeightSyncError
-from slipstream.core.types import FinishReason, VersionSpan
+from slipstream.core.types import FinishReason
 from slipstream.generator.noise import noise_key
-from slipstream.generator.requests import Finished, KvOnUpdate, Request, Resume, Session, check_request, in_order
+from slipstream.generator.requests import Finished, KvOnUpdate, Request, Session, check_request, in_order
 from slipstream.generator.vllm import protocol
+from slipstream.generator.vllm.contexts import TurnContexts
 from slipstream.generator.vllm.folder import WeightFolder
+from slipstream.generator.vllm.live import LiveCompletion
 from slipstream.generator.vllm.process import Launch, WorkerProcess
+from slipstream.generator.vllm.waiting import WaitingRequests
 from slipstream.models.transformer import Transformer
 
 FrameT = TypeVar("FrameT", bound=protocol.Frame)
@@ -37,27 +39,6 @@ class Deadlines:
     start_s: float
     answer_s: float
     silence_s: float
-
-
-@dataclass(eq=False)
-class _Live:
-    """A completion in vLLM: what is known of it. `first` is the index of its present job's first token."""
-
-    request: Request
-    started_s: float
-    first: int
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-
-    @property
-    def resume(self) -> Resume:
-        return Resume(
-            tokens=np.array(self.tokens, dtype=np.int32),
-            logprobs=np.array(self.logprobs, dtype=np.float32),
-            version_spans=spans_of(self.versions),
-            started_s=self.started_s,
-        )
 
 
 class VLLMEngine:
@@ -96,14 +77,13 @@ class VLLMEngine:
         self.max_len = max_len
         self.num_restarts = 0
         self.num_re_prefilled = 0
-        self.session_counts: dict[str, int] = {}
         self._model, self._folder, self._launch, self._spec = model, folder, launch, spec
         self._rooms, self._seed, self._kv_on_update = rooms, seed, kv_on_update
         self._deadlines, self._max_restarts, self._tolerance = deadlines, max_restarts, probe_tolerance
         self._clock = clock if clock is not None else WallClock()
-        self._is_paused = False
-        self._waiting: dict[int, deque[Request]] = {}
-        self._live: dict[int, _Live] = {}
+        self._waiting = WaitingRequests(rooms)
+        self._contexts = TurnContexts()
+        self._live: dict[int, LiveCompletion] = {}
         self._finished: list[Finished] = []
         self._num_ids = 0
         self._push = 0
@@ -122,7 +102,7 @@ class VLLMEngine:
 
     @property
     def num_waiting(self) -> int:
-        return sum(len(queue) for queue in self._waiting.values())
+        return len(self._waiting)
 
     @property
     def only_evaluates(self) -> bool:
@@ -136,20 +116,17 @@ class VLLMEngine:
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue `requests` in this order; resumed ones go before everything that has not started."""
         for request in requests:
-            assert request.stream in self._rooms, f"no room was given to stream {request.stream}"
             check_request(request, max_len=self.max_len)
             if request.keep_sets:
                 raise ConfigError("vLLM does not report the sets that tokens are drawn from", got="keep_sets")
         for request in requests:
-            if request.resume is None:
-                self._queue(request.stream).append(request)
-        for request in reversed(requests):
-            if request.resume is not None:
-                self._queue(request.stream).appendleft(request)
+            self._contexts.begin(request)
+        self._waiting.add(requests)
         self._fill()
 
     def pause_admission(self, is_paused: bool) -> None:
-        self._is_paused = is_paused
+        """While paused no waiting request starts but further turns of begun episodes; live ones go on."""
+        self._waiting.is_paused = is_paused
         self._fill()
 
     def step(self) -> list[Finished]:
@@ -189,11 +166,25 @@ class VLLMEngine:
         lives, self._live = list(self._live.values()), {}
         return in_order(live.request.resumed_with(live.resume) for live in lives)
 
+    # Turns
+
+    @property
+    def session_counts(self) -> dict[str, int]:
+        return self._contexts.counts
+
     def let_go_on(self, session: Session) -> None:
-        """Nothing: there are no episodes here."""
+        """An episode has begun: its other branches wait for no pause, which may wait for the episode's end."""
+        self._waiting.let_go_on(session)
+        self._fill()
 
     def release(self, session: Session) -> None:
-        """Nothing: vLLM finds a turn's context in its prefix cache, which evicts by itself what is used no more."""
+        """The episode has ended. vLLM's prefix cache evicts by itself what is used no more; a turn that is not
+        finished goes on."""
+        self._contexts.release(session)
+        self._waiting.stop_parking(session)
+        for live in self._live.values():
+            if live.request.session == session:
+                live.request = replace(live.request, parks=False)
 
     # Weights
 
@@ -214,9 +205,7 @@ class VLLMEngine:
         self._push, self._checkpoint = self._push + 1, checkpoint
         clear_cache = self._kv_on_update == "recompute"
         if clear_cache:
-            self.num_re_prefilled += sum(
-                len(live.request.prompt_tokens) + len(live.tokens) for live in self._live.values()
-            )
+            self.num_re_prefilled += sum(live.num_known for live in self._live.values())
         try:
             self._worker.send(protocol.Update(push=self._push, path=str(checkpoint), clear_cache=clear_cache))
             updated = self._wait_for(protocol.Updated, f"weights to be loaded (push {self._push})")
@@ -276,7 +265,7 @@ class VLLMEngine:
     def wait_s(self) -> float | None:
         """Seconds until a deadline passes; None without one."""
         ends = [self._silent_s] if self._is_due else []
-        ends += [end_s for live in self._live.values() if (end_s := _end_s(live)) is not None]
+        ends += [end_s for live in self._live.values() if (end_s := live.end_s) is not None]
         return max(0.0, min(ends) - self._clock.now_s()) if ends else None
 
     def close(self) -> None:
@@ -285,42 +274,26 @@ class VLLMEngine:
 
     # Within
 
-    def _queue(self, stream: int) -> deque[Request]:
-        return self._waiting.setdefault(stream, deque())
-
     def _fill(self) -> None:
         """Send waiting requests to vLLM where their stream has room."""
-        if self._is_paused or not self._is_ready:
+        if not self._is_ready:
             return
         jobs = []
-        for stream, queue in self._waiting.items():
-            room = self._rooms[stream] - sum(live.request.stream == stream for live in self._live.values())
-            for _ in range(min(room, len(queue))):
-                jobs.append(self._job(self._new_live(queue.popleft())))
+        for stream, room in self._rooms.items():
+            num_taken = sum(live.request.stream == stream for live in self._live.values())
+            for request in self._waiting.take(stream, room - num_taken):
+                jobs.append(self._job(LiveCompletion.of(request, self._clock.now_s())))
         self._submit(jobs)
 
-    def _new_live(self, request: Request) -> _Live:
-        resume = request.resume
-        if resume is None:
-            return _Live(request, self._clock.now_s(), 0)
-        ends = [*(span.start for span in resume.version_spans[1:]), len(resume.tokens)]
-        versions = [
-            span.version
-            for span, end in zip(resume.version_spans, ends, strict=bool(resume.version_spans))
-            for _ in range(span.start, end)
-        ]
-        tokens, logprobs = resume.tokens.tolist(), resume.logprobs.tolist()
-        return _Live(request, resume.started_s, len(tokens), tokens, logprobs, versions)
-
-    def _job(self, live: _Live) -> protocol.SamplingJob:
+    def _job(self, live: LiveCompletion) -> protocol.SamplingJob:
         """Register `live` under a new id; its next token is drawn with noise of its own, whatever came before.
 
-        In a later turn too: the seed is of the first token's place in the whole episode.
+        In a later turn too: the seed is of the branch, and of the first token's place in the whole episode.
         """
         request, live.first = live.request, len(live.tokens)
         if live.tokens or request.is_again:
-            self.num_re_prefilled += len(request.prompt_tokens) + live.first
-        key = noise_key(self._seed, request.stream, request.ordinal, request.sample)
+            self.num_re_prefilled += live.num_known
+        key = noise_key(self._seed, *request.noise_coordinates)
         self._num_ids += 1
         self._live[self._num_ids] = live
         return protocol.SamplingJob(
@@ -383,9 +356,13 @@ class VLLMEngine:
             and all(0 <= start <= end <= num_tokens - live.first for _, start, end in delta.spans or [])
             and delta.finish in ("", "stop", "length")
             and not (delta.finish and num_tokens == 0)
+            and (delta.num_cached is None or 0 <= delta.num_cached <= len(live.request.prompt_tokens))
         )
         if not is_valid:
             raise ChannelError(f"tokens from {self._worker.name} make no sense", got=msgspec.to_builtins(delta))
+        if delta.num_cached is not None and live.request.num_before and not live.first:
+            num_again = self._contexts.found(live.request, delta.num_cached)
+            self.num_re_prefilled += 0 if live.request.is_again else num_again
         live.tokens += delta.tokens
         live.logprobs += delta.logprobs
         live.versions += [self._versions[delta.push]] * len(delta.tokens)
@@ -395,8 +372,9 @@ class VLLMEngine:
             del self._live[delta.id]
             self._finish(live, "stop" if delta.finish == "stop" else "length")
 
-    def _finish(self, live: _Live, reason: FinishReason) -> None:
+    def _finish(self, live: LiveCompletion, reason: FinishReason) -> None:
         known = live.resume
+        self._contexts.finished(live.request, len(live.tokens))
         self._finished.append(
             Finished(
                 request=live.request,
@@ -411,7 +389,7 @@ class VLLMEngine:
 
     def _end_late(self) -> None:
         now_s = self._clock.now_s()
-        late = [i for i, live in self._live.items() if (end_s := _end_s(live)) is not None and end_s <= now_s]
+        late = [i for i, live in self._live.items() if (end_s := live.end_s) is not None and end_s <= now_s]
         if late and self._is_ready:
             self._worker.send(protocol.Abort(ids=late))
         for i in late:
@@ -481,15 +459,3 @@ class VLLMEngine:
 
     def _wait_for(self, kind: type[FrameT], what: str) -> FrameT:
         return self._worker.wait_for(kind, what, self._deadlines.answer_s)
-
-
-def _end_s(live: _Live) -> float | None:
-    """When the completion is out of time, on the engine's clock; never before its first token."""
-    limit_s = live.request.time_limit_s
-    return None if limit_s is None or not live.tokens else live.started_s + limit_s
-
-
-def spans_of(versions: Sequence[int]) -> tuple[VersionSpan, ...]:
-    """The versions [T] of single tokens as spans."""
-    starts = [i for i, version in enumerate(versions) if i == 0 or versions[i - 1] != version]
-    return tuple(VersionSpan(start=start, version=versions[start]) for start in starts)

@@ -83,6 +83,7 @@ class Delta(Frame):
     """New tokens of a job, sampled under `push`, with their logprobs; `finish` is '', 'stop' or 'length'.
 
     `spans`, with the last delta, are vLLM's own account of the job: (push, first token, one past the last).
+    `num_cached`, with the first, are the tokens of the prompt that vLLM found in its prefix cache, where it says so.
     """
 
     id: int
@@ -91,6 +92,7 @@ class Delta(Frame):
     push: int
     finish: str = ""
     spans: list[tuple[int, int, int]] | None = None
+    num_cached: int | None = None
 
 
 class Tokens(Frame):

@@ -66,6 +66,13 @@ def _check_memory(generator: GeneratorConfig) -> None:
             got="generator.kv_on_update = 'recompute_if_older_than' with generator.engine = 'vllm'",
             allowed="'keep' or 'recompute'",
         )
+    if generator.parked_tokens is not None:
+        raise ConfigError(
+            "vLLM keeps what turns have computed in its prefix cache, as far as its memory has room",
+            got=f"generator.parked_tokens = {generator.parked_tokens} with generator.engine = 'vllm'",
+            allowed="generator.parked_tokens = null, the default",
+            hint="generator.vllm.kv_cache_gb on a CPU, generator.vllm.gpu_memory_utilization on a GPU",
+        )
     if generator.precision != "float32":
         raise ConfigError(
             "vLLM takes float32 weights, and computes in the type it is told",

@@ -77,6 +77,12 @@ def features_of(llm: LLM) -> dict[str, bool]:
     }
 
 
+def num_cached_of(output: Any) -> int | None:
+    """Return the tokens of the prompt that vLLM found in its prefix cache; None where it does not say."""
+    found = output.num_cached_tokens if hasattr(output, "num_cached_tokens") else None
+    return None if found is None or found < 0 else int(found)
+
+
 @dataclass(eq=False)
 class Running:
     """A job in vLLM: the tokens it has so far, and the task that reads them."""
@@ -176,6 +182,7 @@ class Worker:
             tokens = list(completion.token_ids)
             finish = completion.finish_reason
             logprobs = [entry[token].logprob for token, entry in zip(tokens, completion.logprobs or [], strict=True)]
+            num_cached = None if running.done else num_cached_of(output)
             running.done += tokens
             self._put(
                 protocol.Delta(
@@ -185,6 +192,7 @@ class Worker:
                     push=self._push,
                     finish=finish or "",
                     spans=self._spans(completion, start) if finish else None,
+                    num_cached=num_cached,
                 )
             )
         if finish not in ("stop", "length"):
