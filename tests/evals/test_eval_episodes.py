@@ -1,12 +1,10 @@
-"""Evaluations of checkpoints that play episodes: those of the run itself, by path and from Python, and what may go wrong."""
+"""Evaluations of checkpoints that play episodes: those of the run, by path and from Python, and what may go wrong."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import urllib.request
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +14,10 @@ import slipstream
 from slipstream import cli
 from slipstream.controller.evaluations import PendingEvaluation, PendingEvaluations
 from slipstream.core.errors import ConfigError
+from slipstream.core.recipes import save_config
 from slipstream.core.sections import ModelConfig
-from slipstream.evals.evaluate import EvalResult, HeldOutAnswer, evaluate_model
+from slipstream.core.service_messages import EvalScored
+from slipstream.evals.evaluate import EvalResult, evaluate_model
 from slipstream.models.build import build_policy
 from slipstream.models.hf import save_model
 from slipstream.observe.summary import read_summary
@@ -138,17 +138,19 @@ def recipe(environment: dict[str, Any], **more: Any) -> dict[str, Any]:
         "generator": {"num_slots": 8, "max_new_tokens": 6},
         "eval": {"num_prompts": NUM_PROMPTS, "num_slots": 4, "every": 0, "measure": "environment"},
         "environment": {"max_turns": 3, "max_episode_tokens": 30, **environment},
+        "rewards": {"terms": []},
         **more,
     }
 
 
 def of_rows(folder: Path, name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return [prompts] that hold out just these rows, in this order or another."""
+    """Return [prompts] and [eval] that hold out just these rows."""
     held_out = folder / f"{name}.jsonl"
     held_out.write_text("".join(json.dumps(row) + "\n" for row in rows))
     training = folder / f"{name}_training.jsonl"
     training.write_text('{"prompt": "xyz>", "answer": "a"}\n')
-    return {"dataset": str(training), "eval_dataset": str(held_out), "num_eval": len(rows)}
+    prompts = {"dataset": str(training), "eval_dataset": str(held_out), "num_eval": len(rows)}
+    return {"prompts": prompts, "eval": {"num_prompts": len(rows), "num_slots": 4, "measure": "environment"}}
 
 
 def finished_run(out: Path, **more: Any) -> tuple[Path, list[PendingEvaluation]]:
@@ -174,49 +176,51 @@ def told(answers: Any) -> list[tuple[Any, ...]]:
     return [(one.reward, dict(one.reward_parts), one.failure) for one in answers]
 
 
+Run = tuple[Path, list[PendingEvaluation]]
+
+
 @pytest.fixture(scope="module")
-def trained(folder: Path) -> tuple[Path, list[PendingEvaluation]]:
-    return finished_run(folder / "run", steps=3, trainer={"optimizer": {"lr": 0.01}})
+def trained(folder: Path) -> Run:
+    return finished_run(folder / "run", steps=2, trainer={"optimizer": {"lr": 0.01}})
 
 
-def test_greedy_episodes_are_those_of_the_runs_last_evaluation(trained: tuple[Path, list[PendingEvaluation]]) -> None:
+@pytest.fixture(scope="module")
+def evaluated(trained: Run) -> EvalResult:
+    return evaluate_model(trained[0], num_samples=2)
+
+
+def last(evaluations: list[PendingEvaluation], temperature: float) -> list[EvalScored]:
+    """Return the answers of a run's last evaluation, by prompt."""
+    answers = [one.answers for one in evaluations if one.temperature == temperature][-1]
+    return [answers[ordinal] for ordinal in range(NUM_PROMPTS)]
+
+
+def test_episodes_are_those_of_the_runs_last_evaluation(trained: Run, evaluated: EvalResult) -> None:
+    """The greedy ones, and the first of the samples: the others are more of them."""
     run_dir, evaluations = trained
-    last = [one for one in evaluations if one.temperature == 0][-1]
-    of_run = [last.answers[ordinal] for ordinal in range(NUM_PROMPTS)]
-    found = evaluate_model(run_dir)
-    greedy = found.greedy_answers
-    assert told(greedy) == told(of_run)
-    assert [one.text for one in greedy] == [one.completion_text for one in of_run]
-    assert len({one.reward for one in greedy}) > 3, "rewards that tell episodes apart"
-    summary = read_summary(run_dir / "summary.json").eval["after"]
-    assert (found.reward, found.accuracy, found.reward_parts) == (
-        summary.reward,
-        summary.accuracy,
-        summary.reward_parts,
-    )
-    assert set(found.reward_parts) == {"environment", "vowels"}
-    assert 0 < found.accuracy < 1
+    greedy, sampled = last(evaluations, 0.0), last(evaluations, 1.0)
+    assert told(evaluated.greedy_answers) == told(greedy)
+    assert [one.text for one in evaluated.greedy_answers] == [one.completion_text for one in greedy]
+    first = [one for one in evaluated.answers[NUM_PROMPTS:] if one.sample == 0]
+    assert told(first) == told(sampled)
+    assert len({one.reward for one in greedy + sampled}) > 6, "rewards that tell episodes apart"
+    assert all(set(one.reward_parts) == {"environment", "vowels"} for one in greedy)
+    of_run = read_summary(run_dir / "summary.json").eval.after
+    assert (evaluated.reward, evaluated.accuracy) == (of_run.reward, of_run.accuracy)
+    assert evaluated.reward_parts == of_run.reward_parts
+    assert 0 < evaluated.sampled_accuracy < 1
 
 
-def test_a_checkpoint_with_the_recipe_is_the_run(trained: tuple[Path, list[PendingEvaluation]]) -> None:
-    run_dir, _ = trained
-    asked = {"num_prompts": 7, "num_samples": 2}
-    bare = evaluate_model(run_dir / "model", recipe=run_dir / "config.toml", **asked)
-    assert bare.answers == evaluate_model(run_dir, **asked).answers
+def test_a_checkpoint_with_the_recipe_is_the_run(trained: Run, evaluated: EvalResult) -> None:
+    """Fewer prompts, and other samples beside them, change no answer."""
+    bare = evaluate_model(trained[0] / "model", recipe=trained[0] / "config.toml", num_prompts=4)
+    assert bare.greedy_answers == evaluated.greedy_answers[:4]
+    assert bare.answers[4:] == evaluated.answers[NUM_PROMPTS : NUM_PROMPTS + 8 : 2]
 
 
-def test_sampled_episodes_are_those_of_the_run(folder: Path) -> None:
-    """The run evaluates sampled answers of the policy that it begins with; here it also ends with that."""
-    run_dir, evaluations = finished_run(folder / "still", steps=1, trainer={"optimizer": {"lr": 1e-30}})
-    [sampled] = [one for one in evaluations if one.temperature == 1]
-    found = evaluate_model(run_dir)
-    assert told(found.answers[NUM_PROMPTS:]) == told(sampled.answers[ordinal] for ordinal in range(NUM_PROMPTS))
-    assert told(found.answers[NUM_PROMPTS:]) != told(found.greedy_answers)
-
-
-def test_the_transcript_explains_the_reward(trained: tuple[Path, list[PendingEvaluation]]) -> None:
+def test_the_transcript_explains_the_reward(evaluated: EvalResult) -> None:
     """The environment's words and gifts follow from the turns in the transcript: `Echo`, told again."""
-    found = evaluate_model(trained[0], num_samples=2)
+    found = evaluated
     for answer in found.answers:
         texts: list[str] = []
         said, gifts = [], []
@@ -238,7 +242,7 @@ def test_the_transcript_explains_the_reward(trained: tuple[Path, list[PendingEva
 
 
 def test_the_command_shows_and_writes_episodes(
-    trained: tuple[Path, list[PendingEvaluation]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trained: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "answers.jsonl"
     assert cli.main(["eval", str(trained[0]), "--num-prompts", "5", "--num-samples", "2", "--out", str(out)]) == 0
@@ -253,12 +257,14 @@ def test_the_command_shows_and_writes_episodes(
 
 
 def test_two_environments_by_column(folder: Path) -> None:
-    rows = [{"prompt": f"{letter}>", "answer": "a", "game": game} for letter, game in zip("abcdef", "xyyxyy", strict=True)]
+    rows = [
+        {"prompt": f"{letter}>", "answer": "a", "game": game} for letter, game in zip("abcdef", "xyyxyy", strict=True)
+    ]
     choices = [
         {"name": name, "class_path": f"{folder / 'source.py'}:{of}"} for name, of in (("x", "One"), ("y", "Quarter"))
     ]
-    tables = recipe({"choices": choices, "column": "game"}, prompts=of_rows(folder, "games", rows))
-    found = evaluate_model(folder / "model", recipe=tables, num_prompts=6, num_samples=2)
+    tables = recipe({"choices": choices, "column": "game"}, **of_rows(folder, "games", rows))
+    found = evaluate_model(folder / "model", recipe=tables, num_samples=2)
     games = {row["prompt"]: row["game"] for row in rows}
     for answer in found.answers:
         assert answer.episode.environment == games[answer.prompt]
@@ -268,7 +274,7 @@ def test_two_environments_by_column(folder: Path) -> None:
     assert found.accuracy == pytest.approx(1 / 3)
     rows[2]["game"] = "z"
     with pytest.raises(ConfigError, match="names no environment"):
-        evaluate_model(folder / "model", recipe=tables | {"prompts": of_rows(folder, "odd", rows)}, num_prompts=6)
+        evaluate_model(folder / "model", recipe=tables | of_rows(folder, "odd", rows))
 
 
 async def asking(row: dict[str, Any], base_url: str, api_key: str) -> float:
@@ -292,38 +298,33 @@ def test_an_agent_over_http(folder: Path) -> None:
     assert from_python.answers == found.answers
 
 
-def failed(found: EvalResult) -> dict[str, HeldOutAnswer]:
-    return {answer.prompt: answer for answer in found.answers if answer.failure is not None}
-
-
 def test_an_environment_that_fails_is_counted_and_shown(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kinds = {"a>": "sound", "b>": "breaks", "c>": "hangs", "d>": "breaks", "e>": "sound"}
     rows = [{"prompt": prompt, "answer": kind} for prompt, kind in kinds.items()]
     environment = {"class_path": f"{folder / 'source.py'}:Fragile", "max_restarts": 1, "step_limit_s": 2.0}
-    tables = recipe(environment, prompts=of_rows(folder, "fragile", rows), rewards={"failure_reward": -1.0})
-    found = evaluate_model(folder / "model", recipe=tables, num_prompts=5)
-    assert set(failed(found)) == {"b>", "c>", "d>"}
-    assert found.num_failed == 6 == sum(found.failures.values())
-    for answer in found.answers:
-        kind = kinds[answer.prompt]
-        assert (answer.reward, answer.is_correct) == ((1.0, True) if kind == "sound" else (-1.0, False))
-        if kind != "sound":
-            assert {"breaks": "lost my notes", "hangs": "timed out after 2 s"}[kind] in answer.failure
-            assert answer.episode.num_restarts == 1
-    assert found.reward == pytest.approx((2 - 3) / 5)
-    config = tmp_path / "recipe.toml"
-    config.write_text(slipstream.resolve(tables).model_dump_json())
-    from slipstream.core.recipes import save_config
-
-    save_config(slipstream.resolve(tables), config.with_name("saved.toml"))
-    command = ["eval", str(folder / "model"), "--recipe", str(config.with_name("saved.toml")), "--num-prompts", "5"]
+    rewards = {"terms": [], "failure_reward": -1.0}
+    tables = recipe(environment, **of_rows(folder, "fragile", rows), rewards=rewards)
+    save_config(resolve(tables), tmp_path / "recipe.toml")
+    out = tmp_path / "answers.jsonl"
+    command = ["eval", str(folder / "model"), "--recipe", str(tmp_path / "recipe.toml"), "--out", str(out)]
     assert cli.main(command) == 0
+    answers = [json.loads(line) for line in out.read_text().splitlines()]
+    assert sorted(one["prompt"] for one in answers) == sorted(2 * list(kinds)), "none is left out"
+    for one in answers:
+        kind = kinds[one["prompt"]]
+        assert (one["reward"], one["is_correct"]) == ((1.0, True) if kind == "sound" else (-1.0, False))
+        assert (one["failure"] is None) == (kind == "sound")
+        if kind != "sound":
+            assert {"breaks": "lost my notes", "hangs": "timed out after 2 s"}[kind] in one["failure"]
+            assert one["episode"]["num_restarts"] >= 1
     shown = capsys.readouterr().out
     assert "6 answers could not be scored" in shown
+    assert "4 x environment: " in shown
     assert "lost my notes" in shown
-    assert "timed out" in shown
+    assert "2 x environment: timed out after 2 s" in shown
+    assert f"{(2 - 3) / 5:.3f}" in shown, "failed ones count"
 
 
 class Crowd:
@@ -371,7 +372,7 @@ def test_tools_and_rewards_from_python(folder: Path) -> None:
     def letters(completions: list[str], **columns: Any) -> list[float]:
         return [float(len(text)) for text in completions]
 
-    found = evaluate_model(folder / "model", recipe=recipe({}, eval={"num_prompts": 4}), tools=[look], reward=letters)
+    found = evaluate_model(folder / "model", recipe=recipe({}), tools=[look], reward=letters, num_prompts=3)
     assert all(set(answer.reward_parts) == {"letters", "environment"} for answer in found.answers)
     assert all(answer.reward == len(answer.episode.turns[0].text) for answer in found.answers)
     assert found.episodes.num_tool_calls == 0
@@ -388,8 +389,6 @@ def test_bad_input_is_refused(folder: Path, capsys: pytest.CaptureFixture[str], 
         evaluate_model(folder / "model", recipe=missing)
     with pytest.raises(ConfigError, match="one environment"):
         evaluate_model(folder / "model", recipe=recipe({}), environment=Crowd, agent=asking)
-    from slipstream.core.recipes import save_config
-
     path = tmp_path / "from_python.toml"
     save_config(slipstream.resolve(recipe({"class_path": "python:Crowd"})), path)
     assert cli.main(["eval", str(folder / "model"), "--recipe", str(path)]) == 2
@@ -399,7 +398,7 @@ def test_bad_input_is_refused(folder: Path, capsys: pytest.CaptureFixture[str], 
 
 
 @pytest.fixture(scope="module")
-def chain(folder: Path) -> Iterator[dict[str, Any]]:
+def chain(folder: Path) -> dict[str, Any]:
     """The evaluation that the stage makes of a run of episodes, and what its table says."""
     environment = {"class_path": f"{folder / 'source.py'}:Echo"}
     more = {"stages": ["rl", "evaluate"], "evaluation": {"num_prompts": 8, "num_samples": 2}, "host": "inline"}
@@ -407,7 +406,8 @@ def chain(folder: Path) -> Iterator[dict[str, Any]]:
     tables["model"] = {"path": str(folder / "model")}
     result = slipstream.run(tables, out=folder / "chain", display=False)
     assert result.status == "done"
-    yield json.loads((folder / "chain" / "evaluation.json").read_text())
+    found: dict[str, Any] = json.loads((folder / "chain" / "evaluation.json").read_text())
+    return found
 
 
 def test_the_stage_evaluate_plays_episodes(chain: dict[str, Any], folder: Path) -> None:
@@ -427,9 +427,21 @@ def test_stages_that_play_no_episodes_are_refused(folder: Path) -> None:
     environment = {"class_path": f"{folder / 'source.py'}:Echo"}
     for more, words in (
         ({"stages": ["preferences", "rl"], "model": {"path": str(folder / "model")}}, "one turn"),
-        ({"stages": ["rl", "evaluate"], "judge": {"function": f"{folder / 'source.py'}:vowels"}}, "judge"),
+        (
+            {
+                "stages": ["rl", "evaluate"],
+                "evaluation": {"num_prompts": 8},
+                "judge": {"function": f"{folder / 'source.py'}:vowels"},
+            },
+            "judge",
+        ),
     ):
         with pytest.raises(ConfigError, match=words):
             check_named(resolve(recipe(environment, **more)))
     with pytest.raises(ConfigError, match="process of its own"):
-        slipstream.run(recipe({}, stages=["rl", "evaluate"]), environment=Crowd, out=folder / "refused", display=False)
+        slipstream.run(
+            recipe({}, stages=["rl", "evaluate"], evaluation={"num_prompts": 8}),
+            environment=Crowd,
+            out=folder / "refused",
+            display=False,
+        )

@@ -105,8 +105,33 @@ def play_episodes(
     completions, with the `failure` in its record.
     """
     max_len = config.longest_sequence(model.config.max_positions)
+    table = EpisodeTable(
+        EpisodeLimits.of(config, max_len, len(tokenizer)),
+        build_chat(config, tokenizer, tools_of(pool)),
+        Sources.of(config),
+        chats=build_chats(config, tokenizer),
+    )
+    ask = partial(request_of, config.generator, max_len=max_len, temperature=temperature, stream=stream, is_whole=True)
+    requests = (
+        (ask(prompt, ordinal=ordinal, sample=sample), prompt)
+        for ordinal, prompt in enumerate(prompts)
+        for sample in range(num_samples)
+    )
+    engine = _engine(config, tokenizer, model, num_slots=num_slots, max_len=max_len)
+    play = _Play(engine, table, pool, max_open=OPEN_PER_SLOT * num_slots)
+    completions: list[Completion] = []
+    for ended in play.run(requests):
+        now_s = play.clock.now_s()
+        completions.append(completion_of_episode(ended, tokenizer=tokenizer, replica=0, finished_s=now_s))
+        if on_progress is not None:
+            on_progress(len(completions))
+    return sorted(completions, key=lambda completion: (completion.ordinal, completion.sample))
+
+
+def _engine(config: RunConfig, tokenizer: Tokenizer, model: Transformer, *, num_slots: int, max_len: int) -> Engine:
+    """Return an engine as a run's evaluation has it, which keeps keys between the turns of episodes."""
     generator = config.generator
-    engine = native_engine(
+    return native_engine(
         model,
         num_slots=num_slots,
         max_len=max_len,
@@ -117,37 +142,6 @@ def play_episodes(
         prefix_cache_tokens=generator.prefix_cache_tokens,
         parked_tokens=generator.parked_tokens,
     )
-    table = EpisodeTable(
-        EpisodeLimits.of(config, max_len, len(tokenizer)),
-        build_chat(config, tokenizer, tools_of(pool)),
-        Sources.of(config),
-        chats=build_chats(config, tokenizer),
-    )
-    requests = (
-        (
-            request_of(
-                generator,
-                prompt,
-                ordinal=ordinal,
-                sample=sample,
-                max_len=max_len,
-                temperature=temperature,
-                stream=stream,
-                is_whole=True,
-            ),
-            prompt,
-        )
-        for ordinal, prompt in enumerate(prompts)
-        for sample in range(num_samples)
-    )
-    play = _Play(engine, table, pool, max_open=OPEN_PER_SLOT * num_slots)
-    completions: list[Completion] = []
-    for ended in play.run(requests):
-        now_s = play.clock.now_s()
-        completions.append(completion_of_episode(ended, tokenizer=tokenizer, replica=0, finished_s=now_s))
-        if on_progress is not None:
-            on_progress(len(completions))
-    return sorted(completions, key=lambda completion: (completion.ordinal, completion.sample))
 
 
 class TurnsAtHand:

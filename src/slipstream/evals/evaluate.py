@@ -181,7 +181,13 @@ def evaluate(
         completions += ask(temperature=1.0, num_samples=num_samples)
     rollouts = _scored(config, completions, num_greedy, num_samples, functions)
     answers = tuple(
-        _as_answer(config, completion, rollout, temperature=0.0 if index < num_greedy else 1.0)
+        _as_answer(
+            rollout,
+            config.eval.measure,
+            sample=completion.sample,
+            temperature=0.0 if index < num_greedy else 1.0,
+            episode=_as_played(completion, Sources.of(config)),
+        )
         for index, (completion, rollout) in enumerate(zip(completions, rollouts, strict=True))
     )
     return _result(config, answers, num_greedy, num_samples)
@@ -267,29 +273,30 @@ def _held_out(
         return held_out[:wanted]
 
 
-def _as_answer(config: RunConfig, asked: Completion, rollout: Rollout, *, temperature: float) -> HeldOutAnswer:
-    """Return the answer in `rollout`; `asked` is the same completion with its place among the prompts."""
+def _as_answer(
+    rollout: Rollout, measure: str | None, *, sample: int, temperature: float, episode: PlayedEpisode | None = None
+) -> HeldOutAnswer:
     completion = rollout.completion
     return HeldOutAnswer(
         prompt_id=completion.prompt.prompt_id,
         prompt=completion.prompt.text,
         reference=completion.prompt.answer,
         temperature=temperature,
-        sample=asked.sample,
+        sample=sample,
         text=completion.text,
         num_tokens=completion.num_tokens,
         finish_reason=completion.finish_reason,
         reward=rollout.reward,
         reward_parts=rollout.reward_parts,
-        is_correct=is_right(rollout, config.eval.measure),
+        is_correct=is_right(rollout, measure),
         failure=rollout.failure,
-        episode=_as_played(config, asked),
+        episode=episode,
     )
 
 
-def _as_played(config: RunConfig, completion: Completion) -> PlayedEpisode | None:
-    """Return the episode of a completion, if it is one."""
-    record, sources = completion.episode, Sources.of(config)
+def _as_played(completion: Completion, sources: Sources) -> PlayedEpisode | None:
+    """Return the episode of a completion, if it is one; its ordinal is that of its prompt."""
+    record = completion.episode
     if record is None:
         return None
     return PlayedEpisode(
