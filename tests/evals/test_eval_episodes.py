@@ -76,6 +76,8 @@ class Fragile(One):
 
     def reset(self, answer, **columns):
         self.kind = answer
+        if answer == "resets":
+            raise RuntimeError("no \\x1b[31mboard")
 
     def step(self, message):
         if self.kind == "breaks":
@@ -301,7 +303,7 @@ def test_an_agent_over_http(folder: Path) -> None:
 def test_an_environment_that_fails_is_counted_and_shown(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    kinds = {"a>": "sound", "b>": "breaks", "c>": "hangs", "d>": "breaks", "e>": "sound"}
+    kinds = {"a>": "sound", "b>": "breaks", "c>": "hangs", "d>": "resets", "e>": "sound"}
     rows = [{"prompt": prompt, "answer": kind} for prompt, kind in kinds.items()]
     environment = {"class_path": f"{folder / 'source.py'}:Fragile", "max_restarts": 1, "step_limit_s": 2.0}
     rewards = {"terms": [], "failure_reward": -1.0}
@@ -317,13 +319,17 @@ def test_an_environment_that_fails_is_counted_and_shown(
         assert (one["reward"], one["is_correct"]) == ((1.0, True) if kind == "sound" else (-1.0, False))
         assert (one["failure"] is None) == (kind == "sound")
         if kind != "sound":
-            assert {"breaks": "lost my notes", "hangs": "timed out after 2 s"}[kind] in one["failure"]
+            assert {"breaks": "lost my notes", "hangs": "timed out after 2 s", "resets": "board"}[kind] in one[
+                "failure"
+            ]
             assert one["episode"]["num_restarts"] >= 1
+            assert one["episode"]["num_turns"] == (kind != "resets")
     shown = capsys.readouterr().out
     assert "6 answers could not be scored" in shown
-    assert "4 x environment: " in shown
-    assert "lost my notes" in shown
-    assert "2 x environment: timed out after 2 s" in shown
+    for reason in ("2 x environment: RuntimeError: lost my notes", "2 x environment: timed out after 2 s"):
+        assert reason in shown
+    assert "board" in shown
+    assert "\x1b[31m" not in shown, "an environment's words steer no terminal"
     assert f"{(2 - 3) / 5:.3f}" in shown, "failed ones count"
 
 
