@@ -29,7 +29,7 @@ from slipstream.core.errors import ConfigError, did_you_mean
 from slipstream.core.interrupts import Interrupted, Interrupts
 from slipstream.core.other_names import KEYWORDS, sentence
 from slipstream.core.plain import shown, wrong_text
-from slipstream.core.recipes import check_path, merge, nested, resolve, resumed_config, same_name
+from slipstream.core.recipes import check_path, merge, nested, resolve, resumed_config, same_name, table_of
 from slipstream.core.run_lock import check_free, holding
 from slipstream.environments.checks import check_environments
 from slipstream.generator.vllm.settings import interpreter
@@ -155,12 +155,6 @@ def _with_environments(config: RunConfig, *named: Any, keeps_terms: bool = True)
     return with_given_environment(config, *named, keeps_terms=keeps_terms)
 
 
-def _table_of(tables: object, section: str) -> Mapping[str, Any]:
-    """Return a section of tables that were given as such; of a recipe's name nothing is known here."""
-    found = nested(tables).get(section) if isinstance(tables, Mapping) else None
-    return found if isinstance(found, Mapping) else {}
-
-
 def _with_python(
     config: RunConfig, layers: Sequence[object], scored_by: ScoredBy, answered_by: Sequence[Any]
 ) -> tuple[RunConfig, Functions, Given | None]:
@@ -168,8 +162,8 @@ def _with_python(
 
     `layers` are what it was made of: the terms and the measure that they name stay.
     """
-    keeps_terms = scored_by[0] is not None or any("terms" in _table_of(one, "rewards") for one in layers)
-    config, functions = with_given(config, *scored_by, keeps_measure="measure" in _table_of(layers[-1], "eval"))
+    keeps_terms = scored_by[0] is not None or any("terms" in table_of(one, "rewards") for one in layers)
+    config, functions = with_given(config, *scored_by, keeps_measure="measure" in table_of(layers[-1], "eval"))
     config, environments = _with_environments(config, *answered_by, keeps_terms=keeps_terms)
     return config, functions, environments
 

@@ -268,9 +268,12 @@ def _eval_config(options: EvalOptions) -> tuple[Path, RunConfig]:
     """Return the checkpoint to load and the configuration to evaluate it under."""
     if options.model is None:
         raise ConfigError("a model is needed", allowed="folder of a run, or of a Hugging Face checkpoint, or a hub id")
+    from slipstream.environments.checks import check_environments
     from slipstream.evals.target import eval_target
 
-    return eval_target(options.model, recipe=options.recipe, overrides=options.overrides, tell=_say)
+    model, config = eval_target(options.model, recipe=options.recipe, overrides=options.overrides, tell=_say)
+    check_environments(config, None)
+    return model, config
 
 
 @dataclass(frozen=True)

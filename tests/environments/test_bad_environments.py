@@ -213,8 +213,8 @@ EARLY = [  # told before torch is imported: nothing is imported or called for th
     env("tools without a reward", "tools give no reward", {"rewards": {"terms": []}}, tools=["env.py:add"]),
     env(
         "a stage of one turn",
-        ("samples completions of one turn", "'evaluate'", "sft, reward_model and rl"),
-        {"stages": ["rl", "evaluate"], "evaluation": {"num_prompts": 4}, **REWARD},
+        ("samples completions of one turn", "'preferences'", "sft, reward_model, rl and evaluate"),
+        {"stages": ["sft", "preferences", "rl"], "model": {"path": "stage:sft"}, **REWARD},
         cls=GOOD,
     ),
     env("from Python, in a recipe", ("is a Python object", "file.py:Class"), cls="python:Good"),
@@ -441,8 +441,8 @@ def test_a_run_of_python_goes_on_with_its_environment_only(place: Path) -> None:
     check_said(str(caught.value), ("'Good' is a Python object", "python:Good", "environment=..."))
 
 
-def test_eval_samples_one_turn(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tables = tables_of(env("", "", {"model": {"path": "model"}}, cls=GOOD), place)
+def test_eval_lacks_what_came_from_python(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tables = tables_of(env("", "", {"model": {"path": "model"}}, cls="python:Good"), place)
     (place / "recipe.toml").write_text(tomli_w.dumps(tables))
     assert cli.main(["eval", "model", "--recipe", "recipe.toml"]) == 2
-    check_said(capsys.readouterr().err, ("answers of one turn", "[environment]", "--recipe"))
+    check_said(capsys.readouterr().err, ("'Good' is a Python object", "evaluate_model(...)", "file.py:Class"))

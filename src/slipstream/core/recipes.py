@@ -276,6 +276,12 @@ def _loses_measure(base: Mapping[str, Any], over: Mapping[str, Any], merged: Map
     return measure in names(base) and measure not in names(merged)
 
 
+def table_of(tables: object, section: str) -> Mapping[str, Any]:
+    """Return a section of tables that were given as such; of a recipe's name nothing is known here."""
+    found = nested(tables).get(section) if isinstance(tables, Mapping) else None
+    return found if isinstance(found, Mapping) else {}
+
+
 def nested(tables: Mapping[str, Any], model: type[BaseModel] = RunConfig, at: str = "") -> dict[str, Any]:
     """Return `tables` with `{"trainer.optimizer.lr": 1e-4}` as `{"trainer": {"optimizer": {"lr": 1e-4}}}`.
 

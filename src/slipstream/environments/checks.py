@@ -77,7 +77,7 @@ def given_makers(config: RunConfig, given: Given | None) -> list[Maker]:
         raise ConfigError(
             f"the environment '{missing}' is a Python object, which this process does not have",
             got=f"{FROM_PYTHON}{missing} in [environment]",
-            allowed="slipstream.run(..., environment=..., tools=...) with it, also to resume",
+            allowed="slipstream.run(..., environment=..., tools=...) with it, also to resume, or evaluate_model(...)",
             hint="what a command is to use is a 'file.py:Class'",
         )
     parameters = environment.parameters if environment.class_path else {}
@@ -101,11 +101,31 @@ def check_environments(config: RunConfig, given: Given | None) -> None:
             got="environment.tools, and neither rewards.terms nor rewards.models",
             allowed="a reward, such as your own function in rewards.terms",
         )
-    if others := [stage for stage in config.stages if stage not in ("sft", "reward_model", "rl")]:
+    _check_stages(config)
+
+
+def _check_stages(config: RunConfig) -> None:
+    """Raise ConfigError for stages that cannot be where there is an environment."""
+    if "preferences" in config.stages:
         raise ConfigError(
             "this stage samples completions of one turn",
-            got=f"stage '{others[0]}' with [environment]",
-            allowed="sft, reward_model and rl",
+            got="stage 'preferences' with [environment]",
+            allowed="sft, reward_model, rl and evaluate",
+        )
+    if "evaluate" not in config.stages:
+        return
+    if is_from_python(config):
+        raise ConfigError(
+            "the stage evaluate plays episodes in a process of its own, without this one's objects",
+            got="environments that were handed over from Python",
+            allowed="'file.py:Class' and 'file.py:function' in [environment]",
+            hint="slipstream.evaluate_model(run, environment=...) measures them when the run is done",
+        )
+    if config.judge.is_given:
+        raise ConfigError(
+            "a judge compares completions of one turn with references, and an episode has none",
+            got="[judge] and the stage 'evaluate' with [environment]",
+            allowed="one of them",
         )
 
 

@@ -1,15 +1,19 @@
 """Evaluation of a model's answers to held-out prompts: the prompts, engine, noise and rewards of the run itself.
 
+With an environment an answer is an episode, played by the run's own environments.
+
 The greedy answers are those of the evaluation inside a run for the same weights; with one sample per prompt the sampled
 ones are, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -17,8 +21,13 @@ import msgspec
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.held_out import check_measure, is_right, measured
-from slipstream.core.types import Prompt, Rollout
-from slipstream.evals.sampling import sample_completions
+from slipstream.core.recipes import table_of
+from slipstream.core.types import Completion, Prompt, Rollout
+from slipstream.environments.checks import Given, check_environments
+from slipstream.environments.episodes import Sources
+from slipstream.environments.given import EnvironmentMaker, with_given_environment
+from slipstream.environments.rehearsal import Rehearsal
+from slipstream.evals.episodes import answering, private_folders
 from slipstream.evals.scoring import numbered, score_by
 from slipstream.evals.statistics import pass_at_k_of
 from slipstream.evals.target import eval_target
@@ -26,10 +35,27 @@ from slipstream.models.build import build_policy, build_tokenizer
 from slipstream.models.preflight import check_policy
 from slipstream.models.sizes import check_completions, check_sizes
 from slipstream.models.tokenizer import Tokenizer
+from slipstream.observe.transcript import TranscriptPart, transcript_of
 from slipstream.prompts import build_prompts, task_table
 from slipstream.rewards.checks import check_rewards
 from slipstream.rewards.dry_call import dry_call
-from slipstream.rewards.given import Reward, with_given
+from slipstream.rewards.given import Functions, Reward, with_given
+
+
+@dataclass(frozen=True)
+class PlayedEpisode:
+    """How an answer of several turns came about; `turns` is its transcript, with the environment's rewards.
+
+    `environment` is the name of its choice, where there are several. `is_cut`: a limit ended it.
+    """
+
+    environment: str
+    num_turns: int
+    is_cut: bool
+    num_tool_calls: int
+    num_tool_errors: int
+    num_restarts: int
+    turns: tuple[TranscriptPart, ...]
 
 
 @dataclass(frozen=True)
@@ -37,7 +63,8 @@ class HeldOutAnswer:
     """One answer to one held-out prompt. `reference` is the dataset's answer, `failure` why scoring failed.
 
     `reward` is what would be trained on, `reward_parts` its terms (None: abstained); `is_correct` is what the term
-    `eval.measure` says, None where it is not set or abstained.
+    `eval.measure` says, None where it is not set or abstained. `episode` is there with an environment; the `text` is
+    then that of all its turns, and a `failure` may be the environment's.
     """
 
     prompt_id: str
@@ -52,6 +79,17 @@ class HeldOutAnswer:
     reward_parts: dict[str, float | None]
     is_correct: bool | None
     failure: str | None
+    episode: PlayedEpisode | None = None
+
+
+@dataclass(frozen=True)
+class EpisodeMeans:
+    """Means over the episodes of answers. `rewards` are the mean rewards by environment, where there are several."""
+
+    num_turns: float
+    cut_frac: float
+    num_tool_calls: float
+    rewards: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -61,7 +99,8 @@ class EvalResult:
     `sampled_` is the mean over `num_samples` samples per prompt at temperature 1. `reward_parts` are the means of the
     reward's terms. Accuracies, in 0..1, are None where `eval.measure` is not set, and `pass_at_k` is empty; it maps k
     to the unbiased estimate from the samples. `signal_frac` is the share of prompts whose samples differ in reward, as
-    RL with groups of `num_samples` needs. `num_failed` counts answers whose scoring failed.
+    RL with groups of `num_samples` needs. `num_failed` counts answers whose scoring, or whose environment, failed, and
+    `failures` the reasons. `episodes` and `sampled_episodes` are there with an environment.
     """
 
     checkpoint: str
@@ -78,6 +117,9 @@ class EvalResult:
     num_samples: int
     num_failed: int
     answers: tuple[HeldOutAnswer, ...]
+    failures: dict[str, int] = field(default_factory=dict)
+    episodes: EpisodeMeans | None = None
+    sampled_episodes: EpisodeMeans | None = None
 
     @property
     def greedy_answers(self) -> tuple[HeldOutAnswer, ...]:
@@ -90,60 +132,102 @@ def evaluate_model(
     recipe: str | Path | Mapping[str, Any] | None = None,
     overrides: Mapping[str, Any] | None = None,
     reward: Reward | Sequence[Reward] | None = None,
+    environment: EnvironmentMaker | None = None,
+    tools: Sequence[Callable[..., Any] | str] | None = None,
+    environment_factory: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None = None,
+    agent: Callable[..., Any] | str | None = None,
     num_prompts: int | None = None,
     num_samples: int = 1,
 ) -> EvalResult:
     """Evaluate a run's directory, or a Hugging Face checkpoint's under `recipe`.
 
-    `reward` is what the run was started with, where that was from Python. ConfigError for bad input.
+    `reward`, `environment`, `tools`, `environment_factory` and `agent` are what the run was started with, where that
+    was from Python. With a `recipe` they are as in `slipstream.run`: what gives rewards takes the place of the terms,
+    unless the tables name those. ConfigError for bad input.
     """
     _, config = eval_target(path, recipe=recipe, overrides=overrides)
-    return evaluate(config, reward=reward, num_prompts=num_prompts, num_samples=num_samples)
+    keeps_terms = recipe is None or reward is not None
+    keeps_terms |= any("terms" in table_of(one, "rewards") for one in (recipe, overrides))
+    config, environments = with_given_environment(
+        config, environment, tools, environment_factory, agent, keeps_terms=keeps_terms
+    )
+    return evaluate(config, reward=reward, environments=environments, num_prompts=num_prompts, num_samples=num_samples)
 
 
 def evaluate(
     config: RunConfig,
     *,
     reward: Reward | Sequence[Reward] | None = None,
+    environments: Given | None = None,
     num_prompts: int | None = None,
     num_samples: int = 1,
 ) -> EvalResult:
     """Greedy answers, and `num_samples` sampled ones per prompt, of the checkpoint `config.model.path`.
 
-    `num_prompts` defaults to `eval.num_prompts`; at most `prompts.num_eval` are held out.
+    `num_prompts` defaults to `eval.num_prompts`; at most `prompts.num_eval` are held out. `environments` are those that
+    were handed over from Python.
     """
-    if num_samples < 1:
-        raise ConfigError("an evaluation needs at least one sample per prompt", got=num_samples, allowed=">= 1")
     config, functions = with_given(config, reward)
-    check_measure(config)
-    tasks = task_table(config.prompts.tasks)
-    if config.rewards.terms or not config.rewards.models:
-        check_rewards(config.rewards, tasks, functions)
-    check_sizes(config, check_policy(config), {"generator"})
-    asked = config.eval.num_prompts if num_prompts is None else num_prompts
-    check_completions("num_prompts", asked, num_samples, max_tokens=config.generator.max_new_tokens)
+    _check(config, functions, environments, num_prompts, num_samples)
     tokenizer = build_tokenizer(config.model)
-    held_out = _held_out(config, tokenizer, num_prompts)
+    held_out = _held_out(config, tokenizer, environments, num_prompts)
+    tasks = task_table(config.prompts.tasks)
     dry_call(config.rewards, tasks, held_out, functions=functions, group_size=num_samples)
     model, _ = build_policy(config.model, seed=config.seed, tokenizer=tokenizer)
-    answer = partial(sample_completions, config, model, tokenizer, held_out, num_slots=config.eval.num_slots)
-    completions = answer(temperature=0.0)
-    num_greedy = len(completions)
-    completions += answer(temperature=1.0, num_samples=num_samples)
-    if any(term.per == "group" for term in config.rewards.terms):  # the greedy answer is a group of its own
-        scores = partial(score_by, config, config.rewards, functions=functions)
-        rollouts = scores(numbered(completions[:num_greedy]))
-        rollouts += scores(numbered(completions[num_greedy:], num_samples), group_size=num_samples)
-    else:
-        rollouts = score_by(config, config.rewards, numbered(completions), functions=functions)
-    measure = config.eval.measure
+    with answering(config, tokenizer, environments, private=private_folders(config)) as answer:
+        ask = partial(answer, model, held_out, num_slots=config.eval.num_slots)
+        completions = ask(temperature=0.0)
+        num_greedy = len(completions)
+        completions += ask(temperature=1.0, num_samples=num_samples)
+    rollouts = _scored(config, completions, num_greedy, num_samples, functions)
     answers = tuple(
-        _as_answer(rollout, measure, sample=completion.sample, temperature=0.0 if index < num_greedy else 1.0)
+        _as_answer(
+            rollout,
+            config.eval.measure,
+            sample=completion.sample,
+            temperature=0.0 if index < num_greedy else 1.0,
+            episode=_as_played(completion, Sources.of(config)),
+        )
         for index, (completion, rollout) in enumerate(zip(completions, rollouts, strict=True))
     )
+    return _result(config, answers, num_greedy, num_samples)
+
+
+def _check(
+    config: RunConfig, functions: Functions, environments: Given | None, num_prompts: int | None, num_samples: int
+) -> None:
+    """Raise ConfigError for what could not be evaluated, before anything is sampled."""
+    if num_samples < 1:
+        raise ConfigError("an evaluation needs at least one sample per prompt", got=num_samples, allowed=">= 1")
+    check_environments(config, environments)
+    check_measure(config)
+    if config.needs_functions:
+        check_rewards(config.rewards, task_table(config.prompts.tasks), functions)
+    check_sizes(config, check_policy(config), {"generator"})
+    asked = config.eval.num_prompts if num_prompts is None else num_prompts
+    check_completions("num_prompts", asked, num_samples, max_tokens=config.longest_completion)
+
+
+def _scored(
+    config: RunConfig, completions: Sequence[Completion], num_greedy: int, num_samples: int, functions: Functions
+) -> list[Rollout]:
+    """Return the rollouts of the greedy answers and of the sampled ones, in their order."""
+    scores = partial(score_by, config, config.rewards, functions=functions)
+    if config.environment.is_set:
+        scores = partial(scores, environment_weight=config.environment.reward_weight)
+    if not any(term.per == "group" for term in config.rewards.terms):
+        return scores(numbered(completions))
+    greedy = scores(numbered(completions[:num_greedy]))  # a group of its own
+    return greedy + scores(numbered(completions[num_greedy:], num_samples), group_size=num_samples)
+
+
+def _result(config: RunConfig, answers: tuple[HeldOutAnswer, ...], num_greedy: int, num_samples: int) -> EvalResult:
+    """Return the means of the answers, of which the first `num_greedy` are greedy."""
+    measure = config.eval.measure
     greedy, sampled = measured(answers[:num_greedy], measure), measured(answers[num_greedy:], measure)
     groups = [answers[start : start + num_samples] for start in range(num_greedy, len(answers), num_samples)]
     has_signal = [len({answer.reward for answer in group}) > 1 for group in groups]
+    failures = Counter(answer.failure for answer in answers if answer.failure is not None)
     return EvalResult(
         checkpoint=str(config.model.path),
         recipe=config.recipe,
@@ -157,8 +241,11 @@ def evaluate(
         signal_frac=sum(has_signal) / len(has_signal),
         num_prompts=num_greedy,
         num_samples=num_samples,
-        num_failed=sum(answer.failure is not None for answer in answers),
+        num_failed=failures.total(),
         answers=answers,
+        failures=dict(failures.most_common()),
+        episodes=_episode_means(answers[:num_greedy]),
+        sampled_episodes=_episode_means(answers[num_greedy:]),
     )
 
 
@@ -168,20 +255,27 @@ def write_answers(result: EvalResult, path: Path) -> None:
     path.write_bytes(b"".join(encoder.encode(answer) + b"\n" for answer in result.answers))
 
 
-def _held_out(config: RunConfig, tokenizer: Tokenizer, num_prompts: int | None) -> list[Prompt]:
-    held_out = build_prompts(config, tokenizer).eval
-    wanted = config.eval.num_prompts if num_prompts is None else num_prompts
-    if not 1 <= wanted <= len(held_out):
-        raise ConfigError(
-            "so many prompts are not held out",
-            got=f"num_prompts = {wanted}",
-            allowed=f"1..{len(held_out)} (prompts.num_eval)",
-            hint="another prompts.num_eval is another split: some of its held-out prompts may have been trained on",
-        )
-    return held_out[:wanted]
+def _held_out(
+    config: RunConfig, tokenizer: Tokenizer, environments: Given | None, num_prompts: int | None
+) -> list[Prompt]:
+    """Return the prompts to answer, of which the first and the last have been tried with their environments."""
+    with Rehearsal(config, environments, private=private_folders(config)) as rehearsal:
+        held_out = build_prompts(config, tokenizer, rehearsal.tools).eval
+        wanted = config.eval.num_prompts if num_prompts is None else num_prompts
+        if not 1 <= wanted <= len(held_out):
+            raise ConfigError(
+                "so many prompts are not held out",
+                got=f"num_prompts = {wanted}",
+                allowed=f"1..{len(held_out)} (prompts.num_eval)",
+                hint="another prompts.num_eval is another split: some of its held-out prompts may have been trained on",
+            )
+        rehearsal.play(held_out[:wanted], tokenizer)
+        return held_out[:wanted]
 
 
-def _as_answer(rollout: Rollout, measure: str | None, *, sample: int, temperature: float) -> HeldOutAnswer:
+def _as_answer(
+    rollout: Rollout, measure: str | None, *, sample: int, temperature: float, episode: PlayedEpisode | None = None
+) -> HeldOutAnswer:
     completion = rollout.completion
     return HeldOutAnswer(
         prompt_id=completion.prompt.prompt_id,
@@ -196,4 +290,37 @@ def _as_answer(rollout: Rollout, measure: str | None, *, sample: int, temperatur
         reward_parts=rollout.reward_parts,
         is_correct=is_right(rollout, measure),
         failure=rollout.failure,
+        episode=episode,
+    )
+
+
+def _as_played(completion: Completion, sources: Sources) -> PlayedEpisode | None:
+    """Return the episode of a completion, if it is one; its ordinal is that of its prompt."""
+    record = completion.episode
+    if record is None:
+        return None
+    return PlayedEpisode(
+        environment=sources.names[sources.index_of(completion.ordinal, completion.prompt)],
+        num_turns=sum(segment.is_sampled for segment in completion.segments),
+        is_cut=record.is_cut,
+        num_tool_calls=record.num_tool_calls,
+        num_tool_errors=record.num_tool_errors,
+        num_restarts=record.num_restarts,
+        turns=tuple(transcript_of(record)),
+    )
+
+
+def _episode_means(answers: Sequence[HeldOutAnswer]) -> EpisodeMeans | None:
+    """Return the means over the episodes of `answers`; None where these are of one turn."""
+    played = [(answer.reward, answer.episode) for answer in answers if answer.episode is not None]
+    if not played:
+        return None
+    rewards: dict[str, list[float]] = {}
+    for reward, episode in played:
+        rewards.setdefault(episode.environment, []).append(reward)
+    return EpisodeMeans(
+        num_turns=fmean(episode.num_turns for _, episode in played),
+        cut_frac=fmean(episode.is_cut for _, episode in played),
+        num_tool_calls=fmean(episode.num_tool_calls for _, episode in played),
+        rewards={name: fmean(rewards[name]) for name in sorted(rewards) if name},
     )

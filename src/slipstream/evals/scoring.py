@@ -12,8 +12,9 @@ from slipstream.core.channel import connect_local, wait
 from slipstream.core.channel_spec import ChannelSpec, Kind
 from slipstream.core.clock import WallClock
 from slipstream.core.config import RunConfig
+from slipstream.core.environment_section import ENVIRONMENT
 from slipstream.core.executor import Context
-from slipstream.core.sections import RewardsConfig
+from slipstream.core.sections import RewardsConfig, RewardTerm
 from slipstream.core.spans import NoSpans
 from slipstream.core.types import Completion, Rollout
 from slipstream.prompts import task_table
@@ -89,15 +90,22 @@ def score_by(
     *,
     functions: Functions | None = None,
     group_size: int = 1,
+    environment_weight: float | None = None,
 ) -> list[Rollout]:
     """One rollout per completion as `rewards` scores it: by functions, in their workers, then by reward models.
 
     `functions` are those of terms from Python. Terms of groups get `group_size` completions of one ordinal, all of
-    which must be there. The rest of `config` says what tasks there are and how long texts may be.
+    which must be there. With an `environment_weight` all completions are episodes, and the environment's own reward is
+    a part behind the functions'; without, none is. The rest of `config` says what tasks there are and how long texts
+    may be.
     """
-    if rewards.terms or not rewards.models:
-        tasks = task_table(config.prompts.tasks)
-        rollouts = score(completions, Rewards(rewards, tasks, functions=functions, group_size=group_size))
+    terms = list(rewards.terms)
+    if environment_weight is not None:
+        terms.append(RewardTerm(function=ENVIRONMENT, weight=environment_weight))
+    if terms or not rewards.models:
+        tasks, weight = task_table(config.prompts.tasks), environment_weight
+        executor = Rewards(rewards, tasks, functions=functions, group_size=group_size, environment_weight=weight)
+        rollouts = score(completions, executor)
     else:
         rollouts = [Rollout(completion=completion, reward=0.0) for completion in completions]
     if not rewards.models:
@@ -105,7 +113,7 @@ def score_by(
     lengths = (len(one.prompt.tokens) + len(one.trunk_tokens) for one in completions)
     scorer = ModelScorer(
         rewards,
-        terms=rewards.terms,
+        terms=terms,
         batching=collate,
         microbatch_tokens=config.trainer.microbatch_tokens,
         max_tokens=max([config.least_sequence, *lengths]),

@@ -39,13 +39,6 @@ def eval_target(
     over = {"model": {"path": str(checkpoint), "revision": None}}
     config = resolve(tables, merge(nested(overrides or {}), over))
     check_settings(config.generator)
-    if config.environment.is_set:
-        raise ConfigError(
-            "`slipstream eval` samples answers of one turn",
-            got="a recipe with [environment]",
-            allowed="a recipe without one: `--recipe`",
-            hint="a run measures its held-out prompts with the environment: `eval` in its summary.json",
-        )
     run_dir = _run_of(path)
     if run_dir is not None:
         config = with_stage_paths(config, run_dir)

@@ -361,8 +361,11 @@ def printable(text: str, limit: int = 160) -> str:
 
 def _said(answer: str | None, turns: Sequence[TranscriptPart] | None) -> str:
     """An answer on one line, or who said what in an episode, a line each."""
-    if turns is None:
-        return printable(answer or "")
+    return printable(answer or "") if turns is None else as_lines(turns)
+
+
+def as_lines(turns: Sequence[TranscriptPart]) -> str:
+    """Return the beginning of an episode: who said what, a printable line each."""
     shown = beginning(turns, max_parts=MAX_PARTS, max_chars=MAX_PARTS * 160)
     lines = ((one.role if one.reward is None else f"{one.role} ({one.reward:g})", one.text) for one in shown)
     return "\n".join(f"{printable(who)}: {printable(what)}" for who, what in lines)

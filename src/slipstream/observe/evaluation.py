@@ -34,6 +34,13 @@ def _cells(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "perplexity per token of prompt and response", _spread(drift["perplexity"]["per_text_token"])
     if drift["kl"] is not None:
         yield "KL per completion, nats", _spread(drift["kl"]["per_sequence"])
+    if (episodes := found.get("episodes")) is not None:
+        if episodes["mean_reward"] is not None:
+            yield "environment's reward", f"{episodes['mean_reward']:.3f}"
+        yield "turns per episode", f"{episodes['mean_turns']:.1f}"
+        yield "episodes cut by a limit", f"{episodes['cut_share']:.3f}"
+        if episodes["num_failed"]:
+            yield "episodes whose environment failed", str(episodes["num_failed"])
     yield "tokens per completion", f"{lengths['mean']:.1f}"
     yield "truncated", f"{lengths['truncated_share']:.3f}"
 

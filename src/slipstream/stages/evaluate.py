@@ -1,4 +1,7 @@
-"""The stage `evaluate`: held-out completions of the policy before and after RL, by gold, judge and drift."""
+"""The stage `evaluate`: held-out completions of the policy before and after RL, by gold, judge and drift.
+
+With an environment they are episodes, which have no references.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,9 @@ from slipstream.core.held_out import RIGHT_FROM
 from slipstream.core.sections import RewardModelTerm, RewardsConfig
 from slipstream.core.stage_sections import JudgeConfig
 from slipstream.core.types import Completion, Prompt, Rollout
+from slipstream.environments.rehearsal import Rehearsal
 from slipstream.evals.drift import measure_drift, sample_of
-from slipstream.evals.sampling import sample_completions
+from slipstream.evals.episodes import answering
 from slipstream.evals.scoring import numbered, score_by
 from slipstream.evals.statistics import completion_lengths, mean_pass_at_k
 from slipstream.evals.win_rate import Comparison, gold_win_rate, judge_win_rate
@@ -47,16 +51,15 @@ def run_evaluation(config: RunConfig, run_dir: Path, progress: StageProgress) ->
     checkpoints = dict(zip(MOMENTS, (start, run_dir / "model"), strict=True))
     with times.span("start_up"):
         model, tokenizer = build_policy(config.model.model_copy(update={"path": str(start)}), seed=config.seed)
-        prompts = build_prompts(config, tokenizer).eval[: settings.num_prompts]
+        with Rehearsal(config, None, private=[str(run_dir)]) as rehearsal:  # which tools prompts tell of
+            prompts = build_prompts(config, tokenizer, rehearsal.tools).eval[: settings.num_prompts]
     temperature = config.generator.temperature if settings.temperature is None else settings.temperature
     written: dict[str, list[Completion]] = {}
-    with times.span("decode"):
+    with times.span("decode"), answering(config, tokenizer, private=[str(run_dir)]) as answer:
         for moment, path in checkpoints.items():
             policy = model if moment == "before" else load_model(path)
-            written[moment] = sample_completions(
-                config,
+            written[moment] = answer(
                 policy,
-                tokenizer,
                 prompts,
                 temperature=temperature,
                 num_samples=settings.num_samples,
@@ -64,9 +67,9 @@ def run_evaluation(config: RunConfig, run_dir: Path, progress: StageProgress) ->
                 on_progress=partial(progress.phase, f"evaluate {moment}", total=len(prompts) * settings.num_samples),
             )
     with times.span("score"):
-        references = _references(config.prompts.reference, prompts, tokenizer)
+        references = None if config.environment.is_set else _references(config.prompts.reference, prompts, tokenizer)
         reference_policy = model if config.kl.reference is None else load_model(config.kl.reference)
-        gold = _scores(config, config.gold_rewards, written, references)
+        gold = _scores(config, config.gold_rewards, written, references, environment_weight=_gold_weight(config))
         proxy = _scores(config, config.rewards.model_copy(update={"terms": []}), written, references)
     found: dict[str, Any] = {
         "num_prompts": len(prompts),
@@ -87,6 +90,8 @@ def run_evaluation(config: RunConfig, run_dir: Path, progress: StageProgress) ->
             drift = measure_drift(reference_policy, samples, temperature=temperature, microbatch_tokens=capacity)
             found[moment]["drift"] = _plain(drift)
         found[moment]["lengths"] = asdict(completion_lengths(written[moment]))
+        if config.environment.is_set:
+            found[moment]["episodes"] = _episodes(written[moment])
     found["references"] = {"reward_models": _means(proxy["references"], models) if models and references else None}
     found |= times.so_far()
     replace_file(run_dir / EVALUATION_FILE, msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")
@@ -121,13 +126,36 @@ def _scores(
     rewards: RewardsConfig,
     written: dict[str, list[Completion]],
     references: list[Completion] | None,
+    *,
+    environment_weight: float | None = None,
 ) -> dict[str, list[Rollout]]:
     """Score the completions of both moments and the references, all at once."""
     parts = {**written, "references": references or []}
-    if not rewards.weighted:
+    if not rewards.weighted and environment_weight is None:
         return {name: [] for name in parts}
-    rollouts = iter(score_by(config, rewards, numbered([c for part in parts.values() for c in part])))
+    completions = numbered([c for part in parts.values() for c in part])
+    rollouts = iter(score_by(config, rewards, completions, environment_weight=environment_weight))
     return {name: [next(rollouts) for _ in part] for name, part in parts.items()}
+
+
+def _gold_weight(config: RunConfig) -> float | None:
+    """Return the weight of the environment's own reward in the gold score: 0 where [gold] says what that is."""
+    if not config.environment.is_set:
+        return None
+    return 0.0 if config.gold.weighted else config.environment.reward_weight
+
+
+def _episodes(completions: Sequence[Completion]) -> dict[str, Any]:
+    """Return the means over episodes; `mean_reward` is the environments' own, over those that gave one."""
+    records = [one.episode for one in completions if one.episode is not None]
+    rewards = [record.reward for record in records if record.reward is not None]
+    num_turns = sum(segment.is_sampled for one in completions for segment in one.segments)
+    return {
+        "mean_reward": math.fsum(rewards) / len(rewards) if rewards else None,
+        "mean_turns": num_turns / len(records),
+        "cut_share": sum(record.is_cut for record in records) / len(records),
+        "num_failed": sum(record.failure is not None for record in records),
+    }
 
 
 def _gold(rollouts: Sequence[Rollout], references: Sequence[Rollout], num_samples: int) -> dict[str, Any]:
