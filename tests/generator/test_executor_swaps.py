@@ -17,7 +17,7 @@ from slipstream.core.clock import VirtualClock
 from slipstream.core.config import RunConfig
 from slipstream.core.executor import Context
 from slipstream.core.service_messages import CompletionsFinished, Evaluate, Waiting
-from slipstream.core.turn_messages import Observation
+from slipstream.core.turn_messages import Observation, TurnSampled
 from slipstream.core.types import Admit, Completion, EpisodeRecord, Prompt, Swapped, VersionSpan
 from slipstream.core.weights import Swap
 from slipstream.generator.backend import Pin
@@ -329,13 +329,26 @@ def test_while_environments_think_a_generator_waits_for_them_also_in_a_drain(at:
     node = Node(at, **BETWEEN, environment={"class_path": "guess"})
     nothing = np.zeros(0, dtype=np.int32)
 
-    def observe(turn: int, **of: Any) -> None:
-        node.commands.put(Observation(ordinal=0, sample=0, replica=0, turn=turn, tokens=nothing, **of))
+    def observe(turn: int, ordinal: int = 0, record: EpisodeRecord | None = None) -> None:
+        asked = [message for message in node.turns.messages if isinstance(message, TurnSampled)]
+        [opening] = [one.opening for one in asked if one.ordinal == ordinal and one.turn == 0]
+        node.commands.put(
+            Observation(
+                ordinal=ordinal,
+                sample=0,
+                replica=0,
+                turn=turn,
+                tokens=nothing,
+                opening=opening,
+                max_new_tokens=6,
+                record=record,
+            )
+        )
 
     node.admit(0, 1)
     node.steps(1)
     assert node.spans.idle == "wait_environment", "it resets"
-    observe(0, max_new_tokens=6)
+    observe(0)
     node.steps(3)
     node.weights.pending_version = 1
     node.steps(1)
@@ -348,12 +361,13 @@ def test_while_environments_think_a_generator_waits_for_them_also_in_a_drain(at:
     assert node.spans.idle == "stage", "a still newer version is on its way"
     node.weights.is_staging = False
     node.admit(1, 1)
-    node.commands.put(Observation(ordinal=1, sample=0, replica=0, turn=0, tokens=nothing, max_new_tokens=6))
+    node.steps(1)
+    observe(0, ordinal=1)
     node.steps(1)
     assert node.engine.num_waiting == 1, "it may not begin in a drain"
     assert not node.generator.step(), "nor is there anything else to do"
     assert node.spans.idle == "wait_environment"
-    observe(1, max_new_tokens=6)
+    observe(1)
     node.steps(1)
     assert (node.spans.idle, node.engine.num_live) == ("drain", 1)
     node.steps(6)
