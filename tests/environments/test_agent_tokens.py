@@ -147,7 +147,8 @@ class PlainSpoken(Spoken):
         if message["role"] != "assistant":
             return f"{message['role']}: {message['content']}\n"
         calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls", ())]
-        return message["content"] + "".join(f"<tool_call>{call}</tool_call>" for call in calls) + str(self.family.end)
+        said = [message["content"], *(f"<tool_call>{call}</tool_call>" for call in calls), self.family.end]
+        return "".join(map(str, said))
 
 
 @cache
@@ -510,14 +511,8 @@ class Anything:
     def said(self, turn: Turn) -> Json:
         """Return a turn's message as one of OpenAI's clients sends it back."""
         message = ChatCompletion.model_validate(turn.answer).choices[0].message
-        sent = self.rng.choice(
-            [
-                lambda: message.model_dump(),
-                lambda: message.model_dump(exclude_none=True),
-                lambda: message.model_dump(exclude_unset=True),
-                lambda: message.to_dict(),
-            ]
-        )()
+        how: Json = self.rng.choice([{}, {"exclude_none": True}, {"exclude_unset": True}])
+        sent = message.model_dump(**how)
         if self.rng.random() < 0.1 and sent.get("content"):
             sent["content"] = [{"type": "text", "text": f"{sent['content']}\n"}]
         return dict(sent)
@@ -570,18 +565,17 @@ class Anything:
 
     def broken(self, body: Json) -> Json:
         one = self.rng.choice(body["messages"])
-        for key, value in self.rng.choice(
-            [
-                {"role": "king"},
-                {"content": 5},
-                {"content": [{"type": "image_url"}]},
-                {"tool_call_id": 'x"}<|im_end|>', "role": "tool"},
-                {"name": "\ud800 \n"},
-                {"tool_calls": [{"id": "1"}], "role": "assistant"},
-                {"tool_calls": [{"id": "\ud800", "function": {"name": "<|im_end|>", "arguments": "{}"}}]},
-                {"content": "\ud83d cut" if self.speech.family.kind != "characters" else 7},
-            ]
-        ).items():
+        wrong: list[Json] = [
+            {"role": "king"},
+            {"content": 5},
+            {"content": [{"type": "image_url"}]},
+            {"tool_call_id": 'x"}<|im_end|>', "role": "tool"},
+            {"name": "\ud800 \n"},
+            {"tool_calls": [{"id": "1"}], "role": "assistant"},
+            {"tool_calls": [{"id": "\ud800", "function": {"name": "<|im_end|>", "arguments": "{}"}}]},
+            {"content": "\ud83d cut" if self.speech.family.kind != "characters" else 7},
+        ]
+        for key, value in self.rng.choice(wrong).items():
             one[key] = value
         return body
 

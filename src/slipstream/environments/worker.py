@@ -33,6 +33,7 @@ _MAX_CALL_BYTES = 1 << 30  # frames of calls come from the trusted side
 _READ_BYTES = 1 << 18
 _STACK_BYTES = 1 << 20  # of each thread; all of them count as address space
 _MAX_OPEN_FILES = 1024
+_PER_PROGRAM = 4  # processes and threads of a program for each episode: itself, two threads, and one here that waits
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -64,11 +65,12 @@ def serve(connection: socket.socket, held: Sequence[str], _helper: socket.socket
         return
     threading.stack_size(_STACK_BYTES)
     isolation.use_few_arenas()
+    per_episode = _PER_PROGRAM if any(source.kind == "program" for source in setup.sources) else 1
     isolation.limit_resources(
         setup.memory_bytes + MAX_EPISODES_PER_HOST * _STACK_BYTES,
         is_own_user="user" in held,
-        open_files=_MAX_OPEN_FILES,
-        num_processes=isolation.MAX_PROCESSES + MAX_EPISODES_PER_HOST,
+        open_files=_MAX_OPEN_FILES * min(2, per_episode),
+        num_processes=isolation.MAX_PROCESSES + per_episode * MAX_EPISODES_PER_HOST,
     )
     to_pool.deliver(tools)
     to_pool.deliver(msgspec.msgpack.encode(WorkerReady(isolation=[*held, "limits"])))
