@@ -270,25 +270,33 @@ class TemplateChat(Chat):
     def context(self, row: Prompt, messages: Sequence[ChatMessage]) -> Prompt:
         said = checked_chat(messages)
         calls = [message.get("tool_calls") for message in said]
-        spelled = str([one for one in calls if one])
-        if control := next((text for text in self.speller.controls.values() if text in spelled), None):
-            raise ConfigError(
-                "a call of an assistant's message spells out a control token",
-                got=control,
-                hint="what the policy has said is known by its ids, and is sent back as it was",
-            )
-        pattern, salt = pattern_of(said), unused_salt(spelled)
+        spelled, told = str([one for one in calls if one]), str(self.tools)
+        self._refuse_controls(told, "a tool", "word its name, description and parameters in another way")
+        self._refuse_controls(
+            spelled,
+            "a call of an assistant's message",
+            "what the policy has said is known by its ids, and is sent back as it was",
+        )
+        pattern, salt = pattern_of(said), unused_salt(spelled + told)
+        with_calls = {
+            index for index, called in enumerate(calls) if called
+        }  # some templates leave out texts beside them
 
         def make() -> list[Piece]:
             chat = [
                 one if not called else {**one, "tool_calls": called}
                 for one, called in zip(marked(pattern, salt), calls, strict=True)
             ]
-            return places(self.render([chat])[0], pattern, salt)
+            return places(self.render([chat])[0], pattern, salt, may_be_left_out=with_calls)
 
         form = self._kept((pattern, spelled), make)
         tokens = np.asarray(self.speller.ids(form, said), dtype=np.int32)
         return msgspec.structs.replace(row, text=form.text(said), tokens=tokens, messages=list(messages))
+
+    def _refuse_controls(self, text: str, what: str, hint: str) -> None:
+        """Raise ConfigError where `text`, which the template writes as its own, spells out a control token."""
+        if control := next((one for one in self.speller.controls.values() if one in text), None):
+            raise ConfigError(f"{what} spells out a control token", got=control, hint=hint)
 
     def observation(self, turn: np.ndarray, messages: Sequence[Mapping[str, Any]]) -> np.ndarray:
         said = checked(messages)

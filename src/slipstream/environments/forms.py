@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -144,16 +144,17 @@ class Slot:
 Piece = str | Slot
 
 
-def places(text: str, pattern: Pattern, salt: int) -> list[Piece]:
+def places(text: str, pattern: Pattern, salt: int, *, may_be_left_out: Container[int] = ()) -> list[Piece]:
     """Return a rendering of `marked(pattern, salt)` as the template's texts and the places between them.
 
-    ConfigError where the template leaves out a content or changes it in another way than `SHAPES`.
+    ConfigError where the template leaves out a content, but of messages `may_be_left_out`, or changes it in another
+    way than `SHAPES`.
     """
     pieces: list[Piece] = [text]
     for index, (role, fields) in enumerate(pattern):
         for field in fields:
             said, count = _said(salt, index, field), text.count(mark(salt, index, field))
-            if not count and field != "content":
+            if not count and (field != "content" or index in may_be_left_out):
                 continue
             shape = next((one for one in SHAPES if count and text.count(one(said)) == count), None)
             if shape is None:

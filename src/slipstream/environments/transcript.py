@@ -176,12 +176,15 @@ def same(known: ChatMessage, message: ChatMessage) -> bool:
 
 
 def _calls(message: ChatMessage) -> list[tuple[str, str]]:
-    """Return names and arguments of a message's calls; ids are the client's to change."""
-    functions = [call["function"] for call in message.get("tool_calls") or ()]
-    return [(one["name"], _text_of(one["arguments"])) for one in functions]
+    """Return names and arguments of a message's calls; ids are the client's to change.
+
+    A client has the sentence about a malformed call in the place of its arguments, and sends that back.
+    """
+    return [(call["function"]["name"], _text_of(call)) for call in message.get("tool_calls") or ()]
 
 
-def _text_of(arguments: Any) -> str:
+def _text_of(call: dict[str, Any]) -> str:
+    arguments = call.get("error", call["function"]["arguments"])
     return arguments if isinstance(arguments, str) else json.dumps(arguments, sort_keys=True)
 
 
