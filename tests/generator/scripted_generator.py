@@ -10,7 +10,15 @@ import numpy as np
 
 from slipstream.core.clock import Clock, WallClock
 from slipstream.core.types import VersionSpan
-from slipstream.generator.requests import Finished, KvOnUpdate, Request, Resume, check_request, extended_spans
+from slipstream.generator.requests import (
+    Finished,
+    KvOnUpdate,
+    Request,
+    Resume,
+    Session,
+    check_request,
+    extended_spans,
+)
 
 Script = Callable[[Request], Sequence[int]]
 
@@ -153,8 +161,11 @@ class ScriptedGenerator:
         self._playing = []
         return exported
 
-    def release(self, stream: int, ordinal: int, sample: int) -> None:
+    def release(self, session: Session) -> None:
         """Nothing is kept between turns."""
+
+    def let_go_on(self, session: Session) -> None:
+        """Nothing waits for a pause that an episode's branches may not wait for."""
 
     def _start(self, request: Request, now_s: float) -> _Playing:
         script = list(self._script(request))
