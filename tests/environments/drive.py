@@ -7,14 +7,14 @@ import time
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from slipstream.environments.asks import Refused, Reply
+from slipstream.environments.asks import Refused, TurnReply
 from slipstream.environments.pool import Asked, EpisodePool, LastWord, Lost, Said
 
 GENEROUS_S = 120.0
 """For what ends by itself: it only ends a hang, on however slow a machine."""
 
 Told = Said | Asked | LastWord | Lost
-Answer = Callable[[Asked], Reply | Refused | None]
+Answer = Callable[[Asked], TurnReply | Refused | None]
 """Gives an agent its turn; None leaves the request open."""
 
 
@@ -76,13 +76,13 @@ def take_all(pool: EpisodePool, keys: list[Hashable], content: str, *, turn: int
     return {one.key: one for one in wait_for(pool, len(keys))}
 
 
-def reply(content: str, **message: Any) -> Reply:
+def reply(content: str, **message: Any) -> TurnReply:
     """Return a turn of one token."""
     said = {"role": "assistant", "content": content, **message}
-    return Reply(said, "stop", 2, tokens=[1], logprobs=[-0.5], versions=[(0, 0)], prompt_tokens=[3, 4])
+    return TurnReply(said, "stop", 2, tokens=[1], logprobs=[-0.5], versions=[(0, 0)], prompt_tokens=[3, 4])
 
 
-def repeat(asked: Asked) -> Reply:
+def repeat(asked: Asked) -> TurnReply:
     """Return the last message of a request as its turn."""
     assert asked.ask.messages is not None
     return reply(asked.ask.messages[-1]["content"])

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from slipstream.core.turn_messages import Observation, TurnSampled
 from slipstream.core.types import Segment, VersionSpan
-from slipstream.environments.asks import Ask, Refused, Reply, SamplingWishes
+from slipstream.environments.asks import Ask, Refused, SamplingWishes, TurnReply
 from slipstream.environments.episodes import EpisodeTable, Give, Open, Shut, Sources
 from slipstream.environments.known_episode import EpisodeLimits, Key
 from slipstream.environments.pool import Asked, LastWord, Lost
@@ -37,7 +37,7 @@ class ScriptedAgent:
 
     chats: list[Messages] = field(default_factory=list)
     asked: dict[int, Ask] = field(default_factory=dict)
-    replies: list[tuple[Ask, Reply]] = field(default_factory=list)
+    replies: list[tuple[Ask, TurnReply]] = field(default_factory=list)
     is_refused: bool = False
 
 
@@ -192,7 +192,7 @@ def ask(table: EpisodeTable, request: int, *messages: dict[str, Any], now_s: flo
     return act
 
 
-def turn(table: EpisodeTable, number: int, ids: Sequence[int], *, branch: int = 0, life: int = 1) -> Reply:
+def turn(table: EpisodeTable, number: int, ids: Sequence[int], *, branch: int = 0, life: int = 1) -> TurnReply:
     segment = Segment(
         tokens=np.array(ids, dtype=np.int32),
         behaviour_logprobs=np.linspace(-1, 0, len(ids), dtype=np.float32),
@@ -205,7 +205,7 @@ def turn(table: EpisodeTable, number: int, ids: Sequence[int], *, branch: int = 
         0.0,
     )
     assert isinstance(act, Give)
-    assert isinstance(act.reply, Reply)
+    assert isinstance(act.reply, TurnReply)
     return act.reply
 
 

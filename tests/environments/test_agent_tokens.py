@@ -31,7 +31,7 @@ from slipstream.core.recipes import resolve
 from slipstream.core.turn_messages import Observation, TurnSampled
 from slipstream.core.types import Prompt, Segment, VersionSpan
 from slipstream.environments import build
-from slipstream.environments.asks import Refused, Reply
+from slipstream.environments.asks import Refused, TurnReply
 from slipstream.environments.chat import Chat
 from slipstream.environments.episodes import EpisodeTable, Give, Sources
 from slipstream.environments.known_episode import EpisodeLimits
@@ -309,7 +309,7 @@ class Play:
         [act] = self.table.sampled(self.wire.sent.pop(), 0.0)
         assert isinstance(act, Give)
         assert act.request == number
-        assert isinstance(act.reply, Reply)
+        assert isinstance(act.reply, TurnReply)
         write = text_completion if "prompt" in body else chat_completion
         answer = json.loads(json.dumps(write(act.reply, FORM, STAMP), allow_nan=False))
         assert answer["prompt_token_ids"] == read

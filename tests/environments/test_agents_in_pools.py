@@ -13,7 +13,7 @@ import pytest
 from drive import GENEROUS_S, ends, repeat, reply, rewards, until, wait_for
 
 from slipstream.core.clock import VirtualClock
-from slipstream.environments.asks import Refused, Reply
+from slipstream.environments.asks import Refused, TurnReply
 from slipstream.environments.inline import InlinePool
 from slipstream.environments.pool import Asked, EpisodePool, Lost
 
@@ -82,7 +82,7 @@ def test_forty_episodes_talk_at_once_and_each_has_its_own_reward(make_agents: Ma
         pool.open(key, 0, {"do": "talk", "text": "x" * key, "turns": 1 + key % 3})
     asked: dict[Any, list[int]] = {}
 
-    def answer(one: Asked) -> Reply:
+    def answer(one: Asked) -> TurnReply:
         assert one.ask.messages is not None
         asked.setdefault(one.key, []).append(len(one.ask.messages))
         return reply(one.ask.messages[0]["content"] + "!" * len(asked[one.key]))
@@ -105,7 +105,7 @@ def test_programs_play_side_by_side(make_agents: MakePool, tmp_path: Path, kind:
         assert isinstance(one, Asked)
         pool.give(one.key, one.request, repeat(one))
 
-    def answer(one: Asked) -> Reply:
+    def answer(one: Asked) -> TurnReply:
         return reply("y" * one.key)
 
     assert rewards(ends(pool, count, answer)) == {key: float(key) for key in range(count)}
@@ -154,7 +154,7 @@ def test_a_turn_with_calls_of_tools_arrives_in_openais_form(make_agents: MakePoo
     pool.open("a", 0, {"do": "call_a_tool"})
     call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 
-    def answer(one: Asked) -> Reply:
+    def answer(one: Asked) -> TurnReply:
         assert [tool["function"]["name"] for tool in one.ask.tools] == ["add"]
         return reply("", tool_calls=[call])
 
@@ -312,7 +312,7 @@ def test_requests_behind_an_episodes_end_are_refused(make_agents: MakePool) -> N
     pool = make_agents("run")
     pool.open("a", 0, {"do": "leave_a_task", "reward": 0.25})
 
-    def answer(one: Asked) -> Reply | None:
+    def answer(one: Asked) -> TurnReply | None:
         assert one.ask.messages is not None
         return reply("y") if one.ask.messages[-1]["content"] == "first" else None
 

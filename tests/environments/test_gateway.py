@@ -19,7 +19,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
-from slipstream.environments.asks import Ask, Refused, Reply, SamplingWishes
+from slipstream.environments.asks import Ask, Refused, SamplingWishes, TurnReply
 from slipstream.environments.gateway import GatewayLimits, GatewayServer, build_app, listen_on_loopback
 from slipstream.environments.openai_api import as_returned
 from slipstream.environments.tool_calls import parse
@@ -29,10 +29,10 @@ TOOLS: list[Any] = [{"type": "function", "function": {"name": "add", "parameters
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 
 
-def reply_of(text: str, **fields: Any) -> Reply:
+def reply_of(text: str, **fields: Any) -> TurnReply:
     """Return a turn of one id for each word."""
     pieces = [word + " " for word in text.split()]
-    return Reply(
+    return TurnReply(
         message=parse(text, "hermes").message,
         finish_reason=fields.pop("finish_reason", "stop"),
         num_prompt_tokens=4,
@@ -50,7 +50,7 @@ class Scripted:
 
     model = "org/policy"
 
-    def __init__(self, answer: Callable[[Ask], Awaitable[Reply]] | None = None) -> None:
+    def __init__(self, answer: Callable[[Ask], Awaitable[TurnReply]] | None = None) -> None:
         self.asked: list[tuple[Hashable, Ask]] = []
         self.cancelled: list[Hashable] = []
         self.news = asyncio.Condition()
@@ -60,7 +60,7 @@ class Scripted:
         key = path_key or api_key
         return key if key in ("key-a", "key-b") else None
 
-    async def ask(self, session: Hashable, ask: Ask) -> Reply:
+    async def ask(self, session: Hashable, ask: Ask) -> TurnReply:
         await self._tell(lambda: self.asked.append((session, ask)))
         try:
             return await self._answer(ask) if self._answer else reply_of("Hello there.")
@@ -78,7 +78,7 @@ class Scripted:
             await self.news.wait_for(is_there)
 
 
-async def forever(ask: Ask) -> Reply:
+async def forever(ask: Ask) -> TurnReply:
     return await asyncio.get_running_loop().create_future()
 
 
@@ -100,7 +100,7 @@ def client_of(server: GatewayServer, key: str = "key-a", *, max_retries: int = 0
 Scenario = Callable[[Scripted, GatewayServer, AsyncOpenAI], Coroutine[Any, Any, None]]
 
 
-def play(scenario: Scenario, answer: Callable[[Ask], Awaitable[Reply]] | None = None, **limits: Any) -> Scripted:
+def play(scenario: Scenario, answer: Callable[[Ask], Awaitable[TurnReply]] | None = None, **limits: Any) -> Scripted:
     """Play a scenario with a server and a client in one loop; return the endpoint."""
 
     async def whole() -> Scripted:
@@ -112,8 +112,8 @@ def play(scenario: Scenario, answer: Callable[[Ask], Awaitable[Reply]] | None = 
     return asyncio.run(whole())
 
 
-def saying(text: str, **fields: Any) -> Callable[[Ask], Awaitable[Reply]]:
-    async def answer(ask: Ask) -> Reply:
+def saying(text: str, **fields: Any) -> Callable[[Ask], Awaitable[TurnReply]]:
+    async def answer(ask: Ask) -> TurnReply:
         return reply_of(text, **fields)
 
     return answer
@@ -144,7 +144,7 @@ def test_tool_calls_there_and_back() -> None:
     """The client's own objects go back as they came, so the policy's turn is the message that it was."""
     first = 'I add.<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2.50, "c": "é"}}</tool_call>'
 
-    async def answer(ask: Ask) -> Reply:
+    async def answer(ask: Ask) -> TurnReply:
         return reply_of(first if len(ask.messages or ()) == 1 else "It is 3.")
 
     async def scenario(endpoint: Scripted, server: GatewayServer, client: AsyncOpenAI) -> None:
@@ -273,7 +273,7 @@ def test_requests_of_one_session_run_beside_each_other() -> None:
     async def scenario(endpoint: Scripted, server: GatewayServer, client: AsyncOpenAI) -> None:
         everyone = asyncio.Barrier(8)
 
-        async def answer(ask: Ask) -> Reply:
+        async def answer(ask: Ask) -> TurnReply:
             await everyone.wait()
             return reply_of((ask.messages or [])[0]["content"])
 
@@ -325,7 +325,7 @@ def test_keys() -> None:
 
 
 def test_what_is_refused_is_said() -> None:
-    async def answer(ask: Ask) -> Reply:
+    async def answer(ask: Ask) -> TurnReply:
         raise Refused("this episode is over", status=409, code="over")
 
     async def scenario(endpoint: Scripted, server: GatewayServer, client: AsyncOpenAI) -> None:
@@ -341,7 +341,7 @@ def test_what_is_refused_is_said() -> None:
 
 
 def test_a_failing_endpoint_is_not_shown(capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
-    async def answer(ask: Ask) -> Reply:
+    async def answer(ask: Ask) -> TurnReply:
         raise {"secret": ZeroDivisionError, "time": TimeoutError, "gone": asyncio.CancelledError}[ask.text or ""](
             "secret"
         )
@@ -578,7 +578,7 @@ def test_the_next_head_has_its_time_too() -> None:
 
 
 def test_a_turn_that_takes_longer_than_a_head_may_is_waited_for() -> None:
-    async def answer(ask: Ask) -> Reply:
+    async def answer(ask: Ask) -> TurnReply:
         over = asyncio.Event()
         asyncio.get_running_loop().call_later(1.2, over.set)
         await over.wait()
@@ -642,7 +642,7 @@ def test_stopping_answers_what_ends_and_cancels_what_does_not() -> None:
         loop = asyncio.get_running_loop()
         may_end = loop.create_future()
 
-        async def answer(ask: Ask) -> Reply:
+        async def answer(ask: Ask) -> TurnReply:
             await (may_end if ask.text == "ends" else loop.create_future())
             return reply_of("It ends.")
 
@@ -691,7 +691,7 @@ def test_an_ask_that_will_not_be_cancelled_does_not_keep_the_server() -> None:
     async def whole() -> None:
         may_end = asyncio.get_running_loop().create_future()
 
-        async def answer(ask: Ask) -> Reply:
+        async def answer(ask: Ask) -> TurnReply:
             while not may_end.done():
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.shield(may_end)
@@ -747,7 +747,7 @@ def test_nothing_common_imports_the_http_libraries() -> None:
 
 
 def test_an_error_behind_the_deadline_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
-    async def answer(ask: Ask) -> Reply:
+    async def answer(ask: Ask) -> TurnReply:
         try:
             return await forever(ask)
         except asyncio.CancelledError:
@@ -766,7 +766,7 @@ def test_an_error_behind_the_deadline_is_not_logged(caplog: pytest.LogCaptureFix
 def test_any_text_of_a_turn_reaches_the_client(fields: str) -> None:
     text = "\ud800\x00\r\n\ndata: \u2028\x85"
 
-    async def answer(ask: Ask) -> Reply:
+    async def answer(ask: Ask) -> TurnReply:
         return msgspec.structs.replace(reply_of("x"), message={"role": "assistant", "content": text})
 
     async def scenario(endpoint: Scripted, server: GatewayServer, _: AsyncOpenAI) -> None:
@@ -778,7 +778,7 @@ def test_any_text_of_a_turn_reaches_the_client(fields: str) -> None:
 
 
 def test_a_reply_that_json_cannot_write_is_an_error() -> None:
-    async def answer(ask: Ask) -> Reply:
+    async def answer(ask: Ask) -> TurnReply:
         return msgspec.structs.replace(reply_of("x"), logprobs=[float("nan")])
 
     async def scenario(endpoint: Scripted, server: GatewayServer, client: AsyncOpenAI) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from slipstream.environments.asks import Ask, Refused, Reply, SamplingWishes
+from slipstream.environments.asks import Ask, Refused, SamplingWishes, TurnReply
 from slipstream.environments.openai_api import (
     MAX_CALLS,
     MAX_MESSAGES,
@@ -38,7 +38,7 @@ STAMP = Stamp("chatcmpl-1", 1_700_000_000, "policy")
 EVERYTHING = ResponseForm(is_stream=True, has_usage=True, has_logprobs=True, has_token_ids=True)
 CALL = {"id": "call_0", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": [2.5, None]}}}
 SENT_CALL = {"id": "call_0", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": [2.5, null]}'}}
-PLAIN = Reply(
+PLAIN = TurnReply(
     message={"role": "assistant", "content": "Hé."},
     finish_reason="stop",
     num_prompt_tokens=7,
@@ -391,7 +391,7 @@ def test_parts_of_characters_have_no_bytes_and_ids_without_texts_their_numbers()
     [("stop", "stop", "tool_calls"), ("length", "length", "length"), ("deadline", "length", "length")],
 )
 def test_finish_reasons(reason: Any, of_a_text: str, of_a_call: str) -> None:
-    def of(reply: Reply) -> str:
+    def of(reply: TurnReply) -> str:
         return chat_completion(reply, ResponseForm(), STAMP)["choices"][0]["finish_reason"]
 
     assert of(msgspec.structs.replace(PLAIN, finish_reason=reason)) == of_a_text

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from slipstream.environments.asks import Ask, Refused, Reply
+from slipstream.environments.asks import Ask, Refused, TurnReply
 from slipstream.environments.protocol import EnvironmentFault
 
 MAX_LINE_BYTES = 1 << 20
@@ -283,7 +283,7 @@ class AgentSessions:
         self._deliver, self._max_requests = deliver, max_requests
         self._episodes: dict[str, int] = {}
         self._unanswered: dict[int, set[int]] = {}  # of each open episode
-        self._waiting: dict[tuple[int, int], asyncio.Future[Reply]] = {}
+        self._waiting: dict[tuple[int, int], asyncio.Future[TurnReply]] = {}
         self._requests = itertools.count()
 
     def open(self, episode: int) -> str:
@@ -309,7 +309,7 @@ class AgentSessions:
             return None
         return self._episodes.get(path_key)
 
-    async def ask(self, session: Any, ask: Ask) -> Reply:
+    async def ask(self, session: Any, ask: Ask) -> TurnReply:
         """Return the turn. Refused where there is none."""
         unanswered = self._unanswered.get(session)
         if unanswered is None:
@@ -317,7 +317,7 @@ class AgentSessions:
         if len(unanswered) >= self._max_requests:
             raise Refused(f"{self._max_requests} requests wait already", status=429, code="too_many_pending")
         number = next(self._requests)
-        turn: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        turn: asyncio.Future[TurnReply] = asyncio.get_running_loop().create_future()
         self._waiting[session, number] = turn
         try:
             self._deliver(session, number, ask)
@@ -326,7 +326,7 @@ class AgentSessions:
         finally:
             self._waiting.pop((session, number), None)
 
-    def reply(self, episode: int, request: int, reply: Reply | Refused) -> None:
+    def reply(self, episode: int, request: int, reply: TurnReply | Refused) -> None:
         """Give a turn to the request that asked for it, if that still waits."""
         self._unanswered.get(episode, set()).discard(request)
         turn = self._waiting.get((episode, request))

@@ -10,7 +10,7 @@ import numpy as np
 from slipstream.core.errors import ConfigError
 from slipstream.core.turn_messages import TurnSampled
 from slipstream.core.types import Prompt
-from slipstream.environments.asks import Ask, Refused, Reply, plain
+from slipstream.environments.asks import Ask, Refused, TurnReply, plain
 from slipstream.environments.known_episode import EpisodeLimits, KnownEpisode
 from slipstream.environments.pool import Asked
 from slipstream.environments.protocol import ChatMessage
@@ -117,7 +117,7 @@ def _new(episode: KnownEpisode, prompt: Prompt, chats: Chats, ask: Ask) -> Branc
     return Branch(number, prompt, chat, tools, by_ids=ask.messages is None)
 
 
-def reply_to(episode: KnownEpisode, branch: Branch, turn: TurnSampled) -> Reply:
+def reply_to(episode: KnownEpisode, branch: Branch, turn: TurnSampled) -> TurnReply:
     """Return the reply to the request that `branch` was sampled for; the turn becomes a part of its history.
 
     Calls are named by the place of their turn in the episode, as clients may keep them by name.
@@ -133,7 +133,7 @@ def reply_to(episode: KnownEpisode, branch: Branch, turn: TurnSampled) -> Reply:
     episode.num_tool_errors += sum("error" in call for call in calls)
     branch.said(said)
     ids = branch.ids()
-    return Reply(
+    return TurnReply(
         message=said,
         finish_reason=turn.finish_reason or "stop",
         num_prompt_tokens=len(ids) - len(segment.tokens),

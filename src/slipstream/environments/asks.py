@@ -1,6 +1,6 @@
 """Requests of a client for a turn of the policy, and the replies: what the gateway and those behind it share.
 
-    client -> HTTP -> gateway -> Ask -> endpoint        endpoint -> Reply, or Refused -> gateway -> HTTP -> client
+    client -> HTTP -> gateway -> Ask -> endpoint        endpoint -> TurnReply, or Refused -> gateway -> HTTP -> client
 
 An endpoint is an episode of a run, or a model that is served on its own. The gateway (`gateway.py`) knows HTTP and
 OpenAI's names; an endpoint knows neither.
@@ -46,7 +46,7 @@ class Ask(msgspec.Struct, frozen=True):
     wishes: SamplingWishes = SamplingWishes()
 
 
-class Reply(msgspec.Struct, frozen=True):
+class TurnReply(msgspec.Struct, frozen=True):
     """The turn: as a message, and as the exact ids with their logprobs and the versions that sampled them.
 
     `versions` are (start, version): token `start` and those behind it, up to the next start. `pieces` are the texts of
@@ -84,7 +84,7 @@ class Endpoint(Protocol):
         """Return whose request this is, by the keys in the path and in the header; None: refused with 401."""
         ...
 
-    async def ask(self, session: Hashable, ask: Ask) -> Reply:
+    async def ask(self, session: Hashable, ask: Ask) -> TurnReply:
         """Return the turn. Raises Refused. Cancelled when the client is gone or its time is over.
 
         The client learns only the type of any other exception, with status 500.

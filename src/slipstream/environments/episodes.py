@@ -28,7 +28,7 @@ from slipstream.core.errors import ConfigError, did_you_mean
 from slipstream.core.turn_messages import Observation, TurnSampled
 from slipstream.core.types import EpisodeRecord, Prompt
 from slipstream.environments.asking import admitted, reply_to
-from slipstream.environments.asks import Refused, Reply
+from slipstream.environments.asks import Refused, TurnReply
 from slipstream.environments.chat import Chat
 from slipstream.environments.known_episode import EpisodeLimits, Key, KnownEpisode
 from slipstream.environments.pool import Asked, LastWord, Lost, Said
@@ -87,7 +87,7 @@ class Give:
 
     key: Key
     request: int
-    reply: Reply | Refused
+    reply: TurnReply | Refused
 
 
 Act = Open | Take | Finish | Shut | Give | Observation

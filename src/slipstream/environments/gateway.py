@@ -30,7 +30,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from slipstream.environments.asks import Ask, Endpoint, Refused, Reply
+from slipstream.environments.asks import Ask, Endpoint, Refused, TurnReply
 from slipstream.environments.openai_api import CHAT, TEXT, Dialect, response_form
 from slipstream.environments.openai_replies import Stamp, error_body, model_entry
 
@@ -150,7 +150,7 @@ class _Gateway:
             return Response(f"{events}data: [DONE]\n\n", headers={"content-type": "text/event-stream; charset=utf-8"})
         return _json(dialect.whole(reply, form, stamp))
 
-    async def _reply(self, request: Request, session: Hashable, ask: Ask) -> Reply:
+    async def _reply(self, request: Request, session: Hashable, ask: Ask) -> TurnReply:
         """Return the endpoint's reply, or end its work when the client is gone. Unblocked by: either of the two."""
         turn = asyncio.ensure_future(self._endpoint.ask(session, ask))
         gone = asyncio.ensure_future(_gone(request))

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from slipstream.environments.asks import Ask, Reply
+from slipstream.environments.asks import Ask, TurnReply
 from slipstream.environments.protocol import MAX_CHARS, ChatMessage
 from slipstream.environments.sources import EnvironmentSource
 from slipstream.jail.isolation import Network
@@ -80,7 +80,7 @@ class Replied(msgspec.Struct, frozen=True, tag=True):
 
     episode: int
     request: int
-    reply: Reply | None = None
+    reply: TurnReply | None = None
     refusal: str = ""
     status: int = 400
     code: str = ""

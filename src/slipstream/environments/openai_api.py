@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slipstream.core.plain import MAX_INT64, shortened, shown, wrong_with
-from slipstream.environments.asks import Ask, Refused, Reply, SamplingWishes
+from slipstream.environments.asks import Ask, Refused, SamplingWishes, TurnReply
 from slipstream.environments.openai_replies import (
     Json,
     ResponseForm,
@@ -304,8 +304,8 @@ class Dialect:
 
     prefix: str
     ask: Callable[[Body], Ask]
-    whole: Callable[[Reply, ResponseForm, Stamp], Json]
-    chunks: Callable[[Reply, ResponseForm, Stamp], Iterator[Json]]
+    whole: Callable[[TurnReply, ResponseForm, Stamp], Json]
+    chunks: Callable[[TurnReply, ResponseForm, Stamp], Iterator[Json]]
 
 
 CHAT = Dialect("chatcmpl", chat_ask, chat_completion, chat_chunks)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from slipstream.environments.asks import Reply
+from slipstream.environments.asks import TurnReply
 from slipstream.environments.protocol import ChatMessage
 
 Json = dict[str, Any]
@@ -38,7 +38,7 @@ class Stamp:
     model: str
 
 
-def chat_completion(reply: Reply, form: ResponseForm, stamp: Stamp) -> Json:
+def chat_completion(reply: TurnReply, form: ResponseForm, stamp: Stamp) -> Json:
     """Return the response to a chat."""
     choice: Json = {
         "index": 0,
@@ -49,7 +49,7 @@ def chat_completion(reply: Reply, form: ResponseForm, stamp: Stamp) -> Json:
     return _response("chat.completion", reply, form, stamp, choice)
 
 
-def text_completion(reply: Reply, form: ResponseForm, stamp: Stamp) -> Json:
+def text_completion(reply: TurnReply, form: ResponseForm, stamp: Stamp) -> Json:
     """Return the response to a text, or to ids."""
     choice: Json = {
         "index": 0,
@@ -60,7 +60,7 @@ def text_completion(reply: Reply, form: ResponseForm, stamp: Stamp) -> Json:
     return _response("text_completion", reply, form, stamp, choice)
 
 
-def _response(kind: str, reply: Reply, form: ResponseForm, stamp: Stamp, choice: Json) -> Json:
+def _response(kind: str, reply: TurnReply, form: ResponseForm, stamp: Stamp, choice: Json) -> Json:
     return {
         **_head(kind, stamp),
         "choices": [choice | _exact_turn(reply, form)],
@@ -69,7 +69,7 @@ def _response(kind: str, reply: Reply, form: ResponseForm, stamp: Stamp, choice:
     }
 
 
-def chat_chunks(reply: Reply, form: ResponseForm, stamp: Stamp) -> Iterator[Json]:
+def chat_chunks(reply: TurnReply, form: ResponseForm, stamp: Stamp) -> Iterator[Json]:
     """Return the chunks of the streamed response to a chat. A turn is there as a whole, so its text is one of them."""
     message, calls = chat_message(reply.message), []
     for index, call in enumerate(message.get("tool_calls", ())):
@@ -85,7 +85,7 @@ def chat_chunks(reply: Reply, form: ResponseForm, stamp: Stamp) -> Iterator[Json
     return _chunks("chat.completion.chunk", choices, reply, form, stamp)
 
 
-def text_chunks(reply: Reply, form: ResponseForm, stamp: Stamp) -> Iterator[Json]:
+def text_chunks(reply: TurnReply, form: ResponseForm, stamp: Stamp) -> Iterator[Json]:
     """Return the chunks of the streamed response to a text, or to ids."""
     logprobs = _text_logprobs(reply) if form.has_logprobs else None
     choices: list[Json] = [
@@ -95,7 +95,7 @@ def text_chunks(reply: Reply, form: ResponseForm, stamp: Stamp) -> Iterator[Json
     return _chunks("text_completion", choices, reply, form, stamp)
 
 
-def _chunks(kind: str, choices: list[Json], reply: Reply, form: ResponseForm, stamp: Stamp) -> Iterator[Json]:
+def _chunks(kind: str, choices: list[Json], reply: TurnReply, form: ResponseForm, stamp: Stamp) -> Iterator[Json]:
     """Return a chunk for each choice and one for the usage; the exact turn is in the last one with a choice."""
     no_usage = {"usage": None} if form.has_usage else {}
     for position, choice in enumerate(choices):
@@ -112,28 +112,28 @@ def _head(kind: str, stamp: Stamp) -> Json:
     return {"id": stamp.id, "object": kind, "created": stamp.created, "model": stamp.model}
 
 
-def _usage(reply: Reply) -> Json:
+def _usage(reply: TurnReply) -> Json:
     num_prompt, num_turn = reply.num_prompt_tokens, len(reply.tokens)
     return {"prompt_tokens": num_prompt, "completion_tokens": num_turn, "total_tokens": num_prompt + num_turn}
 
 
-def _exact_prompt(reply: Reply, form: ResponseForm) -> Json:
+def _exact_prompt(reply: TurnReply, form: ResponseForm) -> Json:
     return {"prompt_token_ids": reply.prompt_tokens} if form.has_token_ids else {}
 
 
-def _exact_turn(reply: Reply, form: ResponseForm) -> Json:
+def _exact_turn(reply: TurnReply, form: ResponseForm) -> Json:
     if not form.has_token_ids:
         return {}
     versions = [list(one) for one in reply.versions]
     return {"token_ids": reply.tokens, "token_logprobs": _finite(reply.logprobs), "versions": versions}
 
 
-def _end(reply: Reply) -> str:
+def _end(reply: TurnReply) -> str:
     """Return why the text ends: OpenAI has no word for a deadline, and "length" says too that it was cut."""
     return "stop" if reply.finish_reason == "stop" else "length"
 
 
-def _finish_reason(reply: Reply) -> str:
+def _finish_reason(reply: TurnReply) -> str:
     return "tool_calls" if reply.message.get("tool_calls") and _end(reply) == "stop" else _end(reply)
 
 
@@ -161,12 +161,12 @@ def _finite(logprobs: list[float]) -> list[float]:
     return [max(logprob, LEAST_LOGPROB) for logprob in logprobs]
 
 
-def _pieces(reply: Reply) -> list[str]:
+def _pieces(reply: TurnReply) -> list[str]:
     """Return the texts of the turn's ids; where the endpoint gave none, their numbers."""
     return reply.pieces or [f"token_id:{token}" for token in reply.tokens]
 
 
-def _chat_logprobs(reply: Reply) -> Json:
+def _chat_logprobs(reply: TurnReply) -> Json:
     """Return the logprobs of the sampled ids; those of others are not known."""
     content = [
         {"token": piece, "logprob": logprob, "bytes": _bytes(piece) if reply.pieces else None, "top_logprobs": []}
@@ -180,7 +180,7 @@ def _bytes(piece: str) -> list[int] | None:
     return None if "\ufffd" in piece else list(piece.encode(errors="replace"))
 
 
-def _text_logprobs(reply: Reply) -> Json:
+def _text_logprobs(reply: TurnReply) -> Json:
     pieces, logprobs = _pieces(reply), _finite(reply.logprobs)
     offsets = [0]
     for piece in pieces[:-1]:

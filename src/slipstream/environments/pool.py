@@ -15,7 +15,7 @@ from slipstream.core.clock import Clock, WallClock
 from slipstream.core.errors import ConfigError, ExecutorDied
 from slipstream.core.plain import wrong_with
 from slipstream.core.user_code import MAX_ERROR_CHARS
-from slipstream.environments.asks import Ask, Refused, Reply
+from slipstream.environments.asks import Ask, Refused, TurnReply
 from slipstream.environments.hosting import (
     MAX_EPISODES_PER_HOST,
     MAX_REQUESTS,
@@ -234,7 +234,7 @@ class EpisodePool(ABC):
             episode.turn = turn
             self._call(episode, "turn", TakeTurn(episode.number, turn, message))
 
-    def give(self, key: Key, request: int, reply: Reply | Refused) -> None:
+    def give(self, key: Key, request: int, reply: TurnReply | Refused) -> None:
         """Give an agent the turn that it asked for, or say why there is none; nothing of an episode that is lost.
 
         It has `step_limit_s` from the moment on when it has no request open.

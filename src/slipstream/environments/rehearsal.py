@@ -16,7 +16,7 @@ from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.plain import shortened
 from slipstream.core.types import Prompt
-from slipstream.environments.asks import Ask, Refused, Reply, plain
+from slipstream.environments.asks import Ask, Refused, TurnReply, plain
 from slipstream.environments.build import build_chat, build_chats, make_pool, tools_of
 from slipstream.environments.chat import Chat, TemplateChat
 from slipstream.environments.checks import Given, Schemas
@@ -158,7 +158,7 @@ class Rehearsal:
         )
 
 
-def _guessed(ask: Ask, prompt: Prompt, chats: Chats, num_asked: int) -> Reply | Refused:
+def _guessed(ask: Ask, prompt: Prompt, chats: Chats, num_asked: int) -> TurnReply | Refused:
     """Return a made-up turn. ConfigError where the request cannot be rendered."""
     checked = plain(ask)
     if checked.messages is not None:
@@ -166,7 +166,9 @@ def _guessed(ask: Ask, prompt: Prompt, chats: Chats, num_asked: int) -> Reply | 
     if num_asked > _NUM_GUESSES:
         return Refused("this was only a rehearsal", code="max_turns")
     message = {"role": "assistant", "content": _GUESS}
-    return Reply(message, "stop", num_prompt_tokens=1, tokens=[0], logprobs=[0.0], versions=[(0, 0)], pieces=[_GUESS])
+    return TurnReply(
+        message, "stop", num_prompt_tokens=1, tokens=[0], logprobs=[0.0], versions=[(0, 0)], pieces=[_GUESS]
+    )
 
 
 def _check_kind(chat: Chat, prompts: Sequence[Prompt]) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from slipstream.core.errors import ConfigError
 from slipstream.core.types import Prompt
-from slipstream.environments.asks import Ask, Refused, Reply, plain
+from slipstream.environments.asks import Ask, Refused, TurnReply, plain
 from slipstream.environments.build import call_parser
 from slipstream.environments.chat import Chat, PlainChat, TemplateChat
 from slipstream.environments.transcript import Chats
@@ -77,7 +77,7 @@ class ChatText:
             raise Refused("a prompt has at least one token", code="invalid_prompt")
         return found
 
-    def reply(self, asked: ReadAsk, finished: Finished) -> Reply:
+    def reply(self, asked: ReadAsk, finished: Finished) -> TurnReply:
         """Return the turn that was sampled, up to the first of the client's stop texts, as a reply."""
         stops, tokens = asked.ask.wishes.stop, finished.tokens
         length = self._length(asked, tokens, stops)
@@ -91,7 +91,7 @@ class ChatText:
             }
         for call in said.get("tool_calls", ()):
             call["id"] = secrets.token_hex(_CALL_ID_CHARS)[:_CALL_ID_CHARS]
-        return Reply(
+        return TurnReply(
             message=said,
             finish_reason=finished.finish_reason if length is None else "stop",
             num_prompt_tokens=len(asked.tokens),

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from slipstream.core.errors import ConfigError
-from slipstream.environments.asks import Ask, Refused, Reply, SamplingWishes
+from slipstream.environments.asks import Ask, Refused, SamplingWishes, TurnReply
 from slipstream.evals.chat_text import ChatText, ReadAsk
 from slipstream.evals.decoding import DecodeJob, DecodeThread
 from slipstream.generator.engine import Engine
@@ -103,7 +103,7 @@ class ServedModel:
         given = api_key if path_key is None else path_key
         return secrets.compare_digest((given or "").encode(), self._api_key.encode()) or None
 
-    async def ask(self, session: Hashable, ask: Ask) -> Reply:  # noqa: ARG002 - there is one session
+    async def ask(self, session: Hashable, ask: Ask) -> TurnReply:  # noqa: ARG002 - there is one session
         """Return the turn. Raises Refused: bad messages or ids, no room, too many asks at once, the end."""
         if self._over is not None:
             raise self._over()
