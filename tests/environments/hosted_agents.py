@@ -269,7 +269,7 @@ REWARDS: dict[str, Callable[[], Any]] = {
     "nan": lambda: float("nan"),
     "a list": lambda: [1.0],
     "descriptors": lambda: len(os.listdir("/proc/self/fd")),
-    "threads": threading.active_count,
+    "threads": lambda: sum(not thread.name.startswith("blocking") for thread in threading.enumerate()),
 }
 
 

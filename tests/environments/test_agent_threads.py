@@ -16,7 +16,7 @@ def test_blocking_calls_of_many_episodes_run_at_once() -> None:
 
     async def play() -> None:
         host = EpisodeHost([AgentMaker(FunctionAgent(print))], lambda _: None, step_limit_s=5.0)
-        await host.start(request_limit_s=5.0)
+        await host.open_gateway(request_limit_s=5.0)
         try:
             have_begun = threading.Barrier(NUM_CALLS)
             await asyncio.gather(*(asyncio.to_thread(have_begun.wait, 10) for _ in range(NUM_CALLS)))

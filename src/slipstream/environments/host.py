@@ -182,7 +182,7 @@ class EpisodeHost:
             return
         # Requests of episodes that have not begun may wait for a swap, and the swap for episodes that have: the few
         # threads that asyncio has by itself (`asyncio.to_thread`) would all be held by the former.
-        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(MAX_EPISODES_PER_HOST))
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(MAX_EPISODES_PER_HOST, "blocking"))
         from slipstream.environments.gateway import GatewayLimits, GatewayServer, build_app, listen_on_loopback
 
         limits = GatewayLimits(
