@@ -258,10 +258,8 @@ def _mark_interrupted(run_dir: Path) -> None:
 def _admissible(config: RunConfig, resumed: Resumed) -> dict[int, tuple[Unfinished, ...]]:
     """Return the partial completions and episodes whose bound holds in any step that could train them.
 
-    It is judged by the drops of the cut.
-
-    It does for all that was admitted before the cut. What lost its replica between the cut and its saving may have
-    started again thanks to a drop that the resumed run need not repeat.
+    It is judged by the drops of the cut, and holds for all that was admitted before the cut. What lost its replica
+    between the cut and its saving may have started again thanks to a drop that the resumed run need not repeat.
     """
     bound, cut = config.staleness_bound, resumed.cut
     if bound is None or cut is None:
