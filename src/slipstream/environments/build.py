@@ -55,6 +55,14 @@ def make_pool(
     return EnvironmentPool(setup, num_workers=workers, clock=clock, private=private, num_spares=num_spares)
 
 
+def keeps_states(config: RunConfig) -> bool:
+    """Return whether an episode that is open at a checkpoint may be gone on with, by versions after the checkpoint's.
+
+    With `between_batches` it has one version, which no replica has after a resume; at staleness 0 none is open.
+    """
+    return config.max_staleness > 0 and config.weight_update == "in_flight"
+
+
 def tools_of(pool: EpisodePool) -> Schemas:
     """Return the schemas of the tools that the policy may call; those of all environments are the same."""
     first, *others = pool.tool_schemas

@@ -13,7 +13,7 @@ from slipstream.core.saved import SUFFIX, Saver, rollouts_dir
 from slipstream.core.service_messages import Checkpoint, Counters, Noted, Ready
 from slipstream.core.turn_messages import Observation, TurnSampled
 from slipstream.core.types import Stop
-from slipstream.environments.build import build_chat, build_chats, make_pool, tools_of
+from slipstream.environments.build import build_chat, build_chats, keeps_states, make_pool, tools_of
 from slipstream.environments.checks import Given
 from slipstream.environments.episodes import Act, EpisodeTable, Finish, Give, Open, Shut, Sources, Take
 from slipstream.environments.known_episode import EpisodeLimits
@@ -68,7 +68,7 @@ class Environments(Executor):
             chat,
             Sources.of(config),
             chats=build_chats(config, tokenizer),
-            keeps_states=config.max_staleness > 0,  # at staleness 0 episodes begin again
+            keeps_states=keeps_states(config),
         )
         self._label_idle_time()
         context.outputs["events"].put(Ready(executor=context.name))

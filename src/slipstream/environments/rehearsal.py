@@ -16,7 +16,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.plain import shortened
 from slipstream.core.types import Prompt
 from slipstream.environments.asks import Ask, Refused, Reply, plain
-from slipstream.environments.build import build_chat, build_chats, make_pool, tools_of
+from slipstream.environments.build import build_chat, build_chats, keeps_states, make_pool, tools_of
 from slipstream.environments.chat import Chat, TemplateChat
 from slipstream.environments.checks import Given, Schemas
 from slipstream.environments.episodes import Sources, columns_of
@@ -82,8 +82,7 @@ class Rehearsal:
         chosen[sources.index_of(len(prompts) - 1, prompts[-1]), True] = prompts[-1]
         chats = build_chats(self._config, tokenizer)
         for (source, _), prompt in chosen.items():
-            keeps_state = self._config.max_staleness > 0
-            self._pool.open(_KEY, source, columns_of(prompt), keeps_state=keeps_state)
+            self._pool.open(_KEY, source, columns_of(prompt), keeps_state=keeps_states(self._config))
             try:
                 if self._config.environment.has_agents:
                     self._let_play(prompt, chats)
