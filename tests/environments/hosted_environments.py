@@ -96,7 +96,7 @@ class Keeper:
         return Step(" ".join(self.words), done=message["content"] == "end")
 
     def state(self) -> Any:
-        return {"words": self.words, "nothing": None, "half": "\ud800"}
+        return {"words": self.words, "nothing": None, "half": "\U0001f600"}
 
     def restore(self, state: Any, name: str, **_: Any) -> Any:
         self.name, self.words = name, state["words"]
@@ -147,6 +147,7 @@ STATES: dict[str, Any] = {
     "object": object,
     "circle": _circle,
     "bytes": lambda: b"1",
+    "half a character": lambda: "\ud800",
     "large": lambda: "x" * (256 << 10),
 }
 

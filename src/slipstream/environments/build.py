@@ -56,9 +56,10 @@ def make_pool(
 
 
 def keeps_states(config: RunConfig) -> bool:
-    """Return whether an episode that is open at a checkpoint may be gone on with, by versions after the checkpoint's.
+    """Return whether a resumed run may go on with episodes that are open at a checkpoint.
 
-    With `between_batches` it has one version, which no replica has after a resume; at staleness 0 none is open.
+    With `between_batches` an episode has one version, older than those that replicas hold after a resume. At staleness
+    0 none is open.
     """
     return config.max_staleness > 0 and config.weight_update == "in_flight"
 

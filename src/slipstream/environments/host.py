@@ -365,6 +365,7 @@ class EpisodeHost:
 
     def _spoke(self, hosted: _Hosted, turn: int, step: Step, seconds: float, state: str | None = None) -> Spoke:
         calls, errors = (_count(hosted.environment, name) for name in ("num_tool_calls", "num_tool_errors"))
+        size = 0 if state is None else len(state.encode())
         spoke = Spoke(
             hosted.number,
             turn,
@@ -375,8 +376,8 @@ class EpisodeHost:
             num_tool_calls=max(0, calls - hosted.num_tool_calls),
             num_tool_errors=max(0, errors - hosted.num_tool_errors),
             extends_prompt=turn == 0 and extends_prompt(hosted.environment),
-            state=state if state is not None and len(state) <= MAX_STATE_BYTES else None,
-            state_bytes=0 if state is None else len(state),
+            state=state if size <= MAX_STATE_BYTES else None,
+            state_bytes=size,
         )
         hosted.num_tool_calls, hosted.num_tool_errors = calls, errors
         return spoke

@@ -512,7 +512,7 @@ def _checked(episode: _Episode, spoke: Spoke) -> Said:
         raise _LieError("a reward is finite")
     if not 0 <= spoke.seconds < math.inf or min(spoke.num_tool_calls, spoke.num_tool_errors, spoke.state_bytes) < 0:
         raise _LieError("a count below 0")
-    if spoke.state is not None and not (episode.keeps_state and len(spoke.state) <= MAX_STATE_BYTES):
+    if spoke.state is not None and not (episode.keeps_state and len(spoke.state.encode()) <= MAX_STATE_BYTES):
         raise _LieError("a state that nobody asked for, or too large")
     return Said(
         key=episode.key,

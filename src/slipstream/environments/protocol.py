@@ -23,13 +23,13 @@ and `as_reward` take exactly what is documented here, and raise EnvironmentFault
 from __future__ import annotations
 
 import inspect
-import json
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, SupportsFloat
 
+import msgspec
 import numpy as np
 
 from slipstream.core.plain import shortened, shown
@@ -175,15 +175,15 @@ def as_state(value: Any) -> str:
     So `restore` gets what `state` returned: tuples, keys that are no strings, NaN and objects are refused.
     """
     try:
-        text = json.dumps(value, allow_nan=False)
-        is_same = len(text) > MAX_STATE_BYTES or bool(json.loads(text) == value)
-    except (TypeError, ValueError, RecursionError) as error:
+        body = msgspec.json.encode(value)
+        is_same = len(body) > MAX_STATE_BYTES or bool(msgspec.json.decode(body) == value)
+    except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
         raise EnvironmentFault(f"a state is a value of JSON: {type(error).__name__}: {_brief(error)}") from error
     if not is_same:
         raise EnvironmentFault(
             f"a state is a value of JSON, without tuples and keys that are no strings: {_brief(value)}"
         )
-    return text
+    return body.decode()
 
 
 def as_restored(value: Any) -> None:
@@ -206,7 +206,7 @@ def restoring(environment: Any, state: str, columns: Mapping[str, Any]) -> Calla
     except (TypeError, ValueError):  # written in C
         first = None
     taken = taken_by(restore, {name: value for name, value in columns.items() if name != first})
-    return partial(restore, json.loads(state), **taken)
+    return partial(restore, msgspec.json.decode(state), **taken)
 
 
 def episode_reward(turns: Iterable[float | None], final: float | None = None) -> float | None:
