@@ -12,9 +12,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from slipstream.core import wire
 from slipstream.core.errors import ChannelClosed
+from slipstream.core.saved import prompt_crc32
 from slipstream.core.turn_messages import Observation, TurnSampled
-from slipstream.core.types import Message, Prompt, Segment, VersionSpan
+from slipstream.core.types import Message, PartialEpisode, Prompt, Segment, VersionSpan
 from slipstream.environments.episodes import EpisodeTable, Finish, Open, Shut, Sources, Take
 from slipstream.environments.known_episode import EpisodeLimits, Key
 from slipstream.environments.pool import LastWord, Lost, Said
@@ -117,7 +119,16 @@ def versions_of(segments: Sequence[Segment]) -> list[int]:
 class World:
     """A loop of replicas, environments and their calls in which a source of randomness decides what happens next."""
 
-    def __init__(self, rng: random.Random, *, num_replicas: int, samples: int, spans_versions: bool = True) -> None:
+    def __init__(
+        self,
+        rng: random.Random,
+        *,
+        num_replicas: int,
+        samples: int,
+        spans_versions: bool = True,
+        break_rate: float = 0.1,
+    ) -> None:
+        self.break_rate = break_rate
         self.rng, self.spans_versions, self.newest = rng, spans_versions, 0
         self.replicas = [self._replica(number) for number in range(num_replicas)]
         self.table = self._table()
@@ -125,7 +136,7 @@ class World:
         self.keys = [(-1, ordinal, sample) for ordinal in range(2) for sample in range(samples)]
         self.holder = {key: key[1] % num_replicas for key in self.keys}
         self.done: dict[Key, EndedEpisode] = {}
-        self.num_failures = 0
+        self.num_failures = self.num_restored = 0
         for key in self.keys:
             self._begin(key)
 
@@ -140,11 +151,12 @@ class World:
             replica.version = self.newest
 
     def _table(self) -> EpisodeTable:
-        return EpisodeTable(LIMITS, PlainNumbers(), Sources(("",), (1.0,)))
+        return EpisodeTable(LIMITS, PlainNumbers(), Sources(("",), (1.0,)), keeps_states=True)
 
-    def _begin(self, key: Key, *, may_continue: bool = False) -> None:
+    def _begin(self, key: Key, *, may_continue: bool = False, partial: PartialEpisode | None = None) -> None:
         request = Request(ordinal=key[1], sample=key[2], prompt_tokens=PROMPT, max_new_tokens=6)
-        self.replicas[self.holder[key]].episodes.begin(request, prompt(key[1]), may_continue=may_continue)
+        episodes = self.replicas[self.holder[key]].episodes
+        episodes.begin(request, prompt(key[1]), may_continue=may_continue, partial=partial)
 
     def step(self, *, may_break: bool) -> None:
         moves = [
@@ -156,8 +168,8 @@ class World:
             self._send,
             self._swap,
         ]
-        if may_break and self.rng.random() < 0.1:
-            moves = [self._lose_replica, self._lose_environments, self._fail]
+        if may_break and self.rng.random() < self.break_rate:
+            moves = [self._lose_replica, self._lose_environments, self._fail, self._resume]
         self.rng.choice(moves)()
 
     def _send(self) -> None:
@@ -224,11 +236,17 @@ class World:
         if isinstance(call, Finish):
             self._do(self.table.ended(LastWord(call.key, 0.5), 0.0))
             return
+        if isinstance(call, Open) and call.state is not None:
+            assert call.state in (str(call.turn), str(call.turn - 1)), "it is restored as it was at its last answer"
+            self.num_restored += 1
+            self._do(self.table.answered(Said(call.key, call.turn, [], False, None), 0.0))
+            return
+        assert not isinstance(call, Open) or call.keeps_state
         turn = call.turn if isinstance(call, Take) else 0
         words = " ".join(str(self.rng.randint(50, 60)) for _ in range(self.rng.randint(0, 5)))
         is_done = turn > 0 and self.rng.random() < 0.3
         said = [{"role": "user", "content": words}] if words else []
-        self._do(self.table.answered(Said(call.key, turn, said, is_done, 0.25 if turn else None), 0.0))
+        self._do(self.table.answered(Said(call.key, turn, said, is_done, 0.25 if turn else None, state=str(turn)), 0.0))
 
     def _fail(self) -> None:
         if self.calls:
@@ -254,6 +272,23 @@ class World:
             replica.inbox.clear()  # of an incarnation that is shut out
             replica.wire.waiting.clear()
             replica.episodes.begin_again()
+
+    def _resume(self) -> None:
+        """All processes end; new ones know what a checkpoint held."""
+        frames = [wire.encode(one) for one in self.table.partials({key[1] for key in self.keys})]
+        saved = {(-1, one.ordinal, one.sample): one for one in (wire.decode(f, (PartialEpisode,)) for f in frames)}
+        self.table = self._table()
+        self.calls.clear()
+        self.replicas = [self._replica(replica.number) for replica in self.replicas]
+        for key in self.keys:
+            if key in self.done:
+                continue
+            partial = saved.get(key)
+            if partial is not None:
+                assert partial.prompt_crc32 == prompt_crc32(PROMPT)
+                if not self.spans_versions and partial.versions != {self.newest}:
+                    partial = None
+            self._begin(key, may_continue=True, partial=partial)
 
     def finish(self) -> None:
         for _ in range(20_000):

@@ -84,6 +84,101 @@ class Tools:
         return Step()
 
 
+class Keeper:
+    """Repeats all that it was told; its state can be kept."""
+
+    def reset(self, name: str, **_: Any) -> str:
+        self.name, self.words = name, [name]
+        return name
+
+    def step(self, message: dict[str, Any]) -> Step:
+        self.words.append(message["content"])
+        return Step(" ".join(self.words), done=message["content"] == "end")
+
+    def state(self) -> Any:
+        return {"words": self.words, "nothing": None, "half": "\U0001f600"}
+
+    def restore(self, state: Any, name: str, **_: Any) -> Any:
+        self.name, self.words = name, state["words"]
+
+
+class AsyncKeeper(Keeper):
+    """The same, async."""
+
+    async def reset(self, name: str, **_: Any) -> str:  # type: ignore[override]
+        return super().reset(name)
+
+    async def step(self, message: dict[str, Any]) -> Step:  # type: ignore[override]
+        return super().step(message)
+
+    async def state(self) -> Any:
+        await asyncio.sleep(0)
+        return super().state()
+
+    async def restore(self, state: Any, name: str, **_: Any) -> Any:
+        await asyncio.sleep(0)
+        return super().restore(state, name)
+
+
+class CountingKeeper(Keeper):
+    """Counts its calls of tools, the restored ones too."""
+
+    num_tool_calls = 0
+
+    def step(self, message: dict[str, Any]) -> Step:
+        self.num_tool_calls += 1
+        return super().step(message)
+
+    def restore(self, state: Any, name: str, **_: Any) -> Any:
+        super().restore(state, name)
+        self.num_tool_calls = len(self.words) - 1
+
+
+def _circle() -> Any:
+    circle: list[Any] = []
+    circle.append(circle)
+    return circle
+
+
+STATES: dict[str, Any] = {
+    "nan": lambda: [float("nan")],
+    "tuple": lambda: {"place": (1, 2)},
+    "number key": lambda: {1: 2},
+    "object": object,
+    "circle": _circle,
+    "bytes": lambda: b"1",
+    "half a character": lambda: "\ud800",
+    "large": lambda: "x" * (256 << 10),
+}
+
+
+class BadKeeper(Keeper):
+    """Has the state that the policy asks for."""
+
+    def state(self) -> Any:
+        order = self.words[-1]
+        if order == "raises":
+            raise ValueError("no state")
+        return STATES[order]() if order in STATES else self.words
+
+    def restore(self, state: Any, name: str, **_: Any) -> Any:
+        if "restore raises" in state:
+            raise KeyError("no such place")
+        return "hello again"
+
+
+class OnlyState:
+    """Has an attribute of the name, as many environments do, and cannot be restored."""
+
+    state = 3
+
+    def reset(self, **_: Any) -> None:
+        return None
+
+    def step(self, message: dict[str, Any]) -> Step:
+        return said("fine")
+
+
 class Meeting:
     """No step returns before `count` episodes are in one."""
 

@@ -113,6 +113,10 @@ class AgentWorld(World):
         self.agents.clear()
         super()._lose_environments()
 
+    def _resume(self) -> None:
+        self.agents.clear()
+        super()._resume()
+
 
 def branches_of(segments: Sequence[Segment], prompt_ids: Sequence[int]) -> list[tuple[list[int], list[Segment]]]:
     """Return each branch as its first ids and its segments."""

@@ -58,6 +58,13 @@ class Hangs(Good):
     def step(self, message):
         import time
         time.sleep(60)
+class State(Good):
+    def step(self, message): return {"messages": "more"}
+    def state(self): return {"place": (1, 2)}
+    def restore(self, state, **columns): pass
+class Restore(State):
+    def state(self): return 1
+    def restore(self, state, **columns): raise OSError("no saved board")
 class Network(Good):
     def reset(self, **columns):
         import socket
@@ -249,6 +256,7 @@ EARLY = [  # told before torch is imported: nothing is imported or called for th
     given("a factory without reset", "without a method 'reset'", environment_factory=dict),
     given("TRL's rollout_func", ("no such argument", "rollout_func", "environment="), rollout_func=objects["add"]),
 ]
+AHEAD = {"weight_update": "in_flight", "max_staleness": 2}
 TRIED = "an environment fails when it is tried, before the run"
 LATER = [  # needs the user's code, the data or the model
     env("inherits no step", ("has no method 'step'", "allowed"), cls="env.py:NoStepEither"),
@@ -279,6 +287,8 @@ LATER = [  # needs the user's code, the data or the model
     env("a reward is not finite", (TRIED, "a reward is finite, not nan"), cls="env.py:Nan"),
     env("the last reward is a text", (TRIED, "a reward is a number or None"), cls="env.py:Final"),
     env("step hangs", (TRIED, "timed out after 0.3 s"), cls="env.py:Hangs", step_limit_s=0.3),
+    env("a state is no JSON", (TRIED, "a state is a value of JSON, without tuples"), AHEAD, cls="env.py:State"),
+    env("restore raises", (TRIED, "OSError: no saved board (env.py, line"), AHEAD, cls="env.py:Restore"),
     env("no network", (TRIED, "environment.network = 'host'"), cls="env.py:Network"),
     env("an agent with two arguments", ("env.py:short' cannot be called", "api_key"), agent="env.py:short"),
     env("an agent that asks for nothing", (TRIED, "ended without a request"), agent="env.py:quiet"),

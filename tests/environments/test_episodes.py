@@ -23,10 +23,17 @@ from slipstream.environments.pool import LastWord, Lost, Said
 
 @settings(max_examples=150, deadline=None)
 @given(
-    seed=st.integers(0, 2**32), num_replicas=st.integers(1, 3), samples=st.integers(1, 3), spans_versions=st.booleans()
+    seed=st.integers(0, 2**32),
+    num_replicas=st.integers(1, 3),
+    samples=st.integers(1, 3),
+    spans_versions=st.booleans(),
+    break_rate=st.sampled_from([0.1, 0.02]),
 )
-def test_every_episode_ends_whatever_is_lost(seed: int, num_replicas: int, samples: int, spans_versions: bool) -> None:
-    world = World(random.Random(seed), num_replicas=num_replicas, samples=samples, spans_versions=spans_versions)
+def test_every_episode_ends_whatever_is_lost(
+    seed: int, num_replicas: int, samples: int, spans_versions: bool, break_rate: float
+) -> None:
+    rng = random.Random(seed)
+    world = World(rng, num_replicas=num_replicas, samples=samples, spans_versions=spans_versions, break_rate=break_rate)
     for _ in range(200):
         world.step(may_break=True)
     world.finish()
@@ -177,7 +184,7 @@ def test_counts_are_of_all_turns_and_of_the_episodes_that_ended() -> None:
     episodes.failed(Lost(KEY, "ValueError: no", is_guilty=True), 0.0)
     episodes.failed(Lost(KEY, "ValueError: no", is_guilty=True), 0.0)
     assert episodes.counts == {
-        **{"episodes": 2, "turns": 3, "restarts": 2},
+        **{"episodes": 2, "turns": 3, "restarts": 2, "restored": 0, "begun_again": 0},
         **{"ended": 2, "turns_of_ended": 2, "failed": 1, "cut": 1, "tool_calls": 3, "tool_errors": 0},
         **{"forks": 0, "refused": 0},
     }

@@ -12,10 +12,13 @@ from engine_kit import new_engine, random_model, random_prompt, requests, run
 
 from slipstream.core.clock import VirtualClock
 from slipstream.core.recipes import resolve
-from slipstream.core.saved import load_messages
-from slipstream.core.types import Partial, VersionSpan
-from slipstream.generator.partials import Continued, Saver, partial_of
+from slipstream.core.saved import Saver, load_messages, prompt_crc32
+from slipstream.core.types import Completion, EpisodeRecord, Partial, PartialEpisode, Prompt, Segment, VersionSpan
+from slipstream.generator.completions import completion_of_episode
+from slipstream.generator.episodes import ended_before
+from slipstream.generator.partials import Continued, partial_of, partial_of_finished
 from slipstream.generator.requests import Request, Resume
+from slipstream.models.tokenizer import char_tokenizer
 
 
 def restored(**changes: object) -> Continued:
@@ -117,3 +120,67 @@ def test_a_disk_that_refuses_what_is_not_needed_ends_nothing(tmp_path: Path, cap
     saver.save(tmp_path / "file" / "generator-0.safetensors", [partial()], cut="one")
     saver.close()
     assert "could not be written" in caplog.text
+
+
+def sampled(*versions: int) -> Segment:
+    return Segment(
+        tokens=np.arange(4, dtype=np.int32),
+        behaviour_logprobs=np.full(4, -1.0, dtype=np.float32),
+        version_spans=tuple(VersionSpan(start=start, version=version) for start, version in enumerate(versions)),
+    )
+
+
+def episode(*segments: Segment, **fields: object) -> PartialEpisode:
+    known = {"ordinal": 3, "sample": 1, "prompt_crc32": prompt_crc32(REQUEST.prompt_tokens), "state": "{}"}
+    return PartialEpisode(segments=segments, record=EpisodeRecord(), **(known | fields))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "made", "version", "fits"),
+    [
+        ({}, episode(sampled(1), sampled(2)), 2, True),
+        ({}, episode(sampled(1), sampled(2, 3)), 2, False),  # of weights that nobody has any more
+        ({}, episode(), 2, False),
+        ({}, episode(sampled(1), prompt_crc32=5), 2, False),  # another prompt has this ordinal now
+        ({}, episode(sampled(1), sample=2), 2, False),
+        (BETWEEN, episode(sampled(2), sampled(2)), 2, True),
+        (BETWEEN, episode(sampled(1), sampled(1)), 2, False),  # no episode spans versions
+        (BETWEEN, episode(sampled(1), sampled(1), state=None), 2, True),  # it is over
+    ],
+)
+def test_which_episodes_are_gone_on_with(changes, made, version, fits) -> None:
+    assert restored(**changes).episode(REQUEST, [partial(), made], version) is (made if fits else None)
+
+
+def test_completions_and_episodes_are_not_mistaken_for_each_other() -> None:
+    to_decode, finished = restored().split([REQUEST], [episode(sampled(2))], 2)
+    assert (to_decode, finished) == ([REQUEST], [])
+
+
+def test_an_episode_that_was_over_is_the_same_completion_again() -> None:
+    """All of it: its branches, the prompt with what was said first, and its record."""
+    row = Prompt(prompt_id="p", text="12", tokens=REQUEST.prompt_tokens, task="t")
+    extended = msgspec.structs.replace(row, text="12+", tokens=np.append(row.tokens, 5).astype(np.int32))
+    fork = Segment(tokens=np.arange(3, dtype=np.int32), begins=True)
+    completion = Completion(
+        ordinal=3,
+        sample=1,
+        prompt=extended,
+        segments=(sampled(1), Segment(tokens=np.arange(2, dtype=np.int32)), sampled(1), fork, sampled(2)),
+        text="",
+        finish_reason="length",
+        episode=EpisodeRecord(messages=[{"role": "assistant", "content": "a"}], reward=0.5, turn_rewards=[None, 0.5]),
+    )
+    saved = partial_of_finished(completion, row)
+    assert isinstance(saved, PartialEpisode)
+    assert restored().episode(REQUEST, [saved], 2) is saved
+    ended = ended_before(REQUEST, row, saved)
+    assert ended.record.num_restored == completion.num_tokens
+    again = completion_of_episode(ended, tokenizer=char_tokenizer(), replica=0, finished_s=1.0)
+    assert again.num_branches == 2
+    assert again.prompt is extended
+    assert again.finish_reason == "length"
+    assert msgspec.structs.replace(again.episode, num_restored=0) == completion.episode
+    for one, other in zip(again.segments, completion.segments, strict=True):
+        assert (one.begins, one.version_spans) == (other.begins, other.version_spans)
+        assert one.tokens.tolist() == other.tokens.tolist()

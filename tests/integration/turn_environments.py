@@ -55,6 +55,25 @@ class Unpunctual(Echo):
     longest_wait_s = 0.03
 
 
+class Kept(Unpunctual):
+    """The same, with a state."""
+
+    def state(self) -> list[str]:
+        return self.texts
+
+    def restore(self, state: list[str], word: str, **_: Any) -> None:
+        self._wait()
+        self.word, self.texts = word, state
+
+
+class Lost(Kept):
+    """The same, with a state from which it does not go on."""
+
+    def restore(self, state: list[str], word: str, **_: Any) -> None:
+        if NUM_TURNS:  # a rehearsal's state has no turn of the policy
+            raise OSError("the board is gone")
+
+
 def echo_agent(row: dict[str, Any], base_url: str, api_key: str) -> float:
     """The same, turned inside out: it asks for each turn of the policy."""
     environment = Unpunctual()

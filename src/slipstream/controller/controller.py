@@ -324,7 +324,8 @@ class Controller:
             cut=uuid.uuid4().hex,
             run=self.tally.saved(),
         )
-        for executor in ("trainer", *(f"generator-{replica}" for replica in self.schedule.versions)):
+        environments = ("environments",) if self.config.environment.is_set else ()
+        for executor in ("trainer", *environments, *(f"generator-{replica}" for replica in self.schedule.versions)):
             self.executors.send(executor, command)
 
     # Evaluations

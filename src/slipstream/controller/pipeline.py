@@ -22,7 +22,7 @@ from slipstream.core.errors import ConfigError, did_you_mean
 from slipstream.core.executor import Executor
 from slipstream.core.ranks import RANK_MARK, rank_name, split_rank_name
 from slipstream.core.service_messages import WarmStart
-from slipstream.core.types import Partial, Prompt
+from slipstream.core.types import Prompt, Unfinished
 from slipstream.models.hub import with_folders
 
 CONTROLLER = "controller"
@@ -319,5 +319,5 @@ class RunInput:
     prompt_of: Callable[[int], Prompt]
     held_out: tuple[Prompt, ...]
     warm_start: WarmStart | None
-    partials: Mapping[int, tuple[Partial, ...]] = field(default_factory=dict)
+    partials: Mapping[int, tuple[Unfinished, ...]] = field(default_factory=dict)
     num_events: int = 0

@@ -234,7 +234,10 @@ class Tally:
         for name, values in self.counters.items():
             of_side.get(side_of(name.partition(" ")[0]), []).append(values)
         told, keys = (totals_of(parts) for parts in of_side.values())
-        names = ("episodes", "turns", "restarts", "failed", "cut", "tool_calls", "tool_errors", "forks", "refused")
+        names = (
+            *("episodes", "turns", "restarts", "restored", "begun_again"),
+            *("failed", "cut", "tool_calls", "tool_errors", "forks", "refused"),
+        )
         hit, missed = (keys.get(f"parked_{what}_tokens", 0.0) for what in ("hit", "missed"))
         ended = told.get("ended", 0.0)
         return s.EpisodeCounts(

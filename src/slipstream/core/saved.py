@@ -2,7 +2,9 @@
 
     checkpoints/step_<n>.rollouts/<executor>.safetensors
         trainer, trainer@<r>   rollouts that waited for their step, each rank's own
-        generator-<i>          the tokens that its slots had sampled of completions (`Partial`)
+        generator-<i>          the tokens that its slots had sampled of completions (`Partial`), and episodes that were
+                               over and had no verdict yet (`PartialEpisode`)
+        environments           open episodes whose environments can be restored (`PartialEpisode`)
 
 This is an optimisation: groups that a checkpoint owes and that are not found here are sampled again from their
 ordinals. So each process writes its file independently, whole or not at all, and no other process waits for it. A file
@@ -12,6 +14,8 @@ which a number stands for each array. Nothing is pickled.
 
 from __future__ import annotations
 
+import logging
+import threading
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,12 +26,47 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from slipstream.core.background import start_thread
 from slipstream.core.disk import disk_errors, replace_file
-from slipstream.core.errors import CheckpointError
-from slipstream.core.types import Message, Partial, Rollout
+from slipstream.core.errors import CheckpointError, DiskError
+from slipstream.core.types import Message, PartialEpisode, Rollout, Unfinished
 
 M = TypeVar("M", bound=Message)
 SUFFIX = ".safetensors"
+LAST_WRITE_S = 10.0
+log = logging.getLogger(__name__)
+
+
+class Saver:
+    """Writes what is to be saved beside the thread that works; while it writes, the next is left out.
+
+    What it writes is never needed, so a disk that refuses is logged here, and told by whoever needs it.
+    """
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+
+    def save(self, path: Path, messages: Sequence[Message], *, cut: str) -> None:
+        if not messages or (self._thread is not None and self._thread.is_alive()):
+            return
+        self._thread = start_thread(_write, args=(path, messages, cut), name="save-partials")
+
+    def close(self) -> None:
+        """Wait for what is being written, ten seconds at most: a daemon thread ends with its process."""
+        if self._thread is not None:
+            self._thread.join(LAST_WRITE_S)
+
+
+def _write(path: Path, messages: Sequence[Message], cut: str) -> None:
+    try:
+        save_messages(path, messages, cut=cut)
+    except DiskError as error:
+        log.warning("%s", error)
+
+
+def prompt_crc32(tokens: np.ndarray) -> int:
+    """Return the number by which a prompt is known again."""
+    return zlib.crc32(tokens.astype(np.int32).tobytes())
 
 
 def rollouts_dir(checkpoint: Path) -> Path:
@@ -96,13 +135,19 @@ def saved_rollouts(
 
 def saved_partials(
     checkpoint: Path, *, cut: str, owed: Sequence[int], step: int, notes: list[str]
-) -> dict[int, tuple[Partial, ...]]:
-    """Return the completions that the generators saved beside `checkpoint`, by ordinal; else as `saved_rollouts`."""
+) -> dict[int, tuple[Unfinished, ...]]:
+    """Return the completions that generators and environments saved beside `checkpoint`, by ordinal.
+
+    Else as `saved_rollouts`. What a generator saved of an episode is newer: there it is over.
+    """
     wanted = set(owed)
-    found: dict[int, dict[int, Partial]] = {}
-    for partial in _saved(checkpoint, "generator", Partial, cut, notes):
-        versions = [span.version for span in partial.segment.version_spans]
-        if partial.ordinal in wanted and versions and max(versions) <= step:
+    found: dict[int, dict[int, Unfinished]] = {}
+    kinds: Any = Unfinished
+    for partial in (
+        *_saved(checkpoint, "environments", PartialEpisode, cut, notes),
+        *_saved(checkpoint, "generator", kinds, cut, notes),
+    ):
+        if partial.ordinal in wanted and partial.versions and max(partial.versions) <= step:
             found.setdefault(partial.ordinal, {})[partial.sample] = partial
     return {ordinal: tuple(partials.values()) for ordinal, partials in found.items()}
 

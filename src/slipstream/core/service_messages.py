@@ -77,7 +77,8 @@ class Checkpoint(Message):
 
     `schedule` is the schedule's state at the same instant (JSON types), `num_events` what it had been told by then, in
     lines of `events.jsonl`, and `run` the tally's counters; all are saved with them: one consistent cut, called
-    `cut`. Generators save what they have of the groups that the cut owes (`core/saved.py`), under the same name.
+    `cut`. Generators and environments save what they have of the groups that the cut owes (`core/saved.py`), under the
+    same name.
     """
 
     step: int

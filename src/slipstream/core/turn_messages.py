@@ -6,14 +6,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from slipstream.core.types import EpisodeRecord, FinishReason, Message, Prompt, Segment
+from slipstream.core.types import EpisodeRecord, FinishReason, Message, PartialEpisode, Prompt, Segment
 
 
 class TurnSampled(Message, frozen=True):
     """Generator -> environments: turn `turn` of an episode was sampled, or, with turn 0, an episode is to begin.
 
     The opening brings the prompt. If `may_continue`, an episode that was begun on a replica that is lost goes on from
-    there; its number is `opening`. `segment` are the tokens of the turn; `finish_reason` says whether they end with a
+    there, or from `partial`, which a checkpoint held; its number is `opening`. `is_again`: it was begun before, by
+    whomever. `segment` are the tokens of the turn; `finish_reason` says whether they end with a
     stop token. `life` is that of the observation which they follow, and so is `branch`.
     """
 
@@ -25,6 +26,8 @@ class TurnSampled(Message, frozen=True):
     life: int = 0
     prompt: Prompt | None = None
     may_continue: bool = False
+    is_again: bool = False
+    partial: PartialEpisode | None = None
     segment: Segment | None = None
     finish_reason: FinishReason | None = None
     branch: int = 0

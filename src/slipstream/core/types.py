@@ -76,7 +76,7 @@ class EpisodeRecord(Message):
     read it; the tokens are the completion's. `reward` is the environment's own, None without one, and `turn_rewards`
     its parts by turn (None: nothing was said). `failure` is there where the environment failed too often.
     `branches` are the chats of further branches, each from its beginning: `messages` are those of the first one. Of
-    each, `contexts` counts the messages before its first turn.
+    each, `contexts` counts the messages before its first turn. A resume brought `num_restored` of the tokens.
     """
 
     messages: list[dict[str, Any]] = []
@@ -90,6 +90,7 @@ class EpisodeRecord(Message):
     failure: str | None = None
     branches: list[list[dict[str, Any]]] = []
     contexts: list[int] = []
+    num_restored: int = 0
 
 
 class Completion(Message):
@@ -221,6 +222,42 @@ class Partial(Message):
     segment: Segment
     finish_reason: FinishReason | None = None
 
+    @property
+    def versions(self) -> frozenset[int]:
+        return frozenset(span.version for span in self.segment.version_spans)
+
+
+class PartialEpisode(Message):
+    """The episode `sample` of group `ordinal` at a checkpoint: one turn or more, and what is known of it.
+
+    `segments` are those behind the prompt, and behind `prompt` where the environment has spoken first; what was given
+    last may be one of them. `prompt_crc32` is that of the row's tokens, as in `Partial`. `state` is the environment's
+    own, as JSON, at its last answer; a turn that has no reward in the `record` is still to be answered. Without a
+    `state` the episode is over, and waited for its verdict.
+    """
+
+    ordinal: int
+    sample: int
+    prompt_crc32: int
+    segments: tuple[Segment, ...]
+    record: EpisodeRecord
+    prompt: Prompt | None = None
+    state: str | None = None
+    charges: int = 0
+    finish_reason: FinishReason = "stop"
+
+    @property
+    def versions(self) -> frozenset[int]:
+        return frozenset(span.version for segment in self.segments for span in segment.version_spans)
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the number of tokens behind the prompt."""
+        return sum(len(segment.tokens) for segment in self.segments)
+
+
+Unfinished = Partial | PartialEpisode
+
 
 # Commands of the schedule (`controller/schedule.py`), and as the controller sends them
 
@@ -242,7 +279,7 @@ class Admit(Message):
     replica: int
     prompt: Prompt
     num_samples: int
-    partials: tuple[Partial, ...] = ()
+    partials: tuple[Unfinished, ...] = ()
     is_again: bool = False
 
 

@@ -15,7 +15,7 @@ def carry_out(acts: Iterable[Act], pool: EpisodePool) -> list[Observation]:
     for act in acts:
         match act:
             case Open():
-                pool.open(act.key, act.source, act.columns)
+                pool.open(act.key, act.source, act.columns, keeps_state=act.keeps_state, state=act.state, turn=act.turn)
             case Take():
                 pool.take(act.key, act.turn, act.message)
             case Give():

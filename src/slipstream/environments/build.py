@@ -56,6 +56,15 @@ def make_pool(
     return EnvironmentPool(setup, num_workers=workers, clock=clock, private=private, num_spares=num_spares)
 
 
+def keeps_states(config: RunConfig) -> bool:
+    """Return whether a resumed run may go on with episodes that are open at a checkpoint.
+
+    With `between_batches` an episode has one version, older than those that replicas hold after a resume. At staleness
+    0 none is open.
+    """
+    return config.max_staleness > 0 and config.weight_update == "in_flight"
+
+
 def tools_of(pool: EpisodePool) -> Schemas:
     """Return the schemas of the tools that the policy may call; those of all environments are the same."""
     first, *others = pool.tool_schemas

@@ -55,6 +55,13 @@ class Calculator(Environment):
         except ValueError:
             return Step("error", reward=0.0)
 
+    def state(self) -> int:
+        return self._num_questions
+
+    def restore(self, state: int, **columns: Any) -> None:
+        self.reset(**columns)
+        self._num_questions = state
+
 
 def calculate(expression: str) -> int:
     """Return the value of integers joined by '+', '-' and '*', which binds closer; a number may have a '-' before it.

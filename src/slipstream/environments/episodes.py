@@ -6,7 +6,8 @@
 An episode is one sample of a group. Whatever its environment does, raise, hang, die or talk nonsense, costs that
 episode: it begins again from its reset, at most `max_restarts` times, and is a failed completion then. A replica that
 is lost costs the turn that it was sampling: whoever is admitted the group next asks for the episode and goes on from
-the tokens that are known here.
+the tokens that are known here. A checkpoint holds open episodes whose environments have a state: a resumed run opens
+them with it (`restore` in place of `reset`), and they go on behind their last answer.
 
 An agent asks for its turns by itself, several at once if it likes, and ends by itself (`transcript.py` says where a
 request belongs):
@@ -19,14 +20,14 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError, did_you_mean
 from slipstream.core.turn_messages import Observation, TurnSampled
-from slipstream.core.types import EpisodeRecord, Prompt
+from slipstream.core.types import EpisodeRecord, PartialEpisode, Prompt
 from slipstream.environments.asking import admitted, reply_to
 from slipstream.environments.asks import Refused, TurnReply
 from slipstream.environments.chat import Chat
@@ -40,10 +41,12 @@ CHARGES = {True: 4, None: 1, False: 0}
 
 
 COUNTS = (
-    *("episodes", "turns", "restarts"),
+    *("episodes", "turns", "restarts", "restored", "begun_again"),
     *("ended", "turns_of_ended", "failed", "cut", "tool_calls", "tool_errors", "forks", "refused"),
 )
-"""The counters of a table: of all that began, then of episodes that ended."""
+"""The counters of a table: of all that began, then of episodes that ended. `restored` ones went on from a checkpoint.
+`begun_again` ones were open before a process was lost or the run was resumed, and had nothing to go on from.
+"""
 
 
 # Calls of environments, which the executor makes
@@ -51,11 +54,17 @@ COUNTS = (
 
 @dataclass(frozen=True)
 class Open:
-    """Make environment `source` for this episode, and reset it with the row's columns."""
+    """Make environment `source` for this episode, and reset it with the row's columns, or restore it.
+
+    With `keeps_state` its answers are to bring its state. It has `state` behind turn `turn`.
+    """
 
     key: Key
     source: int
     columns: dict[str, Any]
+    keeps_state: bool = False
+    state: str | None = None
+    turn: int = 0
 
 
 @dataclass(frozen=True)
@@ -96,11 +105,20 @@ Act = Open | Take | Finish | Shut | Give | Observation
 class EpisodeTable:
     """Every method takes one message and returns what follows from it. `now_s` is the time, in seconds.
 
-    `chats` are those of agents, by the tools that they bring.
+    `chats` are those of agents, by the tools that they bring. With `keeps_states` episodes of training are kept such
+    that `partials` can tell them.
     """
 
-    def __init__(self, limits: EpisodeLimits, chat: Chat, sources: Sources, *, chats: Chats | None = None) -> None:
-        self._limits, self._chat, self._sources = limits, chat, sources
+    def __init__(
+        self,
+        limits: EpisodeLimits,
+        chat: Chat,
+        sources: Sources,
+        *,
+        chats: Chats | None = None,
+        keeps_states: bool = False,
+    ) -> None:
+        self._limits, self._chat, self._sources, self._keeps_states = limits, chat, sources, keeps_states
         self._chats = chats or Chats(lambda _: chat)
         self._open: dict[Key, KnownEpisode] = {}
         self._lives = itertools.count(1)
@@ -147,9 +165,14 @@ class EpisodeTable:
     def answered(self, answer: Said, now_s: float) -> list[Act]:
         """An environment answered a turn, or its reset."""
         episode = self._open.get(_key_of(answer))
-        if episode is None or answer.turn != episode.turn or episode.phase not in ("resetting", "stepping"):
+        if episode is None or answer.turn != episode.turn:
+            return []
+        if episode.phase not in ("resetting", "restoring", "stepping"):
             return []
         self._spent(episode, answer.seconds)
+        if episode.phase == "restoring":
+            return self._restored(episode, now_s)
+        episode.state = answer.state
         episode.num_tool_calls += answer.num_tool_calls
         episode.num_tool_errors += answer.num_tool_errors
         if answer.turn > 0:
@@ -161,6 +184,23 @@ class EpisodeTable:
             self._hear(episode, answer)
         except ConfigError as error:  # messages that no template takes are the environment's fault
             return [Shut(episode.key), *self.failed(Lost(episode.key, str(error)), now_s)]
+        return self._go_on(episode, now_s)
+
+    def partials(self, owed: Collection[int]) -> list[PartialEpisode]:
+        """Return the open episodes of these groups that can be gone on with from what is known here."""
+        found = [one.partial() for key, one in self._open.items() if key[0] < 0 and key[1] in owed]
+        return [one for one in found if one is not None]
+
+    def _restored(self, episode: KnownEpisode, now_s: float) -> list[Act]:
+        """Go on behind the last answer; the environment is as it was then."""
+        self.counts["restored"] += 1
+        if episode.has_no_answer:
+            episode.phase = "stepping"
+            return [Take(episode.key, episode.turn, episode.messages[-1])]
+        return self._go_on(episode, now_s)
+
+    def _go_on(self, episode: KnownEpisode, now_s: float) -> list[Act]:
+        """Let the policy sample the next turn, within the limits."""
         trunk = episode.trunk
         room = self._limits.room(trunk.num_tokens, episode.num_behind)
         is_late = now_s - episode.started_s > self._limits.episode_limit_s
@@ -197,6 +237,7 @@ class EpisodeTable:
             return [self._close(episode, episode.record(failure=f"environment: {lost.reason}"))]
         episode.num_restarts += 1
         self.counts["restarts"] += 1
+        self.counts["begun_again"] += episode.phase == "restoring"
         episode.restart(next(self._lives), now_s)
         return [self._open_call(episode)]
 
@@ -223,10 +264,16 @@ class EpisodeTable:
             key, message.prompt, message.replica, message.opening, now_s, next(self._lives), self._chat
         )
         self._open[key] = episode
+        if known is None and message.partial is not None and episode.go_on_from(message.partial):
+            return [self._open_call(episode)]
+        self.counts["begun_again"] += message.is_again
         return [*([] if known is None else [Shut(key)]), self._open_call(episode)]
 
     def _open_call(self, episode: KnownEpisode) -> Open:
-        return Open(episode.key, self._sources.index_of(episode.key[1], episode.row), columns_of(episode.row))
+        """Return the call that begins an episode: with the state that a checkpoint held, where it has one."""
+        source = self._sources.index_of(episode.key[1], episode.row)
+        keeps_state = self._keeps_states and episode.key[0] < 0
+        return Open(episode.key, source, columns_of(episode.row), keeps_state, episode.state, episode.turn)
 
     def _end(self, episode: KnownEpisode) -> list[Act]:
         episode.phase = "ending"

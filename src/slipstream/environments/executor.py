@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from pathlib import Path
 
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ChannelClosed
 from slipstream.core.executor import Context, Executor, Sender
-from slipstream.core.service_messages import Counters, Noted, Ready
+from slipstream.core.saved import SUFFIX, Saver, rollouts_dir
+from slipstream.core.service_messages import Checkpoint, Counters, Noted, Ready
 from slipstream.core.turn_messages import Observation, TurnSampled
 from slipstream.core.types import Stop
-from slipstream.environments.build import build_chat, build_chats, make_pool, tools_of
+from slipstream.environments.acting import carry_out, take_answer
+from slipstream.environments.build import build_chat, build_chats, keeps_states, make_pool, tools_of
 from slipstream.environments.checks import Given
-from slipstream.environments.episodes import Act, EpisodeTable, Finish, Give, Open, Shut, Sources, Take
+from slipstream.environments.episodes import Act, EpisodeTable, Sources
 from slipstream.environments.known_episode import EpisodeLimits
-from slipstream.environments.pool import Asked, EpisodePool, LastWord, Lost, Said
+from slipstream.environments.pool import EpisodePool, Lost, Said
+from slipstream.environments.protocol import MAX_STATE_BYTES
 from slipstream.models.build import build_tokenizer, max_positions
 
 _MAX_TAKEN = 256  # turns taken in one step; beyond, the channel holds them back
@@ -28,12 +32,14 @@ _FORKED = (
     "a sub-agent or ask twice do so; where none should, compare the transcripts of an episode. episode/forks counts "
     "them; this is said once"
 )
+_STATE = "state"
 
 
 class Environments(Executor):
     """Lets environments answer the policy's turns, and agents ask for them; never hangs on one, and loses no episode.
 
-    Consumes: `TurnSampled` (turns). Produces: `Observation` (observations), to the replica that samples the episode.
+    Consumes: `TurnSampled` (turns), `Checkpoint` (commands), for which it saves open episodes that can be restored.
+    Produces: `Observation` (observations), to the replica that samples the episode.
     Waits for: turns, and for environments, each at most `environment.step_limit_s`. `given` are environments and tools
     that were handed over from Python; they run in this process. Stop: drops what is open, which belongs to no step.
     """
@@ -46,6 +52,7 @@ class Environments(Executor):
         self._pool: EpisodePool | None = None
         self._noted: set[str] = set()
         self._counted_s = 0.0
+        self._saver = Saver()
         self._is_finished = False
 
     def init(self, context: Context) -> None:
@@ -62,6 +69,7 @@ class Environments(Executor):
             chat,
             Sources.of(config),
             chats=build_chats(config, tokenizer),
+            keeps_states=keeps_states(config),
         )
         self._label_idle_time()
         context.outputs["events"].put(Ready(executor=context.name))
@@ -74,6 +82,8 @@ class Environments(Executor):
                 self._count(is_last=True)
                 self._is_finished = True
                 return True
+            if isinstance(command, Checkpoint):
+                self.save_checkpoint(command)
         with self._context.spans.span("receive"):
             num_taken = self._take(self._pool)
         with self._context.spans.span("step"), self._context.together():
@@ -99,7 +109,13 @@ class Environments(Executor):
         """A replica restarted: it opens its episodes anew, and goes on from what is known of them here."""
         self._outbox.rejoined(executor)
 
+    def save_checkpoint(self, command: Checkpoint) -> None:
+        """Save the open episodes of groups that the cut owes, as far as they can be restored; a thread writes."""
+        path = rollouts_dir(Path(command.path)) / f"{self._context.name}{SUFFIX}"
+        self._saver.save(path, self._episodes.partials(set(command.schedule["readmit"])), cut=command.cut)
+
     def close(self) -> None:
+        self._saver.close()
         if self._pool is not None:
             self._pool.close()
             self._pool = None
@@ -115,36 +131,18 @@ class Environments(Executor):
     def _answer(self, pool: EpisodePool) -> int:
         answers = pool.poll()
         for answer in answers:
-            now_s = self._context.clock.now_s()
-            match answer:
-                case Said():
-                    self._do(self._episodes.answered(answer, now_s), pool)
-                case Asked():
-                    self._do(self._episodes.asked(answer, now_s), pool)
-                case LastWord():
-                    self._do(self._episodes.ended(answer, now_s), pool)
-                case Lost():
-                    self._note_failure(answer)
-                    self._do(self._episodes.failed(answer, now_s), pool)
+            if isinstance(answer, Said):
+                self._note_state(answer)
+            elif isinstance(answer, Lost):
+                self._note_failure(answer)
+            self._do(take_answer(self._episodes, answer, self._context.clock.now_s()), pool)
         return len(answers)
 
     def _do(self, acts: Iterable[Act], pool: EpisodePool) -> None:
-        for act in acts:
-            match act:
-                case Open():
-                    pool.open(act.key, act.source, act.columns)
-                case Take():
-                    pool.take(act.key, act.turn, act.message)
-                case Give():
-                    pool.give(act.key, act.request, act.reply)
-                case Finish():
-                    pool.finish(act.key)
-                case Shut():
-                    pool.shut(act.key)
-                case Observation():
-                    if act.branch > 0:
-                        self._note(_FORK, _FORKED)
-                    self._outbox.add(act)
+        for observation in carry_out(acts, pool):
+            if observation.branch > 0:
+                self._note(_FORK, _FORKED)
+            self._outbox.add(observation)
 
     def _label_idle_time(self) -> None:
         self._context.spans.set_idle_state("step" if self._pool is not None and self._pool.num_calls else "wait_turns")
@@ -152,8 +150,16 @@ class Environments(Executor):
     def _note_failure(self, lost: Lost) -> None:
         """Show the first failure of its kind at once."""
         kind = lost.reason.split(": ", 1)[0]
-        if lost.is_guilty is not False and len(self._noted - {_FORK}) < _MAX_NOTES:
+        if lost.is_guilty is not False and len(self._noted - {_FORK, _STATE}) < _MAX_NOTES:
             self._note(f"failure: {kind}", f"an environment failed, and its episode begins again: {lost.reason}")
+
+    def _note_state(self, said: Said) -> None:
+        if said.state is None and said.state_bytes:
+            self._note(
+                _STATE,
+                f"the state of an environment has {said.state_bytes:,} bytes, and at most {MAX_STATE_BYTES:,} are kept "
+                "by a checkpoint: after a resume such episodes begin again",
+            )
 
     def _note(self, kind: str, text: str) -> None:
         """Show `text` to people, if it is the first of its kind."""

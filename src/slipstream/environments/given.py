@@ -19,7 +19,7 @@ from slipstream.environments.agents import AgentMaker
 from slipstream.environments.checks import Given, Maker
 from slipstream.environments.protocol import Environment
 from slipstream.environments.sources import agent_of
-from slipstream.environments.tools import ToolEnvironment, by_name
+from slipstream.environments.tools import FunctionTools, by_name
 from slipstream.environments.trl import CHOICE, FactoryEnvironment
 
 EnvironmentMaker = Callable[..., Any] | Mapping[str, Callable[..., Any]] | str
@@ -100,7 +100,7 @@ def _tables(
         by_name(functions)  # their hints and docstrings
     if factory is None:
         names = [_name(function) for function in functions]
-        return {"tools": [FROM_PYTHON + name for name in names]}, {names[0]: partial(ToolEnvironment, functions)}
+        return {"tools": [FROM_PYTHON + name for name in names]}, {names[0]: partial(FunctionTools, functions)}
     if isinstance(factory, Mapping):
         made = {str(name): _of_trl(one, functions, f"environment_factory['{name}']") for name, one in factory.items()}
         return _choices(made, CHOICE), made

@@ -58,6 +58,13 @@ class Guess(Environment):
             said = "correct" if is_found else "higher" if guess < self._target else "lower"
         return Step(said, done=is_found or self._num_guesses >= self._max_guesses, reward=float(is_found))
 
+    def state(self) -> int:
+        return self._num_guesses
+
+    def restore(self, state: int, **columns: Any) -> None:
+        self.reset(**columns)
+        self._num_guesses = state
+
 
 def _int(value: Any) -> int | None:
     try:

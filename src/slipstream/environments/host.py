@@ -46,12 +46,17 @@ from slipstream.environments.hosting import (
 )
 from slipstream.environments.protocol import (
     MAX_CHARS,
+    MAX_STATE_BYTES,
     EnvironmentFault,
     Step,
     as_messages,
+    as_restored,
     as_reward,
+    as_state,
     as_step,
+    can_be_restored,
     extends_prompt,
+    restoring,
     taken_by,
 )
 from slipstream.environments.sources import MakeEnvironment
@@ -141,6 +146,7 @@ class _Hosted:
     task: asyncio.Task[None] | None = None
     key: str = ""  # of an agent's session
     has_begun: bool = False
+    keeps_state: bool = False
     is_late: bool = False
     before: asyncio.Task[None] | None = None  # the call that was cancelled for the present one
     num_tool_calls: int = 0
@@ -219,8 +225,8 @@ class EpisodeHost:
     def handle(self, message: ToHost) -> None:
         """Begin what `message` asks for. An episode that is unknown has faulted meanwhile."""
         if isinstance(message, OpenEpisode):
-            opened = self._episodes[message.episode] = _Hosted(message.episode)
-            self._begin(opened, partial(self._open, opened, self._makers[message.source], message.columns))
+            opened = self._episodes[message.episode] = _Hosted(message.episode, keeps_state=message.keeps_state)
+            self._begin(opened, partial(self._open, opened, self._makers[message.source], message))
         elif (hosted := self._episodes.get(message.episode)) is None:
             return
         elif isinstance(message, Replied):
@@ -305,16 +311,36 @@ class EpisodeHost:
                 await self._close(hosted)
         return self._encoder.encode(Faulted(hosted.number, error.encode("utf-8", "replace").decode(), is_shared))
 
-    async def _open(self, hosted: _Hosted, make: MakeEnvironment, columns: Mapping[str, Any]) -> Spoke | Closed:
-        start_s = time.monotonic()
+    async def _open(self, hosted: _Hosted, make: MakeEnvironment, message: OpenEpisode) -> Spoke | Closed:
+        start_s, columns = time.monotonic(), message.columns
         if isinstance(make, AgentMaker):
             return await self._run(hosted, make.agent, columns)
         environment = hosted.environment = await hosted.lane.call(make)
         if inspect.iscoroutinefunction(environment.reset) and inspect.iscoroutinefunction(environment.step):
             hosted.lane.rest()
+        if message.state is not None:
+            return await self._restore(hosted, message, start_s)
         reset = partial(environment.reset, **taken_by(environment.reset, columns))
         messages = await self._call(hosted, reset, partial(as_messages, max_chars=self._max_chars))
-        return self._spoke(hosted, 0, Step(messages), time.monotonic() - start_s)
+        state = await self._state(hosted)
+        return self._spoke(hosted, 0, Step(messages), time.monotonic() - start_s, state)
+
+    async def _restore(self, hosted: _Hosted, message: OpenEpisode, start_s: float) -> Spoke:
+        """Let an environment go on from its state; it says nothing, and what it counts from here on is of its turns."""
+        assert message.state is not None
+        if not can_be_restored(hosted.environment):
+            raise EnvironmentFault("it has no methods state and restore")
+        await self._call(hosted, restoring(hosted.environment, message.state, message.columns), as_restored)
+        hosted.num_tool_calls = _count(hosted.environment, "num_tool_calls")
+        hosted.num_tool_errors = _count(hosted.environment, "num_tool_errors")
+        return self._spoke(hosted, message.turn, Step(), time.monotonic() - start_s)
+
+    async def _state(self, hosted: _Hosted) -> str | None:
+        """Return an environment's state, where it is kept and there is one."""
+        if not hosted.keeps_state or not can_be_restored(hosted.environment):
+            return None
+        state: str = await self._call(hosted, hosted.environment.state, as_state)
+        return state
 
     async def _run(self, hosted: _Hosted, agent: Agent, columns: Mapping[str, Any]) -> Closed:
         """Let an agent play its episode; it ends with a reward, or without."""
@@ -341,7 +367,8 @@ class EpisodeHost:
         start_s = time.monotonic()
         read = partial(as_step, max_chars=self._max_chars)
         step = await self._call(hosted, partial(hosted.environment.step, turn.message), read)
-        return self._spoke(hosted, turn.turn, step, time.monotonic() - start_s)
+        state = None if step.done else await self._state(hosted)
+        return self._spoke(hosted, turn.turn, step, time.monotonic() - start_s, state)
 
     async def _end(self, hosted: _Hosted, before: asyncio.Task[None] | None, *, asks_reward: bool) -> Closed:
         self._sessions.close(hosted.key)  # an agent that waits for a turn goes on, to its end
@@ -377,8 +404,9 @@ class EpisodeHost:
         is_awaitable, value = await hosted.lane.call(called)
         return read(await value) if is_awaitable else value
 
-    def _spoke(self, hosted: _Hosted, turn: int, step: Step, seconds: float) -> Spoke:
+    def _spoke(self, hosted: _Hosted, turn: int, step: Step, seconds: float, state: str | None = None) -> Spoke:
         calls, errors = (_count(hosted.environment, name) for name in ("num_tool_calls", "num_tool_errors"))
+        size = 0 if state is None else len(state.encode())
         spoke = Spoke(
             hosted.number,
             turn,
@@ -389,6 +417,8 @@ class EpisodeHost:
             num_tool_calls=max(0, calls - hosted.num_tool_calls),
             num_tool_errors=max(0, errors - hosted.num_tool_errors),
             extends_prompt=turn == 0 and extends_prompt(hosted.environment),
+            state=state if size <= MAX_STATE_BYTES else None,
+            state_bytes=size,
         )
         hosted.num_tool_calls, hosted.num_tool_errors = calls, errors
         return spoke

@@ -47,11 +47,18 @@ class ToolsFound(msgspec.Struct, frozen=True, tag=True):
 
 
 class OpenEpisode(msgspec.Struct, frozen=True, tag=True):
-    """Make the environment of an episode by source `source`, and reset it with the row's columns."""
+    """Make the environment of an episode by source `source`, and reset it with the row's columns.
+
+    With `keeps_state` its answers bring its state. With a `state` it is not reset, but restored as it was behind turn
+    `turn`.
+    """
 
     episode: int
     source: int
     columns: dict[str, Any]
+    keeps_state: bool = False
+    state: str | None = None
+    turn: int = 0
 
 
 class TakeTurn(msgspec.Struct, frozen=True, tag=True):
@@ -89,7 +96,8 @@ class Replied(msgspec.Struct, frozen=True, tag=True):
 class Spoke(msgspec.Struct, frozen=True, tag=True):
     """Messages of the environment behind turn `turn`; 0: of its reset. Tool calls are those of this turn.
 
-    `extends_prompt`: those of the reset belong to the prompt's last message.
+    `extends_prompt`: those of the reset belong to the prompt's last message. `state` is the environment's, as JSON; one
+    that is too large to be kept has a size only, in bytes.
     """
 
     episode: int
@@ -101,6 +109,8 @@ class Spoke(msgspec.Struct, frozen=True, tag=True):
     num_tool_calls: int
     num_tool_errors: int
     extends_prompt: bool = False
+    state: str | None = None
+    state_bytes: int = 0
 
 
 class Closed(msgspec.Struct, frozen=True, tag=True):

@@ -56,12 +56,21 @@ class InlinePool(EpisodePool):
         )
         self.tool_schemas = [schemas for _, schemas in found]
 
-    def open(self, key: Hashable, source: int, columns: dict[str, Any]) -> None:
+    def open(
+        self,
+        key: Hashable,
+        source: int,
+        columns: dict[str, Any],
+        *,
+        keeps_state: bool = False,
+        state: str | None = None,
+        turn: int = 0,
+    ) -> None:
         """Open an episode as `EpisodePool.open`; it fails at the next `poll` where too many have hung."""
         if self.num_restarts >= _MAX_ABANDONED:
             self._done.append(Lost(key, f"environments hung {self.num_restarts} times, and none is opened again"))
         else:
-            super().open(key, source, columns)
+            super().open(key, source, columns, keeps_state=keeps_state, state=state, turn=turn)
 
     def _start_host(self) -> HostLink:
         return _Thread(self._makers, self._step_limit_s, self._max_chars, self._request_limit_s)

@@ -8,17 +8,18 @@ from typing import Literal
 import msgspec
 
 from slipstream.core.config import RunConfig
+from slipstream.core.saved import prompt_crc32
 from slipstream.core.turn_messages import Observation, with_branches
-from slipstream.core.types import EpisodeRecord, Prompt
+from slipstream.core.types import EpisodeRecord, PartialEpisode, Prompt, Segment
 from slipstream.environments.chat import Chat
 from slipstream.environments.protocol import ChatMessage, episode_reward
 from slipstream.environments.transcript import Branch, no_tokens
 
 Key = tuple[int, int, int]
 """(evaluation or -1, ordinal, sample)"""
-Phase = Literal["resetting", "sampling", "stepping", "ending", "talking"]
-"""Whom an episode waits for: its environment's reset, the policy, the environment's answer, its last word. An agent's
-is talking: it may ask at any time, and ends by itself."""
+Phase = Literal["resetting", "restoring", "sampling", "stepping", "ending", "talking"]
+"""Whom an episode waits for: its environment's reset or restore, the policy, the environment's answer, its last word.
+An agent's is talking: it may ask at any time, and ends by itself."""
 MAX_FAILURE_CHARS = 500
 
 
@@ -59,7 +60,8 @@ class EpisodeLimits:
 class KnownEpisode:
     """An episode as far as it is known here; `row` is the prompt as it was admitted.
 
-    `messages` are the chat behind the prompt of an environment's episode. An agent's are those of its branches.
+    `messages` are the chat behind the prompt of an environment's episode. An agent's are those of its branches. `state`
+    is the environment's at its last answer, where it can be restored. A resume brought `num_restored` of the tokens.
     """
 
     key: Key
@@ -79,6 +81,8 @@ class KnownEpisode:
     num_tool_calls: int = 0
     num_tool_errors: int = 0
     environment_s: float = 0.0
+    state: str | None = None
+    num_restored: int = 0
 
     def __post_init__(self) -> None:
         self.branches = [Branch(0, self.row, self.chat)]
@@ -113,6 +117,54 @@ class KnownEpisode:
             + sum(branch.num_asked for branch in self.branches if branch.is_sampling)
         )
 
+    @property
+    def has_no_answer(self) -> bool:
+        """Whether the environment has not answered the last turn."""
+        return len(self.turn_rewards) < self.turn
+
+    def partial(self) -> PartialEpisode | None:
+        """Return the episode as a checkpoint holds it; None where it cannot be gone on with, or nothing was sampled."""
+        if self.state is None or not self.turn or self.phase not in ("sampling", "stepping"):
+            return None
+        trunk, (_, ordinal, sample) = self.trunk, self.key
+        return PartialEpisode(
+            ordinal=ordinal,
+            sample=sample,
+            prompt_crc32=prompt_crc32(self.row.tokens),
+            segments=(*trunk.segments, *([Segment(tokens=trunk.given)] if len(trunk.given) else [])),
+            record=EpisodeRecord(
+                messages=list(self.messages),
+                turn_rewards=list(self.turn_rewards),
+                num_tool_calls=self.num_tool_calls,
+                num_tool_errors=self.num_tool_errors,
+                num_restarts=self.num_restarts,
+                environment_s=self.environment_s,
+            ),
+            prompt=None if trunk.prompt is self.row else trunk.prompt,
+            state=self.state,
+            charges=self.charges,
+        )
+
+    def go_on_from(self, partial: PartialEpisode) -> bool:
+        """Take what a checkpoint held; False, and nothing is taken, where it does not fit together.
+
+        `episode_limit_s` begins anew: its clock may have been another machine's.
+        """
+        record, segments = partial.record, list(partial.segments)
+        given = segments.pop().tokens if segments and not segments[-1].is_sampled else no_tokens()
+        num_turns = sum(segment.is_sampled for segment in segments)
+        num_unanswered = num_turns - len(record.turn_rewards)
+        is_said = bool(record.messages) and (not num_unanswered or record.messages[-1].get("role") == "assistant")
+        if not num_turns or num_unanswered not in (0, 1) or not is_said or (num_unanswered and len(given)):
+            return False
+        self.phase, self.state, self.charges = "restoring", partial.state, partial.charges
+        self.trunk.prompt, self.trunk.segments, self.trunk.given = partial.prompt or self.row, segments, given
+        self.messages, self.turn_rewards = list(record.messages), list(record.turn_rewards)
+        self.num_tool_calls, self.num_tool_errors = record.num_tool_calls, record.num_tool_errors
+        self.num_restarts, self.environment_s = record.num_restarts, record.environment_s
+        self.num_restored = partial.num_tokens
+        return True
+
     def restart(self, life: int, now_s: float) -> None:
         """Forget all but whose it is, and how often that happened."""
         self.life, self.started_s = life, now_s
@@ -120,6 +172,7 @@ class KnownEpisode:
         self.branches = [Branch(0, self.row, self.chat)]
         self.messages, self.turn_rewards = [], []
         self.num_tool_calls = self.num_tool_errors = 0
+        self.state, self.num_restored = None, 0
 
     def moved_to(self, replica: int, opening: int, life: int) -> None:
         """Another replica samples it from here on, and knows nothing of it."""
@@ -181,4 +234,5 @@ class KnownEpisode:
             failure=None if failure is None else failure[:MAX_FAILURE_CHARS],
             branches=[branch.history for branch in forks],
             contexts=[branch.ends[0] - 1 for branch in forks],
+            num_restored=self.num_restored,
         )

@@ -35,7 +35,7 @@ from slipstream.environments.hosting import (
     ToHost,
     ToolsFound,
 )
-from slipstream.environments.protocol import ChatMessage, EnvironmentFault, as_messages
+from slipstream.environments.protocol import MAX_STATE_BYTES, ChatMessage, EnvironmentFault, as_messages
 from slipstream.jail.protocol import SetupFailed, TriedNetwork, WorkerReady
 from slipstream.jail.sandbox import nested_selector
 
@@ -57,7 +57,8 @@ Call = Literal["opening", "turn", "ending", "agent"]
 class Said:
     """Messages of the environment behind turn `turn`; 0: after its reset. Tool calls are those of this turn.
 
-    `extends_prompt`: those of the reset belong to the prompt's last message, as in TRL.
+    `extends_prompt`: those of the reset belong to the prompt's last message, as in TRL. `state` is the environment's,
+    as JSON; of one that is too large there is the size only, in bytes.
     """
 
     key: Key
@@ -69,6 +70,8 @@ class Said:
     num_tool_calls: int = 0
     num_tool_errors: int = 0
     extends_prompt: bool = False
+    state: str | None = None
+    state_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -132,6 +135,8 @@ class _Episode:
     number: int
     source: int
     columns: dict[str, Any]
+    keeps_state: bool = False
+    state: str | None = None
     call: Call | None = "opening"
     turn: int = 0
     dropped: int | None = None
@@ -217,11 +222,24 @@ class EpisodePool(ABC):
             assert deadline_s is not None
             self._advance(max(0.0, deadline_s - self._clock.now_s()))
 
-    def open(self, key: Key, source: int, columns: dict[str, Any]) -> None:
-        """Make an environment by source number `source` and reset it. Its answer is that of turn 0."""
+    def open(
+        self,
+        key: Key,
+        source: int,
+        columns: dict[str, Any],
+        *,
+        keeps_state: bool = False,
+        state: str | None = None,
+        turn: int = 0,
+    ) -> None:
+        """Make an environment by source number `source` and reset it. Its answer is that of turn 0.
+
+        With `keeps_state` its answers bring its state. With a `state` it is restored in place of being reset, as it was
+        behind turn `turn`, whose answer this is then.
+        """
         assert key not in self._by_key, f"{key} is open"
         assert 0 <= source < self._num_sources, source
-        episode = _Episode(key, next(self._numbers), source, columns)
+        episode = _Episode(key, next(self._numbers), source, columns, keeps_state, state, turn=turn)
         self._by_key[key] = episode
         self._waiting.append(episode)
 
@@ -332,7 +350,19 @@ class EpisodePool(ABC):
             roomiest.episodes[episode.number] = episode
             self._site_of[episode.number] = roomiest
             call: Call = "agent" if episode.source in self._agents else "opening"
-            self._call(episode, call, OpenEpisode(episode.number, episode.source, episode.columns))
+            self._call(
+                episode,
+                call,
+                OpenEpisode(
+                    episode.number,
+                    episode.source,
+                    episode.columns,
+                    keeps_state=episode.keeps_state,
+                    state=episode.state,
+                    turn=episode.turn,
+                ),
+            )
+            episode.state = None  # its host has it
             episode.since_s = self._clock.now_s()
 
     def _roomiest(self) -> _Site | None:
@@ -485,8 +515,10 @@ def _checked(episode: _Episode, spoke: Spoke) -> Said:
     """Return what a host says that an environment said. _LieError or EnvironmentFault where that cannot be."""
     if spoke.reward is not None and not math.isfinite(spoke.reward):
         raise _LieError("a reward is finite")
-    if not 0 <= spoke.seconds < math.inf or min(spoke.num_tool_calls, spoke.num_tool_errors) < 0:
+    if not 0 <= spoke.seconds < math.inf or min(spoke.num_tool_calls, spoke.num_tool_errors, spoke.state_bytes) < 0:
         raise _LieError("a count below 0")
+    if spoke.state is not None and not (episode.keeps_state and len(spoke.state.encode()) <= MAX_STATE_BYTES):
+        raise _LieError("a state that nobody asked for, or too large")
     return Said(
         key=episode.key,
         turn=spoke.turn,
@@ -497,6 +529,8 @@ def _checked(episode: _Episode, spoke: Spoke) -> Said:
         num_tool_calls=spoke.num_tool_calls,
         num_tool_errors=spoke.num_tool_errors,
         extends_prompt=spoke.extends_prompt,
+        state=spoke.state,
+        state_bytes=spoke.state_bytes,
     )
 
 

@@ -7,6 +7,11 @@ An environment talks with the policy for one episode. Slipstream makes one objec
     final_reward()      once, at the end of the episode, also when a limit cut it
     close()             once, last
 
+and, of an environment whose episodes a resumed run may go on with, which has both methods,
+
+    state()                     after `reset` and after every `step` that is not done; returns a value of JSON
+    restore(state, **columns)   in place of `reset`, on a new object: it goes on from there
+
 Messages are dicts as in OpenAI's and transformers' chat format: {"role": ..., "content": ...}. The policy's have the
 role "assistant" and, where it calls tools, "tool_calls" (`tool_calls.py`). The environment's have "user", "tool" or
 "system". Every method may be `async def`.
@@ -21,8 +26,10 @@ import inspect
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, SupportsFloat
 
+import msgspec
 import numpy as np
 
 from slipstream.core.plain import shortened, shown
@@ -34,6 +41,8 @@ MAX_CHARS = 32_768
 MAX_MESSAGES = 64
 """Most messages that an environment may say at once."""
 MAX_NAME_CHARS = 256
+MAX_STATE_BYTES = 256 << 10
+"""Most bytes of an environment's state, as JSON. Of a larger one nothing is kept, and its episode begins again."""
 ROLES = ("user", "tool", "system")
 
 _STEP_FIELDS = ("messages", "done", "reward")
@@ -61,6 +70,7 @@ class Environment:
     """Base class of environments. Inheriting it is optional: any object with `reset` and `step` will do.
 
     The reward of an episode is the sum of its turns' rewards and of `final_reward`, or None if there was none at all.
+    A subclass may have `state` and `restore`; this class has neither.
     """
 
     extends_prompt: bool = False
@@ -157,6 +167,46 @@ def as_reward(value: Any) -> float | None:
     if not math.isfinite(number):
         raise EnvironmentFault(f"a reward is finite, not {number}")
     return number
+
+
+def as_state(value: Any) -> str:
+    """Return an environment's state as JSON. EnvironmentFault for a value that JSON would give back as another one.
+
+    So `restore` gets what `state` returned: tuples, keys that are no strings, NaN and objects are refused.
+    """
+    try:
+        body = msgspec.json.encode(value)
+        is_same = len(body) > MAX_STATE_BYTES or bool(msgspec.json.decode(body) == value)
+    except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
+        raise EnvironmentFault(f"a state is a value of JSON: {type(error).__name__}: {_brief(error)}") from error
+    if not is_same:
+        raise EnvironmentFault(
+            f"a state is a value of JSON, without tuples and keys that are no strings: {_brief(value)}"
+        )
+    return body.decode()
+
+
+def as_restored(value: Any) -> None:
+    """Take what `restore` returned. EnvironmentFault unless it is None: what was said before is known."""
+    if value is not None:
+        raise EnvironmentFault(f"restore returns nothing, and not {_brief(value)}")
+
+
+def can_be_restored(environment: Any) -> bool:
+    """Return whether an environment has both methods, `state` and `restore`."""
+    can_restore = hasattr(environment, "restore") and callable(environment.restore)
+    return can_restore and hasattr(environment, "state") and callable(environment.state)
+
+
+def restoring(environment: Any, state: str, columns: Mapping[str, Any]) -> Callable[[], Any]:
+    """Return the call of `restore` with a state of `as_state`, and with those of the row's columns that it takes."""
+    restore = environment.restore
+    try:
+        first = next(iter(inspect.signature(restore).parameters), None)
+    except (TypeError, ValueError):  # written in C
+        first = None
+    taken = taken_by(restore, {name: value for name, value in columns.items() if name != first})
+    return partial(restore, msgspec.json.decode(state), **taken)
 
 
 def episode_reward(turns: Iterable[float | None], final: float | None = None) -> float | None:

@@ -17,7 +17,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.plain import shortened
 from slipstream.core.types import Prompt
 from slipstream.environments.asks import Ask, Refused, TurnReply, plain
-from slipstream.environments.build import build_chat, build_chats, make_pool, tools_of
+from slipstream.environments.build import build_chat, build_chats, keeps_states, make_pool, tools_of
 from slipstream.environments.chat import Chat, TemplateChat
 from slipstream.environments.checks import Given, Schemas
 from slipstream.environments.episodes import Sources, columns_of
@@ -83,25 +83,36 @@ class Rehearsal:
         chosen[sources.index_of(len(prompts) - 1, prompts[-1]), True] = prompts[-1]
         chats = build_chats(self._config, tokenizer)
         for (source, _), prompt in chosen.items():
-            self._pool.open(_KEY, source, columns_of(prompt))
+            self._pool.open(_KEY, source, columns_of(prompt), keeps_state=keeps_states(self._config))
             if self._config.environment.has_agents:
                 self._let_play(prompt, chats)
             else:
-                self._let_answer(prompt, chat)
+                self._let_go_on(prompt, source, self._let_answer(prompt, chat))
 
-    def _let_answer(self, prompt: Prompt, chat: Chat) -> None:
-        """Let an environment that is open answer one turn, and look at what it says."""
+    def _let_go_on(self, prompt: Prompt, source: int, last: Said) -> None:
+        """Let an environment that has a state be restored as it was after its answer `last`."""
+        assert self._pool is not None
+        if last.state is not None:
+            self._pool.open(_KEY, source, columns_of(prompt), state=last.state, turn=last.turn)
+            self._one(prompt)
+            self._pool.finish(_KEY)
+            self._one(prompt)
+
+    def _let_answer(self, prompt: Prompt, chat: Chat) -> Said:
+        """Let an environment that is open answer one turn; return its last answer that is not the end."""
         assert self._pool is not None
         opening = self._one(prompt)
         self._pool.take(_KEY, 1, {"role": "assistant", "content": _GUESS})
         answer = self._one(prompt)
         self._pool.finish(_KEY)
         self._one(prompt)
+        assert isinstance(opening, Said), "an environment answers its reset"
+        assert isinstance(answer, Said), "and a turn"
         with self._telling(prompt):
-            if isinstance(opening, Said):
-                chat.opening(prompt, opening.messages, extends_prompt=opening.extends_prompt)
-            if isinstance(answer, Said) and answer.messages:
+            chat.opening(prompt, opening.messages, extends_prompt=opening.extends_prompt)
+            if answer.messages:
                 chat.observation(prompt.tokens[:1], answer.messages)
+        return opening if answer.is_done else answer
 
     def _let_play(self, prompt: Prompt, chats: Chats) -> None:
         """Let an agent that is open play its episode with a few guesses; from then on its requests are refused."""
@@ -152,7 +163,8 @@ class Rehearsal:
         return ConfigError(
             "an environment fails when it is tried, before the run",
             got=f"{reason}; the prompt was {shortened(repr(prompt.text), _PROMPT_CHARS)}, the turn {_GUESS!r}",
-            allowed="an agent, or reset and step, that bears whatever the policy says",
+            allowed="an agent, or reset and step (state and restore, where it has them), that bear whatever the policy "
+            "says",
             hint=f"it is given the columns {', '.join(columns_of(prompt))}; environment.dry_run = false for an "
             "environment that is not to be tried in vain",
         )

@@ -30,7 +30,7 @@ from slipstream.core.errors import ConfigError, did_you_mean
 from slipstream.core.user_code import defined, describe, member, module_of
 from slipstream.environments.agents import Agent, AgentMaker, FunctionAgent, LineAgent, ProgramAgent
 from slipstream.environments.protocol import Environment, tool_schemas
-from slipstream.environments.tools import ToolEnvironment, tool_of
+from slipstream.environments.tools import FunctionTools, tool_of
 from slipstream.environments.trl import FactoryEnvironment
 
 Kind = Literal["class", "tools", "factory", "agent", "program", "lines"]
@@ -234,8 +234,8 @@ def load(source: EnvironmentSource) -> MakeEnvironment:
     functions = [_imported(path, "tools", source.texts, modules) for path in source.tools]
     tools = [tool_of(function) for function in functions]
     if source.kind == "tools":
-        ToolEnvironment(tools)  # checks the names
-        return partial(ToolEnvironment, tools)
+        FunctionTools(tools)  # checks the names
+        return partial(FunctionTools, tools)
     made = _imported(source.path, source.kind, source.texts, modules)
     _check_params(made, source)
     if source.kind == "class":

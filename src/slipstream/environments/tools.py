@@ -299,6 +299,16 @@ class ToolEnvironment(Environment):
         return wrong_arguments(function.get("arguments"), self.tools[name].parameters)
 
 
+class FunctionTools(ToolEnvironment):
+    """The environment of functions alone: there is no state of an episode, so that it can be restored."""
+
+    def state(self) -> None:
+        return None
+
+    def restore(self, state: None, **columns: Any) -> None:
+        """Go on with the next turn."""
+
+
 def by_name(tools: Sequence[Callable[..., Any] | Tool]) -> dict[str, Tool]:
     """Return tools by their names. ConfigError where there is none, or where two have one name."""
     made = [tool_of(one) for one in tools]

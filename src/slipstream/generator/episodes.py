@@ -13,12 +13,13 @@ from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 
+import msgspec
 import numpy as np
 
 from slipstream.core.errors import ChannelClosed
 from slipstream.core.executor import Sender
 from slipstream.core.turn_messages import Observation, TurnSampled, with_branches
-from slipstream.core.types import EpisodeRecord, FinishReason, Prompt, Segment, VersionSpan
+from slipstream.core.types import EpisodeRecord, FinishReason, PartialEpisode, Prompt, Segment, VersionSpan
 from slipstream.generator.requests import Finished, Request, segment_of
 
 ENVIRONMENTS = "environments"
@@ -126,6 +127,13 @@ class EndedEpisode:
         return "length" if self.record.is_cut and self.episode.finish_reason == "stop" else self.episode.finish_reason
 
 
+def ended_before(request: Request, row: Prompt, partial: PartialEpisode) -> EndedEpisode:
+    """Return an episode that was over at the checkpoint from which the run goes on."""
+    episode = Episode(request, row, eval_id=-1, finish_reason=partial.finish_reason)
+    episode.branches = {0: SampledBranch(partial.prompt or row, list(partial.segments))}
+    return EndedEpisode(episode, msgspec.structs.replace(partial.record, num_restored=partial.num_tokens))
+
+
 class Episodes:
     """Sends turns, takes observations. Consumes nothing itself; produces: `TurnSampled` through `sender`.
 
@@ -162,11 +170,20 @@ class Episodes:
     def num_unsent(self) -> int:
         return len(self._unsent)
 
-    def begin(self, request: Request, prompt: Prompt, *, eval_id: int = -1, may_continue: bool = False) -> None:
-        """Open an episode: its environment is asked to reset."""
+    def begin(
+        self,
+        request: Request,
+        prompt: Prompt,
+        *,
+        eval_id: int = -1,
+        may_continue: bool = False,
+        partial: PartialEpisode | None = None,
+    ) -> None:
+        """Open an episode: its environment is asked to reset, or to go on from `partial`."""
         episode = Episode(request, prompt, eval_id)
         self._open[episode.key] = episode
-        self._ask(self._opening(episode, may_continue=may_continue))
+        opening = self._opening(episode, may_continue=may_continue, is_again=request.is_again)
+        self._ask(opening if partial is None else msgspec.structs.replace(opening, partial=partial))
 
     def finished(self, item: Finished, eval_id: int = -1) -> bool:
         """Take a turn that was decoded; whether others of its episode are to be decoded, too.
@@ -267,14 +284,14 @@ class Episodes:
         self._release_all(episode)
         episode.branches, episode.started_s = {0: SampledBranch(episode.row)}, None
         episode.began_before = False
-        self._ask(self._opening(episode, may_continue=False))
+        self._ask(self._opening(episode, may_continue=False, is_again=True))
 
     def _ask(self, message: TurnSampled) -> None:
         if self._sender is not None:  # else rank 0 asks
             self._unsent.append(message)
             self.send()
 
-    def _opening(self, episode: Episode, *, may_continue: bool) -> TurnSampled:
+    def _opening(self, episode: Episode, *, may_continue: bool, is_again: bool) -> TurnSampled:
         request, episode.opening = episode.request, self._new_opening()
         return TurnSampled(
             ordinal=request.ordinal,
@@ -284,5 +301,6 @@ class Episodes:
             eval_id=episode.eval_id,
             prompt=episode.row,
             may_continue=may_continue,
+            is_again=is_again,
             opening=episode.opening,
         )

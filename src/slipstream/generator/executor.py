@@ -16,7 +16,7 @@ import torch
 from slipstream.core.config import RunConfig
 from slipstream.core.executor import Context, Executor
 from slipstream.core.peer_messages import EnvironmentsLost, Wake
-from slipstream.core.saved import SUFFIX, rollouts_dir
+from slipstream.core.saved import SUFFIX, Saver, rollouts_dir
 from slipstream.core.service_messages import (
     Checkpoint,
     Counters,
@@ -30,11 +30,11 @@ from slipstream.core.types import Admit, Message, Stop
 from slipstream.generator.backend import Backend
 from slipstream.generator.backends import BACKENDS, Setting
 from slipstream.generator.completions import TRAIN_STREAM, request_of
-from slipstream.generator.episodes import ENVIRONMENTS, Episodes
+from slipstream.generator.episodes import ENVIRONMENTS, EndedEpisode, Episodes, ended_before
 from slipstream.generator.evaluations import EvalJobs
 from slipstream.generator.lockstep import Agreement, LockStep
 from slipstream.generator.outgoing import Ended, Outgoing
-from slipstream.generator.partials import Continued, Saver, partial_of, partial_of_finished
+from slipstream.generator.partials import Continued, partial_of, partial_of_finished
 from slipstream.generator.requests import Finished, GenerationEngine, Labelled, Request
 from slipstream.generator.version_swaps import VersionSwaps
 from slipstream.models.build import build_tokenizer, stop_token_ids
@@ -246,13 +246,21 @@ class Generator(Executor):
         if self.episodes is not None:
             with self.context.together():
                 for request in requests:
-                    self.episodes.begin(
-                        request, message.prompt, may_continue=message.is_again and self.config.max_staleness > 0
-                    )
+                    self._begin_episode(self.episodes, request, message)
             return
         requests, finished = self.continued.split(requests, message.partials, self.engine.version)
         self.engine.submit(requests)
         self._deliver(finished)
+
+    def _begin_episode(self, episodes: Episodes, request: Request, message: Admit) -> None:
+        """Open an episode, or pass it on if it was over at the checkpoint. At staleness 0 all of it is sampled here."""
+        may_continue = message.is_again and self.config.max_staleness > 0
+        partials = message.partials if may_continue else ()
+        partial = self.continued.episode(request, partials, self.engine.version)
+        if partial is not None and partial.state is None:
+            self._pass_on([ended_before(request, message.prompt, partial)])
+        else:
+            episodes.begin(request, message.prompt, may_continue=may_continue, partial=partial)
 
     def _observe(self, message: Observation) -> None:
         """Sample the next turn of an episode, or pass it on if it is over."""
@@ -268,11 +276,14 @@ class Generator(Executor):
 
         Versions of a later cut may have come into it by now; whoever loads it leaves out what they have sampled.
         """
-        if self.outgoing.unsettled is None or self.episodes is not None:
-            return  # rank 0 has it all; episodes begin again
+        if self.outgoing.unsettled is None:
+            return  # rank 0 has it all
         owed = set(command.schedule["readmit"])
-        begun = [r for r in self.engine.begun() if r.stream == TRAIN_STREAM and r.ordinal in owed]
-        partials = [*map(partial_of_finished, self.outgoing.unsettled.of_groups(owed)), *map(partial_of, begun)]
+        finished = self.outgoing.unsettled.of_groups(owed)
+        partials = [partial_of_finished(one, self.outgoing.rows[one.ordinal]) for one in finished]
+        if self.episodes is None:  # of an open episode the environments have what can be gone on with
+            begun = [r for r in self.engine.begun() if r.stream == TRAIN_STREAM and r.ordinal in owed]
+            partials += map(partial_of, begun)
         path = rollouts_dir(Path(command.path)) / f"{self.context.name}{SUFFIX}"
         self.saver.save(path, partials, cut=command.cut)
 
@@ -319,7 +330,10 @@ class Generator(Executor):
                 if self.evaluations.is_of(one):
                     self.outgoing.pass_on_answer(one, *self.evaluations.take(one))
                 else:
-                    num_restored = self.continued.take(one.ordinal, one.sample)
+                    if isinstance(one, EndedEpisode):
+                        num_restored = one.record.num_restored
+                    else:
+                        num_restored = self.continued.take(one.ordinal, one.sample)
                     told.append(self.outgoing.pass_on(one, num_restored=num_restored))
             self.outgoing.tell(told)
 

@@ -27,6 +27,7 @@ class Outgoing:
         self, config: RunConfig, context: Context, *, replica: int, tokenizer: Tokenizer, stop_ids: list[int]
     ) -> None:
         self.prompts: dict[int, tuple[Prompt, int]] = {}
+        self.rows: dict[int, Prompt] = {}  # as admitted, until the group is settled
         self.unsettled = Unsettled(context.outputs["completions"]) if context.group.is_leader else None
         self.generated_tokens = 0
         self._config, self._context, self._replica = config, context, replica
@@ -35,9 +36,12 @@ class Outgoing:
 
     def admit(self, message: Admit) -> None:
         self.prompts[message.ordinal] = (message.prompt, message.num_samples)
+        self.rows[message.ordinal] = message.prompt
 
     def settle(self, message: Settled) -> None:
         self.settled_early.update(ordinal for ordinal in message.ordinals if ordinal in self.prompts)
+        for ordinal in message.ordinals:
+            self.rows.pop(ordinal, None)
         if self.unsettled is not None:
             self.unsettled.settle(message)
 

@@ -1,4 +1,4 @@
-"""Completions across a resume: saved as far as they are at a checkpoint, gone on with afterwards.
+"""Completions and episodes across a resume: saved as far as they are at a checkpoint, gone on with afterwards.
 
 Why the staleness bound holds for them. A group that a checkpoint owes was admitted before it, by the admission rule, on
 a replica of version v with d drops known below it: all its tokens are of versions >= v, and the step that trains it is
@@ -10,22 +10,15 @@ versions up to the checkpoint's, which are of its lineage, and no replica holds 
 from __future__ import annotations
 
 import logging
-import threading
-import zlib
 from collections.abc import Sequence
-from pathlib import Path
 
-import numpy as np
-
-from slipstream.core.background import start_thread
 from slipstream.core.clock import Clock
 from slipstream.core.config import RunConfig
-from slipstream.core.errors import ConfigError, DiskError
-from slipstream.core.saved import save_messages
-from slipstream.core.types import Completion, Partial
+from slipstream.core.errors import ConfigError
+from slipstream.core.saved import prompt_crc32
+from slipstream.core.types import Completion, Partial, PartialEpisode, Prompt, Unfinished
 from slipstream.generator.requests import Finished, KeptSets, Request, Resume, check_request, segment_of
 
-LAST_WRITE_S = 10.0
 log = logging.getLogger(__name__)
 
 
@@ -35,25 +28,31 @@ def partial_of(request: Request) -> Partial:
     return Partial(
         ordinal=request.ordinal,
         sample=request.sample,
-        prompt_crc32=_crc32(request.prompt_tokens),
+        prompt_crc32=prompt_crc32(request.prompt_tokens),
         segment=segment_of(request.resume),
     )
 
 
-def partial_of_finished(completion: Completion) -> Partial:
-    """Return the message that holds a `completion` which waits for its verdict."""
+def partial_of_finished(completion: Completion, row: Prompt) -> Unfinished:
+    """Return the message that holds a `completion` of the prompt `row` which waits for its verdict."""
+    if completion.episode is not None:
+        return PartialEpisode(
+            ordinal=completion.ordinal,
+            sample=completion.sample,
+            prompt_crc32=prompt_crc32(row.tokens),
+            segments=completion.segments,
+            record=completion.episode,
+            prompt=completion.prompt,
+            finish_reason=completion.finish_reason,
+        )
     (segment,) = completion.segments
     return Partial(
         ordinal=completion.ordinal,
         sample=completion.sample,
-        prompt_crc32=_crc32(completion.prompt.tokens),
+        prompt_crc32=prompt_crc32(row.tokens),
         segment=segment,
         finish_reason=completion.finish_reason,
     )
-
-
-def _crc32(prompt_tokens: np.ndarray) -> int:
-    return zlib.crc32(prompt_tokens.astype(np.int32).tobytes())
 
 
 class Continued:
@@ -65,10 +64,10 @@ class Continued:
         self._num_tokens: dict[tuple[int, int], int] = {}
 
     def split(
-        self, requests: Sequence[Request], partials: Sequence[Partial], version: int
+        self, requests: Sequence[Request], partials: Sequence[Unfinished], version: int
     ) -> tuple[list[Request], list[Finished]]:
         """Divide `requests` of one group into those to decode, continued where a partial fits, and those finished."""
-        saved = {partial.sample: partial for partial in partials}
+        saved = {partial.sample: partial for partial in partials if isinstance(partial, Partial)}
         to_decode: list[Request] = []
         finished: list[Finished] = []
         for request in requests:
@@ -87,9 +86,9 @@ class Continued:
         With `between_batches` no completion spans versions: one that was begun under an older one is sampled again.
         """
         segment = partial.segment
-        if partial.prompt_crc32 != _crc32(request.prompt_tokens) or segment.behaviour_logprobs is None:
+        if partial.prompt_crc32 != prompt_crc32(request.prompt_tokens) or segment.behaviour_logprobs is None:
             return False
-        versions = {span.version for span in segment.version_spans}
+        versions = partial.versions
         if not versions or max(versions) > version:
             return False
         if partial.finish_reason is not None:
@@ -102,6 +101,17 @@ class Continued:
             log.warning("ordinal %d is sampled again: %s", partial.ordinal, error)
             return False
         return True
+
+    def episode(self, request: Request, partials: Sequence[Unfinished], version: int) -> PartialEpisode | None:
+        """Return the episode from which `request` may go on under weights of `version`: as `fits`."""
+        for one in partials:
+            if not isinstance(one, PartialEpisode) or one.sample != request.sample or not one.versions:
+                continue
+            if one.prompt_crc32 != prompt_crc32(request.prompt_tokens) or max(one.versions) > version:
+                continue
+            if one.state is None or self._spans_versions or one.versions == {version}:
+                return one
+        return None
 
     def resumed(self, partial: Partial, request: Request) -> Request:
         self._num_tokens[partial.ordinal, partial.sample] = len(partial.segment.tokens)
@@ -134,30 +144,3 @@ class Continued:
         if segment.kept_tokens is not None and segment.kept_counts is not None:
             kept = KeptSets(segment.kept_tokens, segment.kept_counts)
         return Resume(segment.tokens, segment.behaviour_logprobs, segment.version_spans, self._clock.now_s(), kept)
-
-
-class Saver:
-    """Writes what is to be saved beside the thread that decodes; while it writes, the next is left out.
-
-    What it writes is never needed, so a disk that refuses is logged here, and told by whoever needs it.
-    """
-
-    def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-
-    def save(self, path: Path, partials: Sequence[Partial], *, cut: str) -> None:
-        if not partials or (self._thread is not None and self._thread.is_alive()):
-            return
-        self._thread = start_thread(_write, args=(path, partials, cut), name="save-partials")
-
-    def close(self) -> None:
-        """Wait for what is being written, ten seconds at most: a daemon thread ends with its process."""
-        if self._thread is not None:
-            self._thread.join(LAST_WRITE_S)
-
-
-def _write(path: Path, partials: Sequence[Partial], cut: str) -> None:
-    try:
-        save_messages(path, partials, cut=cut)
-    except DiskError as error:
-        log.warning("%s", error)

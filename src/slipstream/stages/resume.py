@@ -35,7 +35,7 @@ from slipstream.core.disk import disk_errors, sync, sync_files
 from slipstream.core.jsonl import cut_jsonl
 from slipstream.core.run_log import DecisionHead, MetricsHead, RolloutFate
 from slipstream.core.saved import saved_partials
-from slipstream.core.types import Partial
+from slipstream.core.types import Unfinished
 from slipstream.trainer.checkpoint_folder import Found, settle
 
 FILES = ("metrics.jsonl", "events.jsonl", "rollouts.jsonl", "tokens.jsonl", "alarms.jsonl", "ledger.jsonl")
@@ -54,8 +54,8 @@ class Resumed:
     cut: Cut | None
     attempt: Path
     notes: list[str] = field(default_factory=list)
-    partials: dict[int, tuple[Partial, ...]] = field(default_factory=dict)
-    """Partial completions of the groups that the cut owes, by ordinal."""
+    partials: dict[int, tuple[Unfinished, ...]] = field(default_factory=dict)
+    """Partial completions and episodes of the groups that the cut owes, by ordinal."""
 
 
 def prepare_resume(run_dir: Path, found: Found | None = None) -> Resumed:

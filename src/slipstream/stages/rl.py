@@ -35,7 +35,7 @@ from slipstream.core.interrupts import Interrupted, Interrupts
 from slipstream.core.recipes import resolve, save_config, with_stage_paths
 from slipstream.core.run_log import Snapshot, read_metrics
 from slipstream.core.staleness import oldest_version, place_of
-from slipstream.core.types import Partial
+from slipstream.core.types import Unfinished
 from slipstream.environments.checks import Given
 from slipstream.environments.rehearsal import Rehearsal
 from slipstream.models.build import build_tokenizer
@@ -255,11 +255,11 @@ def _mark_interrupted(run_dir: Path) -> None:
         write_summary(msgspec.structs.replace(read_summary(path), status="interrupted"), path)
 
 
-def _admissible(config: RunConfig, resumed: Resumed) -> dict[int, tuple[Partial, ...]]:
-    """Return the partial completions whose bound holds in any step that could train them, by the drops of the cut.
+def _admissible(config: RunConfig, resumed: Resumed) -> dict[int, tuple[Unfinished, ...]]:
+    """Return the partial completions and episodes whose bound holds in any step that could train them.
 
-    It does for all that was admitted before the cut. What lost its replica between the cut and its saving may have
-    started again thanks to a drop that the resumed run need not repeat.
+    It is judged by the drops of the cut, and holds for all that was admitted before the cut. What lost its replica
+    between the cut and its saving may have started again thanks to a drop that the resumed run need not repeat.
     """
     bound, cut = config.staleness_bound, resumed.cut
     if bound is None or cut is None:
@@ -274,7 +274,7 @@ def _admissible(config: RunConfig, resumed: Resumed) -> dict[int, tuple[Partial,
         for ordinal in resumed.partials
     }
     return {
-        ordinal: tuple(one for one in partials if one.segment.version_spans[0].version >= oldest[ordinal])
+        ordinal: tuple(one for one in partials if min(one.versions) >= oldest[ordinal])
         for ordinal, partials in resumed.partials.items()
     }
 
