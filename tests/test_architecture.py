@@ -152,8 +152,8 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 67_780
-MAX_LINES_OF_SPINE = 1_760
+MAX_LINES = 72_600
+MAX_LINES_OF_SPINE = 1_765
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
     "core/types.py",
@@ -167,13 +167,13 @@ MAX_LINES_OF_FOLDER = {
     "algorithms": 1_650,
     "batching": 365,
     "controller": 5_390,
-    "core": 8_800,
-    "environments": 6_600,
-    "evals": 1_770,
-    "generator": 7_200,
-    "jail": 990,
+    "core": 8_885,
+    "environments": 7_950,
+    "evals": 2_635,
+    "generator": 7_420,
+    "jail": 1_030,
     "jobs": 500,
-    "models": 5_270,
+    "models": 5_275,
     "observe": 9_575,
     "plan": 6_130,
     "prompts": 1_150,
