@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from slipstream.generator.engine import Engine
 from slipstream.generator.paged_runner import PagedRunner
-from slipstream.generator.requests import Finished, Request
+from slipstream.generator.requests import Finished, Request, Session
 from slipstream.generator.runner import Runner
 from slipstream.generator.slot_runner import SlotRunner
 
@@ -91,7 +91,7 @@ class Play:
             case "move":
                 self.move(number)
             case "release":  # an episode that goes on is prefilled again, that is all
-                self.engine.release(0, number, 0)
+                self.engine.release(Session(0, number, 0))
             case "pause":
                 self.engine.pause_admission(bool(number))
             case _:  # the weights stay, so that the oracle holds
@@ -154,7 +154,7 @@ def test_every_turn_finishes_once_with_its_own_text(
             assert engine.num_parked == 0
         engine._queue._queue.clear()  # those that went elsewhere before they had begun
         for script in SCRIPTS:
-            engine.release(0, script.ordinal, 0)
+            engine.release(Session(0, script.ordinal, 0))
         assert (engine.num_parked, engine.num_parked_tokens) == (0, 0)
         if isinstance(engine._runner, PagedRunner):
             for key in list(engine._prefixes._entries):

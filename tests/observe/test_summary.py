@@ -33,7 +33,7 @@ FIELDS = {
     "weight_sync": "count skipped bytes transfer_s_p50 pause_s_p50 pause_s_max",
     "data": "num_train num_eval num_too_long max_tokens longest_tokens",
     "episodes": "episodes turns mean_turns restarts failed cut tool_calls tool_errors environment_s parked_hit_frac "
-    "evicted_sessions forks refused",
+    "evicted_sessions forks refused restored begun_again",
     "versions": "python torch slipstream commit",
     "balance": "idle interference wasted_tokens starves bottleneck verdict split dial",
     "balance.interference": "decode train",

@@ -57,7 +57,7 @@ class EnvironmentConfig(Section):
     )
     verifiers: str | None = Field(
         None,
-        description="An environment of verifiers 0.4 by name, e.g. 'textarena' (`make verifiers-env`).",
+        description="An environment of verifiers 0.4 by name, e.g. 'textarena' (docs/environments.md).",
     )
     verifiers_python: FilePath = Field(
         ".venv-verifiers/bin/python", description="The Python that has verifiers: an environment of its own."

@@ -51,7 +51,7 @@ def _verifiers_source(environment: EnvironmentConfig) -> EnvironmentSource:
         raise ConfigError(
             "environment.verifiers needs a Python that has verifiers",
             got=f"environment.verifiers_python = '{environment.verifiers_python}', which is not there",
-            hint="`make verifiers-env` makes it, in .venv-verifiers; or give the path of your own",
+            hint="in a checkout `make verifiers-env` makes it, in .venv-verifiers; or give the path of your own",
         )
     program = Path(__file__).with_name("verifiers_program.py")
     told = ["--environment", str(environment.verifiers), "--parameters", json.dumps(environment.parameters)]

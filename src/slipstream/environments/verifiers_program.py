@@ -38,7 +38,7 @@ from contextvars import ContextVar
 from types import ModuleType
 from typing import IO, Any, TextIO
 
-INSTALL = "`make verifiers-env` makes .venv-verifiers, with verifiers 0.4.0"
+INSTALL = "in a checkout, `make verifiers-env` makes .venv-verifiers, with verifiers 0.4.0"
 MAX_LINE_BYTES = 16 * 1024**2
 MAX_EPISODES = 1024
 MAX_METRICS = 64

@@ -88,20 +88,24 @@ def _beginning(parts: Sequence[TranscriptPart], *, max_parts: int, max_chars: in
     if is_too_long and parts[0].fork is not None:
         first_turn = next((index for index, one in enumerate(parts) if one.turn is not None), 0)
         if (num_before := first_turn - 2) > 0:
-            cut = TranscriptPart(LEFT_OUT, f"{num_before} before")
-            found, parts, max_parts = [parts[0], cut], parts[first_turn - 1 :], max_parts - 2
-            max_chars -= sum(len(one.text) for one in found)
+            found = [_cut(parts[0], max_chars), TranscriptPart(LEFT_OUT, f"{num_before} before")]
+            max_chars -= len(parts[0].text)
+            parts, max_parts = parts[first_turn - 1 :], max_parts - 2
     num_before = len(found)
     room = max_chars
     for one in parts[:max_parts]:
         if room <= 0:
             break
-        text = one.text if len(one.text) <= room else f"{one.text[:room]} ..."
-        found.append(msgspec.structs.replace(one, role=one.role[:MAX_ROLE_CHARS], text=text))
+        found.append(_cut(one, room))
         room -= len(one.text)
     if num_left := len(parts) - (len(found) - num_before):
         found.append(TranscriptPart(LEFT_OUT, f"{num_left} more"))
     return found
+
+
+def _cut(part: TranscriptPart, room: int) -> TranscriptPart:
+    text = part.text if len(part.text) <= room else f"{part.text[:room]} ..."
+    return msgspec.structs.replace(part, role=part.role[:MAX_ROLE_CHARS], text=text)
 
 
 def _parts(
