@@ -174,7 +174,7 @@ MAX_LINES_OF_FOLDER = {
     "jail": 1_030,
     "jobs": 500,
     "models": 5_275,
-    "observe": 9_575,
+    "observe": 9_580,
     "plan": 6_130,
     "prompts": 1_150,
     "rewards": 3_200,
