@@ -166,7 +166,7 @@ SPINE = (
 MAX_LINES_OF_FOLDER = {
     "algorithms": 1_650,
     "batching": 365,
-    "controller": 5_390,
+    "controller": 5_400,
     "core": 8_885,
     "environments": 7_950,
     "evals": 2_635,

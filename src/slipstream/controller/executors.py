@@ -41,6 +41,7 @@ WAKE_EVERY_S = 1.0  # how often a silent run is looked at; decisions never wait 
 TELL_EVERY_S = 2.0  # that processes still load
 MAX_NAMED = 4
 STOP_DEADLINE_S = 10.0
+STEPS_TO_STOP = 64  # of an executor in this process
 LET_GO_DEADLINE_S = 2.0
 CAUSE_DEADLINE_S = 2.0  # so long is a cause looked for, where an error may be the consequence of another's end
 
@@ -241,6 +242,8 @@ class Executors:
             told = [child for child in self._children.values() if child.name in self.ready]  # others are starting
             for who in (None, *told):
                 self._take_last_words(who, hear)
+            for host in self._inline:
+                self._stop_inline(host, hear)
 
     def close(self) -> None:
         """Close the executors' ports and the controller's."""
@@ -439,6 +442,18 @@ class Executors:
                 hear(message)
                 if isinstance(message, Left):
                     self._membership.left(message.executor)
+
+
+    def _stop_inline(self, host: Host, hear: Callable[[Message], None]) -> None:
+        """Let an executor of this process stop, as the others do, and hear its last messages."""
+        with contextlib.suppress(SlipstreamError):
+            self.send(host.name, Stop())
+            for _ in range(STEPS_TO_STOP):
+                host.step()
+                while (message := self._ports.inputs["events"].get_nowait()) is not None:
+                    hear(message)
+                if host.executor.is_finished:
+                    break
 
 
 def _error(message: Failed) -> ExecutorDied:
