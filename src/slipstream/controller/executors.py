@@ -443,7 +443,6 @@ class Executors:
                 if isinstance(message, Left):
                     self._membership.left(message.executor)
 
-
     def _stop_inline(self, host: Host, hear: Callable[[Message], None]) -> None:
         """Let an executor of this process stop, as the others do, and hear its last messages."""
         with contextlib.suppress(SlipstreamError):
