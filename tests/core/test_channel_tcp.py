@@ -508,14 +508,15 @@ def test_a_replaced_executor_is_told_and_its_puts_raise(books: Callable[..., Boo
     other.outputs["out"].put(item(50))
     until(lambda: inbox.depth == 4, [old, other, b])
     b.shut_out("a", 1)
-    assert drain(inbox) == [50], "of a dead one nothing is taken any more, also not what had arrived"
     assert inbox.stats.refused == 3
+    assert drain(inbox) == [50], "of a dead one nothing is taken any more, also not what had arrived"
     new = run.connect("a", incarnation=2)
     b.rejoin("a", 2)
     new.outputs["out"].put(item(100))
     assert take(b, 1, new) == [100]
+    refused = inbox.stats.refused  # a probe may have come, on a slow machine: it is a frame, too
     old.outputs["out"].put(item(3))  # the stopped process goes on, and is told
-    until(lambda: inbox.stats.refused == 4, [b])
+    until(lambda: inbox.stats.refused > refused, [b])
     wait([], [old.outputs["out"]], timeout_s=0.2)
     with pytest.raises(ChannelClosed, match="incarnation 1 was replaced by 2"):
         old.outputs["out"].put(item(4))

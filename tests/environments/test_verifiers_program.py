@@ -110,7 +110,7 @@ def test_no_more_episodes_than_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["--environment", "x", "--parameters", "{"], "--parameters is no JSON"),
         (["--environment", "x", "--parameters", "[1]"], "--parameters is a list; it is a JSON object"),
-        (["--environment", "x"], "has no package verifiers; `make verifiers-env` makes .venv-verifiers"),
+        (["--environment", "x"], "has no package verifiers; in a checkout, `make verifiers-env` makes .venv-verifiers"),
     ],
 )
 def test_wrong_arguments_are_one_line(arguments: list[str], text: str) -> None:
