@@ -67,10 +67,7 @@ def calculate(expression: str) -> int:
     """Return the value of integers joined by '+', '-' and '*', which binds closer; a number may have a '-' before it.
 
     ValueError for any other text, for more than `MAX_CHARS` characters, numbers of more than `MAX_DIGITS` digits, and
-    values beyond 64 bits. It is a tool, too.
-
-    Args:
-        expression: An expression such as 12 * 34 + 5.
+    values beyond 64 bits.
     """
     if len(expression) > MAX_CHARS:
         raise ValueError(f"an expression of {len(expression)} characters, at most {MAX_CHARS} are allowed")
