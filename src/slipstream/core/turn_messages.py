@@ -14,8 +14,8 @@ class TurnSampled(Message, frozen=True):
 
     The opening brings the prompt. If `may_continue`, an episode that was begun on a replica that is lost goes on from
     there, or from `partial`, which a checkpoint held; its number is `opening`. `is_again`: it was begun before, by
-    whomever. `segment` are the tokens of the turn; `finish_reason` says whether they end with a
-    stop token. `life` is that of the observation which they follow, and so is `branch`.
+    whomever. `segment` are the tokens of the turn; `finish_reason` says whether they end with a stop token. `life` is
+    that of the observation which they follow, and so is `branch`.
     """
 
     ordinal: int

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import queue
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -18,7 +18,7 @@ from slipstream.core.user_code import MAX_ERROR_CHARS, describe
 from slipstream.environments.agents import AgentMaker
 from slipstream.environments.host import EpisodeHost
 from slipstream.environments.hosting import FromHost, ToHost
-from slipstream.environments.pool import EpisodePool, HostLink, Lost
+from slipstream.environments.pool import EpisodePool, HostLink
 from slipstream.environments.protocol import MAX_CHARS
 from slipstream.environments.sources import with_tools_found
 from slipstream.jail.protocol import SetupFailed, WorkerReady
@@ -56,21 +56,10 @@ class InlinePool(EpisodePool):
         )
         self.tool_schemas = [schemas for _, schemas in found]
 
-    def open(
-        self,
-        key: Hashable,
-        source: int,
-        columns: dict[str, Any],
-        *,
-        keeps_state: bool = False,
-        state: str | None = None,
-        turn: int = 0,
-    ) -> None:
-        """Open an episode as `EpisodePool.open`; it fails at the next `poll` where too many have hung."""
-        if self.num_restarts >= _MAX_ABANDONED:
-            self._done.append(Lost(key, f"environments hung {self.num_restarts} times, and none is opened again"))
-        else:
-            super().open(key, source, columns, keeps_state=keeps_state, state=state, turn=turn)
+    @property
+    def _closed_because(self) -> str | None:
+        hung = f"environments hung {self.num_restarts} times, and none is opened again"
+        return hung if self.num_restarts >= _MAX_ABANDONED else None
 
     def _start_host(self) -> HostLink:
         return _Thread(self._makers, self._step_limit_s, self._max_chars, self._request_limit_s)

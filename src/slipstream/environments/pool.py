@@ -198,6 +198,11 @@ class EpisodePool(ABC):
         for _ in range(num_hosts + num_spares):
             self._start()
 
+    @property
+    def _closed_because(self) -> str | None:
+        """Return why an episode that is opened now fails at the next `poll`; None: it does not."""
+        return None
+
     @abstractmethod
     def _start_host(self) -> HostLink: ...
 
@@ -237,6 +242,9 @@ class EpisodePool(ABC):
         With `keeps_state` its answers bring its state. With a `state` it is restored in place of being reset, as it was
         behind turn `turn`, whose answer this is then.
         """
+        if (reason := self._closed_because) is not None:
+            self._done.append(Lost(key, reason))
+            return
         assert key not in self._by_key, f"{key} is open"
         assert 0 <= source < self._num_sources, source
         episode = _Episode(key, next(self._numbers), source, columns, keeps_state, state, turn=turn)
