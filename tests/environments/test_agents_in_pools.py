@@ -311,14 +311,14 @@ def test_keys_of_others_wrong_ones_and_none_are_refused(make_agents: MakePool) -
 def test_requests_behind_an_episodes_end_are_refused(make_agents: MakePool) -> None:
     pool = make_agents("run")
     pool.open("a", 0, {"do": "leave_a_task", "reward": 0.25})
-
-    def answer(one: Asked) -> TurnReply | None:
+    for one in wait_for(pool, 2):
+        assert isinstance(one, Asked)
         assert one.ask.messages is not None
-        return reply("y") if one.ask.messages[-1]["content"] == "first" else None
-
-    assert rewards(ends(pool, 1, answer)) == {"a": 0.25}
+        if one.ask.messages[-1]["content"] == "first":
+            pool.give("a", one.request, reply("y"))
+    assert rewards(ends(pool, 1)) == {"a": 0.25}
     pool.open("b", 0, {"do": "tell_what_was_left"})
-    assert rewards(ends(pool, 1, answer)) == {"b": 1.0}
+    assert rewards(ends(pool, 1)) == {"b": 1.0}
 
 
 def test_more_requests_than_there_are_places_are_refused(make_agents: MakePool) -> None:
