@@ -21,7 +21,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import zmq
 
 from slipstream.controller.controller import Controller
 from slipstream.controller.executors import Executors
@@ -50,7 +49,6 @@ from slipstream.core.types import (
 from slipstream.observe.hardware import describe
 
 PROMPT = Prompt(prompt_id="0", text="a question", tokens=np.zeros(64, np.int32), task="t")
-MAX_SOCKETS = 16_384  # ZeroMQ's own limit is 1,023, and each channel needs two
 METRICS = dict.fromkeys(
     ("tokens_trained", "tokens_read", "padding_frac", "staleness_updates_max", "reward_mean", "completions_trained"),
     1.0,
@@ -189,7 +187,6 @@ def main() -> None:
     parser.add_argument("--max-staleness", type=int, default=0, help="0: so many that every replica has work")
     parser.add_argument("--play", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    zmq.Context.instance().set(zmq.MAX_SOCKETS, MAX_SOCKETS)
     if options.play is not None:
         play(options.replicas, options.together, options.play)
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import shutil
 import signal
 import subprocess
@@ -380,3 +381,20 @@ def test_twenty_thousand_messages_are_cheap(directory: Path) -> None:
 
 def test_local_ports_need_no_directory() -> None:
     assert set(connect_local(SPECS)) == {"a", "b"}
+
+
+def test_a_process_has_room_for_the_channels_of_a_large_fleet(directory: Path) -> None:
+    """600 channels are 1,200 sockets; ZeroMQ's own limit is 1,023 in a process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 8_192:
+        pytest.skip("this user may not have so many open files")
+    code = (
+        "import resource, sys; from pathlib import Path\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (8192, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))\n"
+        "from slipstream.core.channel import connect\n"
+        "from slipstream.core.channel_spec import ChannelSpec, Kind\n"
+        "specs = [ChannelSpec(f'c{n}', Kind.BROADCAST, 'a.out', f'b{n}.in', capacity=4) for n in range(600)]\n"
+        "connect(specs, 'a', Path(sys.argv[1]), 1)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(directory)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -43,6 +43,10 @@ _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PRO
 _MAX_EVENTS = 100_000
 """Unread events of a socket, 15 MB. When there are more, ZeroMQ's thread waits, and all channels with it."""
 
+_MAX_SOCKETS = 16_384
+"""Sockets of a process; each channel has two. ZeroMQ's own limit, 1,023, is reached with 250 replicas. The first socket
+of a process fixes the limit: setting it again changes nothing."""
+
 _monitor_numbers = itertools.count()
 
 
@@ -416,7 +420,9 @@ def poll(pollables: Iterable[Pollable], timeout_s: float | None) -> set[Pollable
 
 def _socket(kind: int, addresses: Sequence[str]) -> zmq.Socket[bytes]:
     """Make a socket with unbounded queues: `capacity` bounds the channels. The system finds dead connections."""
-    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
+    context = zmq.Context.instance()
+    context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
+    socket: zmq.Socket[bytes] = context.socket(kind)
     socket.set(zmq.SNDHWM, 0)
     socket.set(zmq.RCVHWM, 0)
     socket.set(zmq.LINGER, _LINGER_MS)
