@@ -35,7 +35,7 @@ def gains_of(inputs, *, is_mean: bool = False) -> list[float]:
 
 
 def expected(name: str, inputs, params) -> float:
-    """The equations of DPO (7), IPO (17), KTO (8) and SimPO (6)."""
+    """The equations of DPO (7), IPO (17), KTO (section 4.1) and SimPO (6)."""
     gains = gains_of(inputs, is_mean=name == "simpo")
     pairs = list(zip(gains[::2], gains[1::2], strict=True))
     beta = params["beta"]

@@ -107,7 +107,7 @@ class DpoConfig(Section):
         "SimPO, of pairs and without a reference.",
     )
     beta: PositiveFloat | None = Field(
-        None, description="Scale of the implicit reward: the larger, the closer to the reference; null: 0.1, of simpo 2."
+        None, description="Scale of implicit rewards: the larger, the closer to the reference; null: 0.1, of simpo 2."
     )
     gamma: NonNegativeFloat = Field(1.0, description="simpo: the margin that implicit rewards of a pair are to have.")
     label_smoothing: Annotated[float, Field(ge=0, le=0.5, strict=True)] = Field(
@@ -117,15 +117,15 @@ class DpoConfig(Section):
     undesirable_weight: PositiveFloat = Field(
         1.0,
         description="kto: weight of undesirable ones. Weights times numbers of completions should be alike, those of "
-        "desirable ones up to 4/3 as large (KTO, equation 9).",
+        "desirable ones up to 4/3 as large (KTO, section 4).",
     )
     reference: FilePath | None = Field(
         None, description="Checkpoint that the policy is compared with; null: the one it starts from."
     )
     preferences: FilePath | None = Field(
         None,
-        description="Dataset with columns prompt, chosen, rejected (kto also: prompt, completion, label), texts or chats, "
-        "or a file like that of the stage `preferences`; null: that stage's.",
+        description="Dataset with columns prompt, chosen, rejected (kto also: prompt, completion, label), texts or "
+        "chats, or a file like that of the stage `preferences`; null: that stage's.",
     )
     held_out: Fraction = Field(
         0.05, description="Share of a dataset's prompts that only measure; that stage's file says it itself."

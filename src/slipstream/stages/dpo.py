@@ -68,7 +68,7 @@ def run_dpo(config: RunConfig, run_dir: Path, progress: StageProgress) -> dict[s
     if before is not None and after is not None:
         progress.note(
             f"held-out loss {before.loss:.3f} -> {after.loss:.3f}, accuracy {before.accuracy:.3f} -> "
-            f"{after.accuracy:.3f}, margin {before.margin:.3f} -> {after.margin:.3f} ({len(found.held_out)} preferences)"
+            f"{after.accuracy:.3f}, margin {before.margin:.3f} -> {after.margin:.3f} ({len(found.held_out)} held out)"
         )
     with times.span("export"):
         save_model(model, folder / "model", tokenizer)

@@ -1,4 +1,4 @@
-"""Checks of the stages: their order, whose checkpoint stands for 'stage:sft', what dpo learns from, what labels preferences."""
+"""Checks of the stages: their order, whose checkpoint stands for 'stage:sft', what dpo learns from, who labels."""
 
 from __future__ import annotations
 

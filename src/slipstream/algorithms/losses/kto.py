@@ -20,7 +20,7 @@ def kto_loss(
         desirable:  s_i = 1,   w_i = desirable_weight
         otherwise:  s_i = -1,  w_i = undesirable_weight
 
-    KTO (arXiv:2402.01306), equation 8 and section 4.1. `inputs.reference_kl` is z0 >= 0, the estimate of
+    KTO (arXiv:2402.01306), section 4.1. `inputs.reference_kl` is z0 >= 0, the estimate of
     KL(pi, ref) of the whole update, a constant (`mismatched_kl`); `inputs.is_desirable` bool [S] are the labels.
     Identity: policy = reference and z0 = 0 give half the mean weight.
     """
