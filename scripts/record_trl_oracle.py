@@ -247,7 +247,11 @@ CASES: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "dpo": (preference, "policy", {"loss_type": "sigmoid", "beta": 0.1}),
     "dpo_ipo": (preference, "policy", {"loss_type": "ipo", "beta": 0.1}),
     "kto": (labelled, "policy", {"beta": 0.3, "desirable_weight": 1.3, "undesirable_weight": 0.7, "kl": 0.5}),
-    "kto_below_zero": (labelled, "policy", {"beta": 0.3, "desirable_weight": 1.0, "undesirable_weight": 1.0, "kl": -0.5}),
+    "kto_below_zero": (
+        labelled,
+        "policy",
+        {"beta": 0.3, "desirable_weight": 1.0, "undesirable_weight": 1.0, "kl": -0.5},
+    ),
     "simpo": (without_reference, "policy", {"beta": 2.0, "gamma": 0.6}),
     "online_dpo": (online_preference, "policy", {"loss_type": "sigmoid", "beta": 0.1}),
     "online_ipo": (online_preference, "policy", {"loss_type": "ipo", "beta": 0.1}),

@@ -141,10 +141,10 @@ def test_ipo_rests_at_its_margin():
 
 
 def test_simpo_is_dpo_whose_reference_asks_for_the_margin():
-    """Completions of n = 3 tokens; the reference prefers the preferred one by gamma / beta a token."""
+    """Completions of n = 3 tokens; the reference gives each token of the preferred one gamma / beta more."""
     inputs, beta, gamma = random_inputs([3] * 8), 2.0, 0.6
     is_preferred = inputs.segment_ids % 2 == 0
-    reference = torch.where(is_preferred, gamma / beta, 0.0).double()
+    reference = gamma / beta * is_preferred.double()
     simpo = evaluate("simpo", inputs, beta=beta, gamma=gamma)
     dpo = evaluate("dpo", replace(inputs, reference_logprobs=reference), beta=beta / 3)
     assert simpo[0] == pytest.approx(dpo[0], rel=1e-12)

@@ -126,9 +126,7 @@ def test_an_interrupted_stage_begins_again_and_a_finished_one_is_left(
 
 
 @pytest.mark.parametrize("loss", ["ipo", "kto", "simpo"])
-def test_other_losses_and_rl_behind_them(
-    loss: str, chain: tuple[Path, slipstream.Result], tmp_path: Path
-) -> None:
+def test_other_losses_and_rl_behind_them(loss: str, chain: tuple[Path, slipstream.Result], tmp_path: Path) -> None:
     """From the checkpoint and the preferences of the chain; 'stage:dpo' is where RL starts from."""
     tables = {
         "stages": ["dpo", "rl"],
@@ -262,7 +260,11 @@ def test_prompts_are_held_out_whole(policy: Path, tmp_path: Path) -> None:
         (PLAIN | {"chosen": [answer("a")]}, {}, "line 2 is no preference"),
         (PLAIN | {"rejected": ""}, {}, "line 2 has an empty completion"),
         ({"chosen": [user("q"), answer("a")], "rejected": [user("p"), answer("b")]}, {}, "from different chats"),
-        (PLAIN | {"chosen": [user("p"), answer("a")], "rejected": [user("p"), answer("b")]}, {}, "not that of its chats"),
+        (
+            PLAIN | {"chosen": [user("p"), answer("a")], "rejected": [user("p"), answer("b")]},
+            {},
+            "not that of its chats",
+        ),
         ({"chosen": [user("q")], "rejected": [user("q")]}, {}, "ends with the assistant's answer"),
         ({"prompt": "q", "completion": "a", "label": "good"}, {"loss": "kto"}, "line 2 has no label"),
     ],
@@ -290,7 +292,9 @@ def test_data_that_leaves_nothing_to_learn(
     rows: list[dict[str, Any]], changes: dict[str, Any], message: str, policy: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        slipstream.run(tables_of(policy, tmp_path / "rows.jsonl", rows, dpo=changes), out=tmp_path / "run", display=False)
+        slipstream.run(
+            tables_of(policy, tmp_path / "rows.jsonl", rows, dpo=changes), out=tmp_path / "run", display=False
+        )
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ PLACES: dict[str, Callable[[str], dict[str, Any]]] = {
         ("other", "have different tokenizers"),
         ("smaller", "have different tokenizers"),
         ("bare_smaller", "smaller vocabulary than the policy"),
-        ("nowhere", "there is no"),
+        ("nowhere", "there is no|is no Hugging Face checkpoint"),
     ],
 )
 def test_who_reads_the_policys_tokens(place: str, name: str, message: str | None, folders: Path) -> None:
@@ -139,7 +139,9 @@ def test_a_stages_checkpoint_is_checked_when_rl_starts(folders: Path, tmp_path: 
 
 def test_a_stage_sees_the_checkpoints_of_earlier_stages_alone(tmp_path: Path) -> None:
     """What a later stage makes is not there to be read: the policy is still what it comes from."""
-    config = resolve(chain(stages=["sft", "preferences", "dpo", "rl"], model={"path": "stage:dpo"}, dpo={"path": "stage:sft"}))
+    config = resolve(
+        chain(stages=["sft", "preferences", "dpo", "rl"], model={"path": "stage:dpo"}, dpo={"path": "stage:sft"})
+    )
     before = with_stage_paths(config, tmp_path, before="dpo")
     assert (before.model.path, before.first_checkpoint) == ("stage:dpo", str(tmp_path / "sft" / "model"))
     assert with_stage_paths(config, tmp_path, before="sft").first_checkpoint is None

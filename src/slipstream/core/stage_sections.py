@@ -139,7 +139,12 @@ class DpoConfig(Section):
 
     @model_validator(mode="after")
     def _check_loss(self) -> Self:
-        owners = {"gamma": "simpo", "label_smoothing": "sigmoid", "desirable_weight": "kto", "undesirable_weight": "kto"}
+        owners = {
+            "gamma": "simpo",
+            "label_smoothing": "sigmoid",
+            "desirable_weight": "kto",
+            "undesirable_weight": "kto",
+        }
         for name, loss in owners.items():
             value = vars(self)[name]
             if self.loss != loss and value != type(self).model_fields[name].default:

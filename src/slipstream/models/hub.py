@@ -81,7 +81,7 @@ def check_model_path(config: RunConfig) -> None:
     """Raise ConfigError for checkpoints that are neither here nor named by an id: early, before torch is imported."""
     named = [("model.path", config.model.path), ("sft.path", config.sft.path if "sft" in config.stages else None)]
     if "dpo" in config.stages:
-        named += [("dpo.path", config.dpo.path), ("dpo.reference", config.dpo.reference)]
+        named.append(("dpo.path", config.dpo.path))
     for field, path in named:
         if path is None or stage_of(path) is not None or hub_id(path) is not None:
             continue

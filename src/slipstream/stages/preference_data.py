@@ -176,7 +176,9 @@ def _from_dataset(config: RunConfig, source: str, tokenizer: Tokenizer) -> tuple
         names = SINGLE if is_single else PAIR
         context, answers = _answers(record, names, where=where)
         if is_single and record.get("label") not in (0, 1):
-            raise ConfigError(f"{where} has no label", got=repr(record.get("label"))[:80], allowed="label: true or false")
+            raise ConfigError(
+                f"{where} has no label", got=repr(record.get("label"))[:80], allowed="label: true or false"
+            )
         others = {key: value for key, value in record.items() if key not in (*names, "label")}
         row = row_of(others | ({"prompt": context} if context else {}), reading, template=template, where=where)
         assert row is not None, "between_periods is off"
@@ -203,7 +205,7 @@ def _answers(record: Mapping[str, Any], names: Sequence[str], *, where: str) -> 
     A chat's completion is its last message, the assistant's. Chats may hold the prompt themselves; a column `prompt`
     beside them is what they begin with, or the last question in them.
     """
-    values = [record.get(name) for name in names]
+    values: list[Any] = [record.get(name) for name in names]
     if not all(isinstance(value, str) for value in values) and not all(isinstance(value, list) for value in values):
         raise ConfigError(
             f"{where} is no preference",
@@ -217,7 +219,9 @@ def _answers(record: Mapping[str, Any], names: Sequence[str], *, where: str) -> 
         chats = [_split(value, where=where) for value in values]
         context, texts = chats[0][0], [text for _, text in chats]
         if any(other != context for other, _ in chats):
-            raise ConfigError(f"{where}: chosen and rejected go on from different chats", hint="only the last message differs")
+            raise ConfigError(
+                f"{where}: chosen and rejected go on from different chats", hint="only the last message differs"
+            )
     prompt = record.get("prompt")
     if context and prompt is not None:
         said = context[: len(prompt)] if isinstance(prompt, list) else context[-1].get("content")

@@ -257,7 +257,8 @@ def _rewards(inputs: LossInputs, loss: Loss) -> np.ndarray:
         found = segment_mean(logprobs, inputs.mask, inputs.segment_ids)
     else:
         found = segment_sum(logprobs - inputs.reference_logprobs, inputs.mask, inputs.segment_ids)
-    return (float(loss.params["beta"]) * found).cpu().numpy()
+    rewards: np.ndarray = (float(loss.params["beta"]) * found).cpu().numpy()
+    return rewards
 
 
 @torch.no_grad()

@@ -108,7 +108,9 @@ def _dpo(folder: Path) -> Iterator[str]:
     if found["held_out"] is not None and (right := found["held_out"]["after"]["accuracy"]) is not None:
         note += f" Of {number(found['num_held_out'])} held-out preferences it gets {right:.0%} right."
     share = Axis("share of preferences", low=0.0, high=1.0, is_share=True)
-    yield _curve(folder, "loss", "Preferences: loss", "On those it learns from.", Axis("loss", low=0.0), BLUE, folds=True)
+    yield _curve(
+        folder, "loss", "Preferences: loss", "On those it learns from.", Axis("loss", low=0.0), BLUE, folds=True
+    )
     yield _curve(folder, "accuracy", "Preferences: accuracy", note, share, GREEN)
 
 
