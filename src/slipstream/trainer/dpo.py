@@ -209,7 +209,8 @@ def _reference_kl(
 def _known(sequence: TrainSequence) -> np.ndarray:
     """Return the reference's logprobs of the targets."""
     assert sequence.reference_logprobs is not None, "measured by preference_data"
-    return sequence.reference_logprobs[sequence.mask]
+    known: np.ndarray = sequence.reference_logprobs[sequence.mask]
+    return known
 
 
 def _accumulate(
@@ -257,7 +258,7 @@ def _rewards(inputs: LossInputs, loss: Loss) -> np.ndarray:
         found = segment_mean(logprobs, inputs.mask, inputs.segment_ids)
     else:
         found = segment_sum(logprobs - inputs.reference_logprobs, inputs.mask, inputs.segment_ids)
-    rewards: np.ndarray = (float(loss.params["beta"]) * found).cpu().numpy()
+    rewards: np.ndarray = (found * float(loss.params["beta"])).cpu().numpy()
     return rewards
 
 

@@ -16,7 +16,7 @@ def simpo_loss(inputs: LossInputs, *, beta: float, gamma: float) -> tuple[Tensor
         L = -(1/num_pairs) * sum_p log sigmoid(beta * (mean_t log pi(y+_t) - mean_t log pi(y-_t)) - gamma)
 
     SimPO (arXiv:2405.14734), equation 6.
-    Identity: on pairs of equal lengths n, `dpo_loss` with beta / n, where the reference gives each token of y+ gamma / beta more.
+    Identity: on pairs of equal lengths n, `dpo_loss` with beta / n, where ref favours tokens of y+ by gamma / beta.
     """
     means = segment_mean(inputs.need("policy_logprobs"), inputs.mask, inputs.segment_ids)
     preferred, rejected = pair_up(beta * means)
