@@ -71,7 +71,7 @@ def read_lines(path: Path, tokenizer: Tokenizer) -> tuple[list[Preference], list
 
 @dataclass(frozen=True)
 class FoundPreferences:
-    """What the stage `dpo` learns from and is measured on, and how many were left out: equal pairs, too long ones."""
+    """Hold what the stage `dpo` learns from and is measured on, and count what was left out: equal pairs, too long ones."""
 
     train: list[Preference]
     held_out: list[Preference]
