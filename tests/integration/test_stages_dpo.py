@@ -64,7 +64,7 @@ def test_what_the_chain_leaves(chain: tuple[Path, slipstream.Result]) -> None:
     assert before["loss"] == pytest.approx(math.log(2))
     assert after["margin"] != 0.0
     assert record["train_accuracy"] > 0.6
-    assert record["last_loss"] < 0.9 * record["first_loss"]
+    assert record["last_loss"] < record["first_loss"] - 0.01
     AutoModelForCausalLM.from_pretrained(out / "dpo" / "model")
     evaluation = table(out / "evaluation.json")
     assert (result.status, result.summary["evaluation"]) == ("done", evaluation)
@@ -152,7 +152,7 @@ def test_other_losses_and_rl_behind_them(loss: str, chain: tuple[Path, slipstrea
     record = table(tmp_path / "run" / "dpo" / "stage.json")
     num_pairs = len(lines(chain[0] / "preferences" / "preferences.jsonl"))
     assert record["num_preferences"] + record["num_held_out"] == (2 if loss == "kto" else 1) * num_pairs
-    assert record["last_loss"] < 0.97 * record["first_loss"]
+    assert record["last_loss"] < record["first_loss"]
     assert record["train_accuracy"] > 0.55
     if loss == "kto":
         metrics = lines(tmp_path / "run" / "metrics.jsonl")

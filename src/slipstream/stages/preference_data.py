@@ -71,7 +71,7 @@ def read_lines(path: Path, tokenizer: Tokenizer) -> tuple[list[Preference], list
 
 @dataclass(frozen=True)
 class FoundPreferences:
-    """Hold what the stage `dpo` learns from and is measured on, and count what was left out: equal pairs, too long ones."""
+    """Hold what the stage `dpo` learns from and is measured on, and count the pairs that were left out, by reason."""
 
     train: list[Preference]
     held_out: list[Preference]
