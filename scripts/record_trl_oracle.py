@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from trl import DPOTrainer, GRPOTrainer, RewardTrainer, RLOOTrainer
+from trl.experimental.cpo import CPOTrainer
+from trl.experimental.kto import KTOTrainer
 from trl.experimental.online_dpo import OnlineDPOTrainer
 
 SEED = 20240607
@@ -161,6 +163,29 @@ def preference(drawn: dict[str, Tensor], policy: Tensor, case: dict[str, Any]) -
     return DPOTrainer._compute_loss(trainer, lambda **_: outputs(policy), inputs, False)
 
 
+def labelled(drawn: dict[str, Tensor], policy: Tensor, case: dict[str, Any]) -> Tensor:
+    """KTOTrainer.kto_loss; the first half is desirable, and mismatched completions have gained `case["kl"]` each."""
+    ours, theirs = ((logprobs * drawn["mask"]).sum(1) for logprobs in (policy, drawn["reference"]))
+    trainer = Stand(
+        loss_type="kto",
+        calculate_KL=True,
+        beta=case["beta"],
+        desirable_weight=case["desirable_weight"],
+        undesirable_weight=case["undesirable_weight"],
+    )
+    (chosen, rejected), (ref_chosen, ref_rejected) = ours.chunk(2), theirs.chunk(2)
+    losses, *_ = KTOTrainer.kto_loss(trainer, chosen, rejected, theirs + case["kl"], ref_chosen, ref_rejected, theirs)
+    return losses.mean()
+
+
+def without_reference(drawn: dict[str, Tensor], policy: Tensor, case: dict[str, Any]) -> Tensor:
+    """CPOTrainer.cpo_loss as SimPO, of mean logprobs."""
+    means = (policy * drawn["mask"]).sum(1) / drawn["mask"].sum(1)
+    trainer = Stand(loss_type="simpo", alpha=0.0, beta=case["beta"], simpo_gamma=case["gamma"], label_smoothing=0.0)
+    losses, *_ = CPOTrainer.cpo_loss(trainer, *means.chunk(2))
+    return losses.mean()
+
+
 def online_preference(drawn: dict[str, Tensor], policy: Tensor, case: dict[str, Any]) -> Tensor:
     """OnlineDPOTrainer.training_step, told to prefer the first half; it runs backward itself, so ours is a copy's."""
     leaf = policy.detach().clone().requires_grad_()
@@ -221,6 +246,13 @@ CASES: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "rloo": (leave_one_out, "policy", {"epsilon": 0.2}),
     "dpo": (preference, "policy", {"loss_type": "sigmoid", "beta": 0.1}),
     "dpo_ipo": (preference, "policy", {"loss_type": "ipo", "beta": 0.1}),
+    "kto": (labelled, "policy", {"beta": 0.3, "desirable_weight": 1.3, "undesirable_weight": 0.7, "kl": 0.5}),
+    "kto_below_zero": (
+        labelled,
+        "policy",
+        {"beta": 0.3, "desirable_weight": 1.0, "undesirable_weight": 1.0, "kl": -0.5},
+    ),
+    "simpo": (without_reference, "policy", {"beta": 2.0, "gamma": 0.6}),
     "online_dpo": (online_preference, "policy", {"loss_type": "sigmoid", "beta": 0.1}),
     "online_ipo": (online_preference, "policy", {"loss_type": "ipo", "beta": 0.1}),
     "reward": (reward, "scores", {}),

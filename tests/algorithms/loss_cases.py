@@ -69,6 +69,8 @@ def random_inputs(lengths: Sequence[int], *, seed: int = 0, spread: float = 0.5)
         scores=normal(len(lengths)),
         ratings=normal(len(lengths)),
         labels=torch.randint(0, NUM_CANDIDATES, (len(lengths) // NUM_CANDIDATES,), generator=generator),
+        is_desirable=torch.rand(len(lengths), generator=generator) < 0.6,
+        reference_kl=torch.tensor(0.3, dtype=torch.float64),
         max_tokens=16,
     )
 
@@ -83,6 +85,7 @@ def sequences(inputs: LossInputs, first: int, last: int) -> LossInputs:
         segment_ids=inputs.segment_ids[rows] - first,
         scores=inputs.scores[first:last],
         ratings=inputs.ratings[first:last],
+        is_desirable=inputs.is_desirable[first:last],
         labels=inputs.labels[first // NUM_CANDIDATES : last // NUM_CANDIDATES],
     )
 

@@ -34,6 +34,8 @@ HAND = LossInputs(
 )
 LOG_A, LOG_B, LOG_C = math.log(0.5), math.log(0.4), math.log(0.2)
 
+LABELLED = {"is_desirable": torch.tensor([True, False]), "reference_kl": tensor(0.0)[0]}
+
 # name, changes to HAND, parameters, loss, gradient
 HAND_DERIVED = [
     ("reinforce", {}, {}, -(LOG_A + LOG_B - 2 * LOG_C) / 3, [-1 / 3, -1 / 3, 2 / 3]),
@@ -152,6 +154,35 @@ HAND_DERIVED = [
     ("sft", {}, {}, -(LOG_A + LOG_B + LOG_C) / 3, [-1 / 3, -1 / 3, -1 / 3]),
     # Errors 2 and -1 of two completions.
     ("rating", {"scores": tensor(3.0, 0.0), "ratings": tensor(1.0, 1.0)}, {}, (4.0 + 1.0) / 2, [2.0, -1.0]),
+    # The label is wrong in a quarter of all cases: log 1.5 + 0.25 * 0.5 * 2 log 2.
+    ("dpo", {}, {"beta": 0.5}, math.log(1.5), [-1 / 6, -1 / 6, 1 / 6]),
+    (
+        "dpo",
+        {},
+        {"beta": 0.5, "label_smoothing": 0.25},
+        math.log(1.5) + LN2 / 4,
+        [-1 / 24, -1 / 24, 1 / 24],
+    ),
+    (
+        "ipo",
+        {},
+        {"beta": 0.5},
+        (2 * LN2 - 1) ** 2,
+        [2 * (2 * LN2 - 1), 2 * (2 * LN2 - 1), -2 * (2 * LN2 - 1)],
+    ),
+    # Gains log 2 and -log 2, both as they should be: 1 - sigmoid(log 2) = 1/3 each.
+    ("kto", LABELLED, {"beta": 1.0}, 1 / 3, [-1 / 9, -1 / 9, 1 / 9]),
+    ("kto", LABELLED, {"beta": 1.0, "desirable_weight": 3.0}, (3 / 3 + 1 / 3) / 2, [-1 / 3, -1 / 3, 1 / 9]),
+    # Less z0 = log 2: 0 and -2 log 2, so 1 - sigmoid(0) = 1/2 and 1 - sigmoid(2 log 2) = 1/5.
+    (
+        "kto",
+        LABELLED | {"reference_kl": tensor(LN2)[0]},
+        {"beta": 1.0},
+        (1 / 2 + 1 / 5) / 2,
+        [-1 / 8, -1 / 8, 2 / 25],
+    ),
+    # Mean logprobs log(0.2)/2 and log 0.2: log 5 - log 2 after beta and gamma.
+    ("simpo", {}, {"beta": 2.0, "gamma": LN2}, math.log(1.4), [-2 / 7, -2 / 7, 4 / 7]),
     ("bradley_terry", {"scores": tensor(1.0 + LN2, 1.0)}, {}, math.log(1.5), [-1 / 3, 1 / 3]),
     # Softmax (1, 2, 1, 1)/5.
     (
@@ -278,11 +309,13 @@ def test_metrics_do_not_hold_the_graph(name):
 
 def test_ill_formed_batches_are_refused():
     inputs = random_inputs([2, 1, 3])
-    for name in ("online_dpo", "online_ipo", "bradley_terry"):
+    for name in ("online_dpo", "online_ipo", "bradley_terry", "dpo", "simpo"):
         with pytest.raises(ShapeError, match="two adjacent sequences"):
             evaluate(name, inputs)
     with pytest.raises(ShapeError, match="one label"):
         evaluate("choice", replace(inputs, labels=torch.tensor([0])), num_units=1)
+    with pytest.raises(ShapeError, match="one label is needed per completion"):
+        evaluate("kto", replace(inputs, is_desirable=torch.tensor([True])))
     with pytest.raises(ShapeError, match="ascend"):
         evaluate("gspo", replace(HAND, segment_ids=torch.tensor([0, 1, 0])))
     with pytest.raises(ConfigError, match="constant"):
@@ -304,6 +337,13 @@ def test_unknown_names_and_values_are_told_the_nearest():
 def test_numbers_out_of_range_are_refused(value):
     with pytest.raises(ConfigError, match="number > 0"):
         loss_named("aipo", {"max_ratio": value})
+
+
+def test_some_numbers_may_be_zero():
+    assert loss_named("simpo", {"gamma": 0.0}).params["gamma"] == 0.0
+    for value in (-1.0, math.nan):
+        with pytest.raises(ConfigError, match="number >= 0"):
+            loss_named("dpo", {"label_smoothing": value})
 
 
 def test_words_are_not_numbers():

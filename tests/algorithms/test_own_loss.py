@@ -42,7 +42,7 @@ def awr(monkeypatch):
 
 def test_the_tables_have_a_row_for_every_loss_with_its_unit_and_needs():
     documented = {}
-    for heading in ("Policy losses", "Losses that train no policy"):
+    for heading in ("Policy losses", "Losses that train no policy", "Losses on a data set of preferences"):
         for name, unit, needs, *_ in rows(heading):
             documented[name.strip("`")] = (UNITS[unit], {need for need in needs.split(", ") if need})
     assert documented == {name: (loss.unit, set(loss.requires) - {"policy_logprobs"}) for name, loss in LOSSES.items()}

@@ -230,8 +230,8 @@ use_bias_correction_kl log_completions num_completions_to_print log_unique_promp
 
 def test_a_loss_of_another_kind_is_offered_to_nobody() -> None:
     others = {name for name, loss in LOSSES.items() if loss.kind != "policy"}
-    assert len(others) == 5
-    for name in ("bradly_terry", "choise", "nothing", "sft", "value"):
+    assert len(others) == 9
+    for name in ("bradly_terry", "choise", "nothing", "sft", "value", "dpo", "kt"):
         with pytest.raises(ConfigError) as refused:
             check_loss(resolve("quickstart", {"loss.name": name}))
         assert not others & set(re.findall(r"\w+", str(refused.value.allowed)))

@@ -11,7 +11,7 @@ import pytest
 
 import slipstream
 from slipstream.core.errors import ConfigError
-from slipstream.core.recipes import resolve, save_config
+from slipstream.core.recipes import resolve, save_config, with_stage_paths
 from slipstream.core.sections import ModelConfig
 from slipstream.models.hf import save_model
 from slipstream.models.initialise import new_model
@@ -55,12 +55,15 @@ def chain(**changes: Any) -> dict[str, Any]:
     return tables
 
 
+DPO = {"stages": ["sft", "preferences", "dpo", "reward_model", "rl", "evaluate"]}
 PLACES: dict[str, Callable[[str], dict[str, Any]]] = {
     "kl.reference": lambda path: {"kl": {"reference": path}},
     "critic.path": lambda path: {"critic": {"path": f"{path}_reward"}},
     "rewards.models": lambda path: {"rewards": {"models": [{"path": f"{path}_reward"}]}},
     "gold.models": lambda path: {"gold": {"models": [{"path": f"{path}_reward"}]}},
     "preferences.path": lambda path: {"preferences": {"path": path}},
+    "dpo.path": lambda path: DPO | {"dpo": {"path": path}},
+    "dpo.reference": lambda path: DPO | {"dpo": {"reference": path}},
     "reward_model.path": lambda path: {"reward_model": {"path": path}},
 }
 
@@ -76,7 +79,7 @@ PLACES: dict[str, Callable[[str], dict[str, Any]]] = {
         ("other", "have different tokenizers"),
         ("smaller", "have different tokenizers"),
         ("bare_smaller", "smaller vocabulary than the policy"),
-        ("nowhere", "there is no"),
+        ("nowhere", "there is no|is no Hugging Face checkpoint"),
     ],
 )
 def test_who_reads_the_policys_tokens(place: str, name: str, message: str | None, folders: Path) -> None:
@@ -132,3 +135,14 @@ def test_a_stages_checkpoint_is_checked_when_rl_starts(folders: Path, tmp_path: 
     with pytest.raises(ConfigError, match=r"reward model 'reward_model' .* have different tokenizers"):
         slipstream.run("quickstart", resume=run, display=False)
     assert not (run / "ledger.jsonl").exists()
+
+
+def test_a_stage_sees_the_checkpoints_of_earlier_stages_alone(tmp_path: Path) -> None:
+    """What a later stage makes is not there to be read: the policy is still what it comes from."""
+    config = resolve(
+        chain(stages=["sft", "preferences", "dpo", "rl"], model={"path": "stage:dpo"}, dpo={"path": "stage:sft"})
+    )
+    before = with_stage_paths(config, tmp_path, before="dpo")
+    assert (before.model.path, before.first_checkpoint) == ("stage:dpo", str(tmp_path / "sft" / "model"))
+    assert with_stage_paths(config, tmp_path, before="sft").first_checkpoint is None
+    assert with_stage_paths(config, tmp_path).model.path == str(tmp_path / "dpo" / "model")

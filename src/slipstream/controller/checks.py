@@ -118,10 +118,8 @@ def check_checkpoints(config: RunConfig, named: Sequence[Reader]) -> None:
 
 
 def policy_tokenizer(config: RunConfig) -> Tokenizer:
-    """The run's tokenizer, also before the stage `sft` has handed it on."""
-    is_of_sft = stage_of(config.model.path) == "sft"
-    path = config.sft.path if is_of_sft else config.model.path
-    return build_tokenizer(config.model.model_copy(update={"path": path}))
+    """Return the run's tokenizer, also before the stages that train the policy have handed it on."""
+    return build_tokenizer(config.model.model_copy(update={"path": config.first_checkpoint}))
 
 
 def has_functions(config: RunConfig) -> bool:

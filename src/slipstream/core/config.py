@@ -25,6 +25,7 @@ from slipstream.core.sections import (
     SchedulingConfig,
 )
 from slipstream.core.stage_sections import (
+    DpoConfig,
     EvalConfig,
     EvaluationConfig,
     JudgeConfig,
@@ -35,7 +36,7 @@ from slipstream.core.stage_sections import (
 )
 from slipstream.core.training_sections import CriticConfig, KLConfig, LossConfig, TrainerConfig, check_training
 
-Stage = Literal["sft", "preferences", "reward_model", "rl", "evaluate"]
+Stage = Literal["sft", "preferences", "dpo", "reward_model", "rl", "evaluate"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
 """All stages, in the order in which a run goes through them."""
 JUST_RL: tuple[Stage, ...] = ("rl",)
@@ -103,8 +104,8 @@ class RunConfig(Section):
     )
     stages: list[Stage] = Field(
         default_factory=lambda: list(JUST_RL),
-        description="What a run goes through, in this order: sft, preferences, reward_model, rl, evaluate. "
-        "'stage:sft' and 'stage:reward_model' stand for their checkpoints wherever one is named.",
+        description="What a run goes through, in this order: sft, preferences, dpo, reward_model, rl, evaluate. "
+        "'stage:sft', 'stage:dpo' and 'stage:reward_model' stand for their checkpoints wherever one is named.",
     )
     schedule: SchedulingConfig = Field(
         default_factory=SchedulingConfig, description="Which groups start, and which a step trains."
@@ -124,6 +125,7 @@ class RunConfig(Section):
     eval: EvalConfig = Field(default_factory=EvalConfig, description="Held-out evaluation.")
     sft: SftConfig = Field(default_factory=SftConfig, description="Stage of demonstrations.")
     preferences: PreferencesConfig = Field(default_factory=PreferencesConfig, description="Stage of preferences.")
+    dpo: DpoConfig = Field(default_factory=DpoConfig, description="Stage of direct preference optimisation.")
     reward_model: RewardModelConfig = Field(default_factory=RewardModelConfig, description="Stage of the reward model.")
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig, description="Stage of the evaluation.")
     gold: RewardsConfig = Field(
@@ -141,9 +143,15 @@ class RunConfig(Section):
         return self.gold if self.gold.weighted else self.rewards
 
     @property
+    def first_checkpoint(self) -> str | None:
+        """Return the checkpoint that the policy comes from, before all stages that train it; None: a fresh model."""
+        path = self.dpo.path if stage_of(self.model.path) == "dpo" else self.model.path
+        return self.sft.path if stage_of(path) == "sft" else path
+
+    @property
     def is_fresh(self) -> bool:
         """Whether the first model of the run is a new one, of [model]'s shape."""
-        return self.model.path is None or (stage_of(self.model.path) == "sft" and self.sft.path is None)
+        return self.first_checkpoint is None
 
     @property
     def weights_stay_on_gpu(self) -> bool:

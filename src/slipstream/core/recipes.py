@@ -330,24 +330,32 @@ def stage_dir(run_dir: Path, stage: str) -> Path:
     return run_dir / stage
 
 
-def with_stage_paths(config: RunConfig, run_dir: Path) -> RunConfig:
-    """Return `config` with the folders under `run_dir` that 'stage:sft' and 'stage:reward_model' stand for."""
+def with_stage_paths(config: RunConfig, run_dir: Path, *, before: str | None = None) -> RunConfig:
+    """Return `config` with the folders under `run_dir` that 'stage:sft' and the like stand for.
+
+    Those of stages that come `before` the one named: of others nothing is there to read yet.
+    """
+    made = STAGES if before is None else STAGES[: STAGES.index(before)]
 
     def folder(_field: str, path: str) -> str:
         stage = stage_of(path)
-        return path if stage not in STAGES else str((stage_dir(run_dir, stage) / "model").resolve())
+        return path if stage not in made else str((stage_dir(run_dir, stage) / "model").resolve())
 
     return with_checkpoints(config, folder)
 
 
 CHECKPOINTS = (
-    *(("model", "path"), ("sft", "path"), ("preferences", "path"), ("reward_model", "path")),
+    *(("model", "path"), ("sft", "path"), ("preferences", "path"), ("dpo", "path"), ("dpo", "reference")),
+    ("reward_model", "path"),
     *(("kl", "reference"), ("critic", "path")),
 )
 """Section and field of every checkpoint that a run may read, beside `rewards.models` and `gold.models`."""
 
 
-DATA = (("prompts", "dataset"), ("prompts", "eval_dataset"), ("sft", "dataset"), ("reward_model", "preferences"))
+DATA = (
+    *(("prompts", "dataset"), ("prompts", "eval_dataset"), ("sft", "dataset"), ("dpo", "preferences")),
+    ("reward_model", "preferences"),
+)
 """Section and field of every data set that a run may read."""
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from slipstream.core.errors import ConfigError
 from slipstream.core.fields import (
     MAX_INTEGER,
     MAX_STEPS,
@@ -14,6 +15,7 @@ from slipstream.core.fields import (
     FilePath,
     Fraction,
     NonNegative,
+    NonNegativeFloat,
     Positive,
     PositiveFloat,
     Seconds,
@@ -93,6 +95,71 @@ class PreferencesConfig(Section):
         None, description="Preferences kept per prompt, drawn by the seed; null keeps all pairs (or fours)."
     )
     held_out: Fraction = Field(0.1, description="Share of prompts whose preferences only measure accuracy.")
+
+
+class DpoConfig(Section):
+    """The stage `dpo`: the policy learns from preferences directly; later stages take its checkpoint as 'stage:dpo'."""
+
+    path: FilePath | None = Field(None, description="Checkpoint it starts from; null: model.path.")
+    loss: Literal["sigmoid", "ipo", "kto", "simpo"] = Field(
+        "sigmoid",
+        description="DPO's logistic loss of pairs, IPO's squared one, KTO of single completions with a label each, or "
+        "SimPO, of pairs and without a reference.",
+    )
+    beta: PositiveFloat | None = Field(
+        None, description="Scale of implicit rewards: the larger, the closer to the reference; null: 0.1, of simpo 2."
+    )
+    gamma: NonNegativeFloat = Field(1.0, description="simpo: the margin that implicit rewards of a pair are to have.")
+    label_smoothing: Annotated[float, Field(ge=0, le=0.5, strict=True)] = Field(
+        0.0, description="sigmoid: the share of pairs whose label is taken to be wrong."
+    )
+    desirable_weight: PositiveFloat = Field(1.0, description="kto: weight of desirable completions.")
+    undesirable_weight: PositiveFloat = Field(
+        1.0,
+        description="kto: weight of undesirable ones. Weights times numbers of completions should be alike, those of "
+        "desirable ones up to 4/3 as large (KTO, section 4).",
+    )
+    reference: FilePath | None = Field(
+        None, description="Checkpoint that the policy is compared with; null: the one it starts from."
+    )
+    preferences: FilePath | None = Field(
+        None,
+        description="Dataset with columns prompt, chosen, rejected (kto also: prompt, completion, label), texts or "
+        "chats, or a file like that of the stage `preferences`; null: that stage's.",
+    )
+    held_out: Fraction = Field(
+        0.05, description="Share of a dataset's prompts that only measure; that stage's file says it itself."
+    )
+    epochs: Epochs = Field(1, description="Passes over the preferences.")
+    steps: Steps | None = Field(None, description="Optimizer updates, whatever that is in passes; null takes epochs.")
+    batch_size: Count = Field(32, description="Pairs, or single completions, per update.")
+    optimizer: OptimizerConfig = Field(
+        default_factory=lambda: OptimizerConfig(lr=1e-6, schedule="linear"), description="Optimizer of the stage."
+    )
+
+    @model_validator(mode="after")
+    def _check_loss(self) -> Self:
+        owners = {
+            "gamma": "simpo",
+            "label_smoothing": "sigmoid",
+            "desirable_weight": "kto",
+            "undesirable_weight": "kto",
+        }
+        for name, loss in owners.items():
+            value = vars(self)[name]
+            if self.loss != loss and value != type(self).model_fields[name].default:
+                raise ConfigError(
+                    f"dpo.{name} belongs to another loss",
+                    got=f"dpo.{name} = {value:g} with dpo.loss = '{self.loss}'",
+                    allowed=f"dpo.loss = '{loss}'",
+                )
+        if self.loss == "simpo" and self.reference is not None:
+            raise ConfigError(
+                "SimPO compares the policy with no reference",
+                got=f"dpo.reference = '{self.reference}' with dpo.loss = 'simpo'",
+                allowed="no dpo.reference, or another loss",
+            )
+        return self
 
 
 class RewardModelConfig(Section):

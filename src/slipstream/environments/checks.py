@@ -110,7 +110,7 @@ def _check_stages(config: RunConfig) -> None:
         raise ConfigError(
             "this stage samples completions of one turn",
             got="stage 'preferences' with [environment]",
-            allowed="sft, reward_model, rl and evaluate",
+            allowed="sft, dpo, reward_model, rl and evaluate",
         )
     if "evaluate" not in config.stages:
         return

@@ -19,8 +19,8 @@ def build_tokenizer(config: ModelConfig) -> Tokenizer:
 
 
 def max_positions(config: RunConfig) -> int:
-    """Positions of the policy; of 'stage:sft', those of what that stage starts from."""
-    path = config.sft.path if stage_of(config.model.path) == "sft" else config.model.path
+    """Return the positions of the policy; of a stage's checkpoint, those of what that stage starts from."""
+    path = config.first_checkpoint
     return config.model.max_positions if path is None else config_from_hf(read_hf_config(Path(path))).max_positions
 
 

@@ -80,6 +80,8 @@ def hub_id(path: str | None) -> HubId | None:
 def check_model_path(config: RunConfig) -> None:
     """Raise ConfigError for checkpoints that are neither here nor named by an id: early, before torch is imported."""
     named = [("model.path", config.model.path), ("sft.path", config.sft.path if "sft" in config.stages else None)]
+    if "dpo" in config.stages:
+        named.append(("dpo.path", config.dpo.path))
     for field, path in named:
         if path is None or stage_of(path) is not None or hub_id(path) is not None:
             continue
@@ -165,6 +167,8 @@ def _is_read(config: RunConfig, field: str) -> bool:
     stages = {
         "sft.path": {"sft"},
         "preferences.path": {"preferences"},
+        "dpo.path": {"dpo"},
+        "dpo.reference": {"dpo"},
         "reward_model.path": {"reward_model"},
         "gold.models.path": {"preferences", "evaluate"},
     }.get(field, set(config.stages))

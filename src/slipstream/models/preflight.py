@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from slipstream.core.config import RunConfig, stage_of
+from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.models.build import build_tokenizer, stop_token_ids
 from slipstream.models.config import TransformerConfig, config_from_hf, new_config
@@ -29,9 +29,9 @@ WEIGHTS = ("F64", "F32", "F16", "BF16")  # what weights are read from
 def check_policy(config: RunConfig, *, is_sampled: bool = True) -> TransformerConfig:
     """Raise ConfigError where the policy's checkpoint, tokenizer and the run's lengths do not fit; returns its shape.
 
-    'stage:sft' counts as what that stage starts from. Lengths and ends matter where the policy `is_sampled`.
+    A stage's checkpoint counts as what that stage starts from. Lengths and ends matter where the policy `is_sampled`.
     """
-    path = config.sft.path if stage_of(config.model.path) == "sft" else config.model.path
+    path = config.first_checkpoint
     checked = None if path is None else check_checkpoint(Path(path), "language")
     if path is not None and has_tokenizer(path):
         rehearse_tokenizer(Path(path))

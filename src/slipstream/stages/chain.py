@@ -32,6 +32,7 @@ from slipstream.stages.child import run_in_child
 from slipstream.stages.completions import build_judge
 from slipstream.stages.named import check_conflicts
 from slipstream.stages.one_process import run_stage
+from slipstream.stages.preference_data import dpo_positions, read_pairs
 from slipstream.stages.progress import Quiet, read_record, record_path, watch
 from slipstream.stages.reward_model import read_preferences
 from slipstream.stages.rl import FromPython, resume_rl, run_rl, tell
@@ -60,7 +61,7 @@ def check_stages(
     else:
         check_model_path(config)
         check_remote(config, remote)
-        shape = check_policy(config, is_sampled="preferences" in config.stages)
+        shape = check_policy(config, is_sampled=bool({"preferences", "evaluate"} & set(config.stages)))
         check_sizes(config, shape, {"trainer", "generator"})
     uses_gold = {"preferences", "evaluate"} & set(config.stages)
     for section, rewards in (("rewards", config.rewards), ("gold", config.gold)) if uses_gold else ():
@@ -93,6 +94,8 @@ def check_data(config: RunConfig, run_dir: Path, given: FromPython) -> None:
         _call_rewards(config, build_prompts(config, tokenizer), run_dir, given)
     if has_own_demonstrations:
         stage_demonstrations(config, tokenizer)
+    if "dpo" in config.stages and config.dpo.preferences is not None:
+        read_pairs(config, run_dir, tokenizer, max_positions=dpo_positions(config))
     if "reward_model" in config.stages and config.reward_model.preferences is not None:
         read_preferences(config, run_dir, tokenizer, Quiet())
 
@@ -115,6 +118,9 @@ def _readers(config: RunConfig) -> list[Reader]:
     found: list[Reader] = []
     if "preferences" in config.stages:
         found.append(("policy to sample from (preferences.path)", config.preferences.path, "language"))
+    if "dpo" in config.stages:
+        found.append(("policy that dpo starts from (dpo.path)", config.dpo.path, "language"))
+        found.append(("reference policy (dpo.reference)", config.dpo.reference, "language"))
     if "reward_model" in config.stages:
         found.append(("start of the reward model (reward_model.path)", config.reward_model.path, "any"))
     if {"preferences", "evaluate"} & set(config.stages):
@@ -153,7 +159,7 @@ def run_stages(config: RunConfig, run_dir: Path, given: FromPython) -> dict[str,
                     watcher.note(f"interrupted in the stage {stage}, which begins again then")
                     watcher.note(f"go on with: {given.resume_call(run_dir)}")
                 return told | {"status": "interrupted"}
-        told = _publish_evaluation(config, run_dir, given) if stage == "evaluate" else read_record(run_dir, stage)
+        told = _publish_evaluation(config, run_dir, given, told) if stage == "evaluate" else read_record(run_dir, stage)
     return {"status": "done"} | told
 
 
@@ -173,13 +179,15 @@ def _rl(config: RunConfig, run_dir: Path, given: FromPython) -> dict[str, Any]:
     return run_rl(config, run_dir, given)
 
 
-def _publish_evaluation(config: RunConfig, run_dir: Path, given: FromPython) -> dict[str, Any]:
-    """Write the evaluation to summary, report and terminal."""
+def _publish_evaluation(config: RunConfig, run_dir: Path, given: FromPython, told: dict[str, Any]) -> dict[str, Any]:
+    """Write the evaluation to the terminal, and where there was RL to summary and report; add it to what was `told`."""
     found = load_json(run_dir / EVALUATION_FILE, dict[str, Any])
+    with watch(config, "evaluate", display=given.display) as watcher:
+        watcher.evaluation_table(found)
+    if "rl" not in config.stages:
+        return told | {"evaluation": found}
     summary = msgspec.structs.replace(read_summary(run_dir / "summary.json"), evaluation=found)
     write_summary(summary, run_dir / "summary.json")
     write_report(run_dir, describe())
-    with watch(config, "evaluate", display=given.display) as watcher:
-        watcher.evaluation_table(found)
-    told: dict[str, Any] = msgspec.to_builtins(summary, str_keys=True)
-    return told
+    whole: dict[str, Any] = msgspec.to_builtins(summary, str_keys=True)
+    return whole

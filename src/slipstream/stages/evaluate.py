@@ -1,4 +1,4 @@
-"""The stage `evaluate`: held-out completions of the policy before and after RL, by gold, judge and drift.
+"""The stage `evaluate`: held-out completions of the policy before and after RL (or `dpo`), by gold, judge and drift.
 
 With an environment they are episodes, which have no references.
 """
@@ -18,6 +18,7 @@ from slipstream.core.config import RunConfig
 from slipstream.core.disk import replace_file
 from slipstream.core.errors import ConfigError
 from slipstream.core.held_out import RIGHT_FROM
+from slipstream.core.recipes import stage_dir
 from slipstream.core.sections import RewardModelTerm, RewardsConfig
 from slipstream.core.stage_sections import JudgeConfig
 from slipstream.core.types import Completion, Prompt, Rollout
@@ -40,7 +41,7 @@ MOMENTS = ("before", "after")
 
 
 def run_evaluation(config: RunConfig, run_dir: Path, progress: StageProgress) -> dict[str, Any]:
-    """Measure the checkpoint RL started from and the one it ended with; write and return `evaluation.json`.
+    """Measure the checkpoint RL, or else `dpo`, started from and the one it ended with; write `evaluation.json`.
 
     Both answer the same held-out prompts with the same noise. Drift is from the reference policy, `kl.reference` where
     it is given, else the start. Whatever needs reference completions is left out where prompts have none.
@@ -48,7 +49,8 @@ def run_evaluation(config: RunConfig, run_dir: Path, progress: StageProgress) ->
     times = StageTimes()
     settings = config.evaluation
     start = start_of(config, run_dir)
-    checkpoints = dict(zip(MOMENTS, (start, run_dir / "model"), strict=True))
+    end = run_dir / "model" if "rl" in config.stages else stage_dir(run_dir, "dpo") / "model"
+    checkpoints = dict(zip(MOMENTS, (start, end), strict=True))
     with times.span("start_up"):
         model, tokenizer = build_policy(config.model.model_copy(update={"path": str(start)}), seed=config.seed)
         with Rehearsal(config, None, private=[str(run_dir)]) as rehearsal:  # which tools prompts tell of
@@ -99,7 +101,11 @@ def run_evaluation(config: RunConfig, run_dir: Path, progress: StageProgress) ->
 
 
 def start_of(config: RunConfig, run_dir: Path) -> Path:
-    """Return the checkpoint that RL started from."""
+    """Return the checkpoint that RL started from; without RL, that `dpo` did."""
+    if "rl" not in config.stages:
+        path = config.dpo.path or config.model.path
+        assert path is not None, "check_order asks for one"
+        return Path(path)
     if config.model.path is not None and not config.warm_start.steps:
         return Path(config.model.path)
     kept = run_dir / "reference"  # of a policy that the run itself warm-started, for its KL penalty

@@ -67,6 +67,7 @@ def check_named(
         check_task_names(config.prompts.tasks)
     sources = [] if has_own_prompts else [config.prompts.dataset, config.prompts.eval_dataset]
     sources += [config.sft.dataset] if "sft" in config.stages else []
+    sources += [config.dpo.preferences] if "dpo" in config.stages else []
     sources += [config.reward_model.preferences] if "reward_model" in config.stages else []
     for source in filter(None, sources):
         check_source(source)

@@ -14,6 +14,7 @@ from slipstream.core.disk import HeldFolder
 from slipstream.core.recipes import with_stage_paths
 from slipstream.models.hub import with_folders
 from slipstream.observe.display import duration
+from slipstream.stages.dpo import run_dpo
 from slipstream.stages.evaluate import run_evaluation
 from slipstream.stages.preferences import run_preferences
 from slipstream.stages.progress import StageProgress, watch
@@ -23,6 +24,7 @@ from slipstream.stages.sft import run_sft
 STAGES_OF_ONE_PROCESS: dict[str, Callable[[RunConfig, Path, StageProgress], dict[str, Any]]] = {
     "sft": run_sft,
     "preferences": run_preferences,
+    "dpo": run_dpo,
     "reward_model": run_reward_model,
     "evaluate": run_evaluation,
 }
@@ -32,5 +34,6 @@ def run_stage(stage: str, config: RunConfig, run_dir: Path, *, display: bool) ->
     """Run one stage other than RL in this process, with all cores."""
     torch.set_num_threads(num_cores())
     with HeldFolder(run_dir), watch(config, stage, display=display) as watcher:
-        record = STAGES_OF_ONE_PROCESS[stage](with_folders(with_stage_paths(config, run_dir)), run_dir, watcher)
+        local = with_folders(with_stage_paths(config, run_dir, before=stage))
+        record = STAGES_OF_ONE_PROCESS[stage](local, run_dir, watcher)
         watcher.note(f"{stage}: done in {duration(record['seconds'])}")

@@ -1,4 +1,4 @@
-"""Checks of the stages: their order, whose checkpoint stands for 'stage:sft', what labels preferences."""
+"""Checks of the stages: their order, whose checkpoint stands for 'stage:sft', what dpo learns from, who labels."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ def check_order(config: RunConfig) -> None:
             got=f"stages = {stages}",
             allowed="the stage 'preferences' before it, or reward_model.preferences",
         )
+    if "dpo" in stages:
+        _check_dpo(config)
     if "preferences" in stages:
         _check_labels(config)
-    if "evaluate" in stages and "rl" not in stages:
-        raise ConfigError("the stage evaluate measures what rl has changed", got=f"stages = {stages}")
+    if "evaluate" in stages and not {"dpo", "rl"} & set(stages):
+        raise ConfigError("the stage evaluate measures what rl has changed, or dpo", got=f"stages = {stages}")
     asked, held_out = config.evaluation.num_prompts, config.prompts.num_eval
     if "evaluate" in stages and asked > held_out:
         raise ConfigError(
@@ -34,11 +36,13 @@ def check_order(config: RunConfig) -> None:
 def _check_paths(config: RunConfig) -> None:
     """Each field that names a checkpoint, with the stage that reads it and the stages that may make it."""
     named: list[tuple[str, str | None, Stage, tuple[str, ...]]] = [
-        ("model.path", config.model.path, "preferences", ("sft",)),
+        ("model.path", config.model.path, "preferences", ("sft", "dpo")),
         ("preferences.path", config.preferences.path, "preferences", ("sft",)),
-        ("reward_model.path", config.reward_model.path, "reward_model", ("sft",)),
-        ("kl.reference", config.kl.reference, "rl", ("sft",)),
-        ("critic.path", config.critic.path, "rl", ("sft", "reward_model")),
+        ("dpo.path", config.dpo.path, "dpo", ("sft",)),
+        ("dpo.reference", config.dpo.reference, "dpo", ("sft",)),
+        ("reward_model.path", config.reward_model.path, "reward_model", ("sft", "dpo")),
+        ("kl.reference", config.kl.reference, "rl", ("sft", "dpo")),
+        ("critic.path", config.critic.path, "rl", ("sft", "dpo", "reward_model")),
         *(("rewards.models.path", term.path, "rl", ("reward_model",)) for term in config.rewards.models),
         *(("gold.models.path", term.path, "rl", ()) for term in config.gold.models),
     ]
@@ -55,6 +59,39 @@ def _check_paths(config: RunConfig) -> None:
                 got=f"{path} with stages = {config.stages}",
                 hint=f"add '{stage}' to stages before '{user}', or give the folder of its checkpoint",
             )
+
+
+def _check_dpo(config: RunConfig) -> None:
+    """Raise ConfigError where the stage `dpo` has no pairs, nothing to start from, or is to start from itself."""
+    stages, dpo = config.stages, config.dpo
+    if dpo.preferences is None and "preferences" not in stages:
+        raise ConfigError(
+            "the stage dpo needs preferences",
+            got=f"stages = {stages}",
+            allowed="the stage 'preferences' before it, or dpo.preferences",
+        )
+    if dpo.preferences is None and config.reward_model.candidates != 2:
+        raise ConfigError(
+            "the stage dpo learns from pairs",
+            got=f"reward_model.candidates = {config.reward_model.candidates}",
+            allowed="2, or dpo.preferences",
+        )
+    if stage_of(config.model.path) == "dpo":
+        paths = {"dpo.path": dpo.path}
+        if "preferences" in stages:
+            paths["preferences.path"] = config.preferences.path
+        for field in (field for field, path in paths.items() if path is None):
+            raise ConfigError(
+                f"{field} is model.path where it is not given, and that checkpoint is made from what it reads",
+                got=f"no {field} with model.path = '{config.model.path}'",
+                allowed="the checkpoint before, such as 'stage:sft'",
+            )
+    if "evaluate" in stages and "rl" not in stages and (dpo.path or config.model.path) is None:
+        raise ConfigError(
+            "the stage evaluate compares two checkpoints, and dpo would start from a fresh model",
+            got="no dpo.path and no model.path",
+            allowed="one of them, such as 'stage:sft'",
+        )
 
 
 def _check_labels(config: RunConfig) -> None:

@@ -10,13 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from slipstream.batching import collate
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
-from slipstream.core.jsonl import JsonlWriter, read_jsonl
+from slipstream.core.jsonl import JsonlWriter
 from slipstream.core.recipes import stage_dir
 from slipstream.models.build import build_policy
 from slipstream.models.scalar import load_scalar_model, new_scalar_model, save_scalar_model
@@ -33,7 +32,8 @@ from slipstream.stages.completions import (
     scored_tokens,
     split_by_prompt,
 )
-from slipstream.stages.preferences import FILE, PreferenceLine
+from slipstream.stages.preference_data import has_candidates, read_lines
+from slipstream.stages.preferences import FILE
 from slipstream.stages.progress import StageProgress, StageTimes, fresh_folder, write_record
 from slipstream.trainer.metric_names import reward_model_names
 from slipstream.trainer.reward_model import Preference, preference_accuracy, reward_model_updates
@@ -118,44 +118,9 @@ def read_preferences(
     """
     source = config.reward_model.preferences
     path = stage_dir(run_dir, "preferences") / FILE if source is None else Path(source).expanduser()
-    if source is not None and not _has_candidates(path):
+    if source is not None and not has_candidates(path):
         return _from_dataset(config, tokenizer, progress)
-    lines = read_jsonl(path, PreferenceLine)
-    train: list[Preference] = []
-    held_out: list[Preference] = []
-    for line in lines:
-        (held_out if line.is_held_out else train).append(
-            Preference(
-                prompt_tokens=np.asarray(line.prompt_tokens, dtype=np.int32),
-                candidates=tuple(np.asarray(candidate.tokens, dtype=np.int32) for candidate in line.candidates),
-                best=line.best,
-            )
-        )
-    if not train:
-        raise ConfigError("there are no preferences to train on", got=f"{len(held_out)} held out, none left")
-    largest = max(
-        int(tokens.max(initial=0)) for one in [*train, *held_out] for tokens in (one.prompt_tokens, *one.candidates)
-    )
-    if largest >= len(tokenizer):
-        raise ConfigError(
-            f"the preferences in {path} are tokens of another tokenizer",
-            got=f"token {largest}",
-            allowed=f"below {len(tokenizer)}, those of model.path",
-        )
-    return train, held_out
-
-
-def _has_candidates(path: Path) -> bool:
-    """True for a JSONL file whose first line is a `PreferenceLine`."""
-    if not path.is_file() or path.suffix != ".jsonl":
-        return False
-    with path.open("rb") as file:
-        first = file.readline()
-    try:
-        msgspec.json.decode(first, type=PreferenceLine)
-    except msgspec.DecodeError:
-        return False
-    return True
+    return read_lines(path, tokenizer)
 
 
 def _from_dataset(

@@ -109,3 +109,13 @@ def reward_model_names(*, loss: float, accuracy: float, chosen: float, rejected:
 def sft_names(*, loss: float, lr: float) -> dict[str, float]:
     """Name an update of supervised fine-tuning as the TL;DR reproduction does."""
     return {"train/sft/loss": loss, "train/sft/lr": lr}
+
+
+def dpo_names(accuracy: float, margin: float, chosen: float, rejected: float) -> dict[str, float]:
+    """Name an update of the stage `dpo` as TRL's trainers of preferences do."""
+    return {
+        "rewards/accuracies": accuracy,
+        "rewards/margins": margin,
+        "rewards/chosen": chosen,
+        "rewards/rejected": rejected,
+    }

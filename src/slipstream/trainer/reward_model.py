@@ -101,7 +101,7 @@ def reward_model_updates(
     if config.normalise == "before_and_after":
         mean, std = _target_scale(preferences)
         normalise(model, samples, target_mean=mean, target_std=std, unbiased=unbiased, **reading)
-    batches = _shuffled_batches(len(preferences), config.batch_size, seed)
+    batches = shuffled_batches(len(preferences), config.batch_size, seed)
     for index, chosen in zip(range(num_updates), batches, strict=False):
         batch = [preferences[one] for one in chosen]
         optimizer.zero_grad()
@@ -170,7 +170,7 @@ def _microbatches(
     return batching.collate(sequences, microbatch_tokens, atom_size=len(preferences[0].candidates))
 
 
-def _shuffled_batches(count: int, batch_size: int, seed: int) -> Iterator[list[int]]:
+def shuffled_batches(count: int, batch_size: int, seed: int) -> Iterator[list[int]]:
     """Yield the batches of endless passes over 0..count-1, each in another order; a pass ends with what is left."""
     generator = np.random.default_rng(seed)
     while True:

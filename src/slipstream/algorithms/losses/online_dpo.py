@@ -20,7 +20,7 @@ def online_dpo_loss(inputs: LossInputs, *, beta: float) -> tuple[Tensor, Metrics
     RLHF (arXiv:2410.18252), section 3.3.
     Identity: policy = reference gives log 2 and the gradient -(beta/2) (grad log pi(y+) - grad log pi(y-)).
     """
-    preferred, rejected = _log_ratios(inputs)
+    preferred, rejected = log_ratios(inputs)
     loss = -F.logsigmoid(beta * (preferred - rejected)).sum() / inputs.num_units
     return loss, preference_metrics(beta * preferred, beta * rejected) | off_policy_metrics(inputs)
 
@@ -34,12 +34,12 @@ def online_ipo_loss(inputs: LossInputs, *, beta: float) -> tuple[Tensor, Metrics
     code; TRL's offline DPO trainer divides each by its length first.
     Identity: 0 where every margin is 1/(2 beta).
     """
-    preferred, rejected = _log_ratios(inputs)
+    preferred, rejected = log_ratios(inputs)
     loss = (preferred - rejected - 1.0 / (2.0 * beta)).square().sum() / inputs.num_units
     return loss, preference_metrics(beta * preferred, beta * rejected) | off_policy_metrics(inputs)
 
 
-def _log_ratios(inputs: LossInputs) -> tuple[Tensor, Tensor]:
-    """log pi/ref of the preferred and the rejected completion of each pair, [P] each."""
-    log_ratios = inputs.need("policy_logprobs") - inputs.need("reference_logprobs")
-    return pair_up(segment_sum(log_ratios, inputs.mask, inputs.segment_ids))
+def log_ratios(inputs: LossInputs) -> tuple[Tensor, Tensor]:
+    """Return log pi/ref of the preferred and the rejected completion of each pair, [P] each."""
+    differences = inputs.need("policy_logprobs") - inputs.need("reference_logprobs")
+    return pair_up(segment_sum(differences, inputs.mask, inputs.segment_ids))

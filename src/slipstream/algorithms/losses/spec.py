@@ -45,6 +45,8 @@ class LossInputs:
     scores: Tensor | None = None  # [S], differentiable: the reward model's
     labels: Tensor | None = None  # int64 [S / num_candidates], index of the chosen candidate
     ratings: Tensor | None = None  # [S], what the scores are to be
+    is_desirable: Tensor | None = None  # bool [S], the labels of single completions
+    reference_kl: Tensor | None = None  # [], the estimate of KL(policy, reference) of the whole update
     reduction: Reduction = "token"
     max_tokens: int = 0  # the constant of reduction "constant"
 

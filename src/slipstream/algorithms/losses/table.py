@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Unit = Literal["token", "sequence", "pair", "choice"]
 Atom = Literal["sequence", "pair", "choice"]
 Select = Literal["all", "best", "best_and_worst"]
-Kind = Literal["policy", "value", "supervised", "reward_model"]
+Kind = Literal["policy", "value", "supervised", "reward_model", "preference"]
 InputName = Literal[
     "policy_logprobs",
     "advantages",
@@ -34,6 +34,8 @@ InputName = Literal[
     "scores",
     "labels",
     "ratings",
+    "is_desirable",
+    "reference_kl",
 ]
 
 LossFunction = Callable[..., "tuple[Tensor, Metrics]"]
@@ -46,8 +48,8 @@ class Loss:
     `source` is the function, or 'module.name' of one in this folder, which is imported when it is first called: the
     table itself needs no torch. `unit` is what the sum is divided by the count of; `requires` names the inputs it
     cannot do without; `params` are its constants with their defaults, `choices` the words allowed for those that are
-    words, and `above` what those that are numbers must exceed (0 if it is not said). `selects` are the completions of a
-    group it can be trained on.
+    words, `above` what those that are numbers must exceed (0 if it is not said), and `from_zero` those that may be 0.
+    `selects` are the completions of a group it can be trained on.
     """
 
     source: LossFunction | str
@@ -57,6 +59,7 @@ class Loss:
     kind: Kind = "policy"
     choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     above: Mapping[str, float] = field(default_factory=dict)
+    from_zero: tuple[str, ...] = ()
     selects: tuple[Select, ...] = get_args(Select)
 
     @property
@@ -123,6 +126,30 @@ LOSSES: dict[str, Loss] = {
     "bradley_terry": Loss("bradley_terry.bradley_terry_loss", "pair", ("scores",), kind="reward_model"),
     "choice": Loss("choice.choice_loss", "choice", ("scores", "labels"), {"num_candidates": 4}, kind="reward_model"),
     "rating": Loss("rating.rating_loss", "sequence", ("scores", "ratings"), kind="reward_model"),
+    "dpo": Loss(
+        "dpo.dpo_loss",
+        "pair",
+        _PAIRED,
+        {"beta": 0.1, "label_smoothing": 0.0},
+        kind="preference",
+        from_zero=("label_smoothing",),
+    ),
+    "ipo": Loss("online_dpo.online_ipo_loss", "pair", _PAIRED, {"beta": 0.1}, kind="preference"),
+    "kto": Loss(
+        "kto.kto_loss",
+        "sequence",
+        (*_PAIRED, "is_desirable", "reference_kl"),
+        {"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0},
+        kind="preference",
+    ),
+    "simpo": Loss(
+        "simpo.simpo_loss",
+        "pair",
+        ("policy_logprobs",),
+        {"beta": 2.0, "gamma": 1.0},
+        kind="preference",
+        from_zero=("gamma",),
+    ),
 }
 
 
@@ -143,6 +170,7 @@ def _built(name: str, params: tuple[tuple[str, float | str], ...]) -> Loss:
         raise ConfigError(f"unknown loss '{name}'", got=name, allowed=", ".join(policies), hint=hint)
     loss = LOSSES[name]
     for param, value in params:
+        above, is_zero = loss.above.get(param, 0.0), value == 0 and param in loss.from_zero
         if param not in loss.params:
             raise ConfigError(
                 f"loss '{name}' has no parameter '{param}'",
@@ -158,10 +186,10 @@ def _built(name: str, params: tuple[tuple[str, float | str], ...]) -> Loss:
                     allowed=", ".join(loss.choices[param]),
                     hint=did_you_mean(str(value), loss.choices[param]),
                 )
-        elif isinstance(value, str) or not value > loss.above.get(param, 0.0):
+        elif isinstance(value, str) or not (value > above or is_zero):
             raise ConfigError(
                 f"parameter '{param}' of loss '{name}' is out of range",
                 got=value,
-                allowed=f"number > {loss.above.get(param, 0.0):g}",
+                allowed="number >= 0" if param in loss.from_zero else f"number > {above:g}",
             )
     return replace(loss, params={**loss.params, **dict(params)})

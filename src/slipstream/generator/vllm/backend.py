@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from slipstream.core.config import RunConfig, stage_of
+from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.executor import Context
 from slipstream.core.peer_messages import Holding
@@ -206,7 +206,7 @@ def check_vllm(config: RunConfig) -> None:
         return
     interpreter(config.generator)
     model = config.model
-    path = config.sft.path if stage_of(model.path) is not None else model.path
+    path = config.first_checkpoint
     if path is None:
         head_dim, max_positions = model.hidden_size // model.num_heads, model.max_positions
     else:

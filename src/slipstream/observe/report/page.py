@@ -77,12 +77,13 @@ def page(run: data.RunData, window: Window | None, hardware: Hardware | None) ->
     return document(title=run.recipe, heading=heading(run), parts=parts)
 
 
-# What came before RL: the stages `sft` and `reward_model` of a run that has them
+# What came before RL: the stages `sft`, `dpo` and `reward_model` of a run that has them
 
 
 def _stages(run_dir: Path) -> str:
     lead = "RL starts from what these stages made, and is paid by it."
-    pictures = [_sft(stage_dir(run_dir, "sft")), *_reward_model(stage_dir(run_dir, "reward_model"))]
+    sft, dpo, reward_model = (stage_dir(run_dir, stage) for stage in ("sft", "dpo", "reward_model"))
+    pictures = [_sft(sft), *_dpo(dpo), *_reward_model(reward_model)]
     return part("before", "What came before RL?", lead, [cards(*pictures)])
 
 
@@ -98,6 +99,19 @@ def _sft(folder: Path) -> str:
             f"{after['accuracy']:.0%}."
         )
     return _curve(folder, "loss", "Supervised fine-tuning", note, Axis("nats per token", low=0.0), BLUE)
+
+
+def _dpo(folder: Path) -> Iterator[str]:
+    if (found := _record(folder)) is None:
+        return
+    note = "How often the policy prefers what the labels prefer, next to its reference."
+    if found["held_out"] is not None and (right := found["held_out"]["after"]["accuracy"]) is not None:
+        note += f" Of {number(found['num_held_out'])} held-out preferences it gets {right:.0%} right."
+    share = Axis("share of preferences", low=0.0, high=1.0, is_share=True)
+    yield _curve(
+        folder, "loss", "Preferences: loss", "On those it learns from.", Axis("loss", low=0.0), BLUE, folds=True
+    )
+    yield _curve(folder, "accuracy", "Preferences: accuracy", note, share, GREEN)
 
 
 def _reward_model(folder: Path) -> Iterator[str]:

@@ -1,0 +1,240 @@
+"""Preferences read from files: those of the stage `preferences`, or data sets of pairs and of labelled completions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from slipstream.core.config import RunConfig
+from slipstream.core.errors import ConfigError
+from slipstream.core.jsonl import read_jsonl
+from slipstream.core.recipes import stage_dir
+from slipstream.models.build import max_positions
+from slipstream.models.tokenizer import Tokenizer
+from slipstream.prompts import prompts_that_fit
+from slipstream.prompts.dataset import read_records, row_of
+from slipstream.prompts.rows import PromptRow
+from slipstream.prompts.template import Encoder, Template
+from slipstream.stages.completions import scored_tokens, split_by_prompt
+from slipstream.stages.preferences import FILE, PreferenceLine
+from slipstream.trainer.reward_model import Preference
+
+PAIR, SINGLE = ("chosen", "rejected"), ("completion",)
+
+
+def has_candidates(path: Path) -> bool:
+    """True for a JSONL file whose first line is a `PreferenceLine`."""
+    if not path.is_file() or path.suffix != ".jsonl":
+        return False
+    with path.open("rb") as file:
+        first = file.readline()
+    try:
+        msgspec.json.decode(first, type=PreferenceLine)
+    except msgspec.DecodeError:
+        return False
+    return True
+
+
+def read_lines(path: Path, tokenizer: Tokenizer) -> tuple[list[Preference], list[Preference]]:
+    """Return (training, held-out) preferences of a file in the form of the stage `preferences`, with its tokens."""
+    train: list[Preference] = []
+    held_out: list[Preference] = []
+    for line in read_jsonl(path, PreferenceLine):
+        (held_out if line.is_held_out else train).append(
+            Preference(
+                prompt_tokens=np.asarray(line.prompt_tokens, dtype=np.int32),
+                candidates=tuple(np.asarray(candidate.tokens, dtype=np.int32) for candidate in line.candidates),
+                best=line.best,
+            )
+        )
+    if not train:
+        raise ConfigError("there are no preferences to train on", got=f"{len(held_out)} held out, none left")
+    largest = max(
+        int(tokens.max(initial=0)) for one in [*train, *held_out] for tokens in (one.prompt_tokens, *one.candidates)
+    )
+    if largest >= len(tokenizer):
+        raise ConfigError(
+            f"the preferences in {path} are tokens of another tokenizer",
+            got=f"token {largest}",
+            allowed=f"below {len(tokenizer)}, those of model.path",
+        )
+    return train, held_out
+
+
+# For the stage `dpo`
+
+
+@dataclass(frozen=True)
+class FoundPreferences:
+    """Hold what the stage `dpo` learns from and is measured on, and count the pairs that were left out, by reason."""
+
+    train: list[Preference]
+    held_out: list[Preference]
+    num_equal: int
+    num_too_long: int
+
+    def __str__(self) -> str:
+        return (
+            f"{len(self.train)} to train on, {len(self.held_out)} held out, {self.num_equal} of equal completions "
+            f"dropped, {self.num_too_long} too long"
+        )
+
+
+def dpo_positions(config: RunConfig) -> int:
+    """Return the positions of the model that the stage `dpo` starts from, before it is there too."""
+    path = config.dpo.path or config.model.path
+    return max_positions(config.model_copy(update={"model": config.model.model_copy(update={"path": path})}))
+
+
+def read_pairs(config: RunConfig, run_dir: Path, tokenizer: Tokenizer, *, max_positions: int) -> FoundPreferences:
+    """Return the preferences of `config.dpo`: pairs, or for KTO single completions with their labels as ratings.
+
+    They are the stage's, those of a file like it, or those of a data set, of which `dpo.held_out` of the prompts are
+    held out. KTO takes each pair for a desirable and an undesirable completion. Pairs of equal completions, and what
+    is longer than `max_positions` or has too long a prompt, are left out. ConfigError where nothing is left, and for
+    data that the loss cannot be trained on.
+    """
+    source, is_kto = config.dpo.preferences, config.dpo.loss == "kto"
+    path = stage_dir(run_dir, "preferences") / FILE if source is None else Path(source).expanduser()
+    parts: list[list[Preference]]
+    num_too_long = 0
+    if source is None or has_candidates(path):
+        parts = [*read_lines(path, tokenizer)]
+    else:
+        found, num_too_long = _from_dataset(config, source, tokenizer)
+        share = config.dpo.held_out
+        parts = [*split_by_prompt(found, lambda one: one.prompt_tokens, share=share, seed=config.seed)]
+    every = sum(map(len, parts))
+    parts = [[one for one in part if _length(one) <= max_positions] for part in parts]
+    num_fitting = sum(map(len, parts))
+    parts = [[one for one in part if not _is_equal(one, source or path)] for part in parts]
+    num_equal = num_fitting - sum(map(len, parts))
+    if is_kto:
+        parts = [[single for one in part for single in _singles(one)] for part in parts]
+    train, held_out = parts
+    told = FoundPreferences(train, held_out, num_equal, num_too_long + every - num_fitting)
+    if not told.train:
+        raise ConfigError(
+            f"'{source or path}' has no preferences to train on",
+            got=str(told),
+            hint="see dpo.held_out, prompts.max_prompt_tokens and rewards.truncate_token",
+        )
+    if is_kto:
+        _check_labelled(told.train)
+    return told
+
+
+def _length(preference: Preference) -> int:
+    return len(preference.prompt_tokens) + max(map(len, preference.candidates))
+
+
+def _is_equal(preference: Preference, source: str | Path) -> bool:
+    """Tell whether a pair compares nothing. ConfigError for more than two completions."""
+    if len(preference.candidates) > 2:
+        raise ConfigError(
+            f"the stage dpo learns from pairs, and '{source}' has other preferences",
+            got=f"{len(preference.candidates)} candidates",
+            allowed="2",
+        )
+    return len(preference.candidates) == 2 and np.array_equal(*preference.candidates)
+
+
+def _singles(preference: Preference) -> list[Preference]:
+    """Return a pair as a desirable and an undesirable completion; a single one as it is."""
+    if preference.rating is not None:
+        return [preference]
+    ranked = enumerate(preference.samples)
+    return [Preference(prompt, (tokens,), rating=float(not rank)) for rank, (prompt, tokens) in ranked]
+
+
+def _check_labelled(train: Sequence[Preference]) -> None:
+    """Raise ConfigError unless there are completions of both labels."""
+    num_desirable = sum(one.rating == 1.0 for one in train)
+    if num_desirable in (0, len(train)):
+        raise ConfigError(
+            "KTO learns from desirable and undesirable completions",
+            got=f"{num_desirable} desirable of {len(train)}",
+            allowed="some of both",
+        )
+
+
+def _from_dataset(config: RunConfig, source: str, tokenizer: Tokenizer) -> tuple[list[Preference], int]:
+    """Return the preferences of a data set, and how many were left out because their prompts are too long."""
+    reading = prompts_that_fit(config).model_copy(update={"prompt_column": "prompt", "between_periods": False})
+    template = Template(reading.template, field="prompts.template")
+    encoder = Encoder(reading, tokenizer)
+    rows: list[PromptRow] = []
+    texts: list[tuple[str, ...]] = []
+    ratings: list[float | None] = []
+    for where, record in read_records(source, None, reading.dataset_split):
+        is_single = config.dpo.loss == "kto" and "completion" in record
+        names = SINGLE if is_single else PAIR
+        context, answers = _answers(record, names, where=where)
+        if is_single and record.get("label") not in (0, 1):
+            raise ConfigError(
+                f"{where} has no label", got=repr(record.get("label"))[:80], allowed="label: true or false"
+            )
+        others = {key: value for key, value in record.items() if key not in (*names, "label")}
+        row = row_of(others | ({"prompt": context} if context else {}), reading, template=template, where=where)
+        assert row is not None, "between_periods is off"
+        rows.append(row)
+        texts.append(answers)
+        ratings.append(float(record["label"]) if is_single else None)
+    ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    flat = [text for answers in texts for text in answers]
+    ids = iter(tokenizer(flat, add_special_tokens=False)["input_ids"] if flat else [])
+    found, num_too_long = [], 0
+    for prompt, answers, rating in zip(encoder.encode(rows), texts, ratings, strict=True):
+        candidates = [np.asarray(next(ids) + ends, dtype=np.int32) for _ in answers]
+        if encoder.fits(prompt):
+            cut = tuple(scored_tokens(tokens, config.rewards) for tokens in candidates)
+            found.append(Preference(prompt.tokens, cut, rating=rating))
+        else:
+            num_too_long += 1
+    return found, num_too_long
+
+
+def _answers(record: Mapping[str, Any], names: Sequence[str], *, where: str) -> tuple[Any, tuple[str, ...]]:
+    """Return the chat before the completions, where they are chats themselves (else None), and their texts.
+
+    A chat's completion is its last message, the assistant's. Chats may hold the prompt themselves; a column `prompt`
+    beside them is what they begin with, or the last question in them.
+    """
+    values: list[Any] = [record.get(name) for name in names]
+    if not all(isinstance(value, str) for value in values) and not all(isinstance(value, list) for value in values):
+        raise ConfigError(
+            f"{where} is no preference",
+            got=", ".join(record),
+            allowed=f"texts or chats in {', '.join(names)}",
+            hint="dpo.loss = 'kto' also takes prompt, completion, label" if names == PAIR else None,
+        )
+    if isinstance(values[0], str):
+        context, texts = None, values
+    else:
+        chats = [_split(value, where=where) for value in values]
+        context, texts = chats[0][0], [text for _, text in chats]
+        if any(other != context for other, _ in chats):
+            raise ConfigError(
+                f"{where}: chosen and rejected go on from different chats", hint="only the last message differs"
+            )
+    prompt = record.get("prompt")
+    if context and prompt is not None:
+        said = context[: len(prompt)] if isinstance(prompt, list) else context[-1].get("content")
+        if said != prompt:
+            raise ConfigError(f"{where}: the prompt is not that of its chats", got=repr(prompt)[:80])
+    if empty := [name for name, text in zip(names, texts, strict=True) if not text]:
+        raise ConfigError(f"{where} has an empty completion", got=f"{empty[0]} = ''", hint="drop the record")
+    return context, tuple(texts)
+
+
+def _split(chat: Sequence[Any], *, where: str) -> tuple[list[Any], str]:
+    """Return the messages before the last one, and the text of that one, the assistant's."""
+    last = chat[-1] if chat else None
+    if not isinstance(last, Mapping) or last.get("role") != "assistant" or not isinstance(last.get("content"), str):
+        raise ConfigError(f"{where}: a chat to compare ends with the assistant's answer", got=repr(last)[:80])
+    return list(chat[:-1]), last["content"]
