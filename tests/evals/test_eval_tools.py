@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slipstream import cli
-from slipstream.core.recipes import save_config
 from slipstream.core.sections import ModelConfig
 from slipstream.core.types import VersionSpan
 from slipstream.evals import episodes
@@ -21,7 +19,6 @@ from slipstream.generator.requests import Finished, Request
 from slipstream.models.hf import save_model
 from slipstream.models.initialise import new_model
 from slipstream.models.tokenizer import char_tokenizer
-from slipstream.stages.named import resolve
 
 TEMPLATE = (
     "{% if tools %}{{ tools | map(attribute='function') | map(attribute='name') | join(' ') }}\n{% endif %}"
@@ -152,29 +149,6 @@ def check_played(found: EvalResult) -> None:
     assert found.episodes is not None
     assert found.episodes.num_tool_calls == 1
     assert found.reward == pytest.approx(3 / 4)
-
-
-def test_tools_by_path_from_the_command(
-    recipe: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tables = recipe | {
-        "environment": {"tools": ["tools.py:multiply"], "tool_format": "json_tags", "max_turns": 3},
-        "rewards": {"terms": [{"function": "tools.py:right"}]},
-    }
-    save_config(resolve(tables), tmp_path / "recipe.toml")
-    assert cli.main(["eval", "model", "--recipe", "recipe.toml", "--out", "answers.jsonl"]) == 0
-    shown = capsys.readouterr().out
-    assert re.search(r"calls of tools +\S* *1\.000", shown), shown
-    assert re.search(r"with an error +\S* *0\.250", shown), shown
-    assert "multiply" in shown, "a transcript shows the call"
-    lines = [json.loads(line) for line in Path("answers.jsonl").read_text().splitlines()]
-    assert len(lines) == 2 * len(ROWS)
-    assert len({(one["prompt"], one["temperature"]) for one in lines}) == 2 * len(ROWS)
-    for one in lines:
-        fails = "13*" in str(one["prompt"])
-        assert one["reward"] == float(not fails)
-        assert (one["episode"]["num_tool_calls"], one["episode"]["num_tool_errors"]) == (1, int(fails))
-    check_played(evaluate_model("model", recipe=tables))
 
 
 def test_a_class_with_tools_of_its_own_and_functions_from_python(recipe: dict[str, Any], tmp_path: Path) -> None:
