@@ -152,7 +152,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 73_450
+MAX_LINES = 73_725
 MAX_LINES_OF_SPINE = 1_765
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -167,10 +167,10 @@ MAX_LINES_OF_FOLDER = {
     "algorithms": 1_760,
     "batching": 365,
     "controller": 5_400,
-    "core": 8_965,
-    "environments": 7_950,
-    "evals": 2_635,
-    "generator": 7_420,
+    "core": 8_995,
+    "environments": 8_110,
+    "evals": 2_660,
+    "generator": 7_490,
     "jail": 1_030,
     "jobs": 500,
     "models": 5_280,

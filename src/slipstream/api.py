@@ -43,7 +43,7 @@ from slipstream.stages.run_folder import PROMPTS_FILE, check_goes_on, folder_of,
 if TYPE_CHECKING:  # torch and transformers are imported when the input has been looked at
     from slipstream.controller.meeting import Cluster
     from slipstream.environments.checks import Given
-    from slipstream.environments.given import EnvironmentMaker
+    from slipstream.environments.given import AgentFunction, EnvironmentMaker
     from slipstream.stages.rl import FromPython
 
 ScoredBy = tuple[Reward | Sequence[Reward] | None, Sequence[float] | None]
@@ -74,7 +74,7 @@ def run(
     environment: EnvironmentMaker | None = None,
     tools: Sequence[Callable[..., Any] | str] | None = None,
     environment_factory: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None = None,
-    agent: Callable[..., Any] | str | None = None,
+    agent: AgentFunction | None = None,
     out: str | Path | None = None,
     resume: str | Path | None = None,
     display: bool = True,
@@ -89,7 +89,7 @@ def run(
     with `rewards.timeout_s` as its deadline. A list may mix functions, names as in `rewards.terms` ("length",
     "file.py:function"), and tables of these with their `weight`, `per` and `params`; `reward_weights` are their factors
     in the sum. `environment` (a class with `reset` and `step`, or several by name), `tools` (functions),
-    `environment_factory` (TRL's) and `agent(row, base_url, api_key)` answer the policy's turns (docs/environments.md);
+    `environment_factory` (TRL's) and `agent(row, base_url, api_key)`, or several by name, answer the policy's turns;
     they run in this process, and the first and the last replace the terms, too. `prompts` (strings, or rows with
     `prompt` and `answer`) replace the config's; a tenth of them is held out, at most `prompts.num_eval`. `out` is the
     run's directory, new or empty; `resume` goes on with the run there, from its last checkpoint or the first of its

@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable, Hashable
 from typing import Any
 
+from slipstream.environments.answers import Asked, LastWord, Lost, Said
 from slipstream.environments.asks import Refused, TurnReply
-from slipstream.environments.pool import Asked, EpisodePool, LastWord, Lost, Said
+from slipstream.environments.pool import EpisodePool
 
 GENEROUS_S = 120.0
 """For what ends by itself: it only ends a hang, on however slow a machine."""

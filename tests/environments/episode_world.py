@@ -17,9 +17,9 @@ from slipstream.core.errors import ChannelClosed
 from slipstream.core.saved import prompt_crc32
 from slipstream.core.turn_messages import Observation, TurnSampled
 from slipstream.core.types import Message, PartialEpisode, Prompt, Segment, VersionSpan
+from slipstream.environments.answers import LastWord, Lost, Said
 from slipstream.environments.episodes import EpisodeTable, Finish, Open, Shut, Sources, Take
 from slipstream.environments.known_episode import EpisodeLimits, Key
-from slipstream.environments.pool import LastWord, Lost, Said
 from slipstream.generator.episodes import EndedEpisode
 from slipstream.generator.episodes import Episodes as GeneratorEpisodes
 from slipstream.generator.requests import Finished, Request
@@ -169,7 +169,7 @@ class World:
             self._swap,
         ]
         if may_break and self.rng.random() < self.break_rate:
-            moves = [self._lose_replica, self._lose_environments, self._fail, self._resume]
+            moves = [self._lose_replica, self._lose_environments, self._fail, self._lose_innocent, self._resume]
         self.rng.choice(moves)()
 
     def _send(self) -> None:
@@ -254,6 +254,13 @@ class World:
             del self.calls[key]
             self.num_failures += 1
             self._do(self.table.failed(Lost(key, "it broke", is_guilty=self.rng.choice([True, None, False])), 0.0))
+
+    def _lose_innocent(self) -> None:
+        """Its worker is lost by another one's doing, while the policy samples or its environment has a call."""
+        if self.table._open:
+            key = self.rng.choice(sorted(self.table._open))
+            self.calls.pop(key, None)
+            self._do(self.table.failed(Lost(key, "another one broke", is_guilty=False), 0.0))
 
     def _lose_replica(self) -> None:
         """It comes back empty, and is admitted again what it had; or another one is."""

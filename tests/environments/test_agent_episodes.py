@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from slipstream.core.turn_messages import Observation, TurnSampled
 from slipstream.core.types import Segment, VersionSpan
+from slipstream.environments.answers import Asked, LastWord, Lost
 from slipstream.environments.asks import Ask, Refused, SamplingWishes, TurnReply
 from slipstream.environments.episodes import EpisodeTable, Give, Open, Shut, Sources
 from slipstream.environments.known_episode import EpisodeLimits, Key
-from slipstream.environments.pool import Asked, LastWord, Lost
 
 Messages = list[dict[str, Any]]
 
@@ -108,6 +108,8 @@ class AgentWorld(World):
             del self.agents[key]
             self.num_failures += 1
             self._do(self.table.failed(Lost(key, "it broke", is_guilty=self.rng.choice([True, None, False])), 0.0))
+
+    _lose_innocent = _fail  # an agent has no state
 
     def _lose_environments(self) -> None:
         self.agents.clear()
@@ -253,6 +255,26 @@ def test_a_request_that_does_not_go_on_is_a_fork(messages: Messages, context: li
     ]
     assert over.record.contexts == [len(messages)]
     assert table.counts["forks"] == 1
+
+
+def test_a_turn_without_text_that_a_client_leaves_out_makes_no_fork() -> None:
+    table = opened(max_turns=9)
+    ask(table, 1, user(50))
+    turn(table, 1, [])
+    following = ask(table, 2, user(50), user(51))
+    assert (following.branch, following.turn, following.tokens.tolist()) == (0, 1, [51])
+    said = turn(table, 2, [7]).message
+    following = ask(table, 3, user(50), user(51), said, user(52))
+    assert (following.branch, following.turn, following.tokens.tolist()) == (0, 2, [52]), "nor later"
+    turn(table, 3, [8])
+    fork = ask(table, 4, user(50), user(51), said, user(53))
+    assert (fork.branch, fork.prompt.tokens.tolist()) == (1, [50, 51, 7, 53])
+    turn(table, 1, [9], branch=1)
+    assert ask(table, 5, user(50), user(51), {"role": "assistant", "content": "9"}, user(54)).branch == 2
+    fork = ask(table, 6, user(50), {"role": "assistant", "content": ""}, user(51), said, user(55))
+    assert (fork.branch, fork.prompt.tokens.tolist()) == (3, [50, 51, 7, 55])
+    [*_, over] = table.ended(LastWord(KEY, None), 0.0)
+    assert over.record.messages[0] == {"role": "assistant", "content": ""}, "it was a turn all the same"
 
 
 def test_equal_requests_at_once_are_branches_of_their_own() -> None:

@@ -13,7 +13,7 @@ from test_workers import needs, still_alive, trees
 
 from slipstream.core.clock import VirtualClock
 from slipstream.core.errors import ConfigError
-from slipstream.environments.pool import LastWord, Lost
+from slipstream.environments.answers import LastWord, Lost
 from slipstream.environments.workers import EnvironmentPool
 
 MakePool = Callable[..., EnvironmentPool]

@@ -31,13 +31,13 @@ from slipstream.core.recipes import resolve
 from slipstream.core.turn_messages import Observation, TurnSampled
 from slipstream.core.types import Prompt, Segment, VersionSpan
 from slipstream.environments import build
+from slipstream.environments.answers import Asked, LastWord
 from slipstream.environments.asks import Refused, TurnReply
 from slipstream.environments.chat import Chat
 from slipstream.environments.episodes import EpisodeTable, Give, Sources
 from slipstream.environments.known_episode import EpisodeLimits
 from slipstream.environments.openai_api import chat_ask, completions_ask
 from slipstream.environments.openai_replies import ResponseForm, Stamp, chat_completion, text_completion
-from slipstream.environments.pool import Asked, LastWord
 from slipstream.environments.transcript import Chats
 from slipstream.generator.episodes import EndedEpisode
 from slipstream.generator.episodes import Episodes as GeneratorEpisodes
@@ -172,7 +172,7 @@ def of_tokenizer(family: Family, tokenizer: Any, tool_format: str = "auto", made
         key = json.dumps(tools)
         if key not in kept:
             try:
-                kept[key] = build.build_chat(config, tokenizer, tools)
+                kept[key] = build.build_chat(config, tokenizer, tools, for_agents=True)
             except ConfigError as error:
                 kept[key] = error
         found = kept[key]

@@ -13,9 +13,10 @@ import pytest
 from drive import GENEROUS_S, ends, repeat, reply, rewards, until, wait_for
 
 from slipstream.core.clock import VirtualClock
+from slipstream.environments.answers import Asked, Lost
 from slipstream.environments.asks import Refused, TurnReply
 from slipstream.environments.inline import InlinePool
-from slipstream.environments.pool import Asked, EpisodePool, Lost
+from slipstream.environments.pool import EpisodePool
 
 MakePool = Callable[..., EpisodePool]
 LIMIT_S = 7.0

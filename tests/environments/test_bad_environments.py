@@ -186,7 +186,29 @@ EARLY = [  # told before torch is imported: nothing is imported or called for th
     env("parameters alone", ("belong to environment.class", "size without a class"), parameters={"size": 3}),
     env("equal names", ("names of their own", "a more than once"), choices=[TWO[0], TWO[0]]),
     env("a column alone", ("environment.column", "[[environment.choices]]"), cls=GOOD, column="kind"),
-    env("a choice without a class", "'environment.choices.0.class_path'", choices=[{"name": "a"}]),
+    env("a choice of nothing", ("environment.choices.0, 'a', with none", "class, agent"), choices=[{"name": "a"}]),
+    env(
+        "a choice of two",
+        ("a choice is one environment", "environment.choices.1, 'b', with class and agent"),
+        choices=[TWO[0], {"name": "b", "class": GOOD, "agent": "env.py:quiet"}],
+    ),
+    env(
+        "parameters of an agent among others",
+        ("belong to environment.class", "size without a class"),
+        choices=[TWO[0], {"name": "b", "agent": "env.py:quiet", "parameters": {"size": 3}}],
+    ),
+    env(
+        "an agent among others without a network",
+        "over a network",
+        choices=[TWO[0], {"name": "b", "agent": "env.py:quiet"}],
+        network="none",
+    ),
+    env(
+        "no such agent among others",
+        "has no function 'quite'",
+        choices=[TWO[0], {"name": "b", "agent": "env.py:quite"}],
+    ),
+    env("no such program among others", "there is no program 'nope'", choices=[{"name": "b", "program": ["nope"]}]),
     env("max_turns 0", ("'environment.max_turns'", "0", "> 0"), cls=GOOD, max_turns=0),
     env(
         "network", ("'environment.network'", "'internet'", "'none', 'gateway' or 'host'"), cls=GOOD, network="internet"
@@ -237,6 +259,8 @@ EARLY = [  # told before torch is imported: nothing is imported or called for th
     env("a program in a text", ("'environment.program'", "a list"), program="python agent.py"),
     env("no verifiers", ("a Python that has verifiers", "make verifiers-env"), verifiers="x", verifiers_python="no"),
     given("an agent that is none", ("an agent is a function", "3"), agent=3),
+    given("no agents", "no environment in the table", agent={}),
+    given("one of several agents is none", "an agent is a function", agent={"a": objects["quiet"], "b": 3}),
     given("a class as agent, from Python", "an agent is a function", agent=objects["Good"]),
     given("an agent and tools", ("one environment", "tools and agent"), agent=objects["quiet"], tools=[objects["add"]]),
     given("not callable", ("environment makes no environments", "3", "a class"), environment=3),
@@ -293,6 +317,12 @@ LATER = [  # needs the user's code, the data or the model
     env("an agent with two arguments", ("env.py:short' cannot be called", "api_key"), agent="env.py:short"),
     env("an agent that asks for nothing", (TRIED, "ended without a request"), agent="env.py:quiet"),
     env("an agent that raises", (TRIED, "OSError: no tools (env.py, line"), agent="env.py:broken"),
+    env(
+        "an agent among others that raises",
+        (TRIED, "OSError: no tools (env.py, line"),
+        choices=[TWO[0], {"name": "b", "agent": "env.py:broken"}],
+        column="kind",
+    ),
     env("a program that fails", (TRIED, "exit code 3: no licence"), program=["python", "fails.py"]),
     given("an agent that raises, from Python", (TRIED, "OSError: no tools"), agent=objects["broken"]),
     Case(

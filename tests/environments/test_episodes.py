@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from slipstream.core.errors import ConfigError
 from slipstream.core.turn_messages import Observation, TurnSampled
 from slipstream.core.types import Segment, VersionSpan
+from slipstream.environments.answers import LastWord, Lost, Said
 from slipstream.environments.episodes import EpisodeTable, Finish, Open, Sources, Take, columns_of
 from slipstream.environments.known_episode import EpisodeLimits
-from slipstream.environments.pool import LastWord, Lost, Said
 
 
 @settings(max_examples=150, deadline=None)

@@ -19,7 +19,8 @@ import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
-from slipstream.environments.asks import Ask, Refused, SamplingWishes, TurnReply
+from slipstream.environments import gateway
+from slipstream.environments.asks import Ask, Refused, SamplingWishes, Tell, TurnReply
 from slipstream.environments.gateway import GatewayLimits, GatewayServer, build_app, listen_on_loopback
 from slipstream.environments.openai_api import as_returned
 from slipstream.environments.tool_calls import parse
@@ -55,14 +56,17 @@ class Scripted:
         self.cancelled: list[Hashable] = []
         self.news = asyncio.Condition()
         self._answer = answer
+        self.tells: list[str] = []
 
     def session_of(self, path_key: str | None, api_key: str | None) -> Hashable | None:
         key = path_key or api_key
         return key if key in ("key-a", "key-b") else None
 
-    async def ask(self, session: Hashable, ask: Ask) -> TurnReply:
+    async def ask(self, session: Hashable, ask: Ask, tell: Tell | None = None) -> TurnReply:
         await self._tell(lambda: self.asked.append((session, ask)))
         try:
+            for told in self.tells if tell is not None else ():
+                tell(told)
             return await self._answer(ask) if self._answer else reply_of("Hello there.")
         except asyncio.CancelledError:
             await self._tell(lambda: self.cancelled.append(session))
@@ -230,6 +234,90 @@ def test_streamed_and_whole_texts() -> None:
 
     endpoint = play(scenario, saying(" 2", finish_reason="deadline"))
     assert [ask for _, ask in endpoint.asked] == [Ask(text="1+1=")] * 2
+
+
+@pytest.mark.parametrize("page", ["chat", "text"])
+def test_what_is_told_comes_before_the_turn_is_over(page: str) -> None:
+    async def scenario(endpoint: Scripted, server: GatewayServer, client: AsyncOpenAI) -> None:
+        endpoint.tells = ["Hel", "lo th"]
+        usage: Any = {"stream_options": {"include_usage": True}}
+        more: Any = usage | {"stream": True, "extra_body": {"return_token_ids": True}}
+        asked = (
+            client.chat.completions.create(model="m", messages=HI, **more)
+            if page == "chat"
+            else client.completions.create(model="m", prompt="x", **more)
+        )
+        chunks: list[Any] = []
+        texts: list[str] = []
+        async for chunk in await asked:
+            chunks.append(chunk)
+            texts += [(one.delta.content if page == "chat" else one.text) or "" for one in chunk.choices]
+            if "".join(texts) == "Hello th" and not over.is_set():
+                over.set()
+        assert [text for text in texts if text] == ["Hel", "lo th", "ere."]
+        assert [one.finish_reason for chunk in chunks for one in chunk.choices if one.finish_reason] == ["stop"]
+        assert chunks[-2].choices[0].token_ids == [0, 1]
+        assert chunks[-1].usage.completion_tokens == 2
+        assert len({chunk.id for chunk in chunks}) == 1
+        if page == "chat":
+            assert [one.delta.role for chunk in chunks for one in chunk.choices][:2] == ["assistant", None]
+
+    over = asyncio.Event()
+
+    async def answer(ask: Ask) -> TurnReply:
+        await over.wait()
+        return reply_of("Hello there.")
+
+    play(scenario, answer)
+
+
+def test_nothing_is_told_where_logprobs_or_the_whole_turn_are_asked_for() -> None:
+    async def scenario(endpoint: Scripted, server: GatewayServer, client: AsyncOpenAI) -> None:
+        endpoint.tells = ["never"]
+        stream = await client.chat.completions.create(model="m", messages=HI, stream=True, logprobs=True)
+        assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == "Hello there."
+        whole = await client.chat.completions.create(model="m", messages=HI)
+        assert whole.choices[0].message.content == "Hello there."
+
+    play(scenario)
+
+
+def test_an_error_behind_the_first_text_is_an_event_and_one_before_it_a_status() -> None:
+    async def refuse(ask: Ask) -> TurnReply:
+        await asyncio.sleep(0)
+        raise Refused("the server has ended", status=503, code="shutting_down")
+
+    async def scenario(endpoint: Scripted, server: GatewayServer, client: AsyncOpenAI) -> None:
+        with pytest.raises(openai.APIStatusError) as early:
+            await client.chat.completions.create(model="m", messages=HI, stream=True)
+        assert early.value.status_code == 503
+        endpoint.tells = ["Hel"]
+        stream = await client.chat.completions.create(model="m", messages=HI, stream=True)
+        texts = [(await anext(aiter(stream))).choices[0].delta.content for _ in range(2)]
+        assert texts == ["", "Hel"]
+        with pytest.raises(openai.APIError, match="the server has ended"):
+            await anext(aiter(stream))
+
+    play(scenario, refuse, max_pending=1)
+
+
+@pytest.mark.parametrize("how", ["leaves", "is late"])
+def test_a_stream_whose_client_leaves_or_whose_time_is_over_ends_its_ask(how: str) -> None:
+    async def scenario(endpoint: Scripted, server: GatewayServer, client: AsyncOpenAI) -> None:
+        endpoint.tells = ["Hel"]
+        stream = await client.chat.completions.create(model="m", messages=HI, stream=True)
+        assert [(await anext(aiter(stream))).choices[0].delta.content for _ in range(2)] == ["", "Hel"]
+        if how == "leaves":
+            await stream.close()
+        else:
+            with pytest.raises(openai.APIConnectionError):
+                await anext(aiter(stream))
+        await endpoint.until(lambda: endpoint.cancelled == ["key-a"])
+        endpoint._answer = None
+        async with client_of(server, max_retries=5) as again:
+            assert (await again.completions.create(model="m", prompt="x")).choices, "its place is free"
+
+    play(scenario, forever, max_pending=1, **({} if how == "leaves" else {"request_limit_s": 1.0}))
 
 
 def test_ids_in_and_out() -> None:
@@ -533,6 +621,30 @@ def test_a_body_above_the_limit_is_not_waited_for(data: bytes) -> None:
     assert play(scenario, max_body_bytes=40_000).asked == []
 
 
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_a_client_that_sends_all_of_a_large_body_first_gets_the_answer(
+    is_chunked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More than sockets hold: with bytes left unread, the connection would be reset with the answer in it."""
+    monkeypatch.setattr(gateway, "DRAIN_LIMIT_S", GENEROUS_S)
+    size = 7_900_000
+    head = "Transfer-Encoding: chunked\r\n\r\n" + f"{size:x}\r\n" if is_chunked else f"Content-Length: {size}\r\n\r\n"
+    data = f"{HEAD}{head}".encode() + b"x" * size + (b"\r\n0\r\n\r\n" if is_chunked else b"")
+
+    async def scenario(endpoint: Scripted, server: GatewayServer, _: AsyncOpenAI) -> None:
+        reader, writer = await connect(server)
+        async with asyncio.timeout(GENEROUS_S):
+            writer.write(data)
+            await writer.drain()
+            writer.transport.set_write_buffer_limits(0)
+            await writer.drain()  # all of it
+            response = await reader.read()
+        assert (status_of(response), error_of(response)["code"]) == (413, "body_too_large")
+        writer.close()
+
+    assert play(scenario, max_body_bytes=4_000_000).asked == []
+
+
 def test_a_body_that_does_not_come_has_the_deadline_of_its_request() -> None:
     async def scenario(endpoint: Scripted, server: GatewayServer, _: AsyncOpenAI) -> None:
         response = await talk(server, f"{HEAD}Content-Length: 100\r\n\r\n{{".encode())
@@ -771,7 +883,8 @@ def test_any_text_of_a_turn_reaches_the_client(fields: str) -> None:
 
     async def scenario(endpoint: Scripted, server: GatewayServer, _: AsyncOpenAI) -> None:
         response = await talk(server, post(f'{{"prompt": "x"{fields}}}'.encode()))
-        body = response.partition(b"\r\n\r\n")[2].removeprefix(b"data: ").splitlines()[0]
+        body = response.partition(b"\r\n\r\n")[2].partition(b"{")
+        body = (body[1] + body[2]).splitlines()[0]
         assert json.loads(body)["choices"][0]["text"] == text
 
     play(scenario, answer)

@@ -21,8 +21,8 @@ from test_workers import needs
 
 from slipstream.core.errors import ConfigError
 from slipstream.environments import hosting
+from slipstream.environments.answers import Asked, LastWord, Lost
 from slipstream.environments.asks import Ask, Refused, plain
-from slipstream.environments.pool import Asked, LastWord, Lost
 from slipstream.environments.sources import make_source
 from slipstream.environments.workers import EnvironmentPool
 from slipstream.jail.protocol import frame

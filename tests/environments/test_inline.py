@@ -8,8 +8,8 @@ import pytest
 from drive import asked, opened, text, wait_for
 
 from slipstream.core.clock import VirtualClock
+from slipstream.environments.answers import Lost
 from slipstream.environments.inline import InlinePool
-from slipstream.environments.pool import Lost
 
 MakePool = Callable[..., InlinePool]
 LIMIT_S = 7.0

@@ -15,14 +15,16 @@ import pytest
 from drive import asked, opened, text, wait_for
 from episode_world import LIMITS, PROMPT, PlainNumbers, World, prompt
 
+from slipstream.core.clock import VirtualClock
 from slipstream.core.saved import load_messages, save_messages
 from slipstream.core.turn_messages import Observation, TurnSampled
 from slipstream.core.types import EpisodeRecord, PartialEpisode, Segment, VersionSpan
+from slipstream.environments.answers import LastWord, Lost, Said
 from slipstream.environments.calculator import Calculator
 from slipstream.environments.episodes import EpisodeTable, Finish, Open, Sources, Take
 from slipstream.environments.guess import Guess
 from slipstream.environments.known_episode import EpisodeLimits
-from slipstream.environments.pool import EpisodePool, LastWord, Lost, Said
+from slipstream.environments.pool import EpisodePool
 from slipstream.environments.protocol import EnvironmentFault, as_state
 
 MakePool = Callable[..., EpisodePool]
@@ -322,3 +324,65 @@ def test_episodes_are_restored_in_a_world_in_which_anything_happens() -> None:
         world.finish()
         num_restored += world.num_restored
     assert num_restored > 10
+
+
+# Another one's doing
+
+
+INNOCENT = Lost(KEY, "another episode of its worker: it hung", is_guilty=False)
+
+
+def test_one_whose_worker_another_has_ended_goes_on_from_its_last_answer() -> None:
+    """While the policy samples, or behind the turn that waits for an answer; nothing is sampled twice."""
+    episodes = begun(2)  # the policy samples turn 3
+    [call] = episodes.failed(INNOCENT, 0.0)
+    assert call == Open(KEY, 0, {"prompt": "p3", "answer": "7"}, keeps_state=True, state="2", turn=2)
+    assert episodes.answered(said(2, state=None, reward=None), 0.0) == [], "it is still being sampled"
+    assert episodes.sampled(turn(3, [4]), 0.0) == [Take(KEY, 3, {"role": "assistant", "content": "4"})]
+    [call] = episodes.failed(INNOCENT, 0.0)
+    assert isinstance(call, Open)
+    assert (call.state, call.turn) == ("2", 3)
+    assert episodes.answered(said(3, state=None), 0.0) == [Take(KEY, 3, {"role": "assistant", "content": "4"})]
+    [observation] = episodes.answered(said(3, "55"), 0.0)
+    assert isinstance(observation, Observation)
+    assert (observation.turn, observation.replaces, observation.tokens.tolist()) == (3, False, [55])
+    assert [episodes.counts[name] for name in ("restored", "restarts", "turns")] == [2, 0, 3]
+
+
+def test_a_turn_that_comes_while_its_environment_is_restored_waits_for_it() -> None:
+    episodes = begun(2)
+    episodes.failed(INNOCENT, 0.0)
+    assert episodes.sampled(turn(3, [4]), 0.0) == []
+    assert episodes.answered(said(2, state=None), 0.0) == [Take(KEY, 3, {"role": "assistant", "content": "4"})]
+    assert episodes.answered(said(3, is_done=True), 0.0) == [Finish(KEY)]
+    [call] = episodes.failed(INNOCENT, 0.0)
+    assert isinstance(call, Open)
+    assert (call.state, call.turn) == (None, 0), "nothing comes behind its end, so no state does"
+
+
+@pytest.mark.parametrize("is_guilty", [True, None])
+def test_the_culprit_begins_again(is_guilty: bool | None) -> None:
+    episodes = begun(2)
+    [call] = episodes.failed(Lost(KEY, "it hung", is_guilty=is_guilty), 0.0)
+    assert isinstance(call, Open)
+    assert (call.state, call.turn) == (None, 0)
+
+
+def test_a_pool_gives_back_an_episode_of_a_worker_that_another_has_ended(make_workers: MakePool) -> None:
+    clock = VirtualClock()
+    pool = make_workers("Keeper", "Careless", step_limit_s=7.0, clock=clock)
+    pool.open("a", 0, {"name": "n"}, keeps_state=True)
+    assert one_of(pool)
+    before = asked(pool, "a", "x", turn=1)
+    assert isinstance(before, Said)
+    opened(pool, ["b"], 1)
+    pool.take("b", 1, {"role": "assistant", "content": "step hangs"})
+    pool.poll()
+    clock.advance(7.0)
+    lost = {one.key: one.is_guilty for one in wait_for(pool, 2)}
+    assert lost == {"a": False, "b": True}
+    pool.open("a", 0, {"name": "n"}, keeps_state=True, state=before.state, turn=1)
+    assert one_of(pool).turn == 1
+    after = asked(pool, "a", "2", turn=2)
+    assert isinstance(after, Said)
+    assert text(after) == "n x 2"

@@ -11,7 +11,8 @@ import pytest
 from drive import GENEROUS_S, asked, opened, take_all, text, wait_for
 
 from slipstream.core.clock import VirtualClock
-from slipstream.environments.pool import EpisodePool, LastWord, Lost, Said
+from slipstream.environments.answers import LastWord, Lost, Said
+from slipstream.environments.pool import EpisodePool
 
 MakePool = Callable[..., EpisodePool]
 LIMIT_S = 7.0

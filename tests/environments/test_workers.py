@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from slipstream.core.clock import VirtualClock
 from slipstream.core.errors import ConfigError
 from slipstream.environments import hosting
-from slipstream.environments.pool import EpisodePool, HostLink, Lost, Said
+from slipstream.environments.answers import Lost, Said
+from slipstream.environments.pool import EpisodePool, HostLink
 from slipstream.environments.workers import EnvironmentPool
 from slipstream.jail.protocol import WorkerReady, frame
 from slipstream.rewards.checks import isolation_report

@@ -300,6 +300,53 @@ def test_an_agent_over_http(folder: Path) -> None:
     assert from_python.answers == found.answers
 
 
+PROGRAM = """
+import json, os, sys, urllib.request
+
+row = json.loads(sys.stdin.readline())
+body = json.dumps({"model": "policy", "messages": [{"role": "user", "content": row["prompt"]}]}).encode()
+key = "Bearer " + os.environ["OPENAI_API_KEY"]
+request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, {"Authorization": key})
+urllib.request.urlopen(request, timeout=60).read()
+print(json.dumps({"reward": 0.5}))
+"""
+
+
+def test_a_class_and_agents_side_by_side(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    rows = [
+        {"prompt": f"{letter}>", "answer": "ab", "game": game}
+        for letter, game in zip("abcdefg", "cafcafc", strict=True)
+    ]
+    choices = [
+        {"name": "c", "class": f"{folder / 'source.py'}:Quarter"},
+        {"name": "a", "agent": f"{folder / 'source.py'}:agent"},
+        {"name": "f", "program": ["python", str(tmp_path / "program.py")]},
+    ]
+    tables = recipe({"choices": choices, "column": "game"}, **of_rows(folder, "mixed", rows))
+    found = evaluate_model(folder / "model", recipe=tables, num_samples=2)
+    games = {row["prompt"]: row["game"] for row in rows}
+    for answer in found.answers:
+        game, texts = games[answer.prompt], [part.text for part in answer.episode.turns]
+        assert answer.episode.environment == game
+        assert answer.episode.num_turns == {"c": 1, "a": 2, "f": 1}[game]
+        assert answer.reward == {"c": 0.25, "f": 0.5}.get(game, crc(answer.prompt, *texts) % 5 / 4)
+    assert {*found.episodes.rewards} == {"a", "c", "f"}
+
+
+def test_several_agents_from_python(folder: Path) -> None:
+    async def half(row: dict[str, Any], base_url: str, api_key: str) -> float:
+        await asking(row, base_url, api_key)
+        return 0.5
+
+    found = evaluate_model(folder / "model", recipe=recipe({}), agent={"a": asking, "half": half}, num_prompts=12)
+    assert {answer.episode.environment for answer in found.answers} == {"a", "half"}
+    for answer in found.answers:
+        texts = [part.text for part in answer.episode.turns]
+        expected = {"a": crc(answer.prompt, *texts) % 5 / 4, "half": 0.5}
+        assert answer.reward == expected[answer.episode.environment]
+
+
 def test_an_environment_that_fails_is_counted_and_shown(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

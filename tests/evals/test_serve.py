@@ -29,7 +29,7 @@ from slipstream.core.sections import ModelConfig
 from slipstream.core.types import VersionSpan
 from slipstream.evals import served as served_module
 from slipstream.evals.serve import Serving
-from slipstream.generator.requests import Finished, Request
+from slipstream.generator.requests import Finished, Request, Resume
 from slipstream.models import sizes
 from slipstream.models.hf import save_model
 from slipstream.models.initialise import new_model
@@ -327,6 +327,108 @@ def test_a_model_without_a_chat_template(tmp_path: Path, folder: Path) -> None:
     with slipstream.serve(bare, template="{role}: {content}\n", name="org/x") as serving, client_of(serving) as client:
         assert load_tokenizer(bare).decode(ask(serving, "ab", max_tokens=1).prompt_token_ids[1:]) == "user: ab\n"
         assert [one.id for one in client.models.list()] == ["org/x"]
+
+
+# Streams
+
+
+class GrowingEngine(ScriptedEngine):
+    """Samples a text in pieces, each when it is let to go on."""
+
+    def __init__(self, tokenizer: Any, pieces: Sequence[str], stop: int) -> None:
+        super().__init__(tokenizer, [], stop)
+        self._pieces = list(pieces)
+        self._sampled: list[int] = []
+        self.may_go_on = threading.Semaphore(1)
+
+    def begun(self) -> list[Request]:
+        tokens = np.array(self._sampled, dtype=np.int32)
+        logprobs = np.zeros(len(tokens), dtype=np.float32)
+        resume = Resume(tokens, logprobs, (VersionSpan(start=0, version=0),), 0.0)
+        return [one.resumed_with(resume) for one in self._requests]
+
+    def withdraw(self, is_unwanted: Callable[[Request], bool]) -> list[Request]:
+        begun = [one for one in self.begun() if is_unwanted(one)]
+        super().withdraw(is_unwanted)
+        return begun
+
+    def step(self) -> list[Finished]:
+        if not self._requests:
+            return []
+        if not self._pieces:
+            self._texts = [self._tokenizer.decode(self._sampled)]
+            asked, self._requests = self._requests, []
+            return [self._said(request) for request in asked]
+        assert self.may_go_on.acquire(timeout=GENEROUS_S)
+        self._sampled += self._tokenizer.encode(self._pieces.pop(0), add_special_tokens=False)
+        return []
+
+
+@pytest.fixture
+def growing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., GrowingEngine]:
+    def put(*pieces: str) -> GrowingEngine:
+        tokenizer = load_tokenizer(folder)
+        engine = GrowingEngine(tokenizer, pieces, tokenizer.eos_token_id)
+        monkeypatch.setattr(served_module, "native_engine", lambda *_, **__: engine)
+        return engine
+
+    return put
+
+
+@pytest.mark.parametrize("stop", [None, "END"])
+def test_text_is_told_before_more_is_sampled(
+    folder: Path, growing: Callable[..., GrowingEngine], stop: str | None
+) -> None:
+    engine = growing("Hel", "lo, ", "you", "END and so on")
+    with slipstream.serve(folder) as serving, client_of(serving) as client:
+        more: Any = {"stream": True, "stream_options": {"include_usage": True}, "stop": stop}
+        chunks: list[Any] = []
+        texts: list[str] = []
+        for chunk in client.chat.completions.create(
+            model="any", messages=[{"role": "user", "content": "hi"}], max_tokens=99, **more
+        ):
+            chunks.append(chunk)
+            for choice in chunk.choices:
+                if choice.delta.content:
+                    texts.append(choice.delta.content)
+                    engine.may_go_on.release()  # else it would wait for ever
+    assert texts[:3] == ["Hel", "lo, ", "you"]
+    assert "".join(texts[3:]) == ("END and so on" if stop is None else "")
+    assert [choice.finish_reason for chunk in chunks for choice in chunk.choices][-1] == "stop"
+    assert chunks[-1].usage.completion_tokens == len("Hello, youEND") + (0 if stop else len(" and so on") + 1)
+
+
+def test_a_stream_says_what_a_whole_answer_says(serving: Serving) -> None:
+    whole = ask(serving, "say", max_tokens=60, temperature=0)
+    with client_of(serving) as client:
+        chunks = list(
+            client.chat.completions.create(
+                model="any",
+                messages=[{"role": "user", "content": "say"}],
+                max_tokens=60,
+                temperature=0,
+                stream=True,
+                stream_options={"include_usage": True},
+            )
+        )
+    said = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+    assert said == whole.choices[0].message.content
+    assert chunks[-1].usage == whole.usage
+
+
+def test_with_tools_a_stream_is_told_at_its_end(folder: Path, growing: Callable[..., GrowingEngine]) -> None:
+    engine = growing("I add.", CALL)
+    engine.may_go_on.release()
+    with slipstream.serve(folder, tool_format="json_tags") as serving, client_of(serving) as client:
+        chunks = list(
+            client.chat.completions.create(
+                model="any", messages=[{"role": "user", "content": "hi"}], tools=ADD, stream=True
+            )
+        )
+    choices = [chunk.choices[0] for chunk in chunks]
+    assert [one.delta.content for one in choices if one.delta.content] == ["I add."]
+    assert [one.delta.tool_calls[0].function.name for one in choices if one.delta.tool_calls] == ["add"]
+    assert choices[-1].finish_reason == "tool_calls"
 
 
 # Many clients, and those that leave

@@ -232,6 +232,27 @@ class Pages(RuleBasedStateMachine):
         self.open_prefixes.append(longer)
         return longer
 
+    @rule(target=prefixes, prefix=prefixes, num_shared=st.integers(0, 19), num_more=st.integers(0, 12))
+    def share_prefix(self, prefix: PagedPrefix | None, num_shared: int, num_more: int) -> PagedPrefix | None:
+        """The full pages that both begin with have one more owner, and the first one stays as it is."""
+        if prefix is None or prefix not in self.open_prefixes:
+            return None
+        before, free = snapshot(self.pages), self.pages.num_free
+        num_shared = min(num_shared, prefix.num_tokens)
+        num_tokens = max(1, min(19, num_shared + num_more))
+        other = self.pages.share_prefix(prefix, num_shared, num_tokens)
+        num_full = num_shared // PAGE
+        needed = pages_of(num_tokens, PAGE) - num_full
+        assert (other is None) == (needed + 1 > free)
+        if other is None:
+            assert snapshot(self.pages) == before
+            return None
+        assert np.array_equal(other.pages[:num_full], prefix.pages[:num_full])
+        assert not {*other.pages[num_full:].tolist()} & {*prefix.pages.tolist()}
+        assert (other.num_tokens, self.pages.num_free) == (num_tokens, free - needed)
+        self.open_prefixes.append(other)
+        return other
+
     @rule(data=st.data())
     def close_rows(self, data: st.DataObject) -> None:
         rows = sorted(row for row in self.lengths if data.draw(st.booleans()))

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import turn_environments
 from audit import audit
 from test_episode_versions import ROUNDING, SYNCHRONOUS, Heard, episodes, heard, segment_versions, versions_of
 from turn_environments import forking_agent
@@ -78,4 +79,20 @@ def test_a_swap_waits_for_no_branch_that_waits_for_it(mode, staleness, heard, ep
             assert versions == sorted(versions)
         assert mode == "in_flight" or len({*versions_of(one)}) == 1
     assert result.summary["staleness"]["max"] <= staleness
+    assert largest_gap(heard) < ROUNDING
+
+
+def test_a_class_and_an_agent_are_trained_in_one_run(heard, episodes, tmp_path):
+    source = turn_environments.__file__
+    choices = [{"name": "echo", "class": f"{source}:Echo"}, {"name": "forks", "agent": f"{source}:forking_agent"}]
+    environment = {"max_turns": 6, "max_episode_tokens": 90, "observation": "{content}", "choices": choices}
+    result = slipstream.run(
+        "quickstart",
+        overrides=episodes | SYNCHRONOUS | {"environment": environment, "steps": 3, "rewards": {"terms": []}},
+        out=tmp_path / "run",
+        display=False,
+    )
+    assert result.status == "done"
+    audit(result.out)
+    assert {one.num_branches > 1 for one in heard.of("train")} == {False, True}
     assert largest_gap(heard) < ROUNDING

@@ -91,7 +91,7 @@ def test_tools_and_the_end_of_a_text_are_passed_on(child: foreign_text._Child) -
     assert renderer.render(CHATS[:1])[0].endswith("<bot>")
 
 
-def test_the_process_ends_with_its_renderer_and_with_an_error() -> None:
+def test_the_process_ends_with_its_renderer_and_where_it_is_exhausted() -> None:
     before = children()
     renderer = ChatRenderer(PLAIN, {}, origin="here")
     assert children() == before, "it begins with the first chat"
@@ -100,10 +100,30 @@ def test_the_process_ends_with_its_renderer_and_with_an_error() -> None:
     del renderer
     gc.collect()
     assert children() == before
-    renderer = ChatRenderer("{{ raise_exception('no system') }}", {}, origin="here")
-    with pytest.raises(ConfigError, match=r"'here' does not take these messages\n  got:     no system"):
+    renderer = ChatRenderer("{{ 'a' * 20000000 }}", {}, origin="here")
+    with pytest.raises(ConfigError, match="a text of 20000000 characters"):
         renderer.render([CHATS[0]])
     assert children() == before
+
+
+REFUSALS = {
+    "raise_exception('no system')": "no system",
+    "messages[0].content + 1": "TypeError: ",
+    "messages[9].content": "'list object' has no attribute 9|has no element 9",
+    "none.x()": "has no attribute 'x'",
+}
+
+
+@pytest.mark.parametrize("code", REFUSALS)
+def test_a_template_that_refuses_a_chat_takes_the_next_one(code: str, child: foreign_text._Child) -> None:
+    template = "{% if messages[0].role == 'system' %}{{ " + code + " }}{% endif %}" + PLAIN
+    renderer = ChatRenderer(template, {}, origin="here")
+    renderer._child = child
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=f"'here' does not take these messages\n  got:     .*({REFUSALS[code]})"):
+            renderer.render([CHATS[0], CHATS[1]])
+        assert renderer.render([[{"role": "user", "content": "Hi"}]]) == ["<user>Hi<bot>"]
+    assert renderer._child is child, "a process of its own for each would take seconds"
 
 
 def test_one_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -227,7 +227,7 @@ class RunConfig(Section):
     @property
     def _least_behind(self) -> int:
         """Return the tokens that must fit behind a prompt: an agent's episode may lie in several contexts."""
-        return self.generator.max_new_tokens if self.environment.has_agents else self.longest_completion
+        return self.generator.max_new_tokens if self.environment.has_only_agents else self.longest_completion
 
     def longest_sequence(self, max_positions: int) -> int:
         """Return the tokens of the longest prompt and completion together, in a model of so many positions."""
@@ -241,7 +241,7 @@ class RunConfig(Section):
     def check_lengths(self, max_positions: int, *, of: str, hint: str) -> None:
         """Raise ConfigError where prompts and completions do not fit the `max_positions` `of` a model."""
         asked = self.prompts.max_prompt_tokens
-        has_turns = self.environment.is_set and not self.environment.has_agents
+        has_turns = self.environment.is_set and not self.environment.has_only_agents
         if self.least_sequence > max_positions:
             raise ConfigError(
                 f"prompts and {'episodes' if has_turns else 'completions'} do not fit the model",

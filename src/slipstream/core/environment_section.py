@@ -18,19 +18,8 @@ ToolFormat = Literal["auto", "hermes", "llama3", "smollm", "json_tags"]
 """The way in which a model writes a call of a tool (`environments/tool_calls.py`)."""
 
 
-class EnvironmentChoice(Section):
-    """One of several environments, for the rows that name it or for its share of them."""
-
-    name: str = Field(description="What rows call it, in the column environment.column.")
-    class_path: FilePath = Field(
-        description="The environment's class: 'module:Class' or 'file.py:Class'.",
-    )
-    parameters: dict[str, Any] = Field(default_factory=dict, description="Keywords of its constructor.")
-    weight: PositiveFloat = Field(1.0, description="Share of the prompts, relative to the others; without a column.")
-
-
-class EnvironmentConfig(Section):
-    """The environment that answers between turns: a class, tools, or several classes. Without any: one turn."""
+class NamedEnvironment(Section):
+    """An environment by what it is made of: a class, or an agent in one of three forms."""
 
     class_path: FilePath | None = Field(
         None,
@@ -39,11 +28,6 @@ class EnvironmentConfig(Section):
     )
     parameters: dict[str, Any] = Field(
         default_factory=dict, description="Keywords of the class's constructor, or fields of verifiers' environment."
-    )
-    tools: list[FilePath] = Field(
-        default_factory=list,
-        description="Functions that the policy may call, 'module:function' or 'file.py:function', with type hints and "
-        "a docstring that describes each argument. Needs a chat template that knows tools.",
     )
     agent: FilePath | None = Field(
         None,
@@ -59,11 +43,45 @@ class EnvironmentConfig(Section):
         None,
         description="An environment of verifiers 0.4 by name, e.g. 'textarena' (docs/environments.md).",
     )
+
+    @property
+    def forms(self) -> list[str]:
+        """Return the names of the fields that say what it is: one of a complete environment."""
+        found = {"class": self.class_path, "agent": self.agent, "program": self.program, "verifiers": self.verifiers}
+        return [name for name, value in found.items() if value not in (None, [])]
+
+    @property
+    def takes_parameters(self) -> bool:
+        """Whether `parameters` go anywhere."""
+        return bool({"class", "verifiers"} & {*self.forms})
+
+    @property
+    def is_agent(self) -> bool:
+        """Whether code asks for turns by itself, in place of answering them."""
+        return self.forms not in ([], ["class"])
+
+
+class EnvironmentChoice(NamedEnvironment):
+    """One of several environments, for the rows that name it or for its share of them."""
+
+    name: str = Field(description="What rows call it, in the column environment.column.")
+    weight: PositiveFloat = Field(1.0, description="Share of the prompts, relative to the others; without a column.")
+
+
+class EnvironmentConfig(NamedEnvironment):
+    """The environment that answers between turns: a class, tools, an agent, or several. Without any: one turn."""
+
+    tools: list[FilePath] = Field(
+        default_factory=list,
+        description="Functions that the policy may call, 'module:function' or 'file.py:function', with type hints and "
+        "a docstring that describes each argument. Needs a chat template that knows tools.",
+    )
     verifiers_python: FilePath = Field(
         ".venv-verifiers/bin/python", description="The Python that has verifiers: an environment of its own."
     )
     choices: list[EnvironmentChoice] = Field(
-        default_factory=list, description="Several environments in place of one class, by column or weight."
+        default_factory=list,
+        description="Several environments, classes and agents, in place of one, by column or weight.",
     )
     column: str | None = Field(None, description="Column of the prompts that names one of the choices.")
     reward_weight: Number = Field(
@@ -116,36 +134,52 @@ class EnvironmentConfig(Section):
     @property
     def is_set(self) -> bool:
         """Whether there is an environment at all."""
-        return self.class_path is not None or bool(self.tools) or bool(self.choices) or self.has_agents
+        return bool(self.forms or self.tools or self.choices)
+
+    @property
+    def sources(self) -> list[NamedEnvironment]:
+        """Return the environments that rows may have: the choices, or the only one."""
+        return [*self.choices] or [self]
 
     @property
     def has_agents(self) -> bool:
-        """Whether code asks for turns by itself, in place of answering them."""
-        return self.agent is not None or bool(self.program) or self.verifiers is not None
+        """Whether one of them asks for its turns by itself."""
+        return any(one.is_agent for one in self.sources)
+
+    @property
+    def has_only_agents(self) -> bool:
+        """Whether all of them do."""
+        return all(one.is_agent for one in self.sources)
 
     @model_validator(mode="after")
     def _check_sources(self) -> Self:
-        named = {
-            "environment.class": self.class_path is not None,
-            "environment.tools": bool(self.tools),
-            "environment.choices": bool(self.choices),
-            "environment.agent": self.agent is not None,
-            "environment.program": bool(self.program),
-            "environment.verifiers": self.verifiers is not None,
-        }
-        if sum(named.values()) > 1:
+        forms = self.forms + ["tools"] * bool(self.tools) + ["choices"] * bool(self.choices)
+        if len(forms) > 1:
             raise ConfigError(
                 "an episode has one environment",
-                got=" and ".join(name for name, is_there in named.items() if is_there),
-                allowed="one of " + ", ".join(named),
+                got=" and ".join(f"environment.{name}" for name in forms),
+                allowed="one of environment.class, tools, choices, agent, program, verifiers",
                 hint="a class may have tools of its own; several environments go into [[environment.choices]]",
             )
-        if self.parameters and self.class_path is None and self.verifiers is None:
+        for place, choice in enumerate(self.choices):
+            if len(choice.forms) != 1:
+                raise ConfigError(
+                    "a choice is one environment",
+                    got=f"environment.choices.{place}, '{choice.name}', with {' and '.join(choice.forms) or 'none'}",
+                    allowed="one of class, agent, program, verifiers",
+                )
+        named: list[NamedEnvironment] = [self, *self.choices]
+        lost = next((one for one in named if one.parameters and not one.takes_parameters), None)
+        if lost is not None:
             raise ConfigError(
                 "environment.parameters belong to environment.class or environment.verifiers",
-                got=f"parameters {', '.join(self.parameters)} without a class",
+                got=f"parameters {', '.join(lost.parameters)} without a class",
                 allowed="environment.class with environment.parameters",
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_fields(self) -> Self:
         names = [choice.name for choice in self.choices]
         if repeated := sorted({name for name in names if names.count(name) > 1}):
             raise ConfigError("environments need names of their own", got=f"{', '.join(repeated)} more than once")

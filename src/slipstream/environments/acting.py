@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from slipstream.core.turn_messages import Observation
+from slipstream.environments.answers import Answer, Asked, LastWord, Lost, Said
 from slipstream.environments.episodes import Act, EpisodeTable, Finish, Give, Open, Shut, Take
-from slipstream.environments.pool import Asked, EpisodePool, LastWord, Lost, Said
+from slipstream.environments.pool import EpisodePool
 
 
 def carry_out(acts: Iterable[Act], pool: EpisodePool) -> list[Observation]:
@@ -29,7 +30,7 @@ def carry_out(acts: Iterable[Act], pool: EpisodePool) -> list[Observation]:
     return observations
 
 
-def take_answer(table: EpisodeTable, answer: Said | Asked | LastWord | Lost, now_s: float) -> list[Act]:
+def take_answer(table: EpisodeTable, answer: Answer, now_s: float) -> list[Act]:
     """Let the table take one answer of the pool; return what follows from it."""
     match answer:
         case Said():

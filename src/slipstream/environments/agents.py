@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from slipstream.environments.asks import Ask, Refused, TurnReply
+from slipstream.environments.asks import Ask, Refused, Tell, TurnReply
 from slipstream.environments.protocol import EnvironmentFault
 
 MAX_LINE_BYTES = 1 << 20
@@ -309,7 +309,7 @@ class AgentSessions:
             return None
         return self._episodes.get(path_key)
 
-    async def ask(self, session: Any, ask: Ask) -> TurnReply:
+    async def ask(self, session: Any, ask: Ask, tell: Tell | None = None) -> TurnReply:  # noqa: ARG002
         """Return the turn. Refused where there is none."""
         unanswered = self._unanswered.get(session)
         if unanswered is None:

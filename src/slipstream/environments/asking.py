@@ -10,9 +10,9 @@ import numpy as np
 from slipstream.core.errors import ConfigError
 from slipstream.core.turn_messages import TurnSampled
 from slipstream.core.types import Prompt
+from slipstream.environments.answers import Asked
 from slipstream.environments.asks import Ask, Refused, TurnReply, plain
 from slipstream.environments.known_episode import EpisodeLimits, KnownEpisode
-from slipstream.environments.pool import Asked
 from slipstream.environments.protocol import ChatMessage
 from slipstream.environments.transcript import Branch, Chats, find, find_ids, no_tokens
 
@@ -72,12 +72,12 @@ def _placed(
     if place is None:
         prompt = chat.context(episode.row, ask.messages)
         return _new(episode, prompt, chats, ask), no_tokens(), ask.messages
-    branch, rest = place.branch, ask.messages[place.num_messages :]
+    branch, rest = place.branch, place.rest
     given = chat.observation(branch.turn_ids(place.turn), rest)
     if place.is_at_end:
         return branch, given, [*branch.history, *rest]
     tokens = np.concatenate([branch.ids(place.turn), given])
-    history = [*branch.history[: place.num_messages], *rest]
+    history = [*branch.history[: branch.ends[place.turn - 1]], *rest]
     prompt = msgspec.structs.replace(branch.prompt, tokens=tokens, text=chat.text_of(tokens), messages=history)
     return _new(episode, prompt, chats, ask), no_tokens(), history
 

@@ -8,7 +8,7 @@ OpenAI's names; an endpoint knows neither.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any, Protocol
 
 import msgspec
@@ -72,6 +72,10 @@ class Refused(Exception):
         self.status, self.code = status, code
 
 
+Tell = Callable[[str], None]
+"""Takes the next piece of a turn's text."""
+
+
 class Endpoint(Protocol):
     """The end that answers what a gateway has read: an episode of a run, or a model that is served on its own."""
 
@@ -84,9 +88,11 @@ class Endpoint(Protocol):
         """Return whose request this is, by the keys in the path and in the header; None: refused with 401."""
         ...
 
-    async def ask(self, session: Hashable, ask: Ask) -> TurnReply:
+    async def ask(self, session: Hashable, ask: Ask, tell: Tell | None = None) -> TurnReply:
         """Return the turn. Raises Refused. Cancelled when the client is gone or its time is over.
 
+        An endpoint whose turns are of use before they are whole calls `tell`, in the loop, with piece after piece of
+        the text with which the message's content begins.
         The client learns only the type of any other exception, with status 500.
         """
         ...

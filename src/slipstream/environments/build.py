@@ -66,27 +66,30 @@ def keeps_states(config: RunConfig) -> bool:
 
 
 def tools_of(pool: EpisodePool) -> Schemas:
-    """Return the schemas of the tools that the policy may call; those of all environments are the same."""
-    first, *others = pool.tool_schemas
-    if any(schemas != first for schemas in others):
+    """Return the schemas of the tools that the policy may call; those of all environments are the same.
+
+    Agents are no part of this: they bring their tools along.
+    """
+    found = [schemas for source, schemas in enumerate(pool.tool_schemas) if source not in pool.agents]
+    if any(schemas != found[0] for schemas in found):
         raise ConfigError(
             "the environments of a run have the same tools: prompts name them",
-            got=" and ".join(str([schema["function"]["name"] for schema in schemas]) for schemas in pool.tool_schemas),
+            got=" and ".join(str([schema["function"]["name"] for schema in schemas]) for schemas in found),
             hint="let each class have the tools of all, or train in several runs",
         )
-    return first
+    return found[0] if found else []
 
 
-def build_chat(config: RunConfig, tokenizer: Tokenizer, tools: Schemas | None) -> Chat:
+def build_chat(config: RunConfig, tokenizer: Tokenizer, tools: Schemas | None, *, for_agents: bool = False) -> Chat:
     """Return what makes ids of an environment's words; `tools` are the schemas of functions that the policy may call.
 
-    Chats by the model's template, proved to extend its own text (ConfigError else); other prompts by
-    `environment.observation`.
+    Chats by the model's template, proved to extend its own text (ConfigError else), and all that agents say where
+    there is one; other prompts by `environment.observation`.
     """
     stop_ids, environment = stop_token_ids(tokenizer, config.generator), config.environment
     parse = call_parser(environment.tool_format, tokenizer, tools)
     has_chats = config.prompts.chat or (bool(tokenizer.chat_template) and bool(tools))
-    if not has_chats and not (environment.has_agents and tokenizer.chat_template):
+    if not has_chats and not (for_agents and tokenizer.chat_template):
         return PlainChat(tokenizer, environment.observation, stop_ids=stop_ids, parse=parse)
     chat = TemplateChat(
         tokenizer,
@@ -101,7 +104,7 @@ def build_chat(config: RunConfig, tokenizer: Tokenizer, tools: Schemas | None) -
 
 def build_chats(config: RunConfig, tokenizer: Tokenizer) -> Chats:
     """Return the chats of agents, which bring their tools along."""
-    return Chats(lambda tools: build_chat(config, tokenizer, tools))
+    return Chats(lambda tools: build_chat(config, tokenizer, tools, for_agents=True))
 
 
 def call_parser(tool_format: str, tokenizer: Tokenizer, tools: Schemas | None) -> Parse | None:

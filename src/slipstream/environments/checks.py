@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.core.config import RunConfig
-from slipstream.core.environment_section import EnvironmentConfig
+from slipstream.core.environment_section import NamedEnvironment
 from slipstream.core.errors import ConfigError
 from slipstream.core.sections import FROM_PYTHON
 from slipstream.environments.sources import EnvironmentSource, make_source
@@ -31,47 +31,50 @@ class Given:
 def sources_of(config: RunConfig) -> list[EnvironmentSource]:
     """Return the environments that the configuration names by path, in the order of its choices."""
     environment = config.environment
-    if environment.agent is not None:
-        return [make_source("agent", environment.agent)]
-    if environment.verifiers is not None:
-        return [_verifiers_source(environment)]
-    if environment.program:
-        return [make_source("program", command=environment.program)]
     if environment.tools:
         return [make_source("tools", tools=environment.tools)]
-    if environment.class_path is not None:
-        return [make_source("class", environment.class_path, params=environment.parameters)]
-    return [make_source("class", one.class_path, params=one.parameters) for one in environment.choices]
+    return [_source_of(one, environment.verifiers_python) for one in environment.sources]
 
 
-def _verifiers_source(environment: EnvironmentConfig) -> EnvironmentSource:
+def _source_of(one: NamedEnvironment, verifiers_python: str) -> EnvironmentSource:
+    if one.agent is not None:
+        return make_source("agent", one.agent)
+    if one.verifiers is not None:
+        return _verifiers_source(one.verifiers, one.parameters, verifiers_python)
+    if one.program:
+        return make_source("program", command=one.program)
+    return make_source("class", one.class_path or "", params=one.parameters)
+
+
+def _verifiers_source(name: str, parameters: Mapping[str, Any], verifiers_python: str) -> EnvironmentSource:
     """Return the program that plays an environment of verifiers. ConfigError where there is no verifiers."""
-    python = os.path.expanduser(environment.verifiers_python)
+    python = os.path.expanduser(verifiers_python)
     if not os.path.isfile(python):
         raise ConfigError(
             "environment.verifiers needs a Python that has verifiers",
-            got=f"environment.verifiers_python = '{environment.verifiers_python}', which is not there",
+            got=f"environment.verifiers_python = '{verifiers_python}', which is not there",
             hint="in a checkout `make verifiers-env` makes it, in .venv-verifiers; or give the path of your own",
         )
     program = Path(__file__).with_name("verifiers_program.py")
-    told = ["--environment", str(environment.verifiers), "--parameters", json.dumps(environment.parameters)]
+    told = ["--environment", name, "--parameters", json.dumps(dict(parameters))]
     return make_source("lines", command=[python, str(program), *told, "--path", os.getcwd()])
 
 
 def is_from_python(config: RunConfig) -> bool:
     """Whether its environments were handed over from Python: then all were."""
-    environment = config.environment
-    named = [environment.class_path or "", environment.agent or ""]
-    paths = [*named, *environment.tools, *(one.class_path for one in environment.choices)]
+    paths = [*config.environment.tools, *map(_path_of, config.environment.sources)]
     return any(path.startswith(FROM_PYTHON) for path in paths)
+
+
+def _path_of(one: NamedEnvironment) -> str:
+    return one.class_path or one.agent or ""
 
 
 def given_makers(config: RunConfig, given: Given | None) -> list[Maker]:
     """Return what makes the environments that were handed over. ConfigError where this process does not have one."""
     environment, makers = config.environment, {} if given is None else given.makers
-    alone = environment.class_path or environment.agent
-    paths = [alone] if alone else environment.tools[:1]
-    names = [path.removeprefix(FROM_PYTHON) for path in paths or [one.class_path for one in environment.choices]]
+    paths = environment.tools[:1] or [*map(_path_of, environment.sources)]
+    names = [path.removeprefix(FROM_PYTHON) for path in paths]
     missing = next((name for name in names if name not in makers), None)
     if missing is not None:
         raise ConfigError(

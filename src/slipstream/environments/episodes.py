@@ -28,11 +28,11 @@ from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError, did_you_mean
 from slipstream.core.turn_messages import Observation, TurnSampled
 from slipstream.core.types import EpisodeRecord, PartialEpisode, Prompt
+from slipstream.environments.answers import Answer, Asked, LastWord, Lost, Said
 from slipstream.environments.asking import admitted, reply_to
 from slipstream.environments.asks import Refused, TurnReply
 from slipstream.environments.chat import Chat
 from slipstream.environments.known_episode import EpisodeLimits, Key, KnownEpisode
-from slipstream.environments.pool import Asked, LastWord, Lost, Said
 from slipstream.environments.protocol import ChatMessage
 from slipstream.environments.transcript import Chats, no_tokens
 
@@ -44,7 +44,7 @@ COUNTS = (
     *("episodes", "turns", "restarts", "restored", "begun_again"),
     *("ended", "turns_of_ended", "failed", "cut", "tool_calls", "tool_errors", "forks", "refused"),
 )
-"""The counters of a table: of all that began, then of episodes that ended. `restored` ones went on from a checkpoint.
+"""The counters of a table: of all that began, then of episodes that ended. `restored` ones went on from a state.
 `begun_again` ones were open before a process was lost or the run was resumed, and had nothing to go on from.
 """
 
@@ -145,6 +145,8 @@ class EpisodeTable:
             return [Give(key, branch.request, reply_to(episode, branch, message))]
         said = self._chat.message(message.segment.tokens)
         episode.messages.append(said)
+        if episode.phase == "restoring":  # its environment hears of the turn when it is there again
+            return []
         episode.phase = "stepping"
         return [Take(key, message.turn, said)]
 
@@ -165,14 +167,13 @@ class EpisodeTable:
     def answered(self, answer: Said, now_s: float) -> list[Act]:
         """An environment answered a turn, or its reset."""
         episode = self._open.get(_key_of(answer))
-        if episode is None or answer.turn != episode.turn:
-            return []
-        if episode.phase not in ("resetting", "restoring", "stepping"):
+        if episode is not None and episode.phase == "restoring":
+            self._spent(episode, answer.seconds)
+            return self._restored(episode, now_s)
+        if episode is None or answer.turn != episode.turn or episode.phase not in ("resetting", "stepping"):
             return []
         self._spent(episode, answer.seconds)
-        if episode.phase == "restoring":
-            return self._restored(episode, now_s)
-        episode.state = answer.state
+        episode.state = None if answer.is_done else answer.state
         episode.num_tool_calls += answer.num_tool_calls
         episode.num_tool_errors += answer.num_tool_errors
         if answer.turn > 0:
@@ -197,6 +198,9 @@ class EpisodeTable:
         if episode.has_no_answer:
             episode.phase = "stepping"
             return [Take(episode.key, episode.turn, episode.messages[-1])]
+        if episode.trunk.is_sampling:
+            episode.phase = "sampling"
+            return []
         return self._go_on(episode, now_s)
 
     def _go_on(self, episode: KnownEpisode, now_s: float) -> list[Act]:
@@ -225,12 +229,19 @@ class EpisodeTable:
         return [self._close(episode, episode.record(word.reward))]
 
     def failed(self, lost: Lost, now_s: float) -> list[Act]:
-        """An environment is gone: its episode begins again, or has failed for good."""
+        """An environment is gone: its episode begins again, or has failed for good.
+
+        One that shared a worker with the culprit goes on from its last answer where it has a state; meanwhile the
+        policy samples what it was sampling.
+        """
         episode = self._open.get(_key_of(lost))
         if episode is None:
             return []
         if episode.phase == "talking" and episode.is_cut and episode.turn:  # it did not bear to be refused a turn
             return [self._close(episode, episode.record())]
+        if lost.is_guilty is False and episode.state is not None:
+            episode.phase = "restoring"
+            return [self._open_call(episode)]
         episode.charges += CHARGES[lost.is_guilty]
         if episode.charges > CHARGES[True] * self._limits.max_restarts:
             self.counts["failed"] += 1
@@ -336,7 +347,7 @@ class Sources:
                 )
 
 
-def _key_of(answer: Said | Asked | LastWord | Lost) -> Key:
+def _key_of(answer: Answer) -> Key:
     assert isinstance(answer.key, tuple), "the pool has the keys that it was given"
     return answer.key
 

@@ -14,11 +14,12 @@ from slipstream.core.service_messages import Checkpoint, Counters, Noted, Ready
 from slipstream.core.turn_messages import Observation, TurnSampled
 from slipstream.core.types import Stop
 from slipstream.environments.acting import carry_out, take_answer
+from slipstream.environments.answers import Lost, Said
 from slipstream.environments.build import build_chat, build_chats, keeps_states, make_pool, tools_of
 from slipstream.environments.checks import Given
 from slipstream.environments.episodes import Act, EpisodeTable, Sources
 from slipstream.environments.known_episode import EpisodeLimits
-from slipstream.environments.pool import EpisodePool, Lost, Said
+from slipstream.environments.pool import EpisodePool
 from slipstream.environments.protocol import MAX_STATE_BYTES
 from slipstream.models.build import build_tokenizer, max_positions
 

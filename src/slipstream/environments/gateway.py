@@ -16,7 +16,7 @@ import socket
 import time
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Hashable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,19 +24,22 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from slipstream.environments.asks import Ask, Endpoint, Refused, TurnReply
 from slipstream.environments.openai_api import CHAT, TEXT, Dialect, response_form
-from slipstream.environments.openai_replies import Stamp, error_body, model_entry
+from slipstream.environments.openai_replies import ResponseForm, Stamp, error_body, model_entry
 
 CANCEL_LIMIT_S = 1.0
 """For this long a request waits for the end of what it has cancelled; its place stays taken until then."""
 STOP_LIMIT_S = 2.0
+DRAIN_LIMIT_S = 1.0
+"""For this long a body that is too large is read on, for nothing."""
 NO_RETRY = {"x-should-retry": "false"}
 """Header that keeps OpenAI's clients from asking again by themselves: another turn is not the one that failed."""
 RETRIED = (429, 503)
@@ -138,29 +141,43 @@ class _Gateway:
                 del self._pending[session]
 
     async def _turn(self, request: Request, dialect: Dialect) -> Response:
-        """Return the response with a turn. A stream begins once its turn is there, so errors keep their status."""
+        """Return the response with a turn. A stream begins with its first text, so errors before keep their status."""
+        ends_s = asyncio.get_running_loop().time() + self._limits.request_limit_s
         session = self._session(request)
-        with self._place(session):
+        with contextlib.ExitStack() as held:
+            held.enter_context(self._place(session))
             body = _parsed(await _read(request, self._limits.max_body_bytes))
             ask, form = dialect.ask(body), response_form(body)
-            reply = await self._reply(request, session, ask)
-        stamp = Stamp(f"{dialect.prefix}-{uuid.uuid4().hex}", int(time.time()), self._endpoint.model)
-        if form.is_stream:
-            events = "".join(f"data: {_text(chunk)}\n\n" for chunk in dialect.chunks(reply, form, stamp))
-            return Response(f"{events}data: [DONE]\n\n", headers={"content-type": "text/event-stream; charset=utf-8"})
+            stamp = Stamp(f"{dialect.prefix}-{uuid.uuid4().hex}", int(time.time()), self._endpoint.model)
+            said = self._said(request, session, ask, tells=form.is_stream and not form.has_logprobs)
+            if form.is_stream:
+                events = _events(said, (dialect, form, stamp), held.pop_all())
+                return _EventStream(await anext(events), events, ends_s)
+            async with contextlib.aclosing(said):
+                reply = await anext(said)
+        assert isinstance(reply, TurnReply), "nothing was told before"
         return _json(dialect.whole(reply, form, stamp))
 
-    async def _reply(self, request: Request, session: Hashable, ask: Ask) -> TurnReply:
-        """Return the endpoint's reply, or end its work when the client is gone. Unblocked by: either of the two."""
-        turn = asyncio.ensure_future(self._endpoint.ask(session, ask))
+    async def _said(
+        self, request: Request, session: Hashable, ask: Ask, *, tells: bool
+    ) -> AsyncGenerator[str | TurnReply]:
+        """Yield what the endpoint tells of the turn's text, then its reply; end its work when the client is gone.
+
+        Unblocked by: the endpoint, or the client's end.
+        """
+        told = asyncio.Queue[str | None]()  # None: one of the two is done
+        turn = asyncio.ensure_future(self._endpoint.ask(session, ask, told.put_nowait if tells else None))
         gone = asyncio.ensure_future(_gone(request))
+        for task in (turn, gone):
+            task.add_done_callback(lambda _: told.put_nowait(None))
         try:
-            await asyncio.wait({turn, gone}, return_when=asyncio.FIRST_COMPLETED)
+            while (text := await told.get()) is not None:
+                yield text
             if not turn.done():
                 raise ClientDisconnect
             if turn.cancelled():
                 raise Refused("the endpoint gave this request up", status=500, code="given_up")
-            return turn.result()
+            yield turn.result()
         finally:
             await _ended(turn, gone)
 
@@ -174,18 +191,77 @@ class _Gateway:
         return _json(model)
 
 
+Written = tuple[Dialect, ResponseForm, Stamp]
+"""How a turn is written."""
+
+
+async def _events(
+    said: AsyncGenerator[str | TurnReply], written: Written, held: contextlib.ExitStack
+) -> AsyncGenerator[str]:
+    """Yield the server-sent events of a stream. An error behind the first is an event. `held` is let go at the end."""
+    (dialect, form, stamp), num_told, last = written, 0, ""
+    with held:
+        async with contextlib.aclosing(said):
+            try:
+                async for one in said:
+                    if isinstance(one, str):
+                        yield _sent(dialect.piece(one, form, stamp, num_told))
+                        num_told += len(one)
+                    else:
+                        last = _sent(dialect.chunks(one, form, stamp, num_told)) + "data: [DONE]\n\n"
+            except Refused as refused:
+                if not num_told:
+                    raise
+                last = _sent([error_body(str(refused), refused.status, refused.code)])
+    yield last
+
+
+def _sent(chunks: Iterable[Any]) -> str:
+    return "".join(f"data: {_text(chunk)}\n\n" for chunk in chunks)
+
+
+class _EventStream(StreamingResponse):
+    """Server-sent events as they come, up to `ends_s` of the loop's time. They end by themselves without a client."""
+
+    def __init__(self, first: str, rest: AsyncGenerator[str], ends_s: float) -> None:
+        super().__init__(self._all(first, rest), headers={"content-type": "text/event-stream; charset=utf-8"})
+        self._rest, self._ends_s = rest, ends_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - the form of a page
+        """Send all of it."""
+        with contextlib.suppress(ClientDisconnect, TimeoutError):  # a stream that is cut ends with its connection
+            async with asyncio.timeout_at(self._ends_s), contextlib.aclosing(self._rest):
+                await self.stream_response(send)
+
+    @staticmethod
+    async def _all(first: str, rest: AsyncGenerator[str]) -> AsyncGenerator[str]:
+        yield first
+        async for one in rest:
+            yield one
+
+
 async def _read(request: Request, max_bytes: int) -> bytes:
-    """Return the body, of which no more is read than a piece above `max_bytes`."""
-    too_large = Refused(f"the body has more than {max_bytes:,} bytes", status=413, code="body_too_large")
-    told = request.headers.get("content-length", "0")
-    if len(told) > 18 or int(told) > max_bytes:
-        raise too_large
-    body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > max_bytes:
-            raise too_large
-    return bytes(body)
+    """Return the body. Refused for one above `max_bytes`, behind up to twice as many bytes of it, or DRAIN_LIMIT_S.
+
+    A client that sends all of a body before it reads would lose the answer to a connection that ends with bytes unread.
+    """
+    told, stream, body = request.headers.get("content-length", "0"), request.stream(), bytearray()
+    if len(told) <= 18 and int(told) <= max_bytes:
+        async for piece in stream:
+            body += piece
+            if len(body) > max_bytes:
+                break
+        else:
+            return bytes(body)
+    if "expect" not in request.headers:  # else nothing is sent before it is asked for
+        with contextlib.suppress(TimeoutError, ClientDisconnect):
+            async with asyncio.timeout(DRAIN_LIMIT_S):
+                num_read = len(body)
+                async for piece in stream:
+                    num_read += len(piece)
+                    if num_read > 2 * max_bytes:
+                        break
+    raise Refused(f"the body has more than {max_bytes:,} bytes", status=413, code="body_too_large")
 
 
 def _parsed(body: bytes) -> Mapping[str, Any]:

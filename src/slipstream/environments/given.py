@@ -24,6 +24,8 @@ from slipstream.environments.trl import CHOICE, FactoryEnvironment
 
 EnvironmentMaker = Callable[..., Any] | Mapping[str, Callable[..., Any]] | str
 """A class with `reset` and `step`, or whatever makes such objects; several by name; or a path as in a recipe."""
+AgentFunction = Callable[..., Any] | Mapping[str, Callable[..., Any]] | str
+"""An agent; several by name; or a path as in a recipe."""
 
 
 def with_given_environment(
@@ -31,7 +33,7 @@ def with_given_environment(
     environment: EnvironmentMaker | None = None,
     tools: Sequence[Callable[..., Any] | str] | None = None,
     environment_factory: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None = None,
-    agent: Callable[..., Any] | str | None = None,
+    agent: AgentFunction | None = None,
     *,
     keeps_terms: bool = True,
 ) -> tuple[RunConfig, Given | None]:
@@ -52,7 +54,9 @@ def with_given_environment(
             allowed="environment, or agent, or tools with environment_factory, or one of these",
             hint="a class of your own may have tools: see slipstream.environments.tools.ToolEnvironment",
         )
-    over, makers = _agent(agent) if agent is not None else _tables(config, environment, tools, environment_factory)
+    over, makers = (
+        _agent(config, agent) if agent is not None else _tables(config, environment, tools, environment_factory)
+    )
     if makers and all(config.environment.model_dump()[name] == value for name, value in over.items()):
         return config, Given(makers)  # a run that goes on
     names = ("class_path", "column", "agent", "verifiers")
@@ -108,22 +112,29 @@ def _tables(
     return {"class_path": FROM_PYTHON + name}, {name: _of_trl(factory, functions, "environment_factory")}
 
 
-def _agent(agent: Callable[..., Any] | str) -> tuple[dict[str, Any], dict[str, Maker]]:
-    """Return the field of an agent, and what makes it."""
+def _agent(config: RunConfig, agent: AgentFunction) -> tuple[dict[str, Any], dict[str, Maker]]:
+    """Return the fields of one agent or several, and what makes them."""
     if isinstance(agent, str):
         return {"agent": agent}, {}
+    if isinstance(agent, Mapping):
+        makers = {str(name): _agent_maker(one, str(name)) for name, one in agent.items()}
+        return _choices(makers, config.environment.column, field="agent"), makers
+    name = _name(agent)
+    return {"agent": FROM_PYTHON + name}, {name: _agent_maker(agent, name)}
+
+
+def _agent_maker(agent: Any, name: str) -> Maker:
     if not callable(agent) or inspect.isclass(agent):
         raise ConfigError(
             "an agent is a function", got=repr(agent)[:100], allowed="async def run(row, base_url, api_key), or a path"
         )
-    name = _name(agent)
-    return {"agent": FROM_PYTHON + name}, {name: AgentMaker(agent_of(agent, name))}
+    return AgentMaker(agent_of(agent, name))
 
 
-def _choices(makers: Mapping[str, Maker], column: str | None) -> dict[str, Any]:
+def _choices(makers: Mapping[str, Maker], column: str | None, *, field: str = "class_path") -> dict[str, Any]:
     if not makers:
         raise ConfigError("there is no environment in the table", allowed="{name: class, ...}")
-    choices = [{"name": name, "class_path": FROM_PYTHON + name} for name in makers]
+    choices = [{"name": name, field: FROM_PYTHON + name} for name in makers]
     return {"choices": choices, "column": column}
 
 

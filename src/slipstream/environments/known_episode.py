@@ -124,7 +124,7 @@ class KnownEpisode:
 
     def partial(self) -> PartialEpisode | None:
         """Return the episode as a checkpoint holds it; None where it cannot be gone on with, or nothing was sampled."""
-        if self.state is None or not self.turn or self.phase not in ("sampling", "stepping"):
+        if self.state is None or not self.turn or self.phase not in ("sampling", "stepping", "restoring"):
             return None
         trunk, (_, ordinal, sample) = self.trunk, self.key
         return PartialEpisode(

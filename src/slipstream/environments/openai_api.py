@@ -20,8 +20,10 @@ from slipstream.environments.openai_replies import (
     chat_chunks,
     chat_completion,
     chat_message,
+    chat_piece,
     text_chunks,
     text_completion,
+    text_piece,
 )
 from slipstream.environments.protocol import ChatMessage, cut
 
@@ -300,13 +302,17 @@ def as_returned(message: ChatMessage) -> ChatMessage:
 
 @dataclass(frozen=True)
 class Dialect:
-    """One of OpenAI's two pages for turns: how its bodies are read, and its responses written."""
+    """One of OpenAI's two pages for turns: how its bodies are read, and its responses written.
+
+    A stream is a `piece` for each text that is told of a turn, then the `chunks` of the rest.
+    """
 
     prefix: str
     ask: Callable[[Body], Ask]
     whole: Callable[[TurnReply, ResponseForm, Stamp], Json]
-    chunks: Callable[[TurnReply, ResponseForm, Stamp], Iterator[Json]]
+    chunks: Callable[[TurnReply, ResponseForm, Stamp, int], Iterator[Json]]
+    piece: Callable[[str, ResponseForm, Stamp, int], Iterator[Json]]
 
 
-CHAT = Dialect("chatcmpl", chat_ask, chat_completion, chat_chunks)
-TEXT = Dialect("cmpl", completions_ask, text_completion, text_chunks)
+CHAT = Dialect("chatcmpl", chat_ask, chat_completion, chat_chunks, chat_piece)
+TEXT = Dialect("cmpl", completions_ask, text_completion, text_chunks, text_piece)

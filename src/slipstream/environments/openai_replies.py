@@ -69,15 +69,16 @@ def _response(kind: str, reply: TurnReply, form: ResponseForm, stamp: Stamp, cho
     }
 
 
-def chat_chunks(reply: TurnReply, form: ResponseForm, stamp: Stamp) -> Iterator[Json]:
-    """Return the chunks of the streamed response to a chat. A turn is there as a whole, so its text is one of them."""
+def chat_chunks(reply: TurnReply, form: ResponseForm, stamp: Stamp, num_told: int = 0) -> Iterator[Json]:
+    """Return the chunks of the streamed response to a chat, without `num_told` characters of its text, already told."""
     message, calls = chat_message(reply.message), []
+    content = (message["content"] or "")[num_told:]
     for index, call in enumerate(message.get("tool_calls", ())):
         calls.append({"index": index, **call})
-    deltas: list[tuple[Json, Json | None]] = [({"role": "assistant", "content": ""}, None)]
-    if message["content"] or form.has_logprobs:
+    deltas: list[tuple[Json, Json | None]] = [] if num_told else [({"role": "assistant", "content": ""}, None)]
+    if content or form.has_logprobs:
         logprobs = _chat_logprobs(reply) if form.has_logprobs else None
-        deltas.append(({"content": message["content"] or ""}, logprobs))
+        deltas.append(({"content": content}, logprobs))
     if calls:
         deltas.append(({"tool_calls": calls}, None))
     choices: list[Json] = [{"delta": delta, "logprobs": logprobs, "finish_reason": None} for delta, logprobs in deltas]
@@ -85,11 +86,11 @@ def chat_chunks(reply: TurnReply, form: ResponseForm, stamp: Stamp) -> Iterator[
     return _chunks("chat.completion.chunk", choices, reply, form, stamp)
 
 
-def text_chunks(reply: TurnReply, form: ResponseForm, stamp: Stamp) -> Iterator[Json]:
-    """Return the chunks of the streamed response to a text, or to ids."""
+def text_chunks(reply: TurnReply, form: ResponseForm, stamp: Stamp, num_told: int = 0) -> Iterator[Json]:
+    """Return the chunks of the streamed response to a text, or to ids; `num_told` as above."""
     logprobs = _text_logprobs(reply) if form.has_logprobs else None
     choices: list[Json] = [
-        {"text": reply.message["content"], "logprobs": logprobs, "finish_reason": None},
+        {"text": reply.message["content"][num_told:], "logprobs": logprobs, "finish_reason": None},
         {"text": "", "logprobs": None, "finish_reason": _end(reply)},
     ]
     return _chunks("text_completion", choices, reply, form, stamp)
@@ -97,15 +98,31 @@ def text_chunks(reply: TurnReply, form: ResponseForm, stamp: Stamp) -> Iterator[
 
 def _chunks(kind: str, choices: list[Json], reply: TurnReply, form: ResponseForm, stamp: Stamp) -> Iterator[Json]:
     """Return a chunk for each choice and one for the usage; the exact turn is in the last one with a choice."""
-    no_usage = {"usage": None} if form.has_usage else {}
     for position, choice in enumerate(choices):
-        chunk = {**_head(kind, stamp), "choices": [{"index": 0, **choice}], **no_usage}
+        chunk = _chunk(kind, choice, form, stamp)
         if position == len(choices) - 1:
             chunk["choices"][0] |= _exact_turn(reply, form)
             chunk |= _exact_prompt(reply, form)
         yield chunk
     if form.has_usage:
         yield {**_head(kind, stamp), "choices": [], "usage": _usage(reply)}
+
+
+def chat_piece(text: str, form: ResponseForm, stamp: Stamp, num_told: int) -> Iterator[Json]:
+    """Return the chunks of a piece of a chat's text, behind `num_told` characters of it."""
+    for delta in [{"content": text}] if num_told else [{"role": "assistant", "content": ""}, {"content": text}]:
+        choice = {"delta": delta, "logprobs": None, "finish_reason": None}
+        yield _chunk("chat.completion.chunk", choice, form, stamp)
+
+
+def text_piece(text: str, form: ResponseForm, stamp: Stamp, num_told: int) -> Iterator[Json]:  # noqa: ARG001
+    """Return the chunk of a piece of a text."""
+    yield _chunk("text_completion", {"text": text, "logprobs": None, "finish_reason": None}, form, stamp)
+
+
+def _chunk(kind: str, choice: Json, form: ResponseForm, stamp: Stamp) -> Json:
+    no_usage = {"usage": None} if form.has_usage else {}
+    return {**_head(kind, stamp), "choices": [{"index": 0, **choice}], **no_usage}
 
 
 def _head(kind: str, stamp: Stamp) -> Json:

@@ -7,7 +7,7 @@ import math
 import selectors
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -15,7 +15,8 @@ from slipstream.core.clock import Clock, WallClock
 from slipstream.core.errors import ConfigError, ExecutorDied
 from slipstream.core.plain import wrong_with
 from slipstream.core.user_code import MAX_ERROR_CHARS
-from slipstream.environments.asks import Ask, Refused, TurnReply
+from slipstream.environments.answers import Answer, Asked, Key, LastWord, Lost, Said
+from slipstream.environments.asks import Refused, TurnReply
 from slipstream.environments.hosting import (
     MAX_EPISODES_PER_HOST,
     MAX_REQUESTS,
@@ -47,66 +48,8 @@ NO_NETWORK = (
     "Python class"
 )
 
-Key = Hashable
-"""The caller's name of an episode."""
 Call = Literal["opening", "turn", "ending", "agent"]
 """The work of a host for an episode; an agent's is its whole episode."""
-
-
-@dataclass(frozen=True)
-class Said:
-    """Messages of the environment behind turn `turn`; 0: after its reset. Tool calls are those of this turn.
-
-    `extends_prompt`: those of the reset belong to the prompt's last message, as in TRL. `state` is the environment's,
-    as JSON; of one that is too large there is the size only, in bytes.
-    """
-
-    key: Key
-    turn: int
-    messages: list[ChatMessage]
-    is_done: bool
-    reward: float | None
-    seconds: float = 0.0
-    num_tool_calls: int = 0
-    num_tool_errors: int = 0
-    extends_prompt: bool = False
-    state: str | None = None
-    state_bytes: int = 0
-
-
-@dataclass(frozen=True)
-class Asked:
-    """An agent asks for a turn; `request` counts its requests. `seconds` since it last had no request open."""
-
-    key: Key
-    request: int
-    ask: Ask
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class LastWord:
-    """The final reward, if there is one; the environment is closed, or the agent has returned.
-
-    `seconds` as in `Asked`.
-    """
-
-    key: Key
-    reward: float | None
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class Lost:
-    """The environment of this episode is gone.
-
-    `is_guilty`: by its own doing; False where it shared a worker with one; None where it may have been this one, as it
-    had a call when its worker was lost.
-    """
-
-    key: Key
-    reason: str
-    is_guilty: bool | None = True
 
 
 class _LieError(Exception):
@@ -181,14 +124,14 @@ class EpisodePool(ABC):
         agents: Collection[int] = (),
     ) -> None:
         self._clock = clock or WallClock()
-        self._num_hosts, self._num_sources, self._agents = num_hosts, num_sources, frozenset(agents)
+        self._num_hosts, self._num_sources, self.agents = num_hosts, num_sources, frozenset(agents)
         self._step_limit_s = step_limit_s
         self._selector = nested_selector()
         self._numbers = itertools.count()
         self._by_key: dict[Key, _Episode] = {}
         self._waiting: deque[_Episode] = deque()  # for a host with room
         self._site_of: dict[int, _Site] = {}
-        self._done: list[Said | Asked | LastWord | Lost] = []
+        self._done: list[Answer] = []
         self._sites: list[_Site] = []
         self._failed_starts = 0
         self.num_restarts = 0
@@ -298,7 +241,7 @@ class EpisodePool(ABC):
         episode.dropped = episode.turn if episode.call in ("opening", "turn") else None
         self._call(episode, "ending", EndEpisode(episode.number, asks_reward=False))
 
-    def poll(self) -> list[Said | Asked | LastWord | Lost]:
+    def poll(self) -> list[Answer]:
         """Move what can be moved without waiting; answers in the order they came."""
         self._advance(0)
         done, self._done = self._done, []
@@ -357,7 +300,7 @@ class EpisodePool(ABC):
             episode = self._waiting.popleft()
             roomiest.episodes[episode.number] = episode
             self._site_of[episode.number] = roomiest
-            call: Call = "agent" if episode.source in self._agents else "opening"
+            call: Call = "agent" if episode.source in self.agents else "opening"
             self._call(
                 episode,
                 call,

@@ -16,12 +16,13 @@ from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.plain import shortened
 from slipstream.core.types import Prompt
+from slipstream.environments.answers import Answer, Asked, LastWord, Lost, Said
 from slipstream.environments.asks import Ask, Refused, TurnReply, plain
 from slipstream.environments.build import build_chat, build_chats, keeps_states, make_pool, tools_of
 from slipstream.environments.chat import Chat, TemplateChat
 from slipstream.environments.checks import Given, Schemas
 from slipstream.environments.episodes import Sources, columns_of
-from slipstream.environments.pool import Asked, EpisodePool, LastWord, Lost, Said
+from slipstream.environments.pool import EpisodePool
 from slipstream.environments.transcript import Chats
 
 if TYPE_CHECKING:
@@ -70,21 +71,23 @@ class Rehearsal:
         """
         if self._pool is None:
             return
+        environment, chats = self._config.environment, build_chats(self._config, tokenizer)
+        if environment.has_agents:
+            chats.of([])
         chat = build_chat(self._config, tokenizer, self.tools)
-        if not self._config.environment.has_agents:
+        if not environment.has_only_agents:
             _check_kind(chat, prompts)
         sources = Sources.of(self._config)
         sources.check(prompts)
-        if not self._config.environment.dry_run:
+        if not environment.dry_run:
             return
         chosen: dict[tuple[int, bool], Prompt] = {}
         for ordinal, prompt in enumerate(prompts):
             chosen.setdefault((sources.index_of(ordinal, prompt), False), prompt)
         chosen[sources.index_of(len(prompts) - 1, prompts[-1]), True] = prompts[-1]
-        chats = build_chats(self._config, tokenizer)
         for (source, _), prompt in chosen.items():
             self._pool.open(_KEY, source, columns_of(prompt), keeps_state=keeps_states(self._config))
-            if self._config.environment.has_agents:
+            if source in self._pool.agents:
                 self._let_play(prompt, chats)
             else:
                 self._let_go_on(prompt, source, self._let_answer(prompt, chat))
@@ -140,7 +143,7 @@ class Rehearsal:
         assert not isinstance(answer, Asked), "an environment does not ask"
         return answer
 
-    def _answers(self) -> list[Said | Asked | LastWord | Lost]:
+    def _answers(self) -> list[Answer]:
         """Return what has come. Ends when: there is something, or a deadline is over."""
         assert self._pool is not None
         clock = WallClock()

@@ -10,7 +10,8 @@ summarises what was said, asks twice, lets a sub-agent begin): that is a fork, a
     has said something else       [system, user', assistant', user]              a fork: branch 2 is rendered as a whole
 
 Messages of a request that are known are replaced by the ids that were sampled and given for them: what was sampled is
-never tokenized again. Messages are the same where role, text (whitespace around it aside) and calls are.
+never tokenized again. Messages are the same where role, text (whitespace around it aside) and calls are. A turn
+without text and calls may be left out.
 """
 
 from __future__ import annotations
@@ -108,11 +109,11 @@ class Branch:
 
 @dataclass(frozen=True)
 class RequestPlace:
-    """A request goes on behind turn `turn` of `branch`, which has its first `num_messages` messages."""
+    """A request goes on behind turn `turn` of `branch`, which has all of its messages but the last ones, `rest`."""
 
     branch: Branch
     turn: int
-    num_messages: int
+    rest: Sequence[ChatMessage]
 
     @property
     def is_at_end(self) -> bool:
@@ -129,14 +130,15 @@ def find(branches: Sequence[Branch], messages: Sequence[ChatMessage], tools: str
     for branch in branches:
         if branch.by_ids or branch.tools != tools:
             continue
-        turn = bisect.bisect_right(branch.ends, _num_same(branch.history, messages))
+        counts = _num_known(branch.history, messages)
+        turn = bisect.bisect_right(branch.ends, len(counts) - 1)
         if not turn:
             continue
-        place = RequestPlace(branch, turn, branch.ends[turn - 1])
-        rest = messages[place.num_messages :]
-        if not rest or any(message["role"] == "assistant" for message in rest):
+        num_messages = counts[branch.ends[turn - 1]]
+        place = RequestPlace(branch, turn, messages[num_messages:])
+        if not place.rest or any(message["role"] == "assistant" for message in place.rest):
             continue
-        rank = (place.num_messages, place.is_at_end, -branch.number)
+        rank = (num_messages, place.is_at_end, -branch.number)
         if best is None or rank > best[0]:
             best = rank, place
     return None if best is None else best[1]
@@ -154,14 +156,21 @@ def find_ids(branches: Sequence[Branch], tokens: np.ndarray) -> Branch | None:
     return found
 
 
-def _num_same(known: Sequence[ChatMessage], messages: Sequence[ChatMessage]) -> int:
-    """Return how many messages are the same from the first one on."""
-    count = 0
-    for one, other in zip(known, messages, strict=False):
-        if not same(one, other):
+def _num_known(known: Sequence[ChatMessage], messages: Sequence[ChatMessage]) -> list[int]:
+    """Return how many of `messages` the first 0, 1, ... of `known` are, as far as they are the same.
+
+    Some clients leave out a turn without text and calls.
+    """
+    counts = [0]
+    for one in known:
+        count = counts[-1]
+        if count < len(messages) and same(one, messages[count]):
+            counts.append(count + 1)
+        elif one["role"] == "assistant" and not one.get("tool_calls") and not str(one.get("content") or "").strip():
+            counts.append(count)
+        else:
             break
-        count += 1
-    return count
+    return counts
 
 
 def same(known: ChatMessage, message: ChatMessage) -> bool:

@@ -112,6 +112,16 @@ class ChatText:
         text = self._text(asked, tokens[start:])
         return any(one in text for one in stops)
 
+    def lasting(self, asked: ReadAsk, tokens: np.ndarray) -> str:
+        """Return the beginning of the reply's text that `tokens` make certain, whatever is sampled behind them.
+
+        Parts of a character are left out, and all from a stop text, or what may become one, on.
+        """
+        text, stops = self._text(asked, tokens).rstrip("\ufffd"), asked.ask.wishes.stop
+        ends = [text.find(one) for one in stops if one in text]
+        ends += [len(text) - n for one in stops for n in range(1, len(one)) if text.endswith(one[:n])]
+        return text[: min(ends, default=None)]
+
     def _make(self, tools: list[dict[str, Any]] | None) -> Chat:
         parse = call_parser(self._tool_format, self._tokenizer, tools)
         if self._renderer is None:

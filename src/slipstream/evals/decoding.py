@@ -25,12 +25,14 @@ class DecodeJob:
     """A request with who is told of it, both in the engine's thread: of its end, and of its tokens so far.
 
     `on_end` is called once, with the completion or with why there is none. `on_tokens` is called every GLANCE_EVERY
-    steps, int32 [n]. The request's array of prompt tokens is its own: jobs are known by it.
+    steps, or after each one if `is_followed`, int32 [n]. The request's array of prompt tokens is its own: jobs are
+    known by it.
     """
 
     request: Request
     on_end: Callable[[Finished | Exception], None]
     on_tokens: Callable[[np.ndarray], None] | None = None
+    is_followed: bool = False
 
     @property
     def key(self) -> int:
@@ -73,7 +75,7 @@ class DecodeThread:
                 for finished in self._engine.step():
                     self._jobs.pop(id(finished.request.prompt_tokens)).on_end(finished)
                 self._steps += 1
-                if self._steps % GLANCE_EVERY == 0:
+                if self._steps % GLANCE_EVERY == 0 or any(job.is_followed for job in self._jobs.values()):
                     self._glance()
         except Exception as error:  # noqa: BLE001 - the engine's: nothing can be decoded any more
             for job in self._jobs.values():

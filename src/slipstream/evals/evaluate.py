@@ -25,7 +25,7 @@ from slipstream.core.recipes import table_of
 from slipstream.core.types import Completion, Prompt, Rollout
 from slipstream.environments.checks import Given, check_environments
 from slipstream.environments.episodes import Sources
-from slipstream.environments.given import EnvironmentMaker, with_given_environment
+from slipstream.environments.given import AgentFunction, EnvironmentMaker, with_given_environment
 from slipstream.environments.rehearsal import Rehearsal
 from slipstream.evals.episodes import answering, private_folders
 from slipstream.evals.scoring import numbered, score_by
@@ -89,6 +89,7 @@ class EpisodeMeans:
     num_turns: float
     cut_frac: float
     num_tool_calls: float
+    num_tool_errors: float
     rewards: dict[str, float]
 
 
@@ -135,7 +136,7 @@ def evaluate_model(
     environment: EnvironmentMaker | None = None,
     tools: Sequence[Callable[..., Any] | str] | None = None,
     environment_factory: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None = None,
-    agent: Callable[..., Any] | str | None = None,
+    agent: AgentFunction | None = None,
     num_prompts: int | None = None,
     num_samples: int = 1,
 ) -> EvalResult:
@@ -322,5 +323,6 @@ def _episode_means(answers: Sequence[HeldOutAnswer]) -> EpisodeMeans | None:
         num_turns=fmean(episode.num_turns for _, episode in played),
         cut_frac=fmean(episode.is_cut for _, episode in played),
         num_tool_calls=fmean(episode.num_tool_calls for _, episode in played),
+        num_tool_errors=fmean(episode.num_tool_errors for _, episode in played),
         rewards={name: fmean(rewards[name]) for name in sorted(rewards) if name},
     )

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from slipstream.core.errors import ConfigError
-from slipstream.environments.asks import Ask, Refused, SamplingWishes, TurnReply
+from slipstream.environments.asks import Ask, Refused, SamplingWishes, Tell, TurnReply
 from slipstream.evals.chat_text import ChatText, ReadAsk
 from slipstream.evals.decoding import DecodeJob, DecodeThread
 from slipstream.generator.engine import Engine
@@ -103,8 +103,11 @@ class ServedModel:
         given = api_key if path_key is None else path_key
         return secrets.compare_digest((given or "").encode(), self._api_key.encode()) or None
 
-    async def ask(self, session: Hashable, ask: Ask) -> TurnReply:  # noqa: ARG002 - there is one session
-        """Return the turn. Raises Refused: bad messages or ids, no room, too many asks at once, the end."""
+    async def ask(self, session: Hashable, ask: Ask, tell: Tell | None = None) -> TurnReply:  # noqa: ARG002
+        """Return the turn. Raises Refused: bad messages or ids, no room, too many asks at once, the end.
+
+        With tools nothing is told before the end, as a text may turn out to be a call.
+        """
         if self._over is not None:
             raise self._over()
         if self._num_open >= self._limits.max_open:
@@ -113,7 +116,7 @@ class ServedModel:
         self._num_open += 1
         try:
             asked = await self._in_text(partial(self._text.read, ask))
-            finished = await self._decoded(asked, self._request(asked))
+            finished = await self._decoded(asked, self._request(asked), None if ask.tools else tell)
             return await self._in_text(partial(self._text.reply, asked, finished))
         finally:
             self._num_open -= 1
@@ -132,12 +135,13 @@ class ServedModel:
             raise self._over()
         return await self._loop.run_in_executor(self._workers, work)
 
-    async def _decoded(self, asked: ReadAsk, request: Request) -> Finished:
+    async def _decoded(self, asked: ReadAsk, request: Request, tell: Tell | None) -> Finished:
         """Return what the engine has sampled. When the client has gone, its row is free for others."""
         ended: asyncio.Future[Finished] = self._loop.create_future()
-        job = DecodeJob(request, on_end=self._call(partial(_settle, ended)))
-        if asked.ask.wishes.stop:
-            job.on_tokens = _StopWatch(partial(self._text.has_stop, asked), self._workers, self._decoder, job).look
+        job = DecodeJob(request, on_end=self._call(partial(_settle, ended)), is_followed=tell is not None)
+        if asked.ask.wishes.stop or tell is not None:
+            told, end = None if tell is None else self._call(tell), partial(self._decoder.withdraw, job)
+            job.on_tokens = _TextWatch(self._text, asked, self._workers, end, told).look
         self._waiting.add(ended)
         self._decoder.submit(job)
         try:
@@ -237,17 +241,19 @@ def loaded(wanted: Wanted) -> tuple[Callable[[Callable[[Exception], None]], Serv
     return make, limits
 
 
-class _StopWatch:
-    """Looks for stop texts in a job's tokens, in the thread of texts, and ends the job at one. One look at a time."""
+class _TextWatch:
+    """Tells a job's text as it grows, and ends the job at a stop text; in the thread of texts, one look at a time."""
 
     def __init__(
         self,
-        has_stop: Callable[[np.ndarray, int], bool],
+        text: ChatText,
+        asked: ReadAsk,
         workers: ThreadPoolExecutor,
-        decoder: DecodeThread,
-        job: DecodeJob,
+        end: Callable[[], None],
+        tell: Callable[[str], None] | None,
     ) -> None:
-        self._has_stop, self._workers, self._decoder, self._job = has_stop, workers, decoder, job
+        self._text, self._asked, self._workers, self._end, self._tell = text, asked, workers, end, tell
+        self._told = ""
         self._num_seen = 0
         self._is_looking = False
 
@@ -262,8 +268,13 @@ class _StopWatch:
             return
 
     def _look(self, tokens: np.ndarray) -> None:
-        if self._has_stop(tokens, self._num_seen):
-            self._decoder.withdraw(self._job)
+        if self._tell is not None:
+            text = self._text.lasting(self._asked, tokens)
+            if len(text) > len(self._told) and text.startswith(self._told):
+                self._tell(text[len(self._told) :])
+                self._told = text
+        if self._asked.ask.wishes.stop and self._text.has_stop(self._asked, tokens, self._num_seen):
+            self._end()
         self._num_seen = len(tokens)
         self._is_looking = False
 

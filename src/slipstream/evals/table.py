@@ -66,6 +66,8 @@ def _rows_of_episodes(result: EvalResult) -> list[tuple[str, float | None, float
     ]
     if greedy.num_tool_calls or sampled.num_tool_calls:
         rows.append(("calls of tools", greedy.num_tool_calls, sampled.num_tool_calls))
+    if greedy.num_tool_errors or sampled.num_tool_errors:
+        rows.append(("  with an error", greedy.num_tool_errors, sampled.num_tool_errors))
     rows += [(f"reward in {name}", value, sampled.rewards.get(name)) for name, value in greedy.rewards.items()]
     return rows
 

@@ -200,6 +200,10 @@ class PagedRunner:
     def extend_prefix(self, prefix: Prefix, num_tokens: int) -> PagedPrefix | None:
         return self._pages.extend_prefix(_own(prefix), num_tokens)
 
+    def share_prefix(self, prefix: Prefix, num_shared: int, num_tokens: int) -> tuple[PagedPrefix, int] | None:
+        found = self._pages.share_prefix(_own(prefix), num_shared, num_tokens)
+        return None if found is None else (found, num_shared - num_shared % self._pages.page_size)
+
     @torch.inference_mode()
     def prefill(self, chunks: Sequence[Chunk]) -> None:
         self._graphs.check_addresses()

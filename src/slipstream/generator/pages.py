@@ -2,8 +2,8 @@
 
 Memory is cut into pages of `page_size` tokens. A *prefix* is a list of pages; the rows that are opened on it share its
 full pages and get a copy each of the last one when that is only partly filled, so a page that somebody writes to has
-one owner. A row that ends may hand its pages to a prefix, and a prefix to a longer one. A page is free again when its
-last owner has let go.
+one owner. A row that ends may hand its pages to a prefix, and a prefix to a longer one, or share its full ones with
+another. A page is free again when its last owner has let go.
 """
 
 from __future__ import annotations
@@ -106,6 +106,25 @@ class PageTable:
         self._prefixes.remove(prefix)
         self._prefixes.add(longer)
         return longer
+
+    def share_prefix(self, prefix: PagedPrefix, num_shared: int, num_tokens: int) -> PagedPrefix | None:
+        """Pages for `num_tokens` tokens, of which the full ones of the first `num_shared` are those of `prefix`.
+
+        None: too few pages. One page more has to be free, as in `open_prefix`.
+        """
+        assert prefix in self._prefixes, "the prefix was closed"
+        assert num_shared <= min(prefix.num_tokens, num_tokens), f"{num_shared} of {prefix.num_tokens}, {num_tokens}"
+        assert 1 <= num_tokens < self.max_len, f"a prefix of {num_tokens} tokens, one of {self.max_len} is to follow"
+        shared = prefix.pages[: num_shared // self.page_size]
+        num_own = pages_of(num_tokens, self.page_size) - len(shared)
+        if self.num_free < num_own + 1:
+            return None
+        own = self._take(num_own)
+        assert own is not None
+        self._references[shared] += 1
+        other = PagedPrefix(num_tokens, np.concatenate([shared, own]))
+        self._prefixes.add(other)
+        return other
 
     def close_prefix(self, prefix: PagedPrefix) -> None:
         """The prefix lets go of its pages; rows keep those they share."""

@@ -88,6 +88,12 @@ class ParkedSessions:
         self._stats.mismatched_sessions += 1
         return None
 
+    def nearest(self, session: Session, context: np.ndarray) -> tuple[ParkedKeys, int] | None:
+        """The keys of that branch of the episode with which `context` has most tokens in common, and how many."""
+        branches = [parked for key, parked in self._parked.items() if key[:3] == session[:3]]
+        found = [(parked, num_common(parked.tokens, context)) for parked in branches]
+        return max(found, key=lambda one: one[1], default=None)
+
     def take(self, session: Session) -> None:
         """The session's keys belong to its next turn from here on."""
         self.num_tokens -= len(self._parked.pop(session).tokens)

@@ -1,7 +1,8 @@
 """The prefix table: keys and values of prompts, made once for everybody who begins with the same tokens.
 
 The context of an episode's later turn is in the table too, but belongs to that turn alone: it begins with the session's
-parked keys, if there are any (`parked.py`), and is forgotten when the turn has its row.
+parked keys, if there are any (`parked.py`), and is forgotten when the turn has its row. So is that of a fork, a branch
+that begins as another one of its episode does: it begins with keys that are parked for that one, which stay there.
 """
 
 from __future__ import annotations
@@ -91,13 +92,22 @@ class PrefixTable:
         return key in self._forgotten
 
     def get_or_open(
-        self, key: PrefixKey, context: np.ndarray, in_use: Collection[PrefixKey], *, even_wanted: bool
+        self,
+        key: PrefixKey,
+        context: np.ndarray,
+        in_use: Collection[PrefixKey],
+        *,
+        even_wanted: bool,
+        fork: Session | None = None,
     ) -> StoredPrefix | None:
-        """The entry of `key`, made if need be, for which others are forgotten as in `evict`; None without memory."""
+        """The entry of `key`, made if need be, for which others are forgotten as in `evict`; None without memory.
+
+        That of a `fork` begins with the parked keys of another branch of its episode, as far as these go.
+        """
         entry = self._entries.get(key)
         session = key.session if isinstance(key, TurnKey) else None
         while entry is None:
-            entry = self._open(session, context)
+            entry = self._open(session, context, fork)
             if entry is not None:
                 self._entries[key] = entry
             elif not self.evict(in_use, even_wanted=even_wanted, but=session):
@@ -105,8 +115,15 @@ class PrefixTable:
         self._entries.move_to_end(key)
         return entry
 
-    def _open(self, session: Session | None, context: np.ndarray) -> StoredPrefix | None:
+    def _open(self, session: Session | None, context: np.ndarray, fork: Session | None) -> StoredPrefix | None:
         """A new entry, which takes over the parked keys of `session`; None without memory, and these stay then."""
+        if fork is not None and (near := self._parked.nearest(fork, context)) is not None:
+            shared = self._runner.share_prefix(near[0].storage, near[1], len(context))
+            if shared is None:
+                return None
+            of_fork, num_done = shared
+            kv_version = near[0].kv_version if num_done else None
+            return StoredPrefix(context, of_fork, num_done, num_parked=num_done, kv_version=kv_version)
         parked = None if session is None else self._parked.find(session, context)
         if session is None or parked is None:
             storage = self._runner.open_prefix(len(context))
@@ -139,7 +156,7 @@ class PrefixTable:
     def trim(self) -> None:
         """Keep no more of the prefixes that nobody waits for than the cache may hold."""
         unwanted = [key for key in self._entries if key not in self._wanted]
-        for turn in [key for key in unwanted if isinstance(key, TurnKey)]:
+        for turn in [key for key in unwanted if self._is_of_turn(key)]:
             unwanted.remove(turn)
             self._forget(turn)
         num_tokens = sum(len(self._entries[key].context) for key in unwanted)
@@ -155,8 +172,13 @@ class PrefixTable:
         Those that parked keys begin stay, as rows do, unless they are older than the version `oldest`, if it is given.
         """
         for key, entry in list(self._entries.items()):
-            if entry.kv_version is None or (oldest is not None and entry.kv_version < oldest):
+            is_older = oldest is not None and entry.kv_version is not None and entry.kv_version < oldest
+            if entry.kv_version is None or isinstance(key, bytes) or is_older:
                 self._forget(key)
+
+    def _is_of_turn(self, key: PrefixKey) -> bool:
+        """Whether nothing is kept of it for others: keys of an episode are in it."""
+        return isinstance(key, TurnKey) or self._entries[key].kv_version is not None
 
     def _forget(self, key: PrefixKey) -> None:
         entry = self._entries.pop(key)

@@ -36,6 +36,11 @@ class QueuedRequest:
         return cls(request, context, int(known[-1]), key, was_live)
 
     @property
+    def fork(self) -> Session | None:
+        """The session, where it is a further branch of its episode and has no turn."""
+        return self.request.session if self.request.branch and not self.request.num_before else None
+
+    @property
     def is_again(self) -> bool:
         """Whether its keys and values have been made before, here or elsewhere."""
         return self.request.is_again or self.has_begun
@@ -168,7 +173,9 @@ class RequestQueue:
             if num_ready == num_wanted or budget_tokens <= 0:
                 break
             if entry.key and entry.key not in prefixes:
-                prefix = self._prefixes.get_or_open(entry.key, entry.context, prefixes, even_wanted=even_wanted)
+                prefix = self._prefixes.get_or_open(
+                    entry.key, entry.context, prefixes, even_wanted=even_wanted, fork=entry.fork
+                )
                 if prefix is None:
                     break
                 prefixes[entry.key] = prefix

@@ -124,6 +124,13 @@ class Runner(Protocol):
         """
         ...
 
+    def share_prefix(self, prefix: Prefix, num_shared: int, num_tokens: int) -> tuple[Prefix, int] | None:
+        """Room for `num_tokens` tokens that begin as `prefix` does, and how many of them it holds from the start.
+
+        That is up to the `num_shared` tokens that both begin with. `prefix` stays as it is. None without memory.
+        """
+        ...
+
     def prefill(self, chunks: Sequence[Chunk]) -> None:
         """Compute and store the chunks' keys and values under the present weights; no prefix occurs twice."""
         ...

@@ -55,10 +55,13 @@ class SlotRunner:
         return PrefixKV(torch.empty(shape), torch.empty(shape))
 
     def extend_prefix(self, prefix: Prefix, num_tokens: int) -> PrefixKV:
-        base, longer = _own(prefix), self.open_prefix(num_tokens)
-        longer.keys[:, :, : base.num_tokens] = base.keys
-        longer.values[:, :, : base.num_tokens] = base.values
-        return longer
+        return self.share_prefix(prefix, prefix.num_tokens, num_tokens)[0]
+
+    def share_prefix(self, prefix: Prefix, num_shared: int, num_tokens: int) -> tuple[PrefixKV, int]:
+        base, other = _own(prefix), self.open_prefix(num_tokens)
+        other.keys[:, :, :num_shared] = base.keys[:, :, :num_shared]
+        other.values[:, :, :num_shared] = base.values[:, :, :num_shared]
+        return other, num_shared
 
     def prefill(self, chunks: Sequence[Chunk]) -> None:
         tokens, positions, attention = _pass_over(chunks)

@@ -174,7 +174,8 @@ _PASSED: set[str] = set()
 class ChatRenderer:
     """Chats to texts by the chat template of a tokenizer, just as transformers' `apply_chat_template` renders them.
 
-    The process that does it begins with the first chat and ends with this object, or with the first error.
+    The process that does it begins with the first chat and ends with this object, or where the template exhausts it. A
+    template that refuses a chat leaves it as it is.
     """
 
     def __init__(self, template: object, special_tokens: Mapping[str, Any], *, origin: str) -> None:
@@ -224,8 +225,9 @@ class ChatRenderer:
             ) from None
         if answer["error"] is None:
             return list(map(str, answer["texts"]))
-        self._child.close()
-        self._child = None
+        if answer.get("is_exhausted", True):
+            self._child.close()
+            self._child = None
         failed = chats[min(int(answer["index"]), len(chats) - 1)]
         raise ConfigError(
             f"the chat template of the tokenizer in '{self._origin}' does not take these messages",
@@ -300,7 +302,7 @@ def _rendered(request: dict[str, Any]) -> dict[str, Any]:
             )
         except Exception as error:  # noqa: BLE001 - a template may raise anything; it is told
             line = f" (line {error.lineno})" if isinstance(error, TemplateSyntaxError) else ""
-            return {"error": f"{_told(error)}{line}", "index": index}
+            return {"error": f"{_told(error)}{line}", "index": index, "is_exhausted": isinstance(error, MemoryError)}
         room -= len(text)
         if room < 0:
             return {"error": f"a text of {len(text)} characters", "index": index}

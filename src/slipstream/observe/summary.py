@@ -150,9 +150,9 @@ class EpisodeCounts(msgspec.Struct, frozen=True):
     as their environment failed; `failed`: it did so too often; `cut`: a limit ended them. `environment_s` is the sum
     over episodes of the time in answers. Of what generators had read of an episode before a turn, `parked_hit_frac` was
     still there, None where nothing was to be read; `evicted_sessions` times that was given up for want of memory. Of
-    agents' requests for turns, `forks` began further branches of episodes that ended, and `refused` got no turn. Of
-    episodes that were begun before a process was lost or the run resumed, `restored` went on from a checkpoint, and
-    `begun_again` did so from their reset.
+    agents' requests for turns, `forks` began further branches of episodes that ended, and `refused` got no turn.
+    `restored` environments went on from a state, after a resume or the loss of a worker; `begun_again` episodes were
+    open before a process was lost or the run resumed, and began from their reset.
     """
 
     episodes: int
