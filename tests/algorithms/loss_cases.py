@@ -70,6 +70,7 @@ def random_inputs(lengths: Sequence[int], *, seed: int = 0, spread: float = 0.5)
         ratings=normal(len(lengths)),
         labels=torch.randint(0, NUM_CANDIDATES, (len(lengths) // NUM_CANDIDATES,), generator=generator),
         max_tokens=16,
+        cutoff=torch.tensor(0.05, dtype=torch.float64),
     )
 
 
