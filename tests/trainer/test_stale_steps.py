@@ -71,7 +71,7 @@ def fresh():
 def test_an_update_is_smaller_by_its_effective_completions(fresh, rule, base):
     """Adam's first step is the learning rate times something that the rate does not enter."""
     groups = sampled_near(*fresh, spread=0.4)
-    settings = {"optimizer": {"lr": 1e-3, "warmup_updates": 2}, "microbatch_tokens": 60}
+    settings = {"optimizer": {"lr": 1e-2, "warmup_updates": 2}, "microbatch_tokens": 60}
     whole, plain, logprobs = trained(groups, trainer=settings)
     scaled, metrics, _ = trained(groups, trainer=settings | {"ess_scaling": rule, "ess_base": base})
     rollouts = [rollout for group in groups for rollout in group.rollouts]
@@ -81,8 +81,8 @@ def test_an_update_is_smaller_by_its_effective_completions(fresh, rule, base):
     assert metrics["sequence_ess"] == pytest.approx(share, rel=1e-3)
     kept = min(1.0, share / base)
     scale = math.sqrt(kept) if rule == "sqrt" else kept
-    assert plain["lr"] == pytest.approx(0.5e-3)
-    assert metrics["lr"] == pytest.approx(0.5e-3 * scale, rel=1e-3)
+    assert plain["lr"] == pytest.approx(0.5e-2)
+    assert metrics["lr"] == pytest.approx(0.5e-2 * scale, rel=1e-3)
     assert (scaled - scale * whole).norm() < 1e-3 * whole.norm()
     assert "sequence_ess" not in plain
 
