@@ -152,7 +152,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 72_600
+MAX_LINES = 72_955
 MAX_LINES_OF_SPINE = 1_765
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -164,10 +164,10 @@ SPINE = (
     "trainer/step.py",
 )
 MAX_LINES_OF_FOLDER = {
-    "algorithms": 1_650,
+    "algorithms": 1_955,
     "batching": 365,
     "controller": 5_400,
-    "core": 8_885,
+    "core": 8_900,
     "environments": 7_950,
     "evals": 2_635,
     "generator": 7_420,
@@ -179,7 +179,7 @@ MAX_LINES_OF_FOLDER = {
     "prompts": 1_150,
     "rewards": 3_200,
     "stages": 2_350,
-    "trainer": 4_260,
+    "trainer": 4_295,
     "weight_sync": 3_300,
 }
 LONG_FUNCTIONS = {"generator/paged_kernels.py": "a kernel is one function"}

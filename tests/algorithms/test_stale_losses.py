@@ -177,7 +177,7 @@ def test_m2po_masks_as_its_algorithm_1_does(seed, threshold):
     loss, grad, metrics = evaluate("m2po", replace(inputs, cutoff=cutoff), threshold=threshold)
     ratios = np.exp(policy - behaviour)
     assert loss == pytest.approx(-(kept * ratios * advantages).mean(), rel=1e-12)
-    torch.testing.assert_close(grad, torch.from_numpy(-kept * ratios * advantages / len(kept)))
+    torch.testing.assert_close(grad, torch.from_numpy(-(kept * ratios * advantages) / len(kept)))
     assert metrics["clipped_frac"] == pytest.approx((~kept).mean())
     assert metrics["second_moment"] == pytest.approx(squares[bounded].mean())
     assert metrics["second_moment_kept"] <= threshold

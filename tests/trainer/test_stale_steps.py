@@ -22,7 +22,7 @@ TEMPERATURE = 0.8
 
 def trained(groups, *, edge=batching, **changes):
     """(change of the weights, metrics, logprobs in float64 before the step by key) of one step on `groups`."""
-    config = run_config(generator={"temperature": TEMPERATURE}, **changes)
+    config = run_config(generator={"temperature": TEMPERATURE, "max_new_tokens": 16}, **changes)
     model, flat = tiny_policy()
     twin, before = hugging_face_twin(model), flat.flat.clone()
     optimizer = AdamW(flat, config.trainer.optimizer, total_updates=100)

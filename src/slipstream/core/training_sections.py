@@ -25,9 +25,7 @@ from slipstream.core.fields import (
 if TYPE_CHECKING:
     from slipstream.core.config import RunConfig
 
-Advantages = Literal[
-    "group_mean", "group_normalised", "leave_one_out", "optimal", "greedy_baseline", "gae", "reward"
-]
+Advantages = Literal["group_mean", "group_normalised", "leave_one_out", "optimal", "greedy_baseline", "gae", "reward"]
 GROUP_RELATIVE: tuple[Advantages, ...] = (
     "group_mean",
     "group_normalised",

@@ -41,7 +41,8 @@ def check_loss(config: RunConfig) -> None:
     takers += ["trainer.ess_scaling"] * (config.trainer.ess_scaling != "no")
     if takers and config.generator.truncates and not config.generator.keep_sets:
         raise ConfigError(
-            f"the ratios of {takers[0]} would compare a policy over the whole vocabulary with samples from a part of it",
+            f"the ratios of {takers[0]} would compare a policy over the whole vocabulary with samples from a part "
+            "of it",
             got="generator.top_k, top_p or min_p without generator.keep_sets",
             allowed="generator.keep_sets = true (with generator.top_k = 1..512), or no cut",
             hint="losses without ratios, such as 'reinforce', may be trained on such samples as they are",
