@@ -82,7 +82,7 @@ def effective_share(total: float, total_squares: float, count: float) -> float:
 
 
 def step_scale(share: float, *, base: float, rule: Literal["sqrt", "linear"]) -> float:
-    """Return what an update whose weights leave the effective `share` takes its learning rate times.
+    """Return the factor on the learning rate of an update whose weights leave the effective `share`.
 
         sqrt:  min(1, share / base)^(1/2)       linear:  min(1, share / base)
 

@@ -135,7 +135,7 @@ class Updater:
         return Made(update, loss, norm, critic_norm, lr * scale, metrics)
 
     def _step_scale(self, metrics: Metrics) -> float:
-        """Return what the policy's learning rate is taken times in this update, for its effective completions."""
+        """Return the factor on the policy's learning rate in this update, by its effective completions."""
         rule, base = self._config.trainer.ess_scaling, self._config.trainer.ess_base
         if rule == "no":
             return 1.0
