@@ -73,6 +73,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "online_ipo": {"loss": _PAIRS},
     "best_of_n": {"loss": {"advantages": "group_mean", "select": "best"}},
     "decoupled_ppo": {},
+    "icepop": {},
+    "sapo": {},
+    "dppo_tv": {},
+    "dppo_kl": {},
+    "m2po": {},
+    "oapl": {"loss": {"advantages": "optimal"}},
     "ppo_head": {
         "loss": {"name": "ppo", **_ACTOR_CRITIC},
         "critic": {"model": "head", "vtrace": True, "coef": 1.0, "optimizer": {"lr": 1e-2}},
@@ -82,10 +88,17 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "kl": {"coef": 0.04, "place": "loss", "estimator": "k3"},
     },
     "remax": {"loss": {"name": "aipo", "advantages": "greedy_baseline"}},
+    "vcpo": {
+        "loss": {"name": "aipo", "params": {"level": "sequence", "max_ratio": 8.0}, "reduction": "sequence"},
+        "trainer": {"ess_scaling": "sqrt"},
+    },
 }
 """Every policy loss with what belongs to it: advantages, selection, penalty, critic; the rest is TASK's.
 
 A key is the loss, or a variant that names its own."""
+
+AWAITED = frozenset({"icepop", "sapo", "dppo_tv", "dppo_kl", "m2po", "oapl", "vcpo"})
+"""Those whose runs are not in the page's table yet: `--losses` with these names, on a quiet machine, gives its rows."""
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,13 @@ def group_relative(drawn: dict[str, Tensor], policy: Tensor, case: dict[str, Any
         use_vllm=False,
         current_gradient_accumulation_steps=1,
         _entropy_bonus_enabled=False,
-        args=SimpleNamespace(delta=case.get("delta"), use_bias_correction_kl=False, steps_per_generation=1),
+        args=SimpleNamespace(
+            delta=case.get("delta"),
+            sapo_temperature_pos=case.get("tau_pos"),
+            sapo_temperature_neg=case.get("tau_neg"),
+            use_bias_correction_kl=False,
+            steps_per_generation=1,
+        ),
         _get_per_token_logps_and_entropies=lambda *_, **__: (policy, torch.zeros_like(policy), None),
     )
     inputs = token_ids(drawn) | {
@@ -238,6 +244,12 @@ CASES: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "grpo_kl": (group_relative, "policy", {"loss_type": "grpo", "epsilon_low": 0.2, "epsilon_high": 0.2, "beta": 0.04}),
     "dr_grpo": (group_relative, "policy", {"loss_type": "dr_grpo", "epsilon_low": 0.2, "epsilon_high": 0.2}),
     "cispo": (group_relative, "policy", {"loss_type": "cispo", "epsilon_low": 0.2, "epsilon_high": 1.5}),
+    # Temperatures that float32 holds: TRL makes a tensor of that type of them.
+    "sapo": (
+        group_relative,
+        "policy",
+        {"loss_type": "sapo", "epsilon_low": 0.2, "epsilon_high": 0.2, "tau_pos": 1.0, "tau_neg": 1.25},
+    ),
     "gspo": (
         group_relative,
         "policy",

@@ -152,7 +152,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 73_725
+MAX_LINES = 74_080
 MAX_LINES_OF_SPINE = 1_765
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -164,10 +164,10 @@ SPINE = (
     "trainer/step.py",
 )
 MAX_LINES_OF_FOLDER = {
-    "algorithms": 1_760,
+    "algorithms": 2_065,
     "batching": 365,
     "controller": 5_400,
-    "core": 8_995,
+    "core": 9_010,
     "environments": 8_110,
     "evals": 2_660,
     "generator": 7_490,
@@ -179,7 +179,7 @@ MAX_LINES_OF_FOLDER = {
     "prompts": 1_150,
     "rewards": 3_200,
     "stages": 2_700,
-    "trainer": 4_550,
+    "trainer": 4_585,
     "weight_sync": 3_300,
 }
 LONG_FUNCTIONS = {"generator/paged_kernels.py": "a kernel is one function"}

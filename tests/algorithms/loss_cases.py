@@ -72,6 +72,7 @@ def random_inputs(lengths: Sequence[int], *, seed: int = 0, spread: float = 0.5)
         is_desirable=torch.rand(len(lengths), generator=generator) < 0.6,
         reference_kl=torch.tensor(0.3, dtype=torch.float64),
         max_tokens=16,
+        cutoff=torch.tensor(0.05, dtype=torch.float64),
     )
 
 

@@ -139,6 +139,66 @@ HAND_DERIVED = [
         0.0,
         [0.0, -1 / 3, 1 / 3],
     ),
+    # Corrections 4, 1 and 1, of which the first is outside of the band; then 2/5, which is below it.
+    (
+        "icepop",
+        {"proximal_logprobs": logs(0.4, 0.4, 0.4), "behaviour_logprobs": logs(0.1, 0.4, 0.4)},
+        {"max_ratio": 3.0, "eps_low": 0.6, "eps_high": 0.6},
+        0.0,
+        [0.0, -1 / 3, 1 / 3],
+    ),
+    (
+        "icepop",
+        {"proximal_logprobs": logs(0.1, 0.4, 0.4), "behaviour_logprobs": logs(0.25, 0.4, 0.4)},
+        {},
+        -(1.0 - 1.6) / 3,
+        [0.0, -1 / 3, 0.0],
+    ),
+    # Sigmoids of log 2, 0 and -log 2: 2/3, 1/2 and 1/3, whose gates are 8/9, 1 and 8/9.
+    (
+        "sapo",
+        {},
+        {"tau_pos": LN2, "tau_neg": 2 * LN2},
+        -(4 * 2 / 3 + 4 * 1 / 2 - 2 * 2 * 1 / 3) / LN2 / 3,
+        [-16 / 27, -1 / 3, 8 / 27],
+    ),
+    # Probabilities moved by 1/4, 0 and -1/5, each where its advantage pushes it.
+    ("dppo_tv", {}, {}, -LOG_B / 3, [0.0, -1 / 3, 0.0]),
+    ("dppo_tv", {}, {"delta_low": 0.22, "delta_high": 0.22}, -(LOG_B - LOG_C) / 3, [0.0, -1 / 3, 1 / 3]),
+    ("dppo_tv", {"advantages": tensor(-1.0, 1.0, 2.0)}, {}, (2 * LOG_A - LOG_B - LOG_C) / 3, [2 / 3, -1 / 3, -1 / 3]),
+    (
+        "dppo_tv",
+        {},
+        {"delta_low": 1.0, "delta_high": 1.0, "max_ratio": 1.5},
+        -(1.5 * LOG_A + LOG_B - LOG_C) / 3,
+        [-1.5 / 3, -1 / 3, 1 / 3],
+    ),
+    # Divergences of 1/4 from 1/2 and of 2/5 from 1/5: 0.131 and 0.105.
+    ("dppo_kl", {}, {}, -LOG_B / 3, [0.0, -1 / 3, 0.0]),
+    ("dppo_kl", {}, {"delta_low": 0.11, "delta_high": 0.11}, -(LOG_B - LOG_C) / 3, [0.0, -1 / 3, 1 / 3]),
+    # Squares log(2)^2 = 0.48, 0 and 0.48; the first and the last have moved where they are pushed.
+    (
+        "m2po",
+        {"proximal_logprobs": logs(0.5, 0.4, 0.2), "cutoff": torch.tensor(0.3, dtype=torch.float64)},
+        {},
+        -1 / 3,
+        [0.0, -1 / 3, 0.0],
+    ),
+    (
+        "m2po",
+        {"proximal_logprobs": logs(0.5, 0.4, 0.2), "cutoff": torch.tensor(0.5, dtype=torch.float64)},
+        {},
+        -(2.0 + 1.0 - 1.0) / 3,
+        [-2 / 3, -1 / 3, 1 / 3],
+    ),
+    # Log-ratios log 2 and -log 2, halved, to be 1 and -2.
+    (
+        "oapl",
+        {},
+        {"beta": 0.5},
+        ((LN2 / 2 - 1) ** 2 + (2 - LN2 / 2) ** 2) / 2,
+        [(LN2 / 2 - 1) / 2, (LN2 / 2 - 1) / 2, (2 - LN2 / 2) / 2],
+    ),
     # Errors -1, 1 and -1; the first value moved by 1, clipped to 0.2: error -1.8, without gradient.
     (
         "value",

@@ -27,6 +27,7 @@ OURS = {
     "grpo_kl": ("grpo", {"eps_low": 0.2, "eps_high": 0.2}, IN_ORDER),
     "dr_grpo": ("grpo", {"eps_low": 0.2, "eps_high": 0.2}, IN_ORDER),
     "cispo": ("cispo", {"eps_high": 0.5}, IN_ORDER),  # TRL's epsilon_high = 1.5 is the largest weight itself
+    "sapo": ("sapo", {"tau_pos": 1.0, "tau_neg": 1.25}, IN_ORDER),
     "gspo": ("gspo", {"eps_low": 3e-2, "eps_high": 4e-2}, IN_ORDER),
     "rloo": ("proximal_rloo", {"eps": 0.2}, IN_ORDER),
     "dpo": ("online_dpo", {"beta": 0.1}, ADJACENT),
@@ -35,7 +36,7 @@ OURS = {
     "online_ipo": ("online_ipo", {"beta": 0.1}, ADJACENT),
     "reward": ("bradley_terry", {}, ADJACENT),
 }
-REDUCTION = {"grpo": "sequence", "grpo_kl": "sequence", "dr_grpo": "constant"}
+REDUCTION = {"grpo": "sequence", "grpo_kl": "sequence", "sapo": "sequence", "dr_grpo": "constant"}
 
 
 def packed(padded: torch.Tensor, order: torch.Tensor) -> torch.Tensor:

@@ -55,6 +55,7 @@ LOSSES = [
     {"name": "grpo"},
     {"name": "grpo", "several_rewards": "normalise_then_sum"},
     {"name": "aipo", "advantages": "leave_one_out"},
+    {"name": "oapl", "advantages": "optimal", "optimal_beta": 0.5},
     {"name": "grpo", "select": "best_and_worst"},
     {"name": "best_of_n", "select": "best"},
     {"name": "online_dpo", "select": "best_and_worst", "skip_no_signal": False},
@@ -254,6 +255,12 @@ UPDATES = {
     "pairs": {"loss": {"name": "online_dpo", "select": "best_and_worst", "skip_no_signal": False}},
     "baseline": {"loss": {"name": "reinforce", "advantages": "greedy_baseline"}},
     "proximal": {"loss": {"name": "decoupled_ppo"}, "trainer": {"epochs": 2}},
+    "cutoff": {
+        "loss": {"name": "m2po", "params": {"threshold": 0.5}},
+        "trainer": {"minibatches": 2, "epochs": 2, "shuffle": True},
+    },
+    "regression": {"loss": {"name": "oapl", "advantages": "optimal", "params": {"beta": 0.1}}},
+    "effective": {"loss": {"name": "aipo"}, "trainer": {"minibatches": 2, "ess_scaling": "sqrt"}},
 }
 
 

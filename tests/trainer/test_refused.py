@@ -37,8 +37,8 @@ class Remembering(AdamW):
         moments = [torch.cat([view.flatten() for view in views.values()]) for views in self.named_moments().values()]
         return [flat.flat.clone(), *moments]
 
-    def step(self):
-        norm = super().step()
+    def step(self, **scaled):
+        norm = super().step(**scaled)
         self.after.append(self.now(self.flat))
         return norm
 

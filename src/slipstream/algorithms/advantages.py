@@ -8,6 +8,7 @@ differentiated: advantages and returns are targets.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Literal
 
@@ -47,6 +48,21 @@ def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:
     if (counts < 2).any():
         raise ShapeError("leave-one-out needs at least two rollouts per group", got="a group of one")
     return group_mean(rewards, group_ids) * (counts / (counts - 1)).to(rewards.dtype)
+
+
+def optimal(rewards: Tensor, group_ids: Tensor, *, beta: float) -> Tensor:
+    """A_i = r_i - V,   V = beta * log(mean of exp(r / beta) over its group).
+
+    The advantage of the best policy that may leave the sampling one at the price of beta times their KL: OAPL
+    (arXiv:2602.19362), equation 2 and the text below it; A*-PO (arXiv:2505.20686) has V from a reference policy.
+    Identities: exp(A / beta) has mean 1 in each group; equal rewards get 0; beta = inf would be `group_mean`, and
+    beta near 0 is r_i less the best of its group.
+    """
+    _, dense = torch.unique(group_ids, return_inverse=True)
+    scaled = rewards.double() / beta
+    best = scaled.new_full((len(rewards),), -math.inf).scatter_reduce_(0, dense, scaled, "amax")[dense]
+    shifted = scaled - best  # at most 0, so that no exponential overflows
+    return (beta * (shifted - _group_average(shifted.exp(), group_ids).log())).to(rewards.dtype)
 
 
 def greedy_baseline(rewards: Tensor, baselines: Tensor) -> Tensor:

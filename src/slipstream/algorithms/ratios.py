@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,3 +71,23 @@ def clipped_surrogate(ratios: Tensor, advantages: Tensor, *, eps_low: float, eps
         is_low=(ratios < 1.0 - eps_low) & (advantages < 0),
         is_high=(ratios > 1.0 + eps_high) & (advantages > 0),
     )
+
+
+def effective_share(total: float, total_squares: float, count: float) -> float:
+    """Return the effective sample size of `count` weights as a share of them: (sum w)^2 / (n sum w^2); 1 of none.
+
+    VCPO (arXiv:2602.17616), rho_ess. Identity: 1 for equal weights, 1/n where one weight is all.
+    """
+    return total**2 / (count * total_squares) if total_squares else 1.0
+
+
+def step_scale(share: float, *, base: float, rule: Literal["sqrt", "linear"]) -> float:
+    """Return the factor on the learning rate of an update whose weights leave the effective `share`.
+
+        sqrt:  min(1, share / base)^(1/2)       linear:  min(1, share / base)
+
+    VCPO (arXiv:2602.17616): the root for AdamW, whose steps do not grow with the gradient. The minimum and `base`, the
+    share that counts as whole, are of the authors' code. Identity: equal weights change nothing.
+    """
+    kept = min(1.0, share / base)
+    return math.sqrt(kept) if rule == "sqrt" else kept

@@ -14,6 +14,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from slipstream.algorithms.ratios import effective_share
 from slipstream.algorithms.segments import segment_mean
 from slipstream.core.errors import ConfigError
 
@@ -131,11 +132,13 @@ def decode_metrics(data: bytes) -> Metrics:
 def metric_values(metrics: Mapping[str, Mean | Max]) -> dict[str, float]:
     """Numbers for a log, and those that follow from several means where these are there.
 
-    ess = mean(ratio)^2 / mean(ratio^2),   explained_variance = 1 - value_error / variance(return)
+    ess = mean(ratio)^2 / mean(ratio^2), and sequence_ess of completions
+    explained_variance = 1 - value_error / variance(return)
     """
     values = {name: part.value() for name, part in metrics.items()}
-    if values.get("ratio_squared"):
-        values["ess"] = values["ratio"] ** 2 / values["ratio_squared"]
+    for ess, weight in (("ess", "ratio"), ("sequence_ess", "sequence_weight")):
+        if values.get(f"{weight}_squared"):
+            values[ess] = effective_share(values[weight], values[f"{weight}_squared"], 1)
     if "return_squared" in values:
         variance = values["return_squared"] - values["return"] ** 2
         values["explained_variance"] = 1.0 - values["value_error"] / variance if variance > 0.0 else 0.0

@@ -25,8 +25,14 @@ from slipstream.core.fields import (
 if TYPE_CHECKING:
     from slipstream.core.config import RunConfig
 
-Advantages = Literal["group_mean", "group_normalised", "leave_one_out", "greedy_baseline", "gae", "reward"]
-GROUP_RELATIVE: tuple[Advantages, ...] = ("group_mean", "group_normalised", "leave_one_out", "greedy_baseline")
+Advantages = Literal["group_mean", "group_normalised", "leave_one_out", "optimal", "greedy_baseline", "gae", "reward"]
+GROUP_RELATIVE: tuple[Advantages, ...] = (
+    "group_mean",
+    "group_normalised",
+    "leave_one_out",
+    "optimal",
+    "greedy_baseline",
+)
 """Estimators that give every rollout of a group of equal rewards an advantage of 0."""
 MIN_WHITENED = 8
 """Completions of a part that is whitened alone: the original RLHF code's least (N, item 29)."""
@@ -46,8 +52,9 @@ class LossConfig(Section):
     )
     advantages: Advantages = Field(
         "group_normalised",
-        description="r - mean, (r - mean) / (std + std_eps), r - mean of the others, or r - reward of the greedy "
-        "completion (ReMax: one more is sampled), over the group; from a critic; or the reward itself.",
+        description="r - mean, (r - mean) / (std + std_eps), r - mean of the others, r - optimal_beta log mean exp(r / "
+        "optimal_beta), or r - reward of the greedy completion (ReMax: one more is sampled), over the group; from a "
+        "critic; or the reward itself.",
     )
     credit: Literal["episode", "turn"] = Field(
         "episode",
@@ -55,6 +62,10 @@ class LossConfig(Section):
         "compared with the same turn of the group's other episodes. For environments that reward single turns.",
     )
     std_eps: PositiveFloat = Field(0.1, description="Added to the group's standard deviation.")
+    optimal_beta: PositiveFloat = Field(
+        1.0,
+        description="Temperature of advantages = 'optimal', in units of reward (OAPL's beta_1); near 0: r - the best.",
+    )
     unbiased_std: bool = Field(False, description="Divide the group's variance by G - 1 (TRL), not by G (GRPO).")
     whiten_advantages: Literal["no", "batch", "minibatch"] = Field(
         "no", description="Advantages to mean 0 and variance 1, over the tokens of the batch or of each minibatch (N)."
@@ -240,6 +251,14 @@ class TrainerConfig(Section):
         "are of another distribution, and only max_staleness = 0 has the policy for that.",
     )
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="Optimizer and schedule.")
+    ess_scaling: Literal["no", "sqrt", "linear"] = Field(
+        "no",
+        description="Make an update smaller the fewer completions its importance ratios leave in effect: learning rate "
+        "times the root of min(1, ess / ess_base), or times it (VCPO). `ess` is the share of effective completions.",
+    )
+    ess_base: PositiveFloat = Field(
+        1.0, description="Share of effective completions from which on the learning rate is whole (VCPO: 1, or 0.55)."
+    )
     checkpoint_every: NonNegative = Field(
         50,
         description="Steps between checkpoints of 12 bytes per parameter: what a lost trainer, a full disk or a kill "

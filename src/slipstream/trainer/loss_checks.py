@@ -37,11 +37,12 @@ def check_loss(config: RunConfig) -> None:
             got=f"loss.select = '{config.loss.select}'",
             allowed=" or ".join(f"loss.select = '{select}'" for select in loss.selects),
         )
-    ratios = {"behaviour_logprobs", "proximal_logprobs"} & set(loss.requires)
-    if ratios and config.generator.truncates and not config.generator.keep_sets:
+    takers = [f"loss '{config.loss.name}'"] * bool({"behaviour_logprobs", "proximal_logprobs"} & set(loss.requires))
+    takers += ["trainer.ess_scaling"] * (config.trainer.ess_scaling != "no")
+    if takers and config.generator.truncates and not config.generator.keep_sets:
         raise ConfigError(
-            f"the ratios of loss '{config.loss.name}' would compare a policy over the whole vocabulary with samples "
-            "from a part of it",
+            f"the ratios of {takers[0]} would compare a policy over the whole vocabulary with samples from a part "
+            "of it",
             got="generator.top_k, top_p or min_p without generator.keep_sets",
             allowed="generator.keep_sets = true (with generator.top_k = 1..512), or no cut",
             hint="losses without ratios, such as 'reinforce', may be trained on such samples as they are",
@@ -57,6 +58,12 @@ def check_loss(config: RunConfig) -> None:
 
 def _check_beside(config: RunConfig, loss: Loss) -> None:
     """Raise ConfigError where `loss` cannot go with the critic, the reference or the reduction."""
+    if loss.advantages and (config.loss.advantages not in loss.advantages or config.loss.whiten_advantages != "no"):
+        raise ConfigError(
+            f"loss '{config.loss.name}' is fitted to the advantages themselves, in units of reward",
+            got=f"loss.advantages = '{config.loss.advantages}', whiten_advantages = '{config.loss.whiten_advantages}'",
+            allowed=" or ".join(f"loss.advantages = '{name}'" for name in loss.advantages) + ", not whitened",
+        )
     if config.has_critic and config.critic.vtrace and "behaviour_logprobs" not in loss.requires:
         raise ConfigError(
             f"V-trace leaves the importance ratio of the action to the loss, and '{config.loss.name}' has none",

@@ -122,13 +122,13 @@ class AdamW:
         return grad_norm
 
     @torch.no_grad()
-    def step(self) -> float:
-        """Clip by global norm and update; return the gradient norm before clipping.
+    def step(self, *, scale: float = 1.0) -> float:
+        """Clip by global norm and update, at `scale` times the learning rate; return the norm before clipping.
 
         NonFiniteError, with weights and state unchanged, when that norm is NaN or inf.
         """
         grad_norm = self.finite_grad_norm()
-        lr, grads = self.lr, self.parameters.stored_grads()
+        lr, grads = self.lr * scale, self.parameters.stored_grads()
         if grad_norm > self._config.max_grad_norm:
             torch._foreach_mul_(grads, self._config.max_grad_norm / (grad_norm + 1e-6))
         if self._config.weight_decay:

@@ -21,6 +21,7 @@ from slipstream.algorithms.advantages import (
     group_normalised,
     leave_one_out,
     normalise_then_sum,
+    optimal,
 )
 from slipstream.algorithms.losses import loss_named
 from slipstream.algorithms.responses import has_token
@@ -240,6 +241,7 @@ def _estimated(
         "group_mean": group_mean,
         "group_normalised": partial(group_normalised, std_eps=loss.std_eps, unbiased=loss.unbiased_std),
         "leave_one_out": leave_one_out,
+        "optimal": partial(optimal, beta=loss.optimal_beta),
         "greedy_baseline": lambda r, ids: greedy_baseline(r, torch.tensor([baselines[i] for i in ids.tolist()])),
         "reward": lambda r, _: r,
     }

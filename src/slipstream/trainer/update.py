@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
@@ -13,6 +13,8 @@ from torch import Tensor
 
 from slipstream.algorithms.kl import KL_ESTIMATORS
 from slipstream.algorithms.losses import LossInputs, loss_named
+from slipstream.algorithms.losses.spec import sequence_weight_metrics
+from slipstream.algorithms.ratios import effective_share, step_scale
 from slipstream.algorithms.reduce import Mean, Metrics, masked_max, masked_mean, merge_metrics, sum_over_units
 from slipstream.core.errors import NonFiniteError
 from slipstream.core.packed import PackedMicrobatch
@@ -26,11 +28,15 @@ from slipstream.trainer.refused import Finding, findings, located
 
 @dataclass(frozen=True)
 class Totals:
-    """Counts of one update over all ranks: its targets and sequences, and the most microbatches that a rank has."""
+    """Counts of one update over all ranks: its targets and sequences, and the most microbatches that a rank has.
+
+    `cutoff` is what the loss masks beyond, where it has that: of all the update's targets.
+    """
 
     num_tokens: int
     num_sequences: int
     num_microbatches: int
+    cutoff: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -107,10 +113,11 @@ class Updater:
         try:
             with self._spans.span("forward_backward", step=self._step):
                 loss, metrics = self._accumulate(update)
+            scale = self._step_scale(metrics)
             with self._spans.span("optimizer", step=self._step):
                 if self._critic is not None:
                     self._critic.optimizer.finite_grad_norm()  # before either of them changes weights
-                norm = self._optimizer.step()
+                norm = self._optimizer.step(scale=scale)
         except NonFiniteError as error:  # on all ranks alike
             raise located(
                 error,
@@ -125,13 +132,25 @@ class Updater:
             with self._spans.span("optimizer", step=self._step):
                 critic_norm = self._critic.optimizer.step()
         self._has_changed_weights = True
-        return Made(update, loss, norm, critic_norm, lr, metrics)
+        return Made(update, loss, norm, critic_norm, lr * scale, metrics)
+
+    def _step_scale(self, metrics: Metrics) -> float:
+        """Return the factor on the policy's learning rate in this update, by its effective completions."""
+        rule, base = self._config.trainer.ess_scaling, self._config.trainer.ess_base
+        if rule == "no":
+            return 1.0
+        total, squares = metrics["sequence_weight"], metrics["sequence_weight_squared"]
+        assert isinstance(total, Mean)
+        assert isinstance(squares, Mean)
+        sums = torch.tensor([float(total.total), float(squares.total), float(total.count)], dtype=torch.float64)
+        return step_scale(effective_share(*self._ranks.sum(sums).tolist()), base=base, rule=rule)
 
     def _accumulate(self, update: PlannedUpdate) -> tuple[float, Metrics]:
         """Leave the update's gradients in the optimizers; return the policy's loss over all ranks, this rank's metrics.
 
         Every rank reads as many microbatches, some of them empty.
         """
+        totals = replace(update.totals, cutoff=self._cutoff(update.microbatches))
         for optimizer in self._optimizers:
             optimizer.zero_grad()
         total, value_total = 0.0, 0.0
@@ -142,7 +161,7 @@ class Updater:
             with self._spans.span("forward_backward", step=self._step):
                 for optimizer in self._optimizers:
                     optimizer.before_backward(is_last=index == len(microbatches) - 1)
-                read = self._forward_backward(microbatch, update.totals)
+                read = self._forward_backward(microbatch, totals)
                 total, value_total = total + read.loss, value_total + read.value_loss
                 metrics = merge_metrics(metrics, read.metrics)
                 found += read.findings
@@ -157,6 +176,20 @@ class Updater:
                     report={"findings": [msgspec.to_builtins(one) for one in found]},
                 )
         return float(sums[0]), metrics
+
+    def _cutoff(self, microbatches: Sequence[PackedMicrobatch]) -> Tensor | None:
+        """Return what the loss masks beyond in the update of these `microbatches` and the other ranks'."""
+        if self._loss.cutoff is None:
+            return None
+        parts = [microbatch.tensors(torch.device("cpu")) for microbatch in microbatches]
+        names = {"advantages", "behaviour_logprobs", "proximal_logprobs"} & set(self._loss.requires)
+        columns = {name: torch.cat([torch.zeros(0), *(part[name] for part in parts)]) for name in names}
+        return self._loss.cutoff_of(columns, self._of_all_ranks)
+
+    def _of_all_ranks(self, values: Tensor) -> Tensor:
+        """Join float32 `values` [N] of all ranks, by rank."""
+        parts = self._ranks.gather(values.numpy().tobytes())
+        return torch.from_numpy(np.concatenate([np.frombuffer(part, dtype=np.float32) for part in parts]))
 
     def _forward_backward(self, microbatch: PackedMicrobatch, totals: Totals) -> _Read:
         """Add the gradients of one microbatch."""
@@ -181,6 +214,8 @@ class Updater:
             value = float(value_loss.detach())
         loss = float(policy_loss.detach())
         metrics["entropy"] = masked_mean(entropies.detach(), inputs.mask)
+        if self._config.trainer.ess_scaling != "no":
+            metrics |= sequence_weight_metrics(inputs)
         if self._tokens is not None:
             self._tokens.take(microbatch, logprobs)
         if not self._has_changed_weights:
@@ -241,6 +276,7 @@ class Updater:
             num_units=totals.num_tokens if by_token else totals.num_sequences // self.atom_size,
             reduction=self._config.loss.reduction,
             max_tokens=self._config.longest_completion,
+            cutoff=None if totals.cutoff is None else totals.cutoff.to(logprobs.device),
         )
 
 

@@ -21,15 +21,26 @@ def decoupled_ppo_loss(
     print; AReaL's code leaves tokens above its cap out, which is mode = "mask": w_t = 0 there.
     Identity: proximal = behaviour gives `ppo_loss`; proximal = policy, the gradient of `aipo_loss`.
     """
-    advantages, proximal = inputs.need("advantages"), inputs.need("proximal_logprobs")
-    correction = token_ratios(proximal, inputs.need("behaviour_logprobs"), inputs.mask)
+    correction = correction_ratios(inputs)
     weights = drop_above(correction, max_ratio) if mode == "mask" else truncate(correction, max_ratio)
-    ratios = token_ratios(inputs.need("policy_logprobs"), proximal, inputs.mask)
-    surrogate = clipped_surrogate(ratios, advantages, eps_low=eps_low, eps_high=eps_high)
+    return corrected_surrogate(inputs, correction, weights, eps_low=eps_low, eps_high=eps_high)
+
+
+def correction_ratios(inputs: LossInputs) -> Tensor:
+    """exp(proximal_t - behaviour_t), [T]: what corrects for the policy that sampled."""
+    return token_ratios(inputs.need("proximal_logprobs"), inputs.need("behaviour_logprobs"), inputs.mask)
+
+
+def corrected_surrogate(
+    inputs: LossInputs, correction: Tensor, weights: Tensor, *, eps_low: float, eps_high: float
+) -> tuple[Tensor, Metrics]:
+    """PPO's surrogate around the proximal policy, times `weights` [T]: the `correction` [T] as far as it is let in."""
+    ratios = token_ratios(inputs.need("policy_logprobs"), inputs.need("proximal_logprobs"), inputs.mask)
+    surrogate = clipped_surrogate(ratios, inputs.need("advantages"), eps_low=eps_low, eps_high=eps_high)
     metrics = off_policy_metrics(inputs) | clip_metrics(surrogate, inputs.mask)
     return -inputs.average(weights * surrogate.objective), metrics | {
         "proximal_ratio": masked_mean(ratios.detach(), inputs.mask),
         "correction_ratio": masked_mean(correction, inputs.mask),
         "correction_ratio_max": masked_max(correction, inputs.mask),
-        "correction_truncated_frac": masked_share(correction > max_ratio, inputs.mask),
+        "correction_truncated_frac": masked_share(weights != correction, inputs.mask),
     }

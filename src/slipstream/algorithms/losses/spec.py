@@ -9,8 +9,9 @@ from torch import Tensor
 
 from slipstream.algorithms.kl import k1, k2, k3
 from slipstream.algorithms.losses.table import InputName
-from slipstream.algorithms.ratios import ClippedSurrogate, token_ratios
+from slipstream.algorithms.ratios import ClippedSurrogate, sequence_ratios, token_ratios
 from slipstream.algorithms.reduce import Mean, Metrics, Reduction, average, masked_max, masked_mean, masked_share
+from slipstream.algorithms.segments import segment_counts
 from slipstream.core.errors import MissingInputError, MissingLogprobsError, ShapeError
 
 RATIO_EDGES = (0.0, 0.25, 0.5, 0.8, 0.9, 0.95, 0.98, 1.02, 1.05, 1.1, 1.2, 2.0, 4.0)
@@ -49,6 +50,7 @@ class LossInputs:
     reference_kl: Tensor | None = None  # [], the estimate of KL(policy, reference) of the whole update
     reduction: Reduction = "token"
     max_tokens: int = 0  # the constant of reduction "constant"
+    cutoff: Tensor | None = None  # [], of the whole update: what the loss masks beyond
 
     def need(self, name: InputName) -> Tensor:
         """Return the input called `name`; MissingInputError when the batch does not carry it (MissingLogprobsError of
@@ -124,6 +126,19 @@ def sequence_ratio_metrics(ratios: Tensor) -> Metrics:
     """Mean and maximum of the ratios [S] of whole sequences."""
     everything = torch.ones_like(ratios, dtype=torch.bool)
     return {"sequence_ratio": masked_mean(ratios, everything), "sequence_ratio_max": masked_max(ratios, everything)}
+
+
+@torch.no_grad()
+def sequence_weight_metrics(inputs: LossInputs) -> Metrics:
+    """Return both moments of the completions' importance ratios pi(y|x) / mu(y|x), in float64, as parts that add up."""
+    ratios = sequence_ratios(
+        inputs.need("policy_logprobs").double(), inputs.need("behaviour_logprobs"), inputs.mask, inputs.segment_ids
+    )
+    is_counted = segment_counts(inputs.mask, inputs.segment_ids) > 0
+    return {
+        "sequence_weight": masked_mean(ratios, is_counted),
+        "sequence_weight_squared": masked_mean(ratios.square(), is_counted),
+    }
 
 
 def pair_up(per_sequence: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from slipstream.core.errors import ConfigError, did_you_mean
 from slipstream.core.other_names import sentence_of_value
@@ -36,6 +36,7 @@ InputName = Literal[
     "ratings",
     "is_desirable",
     "reference_kl",
+    "cutoff",
 ]
 
 LossFunction = Callable[..., "tuple[Tensor, Metrics]"]
@@ -49,7 +50,9 @@ class Loss:
     table itself needs no torch. `unit` is what the sum is divided by the count of; `requires` names the inputs it
     cannot do without; `params` are its constants with their defaults, `choices` the words allowed for those that are
     words, `above` what those that are numbers must exceed (0 if it is not said), and `from_zero` those that may be 0.
-    `selects` are the completions of a group it can be trained on.
+    `selects` are the completions of a group it can be trained on, `advantages` the estimators that it means something
+    with (none named: all). `cutoff` is the 'module.name' of a function that finds the scalar input of that name, for one
+    update over all ranks.
     """
 
     source: LossFunction | str
@@ -61,15 +64,13 @@ class Loss:
     above: Mapping[str, float] = field(default_factory=dict)
     from_zero: tuple[str, ...] = ()
     selects: tuple[Select, ...] = get_args(Select)
+    advantages: tuple[str, ...] = ()
+    cutoff: str | None = None
 
     @property
     def function(self) -> LossFunction:
         """The loss's function. Imports torch."""
-        if not isinstance(self.source, str):
-            return self.source
-        module, _, name = self.source.partition(".")
-        found: LossFunction = getattr(import_module(f"slipstream.algorithms.losses.{module}"), name)
-        return found
+        return _imported(self.source) if isinstance(self.source, str) else self.source
 
     @property
     def atom(self) -> Atom:
@@ -82,10 +83,27 @@ class Loss:
             inputs.need(name)
         return self.function(inputs, **self.params)
 
+    def cutoff_of(self, columns: Mapping[str, Tensor], of_all_ranks: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the input "cutoff" of an update, [], from the `columns` [T] that the loss `requires`.
+
+        These are of this rank; `of_all_ranks` joins a tensor [N] with those of the other ranks, which all call it.
+        """
+        assert self.cutoff is not None, "only a loss with a function for its cutoff has one"
+        found: Tensor = _imported(self.cutoff)(**columns, of_all_ranks=of_all_ranks, **self.params)
+        return found
+
+
+def _imported(source: str) -> Callable[..., Any]:
+    """Return the function 'module.name' of this folder."""
+    module, _, name = source.partition(".")
+    found: Callable[..., Any] = getattr(import_module(f"slipstream.algorithms.losses.{module}"), name)
+    return found
+
 
 _POLICY: tuple[InputName, ...] = ("policy_logprobs", "advantages")
 _OFF_POLICY: tuple[InputName, ...] = (*_POLICY, "behaviour_logprobs")
 _PAIRED: tuple[InputName, ...] = ("policy_logprobs", "reference_logprobs")
+_DECOUPLED: tuple[InputName, ...] = (*_OFF_POLICY, "proximal_logprobs")
 _MODES = ("truncate", "mask")
 
 LOSSES: dict[str, Loss] = {
@@ -117,10 +135,25 @@ LOSSES: dict[str, Loss] = {
     "decoupled_ppo": Loss(
         "decoupled_ppo.decoupled_ppo_loss",
         "token",
-        (*_OFF_POLICY, "proximal_logprobs"),
+        _DECOUPLED,
         {"eps_low": 0.2, "eps_high": 0.2, "max_ratio": 5.0, "mode": "truncate"},
         choices={"mode": _MODES},
     ),
+    "icepop": Loss(
+        "icepop.icepop_loss",
+        "token",
+        _DECOUPLED,
+        {"eps_low": 0.2, "eps_high": 0.2, "min_ratio": 0.5, "max_ratio": 5.0},
+    ),
+    "sapo": Loss("sapo.sapo_loss", "token", _OFF_POLICY, {"tau_pos": 1.0, "tau_neg": 1.05}),
+    "dppo_tv": Loss(
+        "dppo.dppo_tv_loss", "token", _OFF_POLICY, {"delta_low": 0.15, "delta_high": 0.15, "max_ratio": 20.0}
+    ),
+    "dppo_kl": Loss(
+        "dppo.dppo_kl_loss", "token", _OFF_POLICY, {"delta_low": 0.05, "delta_high": 0.05, "max_ratio": 20.0}
+    ),
+    "m2po": Loss("m2po.m2po_loss", "token", (*_DECOUPLED, "cutoff"), {"threshold": 0.04}, cutoff="m2po.m2po_cutoff"),
+    "oapl": Loss("oapl.oapl_loss", "sequence", _OFF_POLICY, {"beta": 1e-3}, advantages=("optimal",)),
     "value": Loss("value.value_loss", "token", ("values", "anchor_values", "returns"), {"clip": 0.2}, kind="value"),
     "sft": Loss("sft.sft_loss", "token", ("policy_logprobs",), kind="supervised"),
     "bradley_terry": Loss("bradley_terry.bradley_terry_loss", "pair", ("scores",), kind="reward_model"),
