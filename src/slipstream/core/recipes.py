@@ -342,7 +342,7 @@ def with_stage_paths(config: RunConfig, run_dir: Path) -> RunConfig:
 
 CHECKPOINTS = (
     *(("model", "path"), ("sft", "path"), ("preferences", "path"), ("reward_model", "path")),
-    *(("kl", "reference"), ("critic", "path")),
+    *(("kl", "reference"), ("critic", "path"), ("teacher", "path")),
 )
 """Section and field of every checkpoint that a run may read, beside `rewards.models` and `gold.models`."""
 
