@@ -6,12 +6,12 @@ Per seed: the stage sft trains the teacher of the recipe distill_mini, and a stu
 demonstrations. From that one start the student learns twice, at the same learning rate and in as many updates:
 
     on-policy    `distill_mini`, at most 2 steps stale: the student samples, the teacher says how likely each token is
-    imitation    supervised fine-tuning on completions that the teacher has sampled for the training prompts, at
-                 temperature 1; those that end by themselves, until their tokens are as many as the other has trained on
+    imitation    supervised fine-tuning on completions that the teacher has sampled for the training prompts at
+                 temperature 1 and ended by itself, until their tokens are as many as the other has trained on
 
 Printed: accuracy on the held-out prompts, greedy and sampled at temperature 1, of the teacher, the start and both, with
-the tokens trained on. Means over the seeds, and half the range. The teacher's own work is not counted on either side: it
-reads each token once in the first, and samples it in the second.
+the tokens trained on. Means over the seeds, and half the range. The teacher's own work is counted on neither side:
+it reads each token once in the first, and samples it in the second.
 """
 
 from __future__ import annotations
@@ -37,7 +37,11 @@ from slipstream.prompts import build_prompts
 RECIPE = "distill_mini"
 TEACHER_STREAM = 7  # of sampling noise, beside a run's own
 BATCH = 64  # completions of an update: two minibatches of 128
-SMALL: dict[str, Any] = {"sft": {"steps": 20}, "prompts": {"num_train": 300, "num_eval": 20}, "eval": {"num_prompts": 20}}
+SMALL: dict[str, Any] = {
+    "sft": {"steps": 20},
+    "prompts": {"num_train": 300, "num_eval": 20},
+    "eval": {"num_prompts": 20},
+}
 HALF_RIGHT = [{"template": "{answer}"}, {"template": "{word}"}]
 
 
@@ -78,7 +82,8 @@ def compare(seed: int, steps: int, out: Path, *, small: bool) -> dict[str, tuple
     """Accuracy, greedy and sampled, and the tokens that were trained on, of each model of a seed."""
     base: dict[str, Any] = merge({"seed": seed}, SMALL if small else {})
     teacher = stage(merge(base, {"stages": ["sft"]}), out / "teacher")
-    as_student = {"stages": ["sft"], "model": {"path": "stage:sft"}, "loss": {"name": "aipo"}, "teacher": {"path": None}}
+    as_student = {"stages": ["sft"], "model": {"path": "stage:sft"}, "loss": {"name": "aipo"}}
+    as_student["teacher"] = {"path": None}
     sizes = {"shape": {"hidden_size": None, "intermediate_size": None, "num_layers": None}}
     early = {"steps": 20 if small else 250, "demonstrations": HALF_RIGHT, "optimizer": {"schedule": "constant"}}
     start = stage(merge(base, as_student | {"sft": sizes | early}), out / "start")

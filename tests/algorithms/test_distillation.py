@@ -129,9 +129,9 @@ def test_other_shapes_are_refused() -> None:
         divergences(torch.zeros(2, 3), torch.zeros(2, 4), 1.0)
 
 
-@pytest.mark.parametrize("case", TRL["cases"], ids=lambda case: f"beta={case['beta']} temperature={case['temperature']}")
+@pytest.mark.parametrize("case", TRL["cases"], ids=lambda one: f"{one['beta']} at {one['temperature']}")
 def test_agrees_with_trl(case: dict[str, float]) -> None:
-    """GKDTrainer.generalized_jsd_loss, recorded by scripts/record_trl_gkd.py: the mean over counted tokens, and its gradient."""
+    """GKDTrainer.generalized_jsd_loss, by scripts/record_trl_gkd.py: its mean over counted tokens, and gradient."""
     policy = torch.tensor(TRL["student"], dtype=torch.float64).flatten(0, 1).requires_grad_()
     teacher = torch.tensor(TRL["teacher"], dtype=torch.float64).flatten(0, 1)
     at = case["temperature"]
@@ -167,7 +167,7 @@ def test_sums_before_by_hand() -> None:
 def test_prefix_weights_make_the_mean_that_of_the_policys_own_states() -> None:
     """Two steps of two actions: all four completions of the behaviour policy, each counted by its probability."""
     mu, pi = torch.tensor([[0.8, 0.2], [0.5, 0.5], [0.3, 0.7]]), torch.tensor([[0.4, 0.6], [0.1, 0.9], [0.6, 0.4]])
-    distance = torch.tensor([0.1, 0.7, 2.0], dtype=torch.float64)  # at the first state, behind action 0, behind action 1
+    distance = torch.tensor([0.1, 0.7, 2.0], dtype=torch.float64)  # at first, behind action 0, behind action 1
     expected = distance[0] + pi[0].double() @ distance[1:]
     found = {"none": 0.0, "prefix": 0.0}
     for first in range(2):

@@ -106,7 +106,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("nowhere", {}, "there is no teacher"),
     ],
 )
-def test_what_is_asked_of_its_checkpoint(name: str, changes: dict[str, Any], message: str | None, folders: Path) -> None:
+def test_what_is_asked_of_it(name: str, changes: dict[str, Any], message: str | None, folders: Path) -> None:
     config = resolve("quickstart", {"loss": DISTILL, "teacher": {"path": str(folders / name)} | changes})
     if message is None:
         check(config)

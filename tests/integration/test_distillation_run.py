@@ -1,4 +1,4 @@
-"""A student learns from a teacher that the stage before has made: with it beside the trainer, and in its own process."""
+"""A student learns from a teacher that the stage before has made, beside the trainer or in its own executor."""
 
 from __future__ import annotations
 

@@ -195,7 +195,7 @@ def _pack(readings: Sequence[Reading]) -> PackedMicrobatch:
 
 
 def _joined(sequences: Sequence[TrainSequence], name: str, dtype: type) -> np.ndarray | None:
-    """Return the columns `name` that each sequence has for its targets alone, one behind the other: kept sets, teachers."""
+    """Return the columns `name`, which each sequence has for its targets alone, one behind the other; None without."""
     columns = [column for sequence in sequences if (column := vars(sequence)[name]) is not None]
     return np.concatenate(columns).astype(dtype) if columns else None
 

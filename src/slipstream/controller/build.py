@@ -170,8 +170,8 @@ def default_pipeline(
 ) -> Pipeline:
     """generators -> rewards -> reward models -> reference -> teacher -> trainer -> weights -> generators.
 
-    Rewards, reward models, reference and teacher where there are any of their own. Generators and environments speak to each
-    other turn by turn.
+    Rewards, reward models, reference and teacher where there are any of their own. Generators and environments speak
+    to each other turn by turn.
     """
     made = nodes(config, functions=functions, environments=environments, resume=resume, remote=remote)
     replicas = [node for node in made if node.name.startswith("generator")]

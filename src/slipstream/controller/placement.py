@@ -48,8 +48,8 @@ def check_remote(config: RunConfig, remote: Collection[str]) -> None:
             "no such group could join this run",
             got=", ".join(sorted(set(remote) - groups)),
             allowed=", ".join(sorted(groups)),
-            hint="there are reward_models with rewards.models, a reference with kl.executor = 'own', and a teacher with "
-            "teacher.executor = 'own'",
+            hint="there are reward_models with rewards.models, a reference with kl.executor = 'own', and a teacher "
+            "with teacher.executor = 'own'",
         )
 
 
@@ -110,9 +110,9 @@ def place(config: RunConfig, cores: int) -> dict[str, Threads]:
 
     At staleness 0 trainer and generator take turns, so each gets everything, unless `sync_placement` splits them;
     otherwise trainer and replicas divide the cores, the trainer taking what is left over. Reward models get as much as
-    a replica, once cores suffice for both, and so do reference and teacher with executors of their own: they read each token
-    once, which is a small part of what sampling it costs. The ranks of a group divide what it gets. What computes on a
-    GPU takes one core for each replica or rank.
+    a replica, once cores suffice for both, and so do reference and teacher with executors of their own: they read each
+    token once, which is a small part of what sampling it costs. The ranks of a group divide what it gets. What computes
+    on a GPU takes one core for each replica or rank.
     """
     whole = _place_groups(config, cores)
     ranks = {

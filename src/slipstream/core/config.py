@@ -211,8 +211,8 @@ class RunConfig(Section):
 
     @property
     def needs_functions(self) -> bool:
-        """Whether completions are to be scored by functions: they need not be where reward models or an environment score,
-        or where a teacher alone is learned from."""
+        """Whether completions are to be scored by functions: they need not be where reward models or an environment
+        score, or where a teacher alone is learned from."""
         others = self.rewards.models or self.environment.is_set or self.loss.name == DISTILL
         return bool(self.rewards.terms or not others)
 

@@ -28,7 +28,7 @@ class TrainSequence:
     `OPTIONAL_COLUMNS`, float32 [T] on the same tokens, are there when the loss or the critic needs them, in all
     sequences of a batch or in none. The same holds for the kept sets: `kept_counts` int32 [T] is the size of the set
     that each token was drawn from, 0 where nothing is trained on; the sets follow one another in `kept_tokens`.
-    And for what a teacher has said at each target: its likeliest tokens, their logprobs, behind them that of all others.
+    And for what a teacher has said at each target: its likeliest tokens, their logprobs, and that of all others.
     `starts` are the offsets, ascending from 0, where contexts begin: more than one in an episode with branches. Tokens
     attend to those before them in their context, and positions count from its start; the first token is not trained on.
     """

@@ -21,8 +21,8 @@ class TeacherConfig(Section):
 
     path: FilePath | None = Field(
         None,
-        description="Checkpoint of the teacher, of any size and with the policy's tokens under the same ids; null: there "
-        "is none.",
+        description="Checkpoint of the teacher, of any size and with the policy's tokens under the same ids; null:"
+        " there is none.",
     )
     coef: NonNegativeFloat = Field(
         0.0,

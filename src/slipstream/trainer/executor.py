@@ -188,7 +188,7 @@ class Trainer(Executor):
             self.inbox.restore(path, restored.extra, version=self.version)
 
     def _build_auxiliary(self) -> None:
-        """Build teacher, reference and critic: the last two of the policy at version 0 where the config names nothing else."""
+        """Build the frozen models and the critic, from the policy at version 0 where the config names nothing else."""
         config = self.config
         if config.has_critic:
             self.critic = self.policy.new_critic()

@@ -45,7 +45,7 @@ MEASURED_IN = {
 
 @dataclass(frozen=True)
 class Auxiliary:
-    """The trainer's models besides the policy: the frozen `reference` and `teacher`, and the `critic`, where there are any.
+    """The trainer's models besides the policy: the frozen `reference` and `teacher`, and the `critic`, if it has them.
 
     `kl_coef` is the present coefficient of an adaptive KL penalty; None takes `kl.coef`.
     """

@@ -18,9 +18,9 @@ class Passage:
     """Read what has arrived, about a microbatch at once, while others sample and train.
 
     Consumes `rollouts`, emits them on `measured`. Waits for: a rollout. Ends when: told to stop and nothing is left. Of
-    several ranks each has the whole model and reads what it is dealt; rank 0 passes the end on. Evaluation does not come
-    here. `load` makes the model: with the first rollout, or in `load_now`. `state` is that of the timeline in which it
-    reads.
+    several ranks each has the whole model and reads what it is dealt; rank 0 passes the end on. Evaluation does not
+    come here. `load` makes the model: with the first rollout, or in `load_now`. `state` is the timeline's
+    for it.
     """
 
     def __init__(

@@ -45,11 +45,12 @@ class Teacher:
         if self.model is not None:
             return (at_targets(self.model, microbatch),)
         tokens, logprobs = microbatch.teacher_tokens, microbatch.teacher_logprobs
-        assert tokens is not None and logprobs is not None, "an own executor's teacher, and rollouts without its columns"
+        assert tokens is not None, "a teacher of its own executor, and rollouts without its columns"
+        assert logprobs is not None
         return torch.from_numpy(tokens), torch.from_numpy(logprobs)
 
     def compare(self, logits: Tensor, *said: Tensor) -> tuple[Tensor, ...]:
-        """Return COMPARED of each row, float32 [N]: the divergence, differentiable in `logits`; and without gradient the
+        """Return COMPARED of each row, float32 [N]: the divergence, differentiable in `logits`; without gradient the
         reverse KL, the teacher's probability of the tokens compared one by one, and whether both like one token best.
 
         `logits` [N, V] are the policy's, `said` these rows of `said(microbatch)`.

@@ -1,4 +1,4 @@
-"""The node of the teacher: rollouts get its likeliest tokens on their way to the trainer (`teacher.executor = "own"`)."""
+"""The node of the teacher: rollouts get what it says on their way to the trainer (`teacher.executor = "own"`)."""
 
 from __future__ import annotations
 

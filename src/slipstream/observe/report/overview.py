@@ -228,7 +228,7 @@ def taught(run: RunData) -> str:
     if not distances:
         return ""
     agreed = mean_of(run.history.values("teacher_agreement")[-LEAST_TREND:])
-    alike = "" if agreed is None else f"; at last both like the same token best in {percent_name(agreed.value)} of places"
+    alike = "" if agreed is None else f"; at last both like one token best in {percent_name(agreed.value)} of places"
     if (trend := _trend(distances)) is not None:
         first, last, length = trend
         steps = f"means of the first and last {plural(length, 'step')}"
