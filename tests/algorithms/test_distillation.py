@@ -85,9 +85,7 @@ def test_the_ends_of_alpha_are_the_two_kls(shape: tuple[int, int, int, float]) -
 
 @given(rows, alphas, st.integers(1, 9))
 @settings(max_examples=80, deadline=None)
-def test_merged_tokens_never_add_to_a_divergence(
-    shape: tuple[int, int, int, float], alpha: float, top_k: int
-) -> None:
+def test_merged_tokens_never_add_to_a_divergence(shape: tuple[int, int, int, float], alpha: float, top_k: int) -> None:
     """The data processing inequality; with all tokens apart it is the whole divergence, with its gradient."""
     policy, teacher = drawn(shape)
     top_k = min(top_k, policy.shape[1])

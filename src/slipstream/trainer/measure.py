@@ -191,9 +191,8 @@ def microbatch_logprobs(
         logits = model.logits(rows)
         logprobs, entropies = token_logprobs_and_entropy(logits, targets, temperature)
         if kept_sets is not None:
-            kept, *others = others
-            logprobs = kept_token_logprobs(logits, targets, kept, temperature)
-        return logprobs, entropies, *(() if teacher is None else teacher.compare(logits, *others))
+            logprobs = kept_token_logprobs(logits, targets, others[0], temperature)
+        return logprobs, entropies, *(() if teacher is None else teacher.compare(logits, *others[-len(said) :]))
 
     at_once = rows_at_once(model, 1 if teacher is None else COPIES_COMPARED)
     if microbatch.num_targets <= at_once:

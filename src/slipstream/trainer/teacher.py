@@ -83,9 +83,7 @@ class Teacher:
             tokens, logprobs = said
             return tokens, logprobs
         temperature, top_k = self.settings.temperature, self.settings.top_k
-        logits = self._scaled(
-            self.model.logits(*said), self.policy_temperature if temperature is None else temperature
-        )
+        logits = self._scaled(self.model.logits(*said), self.policy_temperature if temperature is None else temperature)
         if top_k is None:
             return None, logits.log_softmax(dim=-1)
         tokens = likeliest(logits, top_k)

@@ -80,12 +80,10 @@ def taught(
     logprobs = {one.key: np.zeros((0, top_k + 1), dtype=np.float32) for one in sequences}
     for microbatch in batching.collate(sequences, config.trainer.microbatch_tokens):
         states = at_targets(model, microbatch)
-        read = [teacher.likeliest(rows) for rows in states.split(rows_at_once(model))]
+        read = [teacher.likeliest(rows) for rows in torch.split(states, rows_at_once(model))]
         tokens |= per_sequence(microbatch, torch.cat([part for part, _ in read]).int())
         logprobs |= per_sequence(microbatch, torch.cat([part for _, part in read]))
     return [
-        msgspec.structs.replace(
-            rollout, teacher_tokens=tokens[sequence.key], teacher_logprobs=logprobs[sequence.key]
-        )
+        msgspec.structs.replace(rollout, teacher_tokens=tokens[sequence.key], teacher_logprobs=logprobs[sequence.key])
         for rollout, sequence in zip(rollouts, sequences, strict=True)
     ]

@@ -17,7 +17,6 @@ from slipstream.algorithms.losses.distill import weighed_divergences
 from slipstream.algorithms.reduce import Mean, Metrics, masked_max, masked_mean, merge_metrics, sum_over_units
 from slipstream.core.errors import NonFiniteError
 from slipstream.core.packed import PackedMicrobatch
-from slipstream.core.teacher_section import DISTILL
 from slipstream.models.packed import at_targets
 from slipstream.models.transformer import Transformer
 from slipstream.trainer.measure import Auxiliary, StepContext, filled, microbatch_logprobs
@@ -213,7 +212,7 @@ class Updater:
         """Return the configured loss with its entropy bonus and KL penalty, and the loss's metrics."""
         loss, metrics = self._loss(inputs)
         if coef := self._config.teacher.coef:
-            values, of_teacher = weighed_divergences(inputs, **loss_named(DISTILL, {}).params)
+            values, of_teacher = weighed_divergences(inputs, weight="none", max_ratio=math.inf)
             loss, metrics = loss + coef * self._reduced(values, inputs, totals), metrics | of_teacher
         if entropy_coef := self._config.loss.entropy_coef:
             loss = loss - entropy_coef * self._reduced(entropies, inputs, totals)
