@@ -152,7 +152,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 72_600
+MAX_LINES = 73_305
 MAX_LINES_OF_SPINE = 1_765
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -164,22 +164,22 @@ SPINE = (
     "trainer/step.py",
 )
 MAX_LINES_OF_FOLDER = {
-    "algorithms": 1_650,
+    "algorithms": 1_760,
     "batching": 365,
-    "controller": 5_400,
-    "core": 8_885,
+    "controller": 5_475,
+    "core": 9_060,
     "environments": 7_950,
     "evals": 2_635,
     "generator": 7_420,
     "jail": 1_030,
     "jobs": 500,
-    "models": 5_275,
-    "observe": 9_580,
+    "models": 5_280,
+    "observe": 9_600,
     "plan": 6_130,
     "prompts": 1_150,
     "rewards": 3_200,
-    "stages": 2_350,
-    "trainer": 4_260,
+    "stages": 2_365,
+    "trainer": 4_550,
     "weight_sync": 3_300,
 }
 LONG_FUNCTIONS = {"generator/paged_kernels.py": "a kernel is one function"}

@@ -14,17 +14,17 @@ import slipstream
 
 SMALL: dict[str, Any] = {
     "host": "inline",
-    "steps": 6,
+    "steps": 4,
     "groups_per_step": 16,
     "max_staleness": 0,
     "weight_update": "between_batches",
     "model": {"hidden_size": 32, "intermediate_size": 48, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2},
-    "prompts": {"num_train": 200, "num_eval": 20},
+    "prompts": {"num_train": 100, "num_eval": 8},
     "generator": {"num_slots": 16},
-    "sft": {"steps": 40, "batch_size": 32, "num_demonstrations": 200, "optimizer": {"lr": 5e-3}},
-    "warm_start": {"steps": 15, "batch_size": 32, "num_demonstrations": 200},
-    "trainer": {"optimizer": {"lr": 5e-3}, "checkpoint_every": 3},
-    "eval": {"every": 0, "num_prompts": 20, "num_slots": 8},
+    "sft": {"steps": 30, "batch_size": 32, "num_demonstrations": 100, "optimizer": {"lr": 5e-3}},
+    "warm_start": {"steps": 15, "batch_size": 32, "num_demonstrations": 100},
+    "trainer": {"optimizer": {"lr": 5e-3}, "checkpoint_every": 2},
+    "eval": {"every": 0, "num_prompts": 8, "num_slots": 8},
 }
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_layers": 2}
 
@@ -79,7 +79,7 @@ def test_a_teacher_in_a_process_of_its_own_teaches_the_same(run: Path, tmp_path:
 def test_a_resumed_run_has_the_same_teacher(run: Path, tmp_path: Path) -> None:
     cut = tmp_path / "cut"
     shutil.copytree(run, cut)
-    shutil.rmtree(cut / "checkpoints" / "step_6")
+    shutil.rmtree(cut / "checkpoints" / "step_4")
     shutil.rmtree(cut / "model")
     resumed = slipstream.run("distill_mini", resume=cut, display=False)
     for mine, other in zip(steps_of(resumed.out), steps_of(run), strict=True):

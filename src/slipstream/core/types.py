@@ -153,8 +153,6 @@ class Rollout(Message):
     """A completion with its reward; where scoring failed, `failure` says why and `reward` is the configured one.
 
     `reference_logprobs` are there where the reference policy has an executor of its own (`kl.executor`).
-    The teacher's likeliest tokens where each sampled one was drawn, and their logprobs, in front of that of all others
-    together, are there where the teacher has an executor of its own (`teacher.executor`).
     """
 
     completion: Completion
@@ -163,8 +161,8 @@ class Rollout(Message):
     failure: str | None = None
     scored_s: float = 0.0
     reference_logprobs: np.ndarray | None = None  # float32 [sampled tokens]
-    teacher_tokens: np.ndarray | None = None  # int32 [sampled tokens, K], ascending
-    teacher_logprobs: np.ndarray | None = None  # float32 [sampled tokens, K + 1]
+    teacher_tokens: np.ndarray | None = None  # int32 [sampled tokens, K]: likeliest by `teacher.executor`, ascending
+    teacher_logprobs: np.ndarray | None = None  # float32 [sampled tokens, K + 1]: theirs, that of all others
 
     @property
     def ordinal(self) -> int:

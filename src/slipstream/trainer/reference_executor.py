@@ -19,11 +19,11 @@ from slipstream.models.device import DTYPES, scoring_device
 from slipstream.models.transformer import Transformer
 from slipstream.trainer.batch import train_sequence
 from slipstream.trainer.measure import follows_warm_start, measure, reads_logprobs, reference_path
-from slipstream.trainer.passage import Passage
+from slipstream.trainer.station import Station
 
 
 class ReferencePolicy(Executor):
-    """Gives rollouts `reference_logprobs`; the loop is that of `Passage`.
+    """Gives rollouts `reference_logprobs`; the loop is that of `Station`.
 
     With `is_resumed` the run goes on from a checkpoint. A reference that the warm start makes is loaded with the first
     rollout: the trainer has written it by then, as nothing is sampled before.
@@ -41,19 +41,19 @@ class ReferencePolicy(Executor):
         self._context = context
         torch.set_num_threads(context.num_threads)
         read = partial(reference_logprobs, config=self._config, batching=self._batching)
-        self._passage = Passage(context, self._config, state="reference", load=self._load, read=read)
+        self._station = Station(context, self._config, state="reference", load=self._load, read=read)
         if self._is_resumed or not follows_warm_start(self._config):
-            self._passage.load_now()
+            self._station.load_now()
         context.spans.set_idle_state("wait_rollouts")
         context.outputs["events"].put(Ready(executor=context.name))
 
     def step(self) -> bool:
         """Take about a microbatch of what arrived, measure it, and pass it on."""
-        return self._passage.step()
+        return self._station.step()
 
     @property
     def is_finished(self) -> bool:
-        return self._passage.is_finished
+        return self._station.is_finished
 
     def _load(self) -> Transformer:
         path = reference_path(self._config, self._context.run_dir)

@@ -22,12 +22,12 @@ from slipstream.models.tokenizer import Tokenizer
 from slipstream.models.transformer import Transformer
 from slipstream.trainer.batch import train_sequence
 from slipstream.trainer.measure import per_sequence, rows_at_once
-from slipstream.trainer.passage import Passage
+from slipstream.trainer.station import Station
 from slipstream.trainer.teacher import Teacher
 
 
 class TeacherModel(Executor):
-    """Gives rollouts `teacher_tokens` and `teacher_logprobs`; the loop is that of `Passage`."""
+    """Gives rollouts `teacher_tokens` and `teacher_logprobs`; the loop is that of `Station`."""
 
     inputs = ("rollouts",)
     outputs = ("measured",)
@@ -41,18 +41,18 @@ class TeacherModel(Executor):
         torch.set_num_threads(context.num_threads)
         self._tokenizer = build_tokenizer(self._config.model)
         read = partial(taught, config=self._config, tokenizer=self._tokenizer, batching=self._batching)
-        self._passage = Passage(context, self._config, state="teacher", load=self._load, read=read)
-        self._passage.load_now()
+        self._station = Station(context, self._config, state="teacher", load=self._load, read=read)
+        self._station.load_now()
         context.spans.set_idle_state("wait_rollouts")
         context.outputs["events"].put(Ready(executor=context.name))
 
     def step(self) -> bool:
         """Take about a microbatch of what arrived, read it, and pass it on."""
-        return self._passage.step()
+        return self._station.step()
 
     @property
     def is_finished(self) -> bool:
-        return self._passage.is_finished
+        return self._station.is_finished
 
     def _load(self) -> Transformer:
         teacher = self._config.teacher

@@ -203,7 +203,8 @@ class Updater:
         """Return what the teacher has to say of the microbatch's targets."""
         if self._teacher is None:
             return ()
-        with self._spans.span("teacher", step=self._step):
+        state = "forward_backward" if self._teacher.model is None else "teacher"
+        with self._spans.span(state, step=self._step):
             return self._teacher.said(microbatch)
 
     def _policy_loss(

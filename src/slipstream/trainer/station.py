@@ -14,7 +14,7 @@ Reading = Callable[[Transformer, Sequence[Rollout]], list[Rollout]]
 """A model and rollouts -> the rollouts, with what the model says of them."""
 
 
-class Passage:
+class Station:
     """Read what has arrived, about a microbatch at once, while others sample and train.
 
     Consumes `rollouts`, emits them on `measured`. Waits for: a rollout. Ends when: told to stop and nothing is left. Of
