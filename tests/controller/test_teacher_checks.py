@@ -17,6 +17,7 @@ from slipstream.models.hf import save_model
 from slipstream.models.initialise import new_model
 from slipstream.models.tokenizer import PRINTABLE, char_tokenizer
 from slipstream.stages.order import check_order
+from slipstream.trainer.loss_checks import check_loss
 
 DISTILL = {"name": "distill"}
 OWN = {"path": "teacher", "executor": "own", "top_k": 8}
@@ -45,9 +46,9 @@ SMALL: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_layers
         ),
     ],
 )
-def test_what_the_schema_refuses(overrides: dict[str, Any], message: str) -> None:
+def test_what_cannot_go_together(overrides: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        resolve("quickstart", overrides)
+        check_loss(resolve("quickstart", overrides))
 
 
 def test_one_completion_per_prompt_and_no_reward_are_enough() -> None:

@@ -68,7 +68,9 @@ def config_of(teacher: dict[str, Any], **changes: Any) -> RunConfig:
 
 def auxiliary(config: RunConfig, model: Transformer | None) -> Auxiliary:
     """With a reference too, for losses that need one."""
-    return Auxiliary(reference=new_model(TINY, VOCAB_SIZE, 7), teacher=Teacher.of(config, CharTokenizer(ALPHABET), model))
+    return Auxiliary(
+        reference=new_model(TINY, VOCAB_SIZE, 7), teacher=Teacher.of(config, CharTokenizer(ALPHABET), model)
+    )
 
 
 def trained(

@@ -33,7 +33,7 @@ from slipstream.core.stage_sections import (
     SftConfig,
     WarmStartConfig,
 )
-from slipstream.core.teacher_section import DISTILL, TeacherConfig, check_teacher
+from slipstream.core.teacher_section import DISTILL, TeacherConfig
 from slipstream.core.training_sections import CriticConfig, KLConfig, LossConfig, TrainerConfig, check_training
 
 Stage = Literal["sft", "preferences", "reward_model", "rl", "evaluate"]
@@ -285,7 +285,6 @@ class RunConfig(Section):
         self.rewards.check_terms(self.samples_per_group)
         check_episodes(self)
         check_training(self)
-        check_teacher(self)
         return self
 
     def _check_schedule(self) -> None:

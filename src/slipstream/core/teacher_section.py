@@ -1,16 +1,13 @@
-"""The section of the teacher that the policy learns from, and what it asks of the others."""
+"""The section of the teacher that the policy learns from."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from slipstream.core.errors import ConfigError
 from slipstream.core.fields import Count, Device, FilePath, Fraction, NonNegativeFloat, Positive, PositiveFloat, Section
-
-if TYPE_CHECKING:
-    from slipstream.core.config import RunConfig
 
 DISTILL = "distill"
 """The loss that is the divergence from the teacher alone."""
@@ -55,51 +52,27 @@ class TeacherConfig(Section):
         "float32", description="What an own executor keeps and computes the teacher in on a GPU."
     )
 
+    @model_validator(mode="after")
+    def _check_executor(self) -> Self:
+        own = {"ranks": self.ranks, "device": self.device, "precision": self.precision}
+        changed = [name for name, value in own.items() if value != type(self).model_fields[name].default]
+        if self.executor == "trainer" and changed:
+            raise ConfigError(
+                "the trainer reads the teacher as it trains: on its ranks, its device, in its precision",
+                got=", ".join(f"teacher.{name} = {own[name]!r}" for name in changed) + " with executor = 'trainer'",
+                allowed="teacher.executor = 'own'",
+            )
+        if self.executor == "own" and self.top_k is None:
+            raise ConfigError(
+                "a teacher in an executor of its own sends what it says to the trainer: a whole vocabulary is too much",
+                got="teacher.executor = 'own' without teacher.top_k",
+                allowed="teacher.top_k = the number of tokens to compare one by one, or teacher.executor = 'trainer'",
+                hint="teacher.top_k = 64; the metric teacher_top_k_mass tells how much of the teacher that is",
+            )
+        return self
 
-def check_teacher(config: RunConfig) -> None:
-    """Raise ConfigError for a teacher without a loss that learns from it, or the reverse, and for settings that it
-    cannot have where it is read."""
-    teacher, loss = config.teacher, config.loss
-    is_alone = loss.name == DISTILL
-    default = TeacherConfig()
-    asked = [f"teacher.{name} = {value!r}" for name, value in vars(teacher).items() if value != vars(default)[name]]
-    if teacher.path is None and (is_alone or asked):
-        raise ConfigError(
-            "there is no teacher to learn from",
-            got="loss.name = 'distill' without teacher.path" if is_alone else f"{', '.join(asked)} alone",
-            allowed="teacher.path = a folder, the id of a model on the hub, or 'stage:sft'",
-        )
-    if teacher.path is None:
-        return
-    if is_alone == bool(teacher.coef):
-        raise ConfigError(
-            "the divergence would be counted twice" if is_alone else "nothing is learned from the teacher",
-            got=f"teacher.coef = {teacher.coef:g} with loss.name = '{loss.name}'",
-            allowed="loss.name = 'distill' with teacher.coef = 0, or another loss with teacher.coef > 0",
-        )
-    if is_alone and loss.advantages in ("gae", "greedy_baseline"):
-        raise ConfigError(
-            "loss 'distill' takes no advantages: a critic, or a greedy completion, would be computed for nothing",
-            got=f"loss.advantages = '{loss.advantages}'",
-            allowed="any other",
-        )
-    _check_place(config)
-
-
-def _check_place(config: RunConfig) -> None:
-    teacher = config.teacher
-    own = {"ranks": teacher.ranks, "device": teacher.device, "precision": teacher.precision}
-    changed = [name for name, value in own.items() if value != TeacherConfig.model_fields[name].default]
-    if teacher.executor == "trainer" and changed:
-        raise ConfigError(
-            "the trainer reads the teacher as it trains: on its ranks, its device, in its precision",
-            got=", ".join(f"teacher.{name} = {own[name]!r}" for name in changed) + " with executor = 'trainer'",
-            allowed="teacher.executor = 'own'",
-        )
-    if teacher.executor == "own" and teacher.top_k is None:
-        raise ConfigError(
-            "an executor of the teacher's own sends what it reads to the trainer, and a whole vocabulary is too much",
-            got="teacher.executor = 'own' without teacher.top_k",
-            allowed="teacher.top_k = the number of tokens to compare one by one, or teacher.executor = 'trainer'",
-            hint="teacher.top_k = 64; the metric teacher_top_k_mass tells how much of the teacher that is",
-        )
+    @property
+    def given(self) -> list[str]:
+        """The fields that are not as by default, in words."""
+        default = vars(type(self)())
+        return [f"teacher.{name} = {value!r}" for name, value in vars(self).items() if value != default[name]]
