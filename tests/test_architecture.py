@@ -167,7 +167,7 @@ MAX_LINES_OF_FOLDER = {
     "algorithms": 1_760,
     "batching": 365,
     "controller": 5_475,
-    "core": 9_060,
+    "core": 9_030,
     "environments": 7_950,
     "evals": 2_635,
     "generator": 7_420,
@@ -179,7 +179,7 @@ MAX_LINES_OF_FOLDER = {
     "prompts": 1_150,
     "rewards": 3_200,
     "stages": 2_365,
-    "trainer": 4_550,
+    "trainer": 4_580,
     "weight_sync": 3_300,
 }
 LONG_FUNCTIONS = {"generator/paged_kernels.py": "a kernel is one function"}
