@@ -46,13 +46,7 @@ TASK: dict[str, Any] = {
 }
 """The quickstart, smaller: what it is changed in."""
 
-SMALL: dict[str, Any] = {
-    "steps": 2,
-    "sft": {"steps": 2},
-    "warm_start": {"steps": 2},
-    "prompts": {"num_eval": 8},
-    "eval": {"num_prompts": 8},
-}
+SMALL: dict[str, Any] = {"steps": 2, "warm_start": {"steps": 2}, "prompts": {"num_eval": 8}, "eval": {"num_prompts": 8}}
 """What `--small` changes once more: enough to see that everything works."""
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -79,11 +73,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "online_ipo": {"loss": _PAIRS},
     "best_of_n": {"loss": {"advantages": "group_mean", "select": "best"}},
     "decoupled_ppo": {},
-    "distill": {
-        "stages": ["sft", "rl"],
-        "sft": {"steps": 400, "optimizer": {"lr": 2e-3}, "shape": {"hidden_size": 96, "intermediate_size": 256}},
-        "teacher": {"path": "stage:sft"},
-    },
     "ppo_head": {
         "loss": {"name": "ppo", **_ACTOR_CRITIC},
         "critic": {"model": "head", "vtrace": True, "coef": 1.0, "optimizer": {"lr": 1e-2}},
