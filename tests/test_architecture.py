@@ -152,7 +152,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 74_080
+MAX_LINES = 74_785
 MAX_LINES_OF_SPINE = 1_765
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -164,22 +164,22 @@ SPINE = (
     "trainer/step.py",
 )
 MAX_LINES_OF_FOLDER = {
-    "algorithms": 2_065,
+    "algorithms": 2_175,
     "batching": 365,
-    "controller": 5_400,
-    "core": 9_010,
+    "controller": 5_475,
+    "core": 9_155,
     "environments": 8_110,
     "evals": 2_660,
     "generator": 7_490,
     "jail": 1_030,
     "jobs": 500,
-    "models": 5_280,
-    "observe": 9_595,
+    "models": 5_285,
+    "observe": 9_615,
     "plan": 6_130,
     "prompts": 1_150,
     "rewards": 3_200,
-    "stages": 2_700,
-    "trainer": 4_585,
+    "stages": 2_715,
+    "trainer": 4_905,
     "weight_sync": 3_300,
 }
 LONG_FUNCTIONS = {"generator/paged_kernels.py": "a kernel is one function"}

@@ -18,6 +18,7 @@ PER_TOKEN = (
     "behaviour_logprobs",
     "proximal_logprobs",
     "reference_logprobs",
+    "teacher_divergences",
     "values",
     "anchor_values",
     "returns",
@@ -28,6 +29,8 @@ POLICY_NAMES = [name for name in NAMES if LOSSES[name].kind == "policy"]
 
 def leaf_name(loss: Loss) -> str:
     """What the loss is differentiated with respect to."""
+    if "teacher_divergences" in loss.requires:
+        return "teacher_divergences"
     return {"value": "values", "reward_model": "scores"}.get(loss.kind, "policy_logprobs")
 
 
@@ -71,6 +74,7 @@ def random_inputs(lengths: Sequence[int], *, seed: int = 0, spread: float = 0.5)
         labels=torch.randint(0, NUM_CANDIDATES, (len(lengths) // NUM_CANDIDATES,), generator=generator),
         is_desirable=torch.rand(len(lengths), generator=generator) < 0.6,
         reference_kl=torch.tensor(0.3, dtype=torch.float64),
+        teacher_divergences=torch.rand(num_tokens, generator=generator, dtype=torch.float64),
         max_tokens=16,
         cutoff=torch.tensor(0.05, dtype=torch.float64),
     )

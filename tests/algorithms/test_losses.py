@@ -28,6 +28,7 @@ HAND = LossInputs(
     behaviour_logprobs=logs(0.25, 0.4, 0.4),
     reference_logprobs=logs(0.25, 0.4, 0.4),
     advantages=tensor(1.0, 1.0, -2.0),
+    teacher_divergences=tensor(0.3, 0.6, 0.9),
     mask=torch.ones(3, dtype=torch.bool),
     segment_ids=torch.tensor([0, 0, 1]),
     num_units=0,
@@ -211,6 +212,10 @@ HAND_DERIVED = [
         0.5 * (1.8**2 + 1.0 + 1.0) / 3,
         [0.0, 1 / 3, -1 / 3],
     ),
+    ("distill", {}, {}, 0.6, [1 / 3, 1 / 3, 1 / 3]),
+    # The policy is twice as likely to get to the second state as the one that sampled, at most 1.5 times by the limit.
+    ("distill", {}, {"weight": "prefix"}, (0.3 + 2 * 0.6 + 0.9) / 3, [1 / 3, 2 / 3, 1 / 3]),
+    ("distill", {}, {"weight": "prefix", "max_ratio": 1.5}, (0.3 + 1.5 * 0.6 + 0.9) / 3, [1 / 3, 1.5 / 3, 1 / 3]),
     ("sft", {}, {}, -(LOG_A + LOG_B + LOG_C) / 3, [-1 / 3, -1 / 3, -1 / 3]),
     # Errors 2 and -1 of two completions.
     ("rating", {"scores": tensor(3.0, 0.0), "ratings": tensor(1.0, 1.0)}, {}, (4.0 + 1.0) / 2, [2.0, -1.0]),

@@ -45,6 +45,7 @@ def test_recipes_say_what_they_need() -> None:
     needs = {recipe.name: recipe.needs for recipe in list_recipes()}
     assert [name for name, needed in needs.items() if not needed] == [
         "calculator_mini",
+        "distill_mini",
         "dpo_mini",
         "guess_mini",
         "quickstart",

@@ -86,7 +86,13 @@ def made(
     (run_dir / "config.toml").write_text(f"steps = {steps}\n{config}")
     held_out = held_out or {}
     lines = [json.loads(one) for one in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    lines = [one | {"reward": reward(one["step"])} | dict(line or {}) for one in lines if "reward" in one]
+    lines = [
+        one
+        | {"reward": reward(one["step"])}
+        | {n: v(one["step"]) if callable(v) else v for n, v in (line or {}).items()}
+        for one in lines
+        if "reward" in one
+    ]
     lines += [{"step": v, "version": v, "wall_s": 0.62 * v, score: value} for v, value in held_out.items()]
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
     scores = {v: Evaluation(value, (sampled or {}).get(v), num_prompts) for v, value in held_out.items()}
@@ -145,6 +151,18 @@ CASES: dict[str, dict[str, tuple[dict[str, Any], str, bool]]] = {
         "eval off, short": ({"reward": learning, "steps": 20}, " went from ", NOT_SAID),
         "one step": ({"reward": flat, "steps": 1}, "The reward was 0.500 (mean of 1 step).", SAID),
         "no step": ({"steps": 0}, "No step was trained.", SAID),
+    },
+    "taught": {
+        "nearer": ({"line": {"teacher_kl": falling}}, "The KL to the teacher went from 0.8", SAID),
+        "noise": ({"line": {"teacher_kl": wobbling}}, " went from ", NOT_SAID),
+        "constant": ({"line": {"teacher_kl": 0.25}}, "The KL to the teacher was 0.25 nats per token.", SAID),
+        "alike": (
+            {"line": {"teacher_kl": 0.25, "teacher_agreement": 0.9}},
+            "0.25 nats per token; at last both like one token best in 90% of places.",
+            SAID,
+        ),
+        "no teacher": ({}, "teacher", NOT_SAID),
+        "no step": ({"steps": 0, "line": {"teacher_kl": 0.25}}, "teacher", NOT_SAID),
     },
     "aged": {
         "within its bound": ({}, "2 at most, as promised at most 2.", SAID),

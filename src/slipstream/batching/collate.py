@@ -186,21 +186,23 @@ def _pack(readings: Sequence[Reading]) -> PackedMicrobatch:
         versions=of_targets("versions", np.int64),
         segment_ids=np.repeat(np.arange(len(sequences), dtype=np.int64), list(map(len, targets))),
         keys=tuple(sequence.key for sequence in sequences),
-        kept_tokens=_joined_sets(sequences),
+        kept_tokens=_joined(sequences, "kept_tokens", np.int64),
         kept_counts=of_targets("kept_counts", np.int64) if "kept_counts" in optional else None,
+        teacher_tokens=_joined(sequences, "teacher_tokens", np.int64),
+        teacher_logprobs=_joined(sequences, "teacher_logprobs", np.float32),
         **{name: of_targets(name, np.float32) for name in OPTIONAL_COLUMNS if name in optional},
     )
 
 
-def _joined_sets(sequences: Sequence[TrainSequence]) -> np.ndarray | None:
-    """Return int64: the kept sets of all sequences, one behind the other; each has sets on its targets alone."""
-    sets = [sequence.kept_tokens for sequence in sequences if sequence.kept_tokens is not None]
-    return np.concatenate(sets).astype(np.int64) if sets else None
+def _joined(sequences: Sequence[TrainSequence], name: str, dtype: type) -> np.ndarray | None:
+    """Return the columns `name`, which each sequence has for its targets alone, one behind the other; None without."""
+    columns = [column for sequence in sequences if (column := vars(sequence)[name]) is not None]
+    return np.concatenate(columns).astype(dtype) if columns else None
 
 
 def _optional_of(sequences: Sequence[TrainSequence]) -> tuple[str, ...]:
-    """Return the optional columns and kept sets that the sequences carry: all of them the same ones."""
-    names = (*OPTIONAL_COLUMNS, "kept_tokens", "kept_counts")
+    """Return the names of the optional columns that the sequences carry: all of them the same ones."""
+    names = (*OPTIONAL_COLUMNS, "kept_tokens", "kept_counts", "teacher_tokens", "teacher_logprobs")
     carried = {tuple(name for name in names if vars(sequence)[name] is not None) for sequence in sequences}
     if len(carried) > 1:
         raise ShapeError("sequences of a batch carry different columns", got=" and ".join(map(str, sorted(carried))))

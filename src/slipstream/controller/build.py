@@ -33,6 +33,7 @@ from slipstream.rewards.model_executor import RewardModels
 from slipstream.trainer.executor import Trainer
 from slipstream.trainer.reference_executor import ReferencePolicy
 from slipstream.trainer.scores import dealt_by
+from slipstream.trainer.teacher_executor import TeacherModel
 
 
 def make_generator(config: RunConfig, replica: int = 0) -> Generator:
@@ -87,6 +88,11 @@ def make_reference(config: RunConfig, *, is_resumed: bool = False) -> ReferenceP
     return ReferencePolicy(config=config, batching=collate, is_resumed=is_resumed)
 
 
+def make_teacher(config: RunConfig) -> TeacherModel:
+    """The executor of the teacher, the last station before the trainer."""
+    return TeacherModel(config=config, batching=collate)
+
+
 def nodes(
     config: RunConfig,
     *,
@@ -126,6 +132,8 @@ def nodes(
         made.append(node("reward_models", make_reward_models, ranks=config.rewards.model_ranks))
     if config.kl.executor == "own":
         made.append(node("reference", make_reference, ranks=config.kl.ranks, is_resumed=resume is not None))
+    if config.has_own_teacher:
+        made.append(node("teacher", make_teacher, ranks=config.teacher.ranks))
     checkpoint = None if resume is None else str(resume.resolve())
     trainer = config.trainer
     made.append(node("trainer", make_trainer, ranks=trainer.ranks, device=trainer.device, resume=checkpoint))
@@ -160,10 +168,10 @@ def default_pipeline(
     resume: Path | None = None,
     remote: Collection[str] = (),
 ) -> Pipeline:
-    """generators -> rewards -> reward models -> reference -> trainer -> weights -> generators.
+    """generators -> rewards -> reward models -> reference -> teacher -> trainer -> weights -> generators.
 
-    Rewards, reward models and reference where there are any of their own. Generators and environments speak to each
-    other turn by turn.
+    Rewards, reward models, reference and teacher where there are any of their own. Generators and environments speak
+    to each other turn by turn.
     """
     made = nodes(config, functions=functions, environments=environments, resume=resume, remote=remote)
     replicas = [node for node in made if node.name.startswith("generator")]
@@ -195,6 +203,7 @@ STATIONS = {
     "rewards": ("completions", "rollouts"),
     "reward_models": ("completions", "scored"),
     "reference": ("rollouts", "measured"),
+    "teacher": ("rollouts", "measured"),
 }
 """The stations of a completion on its way to the trainer, in order: the ports by which it comes and leaves."""
 

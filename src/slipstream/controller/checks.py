@@ -6,18 +6,22 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from slipstream.controller.placement import check_processes, check_remote, computing_groups
+from slipstream.core.channel_spec import MAX_MESSAGE_BYTES
 from slipstream.core.config import RunConfig, stage_of
 from slipstream.core.errors import ConfigError
+from slipstream.core.plain import shortened
 from slipstream.environments.checks import Given, check_environments
 from slipstream.generator.device import check_device
 from slipstream.generator.vllm.backend import check_vllm
-from slipstream.models.build import build_tokenizer, check_division
+from slipstream.models.build import build_tokenizer, check_division, max_positions
+from slipstream.models.config import config_from_hf
 from slipstream.models.device import check_gpus
 from slipstream.models.foreign_text import rehearse_tokenizer
+from slipstream.models.hf import read_hf_config
 from slipstream.models.hub import check_model_path
 from slipstream.models.preflight import Head, check_checkpoint, check_policy
 from slipstream.models.sizes import check_sizes
-from slipstream.models.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
+from slipstream.models.tokenizer import Tokenizer, has_tokenizer, load_tokenizer, vocabulary_size
 from slipstream.prompts import task_table
 from slipstream.rewards.checks import check_rewards
 from slipstream.rewards.given import is_from_python
@@ -47,6 +51,7 @@ def check(
         ("trainer", "trainer", config.trainer.device, "ranks", config.trainer.ranks),
         ("reward_models", "rewards", config.rewards.device, "model_ranks", config.rewards.model_ranks),
         ("reference", "kl", config.kl.device, "ranks", config.kl.ranks),
+        ("teacher", "teacher", config.teacher.device, "ranks", config.teacher.ranks),
     ):
         if group in here:
             check_gpus(section, device, field, ranks)
@@ -55,6 +60,7 @@ def check(
     check_sizes(config, check_policy(config), here)
     check_loss(config)
     check_checkpoints(config, readers(config))
+    check_teacher(config)
     check_environments(config, environments)
     if config.needs_functions:
         check_rewards(config.rewards, task_table(config.prompts.tasks), given)
@@ -79,6 +85,7 @@ def readers(config: RunConfig) -> list[Reader]:
     ]
     if "reference_logprobs" in needed_columns(config):
         found.append(("reference policy (kl.reference)", config.kl.reference, "language"))
+    found += [("teacher (teacher.path)", config.teacher.path, "language")] * config.has_teacher
     if config.has_critic and config.critic.model == "own":
         found.append(("critic (critic.path)", config.critic.path, "any"))
     return found
@@ -115,6 +122,61 @@ def check_checkpoints(config: RunConfig, named: Sequence[Reader]) -> None:
                 allowed=f"at least the {len(policy)} of the policy's tokenizer",
                 hint="it reads the tokens that were sampled, not their text",
             )
+
+
+def check_teacher(config: RunConfig) -> None:
+    """Raise ConfigError for a teacher whose token table is not the policy's, or that does not read as far as the policy
+    writes; and for more of its tokens than there are, or than fit a message.
+
+    That the checkpoint is there, `check_checkpoints` has seen. What the stage sft will make has the policy's tokenizer.
+    """
+    teacher = config.teacher
+    if teacher.path is None:
+        return
+    tokenizer, top_k = policy_tokenizer(config), teacher.top_k or 1
+    if top_k > (size := vocabulary_size(tokenizer)):
+        raise ConfigError("teacher.top_k is above the vocabulary", got=top_k, allowed=f"1..{size}, or null: all of it")
+    num_bytes = config.longest_completion * (8 * top_k + 4)
+    if config.has_own_teacher and num_bytes > MAX_MESSAGE_BYTES // 2:
+        raise ConfigError(
+            "what the teacher says of the longest completion does not fit one message",
+            got=f"teacher.top_k = {top_k} at {config.longest_completion} tokens: {num_bytes:,} bytes",
+            allowed=f"{MAX_MESSAGE_BYTES // 2:,} bytes",
+            hint="lower teacher.top_k, or take teacher.executor = 'trainer'",
+        )
+    if stage_of(teacher.path) is not None:
+        return
+    _check_token_table(tokenizer, Path(teacher.path))
+    longest = config.longest_sequence(max_positions(config))
+    if (positions := config_from_hf(read_hf_config(Path(teacher.path))).max_positions) < longest:
+        raise ConfigError(
+            "the teacher does not read as far as the policy writes",
+            got=f"{positions} positions in {teacher.path}, sequences of up to {longest} tokens",
+            hint="lower prompts.max_prompt_tokens (longer prompts are dropped) or generator.max_new_tokens",
+        )
+    if teacher.executor == "trainer":
+        check_division(config.model.model_copy(update={"path": teacher.path}), config.trainer.tensor_parallel)
+
+
+def _check_token_table(tokenizer: Tokenizer, path: Path) -> None:
+    if not has_tokenizer(path):
+        raise ConfigError(
+            "the teacher has no tokenizer: nothing says that its token ids are the policy's",
+            got=path,
+            allowed="a folder with tokenizer.json",
+            hint="copy the tokenizer of the model that it was trained from",
+        )
+    ours, theirs = tokenizer.get_vocab(), load_tokenizer(path).get_vocab()
+    if ours == theirs:
+        return
+    differing = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
+    raise ConfigError(
+        "the teacher has another vocabulary than the policy",
+        got=f"{len(theirs)} tokens in {path}, {len(ours)} of the policy; {len(differing)} differ, such as "
+        f"{shortened(differing[0], 40)!r}: {theirs.get(differing[0])} there, {ours.get(differing[0])} here",
+        allowed="the same tokens under the same ids",
+        hint="both say how likely each token is: they must mean the same ones",
+    )
 
 
 def policy_tokenizer(config: RunConfig) -> Tokenizer:

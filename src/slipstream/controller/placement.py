@@ -36,7 +36,8 @@ class Threads:
 def computing_groups(config: RunConfig) -> set[str]:
     """The groups of the default pipeline that run models, replicas of the generator under one name."""
     groups = {"trainer", "generator"} | ({"reward_models"} if config.rewards.models else set())
-    return groups | ({"reference"} if config.kl.executor == "own" else set())
+    groups |= {"reference"} if config.kl.executor == "own" else set()
+    return groups | ({"teacher"} if config.has_own_teacher else set())
 
 
 def check_remote(config: RunConfig, remote: Collection[str]) -> None:
@@ -47,7 +48,8 @@ def check_remote(config: RunConfig, remote: Collection[str]) -> None:
             "no such group could join this run",
             got=", ".join(sorted(set(remote) - groups)),
             allowed=", ".join(sorted(groups)),
-            hint="there are reward_models with rewards.models, and a reference with kl.executor = 'own'",
+            hint="there are reward_models with rewards.models, a reference with kl.executor = 'own', and a teacher "
+            "with teacher.executor = 'own'",
         )
 
 
@@ -61,6 +63,7 @@ def check_processes(config: RunConfig, here: Collection[str], *, has_workers: bo
         "generator": ("generator.replicas x generator.tensor_parallel", _replicas(config), 1),
         "reward_models": ("rewards.model_ranks", config.rewards.model_ranks, 1),
         "reference": ("kl.ranks", config.kl.ranks, 1),
+        "teacher": ("teacher.ranks", config.teacher.ranks, 1),
         "rewards": ("rewards.num_workers", config.rewards.num_workers + 1, 3),
     }
     if config.host != "process":
@@ -107,9 +110,9 @@ def place(config: RunConfig, cores: int) -> dict[str, Threads]:
 
     At staleness 0 trainer and generator take turns, so each gets everything, unless `sync_placement` splits them;
     otherwise trainer and replicas divide the cores, the trainer taking what is left over. Reward models get as much as
-    a replica, once cores suffice for both, and so does a reference with an executor of its own: they read each token
-    once, which is a small part of what sampling it costs. The ranks of a group divide what it gets. What computes on a
-    GPU takes one core for each replica or rank.
+    a replica, once cores suffice for both, and so do reference and teacher with executors of their own: they read each
+    token once, which is a small part of what sampling it costs. The ranks of a group divide what it gets. What computes
+    on a GPU takes one core for each replica or rank.
     """
     whole = _place_groups(config, cores)
     ranks = {
@@ -117,6 +120,7 @@ def place(config: RunConfig, cores: int) -> dict[str, Threads]:
         "generator": config.generator.tensor_parallel,
         "reward_models": config.rewards.model_ranks,
         "reference": config.kl.ranks,
+        "teacher": config.teacher.ranks,
     }
     return {
         name: Threads(
@@ -134,6 +138,7 @@ def _place_groups(config: RunConfig, cores: int) -> dict[str, Threads]:
         ("generator", replicas, replicas, config.generator.device),
         ("reward_models", int(bool(config.rewards.models)), config.rewards.model_ranks, config.rewards.device),
         ("reference", int(config.kl.executor == "own"), config.kl.ranks, config.kl.device),
+        ("teacher", int(config.has_own_teacher), config.teacher.ranks, config.teacher.device),
     ]
     free = cores - sum(processes for _, groups, processes, device in beside if groups and device != "cpu")
     others = sum(groups for _, groups, _, device in beside if device == "cpu")

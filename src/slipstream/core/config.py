@@ -34,6 +34,7 @@ from slipstream.core.stage_sections import (
     SftConfig,
     WarmStartConfig,
 )
+from slipstream.core.teacher_section import DISTILL, TeacherConfig
 from slipstream.core.training_sections import CriticConfig, KLConfig, LossConfig, TrainerConfig, check_training
 
 Stage = Literal["sft", "preferences", "dpo", "reward_model", "rl", "evaluate"]
@@ -119,6 +120,7 @@ class RunConfig(Section):
     rewards: RewardsConfig = Field(default_factory=RewardsConfig, description="Scoring.")
     loss: LossConfig = Field(default_factory=LossConfig, description="Loss and advantages.")
     kl: KLConfig = Field(default_factory=KLConfig, description="Penalty for leaving the reference policy.")
+    teacher: TeacherConfig = Field(default_factory=TeacherConfig, description="A model that the policy learns from.")
     trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="The training step.")
     critic: CriticConfig = Field(default_factory=CriticConfig, description="Value function of actor-critic PPO.")
     warm_start: WarmStartConfig = Field(default_factory=WarmStartConfig, description="SFT before RL.")
@@ -160,6 +162,11 @@ class RunConfig(Section):
         return is_on_gpu and self.generator.engine == "native" and not self.generator.delta and self.host == "process"
 
     @property
+    def sft_model(self) -> ModelConfig:
+        """Return the model that the stage sft starts from: of [model]'s sizes, but for those of [sft.shape]."""
+        return self.model.model_copy(update={"path": self.sft.path, **self.sft.shape.given})
+
+    @property
     def staleness_bound(self) -> int | None:
         """Return the most steps that a consumed token may be old; None under a policy that promises no bound."""
         return self.max_staleness if self.schedule.policy in HARD_BOUND else None
@@ -194,6 +201,15 @@ class RunConfig(Section):
         return self.loss.advantages == "gae"
 
     @property
+    def has_teacher(self) -> bool:
+        return self.teacher.path is not None
+
+    @property
+    def has_own_teacher(self) -> bool:
+        """Whether rollouts come with what the teacher says, from an executor of its own."""
+        return self.has_teacher and self.teacher.executor == "own"
+
+    @property
     def longest_completion(self) -> int:
         """Return the most tokens behind a prompt: those of a completion, or of all turns of an episode."""
         turn = self.generator.max_new_tokens
@@ -203,8 +219,10 @@ class RunConfig(Section):
 
     @property
     def needs_functions(self) -> bool:
-        """Whether completions are to be scored by functions: neither reward models nor an environment do so alone."""
-        return bool(self.rewards.terms) or not (self.rewards.models or self.environment.is_set)
+        """Whether completions are to be scored by functions: they need not be where reward models or an environment
+        score, or where a teacher alone is learned from."""
+        others = self.rewards.models or self.environment.is_set or self.loss.name == DISTILL
+        return bool(self.rewards.terms or not others)
 
     @property
     def part_weights(self) -> list[float]:
@@ -349,6 +367,7 @@ class RunConfig(Section):
             "generator.tensor_parallel": self.generator.tensor_parallel,
             "rewards.model_ranks": self.rewards.model_ranks,
             "kl.ranks": self.kl.ranks,
+            "teacher.ranks": self.teacher.ranks,
         }
         several = ", ".join(f"{field} = {count}" for field, count in ranks.items() if count > 1)
         if self.host == "inline" and several:
@@ -362,6 +381,7 @@ class RunConfig(Section):
             ("rewards", "reward models compute"),
             ("gold", "reward models compute"),
             ("kl", "the reference computes"),
+            ("teacher", "the teacher computes"),
         ):
             part = vars(self)[section]
             if part.precision != "float32" and part.device == "cpu":

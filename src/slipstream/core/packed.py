@@ -28,6 +28,7 @@ class TrainSequence:
     `OPTIONAL_COLUMNS`, float32 [T] on the same tokens, are there when the loss or the critic needs them, in all
     sequences of a batch or in none. The same holds for the kept sets: `kept_counts` int32 [T] is the size of the set
     that each token was drawn from, 0 where nothing is trained on; the sets follow one another in `kept_tokens`.
+    And for what a teacher has said at each target: its likeliest tokens, their logprobs, and that of all others.
     `starts` are the offsets, ascending from 0, where contexts begin: more than one in an episode with branches. Tokens
     attend to those before them in their context, and positions count from its start; the first token is not trained on.
     """
@@ -44,6 +45,8 @@ class TrainSequence:
     returns: np.ndarray | None = None  # the critic's targets
     kept_tokens: np.ndarray | None = None  # int32 [sum of counts]
     kept_counts: np.ndarray | None = None
+    teacher_tokens: np.ndarray | None = None  # int32 [targets, K]
+    teacher_logprobs: np.ndarray | None = None  # float32 [targets, K + 1]
     starts: tuple[int, ...] = (0,)
 
     @classmethod
@@ -95,6 +98,7 @@ class PackedMicrobatch:
     last row of a prompt predicts the first token of each of its completions. `segment_ids` counts the sequences from
     0 within the microbatch; `keys` names them. `kept_counts` are the sizes of the targets' kept sets, which follow one
     another in `kept_tokens` int64; a logprob of such a target is taken over its set.
+    `teacher_tokens` and `teacher_logprobs` are what a teacher of its own executor has said at each target.
     """
 
     tokens: np.ndarray
@@ -114,6 +118,8 @@ class PackedMicrobatch:
     returns: np.ndarray | None = None
     kept_tokens: np.ndarray | None = None
     kept_counts: np.ndarray | None = None
+    teacher_tokens: np.ndarray | None = None  # int64 [M, K]
+    teacher_logprobs: np.ndarray | None = None  # float32 [M, K + 1]
 
     @property
     def kept_sets(self) -> np.ndarray | None:
@@ -161,6 +167,8 @@ def empty_microbatch() -> PackedMicrobatch:
         versions=none,
         segment_ids=none,
         keys=(),
+        teacher_tokens=np.zeros((0, 1), dtype=np.int64),
+        teacher_logprobs=np.zeros((0, 2), dtype=np.float32),
         **dict.fromkeys(OPTIONAL_COLUMNS, nothing),
     )
 

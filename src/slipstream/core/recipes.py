@@ -347,7 +347,7 @@ def with_stage_paths(config: RunConfig, run_dir: Path, *, before: str | None = N
 CHECKPOINTS = (
     *(("model", "path"), ("sft", "path"), ("preferences", "path"), ("dpo", "path"), ("dpo", "reference")),
     ("reward_model", "path"),
-    *(("kl", "reference"), ("critic", "path")),
+    *(("kl", "reference"), ("critic", "path"), ("teacher", "path")),
 )
 """Section and field of every checkpoint that a run may read, beside `rewards.models` and `gold.models`."""
 

@@ -48,12 +48,27 @@ class WarmStartConfig(Section):
     )
 
 
+class SftShape(Section):
+    """Sizes of a fresh model of the stage `sft` that is not the policy, but a teacher; null: as in [model]."""
+
+    hidden_size: Positive | None = Field(None, description="Width of the residual stream.")
+    intermediate_size: Positive | None = Field(None, description="Width of the MLP.")
+    num_layers: Count | None = Field(None, description="Decoder layers.")
+    num_heads: Count | None = Field(None, description="Query heads.")
+    num_kv_heads: Count | None = Field(None, description="Key and value heads; divides num_heads.")
+
+    @property
+    def given(self) -> dict[str, int]:
+        return {name: size for name, size in vars(self).items() if size is not None}
+
+
 class SftConfig(Section):
     """The stage `sft`: supervised fine-tuning whose checkpoint later stages take as 'stage:sft'."""
 
     path: FilePath | None = Field(
         None, description="Checkpoint it starts from; null: a fresh model as [model] describes."
     )
+    shape: SftShape = Field(default_factory=SftShape, description="Sizes of a fresh model, if it is not the policy.")
     dataset: FilePath | None = Field(
         None, description="Dataset of demonstrations; null: the run's training prompts with `demonstrations`."
     )

@@ -21,6 +21,7 @@ from slipstream.core.fields import (
     PositiveFloat,
     Section,
 )
+from slipstream.core.teacher_section import DISTILL
 
 if TYPE_CHECKING:
     from slipstream.core.config import RunConfig
@@ -308,6 +309,8 @@ def _check_batch(config: RunConfig) -> None:
 def _check_advantages(config: RunConfig) -> None:
     loss = config.loss
     compares = loss.advantages in GROUP_RELATIVE and loss.advantages != "greedy_baseline"
+    if loss.name == DISTILL and loss.advantages != "leave_one_out":  # which is of no single completion, used or not
+        compares = False
     if (compares or loss.select == "best_and_worst") and config.completions_per_group < 2:
         raise ConfigError(
             "group advantages need at least two completions per prompt",

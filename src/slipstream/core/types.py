@@ -161,6 +161,8 @@ class Rollout(Message):
     failure: str | None = None
     scored_s: float = 0.0
     reference_logprobs: np.ndarray | None = None  # float32 [sampled tokens]
+    teacher_tokens: np.ndarray | None = None  # int32 [sampled tokens, K]: likeliest by `teacher.executor`, ascending
+    teacher_logprobs: np.ndarray | None = None  # float32 [sampled tokens, K + 1]: theirs, that of all others
 
     @property
     def ordinal(self) -> int:

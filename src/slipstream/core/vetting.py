@@ -42,6 +42,7 @@ class Limits:
     a receiver that `reads_branches` not at all, the trunk alone. With `keeps_sets` (True or False) every sampled token
     has the set it was drawn from, or none has; of the first `num_trained` samples of a group at least, since a greedy
     baseline behind them is drawn from no set.
+    Each sampled token has `teacher_top_k` tokens of a teacher, which one without an executor of its own does not send.
     `may_be_given`: a text of which nothing was sampled is welcome, a reference that is to be scored.
     """
 
@@ -52,6 +53,7 @@ class Limits:
     keeps_sets: bool | None = None
     num_trained: int | None = None
     brings_reference: bool = False
+    teacher_top_k: int | None = None
     may_be_given: bool = False
     failure_reward: float = 0.0
 
@@ -65,6 +67,7 @@ class Limits:
             keeps_sets=config.generator.keep_sets,
             num_trained=config.completions_per_group,
             brings_reference=brings_reference,
+            teacher_top_k=config.teacher.top_k if config.has_own_teacher else None,
             failure_reward=config.rewards.failure_reward,
         )
 
@@ -83,7 +86,7 @@ def _vetted(rollout: Rollout, fault: str | None, limits: Limits) -> Rollout:
     failure = rollout.failure
     if failure is not None and (failure.startswith(POISONED) or never_began(rollout.completion)):
         return emptied(rollout, failure, failure_reward=limits.failure_reward)
-    if fault := fault or _reference_fault(rollout, limits):
+    if fault := fault or _reference_fault(rollout, limits) or _teacher_fault(rollout, limits):
         return emptied(rollout, POISONED + fault, failure_reward=limits.failure_reward)
     turns = rollout.completion.episode.turn_rewards if rollout.completion.episode is not None else ()
     of_turns = {f"the reward of turn {turn}": value for turn, value in enumerate(turns, start=1)}
@@ -104,6 +107,8 @@ def emptied(rollout: Rollout, failure: str, *, failure_reward: float) -> Rollout
         failure=failure,
         scored_s=rollout.scored_s if math.isfinite(rollout.scored_s) else 0.0,
         reference_logprobs=np.zeros(0, dtype=np.float32),
+        teacher_tokens=None,
+        teacher_logprobs=None,
     )
 
 
@@ -281,4 +286,23 @@ def _reference_fault(rollout: Rollout, limits: Limits) -> str | None:
     if not np.isfinite(logprobs).all():
         place = int(np.argmin(np.isfinite(logprobs)))
         return f"reference logprob {logprobs[place]} at token {place} of {num_sampled}"
+    return None
+
+
+def _teacher_fault(rollout: Rollout, limits: Limits) -> str | None:
+    """Return what cannot be about the distributions of an own executor's teacher, for a receiver that needs them."""
+    if limits.teacher_top_k is None:
+        return None
+    tokens, logprobs = rollout.teacher_tokens, rollout.teacher_logprobs
+    if tokens is None or logprobs is None:
+        return "it came without what the teacher says"
+    shape = (rollout.completion.num_sampled, limits.teacher_top_k)
+    if tokens.shape != shape or tokens.dtype.kind != "i" or logprobs.shape != (shape[0], shape[1] + 1):
+        return f"the teacher's tokens of shape {list(tokens.shape)} and logprobs of shape {list(logprobs.shape)}"
+    is_ordered = tokens.min(initial=0) >= 0 and (np.diff(tokens, axis=1) > 0).all()
+    if not is_ordered or tokens.max(initial=0) >= (limits.vocab_size or np.inf):
+        return "the teacher's tokens are not distinct ones of the vocabulary, in ascending order"
+    total = np.exp(logprobs, dtype=np.float64).sum(axis=1)
+    if logprobs.dtype.kind != "f" or not np.isfinite(logprobs).all() or not (np.abs(total - 1.0) < MAX_LOGPROB).all():
+        return "the teacher's probabilities are not those of a distribution"
     return None

@@ -61,15 +61,17 @@ class Scorer(NamedTuple):
 def lay_out(config: RunConfig, remote: Collection[str] | None = None, *, ranks_per_node: int = 8) -> Layout:
     """Return the jobs that the run is made of, with their machines.
 
-    Trainer and generators have jobs of their own, and so have the groups of `remote` ('reward_models', 'reference');
-    None: those on CUDA, so that the controller needs no GPU. `ranks_per_node` are the GPUs of a machine, and how many
-    ranks one without GPUs holds. ConfigError for groups that the run does not have, and for what fits on no machine.
+    Trainer and generators have jobs of their own, and so have the groups of `remote` ('reward_models', 'reference',
+    'teacher'); None: those on CUDA, so that the controller needs no GPU. `ranks_per_node` are the GPUs of a machine,
+    and how many ranks one without GPUs holds. ConfigError for groups that the run does not have, and for what fits on
+    no machine.
     """
-    rewards, kl, trainer = config.rewards, config.kl, config.trainer
+    rewards, kl, teacher, trainer = config.rewards, config.kl, config.teacher, config.trainer
     scorers = [Scorer("reward_models", rewards.model_ranks, rewards.device, "rewards.model_ranks")] * bool(
         rewards.models
     )
     scorers += [Scorer("reference", kl.ranks, kl.device, "kl.ranks")] * (kl.executor == "own")
+    scorers += [Scorer("teacher", teacher.ranks, teacher.device, "teacher.ranks")] * config.has_own_teacher
     own = {scorer.name for scorer in scorers if scorer.device == "cuda"} if remote is None else set(remote)
     check_remote(config, own)
     leaving = [scorer for scorer in scorers if scorer.name in own]

@@ -126,6 +126,11 @@ def char_tokenizer(alphabet: str | None = None) -> PreTrainedTokenizerFast:
     )
 
 
+def vocabulary_size(tokenizer: Tokenizer) -> int:
+    """Return the number of ids that stand for tokens: embeddings may have more rows."""
+    return 1 + max(tokenizer.get_vocab().values())
+
+
 def has_tokenizer(path: str | Path) -> bool:
     """Whether folder `path` has what `load_tokenizer` reads."""
     return any((Path(path) / name).exists() for name in ("tokenizer.json", "tokenizer_config.json"))

@@ -53,9 +53,13 @@ DECODES = frozenset({"decode", "drain"})
 """Of generators: the states that sample tokens for training."""
 GENERATES = DECODES | {"prefill", "re_prefill", "evaluate"}
 """Of generators: those that run the model."""
-TRAINS = frozenset({"forward_backward", "optimizer", "collate", "reference", "proximal", "values", "stage", "publish"})
+TRAINS = frozenset(
+    {"forward_backward", "optimizer", "collate", "reference", "teacher", "proximal", "values", "stage", "publish"}
+)
 """Of the trainer: those of a step that compute, or move weights."""
-COMPUTES = GENERATES | {"forward_backward", "optimizer", "reference", "proximal", "values", "train", "warm_start"}
+COMPUTES = GENERATES | {
+    *("forward_backward", "optimizer", "reference", "teacher", "proximal", "values", "train", "warm_start")
+}
 """Of all: those in which the model is computed, sampled from or updated."""
 
 AWAITED = {

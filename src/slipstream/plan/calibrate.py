@@ -32,7 +32,7 @@ from slipstream.plan.turns import recorded_turns
 
 SLOT_ROWS = 8  # rows of the slot engine's decode steps, on a CPU, are a multiple of it (`generator/kv_cache.py`)
 LONG_CONTEXT = 128  # tokens of a sequence from which on the keys and values that a step reads count
-STEP_STATES = ("forward_backward", "optimizer", "collate", "reference", "proximal", "values")
+STEP_STATES = ("forward_backward", "optimizer", "collate", "reference", "teacher", "proximal", "values")
 """States of a training step."""
 MEASURES = ("reference", "proximal", "values")  # those of them that only read
 PASSES = DECODES | {"prefill", "re_prefill"}  # states of a generator that run the model for training

@@ -131,9 +131,10 @@ class Rewards(Executor):
             if fault is not None:  # there is nothing to score
                 calls = self._assembly.leave_out(completion)
                 self._emit(ScoreEntry(without_tokens(completion), [], num_open=0, failure=POISONED + fault))
-            elif episode is not None and (episode.failure is not None or not self._config.terms):
+            elif not self._config.terms or (episode is not None and episode.failure is not None):
                 calls = self._assembly.leave_out(completion)
-                self._emit(ScoreEntry(completion, [], num_open=0, failure=episode.failure))
+                failure = None if episode is None else episode.failure
+                self._emit(ScoreEntry(completion, [], num_open=0, failure=failure))
             else:
                 calls = self._assembly.add(completion)
             for call in calls:
@@ -145,7 +146,9 @@ class Rewards(Executor):
         if completion.episode is not None:
             parts = [*parts, completion.episode.reward]
         reward, failure = self._config.failure_reward, entry.failure
-        if failure is None and not self._config.models:  # else the sum is made where the models' parts are known
+        if failure is None and not self._terms:  # a teacher teaches without any reward
+            reward = 0.0
+        elif failure is None and not self._config.models:  # else the sum is made where the models' parts are known
             try:
                 reward = combined_reward(self._terms, parts, violation_cap=self._config.violation_cap)
             except ValueError as error:

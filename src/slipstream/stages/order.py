@@ -12,6 +12,7 @@ def check_order(config: RunConfig) -> None:
     if not stages or stages != [stage for stage in STAGES if stage in stages]:
         raise ConfigError("stages have one order", got=stages, allowed=f"some of {', '.join(STAGES)}")
     _check_paths(config)
+    _check_shape(config)
     if "reward_model" in stages and "preferences" not in stages and config.reward_model.preferences is None:
         raise ConfigError(
             "a reward model needs preferences",
@@ -42,6 +43,7 @@ def _check_paths(config: RunConfig) -> None:
         ("dpo.reference", config.dpo.reference, "dpo", ("sft",)),
         ("reward_model.path", config.reward_model.path, "reward_model", ("sft", "dpo")),
         ("kl.reference", config.kl.reference, "rl", ("sft", "dpo")),
+        ("teacher.path", config.teacher.path, "rl", ("sft", "dpo")),
         ("critic.path", config.critic.path, "rl", ("sft", "dpo", "reward_model")),
         *(("rewards.models.path", term.path, "rl", ("reward_model",)) for term in config.rewards.models),
         *(("gold.models.path", term.path, "rl", ()) for term in config.gold.models),
@@ -92,6 +94,20 @@ def _check_dpo(config: RunConfig) -> None:
             got="no dpo.path and no model.path",
             allowed="one of them, such as 'stage:sft'",
         )
+
+
+def _check_shape(config: RunConfig) -> None:
+    """Raise ConfigError for sizes of the stage sft where its model is given, or is the policy, which has [model]'s."""
+    if not config.sft.shape.given:
+        return
+    is_policy = stage_of(config.model.path) == "sft"
+    if config.sft.path is not None or is_policy:
+        raise ConfigError(
+            "[sft.shape] is of a fresh model that is not the policy",
+            got="model.path = 'stage:sft'" if is_policy else f"sft.path = '{config.sft.path}'",
+            hint="set the sizes of [model]" if is_policy else "a checkpoint has sizes of its own",
+        )
+    config.sft_model.check_heads()
 
 
 def _check_labels(config: RunConfig) -> None:

@@ -37,7 +37,7 @@ def run_sft(config: RunConfig, run_dir: Path, progress: StageProgress) -> dict[s
     sft = config.sft
     with times.span("start_up"):
         folder = fresh_folder(run_dir, "sft")
-        model, tokenizer = build_policy(config.model.model_copy(update={"path": sft.path}), seed=config.seed)
+        model, tokenizer = build_policy(config.sft_model, seed=config.seed)
         found, num_too_long = stage_demonstrations(config, tokenizer)
     train, held_out, num_too_long = _split(found, num_too_long, config, model.config.max_positions, progress)
     steps = sft.steps or sft.epochs * math.ceil(len(train) / sft.batch_size)

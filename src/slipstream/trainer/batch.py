@@ -38,6 +38,7 @@ from slipstream.trainer.scores import (
     split_baseline,
     turn_advantages,
 )
+from slipstream.trainer.teacher import with_teacher
 
 
 def train_sequence(completion: Completion) -> TrainSequence:
@@ -128,6 +129,8 @@ def without_targets(sequence: TrainSequence) -> TrainSequence:
         versions=np.full(len(sequence.tokens), -1, dtype=np.int32),
         kept_tokens=None if sequence.kept_tokens is None else sequence.kept_tokens[:0],
         kept_counts=None if sequence.kept_counts is None else np.zeros_like(sequence.kept_counts),
+        teacher_tokens=None if sequence.teacher_tokens is None else sequence.teacher_tokens[:0],
+        teacher_logprobs=None if sequence.teacher_logprobs is None else sequence.teacher_logprobs[:0],
     )
 
 
@@ -170,12 +173,12 @@ def select_batch(
     are); all ranks call it. A KL penalty in the reward is measured on all rollouts, since those that are not selected,
     or masked as truncated, are in their group's baseline.
     """
-    own = {(rollout.ordinal, rollout.sample): rollout.completion for group in groups for rollout in group.rollouts}
+    own = {(rollout.ordinal, rollout.sample): rollout for group in groups for rollout in group.rollouts}
     if heads is None:
         heads = [head_of(rollout, config.rewards) for group in groups for rollout in group.rollouts]
     scored = scored_groups(heads)
     # ReMax's greedy completions are consumed too: the bound holds for all that decides an update.
-    lags = _lags(own.values(), config, step=step, ranks=ranks)
+    lags = _lags([rollout.completion for rollout in own.values()], config, step=step, ranks=ranks)
     trainable = [head for group in scored for head in split_baseline(group, config)[0]]
     keys = {group.ordinal: tuple(key_of(head) for head in selected(group, config)) for group in scored}
     is_chosen = {key for chosen in keys.values() for key in chosen}
@@ -183,8 +186,12 @@ def select_batch(
     measures_all = penalises_reward(config.kl)
     measured = [key_of(head) for head in trainable if measures_all or key_of(head) in is_chosen - masked]
     needed = {*measured, *(masked & is_chosen)}
-    sequences = {key: train_sequence(completion) for key, completion in own.items() if key in needed}
-    lengths = {key: _turn_lengths(own[key]) for key in sequences}
+    sequences = {
+        key: with_teacher(train_sequence(rollout.completion), rollout, config)
+        for key, rollout in own.items()
+        if key in needed
+    }
+    lengths = {key: _turn_lengths(own[key].completion) for key in sequences}
     return Selection(scored, trainable, keys, masked, measured, sequences, lengths, lags)
 
 

@@ -43,6 +43,7 @@ from slipstream.trainer.records import Records, TokenSample
 from slipstream.trainer.refused import write_report
 from slipstream.trainer.step import train_on_batch
 from slipstream.trainer.supervised import SupervisedUpdate, supervised_updates
+from slipstream.trainer.teacher import Teacher
 
 PROBE_TOKENS = 32
 
@@ -107,6 +108,7 @@ class Trainer(Executor):
         self.warm_start: Iterator[SupervisedUpdate] | None = None
         self.reference: Transformer | None = None
         self.critic: Critic | None = None
+        self.teacher: Teacher | None = None
         self.kl = AdaptiveKL(config.kl.coef, config.kl.target or 1.0, config.kl.horizon)
         if self.resume is not None:
             self._resume(Path(self.resume))
@@ -186,10 +188,13 @@ class Trainer(Executor):
             self.inbox.restore(path, restored.extra, version=self.version)
 
     def _build_auxiliary(self) -> None:
-        """Build the reference and the critic, from the policy at version 0 where the config names nothing else."""
+        """Build the frozen models and the critic, from the policy at version 0 where the config names nothing else."""
         config = self.config
         if config.has_critic:
             self.critic = self.policy.new_critic()
+        if config.has_teacher:
+            model = None if config.has_own_teacher else self.policy.reference(config.teacher.path)
+            self.teacher = Teacher.of(config, self.policy.tokenizer, model)
         if "reference_logprobs" not in needed_columns(config):
             return
         path = reference_path(config, self.context.run_dir)
@@ -274,7 +279,7 @@ class Trainer(Executor):
                 config=self.config,
                 step=command.step,
                 batching=self.batching,
-                auxiliary=Auxiliary(self.reference, self.critic, self.kl.coef),
+                auxiliary=Auxiliary(self.reference, self.critic, self.kl.coef, self.teacher),
                 heads=command.heads,
                 ranks=self.data_ranks,
                 tokens=sample,

@@ -7,6 +7,7 @@ from slipstream.algorithms.losses.table import Loss
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.other_names import sentence_of_value
+from slipstream.core.teacher_section import DISTILL
 
 
 def needed_columns(config: RunConfig) -> tuple[str, ...]:
@@ -53,7 +54,32 @@ def check_loss(config: RunConfig) -> None:
             got="loss.advantages = 'greedy_baseline'",
             allowed="any other",
         )
+    _check_teacher(config)
     _check_beside(config, loss)
+
+
+def _check_teacher(config: RunConfig) -> None:
+    """Raise ConfigError for a teacher without a loss that learns from it, or the reverse."""
+    teacher, name = config.teacher, config.loss.name
+    is_alone = name == DISTILL
+    if teacher.path is None and (is_alone or teacher.given):
+        raise ConfigError(
+            "there is no teacher to learn from",
+            got="loss.name = 'distill' without teacher.path" if is_alone else f"{', '.join(teacher.given)} alone",
+            allowed="teacher.path = a folder, the id of a model on the hub, or 'stage:sft'",
+        )
+    if teacher.path is not None and is_alone == bool(teacher.coef):
+        raise ConfigError(
+            "the divergence would be counted twice" if is_alone else "nothing is learned from the teacher",
+            got=f"teacher.coef = {teacher.coef:g} with loss.name = '{name}'",
+            allowed="loss.name = 'distill' with teacher.coef = 0, or another loss with teacher.coef > 0",
+        )
+    if is_alone and config.loss.advantages in ("gae", "greedy_baseline"):
+        raise ConfigError(
+            "loss 'distill' takes no advantages: a critic, or a greedy completion, would be computed for nothing",
+            got=f"loss.advantages = '{config.loss.advantages}'",
+            allowed="any other",
+        )
 
 
 def _check_beside(config: RunConfig, loss: Loss) -> None:

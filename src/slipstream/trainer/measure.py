@@ -27,6 +27,7 @@ from slipstream.models.packed import at_targets
 from slipstream.models.transformer import Transformer
 from slipstream.trainer.critic import Critic
 from slipstream.trainer.loss_checks import needed_columns
+from slipstream.trainer.teacher import Teacher
 
 Key = tuple[int, int]  # (ordinal, sample)
 Columns = dict[Key, np.ndarray]
@@ -44,7 +45,7 @@ MEASURED_IN = {
 
 @dataclass(frozen=True)
 class Auxiliary:
-    """The trainer's models besides the policy: the frozen `reference` and the `critic`, where the config has them.
+    """The trainer's models besides the policy: the frozen `reference` and `teacher`, and the `critic`, if it has them.
 
     `kl_coef` is the present coefficient of an adaptive KL penalty; None takes `kl.coef`.
     """
@@ -52,6 +53,7 @@ class Auxiliary:
     reference: Transformer | None = None
     critic: Critic | None = None
     kl_coef: float | None = None
+    teacher: Teacher | None = None
 
 
 @dataclass(frozen=True)
@@ -145,42 +147,61 @@ def measure(
     """
     columns = {sequence.key: np.zeros(0, dtype=np.float32) for sequence in sequences}
     for microbatch in in_step(batching.collate(sequences, microbatch_tokens), ranks):
-        read_values = read(microbatch).float().cpu().numpy()
-        ends = np.cumsum(np.bincount(microbatch.segment_ids, minlength=len(microbatch.keys)))
-        columns.update(zip(microbatch.keys, np.split(read_values, ends)[: len(ends)], strict=True))
+        columns |= per_sequence(microbatch, read(microbatch).float())
     return columns
+
+
+def per_sequence(microbatch: PackedMicrobatch, values: Tensor) -> Columns:
+    """Return the `values` [M, ...] of the targets of each sequence of `microbatch`."""
+    ends = np.cumsum(np.bincount(microbatch.segment_ids, minlength=len(microbatch.keys)))
+    return dict(zip(microbatch.keys, np.split(values.cpu().numpy(), ends)[: len(ends)], strict=True))
 
 
 # Logits held at once, in elements (256 MiB of float32); larger heads run in chunks that are recomputed backward.
 MAX_LOGITS = 1 << 26
+COPIES_COMPARED = 4  # of a chunk's logits, where policy and teacher are compared: both, scaled, and their logprobs
+
+
+def rows_at_once(model: Transformer, num_copies: int = 1) -> int:
+    """Return how many rows of logits, in so many copies, are held at once."""
+    return max(1, MAX_LOGITS // (num_copies * model.config.vocab_size))
 
 
 def microbatch_logprobs(
-    model: Transformer, microbatch: PackedMicrobatch, *, temperature: float, states: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return the policy's logprobs of the microbatch's targets and its entropies there, float32 [M] each.
+    model: Transformer,
+    microbatch: PackedMicrobatch,
+    *,
+    temperature: float,
+    states: Tensor | None = None,
+    teacher: Teacher | None = None,
+    said: Sequence[Tensor] = (),
+) -> tuple[Tensor, ...]:
+    """Return the policy's logprobs of the microbatch's targets and its entropies there, float32 [M] each; behind them
+    what it is compared in with a `teacher` who has `said` something there (`Teacher.compare`).
 
     `states` are the final ones at those targets, for a caller who has them. Logits are computed only where a target
     is predicted. Where the microbatch has kept sets, logprobs are those over the sets; entropies never are.
     """
     predicting = at_targets(model, microbatch) if states is None else states
-    columns = [predicting, torch.from_numpy(microbatch.targets).to(predicting.device)]
-    if (kept_sets := microbatch.kept_sets) is not None:
-        columns.append(torch.from_numpy(kept_sets).to(predicting.device))
+    kept_sets = microbatch.kept_sets
+    numbers = [microbatch.targets] if kept_sets is None else [microbatch.targets, kept_sets]
+    columns = [predicting, *(one.to(predicting.device) for one in (*map(torch.from_numpy, numbers), *said))]
 
-    def head(rows: Tensor, targets: Tensor, kept: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def head(rows: Tensor, targets: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
         logits = model.logits(rows)
         logprobs, entropies = token_logprobs_and_entropy(logits, targets, temperature)
-        return logprobs if kept is None else kept_token_logprobs(logits, targets, kept, temperature), entropies
+        if kept_sets is not None:
+            logprobs = kept_token_logprobs(logits, targets, others[0], temperature)
+        return logprobs, entropies, *(() if teacher is None else teacher.compare(logits, *others[-len(said) :]))
 
-    rows_at_once = max(1, MAX_LOGITS // model.config.vocab_size)
-    if microbatch.num_targets <= rows_at_once:
+    at_once = rows_at_once(model, 1 if teacher is None else COPIES_COMPARED)
+    if microbatch.num_targets <= at_once:
         return head(*columns)
     chunks = [
         checkpoint(head, *chunk, use_reentrant=False)
-        for chunk in zip(*(torch.split(column, rows_at_once) for column in columns), strict=True)
+        for chunk in zip(*(torch.split(column, at_once) for column in columns), strict=True)
     ]
-    return torch.cat([chunk[0] for chunk in chunks]), torch.cat([chunk[1] for chunk in chunks])
+    return tuple(torch.cat(parts) for parts in zip(*chunks, strict=True))
 
 
 def brought(rollouts: Iterable[Rollout], sequences: Sequence[TrainSequence]) -> Columns:

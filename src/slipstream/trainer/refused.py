@@ -38,6 +38,7 @@ def findings(microbatch: PackedMicrobatch, inputs: LossInputs, **more: Tensor) -
         "behaviour logprob": inputs.behaviour_logprobs,
         "advantage": inputs.advantages,
         "reference logprob": inputs.reference_logprobs,
+        "teacher divergence": inputs.teacher_divergences,
         "proximal logprob": inputs.proximal_logprobs,
         "policy logprob": inputs.policy_logprobs,
         **more,

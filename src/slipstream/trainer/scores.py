@@ -112,9 +112,11 @@ def has_signal(group: ScoredGroup, config: RunConfig) -> bool:
     """Tell whether `group` is worth training on.
 
     It is not when every rollout would get the advantage 0, or a pair of them be ranked by chance, or when all have
-    failed and so nothing is known of any.
+    failed and so nothing is known of any. A teacher teaches by every completion, whatever its reward.
     """
     loss = config.loss
+    if config.has_teacher and not is_of_pairs(loss):
+        return any(head.num_sampled for head in group.heads)
     if all(head.failure is not None for head in group.heads):
         return False
     rewards = [effective_reward(head, loss) for head in group.heads]

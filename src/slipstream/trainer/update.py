@@ -13,6 +13,7 @@ from torch import Tensor
 
 from slipstream.algorithms.kl import KL_ESTIMATORS
 from slipstream.algorithms.losses import LossInputs, loss_named
+from slipstream.algorithms.losses.distill import weighed_divergences
 from slipstream.algorithms.losses.spec import sequence_weight_metrics
 from slipstream.algorithms.ratios import effective_share, step_scale
 from slipstream.algorithms.reduce import Mean, Metrics, masked_max, masked_mean, merge_metrics, sum_over_units
@@ -24,6 +25,7 @@ from slipstream.trainer.measure import Auxiliary, StepContext, filled, microbatc
 from slipstream.trainer.optim import AdamW
 from slipstream.trainer.records import TokenSample
 from slipstream.trainer.refused import Finding, findings, located
+from slipstream.trainer.teacher import COMPARED, teacher_metrics
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,7 @@ class Updater:
         tokens: TokenSample | None = None,
     ) -> None:
         self._model, self._optimizer, self._critic = model, optimizer, auxiliary.critic
+        self._teacher = auxiliary.teacher
         self._optimizers = [optimizer] if self._critic is None else [optimizer, self._critic.optimizer]
         self._config, self._step, self._ranks, self._spans = step.config, step.number, step.ranks, step.spans
         self._tokens, config = tokens, step.config
@@ -196,9 +199,15 @@ class Updater:
         critic = self._critic
         states = at_targets(self._model, microbatch)
         columns = microbatch.tensors(states.device)
-        logprobs, entropies = microbatch_logprobs(
-            self._model, microbatch, temperature=self._config.logprob_temperature, states=states
+        logprobs, entropies, *compared = microbatch_logprobs(
+            self._model,
+            microbatch,
+            temperature=self._config.logprob_temperature,
+            states=states,
+            teacher=self._teacher,
+            said=self._said(microbatch),
         )
+        columns |= dict(zip(COMPARED, compared, strict=False))  # none without a teacher
         inputs = self._inputs(columns, logprobs, totals)
         policy_loss, metrics = self._policy_loss(inputs, logprobs, entropies, totals)
         is_joint = critic is not None and critic.is_head  # both losses go through the policy's trunk
@@ -216,6 +225,8 @@ class Updater:
         metrics["entropy"] = masked_mean(entropies.detach(), inputs.mask)
         if self._config.trainer.ess_scaling != "no":
             metrics |= sequence_weight_metrics(inputs)
+        if self._teacher is not None:
+            metrics |= teacher_metrics(columns, inputs.mask)
         if self._tokens is not None:
             self._tokens.take(microbatch, logprobs)
         if not self._has_changed_weights:
@@ -223,11 +234,22 @@ class Updater:
         is_finite = math.isfinite(loss) and math.isfinite(value)
         return _Read(loss, value, metrics, () if is_finite else findings(microbatch, inputs, entropy=entropies))
 
+    def _said(self, microbatch: PackedMicrobatch) -> tuple[Tensor, ...]:
+        """Return what the teacher has to say of the microbatch's targets."""
+        if self._teacher is None:
+            return ()
+        state = "forward_backward" if self._teacher.model is None else "teacher"
+        with self._spans.span(state, step=self._step):
+            return self._teacher.said(microbatch)
+
     def _policy_loss(
         self, inputs: LossInputs, logprobs: Tensor, entropies: Tensor, totals: Totals
     ) -> tuple[Tensor, Metrics]:
         """Return the configured loss with its entropy bonus and KL penalty, and the loss's metrics."""
         loss, metrics = self._loss(inputs)
+        if coef := self._config.teacher.coef:
+            values, of_teacher = weighed_divergences(inputs, weight="none", max_ratio=math.inf)
+            loss, metrics = loss + coef * self._reduced(values, inputs, totals), metrics | of_teacher
         if entropy_coef := self._config.loss.entropy_coef:
             loss = loss - entropy_coef * self._reduced(entropies, inputs, totals)
         if self._kl_in_loss:
@@ -269,6 +291,7 @@ class Updater:
             policy_logprobs=logprobs,
             behaviour_logprobs=columns["behaviour_logprobs"],
             reference_logprobs=columns.get("reference_logprobs"),
+            teacher_divergences=columns.get("teacher_divergences"),
             proximal_logprobs=columns.get("proximal_logprobs"),
             advantages=columns["advantages"],
             mask=torch.ones(len(logprobs), dtype=torch.bool, device=logprobs.device),

@@ -40,6 +40,7 @@ class LossInputs:
     behaviour_logprobs: Tensor | None = None  # [T], of the policy that sampled
     proximal_logprobs: Tensor | None = None  # [T], of the policy the clip is centred on
     reference_logprobs: Tensor | None = None  # [T], of the policy that is not to be left
+    teacher_divergences: Tensor | None = None  # [T], differentiable: of the policy from its teacher, at each state
     values: Tensor | None = None  # [T], differentiable: the critic's
     anchor_values: Tensor | None = None  # [T], the critic's when the advantages were computed
     returns: Tensor | None = None  # [T], the critic's targets

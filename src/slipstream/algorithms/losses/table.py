@@ -28,6 +28,7 @@ InputName = Literal[
     "behaviour_logprobs",
     "proximal_logprobs",
     "reference_logprobs",
+    "teacher_divergences",
     "values",
     "anchor_values",
     "returns",
@@ -51,8 +52,8 @@ class Loss:
     cannot do without; `params` are its constants with their defaults, `choices` the words allowed for those that are
     words, `above` what those that are numbers must exceed (0 if it is not said), and `from_zero` those that may be 0.
     `selects` are the completions of a group it can be trained on, `advantages` the estimators that it means something
-    with (none named: all). `cutoff` is the 'module.name' of a function that finds the scalar input of that name, for one
-    update over all ranks.
+    with (none named: all). `cutoff` is the 'module.name' of a function that finds the scalar input of that name, for
+    one update over all ranks.
     """
 
     source: LossFunction | str
@@ -154,6 +155,13 @@ LOSSES: dict[str, Loss] = {
     ),
     "m2po": Loss("m2po.m2po_loss", "token", (*_DECOUPLED, "cutoff"), {"threshold": 0.04}, cutoff="m2po.m2po_cutoff"),
     "oapl": Loss("oapl.oapl_loss", "sequence", _OFF_POLICY, {"beta": 1e-3}, advantages=("optimal",)),
+    "distill": Loss(
+        "distill.distill_loss",
+        "token",
+        ("policy_logprobs", "behaviour_logprobs", "teacher_divergences"),
+        {"weight": "none", "max_ratio": 4.0},
+        choices={"weight": ("none", "prefix")},
+    ),
     "value": Loss("value.value_loss", "token", ("values", "anchor_values", "returns"), {"clip": 0.2}, kind="value"),
     "sft": Loss("sft.sft_loss", "token", ("policy_logprobs",), kind="supervised"),
     "bradley_terry": Loss("bradley_terry.bradley_terry_loss", "pair", ("scores",), kind="reward_model"),

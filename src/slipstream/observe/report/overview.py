@@ -222,6 +222,20 @@ def _sampled(found: Evaluations) -> str:
     return f" Sampled at temperature 1, it went from {percent(first)} to {percent(last)}{chance}."
 
 
+def taught(run: RunData) -> str:
+    """Say how far the policy was from its teacher at first and at last, where it learned from one."""
+    distances = run.history.values("teacher_kl")
+    if not distances:
+        return ""
+    agreed = mean_of(run.history.values("teacher_agreement")[-LEAST_TREND:])
+    alike = "" if agreed is None else f"; at last both like one token best in {percent_name(agreed.value)} of places"
+    if (trend := _trend(distances)) is not None:
+        first, last, length = trend
+        steps = f"means of the first and last {plural(length, 'step')}"
+        return f"The KL to the teacher went from {first:.3g} to {last:.3g} nats per token ({steps}){alike}."
+    return f"The KL to the teacher was {fmean(distances):.3g} nats per token{alike}."
+
+
 def aged(run: RunData) -> str:
     oldest = run.max_staleness
     if oldest is None:
@@ -321,7 +335,7 @@ def put_beside(run: RunData) -> str:
     return f"Put it beside another run: slipstream report {run.path} OTHER"
 
 
-SENTENCES: tuple[Callable[[RunData], str], ...] = (learned, aged, starved, wasted, rang)
+SENTENCES: tuple[Callable[[RunData], str], ...] = (learned, taught, aged, starved, wasted, rang)
 ADVICE: tuple[Callable[[RunData], str], ...] = (go_on, alarming, use_idle, go_further, open_timeline, watch, put_beside)
 
 
