@@ -164,10 +164,10 @@ SPINE = (
     "trainer/step.py",
 )
 MAX_LINES_OF_FOLDER = {
-    "algorithms": 2_175,
+    "algorithms": 2_215,
     "batching": 365,
     "controller": 5_475,
-    "core": 9_155,
+    "core": 9_175,
     "environments": 8_110,
     "evals": 2_660,
     "generator": 7_490,
@@ -179,7 +179,7 @@ MAX_LINES_OF_FOLDER = {
     "prompts": 1_150,
     "rewards": 3_200,
     "stages": 2_715,
-    "trainer": 4_905,
+    "trainer": 4_925,
     "weight_sync": 3_300,
 }
 LONG_FUNCTIONS = {"generator/paged_kernels.py": "a kernel is one function"}

@@ -55,7 +55,7 @@ def test_every_estimator_of_advantages_has_a_row():
 
 @pytest.mark.usefixtures("awr")
 def test_the_settings_on_the_page_are_valid():
-    assert len(SETTINGS) == 4
+    assert len(SETTINGS) == 5
     for block in SETTINGS:
         check_loss(resolve("quickstart", tomllib.loads(block)))
 

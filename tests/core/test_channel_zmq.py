@@ -385,7 +385,7 @@ def test_local_ports_need_no_directory() -> None:
 
 def test_a_process_has_room_for_the_channels_of_a_large_fleet(directory: Path) -> None:
     """600 channels are 1,200 sockets; ZeroMQ's own limit is 1,023 in a process."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < 8_192:
         pytest.skip("this user may not have so many open files")
     code = (

@@ -420,7 +420,7 @@ def poll(pollables: Iterable[Pollable], timeout_s: float | None) -> set[Pollable
 
 def _socket(kind: int, addresses: Sequence[str]) -> zmq.Socket[bytes]:
     """Make a socket with unbounded queues: `capacity` bounds the channels. The system finds dead connections."""
-    context = zmq.Context.instance()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
     context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
     socket: zmq.Socket[bytes] = context.socket(kind)
     socket.set(zmq.SNDHWM, 0)

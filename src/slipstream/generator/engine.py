@@ -16,8 +16,7 @@ and are made by the present weights.
 A request may be one turn of an episode (`Request.num_before`). Its row is freed at its end, but its keys may stay,
 parked (`parked.py`), and the next turn begins with them: it prefills what came since, from the last sampled token on,
 and all but the last token of that, as ever. Parked sessions are treated as live rows when the version changes, and are
-given up before any row is when memory is short. A fork (`Request.branch`) begins with what it has in common with the
-parked keys of another branch, which stay.
+given up before any row is when memory is short. A fork (`Request.branch`) begins with parked keys of other branches.
 
 On a CPU a completion's tokens and logprobs depend, bit for bit, on nothing but its request and the weights: not on its
 neighbours, row, the number of rows or the budget (conditions and evidence: `kv_cache.py`, `noise.py`). Those of a later
