@@ -152,7 +152,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 72_600
+MAX_LINES = 73_700
 MAX_LINES_OF_SPINE = 1_765
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -167,20 +167,20 @@ MAX_LINES_OF_FOLDER = {
     "algorithms": 1_650,
     "batching": 365,
     "controller": 5_400,
-    "core": 8_885,
+    "core": 8_990,
     "environments": 7_950,
-    "evals": 2_635,
-    "generator": 7_420,
+    "evals": 2_680,
+    "generator": 7_425,
     "jail": 1_030,
     "jobs": 500,
-    "models": 5_275,
-    "observe": 9_580,
+    "models": 6_080,
+    "observe": 9_585,
     "plan": 6_130,
     "prompts": 1_150,
     "rewards": 3_200,
     "stages": 2_350,
-    "trainer": 4_260,
-    "weight_sync": 3_300,
+    "trainer": 4_310,
+    "weight_sync": 3_310,
 }
 LONG_FUNCTIONS = {"generator/paged_kernels.py": "a kernel is one function"}
 

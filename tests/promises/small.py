@@ -26,7 +26,7 @@ STAGES = (
 )
 
 # A command that is named without anything to do: its help is what the text points to.
-BARE = re.compile(r"slipstream( (run( --resume)?|launch( --group)?|eval|report|watch|serve|replay|simulate|plan))?")
+BARE = re.compile(r"slipstream( (run( --resume)?|launch( --group)?|eval|export|report|watch|serve|replay|simulate|plan))?")
 
 # Sizes: (what is shown, what runs). The first group stays in front, so that what is shown behind it still counts.
 SMALLER = {

@@ -89,7 +89,7 @@ def linear_layers(config: TransformerConfig) -> Mapping[str, Fused]:
 
 
 def _piece(tensor: LogicalTensor, in_features: int) -> Piece:
-    """Of a view of the layer's weight, the dimensions that run over rows: all but that over columns."""
+    """Return the rows that the tensor's view has of a layer's weight: all of its dimensions but that over columns."""
     view = tensor.view
     columns = max(axis for axis in range(view.ndim) if view.stride(axis) == 1 and view.shape[axis] == in_features)
     rows = [axis for axis in range(view.ndim) if axis != columns]

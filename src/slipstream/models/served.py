@@ -72,7 +72,7 @@ class _Version:
 
 @dataclass(frozen=True, eq=False)
 class FrozenBase:
-    """What is beside adapters, made ready once: no version brings any of it, and all engines of a process share it.
+    """The weights beside adapters, made ready once: no version brings any, and all engines of a process share them.
 
     `digest` is that of the fp32 numbers, before a precision rounded them.
     """
