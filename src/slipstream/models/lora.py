@@ -139,8 +139,9 @@ def adapted_product(x: Tensor, *, base: Product, down: Product, up: Sequence[Pro
     `base` multiplies by W and adds b, `down` by all A's, each of `up` by one B: whatever way the caller multiplies.
     Identity: B = 0 gives what `base` gives.
     """
-    low = down(x) * shape.scaling
-    parts = [product(part) for product, part in zip(up, torch.split(low, shape.rank, -1), strict=True)]
+    low = torch.split(down(x) * shape.scaling, shape.rank, -1)
+    # oneDNN takes the gradient of a product with strided rows 50 times as long
+    parts = [product(part.contiguous()) for product, part in zip(up, low, strict=True)]
     return base(x) + shape.spread(parts)
 
 
