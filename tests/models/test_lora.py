@@ -72,8 +72,10 @@ def ours_of(theirs, folder, tmp_path):
     return load_model(tmp_path / "adapter")
 
 
-@pytest.mark.parametrize("index", range(4))
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "index"),
+    [(case, index) for case in CASES for index in (range(4) if case in ("llama_tied", "gpt_neox", "gpt2") else (2,))],
+)
 def test_loss_and_gradients_equal_peft(case, index, checkpoint, tmp_path):
     theirs = wrapped(case, targets_of(case)[index], use_rslora=index == 1)
     ours = ours_of(theirs, checkpoint(case)[1], tmp_path)

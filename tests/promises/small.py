@@ -38,7 +38,7 @@ SMALLER = {
     r"\bplan MODEL\b": "plan llama-3.1-8b",
     r"--gpus N\b": "--gpus 16",
     r"RUN/sft/model": "RUN/model",
-    r"--model\.path RUN/base --model\.lora\.path RUN/model": "--model.path RUN/model --model.lora.rank 4",  # RUN has none
+    r"--model\.path RUN/base --model\.lora\.path RUN/model": "--model.path RUN/model --model.lora.rank 4",
     r"--against PYTHON\b": "--against python",  # of another installation: this one, here
     r"--resume DIR --steps \d+": "--resume CUT --steps 44",
     r"--resume DIR": "--resume CUT",
