@@ -152,7 +152,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 74_785
+MAX_LINES = 75_940
 MAX_LINES_OF_SPINE = 1_765
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -167,20 +167,20 @@ MAX_LINES_OF_FOLDER = {
     "algorithms": 2_215,
     "batching": 365,
     "controller": 5_475,
-    "core": 9_175,
+    "core": 9_280,
     "environments": 8_110,
-    "evals": 2_660,
-    "generator": 7_490,
+    "evals": 2_710,
+    "generator": 7_495,
     "jail": 1_030,
     "jobs": 500,
-    "models": 5_285,
-    "observe": 9_615,
+    "models": 6_090,
+    "observe": 9_620,
     "plan": 6_130,
     "prompts": 1_150,
     "rewards": 3_200,
     "stages": 2_715,
-    "trainer": 4_925,
-    "weight_sync": 3_300,
+    "trainer": 4_985,
+    "weight_sync": 3_310,
 }
 LONG_FUNCTIONS = {"generator/paged_kernels.py": "a kernel is one function"}
 

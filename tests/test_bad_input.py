@@ -1288,7 +1288,7 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> None:
         (os, "fork"),
         (os, "posix_spawn"),
         (Nursery, "start"),
-        (slipstream.models.hf, "safe_open"),
+        (slipstream.models.safetensors_file, "safe_open"),
         (slipstream.trainer.checkpoint_boxes, "safe_open"),
         (slipstream.trainer.first_format, "load_file"),
     ):

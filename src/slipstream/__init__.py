@@ -1,9 +1,9 @@
 """Slipstream: asynchronous, off-policy reinforcement learning for language models, in native PyTorch.
 
-`slipstream.run` trains (`slipstream/api.py`), `slipstream.evaluate_model` measures (`slipstream/evals/`),
-`slipstream.watch` shows (`slipstream/observe/watch/`), `slipstream.serve` serves (`slipstream/evals/serve.py`),
-`slipstream.make_plan` plans and `slipstream.what_if` simulates (`slipstream/plan/`). Everything is imported on first
-use, so that the command line answers at once.
+`slipstream.run` trains (`slipstream/api.py`), `slipstream.evaluate_model` measures and `slipstream.export` writes
+checkpoints (`slipstream/evals/`), `slipstream.watch` shows (`slipstream/observe/watch/`), `slipstream.serve` serves
+(`slipstream/evals/serve.py`), `slipstream.make_plan` plans and `slipstream.what_if` simulates (`slipstream/plan/`).
+Everything is imported on first use, so that the command line answers at once.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from slipstream.controller.replay import replay
     from slipstream.core.config import RunConfig
     from slipstream.evals.evaluate import evaluate_model
+    from slipstream.evals.exported import export
     from slipstream.evals.serve import serve
     from slipstream.observe.report import report
     from slipstream.observe.watch import watch
@@ -30,6 +31,7 @@ __all__ = [
     "Result",
     "RunConfig",
     "evaluate_model",
+    "export",
     "make_plan",
     "replay",
     "report",
@@ -45,6 +47,7 @@ _HOMES = {
     "Result": "slipstream.api",
     "replay": "slipstream.controller.replay",
     "evaluate_model": "slipstream.evals.evaluate",
+    "export": "slipstream.evals.exported",
     "watch": "slipstream.observe.watch",
     "serve": "slipstream.evals.serve",
     "make_plan": "slipstream.plan.answer",

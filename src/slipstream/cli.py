@@ -277,6 +277,29 @@ def _eval_config(options: EvalOptions) -> tuple[Path, RunConfig]:
 
 
 @dataclass(frozen=True)
+class ExportOptions:
+    """Flags of `slipstream export`."""
+
+    model: str | None = flag(
+        "Folder of a finished run, or a Hugging Face checkpoint or adapter: folder or hub id.", is_positional=True
+    )
+    out: str | None = flag("New folder to write to.", is_positional=True)
+    merged: bool = flag("Write a model that has its adapters in its weights, for programs without.", default=False)
+
+
+def export_command(argv: Sequence[str]) -> int:
+    """Write a run's model to a folder of its own, or its adapters, or with --merged a model of both."""
+    options = parse(ExportOptions, argv, export_command)
+    if options.model is None or options.out is None:
+        raise ConfigError("a model and a folder are needed", allowed="slipstream export RUN FOLDER")
+    check_path(options.model, "'model'")
+    from slipstream.evals.exported import export
+
+    _say(f"written: {export(options.model, options.out, merge=options.merged, tell=_say)}")
+    return EXIT_DONE
+
+
+@dataclass(frozen=True)
 class ReportOptions:
     """Flags of `slipstream report`."""
 
@@ -537,6 +560,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "run": run_command,
     "launch": launch_command,
     "eval": eval_command,
+    "export": export_command,
     "report": report_command,
     "watch": watch_command,
     "serve": serve_command,

@@ -142,6 +142,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "run": (("recipe.toml", "--out", "out"), ("recipe.toml",), ("--resume", "run")),
     "eval": (("model", "--recipe", "recipe.toml"), ("run",)),
     "report": (("run",),),
+    "export": (("run", "out"), ("model", "out", "--merged")),
     "replay": (("run",),),
     "simulate": (("run",),),
     "plan": (("model", "--gpus", "2", "--gpu", "h100"), ("recipe.toml",), ("llama-3.1-8b", "--gpus", "4")),

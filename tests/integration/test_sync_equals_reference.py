@@ -18,9 +18,12 @@ from slipstream.core.recipes import resolve
 from slipstream.core.types import Completion, Group, Prompt, Rollout, Segment
 from slipstream.generator.native import native_engine
 from slipstream.generator.requests import Request
-from slipstream.models.build import build_policy
+from slipstream.models.build import build_tokenizer
 from slipstream.models.flat import FlatParameters
 from slipstream.models.hf import save_model
+from slipstream.models.lora import base_digest, shapes_of
+from slipstream.models.peft import save_adapter
+from slipstream.models.sharded import Division, build_sharded_policy
 from slipstream.prompts import build_prompts, demonstrations
 from slipstream.trainer.optim import AdamW
 from slipstream.trainer.step import train_on_batch
@@ -30,7 +33,8 @@ from slipstream.trainer.supervised import supervised_updates
 def reference_run(config: RunConfig, out: Path) -> None:
     """Generate, score, train, repeat: one process, one thread of control, no schedule, no channels, no swaps."""
     torch.set_num_threads(num_cores())
-    model, tokenizer = build_policy(config.model, seed=config.seed)
+    tokenizer = build_tokenizer(config.model)
+    model = build_sharded_policy(config.model, Division(), seed=config.seed, tokenizer=tokenizer)
     parameters = FlatParameters(model)
     prompts = build_prompts(config, tokenizer)
     pairs = demonstrations(config.warm_start, prompts.train.prompts, tokenizer, seed=config.seed)
@@ -57,7 +61,10 @@ def reference_run(config: RunConfig, out: Path) -> None:
             if max(rewards) > min(rewards):
                 groups.append(group)
         train_on_batch(model, optimizer, groups, config=config, step=step, batching=collate)
-    save_model(model, out, tokenizer)
+    if shapes_of(model):
+        save_adapter(model, out, tokenizer, base=None, digest=base_digest(model))
+    else:
+        save_model(model, out, tokenizer)
 
 
 def sample_group(
@@ -101,7 +108,8 @@ def sample_group(
 def weights_of(model_dir: Path) -> dict[str, np.ndarray]:
     from safetensors.numpy import load_file
 
-    return load_file(model_dir / "model.safetensors")
+    [file] = model_dir.glob("*model.safetensors")
+    return load_file(file)
 
 
 def assert_equal(ours: Path, theirs: Path) -> None:

@@ -48,6 +48,7 @@ def healthy(rng, step):
         "failed_completions": 15.0,  # since the run began
         "poisoned": 0.0,
         "publish_skipped_frac": float(rng.random() < 0.05),
+        "publish_same_frac": 0.0,
         "version_lag_excess": float(rng.integers(-3, 1)),
         "logprob_diff_mean/lag_0": 3e-7 * (1 + rng.random()),
         "wait_frac/trainer/wait_generation": rng.uniform(0.05, 0.3),
@@ -89,6 +90,7 @@ SICK = {
     "straggler": lambda rng, age: {"wait_frac/trainer/wait_straggler": rng.uniform(0.35, 0.9)},
     "version_lag": lambda rng, age: {"version_lag_excess": float(age)},
     "publish_skipped": lambda rng, age: {"publish_skipped_frac": float(rng.random() < 0.8)},
+    "weights_unchanged": lambda rng, age: {"publish_same_frac": 1.0},
 }
 
 ALONG = {  # what cannot happen alone
@@ -349,7 +351,7 @@ def test_vitals_of_a_step_by_hand():
         group(2, num_failed=1, num_poisoned=1),
         group(3),
         Published(version=4, payload_bytes=1, staging_s=0.0, skipped=True),
-        Published(version=5, payload_bytes=1, staging_s=0.0),
+        Published(version=5, payload_bytes=1, staging_s=0.0, is_same=True),
         Swapped(replica=0, version=2, transfer_s=0.0, pause_s=0.0, probe_error=0.0),
         Swapped(replica=1, version=5, transfer_s=0.0, pause_s=0.0, probe_error=0.0),
         Counters(executor="trainer", values={"time/forward_backward": 3.0, "time/wait_generation": 1.0}),
@@ -367,6 +369,7 @@ def test_vitals_of_a_step_by_hand():
         "no_signal_in_a_row": 0.0,
         "scored_failed_frac": 0.25,
         "publish_skipped_frac": 0.5,
+        "publish_same_frac": 0.5,
         "version_lag_max": 4.0,
         "version_lag_excess": 2.0,
         "wait_frac/trainer/wait_generation": 0.25,

@@ -26,7 +26,9 @@ STAGES = (
 )
 
 # A command that is named without anything to do: its help is what the text points to.
-BARE = re.compile(r"slipstream( (run( --resume)?|launch( --group)?|eval|report|watch|serve|replay|simulate|plan))?")
+BARE = re.compile(
+    r"slipstream( (run( --resume)?|launch( --group)?|eval|export|report|watch|serve|replay|simulate|plan))?"
+)
 
 # Sizes: (what is shown, what runs). The first group stays in front, so that what is shown behind it still counts.
 SMALLER = {
@@ -36,6 +38,7 @@ SMALLER = {
     r"\bplan MODEL\b": "plan llama-3.1-8b",
     r"--gpus N\b": "--gpus 16",
     r"RUN/sft/model": "RUN/model",
+    r"--model\.path RUN/base --model\.lora\.path RUN/model": "--model.path RUN/model --model.lora.rank 4",
     r"--against PYTHON\b": "--against python",  # of another installation: this one, here
     r"--resume DIR --steps \d+": "--resume CUT --steps 44",
     r"--resume DIR": "--resume CUT",

@@ -55,6 +55,7 @@ class Offers:
     """A publisher that notes what is offered."""
 
     num_bytes = 1
+    has_moved = True
 
     def __init__(self):
         self.offered = []

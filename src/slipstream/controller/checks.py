@@ -18,7 +18,8 @@ from slipstream.models.config import config_from_hf
 from slipstream.models.device import check_gpus
 from slipstream.models.foreign_text import rehearse_tokenizer
 from slipstream.models.hf import read_hf_config
-from slipstream.models.hub import check_model_path
+from slipstream.models.hub import check_model_path, has_checkpoint
+from slipstream.models.peft import tokenizer_folder
 from slipstream.models.preflight import Head, check_checkpoint, check_policy
 from slipstream.models.sizes import check_sizes
 from slipstream.models.tokenizer import Tokenizer, has_tokenizer, load_tokenizer, vocabulary_size
@@ -103,12 +104,13 @@ def check_checkpoints(config: RunConfig, named: Sequence[Reader]) -> None:
     policy = policy_tokenizer(config)
     vocabulary = policy.get_vocab().items()
     for what, path, head in given:
-        if not (path / "config.json").exists():
+        if not has_checkpoint(path):
             raise ConfigError(f"there is no {what}", got=path, allowed="a folder with config.json")
         vocab_size = check_checkpoint(path, head).vocab_size
-        if has_tokenizer(path):
-            rehearse_tokenizer(path)
-        if has_tokenizer(path) and not vocabulary <= load_tokenizer(path).get_vocab().items():
+        tokens = tokenizer_folder(path)
+        if has_tokenizer(tokens):
+            rehearse_tokenizer(tokens)
+        if has_tokenizer(tokens) and not vocabulary <= load_tokenizer(tokens).get_vocab().items():
             raise ConfigError(
                 f"{what} and the policy have different tokenizers",
                 got=path,

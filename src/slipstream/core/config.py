@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 from slipstream.core.environment_section import EnvironmentConfig, check_episodes
 from slipstream.core.errors import ConfigError
 from slipstream.core.fields import Count, FolderName, NonNegative, Positive, Seconds, Section, Steps
+from slipstream.core.lora_section import check_lora
 from slipstream.core.observe_sections import HealthConfig, ObserveConfig, TrackersConfig
 from slipstream.core.sections import (
     BY_VERSION,
@@ -292,6 +293,7 @@ class RunConfig(Section):
         self._check_processes()
         self.rewards.check_terms(self.samples_per_group)
         check_episodes(self)
+        check_lora(self)
         check_training(self)
         return self
 

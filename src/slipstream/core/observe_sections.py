@@ -46,6 +46,7 @@ AlarmName = Literal[
     "straggler",
     "version_lag",
     "publish_skipped",
+    "weights_unchanged",
 ]
 
 

@@ -104,6 +104,8 @@ class Holding(Message):
     '<name>/scales'. Box n is of tensor `tensor[n]`: start[n] <= index < stop[n]. Its first element lies at byte
     `offset[n]`, and `strides[n]` bytes are between neighbours. D: the most dimensions of a tensor; those with fewer
     have further ones of size 1. N boxes do not overlap in the bytes.
+
+    `base`: the digest of frozen weights that these bytes are beside, which both ends must have alike; '' without any.
     """
 
     num_bytes: int
@@ -116,6 +118,7 @@ class Holding(Message):
     stop: np.ndarray  # int64 [N, D]
     offset: np.ndarray  # int64 [N]
     strides: np.ndarray  # int64 [N, D]
+    base: str = ""
 
 
 class WeightsOffered(Message):

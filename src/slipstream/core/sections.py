@@ -26,6 +26,7 @@ from slipstream.core.fields import (
     Seconds,
     Section,
 )
+from slipstream.core.lora_section import LoraConfig
 
 PolicyName = Literal["oldest_first", "drop_stale", "areal", "one_step", "sample_budget", "finish_order"]
 """Scheduling policies (`controller/schedule.py`, `controller/policies.py`)."""
@@ -93,6 +94,9 @@ class ModelConfig(Section):
     alphabet: str | None = Field(
         None,
         description="Characters of a character tokenizer for a fresh model; null takes printable ASCII and newline.",
+    )
+    lora: LoraConfig = Field(
+        default_factory=LoraConfig, description="Adapters of low rank, trained instead of all weights."
     )
 
     @model_validator(mode="after")

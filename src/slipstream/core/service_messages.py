@@ -101,12 +101,16 @@ class Ready(Message):
 
 
 class Published(Message):
-    """The trainer offered `version` to the generators (`skipped` when every slot was still being read)."""
+    """The trainer offered `version` to the generators (`skipped` when every slot was still being read).
+
+    `is_same`: it has the bytes of the version before, although the trainer has had gradients since.
+    """
 
     version: int
     payload_bytes: int
     staging_s: float
     skipped: bool = False
+    is_same: bool = False
 
 
 NUM_SHOWN = 6

@@ -57,6 +57,11 @@ class WeightsPublisher(Protocol):
         """
         ...
 
+    @property
+    def has_moved(self) -> bool:
+        """Whether the bytes of the last version were others than those of the one before; on rank 0."""
+        ...
+
     def poll(self) -> bool:
         """Take releases; offer the newest skipped version when a slot came free. True when anything happened."""
         ...

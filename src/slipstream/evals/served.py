@@ -27,6 +27,7 @@ from slipstream.generator.native import native_engine
 from slipstream.generator.requests import Finished, Request
 from slipstream.models.foreign_text import rehearse_tokenizer
 from slipstream.models.hf import load_model
+from slipstream.models.peft import tokenizer_folder
 from slipstream.models.preflight import check_checkpoint, check_vocabulary
 from slipstream.models.sizes import check_slots
 from slipstream.models.tokenizer import has_tokenizer, load_tokenizer
@@ -209,9 +210,10 @@ class Wanted:
 def loaded(wanted: Wanted) -> tuple[Callable[[Callable[[Exception], None]], ServedModel], ServeLimits]:
     """Load a checkpoint, and return what makes its endpoint in the loop that is to serve it. ConfigError as `eval`."""
     shape = check_checkpoint(wanted.folder, "language")
-    if has_tokenizer(wanted.folder):
-        rehearse_tokenizer(wanted.folder)
-    tokenizer = load_tokenizer(wanted.folder)
+    tokens = tokenizer_folder(wanted.folder)
+    if has_tokenizer(tokens):
+        rehearse_tokenizer(tokens)
+    tokenizer = load_tokenizer(tokens)
     check_vocabulary(tokenizer, shape, wanted.folder)
     max_len = min(shape.max_positions, DEFAULT_MAX_LEN) if wanted.max_len is None else wanted.max_len
     if max_len > shape.max_positions:

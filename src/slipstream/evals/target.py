@@ -8,9 +8,10 @@ from typing import Any
 
 from slipstream.core.config import RunConfig, stage_of
 from slipstream.core.errors import ConfigError
+from slipstream.core.lora_section import LoraConfig
 from slipstream.core.recipes import load_recipe, merge, nested, resolve, with_stage_paths
 from slipstream.generator.vllm.settings import check_settings
-from slipstream.models.hub import Tell, checkpoint_folder, hub_id, pinned, with_folders
+from slipstream.models.hub import Tell, checkpoint_folder, has_checkpoint, hub_id, pinned, with_folders
 
 
 def eval_target(
@@ -36,7 +37,8 @@ def eval_target(
     if recipe is None:
         recipe = path / "config.toml"
     tables = recipe if isinstance(recipe, Mapping) else load_recipe(recipe)
-    over = {"model": {"path": str(checkpoint), "revision": None}}
+    # The checkpoint has its adapters, and gets no new ones.
+    over = {"model": {"path": str(checkpoint), "revision": None, "lora": LoraConfig().model_dump()}}
     config = resolve(tables, merge(nested(overrides or {}), over))
     check_settings(config.generator)
     run_dir = _run_of(path)
@@ -64,7 +66,7 @@ def _checkpoint_in(path: Path) -> tuple[Path, bool]:
     """Return the checkpoint in folder `path`, which may be a run's, and whether it is. ConfigError for none."""
     is_run = (path / "config.toml").is_file()
     checkpoint = path / "model" if is_run else path
-    if not (checkpoint / "config.json").is_file():
+    if not has_checkpoint(checkpoint):
         raise ConfigError(
             f"there is no checkpoint in '{path}'",
             got=_seen(path, is_run=is_run),

@@ -21,6 +21,7 @@ from slipstream.generator.requests import StateSpans
 from slipstream.generator.runner import Runner
 from slipstream.generator.slot_runner import SlotRunner
 from slipstream.models.linear import Linear
+from slipstream.models.lora import install
 from slipstream.models.served import ServedWeights
 from slipstream.models.sharded import Division, build_sharded_policy
 from slipstream.models.tokenizer import Tokenizer
@@ -154,13 +155,17 @@ class NativeBackend(Backend):
     def evaluation_engine(self, pin: Pin, spans: StateSpans) -> Engine:
         """An engine of its own, with its own slots, on the pinned weights."""
         assert pin.weights is not None, "pinned by another backend"
-        model = self._on_device(Transformer(self._model.config, self._model.ranks))  # all its weights are pinned ones
+        model = self._on_device(Transformer(self._model.config, self._model.ranks))  # its weights are pinned, or shared
+        base = self.weights.base
+        if base is not None:
+            install(model, base.shapes)
         ServedWeights(
             model,
             self._config.generator.precision,
             flat=pin.weights,
             in_place=self._is_paged,
             on_device=self._stays_on_gpu,
+            base=base,
         )
         engine = self._new_engine(model, self._config.eval.num_slots, spans, self._config.seed)
         engine.set_version(pin.version)

@@ -9,13 +9,14 @@ from slipstream.core.sections import GeneratorConfig, ModelConfig
 from slipstream.models.config import config_from_hf, local_config, new_config
 from slipstream.models.hf import load_model, read_hf_config
 from slipstream.models.initialise import new_model
+from slipstream.models.peft import tokenizer_folder
 from slipstream.models.tokenizer import CharTokenizer, Tokenizer, load_tokenizer
 from slipstream.models.transformer import Transformer
 
 
 def build_tokenizer(config: ModelConfig) -> Tokenizer:
     """The checkpoint's tokenizer, or one token per character for a fresh model."""
-    return CharTokenizer(config.alphabet) if config.path is None else load_tokenizer(Path(config.path))
+    return CharTokenizer(config.alphabet) if config.path is None else load_tokenizer(tokenizer_folder(config.path))
 
 
 def max_positions(config: RunConfig) -> int:
@@ -27,7 +28,10 @@ def max_positions(config: RunConfig) -> int:
 def build_policy(
     config: ModelConfig, *, seed: int, tokenizer: Tokenizer | None = None
 ) -> tuple[Transformer, Tokenizer]:
-    """Model (fp32, on the CPU) and tokenizer. A fresh model is fully determined by `config` and `seed`."""
+    """Model (fp32, on the CPU) and tokenizer, without the adapters of `config.lora` (`peft.with_adapters`).
+
+    A fresh model is fully determined by `config` and `seed`.
+    """
     tokenizer = build_tokenizer(config) if tokenizer is None else tokenizer
     if config.path is not None:
         return load_model(Path(config.path)), tokenizer

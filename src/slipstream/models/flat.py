@@ -1,4 +1,4 @@
-"""All parameters of a model in one contiguous tensor: one copy ships a version, one pointer flip swaps it in."""
+"""The trained parameters of a model in one contiguous tensor: one copy ships a version, one flip swaps it in."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from slipstream.core.errors import ShapeError
 class FlatParameters:
     """Re-homes every parameter of `model` as a view into one contiguous fp32 tensor, `flat` [num_params].
 
-    A tied weight counts once. Parameters lie in `named_parameters` order without gaps. In training their gradients are
-    views into one tensor as well, so that clearing, clipping and updating are one kernel each; `sharded.py` has the
-    counterpart for several ranks.
+    Frozen ones, which require no gradient, are left alone. A tied weight counts once. Parameters lie in
+    `named_parameters` order without gaps. In training their gradients are views into one tensor as well, so that
+    clearing, clipping and updating are one kernel each; `sharded.py` has the counterpart for several ranks.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._parameters = dict(model.named_parameters())  # a shared parameter is listed once
+        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}  # a shared one once
         wrong = sorted(f"{name} ({p.dtype})" for name, p in self._parameters.items() if p.dtype != torch.float32)
         if wrong:
             raise ShapeError("flat parameters are fp32", got=", ".join(wrong))

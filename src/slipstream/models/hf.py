@@ -8,16 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from slipstream.core.errors import ConfigError, clip
-from slipstream.core.files import open_regular
 from slipstream.models.config import TransformerConfig, config_from_hf, config_to_hf
 from slipstream.models.hf_fields import read_object
+from slipstream.models.hub import is_adapter
 from slipstream.models.initialise import new_model
 from slipstream.models.layout import LogicalTensor, layout
+from slipstream.models.lora import shapes_of
+from slipstream.models.peft import base_folder, load_adapter
+from slipstream.models.safetensors_file import open_tensors
 from slipstream.models.tokenizer import Tokenizer, load_tokenizer
 from slipstream.models.transformer import OneRank, Transformer
 
@@ -51,10 +53,14 @@ def load_model(
 ) -> Transformer:
     """The model in folder `path`, in `dtype` whatever the files hold; `max_positions` lowers its longest sequence.
 
+    An adapter's folder stands for its base with the adapter.
+
     Raises ConfigError for a folder without a checkpoint, an unsupported architecture, and for missing, unexpected or
     misshapen tensors, which it lists.
     """
     path = Path(path)
+    if is_adapter(path):
+        return load_adapter(load_model(base_folder(path), max_positions=max_positions), path).to(dtype)
     config = config_from_hf(read_hf_config(path), max_positions=max_positions)
     model = Transformer(config).to(dtype)
     wanted = {tensor.name: tensor for tensor in layout(model)}
@@ -92,17 +98,9 @@ def misfit(path: Path, problems: list[str], *, allowed: str) -> ConfigError:
     return ConfigError(f"the checkpoint in {path} does not fit its config.json", got=got, allowed=allowed)
 
 
-def open_tensors(file: Path) -> Any:
-    try:
-        open_regular(file).close()
-        return safe_open(file, framework="pt")
-    except OSError as error:
-        raise ConfigError(f"'{file}' cannot be read", got=error.strerror or error) from error
-    except SafetensorError as error:
-        raise ConfigError(f"'{file}' is not a whole safetensors file", got=clip(error)) from error
-
-
 def read_hf_config(path: Path) -> dict[str, Any]:
+    """Return the parsed config.json of the checkpoint in `path`, with its end tokens; an adapter has its base's."""
+    path = base_folder(path)
     file = path / "config.json"
     if not file.exists():
         raise ConfigError(
@@ -178,7 +176,7 @@ def save_model(
     """Write `model` to folder `path` as its family's Hugging Face checkpoint: transformers and vLLM load it.
 
     Weights keep the model's precision; beyond `max_shard_bytes` they are split into shards with an index.
-    Raises ConfigError, writing nothing, for one rank's part of a model.
+    Raises ConfigError, writing nothing, for one rank's part of a model, and for one with adapters.
     """
     if not isinstance(model.ranks, OneRank):
         raise ConfigError(
@@ -186,6 +184,13 @@ def save_model(
             got="a model divided over ranks",
             allowed="a whole model",
             hint="save the model that was divided; a rank's tensors are `shards.local_shards`",
+        )
+    if shapes_of(model):
+        raise ConfigError(
+            "a model with adapters is no checkpoint of a model",
+            got=f"adapters of {len(shapes_of(model))} layers",
+            allowed="a model without",
+            hint="`peft.save_adapter` writes the adapters, `lora.merged` makes a model of both",
         )
     path = Path(path)
     write_configs(path, model.config, model.embedding.weight.dtype)

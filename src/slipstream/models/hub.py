@@ -40,10 +40,13 @@ FILES = (
 """Files that a checkpoint is read from, as patterns: its shape, its weights, its tokenizer."""
 
 CONFIG = ("config.json",)
+ADAPTER_CONFIG = "adapter_config.json"
+"""The file of a folder with an adapter in PEFT's format, which is beside a model elsewhere (`peft.py`)."""
 _ID = re.compile(
     r"(?P<repo>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(@(?P<revision>[\w][\w./-]{0,199}))?", re.ASCII
 )
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_CACHED = re.compile(r"/models--(?P<repo>[\w.-]+--[\w.-]+)/snapshots/(?P<commit>[0-9a-f]{40})$", re.ASCII)
 
 Tell = Callable[[str], None]
 """Takes a line for the screen."""
@@ -77,6 +80,23 @@ def hub_id(path: str | None) -> HubId | None:
     return None if ".." in path or (revision or "").endswith("/") else HubId(found["repo"], revision)
 
 
+def is_adapter(folder: str | Path) -> bool:
+    """Tell whether a folder has an adapter instead of a model."""
+    folder = Path(folder)
+    return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
+
+
+def has_checkpoint(folder: str | Path) -> bool:
+    """Tell whether a folder has a model or an adapter."""
+    return (Path(folder) / "config.json").is_file() or is_adapter(folder)
+
+
+def hub_id_of(folder: Path) -> HubId | None:
+    """Return the id, with its commit, that a folder of the hub's cache has; None for other folders."""
+    found = _CACHED.search(folder.as_posix())
+    return None if found is None else HubId(found["repo"].replace("--", "/", 1), found["commit"])
+
+
 def check_model_path(config: RunConfig) -> None:
     """Raise ConfigError for checkpoints that are neither here nor named by an id: early, before torch is imported."""
     named = [("model.path", config.model.path), ("sft.path", config.sft.path if "sft" in config.stages else None)]
@@ -85,6 +105,14 @@ def check_model_path(config: RunConfig) -> None:
     for field, path in named:
         if path is None or stage_of(path) is not None or hub_id(path) is not None:
             continue
+        if is_adapter(path):
+            raise ConfigError(
+                f"'{field}' is an adapter, which is trained beside its base",
+                got=path,
+                allowed="a model",
+                hint=f"model.path = the base that its {ADAPTER_CONFIG} names, with model.lora.path = '{path}'; or "
+                "`slipstream export --merged`, which makes a model of both",
+            )
         if not (Path(path) / "config.json").is_file():
             raise ConfigError(
                 f"'{field}' is no Hugging Face checkpoint",

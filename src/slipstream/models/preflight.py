@@ -13,7 +13,9 @@ from slipstream.models.build import build_tokenizer, stop_token_ids
 from slipstream.models.config import TransformerConfig, config_from_hf, new_config
 from slipstream.models.foreign_text import rehearse_tokenizer
 from slipstream.models.hf import canonical_name, misfit, read_hf_config, weight_files
+from slipstream.models.hub import is_adapter
 from slipstream.models.layout import layout
+from slipstream.models.peft import base_folder, planned_shapes, stored_shapes, tokenizer_folder
 from slipstream.models.safetensors_file import Header, tensor_headers
 from slipstream.models.scalar import HEAD_NAME
 from slipstream.models.sizes import check_tables
@@ -33,14 +35,16 @@ def check_policy(config: RunConfig, *, is_sampled: bool = True) -> TransformerCo
     """
     path = config.first_checkpoint
     checked = None if path is None else check_checkpoint(Path(path), "language")
-    if path is not None and has_tokenizer(path):
-        rehearse_tokenizer(Path(path))
+    if path is not None and has_tokenizer(tokenizer_folder(path)):
+        rehearse_tokenizer(tokenizer_folder(path))
     tokenizer = build_tokenizer(config.model.model_copy(update={"path": path}))
     if path is None or checked is None:
         shape = new_config(config.model, vocab_size=len(tokenizer))
     else:
         shape = checked
         check_vocabulary(tokenizer, shape, Path(path))
+    if config.model.lora.is_set:
+        planned_shapes(config.model.lora, shape)
     if is_sampled:
         _check_lengths(config, shape)
         _check_ends(config, tokenizer, shape)
@@ -50,8 +54,12 @@ def check_policy(config: RunConfig, *, is_sampled: bool = True) -> TransformerCo
 def check_checkpoint(path: Path, head: Head) -> TransformerConfig:
     """The shape of the checkpoint in folder `path`. ConfigError unless its files have just the tensors that it needs.
 
-    Reads headers: damage to the numbers behind them is not seen.
+    Reads headers: damage to the numbers behind them is not seen. An adapter is checked together with its base.
     """
+    if is_adapter(path):
+        shape = check_checkpoint(base_folder(path), head)
+        stored_shapes(path, shape)
+        return shape
     shape = config_from_hf(read_hf_config(path))
     check_tables(shape, of=f"the checkpoint in {path}", hint="is its config.json damaged? fetch it again")
     stored: dict[str, Header] = {}

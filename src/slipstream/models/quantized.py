@@ -29,6 +29,7 @@ from slipstream.core.errors import ShapeError
 from slipstream.core.fields import Precision
 from slipstream.core.peer_messages import Holding
 from slipstream.models.linear import Linear
+from slipstream.models.lora import shapes_of
 from slipstream.models.shards import Part, local_parts, local_tensor
 from slipstream.models.transformer import Transformer
 
@@ -97,16 +98,24 @@ class WeightLayout:
     """The bytes of a model's weights at a precision: a function of the model's shapes, so both ends agree on it.
 
     In the order of `named_parameters`, a tied weight once. float32 has no gaps: its bytes are `FlatParameters.flat`'s.
-    Of a rank's part of a model they are the bytes of what that rank stores (`shards.local_parts`).
+    Of a rank's part of a model they are the bytes of what that rank stores (`shards.local_parts`). Beside adapters
+    there are two layouts: theirs, float32 at every precision, beside a base with the digest `base`; and that of the
+    weights that stay (`is_base`), which nobody sends.
     """
 
-    def __init__(self, model: Transformer, precision: Precision) -> None:
+    def __init__(self, model: Transformer, precision: Precision, *, is_base: bool = False, base: str = "") -> None:
+        adapted = {f"{layer}.adapter.{which}" for layer in shapes_of(model) for which in "ab"}
+        if adapted and not is_base:
+            precision = "float32"
         types = _types(model, FORMATS[precision])
+        self._base = base
         alignment = 1 if precision == "float32" else _ALIGNMENT
         self.precision = precision
         self.stored: list[Stored] = []
         end = 0
         for name, parameter in model.named_parameters():
+            if adapted and (name in adapted) == is_base:
+                continue
             dtype, shape = types[name], tuple(local_tensor(parameter).shape)
             scales_start = None
             if dtype in LARGEST:
@@ -116,12 +125,12 @@ class WeightLayout:
             end = _round_up(stored.end, alignment)
             self.stored.append(stored)
         self.num_bytes = end
-        self._parts = local_parts(model)
+        self._parts = [] if is_base else local_parts(model)
 
     @functools.cached_property
     def holding(self) -> Holding:
         """Which boxes of the checkpoint's tensors lie where in the bytes."""
-        return _holding(self._parts, {stored.name: stored for stored in self.stored}, self.num_bytes)
+        return _holding(self._parts, {stored.name: stored for stored in self.stored}, self.num_bytes, self._base)
 
     def views(self, flat: Tensor) -> dict[str, StoredWeight]:
         """The weights in `flat` uint8 [num_bytes] by name, without copying."""
@@ -229,7 +238,7 @@ def _types(model: Transformer, form: Format) -> dict[str, torch.dtype]:
     return types
 
 
-def _holding(parts: Sequence[Part], stored: Mapping[str, Stored], num_bytes: int) -> Holding:
+def _holding(parts: Sequence[Part], stored: Mapping[str, Stored], num_bytes: int, base: str) -> Holding:
     """Values and, as tensors of their own, scales: of a row that ranks hold columns of, all have the scale."""
     numbers: dict[tuple[str, tuple[int, ...], torch.dtype], int] = {}
     rows: dict[tuple[int, ...], None] = {}
@@ -258,6 +267,7 @@ def _holding(parts: Sequence[Part], stored: Mapping[str, Stored], num_bytes: int
         stop=stop,
         offset=table[:, 1].copy(),
         strides=strides,
+        base=base,
     )
 
 

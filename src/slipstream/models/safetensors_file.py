@@ -12,10 +12,11 @@ import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
 import msgspec
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from slipstream.core.errors import ConfigError, ShapeError, clip
@@ -104,6 +105,17 @@ def write_safetensors(
         stream.flush()
         os.fsync(stream.fileno())
     return Written(out.nbytes, out.crc32)
+
+
+def open_tensors(file: Path) -> Any:
+    """Open a safetensors file, whose tensors are read when they are asked for. ConfigError where it is none."""
+    try:
+        open_regular(file).close()
+        return safe_open(file, framework="pt")
+    except OSError as error:
+        raise ConfigError(f"'{file}' cannot be read", got=error.strerror or error) from error
+    except SafetensorError as error:
+        raise ConfigError(f"'{file}' is not a whole safetensors file", got=clip(error)) from error
 
 
 def tensor_headers(file: Path) -> dict[str, Header]:

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import cast
 
 import torch
@@ -25,6 +26,7 @@ from slipstream.core.fields import Precision
 from slipstream.core.peer_messages import Holding
 from slipstream.core.rank_group import RankGroup
 from slipstream.models.linear import Linear
+from slipstream.models.lora import HEAD, AdapterShape, adapted_product, base_digest, shapes_of
 from slipstream.models.products import DenseProduct, Fp8Product, Product, WideProduct, cpu_dtype
 from slipstream.models.quantized import FP8, StoredWeight, WeightLayout
 from slipstream.models.transformer import Transformer
@@ -68,6 +70,32 @@ class _Version:
     vectors: Mapping[str, Tensor]  # norms and position embeddings
 
 
+@dataclass(frozen=True, eq=False)
+class FrozenBase:
+    """The weights beside adapters, made ready once: no version brings any, and all engines of a process share them.
+
+    `digest` is that of the fp32 numbers, before a precision rounded them.
+    """
+
+    digest: str
+    shapes: Mapping[str, AdapterShape]
+    version: _Version
+
+    def adapted(self, weights: Mapping[str, StoredWeight], *, packs: bool) -> _Version:
+        """Return the base with the adapters in `weights` beside its products."""
+        products = {**self.version.products, HEAD: self.version.head}
+        for name, shape in self.shapes.items():
+            a, b = (weights[f"{name}.adapter.{which}"].values for which in "ab")
+            products[name] = partial(
+                adapted_product,
+                base=products[name],
+                down=DenseProduct(a, packs=packs),
+                up=[DenseProduct(rows, packs=packs) for rows in torch.split(b, shape.rows)],
+                shape=shape,
+            )
+        return replace(self.version, products=products, head=products[HEAD])
+
+
 class _Skeleton:
     """A model without weights (`_hollow_out`), and where those of a version belong."""
 
@@ -83,8 +111,8 @@ class _Skeleton:
         return _Skeleton(copy.deepcopy(self.model, {id(each): each for each in shared}))
 
     def point_at(self, version: _Version) -> None:
-        for name, product in version.products.items():
-            self.linears[name].product = product
+        for name, linear in self.linears.items():
+            linear.product = version.products[name]
         self.embedding.table = version.table
         self.model.served_head = version.head
         for name, vector in version.vectors.items():
@@ -97,6 +125,9 @@ def _hollow_out(model: Transformer, activations: torch.dtype) -> None:
         if isinstance(module, Linear):
             parent, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(parent), attribute, ServedLinear())
+    if model.config.tie_embeddings and HEAD in dict(model.named_children()):
+        del model.head  # it has an adapter alone
+    model.served_head = None
     model.embedding = ServedEmbedding(activations)  # type: ignore[assignment]
     for parameter in model.parameters():
         parameter.requires_grad_(False)
@@ -124,6 +155,9 @@ class ServedWeights:
     and the embedding are replaced; the residual stream is fp32 on a CPU, and on CUDA bfloat16 for all precisions but
     float32.
 
+    With adapters a version is those alone, in float32, beside a `base` at `precision` that stays: made of the model's
+    own weights, or given, so that `model` need not have them.
+
     `in_place`: copy into stable storage; None: where the model is on CUDA. `on_device`: `flat` lies there, and is this
     storage for all that is computed with as it is stored; a tensor that `rebind` is given changes its contents.
 
@@ -140,15 +174,20 @@ class ServedWeights:
         in_place: bool | None = None,
         on_device: bool = False,
         group: RankGroup | None = None,
+        base: FrozenBase | None = None,
     ) -> None:
-        self._layout = WeightLayout(model, precision)
+        shapes = shapes_of(model)
+        digest = base.digest if base is not None else base_digest(model) if shapes else ""
+        self._precision, self._layout = precision, WeightLayout(model, precision, base=digest)
+        frozen = WeightLayout(model, precision, is_base=True) if shapes and base is None else None
         self._device = model.embedding.weight.device
         self._on_device = on_device
         self._is_in_place = on_device or (self._device.type == "cuda" if in_place is None else in_place)
         is_wide = self._device.type == "cpu" or precision == "float32"
         self._activations = torch.float32 if is_wide else torch.bfloat16
         self._parameters = dict(model.named_parameters())
-        self._held_types = {s.name: self._held_type(s.name, s.dtype, s.shape) for s in self._layout.stored}
+        stored = [*self._layout.stored, *([] if frozen is None else frozen.stored)]
+        self._held_types = {s.name: self._held_type(s.name, s.dtype, s.shape) for s in stored}
         self._prepared: tuple[Tensor, _Version] | None = None
         self._live: tuple[Tensor, _Version] | None = None
         if flat is None:
@@ -164,6 +203,7 @@ class ServedWeights:
         _hollow_out(model, self._activations)
         self._serving = _Skeleton(model)
         self._checking = self._serving.twin()
+        self.base = base if frozen is None else FrozenBase(digest, shapes, self._frozen(frozen))
         self._parameters.clear()
         if self._is_in_place:
             self._open_storage(flat if on_device else None)
@@ -222,6 +262,26 @@ class ServedWeights:
 
     def _version(self, weights: Mapping[str, StoredWeight], *, packs: bool) -> _Version:
         """Products and views over `weights`: views of bytes, or of stable storage."""
+        return self._whole(weights, packs) if self.base is None else self.base.adapted(weights, packs=packs)
+
+    @torch.no_grad()
+    def _frozen(self, layout: WeightLayout) -> _Version:
+        """Make the weights ready that no version brings."""
+        flat = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+        for _ in layout.pack(self._parameters, flat):
+            pass
+
+        def own(tensor: Tensor) -> Tensor:
+            return tensor.to(self._device, copy=True)  # each by itself: what is packed is let go
+
+        weights = {
+            name: StoredWeight(own(view.values), None if view.scales is None else own(view.scales))
+            for name, view in layout.views(flat).items()
+        }
+        return self._whole(weights, packs=True)
+
+    def _whole(self, weights: Mapping[str, StoredWeight], packs: bool) -> _Version:
+        """`_version` of weights that are all there."""
         products: dict[str, Product] = {}
         for name in self._serving.linears:
             bias = weights.get(f"{name}.bias")
@@ -241,7 +301,7 @@ class ServedWeights:
         is_head = name in ("head.weight", "embedding.weight")
         if is_head and values.dtype != torch.float32 and values.device.type == "cuda":
             return WideProduct(values, weight.scales)
-        if self._layout.precision == "fp8" and not is_head:
+        if self._precision == "fp8" and not is_head:
             assert weight.scales is not None, "fp8 weights have scales"
             return Fp8Product(values, weight.scales, bias, packs=packs)
         return DenseProduct(values, weight.scales, bias, packs=packs)

@@ -32,6 +32,7 @@ from slipstream.models.config import TransformerConfig, config_from_hf, local_co
 from slipstream.models.flat import FlatParameters
 from slipstream.models.hf import logical_tensors, read_hf_config, write_tensor
 from slipstream.models.initialise import initialise
+from slipstream.models.peft import with_adapters
 from slipstream.models.scalar import (
     HEAD_NAME,
     HeadInit,
@@ -161,9 +162,14 @@ def _unfilled(config: TransformerConfig, division: Division) -> Transformer:
 
 
 def build_sharded_policy(config: ModelConfig, division: Division, *, seed: int, tokenizer: Tokenizer) -> Transformer:
-    """Return this rank's part of the policy that `build.build_policy` gives, with the same numbers."""
+    """Return this rank's part of the policy that `build.build_policy` gives, with the same numbers.
+
+    On one CPU rank also with the adapters of `config.lora`, if it has any.
+    """
     if division.is_whole:
         model, _ = build_policy(config, seed=seed, tokenizer=tokenizer)
+        if config.lora.is_set:
+            with_adapters(model, config.lora, seed=seed)
         for layer in model.layers:
             layer.recomputes = division.recomputes
         return model

@@ -19,8 +19,10 @@ from torch import Tensor
 
 from slipstream.core.errors import ConfigError, ShapeError
 from slipstream.models.config import TransformerConfig
-from slipstream.models.hf import canonical_name, open_tensors, weight_files
+from slipstream.models.hf import canonical_name, weight_files
 from slipstream.models.layout import LogicalTensor, layout
+from slipstream.models.lora import AdapterShape, adapter_tensors, meta_parameters, shapes_of
+from slipstream.models.safetensors_file import open_tensors
 from slipstream.models.tensor_parallel import TensorParallel
 from slipstream.models.transformer import Transformer
 
@@ -95,8 +97,13 @@ def local_shards(model: Transformer) -> list[Shard]:
 
 
 def local_parts(model: Transformer) -> list[Part]:
-    """Return where `local_shards` lie in this rank's parameters; boxes without elements are left out."""
+    """Return where `local_shards` lie in this rank's parameters; boxes without elements are left out.
+
+    Of a model with adapters these are the adapters' (`lora.adapter_tensors`), which lie whole on the one rank there is.
+    """
     ranks = model.ranks
+    if shapes := shapes_of(model):
+        return adapter_parts(shapes)
     if isinstance(ranks, TensorParallel):
         whole, rank, world = whole_shapes(ranks.config), ranks.rank, ranks.world
     else:
@@ -114,6 +121,18 @@ def local_parts(model: Transformer) -> list[Part]:
                 part = _within(held[name], box, start, plain, parameters[name], name)
                 if part is not None:
                     parts.append(part)
+    return parts
+
+
+def adapter_parts(shapes: Mapping[str, AdapterShape]) -> list[Part]:
+    """Return where A and B of every piece lie in the parameters of adapters, whole on one rank."""
+    parts, parameters = [], meta_parameters(shapes)
+    for name, tensor in adapter_tensors(shapes, parameters):
+        box = Box(tensor.name, tensor.shape, (0, 0), tensor.shape)
+        held = (0, 0), tuple(parameters[name].shape)
+        for start, plain in _plain(tensor.view, box.extent):
+            if (part := _within(held, box, start, plain, parameters[name], name)) is not None:
+                parts.append(part)
     return parts
 
 

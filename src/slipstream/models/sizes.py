@@ -12,6 +12,7 @@ from pathlib import Path
 
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
+from slipstream.core.lora_section import LoraConfig
 from slipstream.models.config import TransformerConfig
 
 TRAINED_BYTES = 16  # per parameter of a trainer: weight, gradient and AdamW's two moments, in float32
@@ -44,7 +45,7 @@ def check_sizes(config: RunConfig, shape: TransformerConfig, here: Collection[st
     generator, trainer = config.generator, config.trainer
     trains, samples = "trainer" in here and trainer.device == "cpu", "generator" in here and generator.device == "cpu"
     if trains or samples:
-        _check_model(shape, memory, trains=trains)
+        _check_model(shape, memory, trains=trains, lora=config.model.lora)
     longest = config.least_sequence
     if samples and generator.engine == "native":
         for field, slots, replicas in (
@@ -72,9 +73,9 @@ def check_slots(
     )
 
 
-def _check_model(shape: TransformerConfig, memory: int, *, trains: bool) -> None:
+def _check_model(shape: TransformerConfig, memory: int, *, trains: bool, lora: LoraConfig) -> None:
     parameters = num_parameters(shape)
-    per_parameter = TRAINED_BYTES if trains else 4
+    per_parameter = TRAINED_BYTES if trains and not lora.is_set else 4  # beside adapters no weight has a gradient
     _fits(
         "the model cannot be trained in this machine's memory" if trains else "the model is larger than the memory",
         per_parameter * parameters,

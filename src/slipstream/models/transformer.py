@@ -243,7 +243,7 @@ class Transformer(nn.Module):
         self.final_norm = _norm(config, config.hidden_size)
         if not config.tie_embeddings:
             self.head = _linear(config.hidden_size, len(ranks.vocab_rows(config.vocab_size)), bias=False)
-        self.served_head: Callable[[Tensor], Tensor] | None = None  # the head's product where `served.py` has set one
+        self.served_head: Callable[[Tensor], Tensor] | None = None  # what `served.py` or `lora.py` put in place
         cos, signed_sin = rope_tables(config)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("signed_sin", signed_sin, persistent=False)
@@ -276,9 +276,11 @@ class Transformer(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32 logits [..., V] of hidden states [..., hidden], computed in fp32 unless `served_head` does otherwise."""
-        hidden = self.ranks.fork(hidden.float())
-        if self.served_head is not None:
-            return self.ranks.gather_vocab(self.served_head(hidden))
+        product = self.head_product if self.served_head is None else self.served_head
+        return self.ranks.gather_vocab(product(self.ranks.fork(hidden.float())))
+
+    def head_product(self, hidden: Tensor) -> Tensor:
+        """fp32 products [..., vocabulary rows of this rank] of hidden [..., hidden] with the head's own weights."""
         tied = self.config.tie_embeddings
         weight = self.ranks.local_vocab(self.embedding.weight) if tied else self.head.weight
-        return self.ranks.gather_vocab(linear(hidden, weight.float()))
+        return linear(hidden, weight.float())

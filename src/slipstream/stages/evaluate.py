@@ -30,6 +30,7 @@ from slipstream.evals.statistics import completion_lengths, mean_pass_at_k
 from slipstream.evals.win_rate import Comparison, gold_win_rate, judge_win_rate
 from slipstream.models.build import build_policy
 from slipstream.models.hf import load_model
+from slipstream.models.hub import has_checkpoint
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.observe.evaluation import EVALUATION_FILE
 from slipstream.prompts import build_prompts
@@ -107,9 +108,9 @@ def start_of(config: RunConfig, run_dir: Path) -> Path:
         assert path is not None, "check_order asks for one"
         return Path(path)
     if config.model.path is not None and not config.warm_start.steps:
-        return Path(config.model.path)
+        return Path(config.model.lora.path or config.model.path)
     kept = run_dir / "reference"  # of a policy that the run itself warm-started, for its KL penalty
-    if (kept / "config.json").is_file():
+    if has_checkpoint(kept):
         return kept
     raise ConfigError(
         "there is no checkpoint of the policy that RL started from",

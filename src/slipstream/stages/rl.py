@@ -443,7 +443,8 @@ def _checked_checkpoint(config: RunConfig, run_dir: Path) -> Found:
 
 def _check_content(checkpoint: Path, config: RunConfig, run_dir: Path) -> None:
     """Raise ConfigError or CheckpointError unless the whole `checkpoint` fits the run's model and its ledger."""
-    if differing := list(policy_shapes(checkpoint, check_policy(with_folders(config))).items())[:3]:
+    local = with_folders(config)
+    if differing := list(policy_shapes(checkpoint, check_policy(local), local.model.lora).items())[:3]:
         raise ConfigError(
             f"checkpoint {checkpoint} belongs to another model",
             got=", ".join(f"{name} {found}" for name, (found, _) in differing),

@@ -14,6 +14,7 @@ from slipstream.core.errors import ConfigError, DiskError, SlipstreamError
 from slipstream.core.interrupts import Interrupted
 from slipstream.core.recipes import check_path
 from slipstream.core.run_lock import LOCK_FILE, check_free, holding
+from slipstream.models.hub import has_checkpoint
 from slipstream.observe.summary import Summary, read_summary
 
 PROMPTS_FILE = "prompts.jsonl"
@@ -118,7 +119,7 @@ def is_rl_done(config: RunConfig, run_dir: Path) -> bool:
     ConfigError where it has gone through more.
     """
     summary = _summarised(run_dir)
-    if summary is None or summary.status != "done" or not (run_dir / "model" / "config.json").is_file():
+    if summary is None or summary.status != "done" or not has_checkpoint(run_dir / "model"):
         return False
     if summary.steps > config.steps:
         raise ConfigError(

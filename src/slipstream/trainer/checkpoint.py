@@ -38,9 +38,12 @@ from slipstream.core.disk import HINTS, sync
 from slipstream.core.errors import CheckpointError, DiskError, RankError
 from slipstream.core.files import read_json
 from slipstream.core.links import WakeUp
+from slipstream.core.lora_section import LoraConfig
 from slipstream.core.rank_group import RankGroup
 from slipstream.models.config import TransformerConfig
 from slipstream.models.inventory import Held, gather_holdings, givers, holdings
+from slipstream.models.lora import install
+from slipstream.models.peft import planned_shapes
 from slipstream.models.sharded import module_parts
 from slipstream.models.shards import Box, Part, Shard
 from slipstream.models.transformer import Transformer
@@ -370,13 +373,19 @@ def _gloo_twin(group: RankGroup, timeout_s: float) -> RankGroup:
     return RankGroup.over(dist.new_group(members, timedelta(seconds=timeout_s), "gloo"))
 
 
-def policy_shapes(path: Path, config: TransformerConfig) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+def policy_shapes(
+    path: Path, config: TransformerConfig, lora: LoraConfig
+) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
     """Return (found, expected) of the policy's tensors in checkpoint `path` that a model of `config` has otherwise.
+
+    Of one with the adapters of `lora` these are the tensors of a checkpoint.
 
     () stands for a tensor that is not there. CheckpointError where the checkpoint's index cannot be read.
     """
     with torch.device("meta"):
         model = Transformer(config)
+    if lora.is_set:
+        install(model, planned_shapes(lora, config))
     if read_manifest(path).format == FIRST_FORMAT:
         found, expected = first_format.shapes(path), {n: tuple(p.shape) for n, p in model.named_parameters()}
     else:

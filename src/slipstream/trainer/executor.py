@@ -82,6 +82,7 @@ class Trainer(Executor):
         self.policy = Policy(config, self.ranks, self.data_ranks, self.tensor_ranks)
         self._ends.callback(self.policy.close)
         self.version = 0
+        self._had_gradient = False  # since the last version was published
         assert context.publisher is not None, "a trainer needs a WEIGHTS channel"
         self.publisher = context.publisher
         self.policy.offer_to(self.publisher)
@@ -258,6 +259,7 @@ class Trainer(Executor):
         self.context.spans.instant(TRAINED, step=command.step)
         if self.config.kl.target is not None and "kl_reference_sum" in metrics:
             self.kl = self.kl.updated(metrics["kl_reference_sum"], self.config.completions_per_step)
+        self._had_gradient |= metrics.get("grad_norm", 0.0) > 0.0
         self.version = command.step + 1
         self._tell(StepDone(step=command.step, version=self.version, metrics=metrics))
         is_last = self.version == self.config.steps
@@ -343,5 +345,7 @@ class Trainer(Executor):
                     payload_bytes=self.publisher.num_bytes,
                     staging_s=staging_s,
                     skipped=not is_offered,
+                    is_same=self._had_gradient and not self.publisher.has_moved,
                 )
             )
+            self._had_gradient = False

@@ -10,6 +10,9 @@ from typing import Any
 import torch
 
 from slipstream.core.config import RunConfig
+from slipstream.core.disk import sync_files
+from slipstream.core.errors import CheckpointError
+from slipstream.core.lora_section import LoraConfig
 from slipstream.core.rank_group import RankGroup
 from slipstream.core.training_sections import OptimizerConfig
 from slipstream.core.weights import WeightsPublisher
@@ -17,6 +20,9 @@ from slipstream.models.build import build_tokenizer
 from slipstream.models.export import export_sharded
 from slipstream.models.flat import FlatParameters
 from slipstream.models.hf import save_model
+from slipstream.models.hub import is_adapter
+from slipstream.models.lora import base_digest, base_of, shapes_of
+from slipstream.models.peft import BASE_FOLDER, load_adapter, recorded_digest, save_adapter
 from slipstream.models.quantized import Packer, WeightLayout
 from slipstream.models.sharded import Division, build_sharded_policy, module_parts, stored_parameters
 from slipstream.models.shards import Shard, whole_shapes
@@ -51,7 +57,8 @@ class Policy:
             reduce_once=config.trainer.reduce_once,
         )
         self.tokenizer = build_tokenizer(config.model)
-        self.model = self._built(config.model.path)
+        self.model = build_sharded_policy(config.model, self.division, seed=config.seed, tokenizer=self.tokenizer)
+        self.base_digest = base_digest(self.model) if shapes_of(self.model) else ""  # of what adapters are beside
         self.parameters = stored_parameters(self.model, self.division)
         shapes = whole_shapes(whole_config(self.model))
         self.num_params = sum(torch.Size(shape).numel() for shape in shapes.values())  # of the whole model
@@ -61,10 +68,6 @@ class Policy:
             updates_per_step=config.updates_per_step,
         )
         self.is_saving = False  # until `saved` has told of the checkpoint
-
-    def _built(self, path: str | None) -> Transformer:
-        model = self._config.model.model_copy(update={"path": path})
-        return build_sharded_policy(model, self.division, seed=self._config.seed, tokenizer=self.tokenizer)
 
     @cached_property
     def _checkpoints(self) -> Checkpoints:
@@ -80,12 +83,25 @@ class Policy:
         return Critic(self._config, self.model, self.division)
 
     def reference(self, path: str | None) -> Transformer:
-        """Return the frozen model in folder `path`; None: the one that the policy started from."""
-        return self._built(self._config.model.path if path is None else path).requires_grad_(False)
+        """Return the frozen model in folder `path`; None: the one that the policy started from.
+
+        Of a policy with adapters that is its own base: without adapters, which add nothing at first, or with those that
+        `model.lora.path` or the warm start gave. Nothing but these is held twice.
+        """
+        config = self._config.model
+        if self.base_digest:
+            adapter = config.lora.path if path is None else path
+            if adapter is None:
+                return base_of(self.model)
+            if is_adapter(adapter) and (path is None or recorded_digest(Path(adapter)) == self.base_digest):
+                return load_adapter(base_of(self.model), Path(adapter)).requires_grad_(False)
+        config = config.model_copy(update={"path": config.path if path is None else path, "lora": LoraConfig()})
+        model = build_sharded_policy(config, self.division, seed=self._config.seed, tokenizer=self.tokenizer)
+        return model.requires_grad_(False)
 
     def offer_to(self, publisher: WeightsPublisher) -> None:
         """Let `publisher` publish these weights from now on."""
-        layout = WeightLayout(self.model, self._config.generator.precision)
+        layout = WeightLayout(self.model, self._config.generator.precision, base=self.base_digest)
         if layout.precision == "float32" and isinstance(self.parameters, FlatParameters):
             publisher.open(self.parameters.flat, None, layout.holding)  # generators take them as they are
         else:
@@ -93,7 +109,11 @@ class Policy:
             publisher.open(None, Packer(layout, self.parameters.named_views(), over_ranks=over_ranks))
 
     def export(self, path: Path) -> None:
-        """Write a Hugging Face checkpoint with its tokenizer; on return it is there."""
+        """Write a Hugging Face checkpoint with its tokenizer, or the adapters alone; on return it is there."""
+        if self.base_digest:
+            base = self._base_folder(path.parent)
+            save_adapter(self.model, path, self.tokenizer, base=base, digest=self.base_digest)
+            return
         if self.division.is_whole:
             save_model(self.model, path, self.tokenizer)
             return
@@ -101,10 +121,22 @@ class Policy:
         shards = [Shard(part.box, part.of(views[part.parameter])) for part in module_parts(self.model)]
         export_sharded(shards, path, self._ranks, whole_config(self.model), self.tokenizer)
 
+    def _base_folder(self, beside: Path) -> Path:
+        """Return the folder of the adapters' base. A base that this run has made is written there, once."""
+        if self._config.model.path is not None:
+            return Path(self._config.model.path)
+        folder, partial = beside / BASE_FOLDER, beside / f".{BASE_FOLDER}.partial"
+        if not folder.exists():
+            save_model(base_of(self.model), partial, self.tokenizer)
+            sync_files(partial)
+            partial.rename(folder)
+        return folder
+
     def save(self, path: Path, *, step: int, extra: Mapping[str, Any], critic: Critic | None) -> None:
         """Write a checkpoint of the weights as they are now; in the background, unless they are whole on this rank."""
         keep = self._config.trainer.keep_checkpoints
-        self._checkpoints.save(path, self._trained(critic), step=step, keep=keep, extra=extra)
+        base = {"base": self.base_digest} if self.base_digest else {}
+        self._checkpoints.save(path, self._trained(critic), step=step, keep=keep, extra={**extra, **base})
         self.is_saving = True
 
     def wait_fds(self) -> list[int]:
@@ -120,8 +152,19 @@ class Policy:
         return saved
 
     def load(self, path: Path, critic: Critic | None) -> LoadedCheckpoint:
-        """Go on from the checkpoint `path`, whatever ranks wrote it. CheckpointError as `Checkpoints.load`'s."""
-        return self._checkpoints.load(path, self._trained(critic))
+        """Go on from the checkpoint `path`, whatever ranks wrote it. CheckpointError as `Checkpoints.load`'s.
+
+        Also for adapters that were trained beside another base.
+        """
+        loaded = self._checkpoints.load(path, self._trained(critic))
+        if (base := loaded.extra.get("base", "")) != self.base_digest:
+            raise CheckpointError(
+                f"checkpoint {path} has adapters of another base",
+                got=f"SHA-256 {self.base_digest[:16]}..., of model.path",
+                allowed=f"{base[:16]}...",
+                hint="were the files of model.path changed since?",
+            )
+        return loaded
 
     def close(self) -> None:
         if "_checkpoints" in vars(self):

@@ -11,11 +11,13 @@ import torch
 
 from slipstream.core.config import RunConfig
 from slipstream.core.executor import Context, Executor
+from slipstream.core.lora_section import LoraConfig
 from slipstream.core.packed import Batching
 from slipstream.core.service_messages import Ready
 from slipstream.core.types import Rollout
-from slipstream.models.build import build_policy, build_tokenizer
+from slipstream.models.build import build_tokenizer
 from slipstream.models.device import DTYPES, scoring_device
+from slipstream.models.sharded import Division, build_sharded_policy
 from slipstream.models.transformer import Transformer
 from slipstream.trainer.batch import train_sequence
 from slipstream.trainer.measure import follows_warm_start, measure, reads_logprobs, reference_path
@@ -58,8 +60,9 @@ class ReferencePolicy(Executor):
     def _load(self) -> Transformer:
         path = reference_path(self._config, self._context.run_dir)
         policy = self._config.model
-        model, _ = build_policy(
-            policy if path is None else policy.model_copy(update={"path": path}),
+        model = build_sharded_policy(
+            policy if path is None else policy.model_copy(update={"path": path, "lora": LoraConfig()}),
+            Division(),
             seed=self._config.seed,
             tokenizer=build_tokenizer(policy),  # a reference's checkpoint need not have one
         )

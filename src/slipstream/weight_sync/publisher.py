@@ -123,6 +123,8 @@ class Publisher:
         self._last: WeightsOffered | None = None
         self._held: WeightsOffered | None = None
         self._newest = -1
+        self._checksums: tuple[int, ...] = ()
+        self._has_moved = True
         self._wanting: dict[int, dict[int, WeightsWanted]] = {}
         self._greeted: set[int] = set()  # replicas that have asked before
         self._lost: set[int] = set()  # that were dropped: what they ask for waits until they are added again
@@ -170,6 +172,7 @@ class Publisher:
         checksums = self._stage(slots, slot, version)
         if not self._group.is_leader:
             return is_offered
+        self._has_moved, self._checksums = checksums != self._checksums, checksums
         offer = WeightsOffered(
             version=version,
             slot=slot,
@@ -184,6 +187,11 @@ class Publisher:
             self._held = offer
             self.stats.num_skipped += 1
         return is_offered
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether the bytes of the last version were others than those of the one before; on rank 0."""
+        return self._has_moved
 
     def poll(self) -> bool:
         """Take releases; offer the newest skipped version when a slot came free. True when anything happened."""

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
-from slipstream.core.errors import WeightSyncError
+from slipstream.core.errors import CheckpointError, WeightSyncError
 from slipstream.core.peer_messages import Holding
 from slipstream.weight_sync.copies import Array, Copies
 
@@ -93,8 +93,9 @@ def make_plan(
     Of several holders of a box the nearest sends it, and of these the one that has least to send yet; ties go to the
     first from `rotation` on, which sets the plans of several links apart. Pieces that several could send are cut to at
     most `piece_bytes`, to divide them well. Raises WeightSyncError for a box that no source holds, and for tensors that
-    are of different shapes or types on both sides.
+    are of different shapes or types on both sides; CheckpointError for versions that are beside other frozen weights.
     """
+    _check_bases(sources, destinations)
     names = _Names(destinations)
     held, wanted = names.boxes(sources, is_source=True), names.boxes(destinations, is_source=False)
     held = _disjoint(held)
@@ -110,6 +111,18 @@ def make_plan(
         pieces.sizes(), box, wanted.rank[destination], held.rank, holders_of, first_holder, distances, rotation
     )
     return ReshardPlan(len(sources), len(destinations), _copies(pieces, held, chosen, wanted, destination, names))
+
+
+def _check_bases(sources: Sequence[Holding], destinations: Sequence[Holding]) -> None:
+    """Raise CheckpointError: no version of the run will ever fit, so this is not one that is lost."""
+    theirs, ours = ({holding.base for holding in side} for side in (sources, destinations))
+    if theirs != ours:
+        raise CheckpointError(
+            "trainer and generator have different base models beside the adapters",
+            got=", ".join(f"SHA-256 {base[:16]}..." if base else "none" for base in sorted(ours)),
+            allowed=", ".join(f"{base[:16]}..., the trainer's" if base else "none" for base in sorted(theirs)),
+            hint="model.path must have the same files on every machine",
+        )
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,88 @@
+"""The section for adapters of low rank, and what a run with them asks of the others."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Self
+
+from pydantic import Field, model_validator
+
+from slipstream.core.errors import ConfigError
+from slipstream.core.fields import Count, FilePath, Number, PositiveFloat, Section
+
+if TYPE_CHECKING:
+    from slipstream.core.config import RunConfig
+
+
+class LoraConfig(Section):
+    """Adapters of low rank, which RL trains instead of the model's own weights (docs/lora.md): `rank`, or a `path`."""
+
+    rank: Count | None = Field(None, description="Rank r of every adapter; null, and no path: all weights are trained.")
+    alpha: PositiveFloat | None = Field(
+        None, description="What adapters add is multiplied by alpha / r; null: 2 r, a factor of 2 at every rank."
+    )
+    targets: list[str] = Field(
+        default_factory=list,
+        description="Layers that get an adapter, by the checkpoint's names as PEFT takes them: 'q_proj', 'c_attn', "
+        "'lm_head', 'layers.0.mlp.up_proj'. Empty: every linear layer but the head.",
+    )
+    use_rslora: bool = Field(False, description="Multiply by alpha / sqrt(r) instead (arXiv:2312.03732).")
+    dropout: Annotated[Number, Field(ge=0, lt=1)] = Field(
+        0.0, description="Must be 0: trainer and generators would compute different logprobs."
+    )
+    path: FilePath | None = Field(
+        None, description="Folder of an adapter in PEFT's format to go on from; excludes the rest, which it brings."
+    )
+
+    @property
+    def is_set(self) -> bool:
+        """Whether adapters are trained."""
+        return self.rank is not None or self.path is not None
+
+    @model_validator(mode="after")
+    def _check_fields(self) -> Self:
+        if self.dropout:
+            raise ConfigError(
+                "adapters are trained without dropout",
+                got=f"model.lora.dropout = {self.dropout:g}",
+                allowed="0",
+                hint="the trainer's logprobs would not be those that the generator sampled with",
+            )
+        shape = {"alpha": self.alpha, "targets": self.targets, "use_rslora": self.use_rslora}
+        given = [f"model.lora.{name} = {value}" for name, value in shape.items() if value]
+        if self.path is not None and (given or self.rank is not None):
+            raise ConfigError(
+                "the adapter in model.lora.path brings its own rank, alpha and targets",
+                got=", ".join([*([] if self.rank is None else [f"model.lora.rank = {self.rank}"]), *given]),
+                allowed="model.lora.path alone",
+            )
+        if given and not self.is_set:
+            raise ConfigError("adapters need a rank", got=", ".join(given), allowed="model.lora.rank, e.g. 16")
+        return self
+
+
+def check_lora(config: RunConfig) -> None:
+    """Raise ConfigError for what a run with adapters cannot do yet."""
+    if not config.model.lora.is_set:
+        return
+    trainer, generator = config.trainer, config.generator
+    refused = {
+        "several ranks": [
+            (f"trainer.ranks = {trainer.ranks}", trainer.ranks > 1),
+            (f"trainer.tensor_parallel = {trainer.tensor_parallel}", trainer.tensor_parallel > 1),
+            (f"generator.tensor_parallel = {generator.tensor_parallel}", generator.tensor_parallel > 1),
+        ],
+        "GPUs": [
+            (f"trainer.device = '{trainer.device}'", trainer.device != "cpu"),
+            (f"generator.device = '{generator.device}'", generator.device != "cpu"),
+        ],
+        "other engines": [(f"generator.engine = '{generator.engine}'", generator.engine != "native")],
+        "a critic": [(f"loss.advantages = '{config.loss.advantages}'", config.has_critic)],
+    }
+    for what, fields in refused.items():
+        if given := [field for field, is_refused in fields if is_refused]:
+            raise ConfigError(
+                f"adapters (model.lora) do not go together with {what} yet",
+                got=", ".join(given),
+                allowed="one trainer rank and native generators of one rank, on CPUs, and a loss without a critic",
+                hint="without model.lora all weights are trained",
+            )

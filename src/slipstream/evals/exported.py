@@ -1,0 +1,43 @@
+"""A run's policy, or another checkpoint, as a folder of its own: a model, or an adapter beside one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from slipstream.core.disk import disk_errors, sync_files
+from slipstream.core.errors import ConfigError
+from slipstream.core.recipes import check_path
+from slipstream.evals.target import served_target
+from slipstream.models.hf import load_model, save_model
+from slipstream.models.hub import Tell
+from slipstream.models.lora import base_digest, merged, shapes_of
+from slipstream.models.peft import base_folder, save_adapter, tokenizer_folder
+from slipstream.models.preflight import check_checkpoint
+from slipstream.models.tokenizer import has_tokenizer, load_tokenizer
+
+
+def export(model: str | Path, out: str | Path, *, merge: bool = False, tell: Tell | None = None) -> Path:
+    """Write the checkpoint of a run, or in a folder, to the new folder `out`, in float32, and return that.
+
+    A model with adapters is written as PEFT's adapter, or with `merge` as a model without: W + s B A in place of W.
+    ConfigError where there is no checkpoint, or something in the way. Identity: the logits are those of `model`, of a
+    merged one up to rounding.
+    """
+    check_path(out, "the folder to write")
+    folder = Path(out)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError("the folder to write is in use", got=folder, allowed="a new or empty folder")
+    checkpoint, _, _ = served_target(model, tell=tell)
+    check_checkpoint(checkpoint, "language")
+    tokens = tokenizer_folder(checkpoint)
+    tokenizer = load_tokenizer(tokens) if has_tokenizer(tokens) else None
+    policy = load_model(checkpoint)
+    with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        if shapes_of(policy) and not merge:
+            base = base_folder(checkpoint)
+            save_adapter(policy, folder, tokenizer, base=base, digest=base_digest(policy))
+        else:
+            save_model(merged(policy) if shapes_of(policy) else policy, folder, tokenizer)
+        sync_files(folder)
+    return folder

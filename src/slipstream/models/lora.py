@@ -1,0 +1,339 @@
+"""Adapters of low rank beside a frozen decoder, the same function in trainer and engine, never merged.
+
+    y = W x + b,   and on the rows of each adapted matrix p within it:   y_p += s B_p A_p x
+
+Hu et al. (arXiv:2106.09685), section 4.1; s = alpha / r, or alpha / sqrt(r) (rsLoRA, arXiv:2312.03732). The matrices
+that are adapted are those of the checkpoint (q, k and v are rows of one `Linear` here), by the names that PEFT gives
+them. The A's of one linear layer are stacked, so that one product gives all of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.core.errors import ConfigError, did_you_mean
+from slipstream.models.config import TransformerConfig
+from slipstream.models.layout import LogicalTensor, layout
+from slipstream.models.linear import Linear, linear
+from slipstream.models.transformer import Transformer
+
+Product = Callable[[Tensor], Tensor]
+HEAD = "head"
+"""The head among linear layers, tied or not."""
+HEAD_NAME, OLD_HEAD_NAME = "lm_head", "embed_out"
+"""The head as transformers calls it, and called it in GPT-NeoX, whose files still do."""
+EMBEDDINGS = ("embed_tokens", "embed_in", "wte", "wpe")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A matrix of the checkpoint within a linear layer, `name` without '.weight': its rows, in the file's order.
+
+    They are the layer's rows start + sum_d index[d] strides[d], for all indices over `sizes`, the last one fastest.
+    """
+
+    name: str
+    start: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def num_rows(self) -> int:
+        return math.prod(self.sizes)
+
+    @property
+    def target(self) -> str:
+        """Its name within its layer, as PEFT's `target_modules` has it."""
+        return self.name.rpartition(".")[2]
+
+
+@dataclass(frozen=True)
+class Fused:
+    """A linear layer [out_features, in_features] and the matrices that its rows are, ascending."""
+
+    in_features: int
+    out_features: int
+    pieces: tuple[Piece, ...]
+
+
+@functools.cache
+def linear_layers(config: TransformerConfig) -> Mapping[str, Fused]:
+    """Return every linear layer of a whole model by its name in it, and the head as `HEAD`."""
+    with torch.device("meta"):
+        model = Transformer(config)
+    linears = {
+        module.weight.untyped_storage()._cdata: (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, Linear)
+    }
+    pieces: dict[str, list[Piece]] = defaultdict(list)
+    for tensor in layout(model):
+        owner = linears.get(tensor.view.untyped_storage()._cdata)
+        if owner is not None and tensor.name.endswith(".weight"):
+            pieces[owner[0]].append(_piece(tensor, owner[1].in_features))
+    found = {
+        name: Fused(module.in_features, module.out_features, tuple(pieces[name])) for name, module in linears.values()
+    }
+    whole = Piece(HEAD_NAME, 0, (config.vocab_size,), (1,))
+    found[HEAD] = Fused(config.hidden_size, config.vocab_size, (whole,))
+    return found
+
+
+def _piece(tensor: LogicalTensor, in_features: int) -> Piece:
+    """Return the rows that the tensor's view has of a layer's weight: all of its dimensions but that over columns."""
+    view = tensor.view
+    columns = max(axis for axis in range(view.ndim) if view.stride(axis) == 1 and view.shape[axis] == in_features)
+    rows = [axis for axis in range(view.ndim) if axis != columns]
+    return Piece(
+        tensor.name.removesuffix(".weight"),
+        view.storage_offset() // in_features,
+        tuple(view.shape[axis] for axis in rows),
+        tuple(view.stride(axis) // in_features for axis in rows),
+    )
+
+
+@dataclass(frozen=True)
+class AdapterShape:
+    """The adapter of a linear layer: of its `pieces`, ascending, each with A [rank, in_features] and B [rows, rank]."""
+
+    in_features: int
+    out_features: int
+    pieces: tuple[Piece, ...]
+    rank: int
+    alpha: float
+    use_rslora: bool = False
+
+    @property
+    def scaling(self) -> float:
+        return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
+
+    @cached_property
+    def rows(self) -> list[int]:
+        return [piece.num_rows for piece in self.pieces]
+
+    def spread(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return [..., out_features]: the `parts` of the pieces where they belong, zeros on all other rows."""
+        found, end = list[Tensor](), 0
+        for piece, part in zip(self.pieces, parts, strict=True):
+            if piece.start > end:
+                found.append(part.new_zeros(*part.shape[:-1], piece.start - end))
+            found.append(part)
+            end = piece.start + piece.num_rows
+        if end < self.out_features:
+            found.append(parts[0].new_zeros(*parts[0].shape[:-1], self.out_features - end))
+        return found[0] if len(found) == 1 else torch.cat(found, -1)
+
+
+def adapted_product(x: Tensor, *, base: Product, down: Product, up: Sequence[Product], shape: AdapterShape) -> Tensor:
+    """Return the adapted layer's y [N, out_features] of x [N, in_features]; see above.
+
+    `base` multiplies by W and adds b, `down` by all A's, each of `up` by one B: whatever way the caller multiplies.
+    Identity: B = 0 gives what `base` gives.
+    """
+    low = torch.split(down(x) * shape.scaling, shape.rank, -1)
+    # oneDNN takes the gradient of a product with strided rows 50 times as long
+    parts = [product(part.contiguous()) for product, part in zip(up, low, strict=True)]
+    return base(x) + shape.spread(parts)
+
+
+class Adapter(nn.Module):
+    """The trained part of a linear layer: `a` [num_pieces rank, in_features] and `b` [rows of all pieces, rank]."""
+
+    def __init__(self, shape: AdapterShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.a = nn.Parameter(torch.empty(len(shape.pieces) * shape.rank, shape.in_features))
+        self.b = nn.Parameter(torch.empty(sum(shape.rows), shape.rank))
+
+    def forward(self, x: Tensor, base: Product) -> Tensor:
+        """Add to `base`(x), of x [N, in_features] -> [N, out_features]."""
+        up = [partial(linear, weight=rows) for rows in torch.split(self.b, self.shape.rows)]
+        return adapted_product(x, base=base, down=partial(linear, weight=self.a), up=up, shape=self.shape)
+
+
+class AdaptedLinear(Linear):
+    """A `Linear` over the weights of `base`, with an adapter beside them."""
+
+    def __init__(self, base: Linear, adapter: Adapter) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.weight, self.adapter = base.weight, adapter
+        self.register_parameter("bias", base.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [N, in_features] -> [N, out_features]."""
+        out: Tensor = self.adapter(x, super().forward)
+        return out
+
+
+# Adapters of a model
+
+
+def shapes_of(model: nn.Module) -> dict[str, AdapterShape]:
+    """Return the adapters of a model by the names of their linear layers; none if all weights are trained."""
+    modules = model.named_modules()
+    return {name.removesuffix(".adapter"): module.shape for name, module in modules if isinstance(module, Adapter)}
+
+
+def install(model: Transformer, shapes: Mapping[str, AdapterShape]) -> Transformer:
+    """Put uninitialised adapters into `model`, freeze all else, and return it."""
+    model.requires_grad_(False)
+    for name, shape in shapes.items():
+        with model.cos.device:
+            adapter = Adapter(shape)
+        if name == HEAD:  # `logits` multiplies by its weights itself
+            if model.config.tie_embeddings:
+                model.add_module(HEAD, nn.Module())
+            model.get_submodule(HEAD).add_module("adapter", adapter)
+            model.served_head = partial(adapter, base=model.head_product)
+        else:
+            parent, _, attribute = name.rpartition(".")
+            owner = model.get_submodule(parent)
+            layer = owner.get_submodule(attribute)
+            assert isinstance(layer, Linear), "linear_layers has named it"
+            setattr(owner, attribute, AdaptedLinear(layer, adapter))
+    return model
+
+
+def base_of(model: Transformer) -> Transformer:
+    """Return `model` without its adapters, over the same tensors."""
+    with torch.device("meta"):
+        base = Transformer(model.config, model.ranks)
+    base.cos, base.signed_sin = model.cos, model.signed_sin
+    parameters = dict(model.named_parameters())
+    for name, _ in list(base.named_parameters()):
+        owner, _, attribute = name.rpartition(".")
+        setattr(base.get_submodule(owner), attribute, parameters[name])
+    return base
+
+
+def base_digest(model: Transformer) -> str:
+    """Return the SHA-256 of the numbers that `model`'s adapters are beside, by their names; of a whole model."""
+    digest = hashlib.sha256()
+    for name, parameter in base_of(model).named_parameters():
+        digest.update(f"{name} {list(parameter.shape)} {parameter.dtype}".encode())
+        digest.update(parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+@torch.no_grad()
+def initialise_adapters(model: Transformer, seed: int) -> None:
+    """Draw A from U(-1/sqrt(in_features), 1/sqrt(in_features)), as PEFT does, and set B to 0.
+
+    An A depends on `seed` and its own name alone. The global random state is left alone.
+    """
+    tensors = adapter_tensors(shapes_of(model), dict(model.named_parameters()))
+    for _, tensor in tensors:
+        if tensor.name.endswith(B_SUFFIX):
+            tensor.view.zero_()
+            continue
+        key = hashlib.sha256(f"{seed} {tensor.name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(key[:7], "little"))
+        bound = 1 / math.sqrt(tensor.shape[1])
+        tensor.view.copy_((2 * torch.rand(tensor.shape, generator=generator) - 1) * bound)
+
+
+@torch.no_grad()
+def merged(model: Transformer) -> Transformer:
+    """Return a model without adapters that computes what `model` does: W + s B A in place of W, up to rounding.
+
+    A tied head with an adapter is tied no longer.
+    """
+    shapes, tensors = shapes_of(model), dict(model.named_parameters())
+    tied = model.config.tie_embeddings and HEAD not in shapes
+    whole = Transformer(replace(model.config, tie_embeddings=tied))
+    for name, parameter in whole.named_parameters():
+        source = "embedding.weight" if name == "head.weight" and model.config.tie_embeddings else name
+        parameter.copy_(tensors[source])
+    weights = dict(whole.named_parameters())
+    for name, shape in shapes.items():
+        weight, first = weights[f"{name}.weight"], 0
+        for number, piece in enumerate(shape.pieces):
+            a = tensors[f"{name}.adapter.a"][number * shape.rank : (number + 1) * shape.rank]
+            b = tensors[f"{name}.adapter.b"][first : first + piece.num_rows]
+            weight[piece.start : piece.start + piece.num_rows] += shape.scaling * (b @ a)
+            first += piece.num_rows
+    return whole
+
+
+# Adapters of a checkpoint
+
+A_SUFFIX, B_SUFFIX = ".lora_A.weight", ".lora_B.weight"
+
+
+def adapter_tensors(
+    shapes: Mapping[str, AdapterShape], parameters: Mapping[str, Tensor]
+) -> Iterator[tuple[str, LogicalTensor]]:
+    """Yield A and B of every piece as PEFT's files have them, and the name of the parameter that each is a view of."""
+    for layer, shape in shapes.items():
+        a, b = (parameters[f"{layer}.adapter.{which}"].detach() for which in "ab")
+        pieces = zip(shape.pieces, torch.split(a, shape.rank), torch.split(b, shape.rows), strict=True)
+        for piece, down, rows in pieces:
+            yield f"{layer}.adapter.a", LogicalTensor(piece.name + A_SUFFIX, down, tuple(down.shape))
+            strides = tuple(stride * b.stride(0) for stride in piece.strides)
+            up = rows.as_strided((*piece.sizes, shape.rank), (*strides, b.stride(1)))
+            yield f"{layer}.adapter.b", LogicalTensor(piece.name + B_SUFFIX, up, (piece.num_rows, shape.rank))
+
+
+def meta_parameters(shapes: Mapping[str, AdapterShape]) -> dict[str, Tensor]:
+    """Return the parameters of adapters by name, without values, each in storage of its own."""
+    with torch.device("meta"):
+        adapters = {layer: Adapter(shape) for layer, shape in shapes.items()}
+    return {
+        f"{layer}.adapter.{name}": parameter.detach()
+        for layer, adapter in adapters.items()
+        for name, parameter in adapter.named_parameters()
+    }
+
+
+def shapes_for(
+    config: TransformerConfig, names: Collection[str], *, rank: int, alpha: float, use_rslora: bool
+) -> dict[str, AdapterShape]:
+    """Return the adapters of the matrices `names` of a model of `config`."""
+    found = {}
+    for layer, fused in linear_layers(config).items():
+        pieces = tuple(piece for piece in fused.pieces if piece.name in names)
+        if pieces:
+            found[layer] = AdapterShape(fused.in_features, fused.out_features, pieces, rank, alpha, use_rslora)
+    return found
+
+
+def matrices(config: TransformerConfig) -> list[Piece]:
+    """Return every matrix of a model of `config` that may have an adapter."""
+    return [piece for fused in linear_layers(config).values() for piece in fused.pieces]
+
+
+def is_named(piece: Piece, target: str) -> bool:
+    """Tell whether PEFT's `target_modules` means `piece` by `target`: the end of its name, from a dot on."""
+    target = HEAD_NAME if target == OLD_HEAD_NAME else target
+    return piece.name == target or piece.name.endswith(f".{target}")
+
+
+def targeted(config: TransformerConfig, targets: Collection[str]) -> list[str]:
+    """Return the names of the matrices that `targets` mean; of none, all but the head.
+
+    ConfigError for a target that means none.
+    """
+    every = matrices(config)
+    if not targets:
+        return [piece.name for piece in every if piece.name != HEAD_NAME]
+    for target in targets:
+        if not any(is_named(piece, target) for piece in every):
+            allowed = list(dict.fromkeys(piece.target for piece in every))
+            is_embedding = target.rpartition(".")[2] in EMBEDDINGS
+            raise ConfigError(
+                "embeddings cannot have an adapter" if is_embedding else "model.lora.targets names no linear layer",
+                got=target,
+                allowed=", ".join(allowed),
+                hint="only linear layers and the head are adapted" if is_embedding else did_you_mean(target, allowed),
+            )
+    return [piece.name for piece in every if any(is_named(piece, target) for target in targets)]

@@ -1,0 +1,218 @@
+"""Runs that train adapters alone: equal to a plain loop, published, resumed, evaluated, exported."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import peft
+import pytest
+import torch
+import transformers
+from audit import audit
+from safetensors import safe_open
+from test_resume import SYNC, after_step, cut_off, small  # noqa: F401 - a fixture
+from test_sync_equals_reference import assert_equal, reference_run
+
+import slipstream
+from slipstream.cli import main
+from slipstream.core.errors import ConfigError, SlipstreamError
+from slipstream.core.recipes import resolve
+from slipstream.core.run_log import read_metrics
+from slipstream.models.attention import PackedAttention
+from slipstream.models.hf import load_model
+from slipstream.models.lora import shapes_of
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning:peft"),
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
+]
+LORA = {"rank": 4, "targets": ["q_proj", "v_proj", "up_proj", "down_proj", "lm_head"]}
+
+
+@pytest.fixture
+def adapted(tiny):
+    """Overrides of the quickstart that train adapters."""
+    warm_start = tiny["warm_start"] | {"optimizer": {"lr": 1e-2}}
+    optimizer = {"optimizer": {"lr": 1e-3}}
+    return tiny | {
+        "model": tiny["model"] | {"lora": LORA},
+        "trainer": tiny["trainer"] | optimizer,
+        "warm_start": warm_start,
+    }
+
+
+def adapters_of(run):
+    with safe_open(run / "model" / "adapter_model.safetensors", framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+
+
+def logits_of(model, tokens):
+    with torch.no_grad():
+        return model.logits(model(tokens, torch.arange(len(tokens)), PackedAttention([len(tokens)])))
+
+
+def test_at_staleness_0_adapters_are_those_of_a_plain_loop(adapted, tmp_path):
+    overrides = adapted | SYNC | {"steps": 3}
+    reference_run(resolve("quickstart", overrides), tmp_path / "reference")
+    run = slipstream.run("quickstart", overrides=overrides | {"host": "inline"}, out=tmp_path / "run", display=False)
+    assert_equal(run.out / "model", tmp_path / "reference")
+    assert all(tensor.any() for tensor in adapters_of(run.out).values()), "all of them have moved"
+    assert run.summary["staleness"]["max"] == 0
+
+
+@pytest.mark.parametrize(
+    ("weight_update", "precision"), [("in_flight", "float32"), ("between_batches", "float32"), ("in_flight", "int8")]
+)
+def test_an_asynchronous_run_publishes_adapters_alone(adapted, weight_update, precision, tmp_path):
+    overrides = adapted | {
+        "host": "inline",
+        "steps": 4,
+        "weight_update": weight_update,
+        "generator": adapted["generator"] | {"precision": precision},
+        "eval": {"every": 2, "num_prompts": 8, "num_slots": 8},
+    }
+    run = slipstream.run("quickstart", overrides=overrides, out=tmp_path / "run", display=False)
+    audit(run.out)
+    events = [json.loads(line)["event"] for line in (run.out / "events.jsonl").read_text().splitlines()]
+    lines = read_metrics(run.out / "metrics.jsonl")
+    num_numbers = sum(tensor.numel() for tensor in adapters_of(run.out).values())
+    synced = run.summary["weight_sync"]
+    assert synced["bytes"] == synced["count"] * 4 * num_numbers, "A and B in float32 at every precision"
+    assert all(line["publish_same_frac"] == 0 for line in lines if "publish_same_frac" in line)
+    errors = [event["probe_error"] for event in events if event["type"] == "Swapped"]
+    assert len(errors) >= 4
+    assert max(errors) < (1e-4 if precision == "float32" else 0.5)
+    assert any("eval_accuracy" in line for line in lines)
+
+
+def test_the_reference_is_the_base_and_is_measured_without_a_second_model(adapted, tmp_path):
+    """A fresh adapter adds nothing, so the first step has no distance; later ones do."""
+    tables = adapted | {"host": "inline", "steps": 3, "kl": {"coef": 0.05}, "warm_start": {"steps": 0}}
+    run = slipstream.run(
+        "quickstart", overrides=tables | {"loss": {"skip_no_signal": False}} | SYNC, out=tmp_path / "run", display=False
+    )
+    distances = [line["kl_reference"] for line in read_metrics(run.out / "metrics.jsonl") if "kl_reference" in line]
+    assert distances[0] == pytest.approx(0, abs=1e-6)
+    assert len(distances) == 3
+
+
+def test_after_a_warm_start_the_reference_is_version_0(adapted, tmp_path, monkeypatch, small):  # noqa: F811
+    """Its adapters are written once, and a resumed run measures by the same."""
+    tables = small | SYNC | {"loss": {}, "kl": {"coef": 0.05}, "model": adapted["model"]}
+    tables["warm_start"] = tables["warm_start"] | {"optimizer": {"lr": 1e-2}}
+    whole = slipstream.run("quickstart", overrides=tables, out=tmp_path / "whole", display=False)
+    assert shapes_of(load_model(whole.out / "reference"))
+    lines = [line for line in read_metrics(whole.out / "metrics.jsonl") if "kl_reference" in line]
+    assert lines[0]["kl_reference"] == pytest.approx(0, abs=1e-6)
+    cut_off(monkeypatch, tables, tmp_path / "run", after_step(4))
+    resumed = slipstream.run("quickstart", resume=tmp_path / "run", display=False)
+    assert_equal(resumed.out / "model", whole.out / "model")
+    audit(resumed.out)
+    checkpoint = resumed.out / "checkpoints" / "step_6" / "index.json"
+    names = {name.partition("/")[2] for name in json.loads(checkpoint.read_text())}
+    assert names == {name.removeprefix("base_model.model.") for name in adapters_of(resumed.out)}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run in processes, its folder moved elsewhere afterwards."""
+    folder = tmp_path_factory.mktemp("lora")
+    overrides = {
+        "steps": 2,
+        "groups_per_step": 4,
+        "completions_per_group": 4,
+        "model": {"hidden_size": 64, "intermediate_size": 128, "num_layers": 2, "lora": LORA | {"rank": 16}},
+        "prompts": {"num_train": 300, "num_eval": 50},
+        "generator": {"num_slots": 16},
+        "trainer": {"optimizer": {"lr": 1e-3}},
+        "warm_start": {"steps": 60, "batch_size": 32, "num_demonstrations": 300, "optimizer": {"lr": 1e-2}},
+        "eval": {"every": 0, "num_prompts": 16, "num_slots": 8},
+    }
+    slipstream.run("quickstart", overrides=overrides, out=folder / "run", display=False)
+    return (folder / "run").rename(folder / "moved")
+
+
+def test_peft_loads_what_a_run_leaves(finished):
+    base = transformers.AutoModelForCausalLM.from_pretrained(finished / "base", attn_implementation="eager")
+    theirs = peft.PeftModel.from_pretrained(base, finished / "model").eval()
+    tokens = torch.arange(3, 40)
+    ours = load_model(finished / "model")
+    with torch.no_grad():
+        torch.testing.assert_close(logits_of(ours, tokens), theirs(tokens[None]).logits[0], atol=1e-5, rtol=1e-5)
+    assert transformers.AutoTokenizer.from_pretrained(finished / "model").decode([3 + ord("a") - 32]) == "a"
+
+
+def test_it_is_evaluated_exported_and_gone_on_with(finished, tmp_path, capsys):
+    result = slipstream.evaluate_model(finished, num_prompts=16)
+    accuracy = json.loads((finished / "summary.json").read_text())["eval"]["after"]["accuracy"]
+    assert result.accuracy == pytest.approx(accuracy)
+    for name, flags in (("merged", ["--merged"]), ("adapter", [])):
+        assert main(["export", str(finished), str(tmp_path / name), *flags]) == 0
+    tokens = torch.arange(3, 40)
+    expected = logits_of(load_model(finished / "model"), tokens)
+    torch.testing.assert_close(logits_of(load_model(tmp_path / "merged"), tokens), expected, atol=1e-5, rtol=1e-5)
+    assert torch.equal(logits_of(load_model(tmp_path / "adapter"), tokens), expected)
+    assert main(["export", str(finished), str(tmp_path / "merged")]) == 2
+    assert "in use" in capsys.readouterr().err
+    more = {
+        "host": "inline",
+        "steps": 1,
+        "groups_per_step": 4,
+        "completions_per_group": 4,
+        "model": {"path": str(finished / "base"), "lora": {"path": str(finished / "model")}},
+        "generator": {"num_slots": 16},
+        "warm_start": {"steps": 0},
+        "eval": {"every": 0, "num_prompts": 16, "num_slots": 8},
+        "kl": {"coef": 0.01},
+    }
+    run = slipstream.run("quickstart", overrides=more, out=tmp_path / "more", display=False)
+    assert run.summary["eval"]["before"]["accuracy"] == pytest.approx(accuracy)
+    assert json.loads((run.out / "model" / "adapter_config.json").read_text())["r"] == 16
+    assert not (run.out / "base").exists(), "it is where it was"
+    with pytest.raises(ConfigError, match="is an adapter"):
+        slipstream.run("quickstart", overrides=more | {"model": {"path": str(finished / "model")}}, display=False)
+
+
+def test_a_generator_with_another_base_ends_the_run(adapted, tmp_path, monkeypatch):
+    """Here its seed is another one; on another machine it would be another file of the same name."""
+    from slipstream.generator.native import NativeBackend
+
+    policy = NativeBackend._policy
+
+    def other(self):
+        config, self._config = self._config, self._config.model_copy(update={"seed": 1})
+        try:
+            return policy(self)
+        finally:
+            self._config = config
+
+    monkeypatch.setattr(NativeBackend, "_policy", other)
+    with pytest.raises(SlipstreamError, match="different base models"):
+        slipstream.run("quickstart", overrides=adapted | {"host": "inline"}, out=tmp_path / "run", display=False)
+
+
+def test_a_version_costs_no_packing_of_the_base(adapted):
+    """The products of the base are made once: a version has its adapters' alone."""
+    from slipstream.models.build import build_tokenizer
+    from slipstream.models.flat import FlatParameters
+    from slipstream.models.served import ServedWeights
+    from slipstream.models.sharded import Division, build_sharded_policy
+
+    config = resolve("quickstart", adapted)
+    tokenizer = build_tokenizer(config.model)
+    built = [build_sharded_policy(config.model, Division(), seed=0, tokenizer=tokenizer) for _ in range(2)]
+    trained, served = built
+    parameters, weights = FlatParameters(trained), ServedWeights(served, "float32")
+    assert weights.num_bytes == parameters.flat.nbytes
+    base = served.layers[0].qkv.product.keywords["base"]
+    plain = served.layers[0].output.product
+    with torch.no_grad():
+        parameters.flat.copy_(torch.from_numpy(np.random.default_rng(0).normal(0, 0.1, parameters.num_params)))
+    flat = parameters.flat.view(torch.uint8).clone()
+    weights.prepare(flat)
+    weights.rebind(flat)
+    assert served.layers[0].qkv.product.keywords["base"] is base
+    assert served.layers[0].output.product is plain
+    tokens = torch.arange(3, 19)
+    torch.testing.assert_close(logits_of(served, tokens), logits_of(trained, tokens), atol=1e-6, rtol=1e-5)

@@ -1,0 +1,325 @@
+"""Adapters against PEFT: logits, losses and gradients of every family, files in both directions, merged models."""
+
+from __future__ import annotations
+
+import json
+
+import peft
+import pytest
+import torch
+from hf_cases import CASES, oracle
+from peft.tuners.lora import Linear as PeftLinear
+from safetensors.torch import load_file, save_file
+from test_families import LENGTHS, packed_inputs, packed_logits
+
+from slipstream.core.errors import ConfigError
+from slipstream.core.lora_section import LoraConfig
+from slipstream.core.recipes import resolve
+from slipstream.core.sections import ModelConfig
+from slipstream.models.flat import FlatParameters
+from slipstream.models.hf import load_model, save_model
+from slipstream.models.initialise import new_model
+from slipstream.models.linear import Linear
+from slipstream.models.lora import (
+    AdaptedLinear,
+    Adapter,
+    AdapterShape,
+    Piece,
+    adapter_tensors,
+    base_digest,
+    base_of,
+    linear_layers,
+    merged,
+    shapes_of,
+)
+from slipstream.models.peft import ADAPTER_WEIGHTS, PREFIX, base_folder, save_adapter, with_adapters
+from slipstream.models.shards import local_parts
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning:peft"),
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),  # which peft asks transformers for
+]
+TOLERANCE = 1e-4
+"""As for whole models in test_families.py: both sides compute norms, rotations and logits in float32."""
+TARGETS = {
+    "llama": (["q_proj", "v_proj"], ["k_proj", "o_proj", "up_proj"], "all-linear", ["gate_proj", "lm_head"]),
+    "gpt_neox": (["query_key_value"], ["dense", "dense_4h_to_h"], "all-linear", ["query_key_value", "lm_head"]),
+    "gpt2": (["c_attn"], ["c_proj"], ["c_attn", "c_proj", "c_fc"], ["c_attn", "lm_head"]),
+}
+CONFIG = ModelConfig(hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2, num_kv_heads=1, max_positions=32)
+
+
+def targets_of(case: str):
+    return TARGETS["gpt_neox" if "neox" in case else "gpt2" if "gpt2" in case else "llama"]
+
+
+def wrapped(case: str, targets, **fields):
+    """transformers' model of the case in PEFT's, with A and B away from their start."""
+    torch.manual_seed(7)
+    config = peft.LoraConfig(r=3, lora_alpha=5, target_modules=targets, task_type="CAUSAL_LM", **fields)
+    model = peft.get_peft_model(oracle(case), config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(0.2 * torch.randn(parameter.shape))
+    return model
+
+
+def ours_of(theirs, folder, tmp_path):
+    """The same model here, by the files that PEFT writes."""
+    theirs.peft_config["default"].base_model_name_or_path = str(folder)
+    theirs.save_pretrained(tmp_path / "adapter")
+    return load_model(tmp_path / "adapter")
+
+
+@pytest.mark.parametrize(
+    ("case", "index"),
+    [(case, index) for case in CASES for index in (range(4) if case in ("llama_tied", "gpt_neox", "gpt2") else (2,))],
+)
+def test_loss_and_gradients_equal_peft(case, index, checkpoint, tmp_path):
+    theirs = wrapped(case, targets_of(case)[index], use_rslora=index == 1)
+    ours = ours_of(theirs, checkpoint(case)[1], tmp_path)
+    tokens, positions = packed_inputs(LENGTHS)
+    weights = torch.randn(sum(LENGTHS), ours.config.vocab_size, generator=torch.Generator().manual_seed(1))
+    loss = (packed_logits(ours, tokens, positions, LENGTHS).log_softmax(-1) * weights).mean()
+    loss.backward()
+    expected = 0.0
+    for sequence, weight in zip(tokens.split(LENGTHS), weights.split(LENGTHS), strict=True):
+        part = (theirs(sequence[None]).logits[0].log_softmax(-1) * weight).sum() / weights.numel()
+        part.backward()
+        expected += part.item()
+    assert loss.item() == pytest.approx(expected, abs=1e-6)
+    gradients = {
+        name.replace(".default", ""): parameter.grad
+        for name, parameter in theirs.named_parameters()
+        if parameter.requires_grad
+    }
+    trained = {name: parameter.grad for name, parameter in ours.named_parameters() if parameter.requires_grad}
+    got = {PREFIX + tensor.name: tensor.read() for _, tensor in adapter_tensors(shapes_of(ours), trained)}
+    assert got.keys() == gradients.keys()
+    for name, grad in got.items():
+        assert gradients[name].abs().max() > 0
+        torch.testing.assert_close(grad, gradients[name], atol=1e-6, rtol=1e-3, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_an_adapted_layer_is_peft_s_in_float64():
+    """Whole models have float32 in them on both sides; a layer has not."""
+    torch.manual_seed(0)
+    base = torch.nn.Linear(12, 10).double()
+    theirs = PeftLinear(base, "default", config=peft.LoraConfig(r=4, lora_alpha=6), r=4, lora_alpha=6).double()
+    torch.nn.init.normal_(theirs.lora_B["default"].weight)
+    plain = Linear(12, 10).double()
+    plain.load_state_dict(base.state_dict())
+    adapter = Adapter(AdapterShape(12, 10, (Piece("x", 0, (10,), (1,)),), rank=4, alpha=6)).double()
+    with torch.no_grad():
+        adapter.a.copy_(theirs.lora_A["default"].weight)
+        adapter.b.copy_(theirs.lora_B["default"].weight)
+    x = torch.randn(5, 12, dtype=torch.float64, requires_grad=True)
+    y = x.detach().clone().requires_grad_()
+    AdaptedLinear(plain, adapter)(x).sin().sum().backward()
+    theirs(y).sin().sum().backward()
+    for got, expected in (
+        (x.grad, y.grad),
+        (adapter.a.grad, theirs.lora_A["default"].weight.grad),
+        (adapter.b.grad, theirs.lora_B["default"].weight.grad),
+    ):
+        torch.testing.assert_close(got, expected, atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("targets", [[], ["lm_head"], ["down_proj", "c_proj", "dense"]])
+@pytest.mark.parametrize("case", ["llama_tied", "qwen2", "qwen3", "gpt_neox", "gpt2", "gpt2_untied"])
+def test_peft_reads_what_is_written_here_and_a_merged_model_is_the_same(case, targets, checkpoint, tmp_path):
+    _, folder = checkpoint(case)
+    names = {piece.target for fused in linear_layers(load_model(folder).config).values() for piece in fused.pieces}
+    lora = LoraConfig(rank=2, targets=[target for target in targets if target in names], use_rslora=True)
+    ours = with_adapters(load_model(folder), lora, seed=0)
+    with torch.no_grad():
+        for name, parameter in ours.named_parameters():
+            if name.endswith(".b"):
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)))
+    save_adapter(ours, tmp_path / "adapter", base=folder, digest=base_digest(ours))
+    theirs = peft.PeftModel.from_pretrained(oracle(case), tmp_path / "adapter")
+    tokens, positions = packed_inputs([21])
+    with torch.no_grad():
+        got, expected = packed_logits(ours, tokens, positions, [21]), theirs(tokens[None]).logits[0]
+        torch.testing.assert_close(got, expected, atol=TOLERANCE, rtol=0)
+        torch.testing.assert_close(
+            packed_logits(load_model(tmp_path / "adapter"), tokens, positions, [21]), got, atol=0, rtol=0
+        )
+        save_model(merged(ours), tmp_path / "merged")
+        again = packed_logits(load_model(tmp_path / "merged"), tokens, positions, [21])
+    torch.testing.assert_close(again, got, atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(got, packed_logits(base_of(ours), tokens, positions, [21]), atol=1e-3)
+
+
+def adapted(seed: int = 0, **fields):
+    model = new_model(CONFIG.model_copy(update=fields.pop("model", {})), vocab_size=11, seed=0)
+    return with_adapters(model, LoraConfig(**({"rank": 2} | fields)), seed=seed)
+
+
+def test_new_adapters_are_drawn_as_peft_does_from_their_names_and_leave_random_state_alone():
+    state = torch.get_rng_state()
+    model, other, third = adapted(), adapted(targets=["v_proj", "down_proj", "lm_head"]), adapted(seed=1)
+    assert torch.equal(state, torch.get_rng_state())
+    tensors = [
+        {tensor.name: tensor.read() for _, tensor in adapter_tensors(shapes_of(one), dict(one.named_parameters()))}
+        for one in (model, other, third)
+    ]
+    for name, tensor in tensors[0].items():
+        if name.endswith("lora_B.weight"):
+            assert not tensor.any()
+            continue
+        bound = tensor.shape[1] ** -0.5
+        assert 0.7 * bound < tensor.abs().max() <= bound
+        assert not torch.equal(tensor, tensors[2][name])
+        if name in tensors[1]:
+            assert torch.equal(tensor, tensors[1][name]), "the same whatever else has an adapter"
+    assert "lm_head.lora_A.weight" in tensors[1]
+    assert "lm_head.lora_A.weight" not in tensors[0]
+
+
+def test_a_fresh_adapter_changes_no_bit_and_the_base_has_no_gradients():
+    model = adapted(targets=["q_proj", "down_proj", "lm_head"])
+    tokens, positions = torch.arange(9) % 11, torch.arange(9)
+    with torch.no_grad():
+        expected = packed_logits(base_of(model), tokens, positions, [9])
+        assert torch.equal(packed_logits(model, tokens, positions, [9]), expected)
+    flat = FlatParameters(model)
+    flat.zero_grad()
+    packed_logits(model, tokens, positions, [9]).sum().backward()
+    assert flat.num_params == 2 * (2 * 16 + 16 * 2 + 2 * 24 + 16 * 2) + 2 * 16 + 11 * 2
+    assert {name for name, p in model.named_parameters() if p.grad is not None} == set(flat.named_views())
+    assert flat.grad.any()
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "gpt2"])
+def test_the_boxes_of_adapters_are_every_number_once(family, rank):
+    model = adapted(rank=rank, model={"family": family, "num_kv_heads": 2}, targets=[])
+    numbers, end = {}, 0
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            numbers[name] = torch.arange(end, end + parameter.numel()).view(parameter.shape)
+            end += parameter.numel()
+    seen = torch.cat([part.of(numbers[part.parameter]).flatten() for part in local_parts(model)])
+    assert torch.equal(seen.sort().values, torch.arange(end))
+    whole = {tensor.name: tensor.read() for _, tensor in adapter_tensors(shapes_of(model), numbers)}
+    for part in local_parts(model):
+        assert torch.equal(part.of(numbers[part.parameter]), whole[part.box.name][part.box.slices])
+
+
+def test_the_same_bits_for_8_rows_and_for_40():
+    """Decoding has other numbers of rows at every step, in multiples of 8."""
+    model = adapted(model={"hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "num_kv_heads": 2}, rank=4)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel())))
+        x = torch.randn(40, 64, generator=torch.Generator().manual_seed(0))
+        for layer in (model.layers[0].qkv, model.layers[0].up):
+            assert torch.equal(layer(x)[:8], layer(x[:8]))
+            assert torch.equal(layer(x)[16:32], layer(x[16:32]))
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"rank": 2, "dropout": 0.1}, "without dropout"),
+        ({"rank": 2, "path": "x"}, "brings its own"),
+        ({"alpha": 3.0}, "need a rank"),
+    ],
+)
+def test_fields_that_exclude_each_other(fields, told):
+    with pytest.raises(ConfigError, match=told):
+        resolve("quickstart", {"model": {"lora": fields}})
+
+
+@pytest.mark.parametrize(
+    ("tables", "told"),
+    [
+        ({"trainer": {"ranks": 2}}, r"trainer.ranks = 2"),
+        ({"generator": {"tensor_parallel": 2}}, "generator.tensor_parallel = 2"),
+        ({"trainer": {"device": "cuda"}}, "trainer.device = 'cuda'"),
+        ({"generator": {"engine": "vllm"}}, "generator.engine = 'vllm'"),
+        ({"loss": {"advantages": "gae"}}, "loss.advantages = 'gae'"),
+    ],
+)
+def test_what_does_not_go_together_yet(tables, told):
+    with pytest.raises(ConfigError, match=told):
+        resolve("quickstart", tables | {"model": {"lora": {"rank": 2}}})
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"targets": ["q_prj"]}, "did you mean 'q_proj'"),
+        ({"targets": ["embed_tokens"]}, "embeddings cannot"),
+        ({"rank": 17}, r"1..16 \(hidden_size\)"),
+    ],
+)
+def test_adapters_that_a_model_cannot_have(fields, told):
+    with pytest.raises(ConfigError, match=told):
+        adapted(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"use_dora": True}, "use_dora"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights"),
+        ({"peft_type": "IA3"}, "peft_type = IA3"),
+        ({"r": 4}, "of rank 4"),
+        ({"r": 0}, "out of range"),
+    ],
+)
+def test_other_adapters_are_refused(fields, told, tmp_path):
+    folder = saved(tmp_path)
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+    with pytest.raises(ConfigError, match=told):
+        load_model(folder)
+
+
+def saved(tmp_path, **fields):
+    model = adapted(**fields)
+    save_model(base_of(model), tmp_path / "base")
+    save_adapter(model, tmp_path / "adapter", base=tmp_path / "base", digest=base_digest(model))
+    return tmp_path / "adapter"
+
+
+def test_an_adapter_of_another_base_is_refused(tmp_path):
+    folder = saved(tmp_path)
+    tensors = load_file(folder / ADAPTER_WEIGHTS)
+    other = new_model(CONFIG, vocab_size=11, seed=1)
+    with pytest.raises(ConfigError, match="beside another base"):
+        with_adapters(other, LoraConfig(path=str(folder)), seed=0)
+    save_file(tensors, folder / ADAPTER_WEIGHTS)  # as PEFT writes it: nothing says which base
+    with_adapters(other, LoraConfig(path=str(folder)), seed=0)
+    wider = new_model(CONFIG.model_copy(update={"intermediate_size": 32}), vocab_size=11, seed=0)
+    with pytest.raises(ConfigError, match=r"mlp.gate_proj.lora_B.weight has shape"):
+        with_adapters(wider, LoraConfig(path=str(folder)), seed=0)
+    stray = {f"{PREFIX}model.layers.9.mlp.up_proj.lora_A.weight": torch.ones(2, 16)}
+    save_file(tensors | stray, folder / ADAPTER_WEIGHTS)
+    with pytest.raises(ConfigError, match=r"unexpected model.layers.9.mlp.up_proj.lora_A"):
+        load_model(folder)
+
+
+def test_a_base_that_moved_with_its_adapter_is_found(tmp_path):
+    (tmp_path / "run").mkdir()
+    saved(tmp_path / "run")
+    (tmp_path / "run").rename(tmp_path / "moved")
+    assert base_folder(tmp_path / "moved" / "adapter") == tmp_path / "moved" / "base"
+    load_model(tmp_path / "moved" / "adapter")
+    (tmp_path / "moved" / "base").rename(tmp_path / "moved" / "gone")
+    with pytest.raises(ConfigError, match="base of the adapter"):
+        load_model(tmp_path / "moved" / "adapter")
+
+
+def test_a_model_with_adapters_is_not_saved_as_one_without(tmp_path):
+    with pytest.raises(ConfigError, match="no checkpoint of a model"):
+        save_model(adapted(), tmp_path / "model")
+    assert not (tmp_path / "model").exists()
