@@ -314,8 +314,9 @@ def main() -> None:
     parser.add_argument("--means", type=float, nargs="+", default=[0.0, 0.1, 1.0], help="seconds of an answer")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=6, help="measured steps per run")
-    for name in ("groups", "completions", "turns", "turn_tokens", "rows", "sessions", "hidden", "layers", "staleness"):
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int)
+    sizes = ("--groups", "--completions", "--turns", "--turn-tokens", "--rows", "--sessions", "--hidden", "--layers")
+    for flag in (*sizes, "--staleness"):
+        parser.add_argument(flag, type=int)
     arguments = parser.parse_args()
     print(f"command: python {shlex.join(sys.argv)}\nversions: {versions()}")
     for name, value in describe().lines().items():

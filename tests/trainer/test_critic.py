@@ -28,12 +28,14 @@ from slipstream.models.attention import PackedAttention
 from slipstream.models.hf import save_model
 from slipstream.models.initialise import new_model
 from slipstream.models.scalar import new_scalar_model, save_scalar_model
+from slipstream.models.tokenizer import CharTokenizer
 from slipstream.trainer.batch import train_sequence
 from slipstream.trainer.critic import Critic
 from slipstream.trainer.measure import Auxiliary
 from slipstream.trainer.metric_names import SAME, published_names
 from slipstream.trainer.optim import AdamW
 from slipstream.trainer.step import train_on_batch
+from slipstream.trainer.teacher import Teacher
 
 UNCLIPPED = {"lr": 1e-3, "max_grad_norm": 1e9}
 POLICY_LOSSES = sorted(name for name, loss in LOSSES.items() if loss.kind == "policy")
@@ -51,7 +53,15 @@ def actor_critic(*, seed=0, **changes):
     model, flat = tiny_policy(seed)
     optimizer = AdamW(flat, config.trainer.optimizer, total_updates=100)
     reference = new_model(TINY, model.config.vocab_size, 7)
-    return config, model, flat, optimizer, Auxiliary(reference, Critic(config, model) if config.has_critic else None)
+    critic = Critic(config, model) if config.has_critic else None
+    teacher = Teacher.of(config, CharTokenizer("abc"), new_model(TINY, model.config.vocab_size, 8))
+    return (
+        config,
+        model,
+        flat,
+        optimizer,
+        Auxiliary(reference, critic, teacher=teacher if config.teacher.path else None),
+    )
 
 
 def step(config, model, optimizer, auxiliary, groups, *, number=0, edge=batching):
@@ -223,13 +233,19 @@ def settings_of(name):
     return {"name": name} | ({"select": "best_and_worst"} if LOSSES[name].atom == "pair" else {})
 
 
+def teacher_of(name):
+    return {"path": "teacher"} if "teacher_divergences" in LOSSES[name].requires else {}
+
+
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_a_step_does_not_depend_on_its_microbatches(name):
     groups = sharing_prompts(make_groups(5, 4, seed=4, given=True))
     found = []
     for capacity in (10_000, 40, 1):
         config, model, _, optimizer, auxiliary = actor_critic(
-            loss=settings_of(name), trainer={"optimizer": UNCLIPPED, "microbatch_tokens": capacity}
+            loss=settings_of(name),
+            teacher=teacher_of(name),
+            trainer={"optimizer": UNCLIPPED, "microbatch_tokens": capacity},
         )
         metrics = step(config, model, optimizer, auxiliary, groups)
         found.append((metrics, optimizer.parameters.grad.clone()))
@@ -415,6 +431,7 @@ def test_the_same_step_of_every_loss_gives_the_same_bits(name):
         for _ in range(2):
             config, model, flat, optimizer, auxiliary = actor_critic(
                 loss=settings_of(name) | ({"advantages": "gae"} if is_token else {}),
+                teacher=teacher_of(name),
                 kl={"coef": 0.1} | ({"place": "loss", "estimator": "k3"} if is_pair or name == "best_of_n" else {}),
                 critic={"model": "head"},
             )
