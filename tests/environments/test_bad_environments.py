@@ -242,7 +242,7 @@ EARLY = [  # told before torch is imported: nothing is imported or called for th
     env("tools without a reward", "tools give no reward", {"rewards": {"terms": []}}, tools=["env.py:add"]),
     env(
         "a stage of one turn",
-        ("samples completions of one turn", "'preferences'", "sft, reward_model, rl and evaluate"),
+        ("samples completions of one turn", "'preferences'", "sft, dpo, reward_model, rl and evaluate"),
         {"stages": ["sft", "preferences", "rl"], "model": {"path": "stage:sft"}, **REWARD},
         cls=GOOD,
     ),

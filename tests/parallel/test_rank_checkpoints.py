@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from slipstream.core.errors import CheckpointError, ShapeError
+from slipstream.core.lora_section import LoraConfig
 from slipstream.models.config import TransformerConfig
 from slipstream.models.hf import load_model, logical_tensors, save_model
 from slipstream.models.inventory import Held, givers
@@ -168,9 +169,9 @@ def test_a_first_format_of_another_model_is_refused(tmp_path: Path) -> None:
         other = {"policy": jobs.trained_of(Transformer(replace(LLAMA, num_layers=1)))}
         with pytest.raises(CheckpointError, match="another model"):
             checkpoints.load(path, other)
-    shapes = policy_shapes(path, replace(LLAMA, intermediate_size=40))
+    shapes = policy_shapes(path, replace(LLAMA, intermediate_size=40), LoraConfig())
     assert {name.split(".")[-2] for name in shapes} == {"up", "down"}
-    assert policy_shapes(path, LLAMA) == {}
+    assert policy_shapes(path, LLAMA, LoraConfig()) == {}
 
 
 def test_a_head_on_the_policys_states_is_saved_by_one_rank_alone(tmp_path: Path) -> None:
@@ -184,8 +185,8 @@ def test_a_head_on_the_policys_states_is_saved_by_one_rank_alone(tmp_path: Path)
         assert jobs.wrong(trained)
         assert checkpoints.load(tmp_path / "step_3", trained).updates == jobs.UPDATES
     assert jobs.wrong(trained) == []
-    assert policy_shapes(tmp_path / "step_3", LLAMA) == {}
-    assert policy_shapes(tmp_path / "step_3", replace(LLAMA, num_layers=1))
+    assert policy_shapes(tmp_path / "step_3", LLAMA, LoraConfig()) == {}
+    assert policy_shapes(tmp_path / "step_3", replace(LLAMA, num_layers=1), LoraConfig())
 
 
 @pytest.mark.parametrize(

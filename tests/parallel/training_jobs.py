@@ -108,12 +108,12 @@ def _train(policy: Policy, config: RunConfig, span: Span, ranks: RankGroup) -> S
     trained: dict[str, Any] = {"policy": policy} | ({} if critic is None else {"critic": critic})
     first = policy.optimizer.step
 
-    def step_and_note() -> float:
+    def step_and_note(**how: float) -> float:
         policy.optimizer.finite_grad_norm()
         for name, one in trained.items():
             seen.first_gradient.extend(_boxes(name, _module(one), one.parameters.named_grads()))
         vars(policy.optimizer).pop("step")
-        return first()
+        return first(**how)
 
     vars(policy.optimizer)["step"] = step_and_note
     auxiliary = Auxiliary(policy.reference(None), critic)

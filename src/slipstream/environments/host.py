@@ -64,6 +64,11 @@ from slipstream.environments.sources import MakeEnvironment
 if TYPE_CHECKING:
     from slipstream.environments.gateway import GatewayServer
 
+FREE_LIMIT_S = 2.0
+FREE_AGAIN_S = 0.02
+"""Processes that were killed count until their parent has waited for them, which tells nobody: a program is started
+again after FREE_AGAIN_S, for FREE_LIMIT_S at most."""
+
 _CANCEL_S = 1.0  # for an async call to end once it is cancelled
 _CLOSE_S = 1.0  # for environments to close when their host ends
 
@@ -348,14 +353,15 @@ class EpisodeHost:
         hosted.key = self._sessions.open(hosted.number)
         base_url = f"{self._gateway.base_url}/s/{hosted.key}/v1"
         play = partial(agent.run, dict(columns), base_url, hosted.key, hosted.lane.call)
-        try:
-            reward = await play()
-        except NoProcessLeft:
-            if self._free_processes is None:
-                raise
-            self._free_processes()
-            reward = await play()
-        return Closed(hosted.number, as_reward(reward))
+        end_s = time.monotonic() + FREE_LIMIT_S
+        while True:
+            try:
+                return Closed(hosted.number, as_reward(await play()))
+            except NoProcessLeft:
+                if self._free_processes is None or time.monotonic() > end_s:
+                    raise
+                self._free_processes()
+                await asyncio.sleep(FREE_AGAIN_S)
 
     def _ask(self, episode: int, request: int, ask: Ask) -> None:
         body = self._encoder.encode(AskedTurn(episode, request, ask))
