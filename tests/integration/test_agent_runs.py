@@ -86,9 +86,10 @@ def test_a_class_and_an_agent_are_trained_in_one_run(heard, episodes, tmp_path):
     source = turn_environments.__file__
     choices = [{"name": "echo", "class": f"{source}:Echo"}, {"name": "forks", "agent": f"{source}:forking_agent"}]
     environment = {"max_turns": 6, "max_episode_tokens": 90, "observation": "{content}", "choices": choices}
+    changes = {"environment": environment, "model": episodes["model"] | {"max_positions": 128}, "steps": 3}
     result = slipstream.run(
         "quickstart",
-        overrides=episodes | SYNCHRONOUS | {"environment": environment, "steps": 3, "rewards": {"terms": []}},
+        overrides=episodes | SYNCHRONOUS | changes | {"rewards": {"terms": []}},
         out=tmp_path / "run",
         display=False,
     )
