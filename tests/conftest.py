@@ -52,10 +52,13 @@ _LASTING = ("tqdm.", "multiprocessing.")
 
 @pytest.fixture(autouse=True)
 def _no_thread_stays() -> Iterator[None]:
-    """One that comes back from C++ while the interpreter ends would abort it, when all tests have passed."""
+    """One that comes back from C++ while the interpreter ends would abort it, when all tests have passed.
+
+    A transfer that gloo has lost ends by its timeout (`LinkGroup.close`), which is 20 s where links are tested.
+    """
     before = set(threading.enumerate())
     yield
-    deadline_s = time.monotonic() + 10
+    deadline_s = time.monotonic() + 30
     left = [thread for thread in threading.enumerate() if thread not in before and not _is_lasting(thread)]
     for thread in left:
         thread.join(max(0.0, deadline_s - time.monotonic()))

@@ -79,6 +79,8 @@ def test_it_is_asked_from_several_threads(nursery: Nursery, tmp_path: Path) -> N
     for thread in threads:
         thread.join()
     assert len(set(pids)) == 8
+    assert nursery._process is not None
+    assert nursery._process.poll() is None, "it outlives the thread that started it"
     assert [status(pid) for pid in pids] == [1] * 8
 
 

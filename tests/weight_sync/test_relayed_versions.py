@@ -385,3 +385,27 @@ def test_everything_sent_is_waited_for_once_wherever_a_version_goes_away(num_the
     source = SimpleNamespace(wait=state_of, data=lambda *_: torch.zeros(4, dtype=torch.uint8))
     _Sender(links, SimpleNamespace(send=send), source, buckets, 1).send(1, 0, -1)  # type: ignore[arg-type]
     assert [work.waits for work in sent] == [1] * (2 * min(num_there, 4) + (num_there < 4))
+
+
+def test_a_bucket_whose_source_begins_the_version_again_is_sent_when_it_is_there_again() -> None:
+    """The source loses its own source while the bucket is packed: nobody is told that it will not come."""
+    states = iter([Availability.READY, Availability.AWAITED, Availability.READY, Availability.READY])
+    sent: list[torch.Tensor] = []
+
+    def send(tensor: torch.Tensor, *_: Any) -> _Once:
+        sent.append(tensor)
+        return _Once()
+
+    copies = SimpleNamespace(is_one_run=True, source=np.array([0]), reads=(0, 4), packed=lambda: None)
+    bucket: Any = SimpleNamespace(
+        num_bytes=4, copies=copies, packing=None, unpacking=None, taken_from=(0, 4), slice_of=lambda _: slice(0, 4)
+    )
+    links = SimpleNamespace(delta=False, memory=HOST, timeout=timedelta(seconds=1))
+    data = torch.arange(4, dtype=torch.uint8)
+    source = SimpleNamespace(wait=lambda *_: next(states), data=lambda *_: data)
+    sender = _Sender(links, SimpleNamespace(send=send), source, [bucket], 1)  # type: ignore[arg-type]
+    sender.send(1, 0, -1)
+    header, payload = sent
+    assert header.tolist()[1] == 4
+    assert torch.equal(payload, data)
+    assert next(states, None) is None

@@ -47,6 +47,7 @@ def main(descriptor: int, *also: str) -> None:
     for module in (*PRELOADED, *also):
         with contextlib.suppress(Exception):
             importlib.import_module(module)
+    lifeline.live_on()  # from here on the socket tells when the controller has ended
     gc.freeze()  # nor is it searched in the processes that are forked, which so share its memory
     is_single = len(os.listdir("/proc/self/task")) == 1
     while True:

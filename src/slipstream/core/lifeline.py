@@ -2,9 +2,9 @@
 
     python -m slipstream.core.lifeline PARENT MODULE ARGUMENTS ...
 
-runs MODULE as `python -m` does. Until it calls `ends_with`, the system kills it (Linux) as soon as process PARENT ends,
-also amid an import or the loading of a model, when no code of ours could watch a pipe. After that call it may end in
-its own order, within a grace period, when the other end of a pipe is closed.
+runs MODULE as `python -m` does. Until it calls `ends_with` or `live_on`, the system kills it (Linux) as soon as process
+PARENT ends, also amid an import or the loading of a model, when no code of ours could watch a pipe. After `ends_with`
+it may end in its own order, within a grace period, when the other end of a pipe is closed.
 """
 
 from __future__ import annotations
@@ -35,6 +35,11 @@ def die_with_parent(*, parent: int | None = None) -> None:
         os._exit(1)
 
 
+def live_on() -> None:
+    """Outlive the thread that started this process: for one that waits for nothing but its parent's end of a pipe."""
+    _set_death_signal(0)
+
+
 def ends_with(descriptor: int, *, grace_s: float = GRACE_S) -> None:
     """Let this process end by itself when the pipe at `descriptor` is closed; end it `grace_s` seconds later."""
 
@@ -44,7 +49,7 @@ def ends_with(descriptor: int, *, grace_s: float = GRACE_S) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="lifeline", daemon=True).start()
-    _set_death_signal(0)
+    live_on()
 
 
 def _set_death_signal(number: int) -> None:

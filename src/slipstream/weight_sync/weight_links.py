@@ -234,9 +234,11 @@ class _Sender:
 
     def _ready(self, version: int, slot: int, bucket: _Bucket, header: torch.Tensor, turn: int) -> torch.Tensor | None:
         """The bucket's bytes, and their `header`; None if they are not to be had, and the receiver knows."""
-        state = self._awaited(version, slot, bucket)
-        whole = self._source.data(version, slot)
-        if state is Availability.READY and whole is not None:
+        while (state := self._awaited(version, slot, bucket)) is Availability.READY:
+            whole = self._source.data(version, slot)
+            if whole is None:
+                state = Availability.GONE
+                break
             data = self._packed(bucket, whole, turn)
             checksum = self._links.memory.checksum(data)
             header[0], header[1], header[2] = _WHOLE, bucket.num_bytes, np.uint64(checksum).astype(np.int64).item()
@@ -244,6 +246,9 @@ class _Sender:
             state = self._source.wait(version, slot, bucket.taken_from, 0.0)
             if state is Availability.READY:
                 return data
+            if state is Availability.GONE:
+                break
+            # Else the source has lost its own source meanwhile, and begins the version again.
         self._say(_STUCK if state is Availability.AWAITED else _GONE)
         return None
 
