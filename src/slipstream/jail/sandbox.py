@@ -21,7 +21,6 @@ from slipstream.jail.isolation import Network
 from slipstream.jail.protocol import FrameReader, frame
 
 _KEEPER_GRACE_S = 5.0  # the keeper needs milliseconds to kill what is below it
-_CAUSE_S = 0.5
 _MAX_READ_BYTES = 1 << 20  # read from one worker between two looks at the others
 
 Message = TypeVar("Message")
@@ -188,7 +187,7 @@ class JailedWorker(Generic[Message]):
     def _cause(self) -> str:
         """Return how the worker ended; the keeper outlives it by milliseconds and passes its exit code on."""
         try:
-            code = self._keeper.wait(timeout=_CAUSE_S)
+            code = self._keeper.wait(timeout=_KEEPER_GRACE_S)
         except subprocess.TimeoutExpired:
             return ""
         return f" (signal {code - 128})" if code > 128 else f" (exit code {code})"
