@@ -249,7 +249,7 @@ def test_one_that_waits_is_closed_when_it_is_shut_and_its_key_is_free(make_agent
 
 
 @pytest.mark.parametrize(("name", "row"), [("run", {"do": "swallow", "turns": 0}), ("run_plain", {"do": "hang"})])
-@pytest.mark.parametrize("is_shut", [False, True])
+@pytest.mark.parametrize("is_shut", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_what_cannot_be_cancelled_costs_its_worker(
     make_agents: MakePool, name: str, row: dict[str, Any], is_shut: bool
 ) -> None:

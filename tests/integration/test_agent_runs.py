@@ -55,7 +55,7 @@ def run(overrides: dict[str, Any], out: Any, **more: Any) -> slipstream.RunResul
     return result
 
 
-@pytest.mark.parametrize("heard", ["slots", "pages"], indirect=True)
+@pytest.mark.parametrize("heard", [pytest.param("slots", marks=pytest.mark.slow), "pages"], indirect=True)
 def test_trainer_and_generator_agree_on_every_branch(heard, episodes, tmp_path):
     result = run(episodes | SYNCHRONOUS, tmp_path / "run")
     lines = [line for line in read_metrics(result.out / "metrics.jsonl") if "reward_mean" in line]
@@ -67,7 +67,9 @@ def test_trainer_and_generator_agree_on_every_branch(heard, episodes, tmp_path):
     assert all(len(one.episode.branches) == one.num_branches - 1 for one in trained)
 
 
-@pytest.mark.parametrize(("mode", "staleness"), [("in_flight", 2), ("between_batches", 1)])
+@pytest.mark.parametrize(
+    ("mode", "staleness"), [pytest.param("in_flight", 2, marks=pytest.mark.slow), ("between_batches", 1)]
+)
 def test_a_swap_waits_for_no_branch_that_waits_for_it(mode, staleness, heard, episodes, tmp_path):
     """Between batches a version waits for the end of begun episodes: their further branches must not wait for it."""
     generator = episodes["generator"] | {"kv_on_update": "recompute"}
