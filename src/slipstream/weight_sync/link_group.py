@@ -108,8 +108,8 @@ class LinkGroup:
     def close(self) -> None:
         """End the link, and with it every wait for it, in other threads too. Idempotent.
 
-        A send that gloo's own thread was writing when the peer's end broke is forgotten by it (torch 2.13): the wait
-        for that one lasts until its timeout.
+        With torch 2.13 a send that begins while the peer closes its end is at times told nothing of that (docs/log.md):
+        its wait lasts until its timeout.
         """
         for peer in range(self.size):
             if peer != self.rank:

@@ -237,18 +237,14 @@ class _Sender:
         while (state := self._awaited(version, slot, bucket)) is Availability.READY:
             whole = self._source.data(version, slot)
             if whole is None:
-                state = Availability.GONE
                 break
             data = self._packed(bucket, whole, turn)
             checksum = self._links.memory.checksum(data)
             header[0], header[1], header[2] = _WHOLE, bucket.num_bytes, np.uint64(checksum).astype(np.int64).item()
             # If it is here still, then what was hashed is nothing else; what is written later does not fit the hash.
-            state = self._source.wait(version, slot, bucket.taken_from, 0.0)
-            if state is Availability.READY:
+            if self._source.wait(version, slot, bucket.taken_from, 0.0) is Availability.READY:
                 return data
-            if state is Availability.GONE:
-                break
-            # Else the source has lost its own source meanwhile, and begins the version again.
+            # AWAITED: the source has lost its own source meanwhile, and begins the version again.
         self._say(_STUCK if state is Availability.AWAITED else _GONE)
         return None
 
