@@ -50,18 +50,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 _LASTING = ("tqdm.", "multiprocessing.")
 
 
-@pytest.fixture
-def threads_end_within_s() -> float:
-    """The time that threads have to end after a test. A file may allow another."""
-    return 10.0
+_THREADS_END_WITHIN_S = 10.0
 
 
 @pytest.fixture(autouse=True)
-def _no_thread_stays(threads_end_within_s: float) -> Iterator[None]:
+def _no_thread_stays() -> Iterator[None]:
     """One that comes back from C++ while the interpreter ends would abort it, when all tests have passed."""
     before = set(threading.enumerate())
     yield
-    deadline_s = time.monotonic() + threads_end_within_s
+    deadline_s = time.monotonic() + _THREADS_END_WITHIN_S
     left = [thread for thread in threading.enumerate() if thread not in before and not _is_lasting(thread)]
     for thread in left:
         thread.join(max(0.0, deadline_s - time.monotonic()))

@@ -152,7 +152,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 75_970
+MAX_LINES = 76_015
 MAX_LINES_OF_SPINE = 1_765
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -180,7 +180,7 @@ MAX_LINES_OF_FOLDER = {
     "rewards": 3_200,
     "stages": 2_715,
     "trainer": 4_985,
-    "weight_sync": 3_320,
+    "weight_sync": 3_365,
 }
 LONG_FUNCTIONS = {"generator/paged_kernels.py": "a kernel is one function"}
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,9 +20,11 @@ from slipstream.core import wire
 from slipstream.core.errors import WeightSyncError
 from slipstream.core.peer_messages import Holding, LinkMember, WeightsLinked, WeightsOffered
 from slipstream.weight_sync import link_group
+from slipstream.weight_sync.copying import HostMemory
 from slipstream.weight_sync.device_memory import DeviceMemory
-from slipstream.weight_sync.link_group import plan_of
+from slipstream.weight_sync.link_group import Ends, LinkGroup, Tag, plan_of
 from slipstream.weight_sync.relay import Shelf, SlotSource
+from slipstream.weight_sync.resharding import Place
 from slipstream.weight_sync.slots import Commit, InProcess, Slots
 from slipstream.weight_sync.weight_links import Links
 
@@ -185,3 +189,62 @@ def test_an_honest_plan_is_made() -> None:
     mine = LinkMember(holding=holding((0, ROWS), (0, 6)), host="", device="")
     plan = plan_of([member(), b"overwritten by now"], mine, 1, 1)
     assert plan.copies[0, 0].num_bytes == ROWS * 6
+
+
+# Links that break
+
+
+@pytest.fixture
+def link() -> Iterator[tuple[LinkGroup, LinkGroup]]:
+    """Both ends of a link, whose own timeout no test would outlive."""
+    place, store = Place("here", "cpu"), dist.HashStore()
+    ends = Ends(store, "127.0.0.1", place, timedelta(seconds=300), HostMemory())
+    linked = WeightsLinked(replica=0, world=1, sources=1, epoch=1)
+    with ThreadPoolExecutor(2) as pool:
+        source, destination = pool.map(lambda rank: LinkGroup(ends, linked, rank), range(2))
+        yield source, destination
+        source.close()
+        destination.close()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("closing", [0, 1], ids=["own", "peers"])
+def test_no_send_outlives_its_link(link: tuple[LinkGroup, LinkGroup], closing: int) -> None:
+    """The last one waits in gloo's queue behind half a gigabyte that is on its way, and gloo forgets it."""
+    data, arrived = torch.zeros(64 << 20, dtype=torch.uint8), torch.zeros(64 << 20, dtype=torch.uint8)
+    arriving = [link[1].receive(arrived, 0, Tag.HEADER) for _ in range(8)]
+    sent = [link[0].send(data, 1, Tag.HEADER) for _ in arriving]
+    failures: list[str] = []
+
+    def wait() -> None:
+        try:
+            sent[-1].wait(timedelta(seconds=300))
+        except RuntimeError as error:
+            failures.append(str(error))
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    link[closing].close()
+    waiting.join(30)
+    assert not waiting.is_alive()
+    assert failures
+
+
+def test_more_may_be_sent_than_are_ever_waited_for(link: tuple[LinkGroup, LinkGroup]) -> None:
+    """Whoever sends on waits for the oldest by itself."""
+    tensors = [torch.full((3,), float(n)) for n in range(50)]
+
+    def receive_all() -> list[float]:
+        arrived = torch.zeros(3)
+        values = []
+        for _ in tensors:
+            link[1].receive(arrived, 0, Tag.HEADER).wait(timedelta(seconds=30))
+            values.append(float(arrived[0]))
+        return values
+
+    with ThreadPoolExecutor(1) as pool:
+        values = pool.submit(receive_all)
+        last = [link[0].send(tensor, 1, Tag.HEADER) for tensor in tensors][-1]
+        last.wait(timedelta(seconds=30))
+        last.wait(timedelta(seconds=30))  # at once
+        assert values.result(30) == list(range(50))

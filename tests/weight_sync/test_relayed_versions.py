@@ -32,13 +32,6 @@ TOKENS = np.arange(4, dtype=np.int32)
 NUM_BYTES = 40_000
 BUCKET_BYTES = 10_000
 DEADLINE_S = 30.0
-TIMEOUT_S = 20.0  # of links
-
-
-@pytest.fixture
-def threads_end_within_s() -> float:
-    """A send that gloo does not tell of its peer's end waits for its timeout (`LinkGroup.close`)."""
-    return TIMEOUT_S + 10.0
 
 
 def holding() -> Holding:
@@ -102,7 +95,7 @@ class Rig:
         hosts: Sequence[str],
         *,
         delta: bool = False,
-        timeout_s: float = TIMEOUT_S,
+        timeout_s: float = 20.0,
         num_slots: int = 2,
     ) -> None:
         specs = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,7 +18,7 @@ from slipstream.core.errors import ChannelError, WeightSyncError
 from slipstream.core.peer_messages import Holding, LinkMember, WeightsLinked
 from slipstream.weight_sync.copying import Memory
 from slipstream.weight_sync.device_memory import DeviceMemory
-from slipstream.weight_sync.nccl import Pair
+from slipstream.weight_sync.nccl import Pair, PairTransfer
 from slipstream.weight_sync.resharding import Place, ReshardPlan, make_plan
 
 _c10d: Any = dist  # whose stubs leave out stores and backends
@@ -31,6 +32,11 @@ class Tag(enum.IntEnum):
     PAYLOAD = 2
     READY = 3  # to receive a payload over NCCL
     CLOSING = 4  # never sent
+
+
+_ARRIVED = len(Tag)  # added to the tag of what has arrived
+_MOST_UNDER_WAY = 8  # messages to one peer that nobody has waited for yet
+_NOTHING = torch.zeros(1)
 
 
 @dataclass(frozen=True)
@@ -50,9 +56,43 @@ class Ends:
         return self.memory.device.type == "cuda"
 
 
+class _Sent:
+    """A message that has arrived when the receiver says so.
+
+    gloo's own word would not do: a send that waits in its queue is not told when the connection breaks or is closed
+    (`Pair::signalException` passes over unbound buffers; docs/log.md). Every receive is.
+    """
+
+    def __init__(self, work: Any, echo: Any) -> None:
+        self._work: Any = work  # gloo drops what nobody holds, and all that is queued behind it stays
+        self._echo = echo
+
+    def wait(self, timeout: timedelta) -> None:
+        """Raises RuntimeError when the link has broken, or takes too long."""
+        if self._work is not None:
+            self._echo.wait(timeout)
+            self._work = None
+
+
+@dataclass(frozen=True)
+class _Arriving:
+    """A message that is to come; `wait` tells the sender that it is here."""
+
+    group: LinkGroup
+    source: int
+    tag: Tag
+    work: Any
+
+    def wait(self, timeout: timedelta) -> None:
+        """Raises RuntimeError when the link has broken, or takes too long."""
+        self.work.wait(timeout)
+        with contextlib.suppress(RuntimeError):  # the message is here, whatever happens to the link
+            self.group.say(self.source, self.tag + _ARRIVED)
+
+
 class LinkGroup:
     """The process group of a link: sources, then the replica's ranks. What is in buckets lies in `memory`, all else on
-    the CPU. `send` and `receive` return c10d's work; waiting for that raises RuntimeError when the link has broken."""
+    the CPU. `send` and `receive` return what can be waited for; that raises RuntimeError when the link has broken."""
 
     def __init__(self, ends: Ends, linked: WeightsLinked, rank: int) -> None:
         self.ends, self.rank = ends, rank
@@ -64,6 +104,9 @@ class LinkGroup:
         options._timeout = ends.timeout
         self.gloo: Any = _c10d.ProcessGroupGloo(_c10d.PrefixStore("gloo", self.store), rank, self.size, options)
         self._pairs: dict[int, Pair] = {}
+        # Of each peer, used by the one thread that talks with it.
+        self._under_way: dict[int, deque[_Sent]] = defaultdict(deque)
+        self._said: dict[int, deque[Any]] = defaultdict(lambda: deque(maxlen=2 * _MOST_UNDER_WAY))
 
     def agree(self, holding: Holding) -> ReshardPlan:
         """The plan that all ranks of the link have made.
@@ -92,25 +135,31 @@ class LinkGroup:
             store = _c10d.PrefixStore(f"nccl/{source}/{destination}", self.store)
             self._pairs[peer] = Pair(store, memory, is_source=source == self.rank, timeout=self.ends.timeout)
 
-    def send(self, tensor: torch.Tensor, to: int, tag: Tag) -> Any:
+    def send(self, tensor: torch.Tensor, to: int, tag: Tag) -> _Sent | PairTransfer:
         if tag != Tag.PAYLOAD or to not in self._pairs:
-            return self.gloo.send([tensor], to, tag)
+            under_way = self._under_way[to]
+            while len(under_way) == _MOST_UNDER_WAY:
+                under_way.popleft().wait(self.ends.timeout)
+            echo = self.gloo.recv([torch.zeros(1)], to, tag + _ARRIVED)
+            under_way.append(_Sent(self.gloo.send([tensor], to, tag), echo))
+            return under_way[-1]
         self.gloo.recv([torch.zeros(1)], to, Tag.READY).wait(self.ends.timeout)
         return self._pairs[to].send(tensor)
 
-    def receive(self, tensor: torch.Tensor, source: int, tag: Tag) -> Any:
+    def receive(self, tensor: torch.Tensor, source: int, tag: Tag) -> _Arriving | PairTransfer:
         if tag != Tag.PAYLOAD or source not in self._pairs:
-            return self.gloo.recv([tensor], source, tag)
+            return _Arriving(self, source, tag, self.gloo.recv([tensor], source, tag))
         work = self._pairs[source].receive(tensor)
-        self.gloo.send([torch.zeros(1)], source, Tag.READY).wait(self.ends.timeout)
+        self.say(source, Tag.READY)
         return work
 
-    def close(self) -> None:
-        """End the link, and with it every wait for it, in other threads too. Idempotent.
+    def say(self, to: int, tag: int) -> None:
+        """Send a message without content, which nobody waits for. It is held until later ones show that it has gone:
+        a peer that has not heard of `_MOST_UNDER_WAY` messages sends no other."""
+        self._said[to].append(self.gloo.send([_NOTHING], to, tag))
 
-        With torch 2.13 a send that begins while the peer closes its end is at times told nothing of that (docs/log.md):
-        its wait lasts until its timeout.
-        """
+    def close(self) -> None:
+        """End the link, and with it every wait for it, in other threads too. Idempotent."""
         for peer in range(self.size):
             if peer != self.rank:
                 with contextlib.suppress(RuntimeError):
