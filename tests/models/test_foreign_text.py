@@ -58,8 +58,9 @@ def child() -> Iterator[foreign_text._Child]:
     child.close()
 
 
-def children() -> str:
-    return Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+def children() -> set[str]:
+    """All child processes. Those of tests before may end at any time, so compare with what there is now."""
+    return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -94,16 +95,16 @@ def test_tools_and_the_end_of_a_text_are_passed_on(child: foreign_text._Child) -
 def test_the_process_ends_with_its_renderer_and_where_it_is_exhausted() -> None:
     before = children()
     renderer = ChatRenderer(PLAIN, {}, origin="here")
-    assert children() == before, "it begins with the first chat"
+    assert children() <= before, "it begins with the first chat"
     assert renderer.render([CHATS[0]]) == renderer.render([CHATS[0]])
-    assert len(children().split()) == len(before.split()) + 1, "one for all chats"
+    assert len(children() - before) == 1, "one for all chats"
     del renderer
     gc.collect()
-    assert children() == before
+    assert children() <= before
     renderer = ChatRenderer("{{ 'a' * 20000000 }}", {}, origin="here")
     with pytest.raises(ConfigError, match="a text of 20000000 characters"):
         renderer.render([CHATS[0]])
-    assert children() == before
+    assert children() <= before
 
 
 REFUSALS = {
@@ -132,7 +133,7 @@ def test_one_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(foreign_text, "WALL_S", 0.1)
     with pytest.raises(ConfigError, match=r"has not ended after 0\.1 s"):
         ChatRenderer(PLAIN, {}, origin="here").render([CHATS[0]])
-    assert children() == before
+    assert children() <= before
 
 
 def test_a_tokenizer_that_passed_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
