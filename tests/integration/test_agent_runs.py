@@ -68,7 +68,8 @@ def test_trainer_and_generator_agree_on_every_branch(heard, episodes, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("mode", "staleness"), [pytest.param("in_flight", 2, marks=pytest.mark.slow), ("between_batches", 1)]
+    ("mode", "staleness"),
+    [pytest.param("in_flight", 2, marks=pytest.mark.slow), pytest.param("between_batches", 1, marks=pytest.mark.slow)],
 )
 def test_a_swap_waits_for_no_branch_that_waits_for_it(mode, staleness, heard, episodes, tmp_path):
     """Between batches a version waits for the end of begun episodes: their further branches must not wait for it."""

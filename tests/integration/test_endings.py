@@ -83,6 +83,7 @@ def test_interrupt_then_resume_trains_the_same_groups_as_an_undisturbed_run(tiny
     assert audit(result.out)["fates"] == audit(whole.out)["fates"]
 
 
+@pytest.mark.slow
 def test_what_is_decided_between_the_last_step_and_a_checkpoint_stays_decided(tiny, tmp_path, monkeypatch):
     """Interrupted just after a group without signal was replaced: files and checkpoint agree that it was."""
     sync = tiny | {"max_staleness": 0, "weight_update": "between_batches", "steps": 8, "host": "inline"}

@@ -58,7 +58,9 @@ def killed(victim: str, process: subprocess.Popen[str]) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("victim", ["environments", "worker", "generator-1"])
+@pytest.mark.parametrize(
+    "victim", ["worker", *(pytest.param(victim, marks=pytest.mark.slow) for victim in ("environments", "generator-1"))]
+)
 def test_one_is_killed_and_the_run_goes_on(victim, episodes, tmp_path):
     out = tmp_path / "run"
     process = start(episodes, out, steps=STEPS, generator=episodes["generator"] | {"replicas": 2})

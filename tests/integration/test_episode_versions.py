@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
@@ -126,12 +127,9 @@ SYNCHRONOUS = {"max_staleness": 0, "weight_update": "between_batches"}
 @pytest.mark.parametrize(
     ("heard", "parked"),
     [
-        ("slots", None),
-        ("slots", 0),
         ("slots", SMALL_BOUND),
         ("pages", SMALL_BOUND),
-        pytest.param("pages", None, marks=pytest.mark.slow),
-        pytest.param("pages", 0, marks=pytest.mark.slow),
+        *(pytest.param(*both, marks=pytest.mark.slow) for both in itertools.product(("slots", "pages"), (None, 0))),
     ],
     indirect=["heard"],
 )
@@ -152,7 +150,7 @@ def test_trainer_and_generator_agree_on_whole_episodes(heard, parked, episodes, 
     assert max(len(one.segments) for one in heard.of("train")) >= 5
 
 
-@pytest.mark.parametrize("heard", ["slots", "pages"], indirect=True)
+@pytest.mark.parametrize("heard", [pytest.param("slots", marks=pytest.mark.slow), "pages"], indirect=True)
 def test_keys_that_are_made_anew_at_a_swap_are_those_of_the_version(heard, episodes, tmp_path):
     """In flight, also between two turns: every token's logprob is that of its own version, whoever sampled before."""
     generator = episodes["generator"] | {"kv_on_update": "recompute"}
@@ -183,7 +181,7 @@ def test_between_batches_an_episode_has_one_version(heard, episodes, tmp_path):
     assert heard.largest_gap() < ROUNDING
 
 
-@pytest.mark.parametrize("mode", ["between_batches", "in_flight"])
+@pytest.mark.parametrize("mode", [pytest.param("between_batches", marks=pytest.mark.slow), "in_flight"])
 def test_an_evaluation_has_the_version_that_it_was_asked_for(mode, heard, episodes, tmp_path):
     """Beside training, whose version changes meanwhile."""
     evaluation = {"every": 1, "num_prompts": 12, "num_slots": 8}

@@ -77,6 +77,7 @@ def test_what_stages_made_is_found_in_the_run(rewarded: Path) -> None:
     assert evaluate_model(rewarded, recipe="tldr_mini", num_prompts=2).num_prompts == 2
 
 
+@pytest.mark.slow
 def test_a_reference_of_a_stage_is_not_needed(trained: Path, tmp_path: Path) -> None:
     """Evaluation reads rewards, not what RL is held to."""
     checkpoint = shutil.copytree(trained / "model", tmp_path / "elsewhere")

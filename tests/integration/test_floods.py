@@ -188,6 +188,7 @@ def test_a_flood_stops_nobody(listener: tuple[str, int, Callable[[], None]]) -> 
     come_back_to(before + 4 * (what == "gloo"), what)
 
 
+@pytest.mark.parametrize("listener", [*PORTS[:-1], pytest.param(PORTS[-1], marks=pytest.mark.slow)], indirect=True)
 def test_a_thousand_idle_connections_stop_nobody(listener: tuple[str, int, Callable[[], None]]) -> None:
     """Of the watch page, which has 96 at a time, they may stop others, until they have been idle for ten seconds."""
     what, port, works = listener

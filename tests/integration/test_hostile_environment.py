@@ -34,6 +34,7 @@ def rows() -> list[dict[str, Any]]:
     return [{"prompt": f"{n}>", "answer": "", "attack": attack, "word": f"{n}"} for n, attack in enumerate(attacks)]
 
 
+@pytest.mark.slow
 def test_hostile_environments_cost_their_episodes_and_nothing_else(tiny, rows, tmp_path, monkeypatch):
     monkeypatch.setenv("SLIPSTREAM_TEST_SECRET", "token")
     outside, out = tmp_path / "outside", tmp_path / "run"

@@ -97,6 +97,7 @@ def test_the_reference_is_the_base_and_is_measured_without_a_second_model(adapte
     assert len(distances) == 3
 
 
+@pytest.mark.slow
 def test_after_a_warm_start_the_reference_is_version_0(adapted, tmp_path, monkeypatch, small):  # noqa: F811
     """Its adapters are written once, and a resumed run measures by the same."""
     tables = small | SYNC | {"loss": {}, "kl": {"coef": 0.05}, "model": adapted["model"]}

@@ -65,6 +65,7 @@ def test_a_reward_below_0_is_told_by_its_held_out_mean(
     assert resolve(result.out / "config.toml").eval.measure is None
 
 
+@pytest.mark.slow
 def test_the_second_of_two_terms_is_the_measure(
     small: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

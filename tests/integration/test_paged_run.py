@@ -55,7 +55,7 @@ def gpu() -> None:
         pytest.skip("there is no CUDA device")
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("precision", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_a_run_in_pages_with_weights_in_place(tiny, tmp_path, paged_on_a_cpu, precision) -> None:
     overrides = tiny | SYNCHRONOUS | {"host": "inline", "eval": EVALUATED}
     overrides["generator"] = tiny["generator"] | {"precision": precision}

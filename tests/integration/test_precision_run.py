@@ -12,7 +12,9 @@ from slipstream.core.run_log import read_metrics
 from slipstream.stages.named import resolve
 
 
-@pytest.mark.parametrize(("precision", "largest_gap"), [("int8", 0.5), ("bfloat16", 0.1)])
+@pytest.mark.parametrize(
+    ("precision", "largest_gap"), [("int8", 0.5), pytest.param("bfloat16", 0.1, marks=pytest.mark.slow)]
+)
 def test_a_run_trains_on_what_reduced_precision_sampled(tiny, tmp_path, precision, largest_gap):
     """The behaviour logprobs are those of the quantised weights: the gap at lag 0 is theirs, and is reported."""
     overrides = tiny | {

@@ -149,7 +149,7 @@ def test_what_was_under_way_is_gone_on_with_and_the_bound_holds(small, tmp_path,
     assert resumed.summary["prompts"]["regenerated_tokens"] == again
 
 
-@pytest.mark.parametrize("cut_at", [1, 2])
+@pytest.mark.parametrize("cut_at", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_resume_of_a_run_that_was_evaluated_to_the_end_evaluates_only_what_is_missing(
     cut_at, small, tmp_path, monkeypatch
 ):
@@ -241,6 +241,7 @@ def test_a_killed_trainer_comes_back_by_itself_with_what_waited_for_it(ranks, ti
 # More steps
 
 
+@pytest.mark.slow
 def test_an_extended_run_is_one_that_was_as_long_from_the_start(small, tmp_path, capsys):
     """At staleness 0 bit for bit; files, summary and log are those of one run, and nothing is trained again."""
     tables = small | SYNC | {"steps": 4, "eval": small["eval"] | {"every": 2}}

@@ -112,6 +112,7 @@ def test_a_run_that_is_told_to_end_saves_its_last_step_and_is_gone_on_with(
     audit(run)
 
 
+@pytest.mark.slow
 def test_told_to_end_amid_the_start_up_a_run_leaves_no_process(tiny: dict[str, Any], tmp_path: Path) -> None:
     process = start(tiny, tmp_path)
     wait_until(lambda: len(executors_of(process)) == 3, "three executors", process, tmp_path)
@@ -160,6 +161,7 @@ def signalled(monkeypatch: pytest.MonkeyPatch, number: signal.Signals, *, steps:
     monkeypatch.setattr(Controller, "_decide", signalling)
 
 
+@pytest.mark.slow
 def test_from_python_the_run_is_saved_and_the_signal_goes_on_to_the_program(
     tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,6 +241,7 @@ def test_what_goes_on_with_a_run_is_what_began_it(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_run_that_is_interrupted_in_a_pause_says_so(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

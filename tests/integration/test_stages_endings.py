@@ -245,6 +245,7 @@ def test_without_a_checkpoint_rl_begins_anew_from_its_stages(
     assert audit(run)["fates"] == audit(whole.out)["fates"]
 
 
+@pytest.mark.slow
 def test_a_run_that_died_after_its_last_step_is_finished(tiny: dict[str, Any], tmp_path: Path) -> None:
     """All steps are in a checkpoint, but neither model nor summary is there: both are made, and nothing is trained."""
     run = tmp_path / "run"

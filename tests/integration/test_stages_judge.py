@@ -114,6 +114,7 @@ def assert_both_orders(asked: list[tuple[str, str, str]]) -> None:
     assert all(count[prompt, b, a] == times for (prompt, a, b), times in count.items())
 
 
+@pytest.mark.slow
 def test_a_judge_labels_and_compares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "secret-key")
     with judging() as judge:

@@ -14,7 +14,7 @@ import slipstream
 from slipstream.core.recipes import resolve
 from slipstream.observe.evaluation import MOMENTS
 
-RECIPES = ("tldr_mini", "stylistic_mini")
+RECIPES = ("tldr_mini", pytest.param("stylistic_mini", marks=pytest.mark.slow))
 SCALED_DOWN: dict[str, Any] = {
     "host": "inline",
     "steps": 2,

@@ -79,7 +79,8 @@ def test_episodes_are_sampled_by_the_versions_they_name(
     check_cache(out)
 
 
-@pytest.mark.parametrize("is_synchronous", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("is_synchronous", [False, True])
 def test_branches_of_agents_are_sampled_each_behind_its_own_context(
     is_synchronous: bool, heard: Heard, over_vllm: dict[str, Any], tmp_path: Path
 ) -> None:
