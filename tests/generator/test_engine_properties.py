@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from drawn import drawn
 from engine_kit import STOP, assert_same_bits, drain, random_model, requests, run
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.generator.engine import Engine
@@ -79,8 +79,9 @@ PREFILLED_AGAIN = {"preempt", "move", "recompute", "recompute_if_older_than"}
 
 
 @pytest.mark.parametrize("is_paged", [False, True], ids=["slots", "pages"])
-@settings(max_examples=40, deadline=None)
-@given(
+@drawn(
+    8,
+    100,
     actions=st.lists(ACTIONS, max_size=40),
     order=st.permutations(range(len(BATCH))),
     num_rows=st.integers(1, 9),

@@ -9,9 +9,9 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from drawn import drawn
 from engine_kit import STOP, assert_same_bits, drain, fill, random_model, random_prompt, run
 from episode_kit import Script, check_turn, play
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.core.errors import ConfigError
@@ -80,8 +80,9 @@ SCRIPTS = st.lists(
 
 
 @BOTH
-@settings(max_examples=40, deadline=None)
-@given(
+@drawn(
+    10,
+    100,
     scripts=SCRIPTS,
     num_rows=st.integers(1, 4),
     num_pages=st.integers(7, 20),
@@ -167,8 +168,9 @@ def test_most_tokens_are_beyond_the_margin_of_the_oracle() -> None:
 
 
 @pytest.mark.parametrize("model", [MODEL, WIDE], ids=["whole-length", "buckets"])
-@settings(max_examples=15, deadline=None)
-@given(
+@drawn(
+    5,
+    40,
     scripts=SCRIPTS,
     num_rows=st.integers(1, 12),
     delay=st.integers(0, 5),

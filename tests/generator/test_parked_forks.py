@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from drawn import drawn
 from engine_kit import random_prompt
 from episode_kit import check_turn
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_parked import BOTH, MODEL, PAGE, SEED, assert_nothing_is_held, new_engine, paged_runner
 
@@ -100,8 +100,9 @@ def test_another_episode_takes_nothing_and_a_new_version_leaves_nothing_in_the_t
 
 
 @BOTH
-@settings(max_examples=40, deadline=None)
-@given(
+@drawn(
+    10,
+    100,
     seed=st.integers(0, 10_000),
     num_pages=st.integers(8, 24),
     parked_tokens=st.sampled_from([0, 60, None]),

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from drawn import drawn
 from engine_kit import STOP, random_model
 from episode_kit import Script, check_turn
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.generator.engine import Engine
@@ -99,8 +99,9 @@ class Play:
 
 
 @pytest.mark.parametrize("is_paged", [False, True], ids=["slots", "pages"])
-@settings(max_examples=40, deadline=None)
-@given(
+@drawn(
+    10,
+    100,
     actions=st.lists(ACTIONS, max_size=50),
     num_pages=st.integers(FEWEST_PAGES, 12),
     parked_tokens=st.sampled_from([0, 25, 60, None]),

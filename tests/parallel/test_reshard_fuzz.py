@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from drawn import drawn
 from hypothesis import strategies as st
 from rank_models import CONFIGS, whole_model
 from test_reshard import expected_bytes, generator_model
@@ -120,8 +120,7 @@ def packed_rank(
     return layout.holding, out.numpy()
 
 
-@settings(max_examples=30, deadline=None)
-@given(divisions())
+@drawn(4, 40, division=divisions())
 def test_any_division_to_any_other(division: dict[str, Any]) -> None:
     config, precision = division["config"], division["precision"]
     shape = (division["replicas"], division["shards"], division["tensor_parallel"])
@@ -150,8 +149,7 @@ def slices_of(tensor: torch.Tensor) -> tuple[slice, ...]:
     return tuple(slice(first, first + size) for first, size in zip(start, extent, strict=True))
 
 
-@settings(max_examples=30, deadline=None)
-@given(st.data())
+@drawn(8, 80, data=st.data())
 def test_boxes_of_any_dtensor(data: st.DataObject) -> None:
     """A module that torch's own tensor parallelism and FSDP2 have divided; the oracle: what was divided, sliced."""
     shards, tensor_parallel = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))

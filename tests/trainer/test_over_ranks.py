@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from drawn import drawn
 from hypothesis import strategies as st
 from rank_threads import on_ranks, results
 from training_data import TINY, columns, make_groups, make_rollout, prepared, run_config, sharing_prompts, tiny_policy
@@ -139,8 +139,7 @@ def by_key(sequences):
     return {sequence.key: sequence for sequence in sequences}
 
 
-@given(batches())
-@settings(max_examples=60, deadline=None)
+@drawn(15, 150, case=batches())
 def test_a_batch_over_ranks_is_the_batch_of_one(case):
     config, groups, world = case
     ordinals = [group.ordinal for group in groups]
