@@ -152,7 +152,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 76_015
+MAX_LINES = 76_050
 MAX_LINES_OF_SPINE = 1_765
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -168,10 +168,10 @@ MAX_LINES_OF_FOLDER = {
     "batching": 365,
     "controller": 5_475,
     "core": 9_290,
-    "environments": 8_110,
+    "environments": 8_120,
     "evals": 2_710,
     "generator": 7_495,
-    "jail": 1_030,
+    "jail": 1_050,
     "jobs": 500,
     "models": 6_090,
     "observe": 9_620,

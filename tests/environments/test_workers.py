@@ -330,9 +330,10 @@ class Scripted:
 
 
 class ScriptedPool(EpisodePool):
-    def __init__(self, scripts: list[list[Any]]) -> None:
+    def __init__(self, scripts: list[list[Any]], *, num_spares: int = 0, clock: VirtualClock | None = None) -> None:
         self._scripts = scripts
-        super().__init__(num_hosts=1, num_spares=0, num_sources=1, step_limit_s=1.0, clock=VirtualClock())
+        clock = clock or VirtualClock()
+        super().__init__(num_hosts=1, num_spares=num_spares, num_sources=1, step_limit_s=1.0, clock=clock)
 
     def _start_host(self) -> HostLink:
         return Scripted([WorkerReady([]), *(self._scripts.pop(0) if self._scripts else [])])
@@ -356,6 +357,26 @@ def test_an_episode_that_is_lost_right_behind_its_answer_is_asked_nothing() -> N
         assert pool.poll() == []
         assert pool.num_open == 0
         pool.open("a", 0, {})
+    finally:
+        pool.close()
+
+
+def test_a_spare_host_starts_behind_the_first_and_has_no_episode() -> None:
+    clock = VirtualClock()
+    pool = ScriptedPool([], num_spares=1, clock=clock)
+    try:
+        pool.poll()
+        assert len(pool._sites) == 1
+        due_s = pool.next_deadline_s()
+        assert due_s is not None
+        clock.advance(due_s - clock.now_s())
+        pool.poll()
+        assert len(pool._sites) == 2
+        assert pool.next_deadline_s() is not None, "for the spare to be ready"
+        for key in range(4):
+            pool.open(key, 0, {})
+        pool.poll()
+        assert [len(site.episodes) for site in pool._sites] == [4, 0]
     finally:
         pool.close()
 

@@ -19,7 +19,7 @@ import sys
 from slipstream.rewards.pool import ScoringPool
 from slipstream.rewards.protocol import Term, WorkerSetup
 setup = WorkerSetup(terms=[Term("exact_match")], timeout_s=5.0, memory_bytes=1 << 30, tasks={})
-pool = ScoringPool(setup, num_workers=1)
+pool = ScoringPool(setup, num_workers=2)
 print(*[slot.worker.keeper_pid for slot in pool._slots], flush=True)
 sys.stdin.read()
 """
@@ -55,7 +55,7 @@ def end(process: subprocess.Popen[str], keepers: list[int]) -> None:
 def test_the_next_pool_removes_what_a_killed_one_left_and_nothing_of_one_that_lives(temporary: Path) -> None:
     killed, keepers = start()
     left = set(temporary.glob("slipstream-reward-*"))
-    assert len(left) == 2, "a worker and its spare"
+    assert len(left) == 2, "two workers"
     living, others = start()
     theirs = set(temporary.glob("slipstream-reward-*")) - left
     end(killed, keepers)

@@ -18,7 +18,9 @@ from ports import start
 from slipstream.core.sections import RewardModelTerm, RewardsConfig, RewardTerm, TaskConfig
 from slipstream.core.service_messages import Counters, EvalScored, Noted, Ready
 from slipstream.core.types import Completion, Prompt, Rollout, Segment, Stop, VersionSpan
+from slipstream.jail import sandbox
 from slipstream.rewards.executor import Rewards
+from slipstream.rewards.pool import ScoringPool
 
 HERE = Path(__file__).parent
 
@@ -157,8 +159,12 @@ def test_tasks_are_ready_before_the_first_completion(tmp_path: Path, name: str) 
     executor.close()
 
 
-def test_an_idle_node_can_sleep_once_its_spare_worker_is_ready(tmp_path: Path) -> None:
+def test_an_idle_node_can_sleep_once_its_spare_worker_is_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a worker says while nothing is to be scored has to be read, or its descriptor wakes the node for ever."""
+    monkeypatch.setattr(sandbox, "_SPARES_AFTER_S", 0.0)
+    started: list[float] = []
+    start_worker = ScoringPool._start
+    monkeypatch.setattr(ScoringPool, "_start", lambda pool: (started.append(time.monotonic()), start_worker(pool)))
     executor = Rewards(RewardsConfig(terms=[RewardTerm(function="exact_match")]), {})
     start(executor, tmp_path, name="rewards")
     quiet_since, until = time.monotonic(), time.monotonic() + 30.0
@@ -168,6 +174,7 @@ def test_an_idle_node_can_sleep_once_its_spare_worker_is_ready(tmp_path: Path) -
             if select.select(executor.wait_fds(), [], [], 0.1)[0]:
                 quiet_since = time.monotonic()
                 executor.step()
+        assert len(started) == 2
     finally:
         executor.close()
 

@@ -38,7 +38,7 @@ from slipstream.environments.hosting import (
 )
 from slipstream.environments.protocol import MAX_STATE_BYTES, ChatMessage, EnvironmentFault, as_messages
 from slipstream.jail.protocol import SetupFailed, TriedNetwork, WorkerReady
-from slipstream.jail.sandbox import nested_selector
+from slipstream.jail.sandbox import Spares, nested_selector
 
 _START_S = 120.0  # imports of a large package on a busy machine
 _SILENCE_S = 5.0  # for a host to say what became of a call that it was told to end
@@ -103,7 +103,7 @@ class _Site:
 
 
 class EpisodePool(ABC):
-    """Episodes on `num_hosts` hosts and a warm spare, behind one file descriptor.
+    """Episodes on `num_hosts` hosts and, once the run has started, a warm spare, behind one file descriptor.
 
     Consumes: `open`, then `take` for each turn and `finish`, one call of an episode at a time; `shut` at any time.
     Produces: one answer per call (`poll`), whatever the environment does; none after `shut`. Sources that are `agents`
@@ -138,7 +138,8 @@ class EpisodePool(ABC):
         self.isolation: frozenset[str] = frozenset()
         self.tool_schemas: list[list[dict[str, Any]]] = [[] for _ in range(num_sources)]
         """Of each source's environments; known when a host is ready."""
-        for _ in range(num_hosts + num_spares):
+        self._spares = Spares(num_spares)
+        for _ in range(num_hosts):
             self._start()
 
     @property
@@ -257,7 +258,7 @@ class EpisodePool(ABC):
             return self._clock.now_s()
         deadlines = [site.deadline_s for site in self._sites if not site.is_ready]
         deadlines += [one.deadline_s for site in self._sites for one in site.episodes.values() if one.call is not None]
-        return min(filter(math.isfinite, deadlines), default=None)
+        return min(filter(math.isfinite, [*deadlines, *self._spares.due_s]), default=None)
 
     def close(self) -> None:
         for site in self._sites:
@@ -296,6 +297,8 @@ class EpisodePool(ABC):
         now_s = self._clock.now_s()
         for site in list(self._sites):
             self._judge(site, now_s)
+        for _ in range(self._spares.take(now_s)):
+            self._start()
         while self._waiting and (roomiest := self._roomiest()) is not None:
             episode = self._waiting.popleft()
             roomiest.episodes[episode.number] = episode
@@ -371,6 +374,7 @@ class EpisodePool(ABC):
         elif isinstance(message, WorkerReady) and not site.is_ready:
             site.is_ready = True
             self._failed_starts = 0
+            self._spares.plan(self._clock.now_s())
             self.isolation = frozenset(message.isolation)
         elif isinstance(message, FromEpisode) and message.episode in site.episodes:
             self._answered(site, site.episodes[message.episode], message)

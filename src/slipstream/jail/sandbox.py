@@ -20,6 +20,7 @@ from slipstream.jail.confinement import WorkerLayout
 from slipstream.jail.isolation import Network
 from slipstream.jail.protocol import FrameReader, frame
 
+_SPARES_AFTER_S = 5.0
 _KEEPER_GRACE_S = 5.0  # the keeper needs milliseconds to kill what is below it
 _MAX_READ_BYTES = 1 << 20  # read from one worker between two looks at the others
 
@@ -79,6 +80,29 @@ def _environment(also: Sequence[str]) -> dict[str, str]:
         "OPENBLAS_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
     }
+
+
+class Spares:
+    """The warm spares of a pool. They start seconds after its first worker is ready: till then the rest of the run
+    wants the cores."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self.due_s: list[float] = []
+        """When, on the pool's clock, to start them: at most one moment."""
+
+    def plan(self, now_s: float) -> None:
+        """Call it whenever a worker is ready; the first time counts."""
+        if self._count and not self.due_s:
+            self.due_s.append(now_s + _SPARES_AFTER_S)
+
+    def take(self, now_s: float) -> int:
+        """Return how many to start now."""
+        if not self.due_s or now_s < self.due_s[0]:
+            return 0
+        self.due_s.clear()
+        count, self._count = self._count, 0
+        return count
 
 
 class JailedWorker(Generic[Message]):

@@ -15,7 +15,7 @@ from slipstream.core.errors import ConfigError, ExecutorDied
 from slipstream.core.scratch import sweep
 from slipstream.core.user_code import MAX_ERROR_CHARS
 from slipstream.jail.protocol import SetupFailed, TriedNetwork, WorkerReady
-from slipstream.jail.sandbox import JailedWorker, Permissions, WorkerKind, nested_selector
+from slipstream.jail.sandbox import JailedWorker, Permissions, Spares, WorkerKind, nested_selector
 from slipstream.rewards.protocol import (
     MAX_RESULT_BYTES,
     AnyJob,
@@ -65,7 +65,7 @@ class _Slot:
 
 
 class ScoringPool:
-    """`num_workers` workers and a warm spare, behind one file descriptor.
+    """`num_workers` workers and, once the run has started, a warm spare, behind one file descriptor.
 
     Consumes: jobs (`submit`). Produces: one `ScoredJob` per job (`poll`), whatever the job does. Each job has
     `timeout_s` from the moment its worker reached it, as far as the pool can see: results that wait are read before any
@@ -98,7 +98,8 @@ class ScoringPool:
         self.num_restarts = 0
         self.isolation: frozenset[str] = frozenset()
         sweep()  # folders of workers that were killed with their pool
-        for _ in range(num_workers + num_spares):
+        self._spares = Spares(num_spares)
+        for _ in range(num_workers):
             self._start()
 
     @property
@@ -128,11 +129,11 @@ class ScoringPool:
         return [self._selector.fileno()]
 
     def next_deadline_s(self) -> float | None:
-        """When, on the clock, `poll` has to be called even if nothing arrives; None while no job is known."""
+        """When, on the clock, `poll` has to be called even if nothing arrives; None while nothing is awaited."""
         if self._done or (self._waiting and self._free()):
             return self._clock.now_s()
         deadlines = [slot.deadline_s for slot in self._slots if slot.jobs or not slot.is_ready]
-        return min(deadlines, default=None)
+        return min([*deadlines, *self._spares.due_s], default=None)
 
     def close(self) -> None:
         for slot in self._slots:
@@ -160,6 +161,8 @@ class ScoringPool:
                 self._replace(slot, f"timed out after {self._setup.timeout_s:g} s")
             elif not slot.is_ready:
                 self._replace(slot, f"worker was not ready after {_START_S:g} s")
+        for _ in range(self._spares.take(now_s)):
+            self._start()
         self._dispatch()
 
     def _read(self, slot: _Slot) -> None:
@@ -178,6 +181,7 @@ class ScoringPool:
             elif isinstance(message, WorkerReady) and not slot.is_ready:
                 slot.is_ready, slot.has_tried_network = True, False
                 self._failed_starts = 0
+                self._spares.plan(self._clock.now_s())
                 self.isolation = frozenset(message.isolation)
             elif isinstance(message, JobResult) and slot.jobs and message.job_id == slot.jobs[0].job_id:
                 self._finish(slot, message)

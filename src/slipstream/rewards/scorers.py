@@ -86,7 +86,7 @@ class Scorers:
         return [fd for scorer in self._scorers.values() for fd in scorer.fds()]
 
     def next_deadline_s(self) -> float | None:
-        """When, on the clock, `poll` has to be called even if nothing arrives; None while no job is known."""
+        """When, on the clock, `poll` has to be called even if nothing arrives; None while nothing is awaited."""
         deadlines = [scorer.next_deadline_s() for scorer in self._scorers.values()]
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
