@@ -30,7 +30,7 @@ def _program_folders(command: Sequence[str]) -> list[str]:
 
 
 class EnvironmentPool(EpisodePool):
-    """`num_workers` jailed workers and, once the run has started, a warm spare. A call that cannot be cancelled costs its worker.
+    """`num_workers` jailed workers and, later, a warm spare. A call that cannot be cancelled costs its worker.
 
     `private` folders are empty for workers, where files are confined.
     """
