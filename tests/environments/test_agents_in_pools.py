@@ -21,6 +21,10 @@ from slipstream.environments.pool import EpisodePool
 MakePool = Callable[..., EpisodePool]
 LIMIT_S = 7.0
 TALKS = ["run", "run_plain", "run_awaitable"]
+INLINE = pytest.mark.parametrize(
+    "make_agents", ["inline", pytest.param("in_workers", marks=pytest.mark.slow)], indirect=True
+)
+"""For what hosts do wherever they are: in workers among the slow tests."""
 
 PROGRAM = """
     import json, os, sys
@@ -112,6 +116,7 @@ def test_programs_play_side_by_side(make_agents: MakePool, tmp_path: Path, kind:
     assert rewards(ends(pool, count, answer)) == {key: float(key) for key in range(count)}
 
 
+@INLINE
 def test_requests_of_an_episode_are_open_side_by_side(make_agents: MakePool) -> None:
     pool = make_agents("run")
     pool.open("a", 0, {"do": "parallel", "count": 9})
@@ -125,6 +130,7 @@ def test_requests_of_an_episode_are_open_side_by_side(make_agents: MakePool) -> 
     assert rewards(ends(pool, 1)) == {"a": 36.0}
 
 
+@INLINE
 def test_rewards_are_numbers_of_any_type_or_none(make_agents: MakePool) -> None:
     expected = {"a number": 3.0, "none": None, "numpy": 0.5}
     pool = make_agents("run")
@@ -135,6 +141,7 @@ def test_rewards_are_numbers_of_any_type_or_none(make_agents: MakePool) -> None:
     assert {type(reward) for reward in found.values()} == {float, type(None)}
 
 
+@INLINE
 def test_what_is_no_reward_costs_its_episode(make_agents: MakePool) -> None:
     pool = make_agents("run")
     bad = ["true", "text", "nan", "a list"]
@@ -150,6 +157,7 @@ def test_what_is_no_reward_costs_its_episode(make_agents: MakePool) -> None:
         assert "a reward is" in one.reason
 
 
+@INLINE
 def test_a_turn_with_calls_of_tools_arrives_in_openais_form(make_agents: MakePool) -> None:
     pool = make_agents("run")
     pool.open("a", 0, {"do": "call_a_tool"})
@@ -162,6 +170,7 @@ def test_a_turn_with_calls_of_tools_arrives_in_openais_form(make_agents: MakePoo
     assert rewards(ends(pool, 1, answer)) == {"a": 1.0}
 
 
+@INLINE
 def test_a_refusal_is_an_error_of_the_client_with_its_sentence(make_agents: MakePool) -> None:
     pool = make_agents("run")
     sentence = "the episode is over: environment.max_turns = 2"
@@ -215,6 +224,7 @@ def test_an_agent_that_hangs_is_late_by_its_own_time_alone(make_agents: MakePool
     assert pool.num_restarts == 0
 
 
+@INLINE
 def test_an_agents_own_seconds_are_told(make_agents: MakePool) -> None:
     clock = VirtualClock()
     pool = make_agents("run", step_limit_s=LIMIT_S, clock=clock)
@@ -322,6 +332,7 @@ def test_requests_behind_an_episodes_end_are_refused(make_agents: MakePool) -> N
     assert rewards(ends(pool, 1)) == {"b": 1.0}
 
 
+@INLINE
 def test_more_requests_than_there_are_places_are_refused(make_agents: MakePool) -> None:
     pool = make_agents("run")
     pool.open("a", 0, {"do": "too_many", "count": 70})
@@ -333,12 +344,14 @@ def test_more_requests_than_there_are_places_are_refused(make_agents: MakePool) 
     assert rewards(ends(pool, 1)) == {"a": 6.0}
 
 
+@INLINE
 def test_bodies_that_are_too_large_are_refused(make_agents: MakePool) -> None:
     pool = make_agents("run")
     pool.open("a", 0, {"do": "send_too_much"})
     assert rewards(ends(pool, 1, lambda _: reply("2.5"))) == {"a": 2.5}
 
 
+@INLINE
 @pytest.mark.parametrize(("count", "error"), [(63, "none"), (64, "429 too_many_pending")])
 def test_a_request_that_was_given_up_holds_its_place_until_its_turn_is_there(
     make_agents: MakePool, count: int, error: str

@@ -417,10 +417,13 @@ def test_python_says_what_is_wrong(case: Case, place: Path) -> None:
     check_said(str(caught.value), case.words)
 
 
-OF_FILES = [case for case in (*EARLY, *LATER[::5]) if not case.given]
+OF_FILES = [
+    *(pytest.param(case, id=case.name) for case in EARLY if not case.given),
+    *(pytest.param(case, id=case.name, marks=pytest.mark.slow) for case in LATER[::5] if not case.given),
+]
 
 
-@pytest.mark.parametrize("case", OF_FILES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", OF_FILES)
 def test_the_command_says_the_same(case: Case, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (place / "recipe.toml").write_text(tomli_w.dumps(tables_of(case, place)))
     with pytest.raises(SystemExit) as ended:

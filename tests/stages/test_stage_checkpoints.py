@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,20 +69,26 @@ PLACES: dict[str, Callable[[str], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("same", None),
-        ("larger", None),
-        ("bare_same", None),
-        ("bare_larger", None),
-        ("other", "have different tokenizers"),
-        ("smaller", "have different tokenizers"),
-        ("bare_smaller", "smaller vocabulary than the policy"),
-        ("nowhere", "there is no|is no Hugging Face checkpoint"),
-    ],
-)
+CHECKPOINTS = {
+    "same": None,
+    "larger": None,
+    "bare_same": None,
+    "bare_larger": None,
+    "other": "have different tokenizers",
+    "smaller": "have different tokenizers",
+    "bare_smaller": "smaller vocabulary than the policy",
+    "nowhere": "there is no|is no Hugging Face checkpoint",
+}
+
+
+def whoever_reads() -> Iterator[Any]:
+    """All places with all checkpoints; most of them among the slow tests."""
+    for place, (name, message) in itertools.product(PLACES, CHECKPOINTS.items()):
+        is_quick = place in ("kl.reference", "critic.path") or name in ("larger", "other")
+        yield pytest.param(place, name, message, marks=[] if is_quick else [pytest.mark.slow])
+
+
+@pytest.mark.parametrize(("place", "name", "message"), whoever_reads())
 def test_who_reads_the_policys_tokens(place: str, name: str, message: str | None, folders: Path) -> None:
     config = resolve(chain(**PLACES[place](str(folders / name))))
     if message is None:
