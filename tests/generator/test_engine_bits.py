@@ -7,12 +7,12 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from engine_kit import assert_same_bits, drain, new_engine, random_model, random_prompt, requests, run
 
 from slipstream.generator.arrangement import SlotSpan, round_up
 from slipstream.generator.kv_cache import DecodeAttention, SlotKV
 from slipstream.generator.requests import Request
+from slipstream.models.linear import linear
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 4])
@@ -64,10 +64,10 @@ def test_gemm_rows_are_stable_at_multiples_of_eight(num_threads: int) -> None:
     for out_features, in_features in ((768, 256), (256, 704), (72, 256), (50, 48)):
         weight = torch.randn(out_features, in_features, generator=generator)
         rows = torch.randn(512, in_features, generator=generator)
-        whole = F.linear(rows, weight)
+        whole = linear(rows, weight)
         for num_rows in (8, 16, 24, 40, 64, 136, 320):
-            assert torch.equal(F.linear(rows[:num_rows], weight), whole[:num_rows])
-            assert torch.equal(F.linear(rows[-num_rows:], weight), whole[-num_rows:])
+            assert torch.equal(linear(rows[:num_rows], weight), whole[:num_rows])
+            assert torch.equal(linear(rows[-num_rows:], weight), whole[-num_rows:])
 
 
 @pytest.mark.parametrize("longest", [32, 250, 400])

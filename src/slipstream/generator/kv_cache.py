@@ -1,10 +1,11 @@
 """Keys and values of the live sequences, and the two ways the model attends over them.
 
 Everything here obeys two shape rules that make a sequence's bits independent of its company. Found by experiment on CPU
-(MKL, AVX-512, 1 and 2 threads, widths 32 to 49152) and asserted by the tests on the running machine:
+(AVX2 and AVX-512, 1 and 2 threads, widths 32 to 49152) and asserted by the tests on the running machine:
 
-- A row of a GEMM has the same bits for every number of rows that is a multiple of 8 (`ROW_MULTIPLE`); it differs at
-  1-3, 5-7 and 9 rows. So decode runs on a multiple of 8 slots, and every prefilled prompt is padded to a multiple of 8.
+- A row of a linear layer has the same bits for every number of rows that is a multiple of 8 (`ROW_MULTIPLE`); it may
+  differ at others (by AMX, below float32, at any: docs/generator.md). So decode runs on a multiple of 8 slots, and
+  every prefilled prompt is padded to a multiple of 8.
 - Masked positions at the end of a row are bit-neutral in scores, softmax and weighted sum when the number of positions
   is a multiple of 32 (`LENGTH_MULTIPLE`); 8, 16 and 24 do differ. So a row may be computed over any such number that
   holds it, and with which others is a matter of speed (`arrangement.py`). Two exceptions were found: a GEMM over 160
