@@ -152,7 +152,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 76_050
+MAX_LINES = 76_062
 MAX_LINES_OF_SPINE = 1_765
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -169,7 +169,7 @@ MAX_LINES_OF_FOLDER = {
     "controller": 5_475,
     "core": 9_290,
     "environments": 8_120,
-    "evals": 2_710,
+    "evals": 2_720,
     "generator": 7_495,
     "jail": 1_050,
     "jobs": 500,

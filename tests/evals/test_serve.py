@@ -12,7 +12,9 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -396,6 +398,31 @@ def test_text_is_told_before_more_is_sampled(
     assert "".join(texts[3:]) == ("END and so on" if stop is None else "")
     assert [choice.finish_reason for chunk in chunks for choice in chunk.choices][-1] == "stop"
     assert chunks[-1].usage.completion_tokens == len("Hello, youEND") + (0 if stop else len(" and so on") + 1)
+
+
+def test_what_is_sampled_during_a_look_is_looked_at_next() -> None:
+    class Letters:
+        def lasting(self, asked: Any, tokens: Any) -> str:  # noqa: ARG002
+            return "".join(map(chr, tokens))
+
+    asked: Any = SimpleNamespace(ask=SimpleNamespace(wishes=SimpleNamespace(stop=())))
+    told: list[str] = []
+    has_told = threading.Event()
+
+    def tell(text: str) -> None:
+        told.append(text)
+        if len(told) == 1:
+            watch.look(np.array([97, 98]))
+            watch.look(np.array([97, 98, 99]))
+        else:
+            has_told.set()
+
+    with ThreadPoolExecutor(1) as workers:
+        letters: Any = Letters()
+        watch = served_module._TextWatch(letters, asked, workers, lambda: None, tell)
+        watch.look(np.array([97]))
+        assert has_told.wait(GENEROUS_S)
+    assert told == ["a", "bc"]
 
 
 def test_a_stream_says_what_a_whole_answer_says(serving: Serving) -> None:

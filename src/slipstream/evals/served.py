@@ -8,7 +8,9 @@ The loop of the gateway waits for futures alone: both threads wake it when they 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
+import threading
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -257,17 +259,22 @@ class _TextWatch:
         self._text, self._asked, self._workers, self._end, self._tell = text, asked, workers, end, tell
         self._told = ""
         self._num_seen = 0
+        self._lock = threading.Lock()
         self._is_looking = False
+        self._next: np.ndarray | None = None  # has come while a look was under way; the newest only
 
     def look(self, tokens: np.ndarray) -> None:
-        """Begin to look, in the engine's thread."""
-        if self._is_looking:
-            return
-        self._is_looking = True
-        try:
+        """Begin to look, or note what to look at next. In the engine's thread."""
+        with self._lock:
+            if self._is_looking:
+                self._next = tokens
+                return
+            self._is_looking = True
+        self._begin(tokens)
+
+    def _begin(self, tokens: np.ndarray) -> None:
+        with contextlib.suppress(RuntimeError):  # shut down: the server ends
             self._workers.submit(self._look, tokens)
-        except RuntimeError:  # shut down: the server ends
-            return
 
     def _look(self, tokens: np.ndarray) -> None:
         if self._tell is not None:
@@ -278,7 +285,11 @@ class _TextWatch:
         if self._asked.ask.wishes.stop and self._text.has_stop(self._asked, tokens, self._num_seen):
             self._end()
         self._num_seen = len(tokens)
-        self._is_looking = False
+        with self._lock:
+            newest, self._next = self._next, None
+            self._is_looking = newest is not None
+        if newest is not None:
+            self._begin(newest)
 
 
 def sampling_of(wishes: SamplingWishes, num_ids: int) -> dict[str, Any]:
