@@ -26,9 +26,10 @@ from slipstream.core.fields import Precision
 from slipstream.core.peer_messages import Holding
 from slipstream.core.rank_group import RankGroup
 from slipstream.models.linear import Linear
-from slipstream.models.lora import HEAD, AdapterShape, adapted_product, base_digest, shapes_of
+from slipstream.models.lora import HEAD, AdapterShape, adapted_product, shapes_of
 from slipstream.models.products import DenseProduct, Fp8Product, Product, WideProduct, cpu_dtype
 from slipstream.models.quantized import FP8, StoredWeight, WeightLayout
+from slipstream.models.shards import base_digest
 from slipstream.models.transformer import Transformer
 
 
