@@ -238,8 +238,6 @@ def test_fields_that_exclude_each_other(fields, told):
 @pytest.mark.parametrize(
     ("tables", "told"),
     [
-        ({"trainer": {"ranks": 2}}, r"trainer.ranks = 2"),
-        ({"generator": {"tensor_parallel": 2}}, "generator.tensor_parallel = 2"),
         ({"trainer": {"device": "cuda"}}, "trainer.device = 'cuda'"),
         ({"generator": {"engine": "vllm"}}, "generator.engine = 'vllm'"),
         ({"loss": {"advantages": "gae"}}, "loss.advantages = 'gae'"),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from rank_models import whole_model
@@ -12,6 +14,7 @@ from sharded_jobs import Boxes, Layout, boxes, division_of, sequences_of, update
 from training_jobs import config_of
 
 from slipstream.core.errors import ConfigError
+from slipstream.core.fields import Precision
 from slipstream.core.lora_section import LoraConfig
 from slipstream.core.rank_group import RankGroup
 from slipstream.core.training_sections import OptimizerConfig
@@ -21,6 +24,7 @@ from slipstream.models.flat import FlatParameters
 from slipstream.models.hf import logical_tensors
 from slipstream.models.lora import adapter_tensors, base_of, install, linear_layers, shapes_of
 from slipstream.models.peft import with_adapters
+from slipstream.models.served import ServedWeights
 from slipstream.models.sharded import ShardedParameters, divide, load_sharded, new_sharded
 from slipstream.models.shards import base_digest, load_shard, local_shards, local_tensor
 from slipstream.models.transformer import Transformer
@@ -89,6 +93,18 @@ def load(rank: Rank, path: str, layout: Layout) -> torch.Tensor | str:
         return logits_of(load_sharded(path, division_of(rank, layout)))
     except ConfigError as error:
         return str(error)
+
+
+def served_logits(model: Transformer, precision: Precision, group: RankGroup) -> torch.Tensor:
+    """Logits of a generator's model or rank: with products in float32 on every CPU, which other sums hardly change."""
+    with patch("slipstream.models.served.cpu_dtype", lambda _stored: torch.float32):
+        ServedWeights(model, precision, group=group)
+    return logits_of(model)
+
+
+def served(rank: Rank, path: str, precision: Precision) -> torch.Tensor:
+    division = replace(division_of(rank, Layout(1, rank.world)), fixed_order=True)
+    return served_logits(load_sharded(path, division), precision, division.tensor_parallel)
 
 
 def references(rank: Rank, sections: dict[str, Any], layout: Layout, adapter: str, out: str) -> dict[str, Any]:

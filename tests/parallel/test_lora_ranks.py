@@ -20,7 +20,9 @@ from sharded_jobs import Layout, assembled
 from test_training import PACKING, relative
 from training_jobs import Span
 
+from slipstream.core.fields import Precision
 from slipstream.core.lora_section import LoraConfig
+from slipstream.core.rank_group import RankGroup
 from slipstream.core.sections import ModelConfig
 from slipstream.models.build import build_tokenizer
 from slipstream.models.config import TransformerConfig
@@ -193,6 +195,20 @@ def test_another_base_is_refused_on_every_rank(ranks: RankPool, folders: tuple[P
         (tmp_path / "adapter" / path.name).write_bytes(there)
     for told in ranks.run(lora_jobs.load, str(tmp_path / "adapter"), LAYOUTS["dp2"], world=2):
         assert "beside another base" in told
+
+
+@pytest.mark.parametrize("precision", ["float32", "int8"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_generator_of_several_ranks_computes_what_one_does(
+    ranks: RankPool, folders: tuple[Path, Path], world: int, precision: Precision
+) -> None:
+    """Scales of int8 are those of the base's whole rows."""
+    whole = load_model(folders[1])
+    exact = lora_jobs.logits_of(whole)
+    expected = lora_jobs.served_logits(whole, precision, RankGroup.alone())
+    assert ((expected - exact).abs().max() > 1e-2) == (precision == "int8")
+    for logits in ranks.run(lora_jobs.served, str(folders[1]), precision, world=world):
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("world", [2, 4])
