@@ -25,7 +25,7 @@ from slipstream.models.hf import logical_tensors
 from slipstream.models.lora import adapter_tensors, base_of, install, linear_layers, shapes_of
 from slipstream.models.peft import with_adapters
 from slipstream.models.served import ServedWeights
-from slipstream.models.sharded import ShardedParameters, divide, load_sharded, new_sharded
+from slipstream.models.sharded import Division, ShardedParameters, divide, load_sharded, new_sharded
 from slipstream.models.shards import base_digest, load_shard, local_shards, local_tensor
 from slipstream.models.transformer import Transformer
 from slipstream.trainer.optim import AdamW
@@ -77,6 +77,7 @@ def gradient(rank: Rank, config: TransformerConfig, layout: Layout) -> tuple[flo
     stored = ShardedParameters(model, division)
     optimizer = AdamW(stored, OptimizerConfig(), total_updates=1)
     update_from(model, optimizer, sequences_of(0, config.vocab_size), layout, division.data_parallel)
+    assert all(parameter.grad is None for parameter in model.parameters() if not parameter.requires_grad)
     return optimizer.finite_grad_norm(), boxes(model, stored.named_grads())
 
 
@@ -107,6 +108,14 @@ def served(rank: Rank, path: str, precision: Precision) -> torch.Tensor:
     return served_logits(load_sharded(path, division), precision, division.tensor_parallel)
 
 
+def stored_in(model: Transformer, division: Division) -> dict[str, int]:
+    """Where the base's rows that this rank stores begin, but for uneven ones, which FSDP2 pads."""
+    ShardedParameters(model, division).reshard()
+    world = division.data_parallel.world
+    frozen = {name: p for name, p in model.named_parameters() if ".adapter." not in name and len(p) % world == 0}
+    return {name: local_tensor(parameter.detach()).data_ptr() for name, parameter in frozen.items()}
+
+
 def references(rank: Rank, sections: dict[str, Any], layout: Layout, adapter: str, out: str) -> dict[str, Any]:
     """Logits of the policy, its references and what it exports, measured in turns with an update between them."""
     config, division = config_of(sections), division_of(rank, layout)
@@ -122,6 +131,10 @@ def references(rank: Rank, sections: dict[str, Any], layout: Layout, adapter: st
                 view.add_(0.1)
         policy.parameters.reshard()
     seen["trained"] = logits_of(policy.model)
+    own = stored_in(policy.model, division)
+    for model in models.values():
+        for name, place in stored_in(model, division).items():
+            assert place == own[name], f"{name} is stored twice"
     policy.export(Path(out))
     policy.close()
     return seen | {"digest": policy.base_digest}

@@ -56,7 +56,7 @@ def export_sharded(
                 tokenizer.save_pretrained(path)
         except OSError as error:
             problem = str(error)
-    raise_together(group, problem, path)
+    _raise_together(group, problem, path)
     tensors = _Exchange(plan, shards, group).tensors()
     for file in (file for file in plan.files if file.rank == group.rank):
         entries = {name: plan.entries[name] for name in file.names}
@@ -67,15 +67,14 @@ def export_sharded(
             break
     for _ in tensors:  # others wait for what this rank gives
         pass
-    raise_together(group, problem, path)
+    _raise_together(group, problem, path)
     if group.is_leader and len(plan.files) > 1:
         weight_map = {name: file.name for file in plan.files for name in file.names}
         write_index(path, dict(sorted(weight_map.items())), sum(entry.nbytes for entry in plan.entries.values()))
-    raise_together(group, "", path)
+    _raise_together(group, "", path)
 
 
-def raise_together(group: RankGroup, problem: str, path: Path) -> None:
-    """Raise CheckpointError on all ranks where one has a `problem`; else wait for all of them."""
+def _raise_together(group: RankGroup, problem: str, path: Path) -> None:
     for told in filter(None, group.gather(problem.encode())):
         raise CheckpointError(f"the model could not be written to {path}", got=told.decode())
 

@@ -142,12 +142,11 @@ def _shard(model: Transformer, division: Division) -> None:
         if name != "layers":
             _bring(child, division)
     whole = {p for one in model.modules() if isinstance(one, Adapter) for p in one.parameters()}
+    shard = partial(fully_shard, mesh=mesh, mp_policy=policy, ignored_params=whole)
     for layer in model.layers:
-        fully_shard(
-            _bring(layer, division), mesh=mesh, mp_policy=policy, reshard_after_forward=True, ignored_params=whole
-        )
+        shard(_bring(layer, division), reshard_after_forward=True)
     _move_tables(model, division)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False, ignored_params=whole)
+    shard(model, reshard_after_forward=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):  # sums; the two together also spare gloo an operation that it lacks
             module.set_gradient_divide_factor(1.0)

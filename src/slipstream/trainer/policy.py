@@ -17,7 +17,7 @@ from slipstream.core.rank_group import RankGroup
 from slipstream.core.training_sections import OptimizerConfig
 from slipstream.core.weights import WeightsPublisher
 from slipstream.models.build import build_tokenizer
-from slipstream.models.export import export_sharded, raise_together
+from slipstream.models.export import export_sharded
 from slipstream.models.flat import FlatParameters
 from slipstream.models.hf import save_model
 from slipstream.models.hub import is_adapter
@@ -111,7 +111,9 @@ class Policy:
     def export(self, path: Path) -> None:
         """Write a Hugging Face checkpoint with its tokenizer, or the adapters alone; on return it is there."""
         if self.base_digest:
-            self._export_adapters(path)
+            base, is_writer = self._base_folder(path.parent), self._ranks.is_leader
+            save_adapter(self.model, path, self.tokenizer, base=base, digest=self.base_digest, is_writer=is_writer)
+            self._ranks.gather(b"")  # from here on all ranks may read it
         elif self.division.is_whole:
             save_model(self.model, path, self.tokenizer)
         else:
@@ -122,23 +124,6 @@ class Policy:
         self.parameters.reshard()
         shards = local_shards(self.model, of_base=True)
         export_sharded(shards, path, self._ranks, whole_config(self.model), self.tokenizer)
-
-    def _export_adapters(self, path: Path) -> None:
-        base, problem = self._base_folder(path.parent), ""
-        try:
-            save_adapter(
-                self.model,
-                path,
-                self.tokenizer,
-                base=base,
-                digest=self.base_digest,
-                is_writer=self._ranks.is_leader,
-            )
-        except OSError as error:
-            if self._ranks.world == 1:
-                raise
-            problem = str(error)
-        raise_together(self._ranks, problem, path)
 
     def _base_folder(self, beside: Path) -> Path:
         """Return the folder of the adapters' base. A base that this run has made is written there, once."""
