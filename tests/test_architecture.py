@@ -152,7 +152,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 76_062
+MAX_LINES = 76_235
 MAX_LINES_OF_SPINE = 1_765
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -173,13 +173,13 @@ MAX_LINES_OF_FOLDER = {
     "generator": 7_495,
     "jail": 1_050,
     "jobs": 500,
-    "models": 6_090,
+    "models": 6_265,
     "observe": 9_620,
     "plan": 6_130,
     "prompts": 1_150,
     "rewards": 3_200,
     "stages": 2_715,
-    "trainer": 4_985,
+    "trainer": 4_995,
     "weight_sync": 3_365,
 }
 LONG_FUNCTIONS = {"generator/paged_kernels.py": "a kernel is one function"}

@@ -402,7 +402,7 @@ def test_text_is_told_before_more_is_sampled(
 
 def test_what_is_sampled_during_a_look_is_looked_at_next() -> None:
     class Letters:
-        def lasting(self, asked: Any, tokens: Any) -> str:  # noqa: ARG002
+        def lasting(self, asked: Any, tokens: Any) -> str:
             return "".join(map(chr, tokens))
 
     asked: Any = SimpleNamespace(ask=SimpleNamespace(wishes=SimpleNamespace(stop=())))

@@ -42,9 +42,13 @@ def adapted(tiny):
     }
 
 
-def adapters_of(run):
-    with safe_open(run / "model" / "adapter_model.safetensors", framework="pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+def adapters_of(run, model="model"):
+    with safe_open(run / model / "adapter_model.safetensors", framework="pt") as file:
+        return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - not a dict
+
+
+def events_of(run):
+    return [json.loads(line)["event"] for line in (run / "events.jsonl").read_text().splitlines()]
 
 
 def logits_of(model, tokens):
@@ -74,16 +78,73 @@ def test_an_asynchronous_run_publishes_adapters_alone(adapted, weight_update, pr
     }
     run = slipstream.run("quickstart", overrides=overrides, out=tmp_path / "run", display=False)
     audit(run.out)
-    events = [json.loads(line)["event"] for line in (run.out / "events.jsonl").read_text().splitlines()]
     lines = read_metrics(run.out / "metrics.jsonl")
     num_numbers = sum(tensor.numel() for tensor in adapters_of(run.out).values())
     synced = run.summary["weight_sync"]
     assert synced["bytes"] == synced["count"] * 4 * num_numbers, "A and B in float32 at every precision"
     assert all(line["publish_same_frac"] == 0 for line in lines if "publish_same_frac" in line)
-    errors = [event["probe_error"] for event in events if event["type"] == "Swapped"]
+    errors = [event["probe_error"] for event in events_of(run.out) if event["type"] == "Swapped"]
     assert len(errors) >= 4
     assert max(errors) < (1e-4 if precision == "float32" else 0.5)
     assert any("eval_accuracy" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("weight_update", "tensor_parallel", "precision"),
+    [
+        ("in_flight", 1, "float32"),
+        pytest.param("between_batches", 1, "float32", marks=pytest.mark.slow),
+        pytest.param("in_flight", 2, "float32", marks=pytest.mark.slow),
+        pytest.param("in_flight", 2, "int8", marks=pytest.mark.slow),
+    ],
+)
+def test_two_trainer_ranks_serve_two_replicas(adapted, weight_update, tensor_parallel, precision, tmp_path):
+    ranks = {"ranks": 2, "tensor_parallel": tensor_parallel, "checkpoint_every": 1}
+    overrides = adapted | {
+        "steps": 2,
+        "weight_update": weight_update,
+        "trainer": adapted["trainer"] | ranks,
+        "generator": adapted["generator"] | {"replicas": 2, "tensor_parallel": tensor_parallel, "precision": precision},
+        "kl": {"coef": 0.05},
+        "eval": {"every": 0, "num_prompts": 4, "num_slots": 8},
+    }
+    run = slipstream.run("quickstart", overrides=overrides, out=tmp_path / "run", display=False)
+    assert audit(run.out)["fates"]["trained"] == 8
+    swaps = [event for event in events_of(run.out) if event["type"] == "Swapped"]
+    assert {swap["replica"] for swap in swaps} == {0, 1}
+    assert max(swap["probe_error"] for swap in swaps) < (1e-4 if precision == "float32" else 0.5)
+    distances = [line["kl_reference"] for line in read_metrics(run.out / "metrics.jsonl") if "kl_reference" in line]
+    assert distances[0] == pytest.approx(0, abs=1e-6 if precision == "float32" else 0.05)
+    before = adapters_of(run.out)
+    synced = run.summary["weight_sync"]
+    one_version = 4 * sum(tensor.numel() for tensor in before.values())
+    assert one_version < synced["bytes"] / synced["count"] <= 2 * one_version, "each rank stages what it holds"
+    assert shapes_of(load_model(run.out / "model")), "beside a base of the digest that generators have, too"
+    first = adapters_of(run.out, "reference")
+    assert before.keys() == first.keys()
+    assert not any(torch.equal(before[name], first[name]) for name in before), "all were trained, after the warm start"
+    if weight_update == "between_batches":
+        resumed = slipstream.run("quickstart", resume=run.out, overrides={"steps": 3}, display=False)
+        assert audit(resumed.out)["fates"]["trained"] == 12
+        after = adapters_of(run.out)
+        assert not any(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.slow
+def test_two_ranks_train_the_adapters_that_one_does(adapted, tmp_path):
+    """Without staleness both runs sample the same first batch, so its step is the same, up to rounding."""
+    found = []
+    for ranks in (1, 2):
+        overrides = adapted | SYNC | {"steps": 1, "trainer": adapted["trainer"] | {"ranks": ranks}}
+        overrides["warm_start"] = adapted["warm_start"] | {"steps": 5}
+        overrides |= {"generator": adapted["generator"] | {"replicas": ranks}}
+        run = slipstream.run("quickstart", overrides=overrides, out=tmp_path / str(ranks), display=False)
+        found.append(adapters_of(run.out))
+        assert all(tensor.any() for tensor in found[-1].values())
+    one, two = ({name: tensor.double() for name, tensor in run.items()} for run in found)
+    assert one.keys() == two.keys()
+    difference = sum((two[name] - tensor).square().sum() for name, tensor in one.items())
+    assert difference.sqrt() < 1e-5 * sum(tensor.square().sum() for tensor in one.values()).sqrt()
 
 
 def test_the_reference_is_the_base_and_is_measured_without_a_second_model(adapted, tmp_path):

@@ -21,9 +21,10 @@ from slipstream.generator.requests import Request
 from slipstream.models.build import build_tokenizer
 from slipstream.models.flat import FlatParameters
 from slipstream.models.hf import save_model
-from slipstream.models.lora import base_digest, shapes_of
+from slipstream.models.lora import shapes_of
 from slipstream.models.peft import save_adapter
 from slipstream.models.sharded import Division, build_sharded_policy
+from slipstream.models.shards import base_digest
 from slipstream.prompts import build_prompts, demonstrations
 from slipstream.trainer.optim import AdamW
 from slipstream.trainer.step import train_on_batch

@@ -26,14 +26,13 @@ from slipstream.models.lora import (
     AdapterShape,
     Piece,
     adapter_tensors,
-    base_digest,
     base_of,
     linear_layers,
     merged,
     shapes_of,
 )
 from slipstream.models.peft import ADAPTER_WEIGHTS, PREFIX, base_folder, save_adapter, with_adapters
-from slipstream.models.shards import local_parts
+from slipstream.models.shards import base_digest, local_parts
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:peft"),
@@ -239,8 +238,6 @@ def test_fields_that_exclude_each_other(fields, told):
 @pytest.mark.parametrize(
     ("tables", "told"),
     [
-        ({"trainer": {"ranks": 2}}, r"trainer.ranks = 2"),
-        ({"generator": {"tensor_parallel": 2}}, "generator.tensor_parallel = 2"),
         ({"trainer": {"device": "cuda"}}, "trainer.device = 'cuda'"),
         ({"generator": {"engine": "vllm"}}, "generator.engine = 'vllm'"),
         ({"loss": {"advantages": "gae"}}, "loss.advantages = 'gae'"),

@@ -60,7 +60,8 @@ class Span:
 
 
 def config_of(sections: dict[str, Any]) -> RunConfig:
-    return run_config(model=ModelConfig(**TINY.model_dump() | {"max_positions": 64}), **sections)
+    model = sections.get("model", TINY.model_dump() | {"max_positions": 64})
+    return run_config(**sections | {"model": ModelConfig(**model)})
 
 
 def batch_of(config: RunConfig, step: int) -> list[Group]:
@@ -94,7 +95,9 @@ def _module(one: Any) -> nn.Module:
 
 @torch.no_grad()
 def _sharpen(policy: Policy) -> None:
-    """Fresh weights give nearly uniform logits: too easy."""
+    """Fresh weights give nearly uniform logits: too easy. A base beside adapters brings its own."""
+    if policy.base_digest:
+        return
     for view in _weights(policy).values():
         if view.ndim >= 2:
             view.mul_(8.0)

@@ -66,11 +66,6 @@ def check_lora(config: RunConfig) -> None:
         return
     trainer, generator = config.trainer, config.generator
     refused = {
-        "several ranks": [
-            (f"trainer.ranks = {trainer.ranks}", trainer.ranks > 1),
-            (f"trainer.tensor_parallel = {trainer.tensor_parallel}", trainer.tensor_parallel > 1),
-            (f"generator.tensor_parallel = {generator.tensor_parallel}", generator.tensor_parallel > 1),
-        ],
         "GPUs": [
             (f"trainer.device = '{trainer.device}'", trainer.device != "cpu"),
             (f"generator.device = '{generator.device}'", generator.device != "cpu"),
@@ -83,6 +78,6 @@ def check_lora(config: RunConfig) -> None:
             raise ConfigError(
                 f"adapters (model.lora) do not go together with {what} yet",
                 got=", ".join(given),
-                allowed="one trainer rank and native generators of one rank, on CPUs, and a loss without a critic",
+                allowed="a trainer and native generators on CPUs, and a loss without a critic",
                 hint="without model.lora all weights are trained",
             )

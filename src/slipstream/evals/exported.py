@@ -10,9 +10,10 @@ from slipstream.core.recipes import check_path
 from slipstream.evals.target import served_target
 from slipstream.models.hf import load_model, save_model
 from slipstream.models.hub import Tell
-from slipstream.models.lora import base_digest, merged, shapes_of
+from slipstream.models.lora import merged, shapes_of
 from slipstream.models.peft import base_folder, save_adapter, tokenizer_folder
 from slipstream.models.preflight import check_checkpoint
+from slipstream.models.shards import base_digest
 from slipstream.models.tokenizer import has_tokenizer, load_tokenizer
 
 

@@ -24,7 +24,7 @@ from slipstream.core.errors import ConfigError, did_you_mean
 from slipstream.models.config import TransformerConfig
 from slipstream.models.layout import LogicalTensor, layout
 from slipstream.models.linear import Linear, linear
-from slipstream.models.transformer import Transformer
+from slipstream.models.transformer import OneRank, Ranks, Transformer
 
 Product = Callable[[Tensor], Tensor]
 HEAD = "head"
@@ -39,12 +39,15 @@ class Piece:
     """A matrix of the checkpoint within a linear layer, `name` without '.weight': its rows, in the file's order.
 
     They are the layer's rows start + sum_d index[d] strides[d], for all indices over `sizes`, the last one fastest.
+    `stacked` and `unit` say how several ranks divide them (`layout.LogicalTensor`).
     """
 
     name: str
     start: int
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
+    stacked: int = 1
+    unit: int = 1
 
     @property
     def num_rows(self) -> int:
@@ -68,8 +71,13 @@ class Fused:
 @functools.cache
 def linear_layers(config: TransformerConfig) -> Mapping[str, Fused]:
     """Return every linear layer of a whole model by its name in it, and the head as `HEAD`."""
+    return layers_of(config, OneRank())
+
+
+def layers_of(config: TransformerConfig, ranks: Ranks) -> dict[str, Fused]:
+    """`linear_layers` of one rank's part of a model, whose own config is `config`."""
     with torch.device("meta"):
-        model = Transformer(config)
+        model = Transformer(config, ranks)
     linears = {
         module.weight.untyped_storage()._cdata: (name, module)
         for name, module in model.named_modules()
@@ -83,8 +91,8 @@ def linear_layers(config: TransformerConfig) -> Mapping[str, Fused]:
     found = {
         name: Fused(module.in_features, module.out_features, tuple(pieces[name])) for name, module in linears.values()
     }
-    whole = Piece(HEAD_NAME, 0, (config.vocab_size,), (1,))
-    found[HEAD] = Fused(config.hidden_size, config.vocab_size, (whole,))
+    rows = len(ranks.vocab_rows(config.vocab_size))
+    found[HEAD] = Fused(config.hidden_size, rows, (Piece(HEAD_NAME, 0, (rows,), (1,)),))
     return found
 
 
@@ -98,6 +106,8 @@ def _piece(tensor: LogicalTensor, in_features: int) -> Piece:
         view.storage_offset() // in_features,
         tuple(view.shape[axis] for axis in rows),
         tuple(view.stride(axis) // in_features for axis in rows),
+        tensor.stacked,
+        tensor.unit,
     )
 
 
@@ -184,10 +194,24 @@ def shapes_of(model: nn.Module) -> dict[str, AdapterShape]:
     return {name.removesuffix(".adapter"): module.shape for name, module in modules if isinstance(module, Adapter)}
 
 
-def install(model: Transformer, shapes: Mapping[str, AdapterShape]) -> Transformer:
-    """Put uninitialised adapters into `model`, freeze all else, and return it."""
-    model.requires_grad_(False)
+def resized(shapes: Mapping[str, AdapterShape], layers: Mapping[str, Fused]) -> dict[str, AdapterShape]:
+    """Return the adapters of `shapes` beside `layers` of the same names: one rank's of a whole model's, or back."""
+    found = {}
     for name, shape in shapes.items():
+        layer, names = layers[name], {piece.name for piece in shape.pieces}
+        pieces = tuple(piece for piece in layer.pieces if piece.name in names)
+        found[name] = replace(shape, in_features=layer.in_features, out_features=layer.out_features, pieces=pieces)
+    return found
+
+
+def install(model: Transformer, shapes: Mapping[str, AdapterShape]) -> Transformer:
+    """Put uninitialised adapters into `model`, freeze all else, and return it.
+
+    `shapes` may be those of the whole model that `model` is a rank's part of; FSDP2 must not have divided it yet.
+    """
+    model.requires_grad_(False)
+    layers = layers_of(model.config, model.ranks) if shapes else {}
+    for name, shape in resized(shapes, layers).items():
         with model.cos.device:
             adapter = Adapter(shape)
         if name == HEAD:  # `logits` multiplies by its weights itself
@@ -204,42 +228,40 @@ def install(model: Transformer, shapes: Mapping[str, AdapterShape]) -> Transform
     return model
 
 
-def base_of(model: Transformer) -> Transformer:
-    """Return `model` without its adapters, over the same tensors."""
+def base_of(
+    model: Transformer,
+    shapes: Mapping[str, AdapterShape] | None = None,
+    divide: Callable[[Transformer], None] | None = None,
+) -> Transformer:
+    """Return `model` without its adapters, over the same tensors; with `shapes` there are other ones, uninitialised.
+
+    `divide` cuts what is returned, which lies on "meta", as `model` was cut.
+    """
     with torch.device("meta"):
         base = Transformer(model.config, model.ranks)
+    names = [name for name, _ in base.named_parameters()]
     base.cos, base.signed_sin = model.cos, model.signed_sin
+    install(base, shapes or {})
+    if divide is not None:
+        divide(base)
     parameters = dict(model.named_parameters())
-    for name, _ in list(base.named_parameters()):
+    for name in names:
         owner, _, attribute = name.rpartition(".")
-        setattr(base.get_submodule(owner), attribute, parameters[name])
+        setattr(base.get_submodule(owner), attribute, nn.Parameter(parameters[name].detach(), requires_grad=False))
     return base
 
 
-def base_digest(model: Transformer) -> str:
-    """Return the SHA-256 of the numbers that `model`'s adapters are beside, by their names; of a whole model."""
-    digest = hashlib.sha256()
-    for name, parameter in base_of(model).named_parameters():
-        digest.update(f"{name} {list(parameter.shape)} {parameter.dtype}".encode())
-        digest.update(parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
-
-
-@torch.no_grad()
-def initialise_adapters(model: Transformer, seed: int) -> None:
-    """Draw A from U(-1/sqrt(in_features), 1/sqrt(in_features)), as PEFT does, and set B to 0.
+def drawn_adapter(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+    """Return the start of the whole tensor `name`: B is 0, A uniform in 1/sqrt(in_features), as PEFT's.
 
     An A depends on `seed` and its own name alone. The global random state is left alone.
     """
-    tensors = adapter_tensors(shapes_of(model), dict(model.named_parameters()))
-    for _, tensor in tensors:
-        if tensor.name.endswith(B_SUFFIX):
-            tensor.view.zero_()
-            continue
-        key = hashlib.sha256(f"{seed} {tensor.name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(key[:7], "little"))
-        bound = 1 / math.sqrt(tensor.shape[1])
-        tensor.view.copy_((2 * torch.rand(tensor.shape, generator=generator) - 1) * bound)
+    if name.endswith(B_SUFFIX):
+        return torch.zeros(shape)
+    key = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(key[:7], "little"))
+    bound = 1 / math.sqrt(shape[1])
+    return (2 * torch.rand(shape, generator=generator) - 1) * bound
 
 
 @torch.no_grad()
@@ -281,7 +303,8 @@ def adapter_tensors(
             yield f"{layer}.adapter.a", LogicalTensor(piece.name + A_SUFFIX, down, tuple(down.shape))
             strides = tuple(stride * b.stride(0) for stride in piece.strides)
             up = rows.as_strided((*piece.sizes, shape.rank), (*strides, b.stride(1)))
-            yield f"{layer}.adapter.b", LogicalTensor(piece.name + B_SUFFIX, up, (piece.num_rows, shape.rank))
+            b_shape = piece.num_rows, shape.rank
+            yield f"{layer}.adapter.b", LogicalTensor(piece.name + B_SUFFIX, up, b_shape, piece.stacked, piece.unit)
 
 
 def meta_parameters(shapes: Mapping[str, AdapterShape]) -> dict[str, Tensor]:

@@ -29,17 +29,20 @@ from slipstream.models.lora import (
     OLD_HEAD_NAME,
     AdapterShape,
     adapter_tensors,
-    base_digest,
-    initialise_adapters,
+    drawn_adapter,
     install,
     is_named,
+    linear_layers,
     matrices,
     meta_parameters,
+    resized,
     shapes_for,
     shapes_of,
     targeted,
 )
 from slipstream.models.safetensors_file import Entry, open_tensors, tensor_headers, write_safetensors
+from slipstream.models.shards import base_digest, local_shards, whole_parameters
+from slipstream.models.tensor_parallel import whole_config
 from slipstream.models.tokenizer import Tokenizer, has_tokenizer
 from slipstream.models.transformer import Transformer
 
@@ -177,12 +180,10 @@ def base_name(name: str) -> str:
     return name.replace(".base_layer.", ".")
 
 
-def base_tensors(config: TransformerConfig, model: Transformer | None = None) -> dict[str, LogicalTensor]:
-    """Return the tensors of `model`, or without values of one of `config`, by name; also a tied head."""
-    if model is None:
-        with torch.device("meta"):
-            model = Transformer(config)
-    found = {tensor.name: tensor for tensor in layout(model)}
+def base_tensors(config: TransformerConfig) -> dict[str, LogicalTensor]:
+    """Return the tensors of a model of `config`, without values, by name; also a tied head."""
+    with torch.device("meta"):
+        found = {tensor.name: tensor for tensor in layout(Transformer(config))}
     embedding, *_, last = found.values()  # the first and, if it is not tied, the head
     return found | {f"{HEAD_NAME}.weight": embedding if config.tie_embeddings else last}
 
@@ -211,21 +212,30 @@ def planned_shapes(lora: LoraConfig, config: TransformerConfig) -> dict[str, Ada
 
 def with_adapters(model: Transformer, lora: LoraConfig, *, seed: int) -> Transformer:
     """Put the adapters that `lora` asks for into `model`, new ones drawn from `seed`, and return it."""
-    if lora.path is not None:
-        planned_shapes(lora, model.config)
-        return load_adapter(model, Path(lora.path))
-    install(model, planned_shapes(lora, model.config))
-    initialise_adapters(model, seed)
-    return model
+    return fill_adapters(install(model, planned_shapes(lora, model.config)), lora, seed=seed)
 
 
 @torch.no_grad()
-def load_adapter(model: Transformer, path: Path) -> Transformer:
-    """Put the adapters in folder `path` into `model`, their base, and return it.
+def fill_adapters(model: Transformer, lora: LoraConfig, *, seed: int) -> Transformer:
+    """Give the adapters in `model`, or in a rank's part of one, the numbers that `lora` asks for, and return it."""
+    if lora.path is not None:
+        return read_adapter(model, Path(lora.path))
+    for shard in local_shards(model):
+        shard.write(drawn_adapter(shard.box.name, shard.box.shape, seed)[shard.box.slices])
+    return model
 
-    ConfigError where they do not fit, or were trained beside other numbers.
+
+def load_adapter(model: Transformer, path: Path) -> Transformer:
+    """Put the adapters in folder `path` into `model`, their whole base, and return it; see `read_adapter`."""
+    return read_adapter(install(model, stored_shapes(path, model.config)), path)
+
+
+@torch.no_grad()
+def read_adapter(model: Transformer, path: Path) -> Transformer:
+    """Fill the adapters in `model`, or in a rank's part of one, from folder `path`, and return it.
+
+    ConfigError where they were trained beside other numbers. All ranks that share the model call this together.
     """
-    shapes = stored_shapes(path, model.config)
     recorded = recorded_digest(path)
     if recorded is not None and recorded != (own_digest := base_digest(model)):
         raise ConfigError(
@@ -233,20 +243,22 @@ def load_adapter(model: Transformer, path: Path) -> Transformer:
             got=f"a model with the SHA-256 {own_digest[:16]}...",
             allowed=f"{recorded[:16]}..., which the adapter's file names",
         )
-    base = base_tensors(model.config, model)
-    install(model, shapes)
+    copies, base = base_tensors(whole_config(model)), local_shards(model, of_base=True)
     with open_tensors(path / ADAPTER_WEIGHTS) as stored:
         found = {matrix_name(name): name for name in stored.keys()}  # noqa: SIM118 - not a dict
         for name in found:
-            if (own := base.get(base_name(name))) is None:
+            if (own := copies.get(base_name(name))) is None:
                 continue
             value = stored.get_tensor(found[name])
-            if value.shape != own.shape or not torch.equal(value, own.read().to(value.dtype)):
+            held = [shard for shard in base if shard.box.name == own.name]
+            if value.shape != own.shape or not all(
+                torch.equal(value[shard.box.slices], shard.view.to(value.dtype)) for shard in held
+            ):
                 raise ConfigError(
                     f"the adapter in {path} brings weights of a base, and they are not this one's", got=clip(name)
                 )
-        for _, tensor in adapter_tensors(shapes, dict(model.named_parameters())):
-            tensor.write(stored.get_tensor(found[tensor.name]))
+        for shard in local_shards(model):
+            shard.write(stored.get_slice(found[shard.box.name])[shard.box.slices])
     return model
 
 
@@ -259,19 +271,29 @@ def recorded_digest(path: Path) -> str | None:
 
 @torch.no_grad()
 def save_adapter(
-    model: Transformer, path: Path, tokenizer: Tokenizer | None = None, *, base: Path | None, digest: str
+    model: Transformer,
+    path: Path,
+    tokenizer: Tokenizer | None = None,
+    *,
+    base: Path | None,
+    digest: str,
+    is_writer: bool = True,
 ) -> None:
     """Write the adapters of `model` to folder `path`, beside the base in folder `base` (None: it is not known).
 
+    All ranks that share a model call this together, and those that are `is_writer` write.
     Identity: `peft.PeftModel.from_pretrained(base, path)` computes what `model` does.
     """
+    config, parameters = whole_config(model), dict(whole_parameters(model, of_base=False))
+    if not is_writer:
+        return
     path.mkdir(parents=True, exist_ok=True)
-    shapes = shapes_of(model)
-    fields = config_to_peft(shapes, model.config)
+    shapes = resized(shapes_of(model), linear_layers(config))
+    fields = config_to_peft(shapes, config)
     cached = None if base is None else hub_id_of(base.resolve())
     fields |= _named(base, cached)
     (path / ADAPTER_CONFIG).write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    tensors = [tensor for _, tensor in adapter_tensors(shapes, dict(model.named_parameters()))]
+    tensors = [tensor for _, tensor in adapter_tensors(shapes, parameters)]
     entries = {PREFIX + tensor.name: Entry(tensor.view.dtype, tensor.shape) for tensor in tensors}
     write_safetensors(
         path / ADAPTER_WEIGHTS, entries, (tensor.read().contiguous() for tensor in tensors), metadata={DIGEST: digest}

@@ -26,9 +26,10 @@ from slipstream.core.fields import Precision
 from slipstream.core.peer_messages import Holding
 from slipstream.core.rank_group import RankGroup
 from slipstream.models.linear import Linear
-from slipstream.models.lora import HEAD, AdapterShape, adapted_product, base_digest, shapes_of
+from slipstream.models.lora import HEAD, AdapterShape, adapted_product, shapes_of
 from slipstream.models.products import DenseProduct, Fp8Product, Product, WideProduct, cpu_dtype
 from slipstream.models.quantized import FP8, StoredWeight, WeightLayout
+from slipstream.models.shards import base_digest
 from slipstream.models.transformer import Transformer
 
 
@@ -195,15 +196,13 @@ class ServedWeights:
                 flat = torch.zeros(self.num_bytes, dtype=torch.uint8, device=self._device)
             else:
                 flat = torch.zeros(self.num_bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
-            with torch.no_grad():
-                for _ in self._layout.pack(self._parameters, flat, over_ranks=group.max if group is not None else None):
-                    pass
+            self._pack(self._layout, flat, group)
         elif on_device:
             flat = flat.to(self._device)
         _hollow_out(model, self._activations)
         self._serving = _Skeleton(model)
         self._checking = self._serving.twin()
-        self.base = base if frozen is None else FrozenBase(digest, shapes, self._frozen(frozen))
+        self.base = base if frozen is None else FrozenBase(digest, shapes, self._frozen(frozen, group))
         self._parameters.clear()
         if self._is_in_place:
             self._open_storage(flat if on_device else None)
@@ -265,11 +264,15 @@ class ServedWeights:
         return self._whole(weights, packs) if self.base is None else self.base.adapted(weights, packs=packs)
 
     @torch.no_grad()
-    def _frozen(self, layout: WeightLayout) -> _Version:
+    def _pack(self, layout: WeightLayout, flat: Tensor, group: RankGroup | None) -> None:
+        """Write the model's own weights to `flat`."""
+        for _ in layout.pack(self._parameters, flat, over_ranks=group.max if group is not None else None):
+            pass
+
+    def _frozen(self, layout: WeightLayout, group: RankGroup | None) -> _Version:
         """Make the weights ready that no version brings."""
         flat = torch.zeros(layout.num_bytes, dtype=torch.uint8)
-        for _ in layout.pack(self._parameters, flat):
-            pass
+        self._pack(layout, flat, group)
 
         def own(tensor: Tensor) -> Tensor:
             return tensor.to(self._device, copy=True)  # each by itself: what is packed is let go

@@ -16,23 +16,36 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from slipstream.core.errors import ConfigError
+from slipstream.core.lora_section import LoraConfig
 from slipstream.core.rank_group import RankGroup
 from slipstream.core.sections import ModelConfig
 from slipstream.models.build import build_policy
 from slipstream.models.config import TransformerConfig, config_from_hf, local_config, new_config
 from slipstream.models.flat import FlatParameters
-from slipstream.models.hf import logical_tensors, read_hf_config, write_tensor
+from slipstream.models.hf import canonical_name, logical_tensors, read_hf_config, weight_files, write_tensor
+from slipstream.models.hub import is_adapter
 from slipstream.models.initialise import initialise
-from slipstream.models.peft import with_adapters
+from slipstream.models.lora import Adapter, base_of, install
+from slipstream.models.peft import (
+    base_folder,
+    fill_adapters,
+    planned_shapes,
+    read_adapter,
+    stored_shapes,
+    with_adapters,
+)
+from slipstream.models.safetensors_file import open_tensors
 from slipstream.models.scalar import (
     HEAD_NAME,
     HeadInit,
@@ -43,7 +56,7 @@ from slipstream.models.scalar import (
     new_scalar_model,
     restore_biases,
 )
-from slipstream.models.shards import Box, Part, checkpoint_slices, is_dtensor, load_shard, local_parts, local_tensor
+from slipstream.models.shards import Box, Part, is_dtensor, load_shard, local_parts, local_tensor, whole_shapes
 from slipstream.models.tensor_parallel import SharedRows, TensorParallel, shared_rows, whole_config
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.models.transformer import OneRank, Ranks, Transformer
@@ -105,8 +118,14 @@ def divide(model: Transformer, division: Division) -> None:
     if division.uses_fsdp:
         _shard(model, division)
         return
-    model.to(division.device)
+    _bring(model, division)
     _move_tables(model, division)
+
+
+def _bring(module: nn.Module, division: Division) -> nn.Module:
+    """Return `module` on the division's device; on "meta", without values, where it lies there (`beside_base`)."""
+    is_meta = any(parameter.is_meta for parameter in module.parameters())
+    return module if is_meta else module.to(division.device)
 
 
 def _move_tables(model: Transformer, division: Division) -> None:
@@ -114,57 +133,102 @@ def _move_tables(model: Transformer, division: Division) -> None:
 
 
 def _shard(model: Transformer, division: Division) -> None:
-    """`divide`, by FSDP2."""
+    """`divide`, by FSDP2. Adapters stay whole on every rank: `ShardedParameters` sums their gradients, once."""
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
     mesh, is_float32 = division.mesh(), division.precision == "float32"
     policy = MixedPrecisionPolicy() if is_float32 else MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    for layer in model.layers:
-        fully_shard(layer.to(division.device), mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     for name, child in model.named_children():
         if name != "layers":
-            child.to(division.device)
+            _bring(child, division)
+    whole = {p for one in model.modules() if isinstance(one, Adapter) for p in one.parameters()}
+    shard = partial(fully_shard, mesh=mesh, mp_policy=policy, ignored_params=whole)
+    for layer in model.layers:
+        shard(_bring(layer, division), reshard_after_forward=True)
     _move_tables(model, division)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    shard(model, reshard_after_forward=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):  # sums; the two together also spare gloo an operation that it lacks
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 
 
-def load_sharded(path: str | Path, division: Division, *, max_positions: int | None = None) -> Transformer:
-    """Return this rank's part of the model in folder `path`; only that is read. Errors: as `hf.load_model`'s."""
+def load_sharded(
+    path: str | Path,
+    division: Division,
+    *,
+    max_positions: int | None = None,
+    lora: LoraConfig = LoraConfig(),
+    seed: int = 0,
+) -> Transformer:
+    """Return this rank's part of the model in folder `path`; only that is read. Errors: as `hf.load_model`'s.
+
+    With the adapters that `lora` asks for, new ones drawn from `seed`; an adapter's folder brings its own.
+    """
     path = Path(path)
+    if is_adapter(path):
+        path, lora = base_folder(path), LoraConfig(path=str(path))
     config = config_from_hf(read_hf_config(path), max_positions=max_positions)
-    model = _unfilled(config, division)
+    model = _unfilled(config, division, lora)
     with checkpoint_slices(path, config) as whole:
         load_shard(model, whole)
-    return model
+    return fill_adapters(model, lora, seed=seed) if lora.is_set else model
 
 
-def new_sharded(config: TransformerConfig, seed: int, division: Division) -> Transformer:
+@contextmanager
+def checkpoint_slices(path: Path, config: TransformerConfig) -> Iterator[dict[str, Any]]:
+    """The tensors of the checkpoint in folder `path`, by canonical name, as slices that are read when they are cut."""
+    wanted = whole_shapes(config)
+    with ExitStack() as stack:
+        found: dict[str, Any] = {}
+        for file in weight_files(path):
+            tensors = stack.enter_context(open_tensors(file))
+            for stored_name in tensors.keys():  # noqa: SIM118 - not a dict
+                name = canonical_name(stored_name, wanted, config.tie_embeddings)
+                if name is not None:
+                    found[name] = tensors.get_slice(stored_name)
+        yield found
+
+
+def new_sharded(
+    config: TransformerConfig, seed: int, division: Division, lora: LoraConfig = LoraConfig()
+) -> Transformer:
     """Return this rank's part of the model that `initialise` draws from `seed`: the same numbers in every division.
 
-    Every rank draws the whole model and keeps its part.
+    Every rank draws the whole model and keeps its part. With the adapters that `lora` asks for.
     """
     whole = Transformer(config)
     initialise(whole, seed)
-    model = _unfilled(config, division)
+    model = _unfilled(config, division, lora)
     load_shard(model, logical_tensors(whole))
-    return model
+    del whole
+    return fill_adapters(model, lora, seed=seed) if lora.is_set else model
 
 
-def _unfilled(config: TransformerConfig, division: Division) -> Transformer:
+def _unfilled(config: TransformerConfig, division: Division, lora: LoraConfig = LoraConfig()) -> Transformer:
     """Nothing is written before it is divided, so a CPU gives memory for the parts only."""
     model = Transformer(local_config(config, division.tensor_parallel.world), division.ranks_of(config))
+    if lora.is_set:
+        install(model, planned_shapes(lora, config))
     divide(model, division)
     return model
+
+
+def beside_base(model: Transformer, division: Division, path: Path | None) -> Transformer:
+    """Return a frozen `model` with the adapters in folder `path` instead of its own, or none, over the same base.
+
+    Nothing that `model` has gathered may be held. On data-parallel ranks what is returned gathers the base by itself,
+    and keeps its embedding and head gathered between its passes.
+    """
+    shapes = {} if path is None else stored_shapes(path, whole_config(model))
+    found = base_of(model, shapes, partial(divide, division=division) if division.uses_fsdp else None)
+    return (found if path is None else read_adapter(found, path)).requires_grad_(False)
 
 
 def build_sharded_policy(config: ModelConfig, division: Division, *, seed: int, tokenizer: Tokenizer) -> Transformer:
     """Return this rank's part of the policy that `build.build_policy` gives, with the same numbers.
 
-    On one CPU rank also with the adapters of `config.lora`, if it has any.
+    Also with the adapters of `config.lora`, if it has any.
     """
     if division.is_whole:
         model, _ = build_policy(config, seed=seed, tokenizer=tokenizer)
@@ -174,9 +238,9 @@ def build_sharded_policy(config: ModelConfig, division: Division, *, seed: int, 
             layer.recomputes = division.recomputes
         return model
     if config.path is not None:
-        return load_sharded(config.path, division)
+        return load_sharded(config.path, division, lora=config.lora, seed=seed)
     whole = new_config(config, len(tokenizer), eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
-    return new_sharded(whole, seed, division)
+    return new_sharded(whole, seed, division, config.lora)
 
 
 @torch.no_grad()
@@ -247,7 +311,7 @@ class _Local:
 
 
 class ShardedParameters:
-    """The parameters that one of several ranks stores, with what `FlatParameters` has for training.
+    """The trained parameters that one of several ranks stores, with what `FlatParameters` has for training.
 
     A parameter that FSDP2 manages is stored as a range of rows, along its first dimension, of this rank's
     tensor-parallel share (where it lies in the checkpoint: `shards.local_parts`); any other is stored whole.
@@ -265,6 +329,7 @@ class ShardedParameters:
         self._locals = {
             name: _Local(parameter, self._rows_of(parameter), shared.get(name))
             for name, parameter in model.named_parameters()
+            if parameter.requires_grad
         }
 
     def _rows_of(self, parameter: nn.Parameter) -> range:

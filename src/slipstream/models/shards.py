@@ -6,25 +6,31 @@ Weight sync, checkpoints and exports speak of boxes only, whatever divided the m
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
 from slipstream.core.errors import ConfigError, ShapeError
+from slipstream.core.rank_group import RankGroup
 from slipstream.models.config import TransformerConfig
-from slipstream.models.hf import canonical_name, weight_files
 from slipstream.models.layout import LogicalTensor, layout
-from slipstream.models.lora import AdapterShape, adapter_tensors, meta_parameters, shapes_of
-from slipstream.models.safetensors_file import open_tensors
-from slipstream.models.tensor_parallel import TensorParallel
-from slipstream.models.transformer import Transformer
+from slipstream.models.lora import (
+    AdapterShape,
+    adapter_tensors,
+    install,
+    linear_layers,
+    meta_parameters,
+    resized,
+    shapes_of,
+)
+from slipstream.models.tensor_parallel import TensorParallel, whole_config
+from slipstream.models.transformer import Ranks, Transformer
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -86,31 +92,37 @@ class Shard:
         self.view.copy_(value)
 
 
-def local_shards(model: Transformer) -> list[Shard]:
+def local_shards(model: Transformer, *, of_base: bool = False) -> list[Shard]:
     """Return what this rank holds of the checkpoint: of a whole model, one rank's of several, and either under FSDP2.
 
     In the order of `layout`. Views stay valid as long as the parameters' storage: take them again after
     `FlatParameters.rebind`. Every stored number is in exactly one shard; several ranks may hold the same box.
+    Of a model with adapters these are theirs, or with `of_base` those of the rest.
     """
     parameters = {name: local_tensor(parameter.detach()) for name, parameter in model.named_parameters()}
-    return [Shard(part.box, part.of(parameters[part.parameter])) for part in local_parts(model)]
+    parts = base_parts(model) if of_base else local_parts(model)
+    return [Shard(part.box, part.of(parameters[part.parameter])) for part in parts]
 
 
 def local_parts(model: Transformer) -> list[Part]:
     """Return where `local_shards` lie in this rank's parameters; boxes without elements are left out.
 
-    Of a model with adapters these are the adapters' (`lora.adapter_tensors`), which lie whole on the one rank there is.
+    Of a model with adapters these are the adapters' (`lora.adapter_tensors`), which only tensor parallelism divides.
     """
+    shapes = shapes_of(model)
+    return adapter_parts(shapes, model.ranks) if shapes else base_parts(model)
+
+
+def base_parts(model: Transformer) -> list[Part]:
+    """`local_parts` of a model, or of what its adapters are beside."""
     ranks = model.ranks
-    if shapes := shapes_of(model):
-        return adapter_parts(shapes)
     if isinstance(ranks, TensorParallel):
         whole, rank, world = whole_shapes(ranks.config), ranks.rank, ranks.world
     else:
         whole, rank, world = whole_shapes(model.config), 0, 1
     held = {name: placed(name, parameter) for name, parameter in model.named_parameters()}
     with torch.device("meta"):
-        undivided = Transformer(model.config, ranks)  # as FSDP2 found it: parameters are plain tensors
+        undivided = Transformer(model.config, ranks)  # as FSDP2 and adapters found it: parameters are plain tensors
     parameters = dict(undivided.named_parameters())
     owners = {parameter.untyped_storage()._cdata: name for name, parameter in parameters.items()}
     parts = []
@@ -124,16 +136,74 @@ def local_parts(model: Transformer) -> list[Part]:
     return parts
 
 
-def adapter_parts(shapes: Mapping[str, AdapterShape]) -> list[Part]:
-    """Return where A and B of every piece lie in the parameters of adapters, whole on one rank."""
-    parts, parameters = [], meta_parameters(shapes)
+def adapter_parts(shapes: Mapping[str, AdapterShape], ranks: Ranks) -> list[Part]:
+    """Return where A and B of every piece lie in the parameters of a rank's adapters, which have `shapes` there."""
+    parts, parameters, whole, rank, world = [], meta_parameters(shapes), shapes, 0, 1
+    if isinstance(ranks, TensorParallel):
+        whole, rank, world = resized(shapes, linear_layers(ranks.config)), ranks.rank, ranks.world
+    sizes = {tensor.name: tensor.shape for _, tensor in adapter_tensors(whole, meta_parameters(whole))}
     for name, tensor in adapter_tensors(shapes, parameters):
-        box = Box(tensor.name, tensor.shape, (0, 0), tensor.shape)
         held = (0, 0), tuple(parameters[name].shape)
-        for start, plain in _plain(tensor.view, box.extent):
-            if (part := _within(held, box, start, plain, parameters[name], name)) is not None:
-                parts.append(part)
+        for box, view in _cut(tensor, sizes[tensor.name], rank, world):
+            for start, plain in _plain(view, box.extent):
+                if (part := _within(held, box, start, plain, parameters[name], name)) is not None:
+                    parts.append(part)
     return parts
+
+
+def whole_parameters(model: Transformer, *, of_base: bool) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters of the whole model that `model` is a part of, one at a time: of its base, or its adapters.
+
+    All ranks that share the model call this together, with what FSDP2 has gathered given up.
+    """
+    ranks, shapes, own = model.ranks, shapes_of(model), dict(model.named_parameters())
+    peers: list[Ranks] = []
+    if isinstance(ranks, TensorParallel):
+        peers = [TensorParallel(ranks.config, rank, ranks.world) for rank in range(ranks.world)]
+        group = RankGroup.over(ranks.group) if ranks.group is not None else RankGroup.alone()
+    with torch.device("meta"):
+        whole = install(Transformer(whole_config(model)), shapes)
+        divided = [install(Transformer(model.config, peer), shapes) for peer in peers]
+    find = base_parts if of_base else local_parts
+    wanted, *by_rank = [_by_parameter(find(one)) for one in (whole, *divided)]
+    held = [dict(one.named_parameters()) for one in divided]
+    for name, parameter in whole.named_parameters():
+        if name not in wanted:
+            continue
+        mine = own[name].detach() if name in own else torch.empty(0)
+        mine = cast("DTensor", mine).full_tensor() if is_dtensor(mine) else mine
+        if all(name in one and one[name].shape == parameter.shape for one in held):
+            yield name, mine
+            continue
+        tensors: dict[str, Tensor] = {}
+        for rank, payload in enumerate(group.gather(mine.contiguous().numpy().tobytes())):
+            for part in by_rank[rank].get(name, []):
+                share = torch.frombuffer(bytearray(payload), dtype=mine.dtype).view(held[rank][name].shape)
+                tensor = tensors.setdefault(part.box.name, torch.empty(part.box.shape, dtype=mine.dtype))
+                tensor[part.box.slices] = part.of(share)
+        value = torch.empty(parameter.shape, dtype=mine.dtype)
+        for part in wanted[name]:
+            part.of(value).copy_(tensors[part.box.name][part.box.slices])
+        yield name, value
+
+
+def _by_parameter(parts: Sequence[Part]) -> dict[str, list[Part]]:
+    found: dict[str, list[Part]] = {}
+    for part in parts:
+        found.setdefault(part.parameter, []).append(part)
+    return found
+
+
+def base_digest(model: Transformer) -> str:
+    """Return the SHA-256 of the numbers that `model`'s adapters are beside, by their names; see `whole_parameters`.
+
+    Identity: it does not depend on the division.
+    """
+    digest = hashlib.sha256()
+    for name, parameter in whole_parameters(model, of_base=True):
+        digest.update(f"{name} {list(parameter.shape)} {parameter.dtype}".encode())
+        digest.update(parameter.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -258,12 +328,12 @@ def whole_shapes(config: TransformerConfig) -> Mapping[str, tuple[int, ...]]:
 
 @torch.no_grad()
 def load_shard(model: Transformer, whole: Mapping[str, Any]) -> None:
-    """Fill a rank's model from all tensors of the checkpoint, of which it reads its boxes only.
+    """Fill a rank's model, but for adapters, from all tensors of the checkpoint, of which it reads its boxes only.
 
     `whole` maps Hugging Face's names to tensors (`hf.logical_tensors` of a whole model) or to slices of safetensors
     files. Raises ConfigError for missing, unexpected or misshapen ones.
     """
-    shapes = whole_shapes(model.ranks.config if isinstance(model.ranks, TensorParallel) else model.config)
+    shapes = whole_shapes(whole_config(model))
     problems = [f"missing {name}" for name in shapes if name not in whole]
     for name, tensor in whole.items():
         shape = tuple(tensor.shape if isinstance(tensor, Tensor) else tensor.get_shape())
@@ -273,20 +343,5 @@ def load_shard(model: Transformer, whole: Mapping[str, Any]) -> None:
             problems.append(f"{name} has shape {list(shape)}, not {list(shapes[name])}")
     if problems:
         raise ConfigError("these are not the tensors of the model that was divided", got="; ".join(problems[:20]))
-    for shard in local_shards(model):
+    for shard in local_shards(model, of_base=True):
         shard.write(whole[shard.box.name][shard.box.slices])
-
-
-@contextmanager
-def checkpoint_slices(path: Path, config: TransformerConfig) -> Iterator[dict[str, Any]]:
-    """The tensors of the checkpoint in folder `path`, by canonical name, as slices that are read when they are cut."""
-    wanted = whole_shapes(config)
-    with ExitStack() as stack:
-        found: dict[str, Any] = {}
-        for file in weight_files(path):
-            tensors = stack.enter_context(open_tensors(file))
-            for stored_name in tensors.keys():  # noqa: SIM118 - not a dict
-                name = canonical_name(stored_name, wanted, config.tie_embeddings)
-                if name is not None:
-                    found[name] = tensors.get_slice(stored_name)
-        yield found

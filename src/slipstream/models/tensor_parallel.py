@@ -17,7 +17,8 @@ Gradients. Every rank computes the same loss from the same logits, so the gradie
 sums what comes back: a second collective per branch. So gradients of norms, of an untied embedding and of positions are
 whole on every rank, and those of divided parameters belong to their rank. What remains are parts of a sum: key-value
 heads that several ranks hold, norms of queries and keys, and a tied embedding, of whose head each rank knows its own
-rows. They are added up once per update, not once per product; `SharedRows.is_partial` says which they are.
+rows. They are added up once per update, not once per product; `SharedRows.is_partial` says which they are. Of adapters
+it is what every rank holds: A where rows are cut, whose gradient is of this rank's rows of B, and B where columns are.
 
 Bits. All ranks add the same numbers in the same order, so the residual stream is the same on every rank, too. But the
 order of an all-reduce over three and more ranks depends on where a number lies in the buffer, so that the bits of a
@@ -30,7 +31,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -40,6 +41,7 @@ from torch import Tensor
 from slipstream.core.errors import ShapeError
 from slipstream.core.rank_group import lost_rank
 from slipstream.models.config import TransformerConfig, local_config
+from slipstream.models.lora import Adapter
 from slipstream.models.transformer import Transformer
 
 # The public name changed in torch 2.13.
@@ -218,4 +220,12 @@ def shared_rows(model: Transformer) -> dict[str, SharedRows]:
             found[name] = SharedRows(rows, everyone, is_partial=model.config.tie_embeddings)
         elif module == "qkv" and kv_sharers > 1:  # rows of queries, then of keys and values
             found[name] = SharedRows(rows[model.config.query_size :], range(first, first + kv_sharers), is_partial=True)
+        elif module == "adapter":
+            layer, is_a = name.split(".")[-3], name.endswith(".a")
+            if is_a != (layer in ("output", "down")):  # A before rows that are divided, B behind columns that are
+                found[name] = SharedRows(rows, everyone, is_partial=True)
+            elif layer == "qkv" and kv_sharers > 1:
+                pieces = cast(Adapter, model.get_submodule(name.removesuffix(".b"))).shape.pieces
+                queries = sum(piece.num_rows for piece in pieces if piece.start < model.config.query_size)
+                found[name] = SharedRows(rows[queries:], range(first, first + kv_sharers), is_partial=True)
     return found

@@ -21,11 +21,11 @@ from slipstream.models.export import export_sharded
 from slipstream.models.flat import FlatParameters
 from slipstream.models.hf import save_model
 from slipstream.models.hub import is_adapter
-from slipstream.models.lora import base_digest, base_of, shapes_of
-from slipstream.models.peft import BASE_FOLDER, load_adapter, recorded_digest, save_adapter
+from slipstream.models.lora import base_of, shapes_of
+from slipstream.models.peft import BASE_FOLDER, recorded_digest, save_adapter
 from slipstream.models.quantized import Packer, WeightLayout
-from slipstream.models.sharded import Division, build_sharded_policy, module_parts, stored_parameters
-from slipstream.models.shards import Shard, whole_shapes
+from slipstream.models.sharded import Division, beside_base, build_sharded_policy, stored_parameters
+from slipstream.models.shards import base_digest, local_shards, whole_shapes
 from slipstream.models.tensor_parallel import whole_config
 from slipstream.models.transformer import Transformer
 from slipstream.trainer.checkpoint import CRITIC, POLICY, Checkpoints, LoadedCheckpoint, Saved, Trained
@@ -91,10 +91,10 @@ class Policy:
         config = self._config.model
         if self.base_digest:
             adapter = config.lora.path if path is None else path
-            if adapter is None:
-                return base_of(self.model)
-            if is_adapter(adapter) and (path is None or recorded_digest(Path(adapter)) == self.base_digest):
-                return load_adapter(base_of(self.model), Path(adapter)).requires_grad_(False)
+            folder = None if adapter is None else Path(adapter)
+            if folder is None or (is_adapter(folder) and (path is None or recorded_digest(folder) == self.base_digest)):
+                self.parameters.reshard()
+                return beside_base(self.model, self.division, folder)
         config = config.model_copy(update={"path": config.path if path is None else path, "lora": LoraConfig()})
         model = build_sharded_policy(config, self.division, seed=self._config.seed, tokenizer=self.tokenizer)
         return model.requires_grad_(False)
@@ -111,14 +111,18 @@ class Policy:
     def export(self, path: Path) -> None:
         """Write a Hugging Face checkpoint with its tokenizer, or the adapters alone; on return it is there."""
         if self.base_digest:
-            base = self._base_folder(path.parent)
-            save_adapter(self.model, path, self.tokenizer, base=base, digest=self.base_digest)
-            return
-        if self.division.is_whole:
+            base, is_writer = self._base_folder(path.parent), self._ranks.is_leader
+            save_adapter(self.model, path, self.tokenizer, base=base, digest=self.base_digest, is_writer=is_writer)
+            self._ranks.gather(b"")  # from here on all ranks may read it
+        elif self.division.is_whole:
             save_model(self.model, path, self.tokenizer)
-            return
-        views = self.parameters.named_views()
-        shards = [Shard(part.box, part.of(views[part.parameter])) for part in module_parts(self.model)]
+        else:
+            self._export_sharded(path)
+
+    def _export_sharded(self, path: Path) -> None:
+        """Write the model, or what its adapters are beside, from the parts on all ranks."""
+        self.parameters.reshard()
+        shards = local_shards(self.model, of_base=True)
         export_sharded(shards, path, self._ranks, whole_config(self.model), self.tokenizer)
 
     def _base_folder(self, beside: Path) -> Path:
@@ -126,8 +130,13 @@ class Policy:
         if self._config.model.path is not None:
             return Path(self._config.model.path)
         folder, partial = beside / BASE_FOLDER, beside / f".{BASE_FOLDER}.partial"
-        if not folder.exists():
+        if self._ranks.broadcast(b"is there" if folder.exists() else b""):  # as rank 0 sees it
+            return folder
+        if self.division.is_whole:
             save_model(base_of(self.model), partial, self.tokenizer)
+        else:
+            self._export_sharded(partial)
+        if self._ranks.is_leader:
             sync_files(partial)
             partial.rename(folder)
         return folder
