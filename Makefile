@@ -28,9 +28,9 @@ quickstart: .venv/run ## install, then train the quickstart recipe
 WHOLE := tests/integration tests/browser
 test: .venv/dev ## run the tests: no download, no GPU
 	$(BIN)/python -m pytest -q -n 3 --dist loadfile $(WHOLE:%=--ignore=%) $(ARGS)
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile $(WHOLE) $(ARGS)
+	$(BIN)/python -m pytest -q -n 3 --dist loadfile $(WHOLE) $(ARGS)
 
-test-slow: .venv/dev ## run the slow tests: every policy loss until it learns, more whole runs, three quarters of an hour
+test-slow: .venv/dev ## run the slow tests: every policy loss until it learns, many whole runs, over an hour
 	$(BIN)/python -m pytest -q -m slow $(ARGS)
 
 test-promises: .venv/dev $(TRL)/installed ## run every command and script that the pages show, each made small: an hour
