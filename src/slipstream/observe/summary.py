@@ -230,11 +230,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
             model_params=0,
             eval=Evaluations(),
             throughput=Throughput(None, None, None),
-            staleness=Staleness(max=0, mean=0.0, bound=None, histogram={}, updates_max=0),
+            staleness=Staleness(0, 0.0, None, {}, 0),
             accounting={},
-            prompts=Prompts(
-                admitted=0, trained=0, failed=0, skipped=0, pending=0, lost=0, repeated=0, regenerated_tokens=0
-            ),
+            prompts=Prompts(0, 0, 0, 0, 0, 0, 0, 0),
             weight_sync=WeightSync(0, 0, 0, None, None, None),
             padding_frac=0.0,
             versions=versions(),

@@ -50,21 +50,14 @@ MOST_MISFITS = 4
 
 
 def base_tables(
-    subject: Subject,
-    workload: Workload,
-    max_new_tokens: int,
-    *,
-    reward_model: str | None,
-    lora_rank: int | None = None,
+    subject: Subject, workload: Workload, max_new_tokens: int, *, reward_model: str | None
 ) -> dict[str, Any]:
     """Return the recipe that was planned for, or one for the model with only the fields that it needs."""
-    batch: dict[str, Any] = {
+    batch = {
         "groups_per_step": workload.groups,
         "completions_per_group": workload.group_size,
         "generator": {"max_new_tokens": max_new_tokens},
     }
-    if lora_rank is not None:
-        batch["model"] = {"lora": {"rank": lora_rank}}
     if subject.recipe is not None and (config := subject.config) is not None:
         greedy = config.samples_per_group - config.completions_per_group  # ReMax samples one besides
         return merge(subject.recipe, batch | {"completions_per_group": workload.group_size - greedy})
@@ -248,7 +241,9 @@ def answer(question: Question) -> Answer:
         )
     workload, assumed = workload_of(question, subject)
     longest = max_new_tokens(question, subject, workload.lengths)
-    base = base_tables(subject, workload, longest, reward_model=question.reward_model, lora_rank=question.lora_rank)
+    base = base_tables(subject, workload, longest, reward_model=question.reward_model)
+    if question.lora_rank is not None:
+        base = merge(base, {"model": {"lora": {"rank": question.lora_rank}}})
     if workload.adapters.params and (measured is not None or (cluster is None and question.lora_rank is not None)):
         raise ConfigError(
             "seconds that were measured are those of the weights that were trained",

@@ -148,23 +148,13 @@ class Adapters:
 
 NO_ADAPTERS = Adapters(0, 0, 0)
 HEAD = "lm_head"
-_LINEARS = {  # the names in the checkpoint of a layer's matrices; those with a space are rows of one linear layer
-    "gpt2": ("transformer.h", "attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"),
-    "gpt_neox": (
-        "gpt_neox.layers",
-        "attention.query_key_value",
-        "attention.dense",
-        "mlp.dense_h_to_4h",
-        "mlp.dense_4h_to_h",
-    ),
+_ATTENTION = "self_attn.q_proj+self_attn.k_proj+self_attn.v_proj self_attn.o_proj"
+_LLAMA = f"model.layers {_ATTENTION} mlp.gate_proj+mlp.up_proj mlp.down_proj"
+_LINEARS = {
+    "gpt2": "transformer.h attn.c_attn attn.c_proj mlp.c_fc mlp.c_proj",
+    "gpt_neox": "gpt_neox.layers attention.query_key_value attention.dense mlp.dense_h_to_4h mlp.dense_4h_to_h",
 }
-_LLAMA = (
-    "model.layers",
-    "self_attn.q_proj self_attn.k_proj self_attn.v_proj",
-    "self_attn.o_proj",
-    "mlp.gate_proj mlp.up_proj",
-    "mlp.down_proj",
-)
+"""The names of a layer's matrices in the checkpoint, behind their prefix; with a plus: one linear layer here."""
 
 
 def adapters_of(model: TransformerConfig, rank: int, targets: Collection[str] = ()) -> Adapters:
@@ -189,13 +179,13 @@ def adapters_of(model: TransformerConfig, rank: int, targets: Collection[str] = 
 
 def _matrices(model: TransformerConfig) -> Iterator[tuple[str, str, int, int]]:
     """Yield the matrices that may have an adapter: name, linear layer, columns, rows; the head last."""
-    prefix, *linears = _LINEARS.get(model.family, _LLAMA)
+    prefix, *linears = _LINEARS.get(model.family, _LLAMA).split()
     hidden, inner, query, kv = model.hidden_size, model.intermediate_size, model.query_size, model.kv_size
     up = (inner,) * (1 + model.gated_mlp)
     sizes = ((hidden, (query, kv, kv)), (query, (hidden,)), (hidden, up), (inner, (hidden,)))
     for index in range(model.num_layers):
         for linear, (columns, rows) in zip(linears, sizes, strict=True):
-            names = linear.split()
+            names = linear.split("+")
             for name, num_rows in zip(names, rows if len(names) > 1 else (sum(rows),), strict=True):
                 yield f"{prefix}.{index}.{name}", f"{index}.{linear}", columns, num_rows
     yield HEAD, HEAD, hidden, model.vocab_size
