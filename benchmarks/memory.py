@@ -1,6 +1,6 @@
 """The memory of a run's trainer and generator with all weights trained, and with adapters (docs/lora.md).
 
-    python benchmarks/memory.py [--rank 32] [--model smollm2] [--microbatch-tokens 1024] [--steps 2]
+    python benchmarks/memory.py [--rank 32] [--model smollm2] [--microbatch-tokens 512] [--steps 2]
 
 Both are whole runs of the model's shape with random weights, in processes as always, on CPU. Printed of each process:
 the most anonymous and shared memory that it holds while the run lasts, above what it begins with (Python and its
@@ -36,18 +36,25 @@ from slipstream.plan.layouts import AsynchronousPlan, GeneratorLayout, TrainerLa
 from slipstream.plan.lengths import LengthSample
 
 SIDES = ("trainer", "generator")
-PROMPT, COMPLETION, SLOTS = 16, 16, 16
-EVERY_S = 0.02
+GROUPS, GROUP_SIZE, PROMPT, COMPLETION, SLOTS = 8, 2, 64, 4, 16  # long prompts: decoding takes longest
+EVERY_S, LOOK_FOR_S = 0.05, 1.0
 
 
 def tables(folder: Path, rank: int | None, microbatch_tokens: int, steps: int) -> dict[str, Any]:
     return {
         "recipe": "memory",
         "steps": steps,
-        "groups_per_step": 16,
-        "completions_per_group": 4,
+        "groups_per_step": GROUPS,
+        "completions_per_group": GROUP_SIZE,
         "model": {"path": str(folder), **({} if rank is None else {"lora": {"rank": rank}})},
-        "prompts": {"tasks": [{"name": "spell_backward"}], "max_prompt_tokens": PROMPT, "template": "{word}>"},
+        "prompts": {
+            "tasks": [{"name": "spell_backward", "params": {"max_word_len": 5}}],
+            "max_prompt_tokens": PROMPT,
+            "num_train": 200,
+            "num_eval": 8,
+            "template": (PROMPT - 6) * " " + "{word}>",
+        },
+        "loss": {"skip_no_signal": False},  # random weights answer nothing right
         "generator": {"num_slots": SLOTS, "max_new_tokens": COMPLETION},
         "trainer": {"microbatch_tokens": microbatch_tokens, "optimizer": {"lr": 1e-6}, "checkpoint_every": steps},
         "eval": {"every": 0, "num_prompts": 1},
@@ -85,8 +92,11 @@ def measured(recipe: dict[str, Any], out: Path) -> tuple[dict[str, int], int]:
     code = "import json, slipstream, sys; slipstream.run(json.loads(sys.argv[1]), out=sys.argv[2], display=False)"
     child = subprocess.Popen([sys.executable, "-c", code, json.dumps(recipe), str(out)])
     first, most = dict[str, int](), dict.fromkeys(SIDES, 0)
+    found, looked_s = dict[str, int](), 0.0
     while child.poll() is None:
-        for side, pid in processes(child.pid).items():
+        if len(found) < len(SIDES) or time.monotonic() - looked_s > LOOK_FOR_S:
+            found, looked_s = processes(child.pid), time.monotonic()
+        for side, pid in found.items():
             now = held(pid)
             most[side] = max(most[side], now - first.setdefault(side, now))
         time.sleep(EVERY_S)
@@ -101,7 +111,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--model", choices=sorted(MODELS), default="smollm2")
-    parser.add_argument("--microbatch-tokens", type=int, default=1024)
+    parser.add_argument("--microbatch-tokens", type=int, default=512)
     parser.add_argument("--steps", type=int, default=2)
     arguments = parser.parse_args()
     print(f"command: python {shlex.join(sys.argv)}")
@@ -124,7 +134,10 @@ def main() -> None:
                 config=resolve(recipe),
                 shape=shape,
                 workload=Workload(
-                    groups=16, group_size=4, lengths=LengthSample(PROMPT, (COMPLETION,), "limits"), adapters=adapters
+                    groups=GROUPS,
+                    group_size=GROUP_SIZE,
+                    lengths=LengthSample(PROMPT, (COMPLETION,), "limits"),
+                    adapters=adapters,
                 ),
                 times=None,  # type: ignore[arg-type]
                 cores=os.cpu_count() or 1,
