@@ -19,9 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from trl import DPOTrainer, GRPOTrainer, RewardTrainer, RLOOTrainer
+from trl import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, RLOOTrainer
 from trl.experimental.cpo import CPOTrainer
-from trl.experimental.kto import KTOTrainer
 from trl.experimental.online_dpo import OnlineDPOTrainer
 
 SEED = 20240607
@@ -138,14 +137,25 @@ def token_ids(drawn: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
+def outputs_of(logprobs: Tensor, mask: Tensor) -> SimpleNamespace:
+    """What a model with TRL's fused head returns."""
+    zeros = torch.zeros_like(logprobs)
+    return SimpleNamespace(log_probs=logprobs * mask, entropy=zeros, mean_logits=zeros, is_top1=zeros.bool())
+
+
+def with_prompt(mask: Tensor) -> dict[str, Tensor]:
+    """Completions behind a prompt of one token."""
+    completions = torch.cat([torch.zeros((len(LENGTHS), 1), dtype=torch.int64), mask], dim=1)
+    return {
+        "input_ids": completions.clone(),
+        "attention_mask": torch.ones_like(completions),
+        "completion_mask": completions,
+    }
+
+
 def preference(drawn: dict[str, Tensor], policy: Tensor, case: dict[str, Any]) -> Tensor:
     """DPOTrainer._compute_loss; its batch is all preferred completions, then all rejected ones."""
     mask = drawn["mask"]
-
-    def outputs(logprobs: Tensor) -> SimpleNamespace:
-        zeros = torch.zeros_like(logprobs)
-        return SimpleNamespace(log_probs=logprobs * mask, entropy=zeros, mean_logits=zeros, is_top1=zeros.bool())
-
     trainer = Stand(
         ld_alpha=None,
         precompute_ref_logps=True,
@@ -157,31 +167,34 @@ def preference(drawn: dict[str, Tensor], policy: Tensor, case: dict[str, Any]) -
         _total_train_tokens=0,
         _tp_size=1,
     )
-    with_prompt = torch.cat([torch.zeros((len(LENGTHS), 1), dtype=torch.int64), mask], dim=1)
     chosen, rejected = (drawn["reference"] * mask).sum(1).chunk(2)
-    inputs = {
-        "input_ids": with_prompt.clone(),
-        "attention_mask": torch.ones_like(with_prompt),
-        "completion_mask": with_prompt,
-        "ref_chosen_logps": chosen,
-        "ref_rejected_logps": rejected,
-    }
-    return DPOTrainer._compute_loss(trainer, lambda **_: outputs(policy), inputs, False)
+    inputs = with_prompt(mask) | {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
+    return DPOTrainer._compute_loss(trainer, lambda **_: outputs_of(policy, mask), inputs, False)
 
 
 def labelled(drawn: dict[str, Tensor], policy: Tensor, case: dict[str, Any]) -> Tensor:
-    """KTOTrainer.kto_loss; the first half is desirable, and mismatched completions have gained `case["kl"]` each."""
-    ours, theirs = ((logprobs * drawn["mask"]).sum(1) for logprobs in (policy, drawn["reference"]))
+    """KTOTrainer._compute_loss; the first half is desirable, and mismatched completions have gained `case["kl"]` each.
+
+    The gain is that of the draw's scores around their mean, so that TRL's own mean of them counts.
+    """
+    mask, scores = drawn["mask"], drawn["scores"]
+    before = (drawn["behaviour"] * mask).sum(1)
+    after = before + scores - scores.mean() + case["kl"]
     trainer = Stand(
         loss_type="kto",
         calculate_KL=True,
+        precompute_ref_logps=True,
         beta=case["beta"],
         desirable_weight=case["desirable_weight"],
         undesirable_weight=case["undesirable_weight"],
+        _total_train_tokens=0,
+        _tp_size=1,
+        _compute_kl_logps=lambda *_: after,
     )
-    (chosen, rejected), (ref_chosen, ref_rejected) = ours.chunk(2), theirs.chunk(2)
-    losses, *_ = KTOTrainer.kto_loss(trainer, chosen, rejected, theirs + case["kl"], ref_chosen, ref_rejected, theirs)
-    return losses.mean()
+    labels = torch.arange(len(LENGTHS)) < len(LENGTHS) // 2
+    reference = (drawn["reference"] * mask).sum(1)
+    inputs = with_prompt(mask) | {"label": labels, "ref_logps": reference, "ref_KL_logps": before}
+    return KTOTrainer._compute_loss(trainer, lambda **_: outputs_of(policy, mask), inputs, False)
 
 
 def without_reference(drawn: dict[str, Tensor], policy: Tensor, case: dict[str, Any]) -> Tensor:

@@ -152,7 +152,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 76_235
+MAX_LINES = 76_454
 MAX_LINES_OF_SPINE = 1_765
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -174,11 +174,11 @@ MAX_LINES_OF_FOLDER = {
     "jail": 1_050,
     "jobs": 500,
     "models": 6_265,
-    "observe": 9_620,
-    "plan": 6_130,
+    "observe": 9_665,
+    "plan": 6_280,
     "prompts": 1_150,
     "rewards": 3_200,
-    "stages": 2_715,
+    "stages": 2_730,
     "trainer": 4_995,
     "weight_sync": 3_365,
 }

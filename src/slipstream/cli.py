@@ -479,6 +479,7 @@ class PlanOptions:
     reference: bool = flag("There is a reference policy, for a KL penalty.", default=False)
     critic: bool = flag("There is a critic of the policy's size.", default=False)
     reward_model: str | None = flag("The model that scores, named as the policy is.")
+    lora_rank: int | None = flag("Rank of adapters that are trained in place of the model's own weights.")
     turns: float | None = flag("Turns of an episode, in the mean; lengths are then of all its sampled tokens.")
     given_tokens: int | None = flag("Tokens that an environment gives between two turns.")
     environment_s: float | None = flag("Seconds of an environment's answer, in the mean, with a heavy tail.")

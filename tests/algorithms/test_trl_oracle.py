@@ -10,6 +10,7 @@ from loss_cases import units_of
 
 from slipstream.algorithms.kl import k3
 from slipstream.algorithms.losses import LossInputs, loss_named
+from slipstream.algorithms.losses.kto import mismatched_kl
 
 ORACLE = json.loads((Path(__file__).parents[1] / "data" / "trl_oracle.json").read_text(encoding="utf-8"))
 DRAWN = {name: torch.tensor(values, dtype=torch.float64) for name, values in ORACLE["inputs"].items()}
@@ -34,6 +35,9 @@ OURS = {
     "dpo_ipo": ("online_ipo", {"beta": 0.1}, ADJACENT),
     "online_dpo": ("online_dpo", {"beta": 0.1}, ADJACENT),
     "online_ipo": ("online_ipo", {"beta": 0.1}, ADJACENT),
+    "kto": ("kto", {"beta": 0.3, "desirable_weight": 1.3, "undesirable_weight": 0.7}, IN_ORDER),
+    "kto_below_zero": ("kto", {"beta": 0.3}, IN_ORDER),
+    "simpo": ("simpo", {"beta": 2.0, "gamma": 0.6}, ADJACENT),
     "reward": ("bradley_terry", {}, ADJACENT),
 }
 REDUCTION = {"grpo": "sequence", "grpo_kl": "sequence", "sapo": "sequence", "dr_grpo": "constant"}
@@ -61,6 +65,8 @@ def test_agrees_with_trl(case):
         segment_ids=torch.arange(len(MASK)).repeat_interleave(LENGTHS[order]),
         num_units=0,
         scores=scores[order],
+        is_desirable=order < len(MASK) // 2,
+        reference_kl=mismatched_kl(scores - scores.mean() + recorded["settings"].get("kl", 0.0)),
         reduction=REDUCTION.get(case, "token"),
         max_tokens=ORACLE["max_tokens"],
     )

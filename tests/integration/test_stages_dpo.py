@@ -160,7 +160,12 @@ def test_other_losses_and_rl_behind_them(loss: str, chain: tuple[Path, slipstrea
         metrics = lines(tmp_path / "run" / "metrics.jsonl")
         first = next(line for line in metrics if "kl_reference_sum" in line)
         assert first["kl_reference_sum"] == pytest.approx(0.0, abs=1e-3)
-        assert "Preferences: accuracy" in (tmp_path / "run" / "report.html").read_text()
+    else:  # nothing but this stage: its record is the summary's
+        summary = table(tmp_path / "run" / "summary.json")
+        assert (summary["status"], summary["stages"]) == ("done", {"dpo": record})
+        assert f"{record['held_out']['after']['loss']:.3f}" in (tmp_path / "run" / "report.html").read_text()
+        slipstream.report(tmp_path / "run", out=tmp_path / "page.html")
+    assert "Preferences: accuracy" in (tmp_path / "run" / "report.html").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -291,6 +296,7 @@ def test_rows_that_are_no_preferences(
         ([PLAIN | {"prompt": "p" * 40}], {}, "1 too long"),
         ([PLAIN], {"held_out": 1.0}, "no preferences to train on"),
         ([{"prompt": p, "completion": "a", "label": True} for p in "abc"], {"loss": "kto"}, "3 desirable of 3"),
+        ([PLAIN, PLAIN | {"chosen": "c"}], {"loss": "kto"}, "one prompt alone"),
     ],
 )
 def test_data_that_leaves_nothing_to_learn(
@@ -300,6 +306,7 @@ def test_data_that_leaves_nothing_to_learn(
         slipstream.run(
             tables_of(policy, tmp_path / "rows.jsonl", rows, dpo=changes), out=tmp_path / "run", display=False
         )
+    assert not (tmp_path / "run" / "dpo").exists()
 
 
 @pytest.mark.parametrize(

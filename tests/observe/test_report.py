@@ -652,21 +652,24 @@ def test_stages_before_rl_have_their_curves_and_held_out_numbers(run_dir: Path) 
         writer.close()
     held_out = {"before": {"loss": 4.67, "accuracy": 0.0}, "after": {"loss": 1.42, "accuracy": 0.63}}
     (run_dir / "sft" / "stage.json").write_text(json.dumps({"num_held_out": 300, "held_out": held_out}))
-    dpo = {"num_held_out": 70, "held_out": {"before": {"accuracy": 0.5}, "after": {"accuracy": 0.81}}}
+    losses = {"first_loss": 0.693, "last_loss": 0.412}
+    after = {"loss": 0.456, "accuracy": 0.81, "margin": 0.789}
+    dpo = losses | {"num_held_out": 70, "held_out": {"before": {"loss": 0.695, "accuracy": 0.5}, "after": after}}
     (run_dir / "dpo" / "stage.json").write_text(json.dumps(dpo))
     record = {"num_held_out": 283, "held_out_accuracy": 0.73}
     (run_dir / "reward_model" / "stage.json").write_text(json.dumps(record))
     root = body(write_report(run_dir))
     text = "".join(root.itertext())
     assert "On 300 held-out ones it went from 4.67 to 1.42, and the share of tokens foretold from 0% to 63%." in text
-    assert "Of 70 held-out preferences it gets 81% right." in text
+    assert "Of 70 held-out preferences it gets 81% right. Their mean margin is 0.789." in text
+    assert "0.693 at first, 0.412 in the last ten. Held out: 0.695, then 0.456." in text
     assert "Of 283 held-out preferences it gets 73% right." in text
     assert tips(card(root, "Supervised fine-tuning"))[10] == {"at": "update: 10", "loss": "4"}
     assert tips(card(root, "Reward model: accuracy"))[10] == {"at": "update: 10", "accuracy": "0.6"}
     assert tips(card(root, "Preferences: accuracy"))[10] == {"at": "update: 10", "accuracy": "0.6"}
     for stage, record in (
         ("sft", {"num_held_out": 0, "held_out": None}),
-        ("dpo", {"num_held_out": 0, "held_out": None}),
+        ("dpo", losses | {"num_held_out": 0, "held_out": None}),
         ("reward_model", {"num_held_out": 0, "held_out_accuracy": None}),
     ):
         (run_dir / stage / "stage.json").write_text(json.dumps(record))

@@ -15,6 +15,7 @@ from theory import Side, Theory, eta_g, eta_t
 from slipstream.core.errors import ConfigError
 from slipstream.plan.collectives import all_reduce_s
 from slipstream.plan.cost_model import CostModel
+from slipstream.plan.counts import adapters_of
 from slipstream.plan.hardware import DEVICES, GpuCluster, cluster
 from slipstream.plan.layouts import (
     AsynchronousPlan,
@@ -473,3 +474,60 @@ def test_other_executors_are_sides_of_their_own() -> None:
 def test_a_colocated_plan_has_the_same_devices() -> None:
     with pytest.raises(ConfigError, match="same devices"):
         costs().synchronous(SynchronousPlan(trainer=trainer(8), generator=generator(16)))
+
+
+# Adapters
+
+
+def with_adapters(rank: int = 32, targets: tuple[str, ...] = (), **work: object) -> CostModel:
+    return costs(adapters=adapters_of(LLAMA_8B, rank, targets), **work)
+
+
+def test_training_beside_a_frozen_model_takes_two_thirds_of_the_products() -> None:
+    """Long microbatches, so that operations alone count; attention has its three passes, adapters theirs."""
+    layout, short = trainer(devices=1, microbatch=512, recompute=False, head_precision="bfloat16"), even(2, prompt=500)
+    whole, beside = (made(lengths=short).train_step(layout)["compute"] for made in (costs, with_adapters))
+    tokens, numbers = 512 * (500 / 8 + 2), 32 * 32 * (3 * (4096 + 14336) + 2 * (4096 + 1024) + 2 * 8192)
+    assert numbers == with_adapters().adapters.params
+    saved = 2 * tokens * 32 * 218.1e6 - 6 * tokens * numbers + 2 * 512 * 2 * 128256 * 4096
+    assert whole - beside == pytest.approx(saved / 989.4e12, rel=2e-3)
+    assert beside / whole == pytest.approx(2 / 3, abs=0.02)
+    again = replace(layout, recompute=True)
+    assert with_adapters(lengths=short).train_step(again)["compute"] > 1.45 * beside
+    head = with_adapters(targets=("lm_head",), lengths=short).train_step(layout)["compute"]
+    assert head == pytest.approx(beside - 6 * tokens * numbers / 989.4e12 + 6 * 1024 * 132352 * 32 / 989.4e12, rel=1e-3)
+
+
+def test_memory_beside_a_frozen_model() -> None:
+    """8.03 B parameters: 4 bytes of each, and 16 of every number of A and B; a version is those alone, in float32."""
+    numbers, layout = with_adapters().adapters.params, trainer(devices=8)
+    held = with_adapters(reference=True).train_memory(layout)
+    whole = costs(reference=True).train_memory(layout)
+    assert "reference" not in held.parts
+    states = held["weights"] + held["moments"] + held["gradients"]
+    assert states == pytest.approx((4 * 8.0303e9 + 16 * numbers) / 8, rel=1e-4)
+    assert held["staging"] == 2 * 4 * numbers / 8
+    assert {name: held[name] for name in ("gathered", "activations", "logits")} == {
+        name: whole[name] for name in ("gathered", "activations", "logits")
+    }
+    decoding, before = (made().generator_memory(generator()) for made in (with_adapters, costs))
+    assert decoding["weights"] - before["weights"] == decoding["shadow"] == 4 * numbers
+    moved = [made().weight_sync(layout, generator(precision="fp8")) for made in (with_adapters, costs)]
+    assert moved[0]["transfer"] == pytest.approx(4 * numbers / 50e9)
+    assert moved[0]["stage"] == pytest.approx(12 * numbers / 8 / 3.35e12)
+    assert moved[0].total < moved[1].total / 10
+    freed = [
+        made(devices=8).synchronous(SynchronousPlan(trainer=layout, generator=generator(), frees="optimizer_too"))
+        for made in (with_adapters, costs)
+    ]
+    assert freed[0].sides["trainer"]["offload"] < 0.36 * freed[1].sides["trainer"]["offload"]
+
+
+def test_decoding_with_adapters_reads_them_and_starts_their_kernels() -> None:
+    numbers = with_adapters().adapters.params
+    step, before = (
+        made(efficiency=replace(IDEAL, kernel_s=2e-6)).decode_step(generator(), live=1, context=0)
+        for made in (with_adapters, costs)
+    )
+    assert step["weights"] - before["weights"] == pytest.approx(4 * numbers / 3.35e12, rel=1e-2)
+    assert step["kernels"] - before["kernels"] == pytest.approx(32 * (7 + 2 * 4) * 2e-6)

@@ -8,12 +8,14 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from slipstream.core.errors import ConfigError
 from slipstream.core.fields import Precision
 from slipstream.generator.paged_kv import PagedKV
 from slipstream.models.config import TransformerConfig, local_config
+from slipstream.models.lora import Adapter, install, matrices, shapes_for, targeted
 from slipstream.models.quantized import WeightLayout
 from slipstream.models.transformer import OneRank, Transformer
-from slipstream.plan.counts import Counts
+from slipstream.plan.counts import Counts, adapters_of
 from slipstream.plan.question import ARCHITECTURES
 
 LLAMA = TransformerConfig(
@@ -106,3 +108,52 @@ def test_published_sizes(name: str, billions: float) -> None:
 def test_shapes_that_no_rank_can_share_are_refused() -> None:
     with pytest.raises(ValueError, match="cannot be divided"):
         _ = Counts(LLAMA, 3).params
+
+
+# Adapters
+
+
+def adapted(config: TransformerConfig, rank: int, targets: list[str]) -> Transformer:
+    """The policy that a run with `model.lora` trains, without numbers."""
+    names = targeted(config, targets)
+    model = share(config, 1)
+    with torch.device("meta"):
+        return install(model, shapes_for(config, names, rank=rank, alpha=1.0, use_rslora=False)).to("meta")
+
+
+@pytest.mark.parametrize("targets", [[], ["lm_head"], ["0.mlp.up_proj", "q_proj"], ["c_proj"], ["dense", "embed_out"]])
+@pytest.mark.parametrize("case", CONFIGS)
+def test_adapters_are_those_of_the_module(case: str, targets: list[str]) -> None:
+    config = CONFIGS[case]
+    try:
+        model = adapted(config, 4, targets)
+    except ConfigError:  # other families' names
+        with pytest.raises(ConfigError, match="names no linear layer"):
+            adapters_of(config, 4, targets)
+        return
+    found = adapters_of(config, 4, targets)
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, Adapter)}
+    assert found.params == sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    assert found.head_params == sum(
+        p.numel() for name, one in layers.items() if "head" in name for p in one.parameters()
+    )
+    assert found.kernels == sum(len(one.shape.pieces) + 2 for one in layers.values())
+    assert found.version_bytes == WeightLayout(model, "bfloat16").num_bytes
+
+
+@pytest.mark.parametrize("with_head", [False, True])
+def test_weights_beside_adapters_have_no_gradient(with_head: bool) -> None:
+    """Operations that torch counts of a forward and backward pass: four of the base's six, all six of the adapters'.
+
+    The inputs of the first layer have no gradient: of q, k and v the base's product is left out, and that of their A.
+    """
+    config, tokens, rank = LLAMA, 12, 2
+    targets = [piece.target for piece in matrices(config)] if with_head else []
+    model = adapted(config, rank, targets)
+    ids = torch.zeros(tokens, dtype=torch.long, device="meta")
+    with FlopCounterMode(display=False) as counter:
+        model.logits(model(ids, ids, lambda layer, q, k, v: q + k.sum() + v.sum())).sum().backward()
+    counts, found = Counts(config), adapters_of(config, rank, targets)
+    first = config.hidden_size * (config.query_size + 2 * config.kv_size + 3 * rank)
+    base = config.num_layers * counts.layer_matrix + counts.head_matrix
+    assert counter.get_total_flops() == tokens * (4 * base + 6 * found.params - 2 * first)

@@ -116,6 +116,24 @@ def test_json_has_it_all_and_python_says_the_same(capsys):
     assert told["recipe"]["max_staleness"] == told["max_staleness"]
 
 
+def test_adapters_are_planned_for_and_what_no_run_does_is_said(eta, capsys, tmp_path):
+    """On GPUs a run refuses them, so the plan is an estimate without a recipe."""
+    assert run_cli(*EIGHT, "--lora-rank", "32", "--rows", "1", "--max-staleness", "1") == 0
+    printed = capsys.readouterr().out
+    assert "adapters of 83.9 M numbers; a version has 0.336 GB instead of " in printed
+    assert "no run can do this yet: adapters (model.lora) do not go together with " in printed
+    recipe = resolve("quickstart", {"model": {"lora": {"rank": 32, "targets": ["q_proj"]}}})
+    (tmp_path / "mine.toml").write_text(tomli_w.dumps(recipe.model_dump(exclude_none=True)), encoding="utf-8")
+    found = slipstream.make_plan(str(tmp_path / "mine.toml"), gpus=2, groups_per_step=4, max_staleness=1, rows=1)
+    told = found.to_dict()
+    assert told["model"]["adapter_params"] == 3 * 32 * 256  # of the quickstart's three layers
+    assert (told["model"]["version_bytes"], told["recipe"]) == (4 * 3 * 32 * 256, None)
+    with pytest.raises(ConfigError, match="do not go together with"):
+        found.write_recipe(tmp_path / "out.toml")
+    with pytest.raises(ConfigError, match="those of the weights that were trained"):
+        slipstream.make_plan(str(tmp_path / "mine.toml"), measured=eta)
+
+
 def test_a_price_is_that_of_the_whole_cluster():
     found = slipstream.make_plan(
         "llama-3.1-8b", gpus=8, price=3.0, groups_per_step=8, completion_tokens=100.0, max_staleness=1, rows=1
@@ -265,6 +283,7 @@ def test_the_documents_show_what_is_printed():
         ("plan llama-3.1-8b --gpus 8 --out a.json", "cannot be written there"),
         ("plan quickstart --measured nowhere.json", "'nowhere.json' cannot be read"),
         ("plan llama-3.1-8b --gpus 8 --cluster c.toml", "by a file or by flags"),
+        ("plan llama-3.1-8b --gpus 8 --lora-rank 0", "--lora-rank must be a positive number"),
     ],
 )
 def test_bad_input_is_2_and_explained(argv, told, capsys, tmp_path, monkeypatch):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from measured_kit import measured, quickstart_shape
 
 from slipstream.controller.placement import place
 from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import resolve
+from slipstream.plan.counts import adapters_of
 from slipstream.plan.cpu import CpuMachine, plan_for_cpu
 from slipstream.plan.layouts import AsynchronousPlan, Workload
 from slipstream.plan.lengths import LengthSample
@@ -143,6 +146,13 @@ def test_memory_is_counted_and_what_does_not_fit_is_refused():
     assert held["generator"]["keys_and_values"] == 2 * 4 * 3 * 128 * 16 * plan.generator.slots
     with pytest.raises(ConfigError, match="machine's memory"):
         plan_for_cpu(machine(memory_bytes=20e6))
+    # Beside adapters of rank 8: A and B of seven matrices in three layers are all that is trained and published.
+    numbers = 3 * 8 * (4 * 256 + 3 * 512)
+    beside = machine(workload=replace(WORKLOAD, adapters=adapters_of(quickstart_shape(), 8))).memory(plan)
+    for side, of_base, of_adapters in (("trainer", 4, 4 + 8 + 4 + 8), ("generator", 4, 8)):
+        moved = ("weights", "moments", "gradients", "staging", "shadow")
+        assert sum(beside[side][name] for name in moved) == of_base * params + of_adapters * numbers
+        assert beside[side].without(*moved) == held[side].without(*moved)
 
 
 def test_a_model_that_was_not_measured_is_refused():

@@ -342,6 +342,7 @@ class Tally:
             ),
             padding_frac=self.padded_tokens / self.padding_weight if self.padding_weight else 0.0,
             versions=s.versions(),
+            stages=s.stage_records(run_dir),
             data=self.data,
             alarms=spans(read_alarms(run_dir / ALARMS_FILE)),
             episodes=self.episodes if self.config.environment.is_set else None,

@@ -13,10 +13,12 @@ from typing import Any, Literal
 
 import msgspec
 
+from slipstream.core.config import STAGES, RunConfig
 from slipstream.core.disk import replace_file
 from slipstream.core.errors import SlipstreamError, clip
-from slipstream.core.files import decode_json
+from slipstream.core.files import decode_json, load_json
 from slipstream.core.held_out import Measured
+from slipstream.core.recipes import stage_dir
 from slipstream.observe.balance import Balance
 from slipstream.observe.health import AlarmSpan
 
@@ -212,11 +214,42 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     balance: Balance | None = None  # who starves, why, and what would help, over the loop (`observe/balance.py`)
     error: str | None = None  # of a run that failed: the reason
     episodes: EpisodeCounts | None = None  # None without an environment
+    stages: dict[str, dict[str, Any]] = {}  # `stage.json` of the other stages that are done, by name
+
+    @classmethod
+    def without_rl(cls, config: RunConfig, run_dir: Path, evaluation: dict[str, Any] | None) -> Summary:
+        """Return that of a run whose stages are done and none of which is RL, of which it counts nothing."""
+        stages = stage_records(run_dir)
+        return cls(
+            recipe=config.recipe,
+            seed=config.seed,
+            status="done",
+            steps=0,
+            wall_s=sum(record["seconds"] for record in stages.values()),
+            policy_version=0,
+            model_params=0,
+            eval=Evaluations(),
+            throughput=Throughput(None, None, None),
+            staleness=Staleness(0, 0.0, None, {}, 0),
+            accounting={},
+            prompts=Prompts(0, 0, 0, 0, 0, 0, 0, 0),
+            weight_sync=WeightSync(0, 0, 0, None, None, None),
+            padding_frac=0.0,
+            versions=versions(),
+            evaluation=evaluation,
+            stages=stages,
+        )
 
     @property
     def total_s(self) -> float:
         """Seconds of all attempts, without what was abandoned."""
         return self.earlier_s + self.wall_s
+
+
+def stage_records(run_dir: Path) -> dict[str, dict[str, Any]]:
+    """Return `stage.json` of the stages that are done, by their names."""
+    paths = {stage: stage_dir(run_dir, stage) / "stage.json" for stage in STAGES}
+    return {stage: load_json(path, dict[str, Any]) for stage, path in paths.items() if path.is_file()}
 
 
 def write_summary(summary: Summary, path: Path) -> None:

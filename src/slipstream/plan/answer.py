@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from rich.text import Text
 
 from slipstream.controller.placement import num_cores
 from slipstream.core.disk import replace_file
-from slipstream.core.errors import ConfigError
+from slipstream.core.errors import ConfigError, reason
 from slipstream.core.recipes import merge, read_toml, resolve
 from slipstream.observe.hardware import memory_bytes
 from slipstream.plan.calibrate import calibrate
@@ -102,11 +103,29 @@ class Answer:
     @property
     def recipe(self) -> dict[str, Any]:
         """The best configuration as a recipe's tables: `slipstream.run` takes them. ConfigError if it cannot."""
+        if self.refusal is not None:
+            raise self.refusal
+        return self._tables
+
+    @property
+    def _tables(self) -> dict[str, Any]:
         device = "cpu" if self.cluster is None else "cuda"
         layout = layout_tables(self.plan.best.plan, self.plan.workload, self.plan.max_staleness, device=device)
-        tables = merge(self.base, layout)
-        resolve(tables)
-        return tables
+        return merge(self.base, layout)
+
+    @cached_property
+    def refusal(self) -> ConfigError | None:
+        """The error of a run of this plan, which then only says what adapters would take there; None if it can run.
+
+        ConfigError where it cannot, and has none: a plan that cannot be run is no plan.
+        """
+        try:
+            resolve(self._tables)
+        except ConfigError as error:
+            if not self.plan.workload.adapters.params:
+                raise
+            return error
+        return None
 
     def usd(self, step_s: float) -> float | None:
         """Return the dollars of STEPS_OF_COST steps on the whole cluster; None where no price was given."""
@@ -134,9 +153,10 @@ class Answer:
     def to_dict(self) -> dict[str, Any]:
         """Return everything in JSON types; seconds, bytes and tokens unless a name says otherwise."""
         plan, workload = self.plan, self.plan.workload
-        lengths = workload.lengths
+        lengths, adapters = workload.lengths, workload.adapters
         return {
-            "model": {"name": self.subject.name, "num_params": counts_of(self.subject.shape).params},
+            "model": {"name": self.subject.name, "num_params": counts_of(self.subject.shape).params}
+            | ({"adapter_params": adapters.params, "version_bytes": adapters.version_bytes} if adapters.params else {}),
             "devices": {"unit": self.unit, "count": plan.num_devices, "usable_bytes": plan.usable_bytes}
             | ({} if self.cluster is None else {"name": self.cluster.device.name}),
             "batch": {"groups_per_step": workload.groups, "completions_per_group": workload.group_size},
@@ -155,7 +175,7 @@ class Answer:
             "synchronous": None if plan.synchronous is None else self._told_synchronous(plan.synchronous),
             "why": list(plan.why),
             "does_not_fit": [misfit_line(misfit, plan.usable_bytes, self.unit) for misfit in plan.misfits],
-            "recipe": self.recipe,
+            "recipe": None if self.refusal is not None else self.recipe,
         }
 
     def _told_row(self, row: PlanRow) -> dict[str, Any]:
@@ -222,6 +242,14 @@ def answer(question: Question) -> Answer:
     workload, assumed = workload_of(question, subject)
     longest = max_new_tokens(question, subject, workload.lengths)
     base = base_tables(subject, workload, longest, reward_model=question.reward_model)
+    if question.lora_rank is not None:
+        base = merge(base, {"model": {"lora": {"rank": question.lora_rank}}})
+    if workload.adapters.params and (measured is not None or (cluster is None and question.lora_rank is not None)):
+        raise ConfigError(
+            "seconds that were measured are those of the weights that were trained",
+            got="adapters with --measured" if measured is not None else f"--lora-rank with the run {subject.run}",
+            allowed="--gpus N, or the folder of a run with these adapters as the model",
+        )
     if cluster is None:
         machine = _cpu_machine(subject, measured, base, workload)
         plan = plan_for_cpu(machine, max_staleness=bound, num_rows=question.rows)
@@ -229,7 +257,7 @@ def answer(question: Question) -> Answer:
         model, precisions = _cost_model(subject, cluster, workload, measured), precisions_of(question, cluster)
         plan = plan_for_cluster(model, precisions=precisions, max_staleness=bound, num_rows=question.rows)
     found = Answer(subject=subject, plan=plan, cluster=cluster, assumed=assumed, base=base)
-    _ = found.recipe  # a plan that cannot be run is no plan
+    _ = found.refusal
     return found
 
 
@@ -318,6 +346,14 @@ def _heading(answer: Answer) -> list[str]:
             f"episodes of {turns.turns or 1:g} turns with {turns.given_tokens or 0} given tokens between them, "
             f"{turns.environment_s or 0:g} s an answer"
         )
+    if (adapters := workload.adapters).params:
+        whole = counts_of(answer.subject.shape).served_bytes(answer.plan.best.plan.generator.precision)
+        lines.append(
+            f"adapters of {adapters.params / 1e6:.3g} M numbers; a version has {gigabytes(adapters.version_bytes)} GB "
+            f"instead of {gigabytes(whole)}"
+        )
+    if answer.refusal is not None:
+        lines.append(f"no run can do this yet: {reason(answer.refusal)}")
     if answer.assumed:
         lines.append(f"assumed, as not given: {', '.join(answer.assumed)}")
     return lines

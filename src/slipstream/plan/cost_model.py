@@ -16,7 +16,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.fields import Precision
 from slipstream.models.config import TransformerConfig
 from slipstream.plan.collectives import all_gather_s, all_reduce_s, last_host_task_s
-from slipstream.plan.counts import BYTES, COMPUTED_BYTES, counts_of
+from slipstream.plan.counts import BYTES, COMPUTED_BYTES, Adapters, counts_of
 from slipstream.plan.hardware import GpuCluster
 from slipstream.plan.layouts import (
     AsynchronousPlan,
@@ -81,9 +81,11 @@ class CostModel:
         return Parts(
             {
                 "weights": model.num_layers * self._product(live, counts.layer_matrix, precision)
-                + self._product(live, counts.head_matrix, head_precision),
+                + self._product(live, counts.head_matrix, head_precision)
+                + self._product(live, self.adapters.params, "float32"),
                 "keys_and_values": self._move(live * context * counts.kv_bytes(precision)),
-                "kernels": (model.num_layers * DECODE_KERNELS + LOGIT_PASSES) * self.efficiency.kernel_s,
+                "kernels": (model.num_layers * DECODE_KERNELS + self.adapters.kernels + LOGIT_PASSES)
+                * self.efficiency.kernel_s,
                 "tensor_parallel": sums * self._all_reduce(width, ranks)
                 + self._all_gather(logits, ranks)
                 + (sums + 1) * last_host_task_s(host_s, ranks, self.cluster),
@@ -101,7 +103,8 @@ class CostModel:
         layer = self._product(PREFILL_CHUNK, counts.layer_matrix, layout.precision, flops=attention)
         nbytes = PREFILL_CHUNK * model.hidden_size * COMPUTED_BYTES[layout.precision]
         layer += counts.joins * self._all_reduce(nbytes, layout.tensor_parallel)
-        return Parts({"prefill": model.num_layers * layer * tokens / PREFILL_CHUNK})
+        adapters = self._product(PREFILL_CHUNK, self.adapters.params, "float32")
+        return Parts({"prefill": (model.num_layers * layer + adapters) * tokens / PREFILL_CHUNK})
 
     def generation(self, layout: GeneratorLayout, *, waits_for_longest: bool) -> Parts:
         """Seconds in which `layout` generates the rollouts of a step.
@@ -135,14 +138,15 @@ class CostModel:
             transfer >= max(W / (m_g bw),  replicas W / (devices_t bw))
 
         for W bytes of a replica: each of its ranks takes its part, and every trainer rank sends as much as any other
-        (`weight_sync/resharding.py`). Only `stage` and `pause` cost work; a transfer costs staleness.
+        (`weight_sync/resharding.py`). Only `stage` and `pause` cost work; a transfer costs staleness. A version of
+        adapters is these alone.
         """
-        counts = counts_of(self.model, generator.tensor_parallel)
-        part = counts.served_bytes(generator.precision)
+        part = self.adapters.version_bytes
+        part = part or counts_of(self.model, generator.tensor_parallel).served_bytes(generator.precision)
         whole = part * generator.tensor_parallel
-        params = counts_of(self.model, trainer.tensor_parallel).params / trainer.data_parallel
+        params = self._trained(trainer) / trainer.data_parallel
         bandwidth = self.cluster.device.network_bandwidth * self.efficiency.network
-        staged = params * BYTES[generator.precision]
+        staged = params * (4 if self.adapters.params else BYTES[generator.precision])
         return Parts(
             {
                 "stage": self._move(4 * params + 2 * staged),  # read float32, write what is sent, read it for checksums
@@ -188,7 +192,7 @@ class CostModel:
         if self.workload.reference:
             training += self.reference_pass(layout)
         if frees == "optimizer_too":  # fp32 weights and two moments, to the host and back
-            kept = 12 * counts_of(self.model, layout.tensor_parallel).params / layout.data_parallel
+            kept = (4 * self._held(layout) + 8 * self._trained(layout)) / layout.data_parallel
             training += Parts({"offload": 2 * kept / self.cluster.device.host_bandwidth})
         if self.workload.reward_model is not None:
             training += self.scoring(self.workload.reward_model, ScorerLayout(devices=layout.devices))
@@ -204,11 +208,12 @@ class CostModel:
     def train_memory(self, layout: TrainerLayout, *, served: Precision | None = "bfloat16") -> Parts:
         """Bytes on each of the trainer's devices; `served`: the precision that versions are staged in, None for none.
 
-        Float32 weights and moments, as `trainer/optim.py` keeps them, are 12 bytes a parameter in all.
+        Float32 weights and moments, as `trainer/optim.py` keeps them, are 12 bytes a parameter in all. Beside adapters
+        the model's own weights have neither moments nor gradients, and a reference is the same weights.
         """
         counts, model, workload = counts_of(self.model, layout.tensor_parallel), self.model, self.workload
         element = COMPUTED_BYTES[layout.precision]
-        params, shards = counts.params, layout.data_parallel
+        params, shards = self._trained(layout), layout.data_parallel
         uses_fsdp = shards > 1 or layout.precision != "float32"
         tokens = layout.microbatch * workload.trained_tokens
         kept = tokens * counts.kept_elements * element
@@ -220,7 +225,7 @@ class CostModel:
         if layout.head_precision != layout.precision:
             gathered += counts.head_matrix * COMPUTED_BYTES[layout.head_precision]
         parts = {
-            "weights": 4 * params / shards * models,
+            "weights": 4 * self._held(layout) / shards * models,
             "moments": 8 * params / shards * models,
             "gradients": 4 * params / (1 if layout.reduce_once else shards) * models,
             "gathered": gathered,
@@ -228,8 +233,8 @@ class CostModel:
             "logits": 3 * logits,  # as they are, their probabilities, their gradient
         }
         if served is not None:
-            parts["staging"] = 2 * counts_of(self.model, layout.tensor_parallel).served_bytes(served) / shards
-        if workload.reference:
+            parts["staging"] = 2 * (self.adapters.version_bytes or counts.served_bytes(served)) / shards
+        if workload.reference and not self.adapters.params:
             parts["reference"] = 4 * params / shards
         return Parts(parts)
 
@@ -239,16 +244,16 @@ class CostModel:
         Slots are counted at their longest (prompt and longest completion): the engine admits by that.
         """
         counts, lengths = counts_of(self.model, layout.tensor_parallel), self.workload.lengths
-        version = counts.served_bytes(layout.precision)
+        base, version = counts.served_bytes(layout.precision), self.adapters.version_bytes
         longest = math.ceil((lengths.prompt_mean + lengths.longest + self.given) / PAGE) * PAGE
         parts = {
-            "weights": version,
+            "weights": base + version,
             "keys_and_values": layout.slots * longest * counts.kv_bytes(layout.precision),
             "logits": 3 * layout.slots * self.model.vocab_size * 4,
             "prefill": PREFILL_CHUNK * counts.kept_elements * COMPUTED_BYTES[layout.precision],
         }
         if shadow:
-            parts["shadow"] = version
+            parts["shadow"] = version or base
         return Parts(parts)
 
     def scorer_memory(self, model: TransformerConfig, layout: ScorerLayout, *, microbatch: int = 8) -> Parts:
@@ -290,6 +295,11 @@ class CostModel:
         return all(parts.total <= self.usable_bytes for parts in memory)
 
     @property
+    def adapters(self) -> Adapters:
+        """The adapters that are trained; none: all weights are."""
+        return self.workload.adapters
+
+    @property
     def context(self) -> float:
         """Mean tokens that a live completion sees: it is found at any of its tokens, and longer ones more often."""
         lengths = self.workload.lengths
@@ -299,6 +309,14 @@ class CostModel:
     def given(self) -> float:
         """Mean tokens of a rollout that environments give."""
         return self.workload.turns.given_mean
+
+    def _held(self, layout: TrainerLayout) -> float:
+        """Return the parameters of a data-parallel group's rank, trained or not."""
+        return counts_of(self.model, layout.tensor_parallel).params + self.adapters.params
+
+    def _trained(self, layout: TrainerLayout) -> float:
+        """Return the parameters among them that have gradients."""
+        return self.adapters.params or counts_of(self.model, layout.tensor_parallel).params
 
     def _full(self, layout: GeneratorLayout, rollouts: float) -> Parts:
         """Seconds in which a replica with all its slots taken generates `rollouts`."""
@@ -331,18 +349,26 @@ class CostModel:
         return self._passes(layout, rollouts, 4 if layout.recompute else 3)
 
     def _passes(self, layout: TrainerLayout, rollouts: float, passes: int) -> Parts:
-        """Seconds of so many passes over the layers, the last two of them backward unless there is just one."""
+        """Seconds of so many passes over the layers, the last two of them backward unless there is just one.
+
+        One of these is the gradient of the weights, which those beside adapters do not have; attention has both.
+        """
         is_trained, layers, element = passes > 1, self.model.num_layers, COMPUTED_BYTES[layout.precision]
         counts, ranks = counts_of(self.model, layout.tensor_parallel), layout.tensor_parallel
         tokens = rollouts * self.workload.trained_tokens
         attention = 4 * tokens * self.context * counts.local.query_size
         product_s = self._product(tokens, counts.layer_matrix, layout.precision, flops=attention)
+        compute_s = passes * layers * product_s
+        if is_trained and self.adapters.params:
+            frozen_s = product_s - self._product(tokens, 0, layout.precision, flops=attention)
+            adapters_s = self._product(tokens, self.adapters.params - self.adapters.head_params, layout.precision)
+            compute_s += passes * adapters_s - layers * frozen_s
         moved_s, width = self._move(tokens * counts.moved_elements * element), tokens * self.model.hidden_size * element
         # Forward, again if recomputed, and of each branch's gradient.
         sums = counts.joins * (passes - 2) + 2 if is_trained else counts.joins
         head = self._head(layout, rollouts, is_trained=is_trained)
         work = {
-            "compute": passes * layers * product_s + head["compute"],
+            "compute": compute_s + head["compute"],
             "activations": passes * layers * moved_s + head["activations"],
             "tensor_parallel": layers * sums * self._all_reduce(width, ranks) + head["tensor_parallel"],
         }
@@ -359,9 +385,12 @@ class CostModel:
         logits = tokens * self.model.vocab_size
         forwards = 2 if is_trained and logits > LOGITS_AT_ONCE else 1
         passes = forwards + 2 if is_trained else 1
+        products = passes - (is_trained and self.adapters.params > 0)  # a head beside adapters has no gradient
+        adapter_s = self._product(tokens, self.adapters.head_params, layout.head_precision) if is_trained else 0.0
         return Parts(
             {
-                "compute": passes * self._product(tokens, counts.head_matrix, layout.head_precision),
+                "compute": products * self._product(tokens, counts.head_matrix, layout.head_precision)
+                + passes * adapter_s,
                 "activations": self._move(LOGIT_PASSES * passes * logits * 4),
                 "tensor_parallel": forwards * self._all_gather(logits * 4, layout.tensor_parallel),
             }
@@ -374,14 +403,15 @@ class CostModel:
 
     def _reduce_gradients(self, layout: TrainerLayout) -> float:
         """Seconds to sum all gradients over data-parallel ranks, in float32."""
+        if self.adapters.params:
+            return 4 / COMPUTED_BYTES[layout.precision] * self._gather(layout, self.adapters.params)
         counts = counts_of(self.model, layout.tensor_parallel)
         once = self.model.num_layers * self._gather(layout, counts.layer) + self._gather(layout, counts.root)
         return 4 / COMPUTED_BYTES[layout.precision] * once
 
     def _update(self, layout: TrainerLayout) -> Parts:
         """An optimizer update: weights, moments and gradient are read, the first three written; and late gradients."""
-        counts = counts_of(self.model, layout.tensor_parallel)
-        parts = {"optimizer": self._move(28 * counts.params / layout.data_parallel)}
+        parts = {"optimizer": self._move(28 * self._trained(layout) / layout.data_parallel)}
         if layout.reduce_once:
             parts["data_parallel"] = self._reduce_gradients(layout)
         return Parts(parts)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
 
+from slipstream.core.errors import ConfigError, did_you_mean
 from slipstream.core.fields import Precision
 from slipstream.models.config import TransformerConfig, local_config
 
@@ -124,3 +126,66 @@ class Counts:
 def counts_of(model: TransformerConfig, ranks: int = 1) -> Counts:
     """Return the counts of a shape, made once: a search asks for the same ones thousands of times."""
     return Counts(model, ranks)
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """Adapters of low rank beside a model (docs/lora.md): the numbers of all A and B, `head_params` those of the head.
+
+    `kernels` start in a decode step, over all layers: in a linear layer one for all A, one for each B, and one that
+    adds. With tensor parallelism every rank is taken to have all of them.
+    """
+
+    params: int
+    head_params: int
+    kernels: int
+
+    @property
+    def version_bytes(self) -> float:
+        """Bytes of a version, in float32 at every precision of the generators."""
+        return 4.0 * self.params
+
+
+NO_ADAPTERS = Adapters(0, 0, 0)
+HEAD = "lm_head"
+_ATTENTION = "self_attn.q_proj+self_attn.k_proj+self_attn.v_proj self_attn.o_proj"
+_LLAMA = f"model.layers {_ATTENTION} mlp.gate_proj+mlp.up_proj mlp.down_proj"
+_LINEARS = {
+    "gpt2": "transformer.h attn.c_attn attn.c_proj mlp.c_fc mlp.c_proj",
+    "gpt_neox": "gpt_neox.layers attention.query_key_value attention.dense mlp.dense_h_to_4h mlp.dense_4h_to_h",
+}
+"""The names of a layer's matrices in the checkpoint, behind their prefix; with a plus: one linear layer here."""
+
+
+def adapters_of(model: TransformerConfig, rank: int, targets: Collection[str] = ()) -> Adapters:
+    """Return the adapters of the matrices that `targets` mean, the ends of their names; of none, all but the head.
+
+    ConfigError for a target that means none. Identity: those that `models/lora.py` makes.
+    """
+    every = list(_matrices(model))
+    allowed = list(dict.fromkeys(name.rpartition(".")[2] for name, *_ in every))
+    wanted = [HEAD if target == "embed_out" else target for target in targets] or allowed[:-1]
+    chosen = dict[str, tuple[str, int, int]]()
+    for target in wanted:
+        meant = {one[0]: one[1:] for one in every if f".{one[0]}".endswith(f".{target}")}
+        if not meant:
+            what = "model.lora.targets names no linear layer"
+            raise ConfigError(what, got=target, allowed=", ".join(allowed), hint=did_you_mean(target, allowed))
+        chosen |= meant
+    sizes = {name: rank * (columns + rows) for name, (_, columns, rows) in chosen.items()}
+    kernels = len(chosen) + 2 * len({linear for linear, *_ in chosen.values()})
+    return Adapters(sum(sizes.values()), sizes.get(HEAD, 0), kernels)
+
+
+def _matrices(model: TransformerConfig) -> Iterator[tuple[str, str, int, int]]:
+    """Yield the matrices that may have an adapter: name, linear layer, columns, rows; the head last."""
+    prefix, *linears = _LINEARS.get(model.family, _LLAMA).split()
+    hidden, inner, query, kv = model.hidden_size, model.intermediate_size, model.query_size, model.kv_size
+    up = (inner,) * (1 + model.gated_mlp)
+    sizes = ((hidden, (query, kv, kv)), (query, (hidden,)), (hidden, up), (inner, (hidden,)))
+    for index in range(model.num_layers):
+        for linear, (columns, rows) in zip(linears, sizes, strict=True):
+            names = linear.split("+")
+            for name, num_rows in zip(names, rows if len(names) > 1 else (sum(rows),), strict=True):
+                yield f"{prefix}.{index}.{name}", f"{index}.{linear}", columns, num_rows
+    yield HEAD, HEAD, hidden, model.vocab_size

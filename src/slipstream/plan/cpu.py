@@ -144,18 +144,24 @@ class CpuMachine:
     def memory(self, plan: AsynchronousPlan) -> dict[str, Parts]:
         """Bytes of all processes of each side: they share the machine's memory."""
         counts, lengths = counts_of(self.shape), self.workload.lengths
-        weights = 4.0 * counts.params
+        base, adapters = 4.0 * counts.params, self.workload.adapters.version_bytes
+        trained = adapters or base  # what has gradients, and what a version holds
         rows = plan.trainer.microbatch * self.workload.trained_tokens
         kept = self.shape.num_layers * counts.kept_elements
         longest = lengths.prompt_mean + self.config.generator.max_new_tokens
         replicas, slots = plan.generator.replicas, plan.generator.replicas * plan.generator.slots
         kv = 8.0 * self.shape.num_layers * self.shape.kv_size
-        trainer = {"weights": weights, "moments": 2 * weights, "gradients": weights, "activations": 4 * rows * kept}
-        trainer |= {"logits": 3 * 4 * rows * self.shape.vocab_size, "staging": 2 * weights}
+        trainer = {"weights": base + adapters, "moments": 2 * trained, "gradients": trained}
+        trainer |= {"activations": 4 * rows * kept, "logits": 3 * 4 * rows * self.shape.vocab_size}
+        trainer |= {"staging": 2 * trained}
         return {
             "trainer": Parts(trainer),
             "generator": Parts(
-                {"weights": replicas * weights, "shadow": replicas * weights, "keys_and_values": kv * slots * longest}
+                {
+                    "weights": replicas * (base + adapters),
+                    "shadow": replicas * trained,
+                    "keys_and_values": kv * slots * longest,
+                }
             ),
         }
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from slipstream.core.fields import Precision
 from slipstream.models.config import TransformerConfig
+from slipstream.plan.counts import NO_ADAPTERS, Adapters
 from slipstream.plan.lengths import LengthSample
 from slipstream.plan.turns import AS_RECORDED, Turns
 
@@ -65,6 +66,7 @@ class Workload:
 
     `shares_prompts`: whether the trainer computes a prompt once for all of its group (`batching/collate.py` does).
     `reference`, `critic`: whether there are such models of the policy's size; `reward_model`: the one that scores.
+    `adapters`: those that are trained in place of the policy's own weights, which a reference shares.
     `turns`: of episodes with an environment, `lengths` being sampled tokens; a replica has `sessions` of them open
     (None: twice as many as rows).
     """
@@ -78,6 +80,7 @@ class Workload:
     reference: bool = False
     critic: bool = False
     reward_model: TransformerConfig | None = None
+    adapters: Adapters = NO_ADAPTERS
     turns: Turns = AS_RECORDED
     sessions: int | None = None
 

@@ -15,12 +15,14 @@ from typing import Any, get_args
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError, did_you_mean
 from slipstream.core.fields import MAX_COUNT, MAX_INTEGER, Precision
+from slipstream.core.lora_section import LoraConfig
 from slipstream.core.plain import shortened, shown
 from slipstream.core.recipes import check_path, list_recipes, load_recipe, read_toml, resolve
 from slipstream.models.config import TransformerConfig, config_from_hf, new_config
 from slipstream.models.hf_fields import read_object
 from slipstream.models.hub import config_file, hub_id
 from slipstream.models.tokenizer import CharTokenizer
+from slipstream.plan.counts import NO_ADAPTERS, Adapters, adapters_of
 from slipstream.plan.hardware import IN_GB, GpuCluster, device_fields, device_named
 from slipstream.plan.layouts import Workload
 from slipstream.plan.lengths import LengthSample, lengths_of_run, lengths_with_tail
@@ -32,6 +34,7 @@ TAIL = 4.0  # p99 over the mean where nothing else is given; the longest is twic
 MOST_STALENESS = 8
 MOST = {
     **dict.fromkeys(("gpus", "gpus_per_node", "groups_per_step", "completions_per_group", "sessions"), MAX_COUNT),
+    "lora_rank": MAX_COUNT,
     "max_new_tokens": MAX_INTEGER,
     **dict.fromkeys(("max_staleness", "rows"), 100),
 }
@@ -76,6 +79,7 @@ class Question:
     reference: bool = False
     critic: bool = False
     reward_model: str | None = None
+    lora_rank: int | None = None
     turns: float | None = None
     given_tokens: int | None = None
     environment_s: float | None = None
@@ -227,7 +231,7 @@ def _positive(what: str, value: Any) -> None:
 def workload_of(question: Question, subject: Subject) -> tuple[Workload, tuple[str, ...]]:
     """Return the work of a step, and in words the defaults that were assumed."""
     config, assumed = subject.config, []
-    for name in ("groups_per_step", "completions_per_group", "sessions", *LENGTHS):
+    for name in ("groups_per_step", "completions_per_group", "lora_rank", "sessions", *LENGTHS):
         if (value := getattr(question, name)) is not None:
             _positive(_flag(name), value)
     groups, group_size = question.groups_per_step, question.completions_per_group
@@ -247,6 +251,7 @@ def workload_of(question: Question, subject: Subject) -> tuple[Workload, tuple[s
         reference=question.reference or (config is not None and config.kl.coef > 0),
         critic=question.critic or (config is not None and config.has_critic),
         reward_model=_reward_model(question, config),
+        adapters=_adapters(question, subject),
         turns=Turns(turns=question.turns, given_tokens=question.given_tokens, environment_s=question.environment_s),
         sessions=question.sessions,
     )
@@ -282,6 +287,19 @@ def _reward_model(question: Question, config: RunConfig | None) -> TransformerCo
             hint="--reward-model NAME gives one",
         )
     return _shape_named(path, "rewards.models.path")
+
+
+def _adapters(question: Question, subject: Subject) -> Adapters:
+    """Return the adapters of the question's rank, else of the recipe's."""
+    given = LoraConfig() if subject.config is None else subject.config.model.lora
+    if given.path is not None:
+        raise ConfigError(
+            "a plan takes the rank of adapters",
+            got=f"model.lora.path = {given.path}",
+            allowed="model.lora.rank and targets in its place, those of that adapter",
+        )
+    rank = question.lora_rank or given.rank
+    return NO_ADAPTERS if rank is None else adapters_of(subject.shape, rank, given.targets)
 
 
 def _lengths(question: Question, subject: Subject) -> tuple[LengthSample, list[str]]:

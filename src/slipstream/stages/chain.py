@@ -23,7 +23,7 @@ from slipstream.models.sizes import check_sizes
 from slipstream.observe.evaluation import EVALUATION_FILE
 from slipstream.observe.hardware import describe
 from slipstream.observe.report import write_report
-from slipstream.observe.summary import read_summary, write_summary
+from slipstream.observe.summary import Summary, read_summary, write_summary
 from slipstream.observe.trackers import check_trackers
 from slipstream.prompts import PromptSet, build_prompts, task_table
 from slipstream.rewards.checks import check_rewards
@@ -134,8 +134,9 @@ def _readers(config: RunConfig) -> list[Reader]:
 def run_stages(config: RunConfig, run_dir: Path, given: FromPython) -> dict[str, Any]:
     """Run `config.stages` in `run_dir`, leaving out those whose output is there.
 
-    Returns what `summary.json` says; without RL, what the last stage recorded. Interrupts end the run early, its status
-    then 'interrupted': resumed, RL goes on from its last checkpoint, any other stage begins anew.
+    Returns what `summary.json` says; without RL, what the last stage recorded, and `summary.json` has all of them.
+    Interrupts end the run early, its status then 'interrupted': resumed, RL goes on from its last checkpoint, any other
+    stage begins anew.
     """
     if not (run_dir / "config.toml").exists():
         save_config(config, run_dir / "config.toml")
@@ -160,6 +161,11 @@ def run_stages(config: RunConfig, run_dir: Path, given: FromPython) -> dict[str,
                     watcher.note(f"go on with: {given.resume_call(run_dir)}")
                 return told | {"status": "interrupted"}
         told = _publish_evaluation(config, run_dir, given, told) if stage == "evaluate" else read_record(run_dir, stage)
+    if "rl" not in config.stages:
+        write_summary(Summary.without_rl(config, run_dir, told.get("evaluation")), run_dir / "summary.json")
+        report = write_report(run_dir, describe())
+        with watch(config, config.stages[-1], display=given.display) as watcher:
+            watcher.note(f"report: {report}")
     return {"status": "done"} | told
 
 

@@ -153,13 +153,20 @@ def _singles(preference: Preference) -> list[Preference]:
 
 
 def _check_labelled(train: Sequence[Preference]) -> None:
-    """Raise ConfigError unless there are completions of both labels."""
+    """Raise ConfigError unless there are completions of both labels, and of more prompts than one."""
     num_desirable = sum(one.rating == 1.0 for one in train)
     if num_desirable in (0, len(train)):
         raise ConfigError(
             "KTO learns from desirable and undesirable completions",
             got=f"{num_desirable} desirable of {len(train)}",
             allowed="some of both",
+        )
+    if len({one.prompt_tokens.tobytes() for one in train}) == 1:
+        raise ConfigError(
+            "KTO compares with completions of other prompts",
+            got="one prompt alone to train on",
+            allowed="at least two prompts",
+            hint="dpo.loss = 'sigmoid', 'ipo' and 'simpo' learn from pairs of one prompt",
         )
 
 

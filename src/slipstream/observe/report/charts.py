@@ -183,7 +183,7 @@ EvaluatedRun = tuple[str, int, Mapping[str, Any]]
 
 def gained(content: Sequence[str]) -> str:
     """The part of a page about evaluations."""
-    lead = "Measured by the evaluation at the end, on held-out prompts, before and after RL."
+    lead = "Measured by the evaluation at the end, on held-out prompts, before and after training."
     return part("evaluation", "What was gained, at what price?", lead, [cards(*content)])
 
 
@@ -194,8 +194,8 @@ def against_kl(runs: Sequence[EvaluatedRun]) -> str:
     x = Axis("KL to the reference, nats per completion", low=0.0)
     y, level = Axis("gold win rate", low=0.0, is_share=True), {"as good as the references": 0.5}
     note = (
-        "Hollow before RL, full after it, with standard errors; dashed: as good as the references. Up is better. Far "
-        "to the right and not up, the policy has learned what the reward likes and gold does not."
+        "Hollow before training, full after it, with standard errors; dashed: as good as the references. Up is better. "
+        "Far to the right and not up, the policy has learned what the reward likes and gold does not."
     )
     hues = {spot.hue for spot in spots}
     legend = line_legend([Series(name, [], hue, has_dots=True) for name, hue, _ in runs if name and hue in hues])

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import msgspec
 from pydantic import BaseModel
 
-from slipstream.core.config import RunConfig
+from slipstream.core.config import JUST_RL, RunConfig
 from slipstream.core.errors import ConfigError, SlipstreamError
 from slipstream.core.files import load_json, no_run
 from slipstream.core.held_out import Measured
@@ -166,6 +166,11 @@ class RunData:
         return self.path.resolve().name
 
     @property
+    def has_rl(self) -> bool:
+        """Whether RL is among the stages."""
+        return "rl" in self.config.get("stages", JUST_RL)
+
+    @property
     def recipe(self) -> str:
         return str(self.config.get("recipe", self.name))
 
@@ -281,13 +286,13 @@ class Compared:
 
 
 def check_run(run_dir: Path) -> None:
-    """ConfigError where `run_dir` is no folder of a run, or of one that has not come to RL."""
-    if (run_dir / "metrics.jsonl").is_file():
+    """ConfigError where `run_dir` is no folder of a run, or of one that has not come to RL, nor to its end without."""
+    if any((run_dir / name).is_file() for name in ("metrics.jsonl", "summary.json")):
         return
     if (run_dir / "config.toml").is_file():
         raise ConfigError(
             f"'{run_dir}' has nothing to report yet: it has no metrics.jsonl",
-            hint="RL has not begun, or is not among the stages of this run",
+            hint="RL has not begun, or is not among the stages of this run, which are not done",
         )
     raise no_run(run_dir, "metrics.jsonl")
 

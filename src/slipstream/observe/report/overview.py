@@ -38,7 +38,8 @@ def heading(run: RunData) -> str:
             attempts += f", {duration(abandoned_s)} of it for steps that were abandoned"
         size = [f"{summary.model_params / 1e6:,.3g} M parameters"] if summary.model_params else []
         versions = [f"Slipstream {summary.versions.slipstream}", f"torch {summary.versions.torch}"]
-        done = f"{plural(summary.steps, 'step')} in {took}{attempts}"
+        what = plural(summary.steps, "step") if run.has_rl else ", ".join(summary.stages)
+        done = f"{what} in {took}{attempts}"
         facts = [run.name, done, f"seed {summary.seed}", *size, *versions]
     shown = f'<span class="status {status.split()[0]}">{text(status)}</span>'
     return f"<h1>{text(run.recipe)} {shown}</h1><p>{text(' · '.join(facts))}</p>"
@@ -55,7 +56,7 @@ def status_of(run: RunData) -> str:
 
 def overview(run: RunData) -> str:
     shown = (f'<div class="tile"><b>{text(value)}</b><span>{text(name)}</span></div>' for value, name in tiles(run))
-    told = {"What happened": sentences(run), "What to look at next": advice(run)}
+    told = {"What happened": sentences(run), "What to look at next": advice(run)} if run.has_rl else {}
     lists = cards(*(card(title, "", items(lines, kind="plain")) for title, lines in told.items()))
     pictures = [_contradictions(run), f'<div class="tiles">{"".join(shown)}</div>', lists, _alarms(run.alarms)]
     return part("overview", "In short", opening(run), pictures)
@@ -94,6 +95,9 @@ def tiles(run: RunData) -> list[tuple[str, str]]:
         rates = [run.evaluation[moment]["gold"]["win_rate"]["mean"] for moment in MOMENTS]
         change = " → ".join("?" if rate is None else f"{rate:.1%}" for rate in rates).replace("% →", " →")
         found.append((change, "gold win rate against references"))
+    if not run.has_rl and summary is not None and (measured := summary.stages.get("dpo", {}).get("held_out")):
+        change = " → ".join(percent(measured[moment]["accuracy"]) for moment in MOMENTS)
+        found.append((change, "held-out preferences in the right order"))
     if history.steps:
         found.append((f"{number(median(history.values('step_s')))} s", "a step, median"))
     if summary is not None:

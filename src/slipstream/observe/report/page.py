@@ -66,7 +66,7 @@ def write_report(run_dir: Path, hardware: Hardware | None = None, *, out: Path |
 def page(run: data.RunData, window: Window | None, hardware: Hardware | None) -> str:
     parts = {
         "In short": overview(run),
-        "Before RL": _stages(run.path),
+        "Before RL" if run.has_rl else "Stages": _stages(run),
         "Learning": _learning(run),
         "Evaluation": _gains(run.evaluation),
         "Off-policy": _off_policy(run),
@@ -74,17 +74,21 @@ def page(run: data.RunData, window: Window | None, hardware: Hardware | None) ->
         "Text": _words(run),
         "Setup": _setup(run, hardware),
     }
+    if not run.has_rl:
+        parts = {name: parts[name] for name in ("In short", "Stages", "Evaluation", "Setup")}
     return document(title=run.recipe, heading=heading(run), parts=parts)
 
 
-# What came before RL: the stages `sft`, `dpo` and `reward_model` of a run that has them
+# What came before RL, or without it: the stages `sft`, `dpo` and `reward_model` of a run that has them
 
 
-def _stages(run_dir: Path) -> str:
-    lead = "RL starts from what these stages made, and is paid by it."
-    sft, dpo, reward_model = (stage_dir(run_dir, stage) for stage in ("sft", "dpo", "reward_model"))
+def _stages(run: data.RunData) -> str:
+    title, lead = "What came before RL?", "RL starts from what these stages made, and is paid by it."
+    if not run.has_rl:
+        title, lead = "What did the stages learn?", "Each starts from what the ones before have made."
+    sft, dpo, reward_model = (stage_dir(run.path, stage) for stage in ("sft", "dpo", "reward_model"))
     pictures = [_sft(sft), *_dpo(dpo), *_reward_model(reward_model)]
-    return part("before", "What came before RL?", lead, [cards(*pictures)])
+    return part("before", title, lead, [cards(*pictures)])
 
 
 def _sft(folder: Path) -> str:
@@ -105,12 +109,15 @@ def _dpo(folder: Path) -> Iterator[str]:
     if (found := _record(folder)) is None:
         return
     note = "How often the policy prefers what the labels prefer, next to its reference."
-    if found["held_out"] is not None and (right := found["held_out"]["after"]["accuracy"]) is not None:
-        note += f" Of {number(found['num_held_out'])} held-out preferences it gets {right:.0%} right."
+    learned = f"On those it learns from: {found['first_loss']:.3f} at first, {found['last_loss']:.3f} in the last ten."
+    if found["held_out"] is not None:
+        before, after = (found["held_out"][moment] for moment in MOMENTS)
+        learned += f" Held out: {before['loss']:.3f}, then {after['loss']:.3f}."
+        if (right := after["accuracy"]) is not None:
+            note += f" Of {number(found['num_held_out'])} held-out preferences it gets {right:.0%} right."
+            note += f" Their mean margin is {after['margin']:.3f}."
     share = Axis("share of preferences", low=0.0, high=1.0, is_share=True)
-    yield _curve(
-        folder, "loss", "Preferences: loss", "On those it learns from.", Axis("loss", low=0.0), BLUE, folds=True
-    )
+    yield _curve(folder, "loss", "Preferences: loss", learned, Axis("loss", low=0.0), BLUE, folds=True)
     yield _curve(folder, "accuracy", "Preferences: accuracy", note, share, GREEN)
 
 
