@@ -74,6 +74,8 @@ class ScriptedBackend:
     probes_prepared = False
     working_state: str | None = None
     max_len = MAX_LEN
+    keeps_versions = False
+    has_room_for_version = True
 
     def __init__(self) -> None:
         self.may_swap = True

@@ -49,7 +49,7 @@ from slipstream.generator.requests import (
     in_order,
 )
 from slipstream.generator.rows import Rows
-from slipstream.generator.runner import Chunk, Prefix, RowStates, Runner
+from slipstream.generator.runner import Chunk, Prefix, ResidentVersions, RowStates, Runner
 from slipstream.generator.stats import EngineStats
 
 PREFILL_CHUNK = 512
@@ -68,6 +68,10 @@ class Engine:
 
     The driver's loop: `submit` whenever there are requests; `step` until `is_idle`; between two steps `set_version`,
     `pause_admission`, `preempt`, `withdraw` or `export_live`; `release` when an episode with parked keys has ended.
+
+    With `residents`, the model's weights, versions stay side by side: a row goes on with the version that was the
+    newest when it began, an episode with that of when its first turn was submitted (its `release` ends that), and a
+    version is let go when nothing goes on with it and it is not the newest.
     """
 
     def __init__(
@@ -83,8 +87,13 @@ class Engine:
         version: int = 0,
         spans: StateSpans | None = None,
         clock: Clock | None = None,
+        residents: ResidentVersions | None = None,
     ) -> None:
         self.version = version
+        self._residents = residents
+        self._version_of: dict[tuple[int, int, int], int] = {}  # of episodes, with `residents`
+        if residents is not None:
+            residents.hold(version, ())
         self.stats = EngineStats()
         self._runner = runner
         self._seed = seed
@@ -152,7 +161,7 @@ class Engine:
         for request in requests:
             if request.num_before == 0:
                 self._parked.drop(request.session)  # the episode begins again
-        self._queue.add(requests, was_live=False)
+        self._queue.add(requests, was_live=False, versions=[self._bound_to(request) for request in requests])
 
     def pause_admission(self, is_paused: bool) -> None:
         """While paused no waiting request starts; live ones go on. Draining before a swap between batches."""
@@ -178,9 +187,13 @@ class Engine:
         ("keep"), or those who hold any key older than `max_kv_age` versions ("recompute": 0) leave their rows and are
         prefilled again within the budget of the next steps, so that the others go on meanwhile. Parked sessions stay
         or are forgotten by the same rule, and those are prefilled again at their next turn. Shared prefixes are
-        forgotten in every case.
+        forgotten in every case. With `residents` all that has begun keeps its version, and so its keys.
         """
         self.version = version
+        if self._residents is not None:
+            self._prefixes.clear(None, keeps_versions=True)
+            self._residents.hold(version, self.versions_in_use)
+            return
         oldest = {"keep": None, "recompute": version}.get(kv_on_update, version - max_kv_age)
         self._prefixes.clear(oldest)
         rows = self._rows.live_rows
@@ -214,12 +227,30 @@ class Engine:
         rows = [row for row in self._rows.live_rows if is_unwanted(self._rows.live_at(row).request)]
         return in_order([*self._queue.take(lambda entry: is_unwanted(entry.request)), *self._leave(rows)])
 
+    # Versions side by side
+
+    @property
+    def versions_in_use(self) -> set[int]:
+        """With `residents` the versions that rows, waiting requests and open episodes go on with."""
+        live = {self._rows.live_at(row).version_spans[-1].version for row in self._rows.live_rows}
+        return live | self._queue.versions | set(self._version_of.values())
+
+    def _bound_to(self, request: Request) -> int | None:
+        """Return the version that `request` must go on with: its episode's, or that of its tokens if it is held."""
+        if self._residents is None:
+            return None
+        if request.parks:
+            return self._version_of.setdefault(request.session[:3], self.version)
+        spans = () if request.resume is None else request.resume.version_spans
+        return spans[-1].version if spans and spans[-1].version in self._residents.versions else None
+
     # Turns
 
     def release(self, session: Session) -> None:
         """The episode has ended: forget its parked keys, if there are any. A turn that is not finished goes on, but
         will not park."""
         self._parked.drop(session)
+        self._version_of.pop(session[:3], None)
         self._queue.stop_parking(session)
         for row in self._rows.live_rows:
             live = self._rows.live_at(row)
@@ -257,7 +288,8 @@ class Engine:
     def _requeue(self, rows: list[int]) -> None:
         """Let the sequences in `rows` wait, before all others, oldest first."""
         rows = sorted(rows, key=lambda row: int(self._rows.starts[row]))
-        self._queue.add(self._leave(rows), was_live=True)
+        requests = self._leave(rows)
+        self._queue.add(requests, was_live=True, versions=[self._bound_to(request) for request in requests])
 
     # Admission
 
@@ -294,6 +326,7 @@ class Engine:
     def _choose_chunks(self, num_wanted: int) -> list[Chunk]:
         chunks, num_again, num_missed = self._queue.choose_chunks(
             num_wanted,
+            newest=self.version,
             budget_tokens=self._prefill_tokens,
             chunk_tokens=self._prefill_chunk,
             even_wanted=not self._rows.is_live.any(),
@@ -314,19 +347,20 @@ class Engine:
         members_of: dict[PrefixKey, list[int]] = {}
         for index, entry in enumerate(ready):
             members_of.setdefault(entry.key, []).append(index)
-        states = row_states(ready, self._seed)
+        states = row_states(ready, self._seed, self.version)
         started: set[int] = set()
         now_s = self._clock.now_s()
         for key, members in members_of.items():
             prefix = self._prefixes[key] if key else None
-            storage, kv_version = None if prefix is None else prefix.storage, self.version
-            if prefix is not None and prefix.kv_version is not None:
-                kv_version = prefix.kv_version
+            storage = None if prefix is None else prefix.storage
+            oldest = None if prefix is None else prefix.kv_version
             rows = [free[index] for index in members]
             num_open = self._open_rows(rows, storage, states.take(members), members_of)
             for row, index in zip(rows[:num_open], members, strict=False):
                 request = ready[index].request
-                self._rows.start(row, request, version=self.version, kv_version=kv_version, now_s=now_s)
+                version = ready[index].version_or(self.version)
+                kv_version = version if oldest is None else oldest
+                self._rows.start(row, request, version=version, kv_version=kv_version, now_s=now_s)
             started.update(members[:num_open])
             self._prefixes.unwant(key, num_open)
             if prefix is not None and num_open:
@@ -400,4 +434,6 @@ class Engine:
         finished = [rows.finished(row, reason, now_s) for row, reason in ended]
         if finished:
             self._close([row for row, _ in ended if not self._park(row)])
+            if self._residents is not None and len(self._residents.versions) > 1:
+                self._residents.hold(self.version, self.versions_in_use)
         return finished
