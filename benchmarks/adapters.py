@@ -4,8 +4,8 @@
 
 Whole engine steps of a random model of SmolLM2-135M's shape with an adapter on every linear layer but the head: all
 rows live, an equal part of them on each resident version, sampled at temperature 1. The engines take turns step by
-step, so that a busy machine slows all of them alike; `ratio` is the median over steps of the step's time by that of the
-base in the same turn, with its quartiles. `stacking` is what the first step of a new set of versions takes more.
+step, and times are CPU time of the process, so that a busy machine disturbs all of them alike, and little. `ratio` is
+the median over steps of a step's time by that of the base in the same turn, with its quartiles.
 """
 
 from __future__ import annotations
@@ -48,9 +48,7 @@ def random_version(weights: ServedWeights, seed: int) -> torch.Tensor:
 
 def engine_of(model: Transformer, rows: int, num_steps: int, weights: ServedWeights | None, count: int) -> Engine:
     """All rows live, `rows` / `count` on each version, their prompts behind them."""
-    engine = native_engine(
-        model, num_slots=rows, max_len=num_steps + 64, seed=0, stop_token_ids=[], residents=weights
-    )
+    engine = native_engine(model, num_slots=rows, max_len=num_steps + 64, seed=0, stop_token_ids=[], residents=weights)
     for version in range(count):
         if weights is not None:
             flat = random_version(weights, version)
@@ -73,9 +71,8 @@ def engines_of(rows: int, num_steps: int, rank: int, precision: Precision) -> di
     base: FrozenBase | None = None
     for count in VERSIONS:
         model = adapted(rank)
-        flat = None if base is None else torch.zeros(num_bytes, dtype=torch.uint8)
-        weights = ServedWeights(model, precision, flat=flat, base=base, keeps_versions=True)
-        base, num_bytes = weights.base, weights.num_bytes
+        weights = ServedWeights(model, precision, base=base, keeps_versions=True)
+        base = weights.base
         engines[f"{count} version{'s' * (count > 1)}"] = engine_of(model, rows, num_steps, weights, count)
         assert len(weights.versions) == count
     return engines

@@ -9,7 +9,7 @@ import peft
 import pytest
 import torch
 import transformers
-from audit import audit
+from audit import audit, num_older
 from safetensors import safe_open
 from test_resume import SYNC, after_step, cut_off, small  # noqa: F401 - a fixture
 from test_sync_equals_reference import assert_equal, reference_run
@@ -84,6 +84,19 @@ def test_an_asynchronous_run_publishes_adapters_alone(adapted, weight_update, pr
     assert len(errors) >= 4
     assert max(errors) < (1e-4 if precision == "float32" else 0.5)
     assert any("eval_accuracy" in line for line in lines)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("host", ["inline", "process"])
+def test_between_batches_no_swap_waits_and_no_completion_mixes_versions(adapted, host, tmp_path):
+    generator = adapted["generator"] | {"num_slots": 8, "max_new_tokens": 24}
+    overrides = adapted | {"host": host, "steps": 12, "generator": generator, "warm_start": {"steps": 0}}
+    overrides |= {"weight_update": "between_batches", "max_staleness": 2, "loss": {"skip_no_signal": False}}
+    run = slipstream.run("quickstart", overrides=overrides, out=tmp_path / "run", display=False)
+    assert audit(run.out)["spanning"] == 0
+    assert "drain" not in run.summary["accounting"]["generator-0"]
+    assert num_older(run.out) > 0, "versions were side by side"
+    assert 1 <= run.summary["staleness"]["max"] <= 2
 
 
 def test_the_reference_is_the_base_and_is_measured_without_a_second_model(adapted, tmp_path):

@@ -239,7 +239,7 @@ class Engine:
         """Return the version that `request` must go on with: its episode's, or that of its tokens if it is held."""
         if self._residents is None:
             return None
-        if request.parks:
+        if request.parks or request.session[:3] in self._version_of:
             return self._version_of.setdefault(request.session[:3], self.version)
         spans = () if request.resume is None else request.resume.version_spans
         return spans[-1].version if spans and spans[-1].version in self._residents.versions else None
