@@ -152,8 +152,8 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 75_970
-MAX_LINES_OF_SPINE = 1_765
+MAX_LINES = 76_236
+MAX_LINES_OF_SPINE = 1_781
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
     "core/types.py",
@@ -170,10 +170,10 @@ MAX_LINES_OF_FOLDER = {
     "core": 9_290,
     "environments": 8_110,
     "evals": 2_710,
-    "generator": 7_495,
+    "generator": 7_662,
     "jail": 1_030,
     "jobs": 500,
-    "models": 6_090,
+    "models": 6_187,
     "observe": 9_620,
     "plan": 6_130,
     "prompts": 1_150,

@@ -51,6 +51,7 @@ from slipstream.generator.requests import (
 from slipstream.generator.rows import Rows
 from slipstream.generator.runner import Chunk, Prefix, ResidentVersions, RowStates, Runner
 from slipstream.generator.stats import EngineStats
+from slipstream.generator.version_table import VersionTable
 
 PREFILL_CHUNK = 512
 """Prompts longer than this are prefilled in pieces, whose places do not depend on the step's budget: so bits do not."""
@@ -69,9 +70,7 @@ class Engine:
     The driver's loop: `submit` whenever there are requests; `step` until `is_idle`; between two steps `set_version`,
     `pause_admission`, `preempt`, `withdraw` or `export_live`; `release` when an episode with parked keys has ended.
 
-    With `residents`, the model's weights, versions stay side by side: a row goes on with the version that was the
-    newest when it began, an episode with that of when its first turn was submitted (its `release` ends that), and a
-    version is let go when nothing goes on with it and it is not the newest.
+    With `residents`, the model's weights, versions stay side by side (`version_table.py`).
     """
 
     def __init__(
@@ -90,10 +89,6 @@ class Engine:
         residents: ResidentVersions | None = None,
     ) -> None:
         self.version = version
-        self._residents = residents
-        self._version_of: dict[tuple[int, int, int], int] = {}  # of episodes, with `residents`
-        if residents is not None:
-            residents.hold(version, ())
         self.stats = EngineStats()
         self._runner = runner
         self._seed = seed
@@ -103,8 +98,9 @@ class Engine:
         self._stop_ids = np.unique(np.asarray(stop_token_ids, dtype=np.int64))
         self._parked = ParkedSessions(runner, parked_tokens, self.stats)
         self._prefixes = PrefixTable(runner, prefix_cache_tokens, self._parked)
-        self._queue = RequestQueue(self._prefixes, runner.num_rows)
         self._rows = Rows.empty(runner.num_rows, runner.max_len)
+        self._versions = VersionTable(residents, self._rows, version)
+        self._queue = RequestQueue(self._prefixes, runner.num_rows, self._versions.bound_to)
 
     @property
     def max_len(self) -> int:
@@ -142,6 +138,11 @@ class Engine:
         return self.stats.of_sessions
 
     @property
+    def versions_in_use(self) -> set[int]:
+        """With `residents`: those that rows, waiting requests and open episodes go on with."""
+        return self._versions.in_use(self._queue)
+
+    @property
     def num_parked(self) -> int:
         """Sessions whose keys are kept for their next turn; not those whose next turn has begun to be prefilled."""
         return len(self._parked)
@@ -161,7 +162,7 @@ class Engine:
         for request in requests:
             if request.num_before == 0:
                 self._parked.drop(request.session)  # the episode begins again
-        self._queue.add(requests, was_live=False, versions=[self._bound_to(request) for request in requests])
+        self._queue.add(requests, was_live=False)
 
     def pause_admission(self, is_paused: bool) -> None:
         """While paused no waiting request starts; live ones go on. Draining before a swap between batches."""
@@ -190,10 +191,8 @@ class Engine:
         forgotten in every case. With `residents` all that has begun keeps its version, and so its keys.
         """
         self.version = version
-        if self._residents is not None:
-            self._prefixes.clear(None, keeps_versions=True)
-            self._residents.hold(version, self.versions_in_use)
-            return
+        if self._versions.take(version, self._queue):
+            return self._prefixes.clear(None, keeps_versions=True)
         oldest = {"keep": None, "recompute": version}.get(kv_on_update, version - max_kv_age)
         self._prefixes.clear(oldest)
         rows = self._rows.live_rows
@@ -227,30 +226,13 @@ class Engine:
         rows = [row for row in self._rows.live_rows if is_unwanted(self._rows.live_at(row).request)]
         return in_order([*self._queue.take(lambda entry: is_unwanted(entry.request)), *self._leave(rows)])
 
-    # Versions side by side
-
-    @property
-    def versions_in_use(self) -> set[int]:
-        """With `residents` the versions that rows, waiting requests and open episodes go on with."""
-        live = {self._rows.live_at(row).version_spans[-1].version for row in self._rows.live_rows}
-        return live | self._queue.versions | set(self._version_of.values())
-
-    def _bound_to(self, request: Request) -> int | None:
-        """Return the version that `request` must go on with: its episode's, or that of its tokens if it is held."""
-        if self._residents is None:
-            return None
-        if request.parks or request.session[:3] in self._version_of:
-            return self._version_of.setdefault(request.session[:3], self.version)
-        spans = () if request.resume is None else request.resume.version_spans
-        return spans[-1].version if spans and spans[-1].version in self._residents.versions else None
-
     # Turns
 
     def release(self, session: Session) -> None:
         """The episode has ended: forget its parked keys, if there are any. A turn that is not finished goes on, but
         will not park."""
         self._parked.drop(session)
-        self._version_of.pop(session[:3], None)
+        self._versions.release(session)
         self._queue.stop_parking(session)
         for row in self._rows.live_rows:
             live = self._rows.live_at(row)
@@ -288,8 +270,7 @@ class Engine:
     def _requeue(self, rows: list[int]) -> None:
         """Let the sequences in `rows` wait, before all others, oldest first."""
         rows = sorted(rows, key=lambda row: int(self._rows.starts[row]))
-        requests = self._leave(rows)
-        self._queue.add(requests, was_live=True, versions=[self._bound_to(request) for request in requests])
+        self._queue.add(self._leave(rows), was_live=True)
 
     # Admission
 
@@ -434,6 +415,5 @@ class Engine:
         finished = [rows.finished(row, reason, now_s) for row, reason in ended]
         if finished:
             self._close([row for row, _ in ended if not self._park(row)])
-            if self._residents is not None and len(self._residents.versions) > 1:
-                self._residents.hold(self.version, self.versions_in_use)
+            self._versions.let_go(self._queue)
         return finished

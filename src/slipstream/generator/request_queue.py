@@ -78,11 +78,13 @@ class RequestQueue:
     """Waiting requests in their order: those that were live here, then resumed ones and further turns, then new ones.
 
     No more of them are looked at than `num_rows`. While `is_paused`, only those that were live, and further turns of
-    episodes that have begun, may start.
+    episodes that have begun, may start. `bound_to` says which version a request must go on with, if any.
     """
 
-    def __init__(self, prefixes: PrefixTable, num_rows: int) -> None:
-        self._prefixes, self._num_rows = prefixes, num_rows
+    def __init__(
+        self, prefixes: PrefixTable, num_rows: int, bound_to: Callable[[Request], int | None] = lambda _: None
+    ) -> None:
+        self._prefixes, self._num_rows, self._bound_to = prefixes, num_rows, bound_to
         self._queue: deque[QueuedRequest] = deque()
         self.num_left = 0
         """Requests in the queue that were live here."""
@@ -99,11 +101,11 @@ class RequestQueue:
         """Those that waiting requests go on with."""
         return {entry.version for entry in self._queue if entry.version is not None}
 
-    def add(self, requests: Sequence[Request], *, was_live: bool, versions: Sequence[int | None]) -> None:
-        """Queue `requests` in this order, behind those of their kind; `versions` as in `QueuedRequest`."""
+    def add(self, requests: Sequence[Request], *, was_live: bool) -> None:
+        """Queue `requests` in this order, behind those of their kind."""
         resumed: list[QueuedRequest] = []
-        for request, version in zip(requests, versions, strict=True):
-            entry = QueuedRequest.of(request, was_live=was_live, version=version)
+        for request in requests:
+            entry = QueuedRequest.of(request, was_live=was_live, version=self._bound_to(request))
             self._prefixes.want(entry.key)
             if request.goes_on and not entry.has_begun:
                 self._queue.insert(self._num_ahead(), entry)

@@ -149,10 +149,9 @@ class SlotRunner:
     def _select(self, num_slots: int, more: np.ndarray = _NONE) -> None:
         """Have the next pass, of the first slots and of `more` tokens, compute with the version of each."""
         if self._residents is not None:
-            open_versions = np.concatenate((self._states.versions[:num_slots][self._is_open[:num_slots]], more))
-            versions = np.full(num_slots, open_versions[0])  # padding is of any one that is there anyway
-            np.copyto(versions, self._states.versions[:num_slots], where=self._is_open[:num_slots])
-            self._residents.select(np.concatenate((versions, more)))
+            is_open, versions = self._is_open[:num_slots], self._states.versions[:num_slots]
+            padding = np.concatenate((versions[is_open], more))[0]  # of a version that is there anyway
+            self._residents.select(np.concatenate((np.where(is_open, versions, padding), more)))
 
     def _arranged(self, num_slots: int) -> list[SlotSpan]:
         """All open slots brought below `num_slots`, long ones to the front now and then; the spans that this makes."""
