@@ -152,7 +152,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 76_236
+MAX_LINES = 76_237
 MAX_LINES_OF_SPINE = 1_781
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -173,7 +173,7 @@ MAX_LINES_OF_FOLDER = {
     "generator": 7_662,
     "jail": 1_030,
     "jobs": 500,
-    "models": 6_187,
+    "models": 6_188,
     "observe": 9_620,
     "plan": 6_130,
     "prompts": 1_150,

@@ -94,7 +94,8 @@ class FrozenBase:
     def adapted(self, weights: Mapping[str, StoredWeight], *, packs: bool) -> _Version:
         """Return the base with the adapters in `weights` beside its products."""
         a, b = ({name: weights[f"{name}.adapter.{which}"].values for name in self.shapes} for which in "ab")
-        return self._beside({name: (a[name], b[name]) for name in self.shapes}, packs=packs)
+        adapters = {name: (a[name], b[name]) for name in self.shapes}
+        return replace(self._beside(adapters, packs=packs), adapters=adapters)
 
     def stacked(self, versions: Sequence[_Version], own: OwnVersion) -> _Version:
         """Return the base with the adapters of all `versions`, of which each row of a pass has its `own`."""
@@ -116,7 +117,7 @@ class FrozenBase:
                 shape=shape,
                 own=own,
             )
-        return replace(self.version, products=products, head=products[HEAD], adapters=adapters)
+        return replace(self.version, products=products, head=products[HEAD])
 
 
 class _Skeleton:
