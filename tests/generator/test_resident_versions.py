@@ -15,6 +15,7 @@ from engine_kit import (
     assert_same_bits,
     drain,
     new_engine,
+    random_prompt,
     requests,
     run,
     take_version,
@@ -71,6 +72,27 @@ def test_rows_of_three_versions_have_the_bits_of_engines_of_one(rank: int) -> No
         for other in (1, 2, 3):
             texts[version].add(run(new_engine(model_of(other, rank)), part[:1])[part[0].ordinal, 0].tokens.tobytes())
     assert all(len(found) == 3 for found in texts.values()), "versions say different things"
+
+
+@pytest.mark.parametrize("parks", [False, True], ids=["completions", "first turns"])
+def test_keys_of_a_prompt_are_of_the_version_of_its_rows(parks: bool) -> None:
+    """Those that wait when a version comes: completions begin under it, turns under that of when they were asked for.
+
+    All have one prompt, which is prefilled once for each version, although both are waited for at once.
+    """
+    engine, weights = engine_with_versions(num_slots=2, stop_token_ids=[], prefix_cache_tokens=64)
+    batch = [Request(0, sample, random_prompt(20), max_new_tokens=6, parks=parks) for sample in range(6)]
+    engine.submit(batch[:4])
+    assert engine.step() == []
+    take_version(engine, weights, 2)
+    engine.submit(batch[4:])
+    finished = drain(engine)
+    assert engine.stats.prefilled_tokens == 2 * 19
+    for sample in range(6):
+        version = 1 if sample < (4 if parks else 2) else 2
+        expected = run(new_engine(model_of(version), stop_token_ids=[]), [batch[sample]])[0, sample]
+        assert_same_bits(finished[0, sample], expected)
+        assert finished[0, sample].version_spans == (VersionSpan(start=0, version=version),)
 
 
 BATCH = requests(4, 2, max_new_tokens=10)
