@@ -152,8 +152,8 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 76_454
-MAX_LINES_OF_SPINE = 1_765
+MAX_LINES = 76_734
+MAX_LINES_OF_SPINE = 1_785
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
     "core/types.py",
@@ -170,10 +170,10 @@ MAX_LINES_OF_FOLDER = {
     "core": 9_290,
     "environments": 8_120,
     "evals": 2_720,
-    "generator": 7_495,
+    "generator": 7_665,
     "jail": 1_050,
     "jobs": 500,
-    "models": 6_265,
+    "models": 6_370,
     "observe": 9_665,
     "plan": 6_280,
     "prompts": 1_150,

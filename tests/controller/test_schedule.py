@@ -66,6 +66,7 @@ class World:
         self.ready: set[int] = set()  # scored, with signal, not handed to the trainer
         self.saved: tuple | None = None  # what a checkpoint of the last step has
         self.restores = 0
+        self.started_at: dict[int, int] = {}  # ordinal -> the version of its replica when the last copy was admitted
         self.sampling: dict[int, tuple[int, int]] = {}  # ordinal -> (replica, unfinished completions)
         self.scoring: dict[int, int] = {}  # ordinal -> the replica it came from
         self.orphans: set[int] = set()  # on their way to a score when their replica was lost: regenerated meanwhile
@@ -87,7 +88,7 @@ class World:
                     assert ordinal not in self.trained
                     load = sum(n for r, n in self.sampling.values() if r == replica)
                     assert load + self.config.completions_per_group <= self.config.capacity
-                    version = self.replica_version[replica]
+                    version = self.started_at[ordinal] = self.replica_version[replica]
                     self.admitted_at[ordinal] = min(version, self.admitted_at.get(ordinal, version))
                     self.first_step.setdefault(ordinal, len(self.trained) // self.config.groups_per_step)
                     pareto = self.rng.paretovariate(self.tail) if self.tail else 1.0
@@ -145,6 +146,10 @@ class World:
                     self.schedule.apply(scored(what, has_signal, self.config.completions_per_group * has_failed))
                 )
             case "swap":
+                for ordinal, (replica, _) in self.sampling.items():
+                    if replica == what:
+                        age = self.published - self.started_at[ordinal]
+                        assert age <= self.config.max_staleness, "k + 1 versions side by side are always enough"
                 self.replica_version[what] = self.published
                 self.carry_out(self.schedule.apply(swapped(what, self.published)))
             case "train":

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from torch import nn
 
 from slipstream.generator.engine import Engine
 from slipstream.generator.native import native_engine
 from slipstream.generator.requests import Finished, Request
 from slipstream.models.config import TransformerConfig
+from slipstream.models.lora import install, matrices, shapes_for
+from slipstream.models.served import ServedWeights
 from slipstream.models.transformer import Transformer
 
 VOCAB = 48
@@ -48,6 +51,32 @@ def fill(model: Transformer, seed: int, *, scale: float = 0.15) -> None:
                 parameter.fill_(1.0)
             else:
                 parameter.normal_(std=scale, generator=generator)
+
+
+def adapted_model(rank: int = 4, seed: int = 0) -> Transformer:
+    """`random_model` with an adapter on every matrix and the head; their numbers come with a version."""
+    model = random_model(seed)
+    names = [piece.name for piece in matrices(model.config)]
+    install(model, shapes_for(model.config, names, rank=rank, alpha=2.0 * rank, use_rslora=False))
+    for name, parameter in model.named_parameters():
+        if ".adapter." in name:
+            nn.init.zeros_(parameter)
+    return model
+
+
+def adapters_of_version(weights: ServedWeights, version: int) -> torch.Tensor:
+    """Random adapters, as large as the base, in the bytes of `weights`."""
+    numbers = np.random.default_rng(version).normal(0, 0.15, weights.num_bytes // 4).astype(np.float32)
+    return torch.from_numpy(numbers).view(torch.uint8)
+
+
+def take_version(engine: Engine, weights: ServedWeights, version: int) -> None:
+    """What weight sync does, in a buffer that is overwritten as soon as it may be."""
+    flat = adapters_of_version(weights, version)
+    weights.prepare(flat)
+    weights.rebind(flat)
+    engine.set_version(version)
+    flat.zero_()
 
 
 def random_prompt(length: int, seed: int = 0) -> np.ndarray:

@@ -74,6 +74,8 @@ class ScriptedBackend:
     probes_prepared = False
     working_state: str | None = None
     max_len = MAX_LEN
+    keeps_versions = False
+    has_room_for_version = True
 
     def __init__(self) -> None:
         self.may_swap = True
@@ -201,6 +203,26 @@ def test_between_batches_nothing_starts_until_all_that_has_begun_is_done(at: Pat
         (0, 1): [(0, 0)],
         (0, 2): [(0, 1)],
     }
+
+
+def test_with_versions_side_by_side_nothing_is_held_back_and_only_a_swap_without_room_waits(at: Path) -> None:
+    node = Node(at, **BETWEEN)
+    node.backend.keeps_versions = True
+    node.admit(0, 3)
+    node.steps(2)
+    node.weights.pending_version = 1
+    node.steps(1)
+    assert node.swapped() == [1]
+    assert node.engine.num_live == 2, "it came while they were decoded"
+    node.backend.has_room_for_version, node.weights.pending_version = False, 2
+    node.steps(5)
+    assert node.swapped() == [1]
+    assert sorted(node.finished()) == [(0, 0)]
+    assert (node.engine.num_live, node.engine.num_waiting) == (2, 0), "sample 2 took the free slot"
+    assert node.generator.spans.state is None
+    node.backend.has_room_for_version = True
+    node.steps(1)
+    assert node.swapped() == [1, 2]
 
 
 def test_stragglers_are_cut_after_so_many_steps_and_go_on_under_the_new_version(at: Path) -> None:

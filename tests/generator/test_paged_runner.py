@@ -46,6 +46,7 @@ def states(num_rows: int, *, length: int, temperature: float = 0.0, token: int =
         top_p=np.ones(num_rows, dtype=np.float32),
         min_p=np.zeros(num_rows, dtype=np.float32),
         keep_sets=np.zeros(num_rows, dtype=bool),
+        versions=np.zeros(num_rows, dtype=np.int64),
     )
 
 

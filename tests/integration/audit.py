@@ -110,5 +110,17 @@ def audit(run_dir: Path) -> dict[str, Any]:
     return {"histogram": dict(sorted(histogram.items())), "fates": fates, "spanning": spanning, "steps": steps_done}
 
 
+def num_older(out: Path) -> int:
+    """Completions that ended under a version when their replica had a newer one."""
+    held, found = dict[int, int](), 0
+    for line in (out / "events.jsonl").read_text().splitlines():
+        event = json.loads(line)["event"]
+        if event["type"] == "Swapped":
+            held[event["replica"]] = event["version"]
+        elif event["type"] == "CompletionFinished":
+            found += event["max_version"] < held[event["replica"]]
+    return found
+
+
 if __name__ == "__main__":
     sys.stdout.write(json.dumps(audit(Path(sys.argv[1])), indent=2) + "\n")

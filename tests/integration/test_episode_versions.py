@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from audit import audit
+from audit import audit, num_older
 from turn_environments import Echo, Unpunctual
 
 import slipstream
@@ -179,6 +179,20 @@ def test_between_batches_an_episode_has_one_version(heard, episodes, tmp_path):
     assert len({versions_of(one)[0] for one in trained}) > 3
     assert result.summary["staleness"]["max"] == 1
     assert heard.largest_gap() < ROUNDING
+
+
+@pytest.mark.slow
+def test_with_adapters_no_version_waits_for_episodes_and_each_keeps_its_own(heard, episodes, tmp_path):
+    """Between batches: versions stay side by side, so that parked keys and rows of several are alive at once."""
+    lora = {"model": {"lora": {"rank": 4}}, "weight_update": "between_batches", "max_staleness": 2}
+    result = run(episodes | lora, tmp_path / "run", Unpunctual)
+    trained = heard.of("train")
+    assert all(len({*versions_of(one)}) == 1 for one in trained)
+    assert result.summary["staleness"]["max"] == 2
+    assert heard.largest_gap() < ROUNDING
+    assert "drain" not in result.summary["accounting"]["generator-0"]
+    assert num_older(result.out) > 0, "a swap fell into an episode"
+    assert heard.engines[0].versions_in_use == set()
 
 
 @pytest.mark.parametrize("mode", [pytest.param("between_batches", marks=pytest.mark.slow), "in_flight"])

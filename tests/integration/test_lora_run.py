@@ -9,7 +9,7 @@ import peft
 import pytest
 import torch
 import transformers
-from audit import audit
+from audit import audit, num_older
 from safetensors import safe_open
 from test_resume import SYNC, after_step, cut_off, small  # noqa: F401 - a fixture
 from test_sync_equals_reference import assert_equal, reference_run
@@ -145,6 +145,19 @@ def test_two_ranks_train_the_adapters_that_one_does(adapted, tmp_path):
     assert one.keys() == two.keys()
     difference = sum((two[name] - tensor).square().sum() for name, tensor in one.items())
     assert difference.sqrt() < 1e-5 * sum(tensor.square().sum() for tensor in one.values()).sqrt()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("host", ["inline", "process"])
+def test_between_batches_no_swap_waits_and_no_completion_mixes_versions(adapted, host, tmp_path):
+    generator = adapted["generator"] | {"num_slots": 8, "max_new_tokens": 24}
+    overrides = adapted | {"host": host, "steps": 12, "generator": generator, "warm_start": {"steps": 0}}
+    overrides |= {"weight_update": "between_batches", "max_staleness": 2, "loss": {"skip_no_signal": False}}
+    run = slipstream.run("quickstart", overrides=overrides, out=tmp_path / "run", display=False)
+    assert audit(run.out)["spanning"] == 0
+    assert "drain" not in run.summary["accounting"]["generator-0"]
+    assert num_older(run.out) > 0, "versions were side by side"
+    assert 1 <= run.summary["staleness"]["max"] <= 2
 
 
 def test_the_reference_is_the_base_and_is_measured_without_a_second_model(adapted, tmp_path):

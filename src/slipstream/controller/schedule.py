@@ -31,11 +31,11 @@ lie below o: there are o ordinals there, and the d dropped ones are not trained,
 W - 1 lie above, in (o, o + W). Hence n P <= o - d + W - 1, and n <= floor((o - d + W - 1) / P).
 
 Let v be the version of the replica at the admission of the copy of o that a token is from. A replica's version never
-falls while it lives, so the token is of version v or later, and n - v <= k by the admission rule. Nothing here asks
-whether o was admitted once: when a replica is lost and o starts again elsewhere, each copy passed the rule with the v
-and d of its own admission, and the count above holds for each such d, as drops are never taken back. So it does not
-matter which copy is scored, or how samples of several copies mix. What the schedule believes of a replica lags behind
-the truth, in the safe direction: a command travels while the version rises.
+falls while it lives, and no row began before, so the token is of v or later, and n - v <= k by the admission rule.
+Nothing here asks whether o was admitted once: when a replica is lost and o starts again elsewhere, each copy passed the
+rule with the v and d of its own admission, and the count above holds for each such d, as drops are never taken back. So
+it does not matter which copy is scored, or how samples of several copies mix. What the schedule believes of a replica
+lags behind the truth, in the safe direction: a command travels while the version rises.
 
 A restore forgets all events after the snapshot, drops included. Unfinished groups that it brings back were admitted
 before the snapshot. Finished groups that it brings back were scored before it (`Snapshot.scored`), or their own oldest

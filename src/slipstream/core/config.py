@@ -340,6 +340,12 @@ class RunConfig(Section):
                 hint="drop segment_tokens, or use the preset 'bounded'",
             )
 
+    @property
+    def resident_versions(self) -> int:
+        """Return how many versions a generator holds side by side: all that can be in use (docs/staleness.md), or 1."""
+        keeps = self.model.lora.is_set and self.weight_update == "between_batches"
+        return self.max_staleness + 1 if keeps else 1
+
     def _check_prompts(self) -> None:
         prompts = self.prompts
         if bool(prompts.tasks) == bool(prompts.dataset):

@@ -53,6 +53,16 @@ class Backend(ABC):
         """Whether weights may be replaced now: a backend that holds one version only cannot while one is pinned."""
         return True
 
+    @property
+    def keeps_versions(self) -> bool:
+        """Whether what has begun goes on with the version that it began with, beside newer ones."""
+        return False
+
+    @property
+    def has_room_for_version(self) -> bool:
+        """With `keeps_versions`: whether one more may be held now."""
+        return True
+
     def has_work(self) -> bool:
         """Whether a step of `engine` would do anything now."""
         return not self.engine.is_idle

@@ -49,8 +49,9 @@ from slipstream.generator.requests import (
     in_order,
 )
 from slipstream.generator.rows import Rows
-from slipstream.generator.runner import Chunk, Prefix, RowStates, Runner
+from slipstream.generator.runner import Chunk, Prefix, ResidentVersions, RowStates, Runner
 from slipstream.generator.stats import EngineStats
+from slipstream.generator.version_table import VersionTable
 
 PREFILL_CHUNK = 512
 """Prompts longer than this are prefilled in pieces, whose places do not depend on the step's budget: so bits do not."""
@@ -68,6 +69,8 @@ class Engine:
 
     The driver's loop: `submit` whenever there are requests; `step` until `is_idle`; between two steps `set_version`,
     `pause_admission`, `preempt`, `withdraw` or `export_live`; `release` when an episode with parked keys has ended.
+
+    With `residents`, the model's weights, versions stay side by side (`version_table.py`).
     """
 
     def __init__(
@@ -83,6 +86,7 @@ class Engine:
         version: int = 0,
         spans: StateSpans | None = None,
         clock: Clock | None = None,
+        residents: ResidentVersions | None = None,
     ) -> None:
         self.version = version
         self.stats = EngineStats()
@@ -94,8 +98,9 @@ class Engine:
         self._stop_ids = np.unique(np.asarray(stop_token_ids, dtype=np.int64))
         self._parked = ParkedSessions(runner, parked_tokens, self.stats)
         self._prefixes = PrefixTable(runner, prefix_cache_tokens, self._parked)
-        self._queue = RequestQueue(self._prefixes, runner.num_rows)
         self._rows = Rows.empty(runner.num_rows, runner.max_len)
+        self._versions = VersionTable(residents, self._rows, version)
+        self._queue = RequestQueue(self._prefixes, runner.num_rows, self._versions.bound_to)
 
     @property
     def max_len(self) -> int:
@@ -131,6 +136,11 @@ class Engine:
     @property
     def session_counts(self) -> dict[str, int]:
         return self.stats.of_sessions
+
+    @property
+    def versions_in_use(self) -> set[int]:
+        """With `residents`: those that rows, waiting requests and open episodes go on with."""
+        return self._versions.in_use(self._queue)
 
     @property
     def num_parked(self) -> int:
@@ -178,9 +188,11 @@ class Engine:
         ("keep"), or those who hold any key older than `max_kv_age` versions ("recompute": 0) leave their rows and are
         prefilled again within the budget of the next steps, so that the others go on meanwhile. Parked sessions stay
         or are forgotten by the same rule, and those are prefilled again at their next turn. Shared prefixes are
-        forgotten in every case.
+        forgotten in every case. With `residents` all that has begun keeps its version, and so its keys.
         """
         self.version = version
+        if self._versions.take(version, self._queue):
+            return self._prefixes.clear(None, keeps_versions=True)
         oldest = {"keep": None, "recompute": version}.get(kv_on_update, version - max_kv_age)
         self._prefixes.clear(oldest)
         rows = self._rows.live_rows
@@ -220,6 +232,7 @@ class Engine:
         """The episode has ended: forget its parked keys, if there are any. A turn that is not finished goes on, but
         will not park."""
         self._parked.drop(session)
+        self._versions.release(session)
         self._queue.stop_parking(session)
         for row in self._rows.live_rows:
             live = self._rows.live_at(row)
@@ -294,6 +307,7 @@ class Engine:
     def _choose_chunks(self, num_wanted: int) -> list[Chunk]:
         chunks, num_again, num_missed = self._queue.choose_chunks(
             num_wanted,
+            newest=self.version,
             budget_tokens=self._prefill_tokens,
             chunk_tokens=self._prefill_chunk,
             even_wanted=not self._rows.is_live.any(),
@@ -314,19 +328,20 @@ class Engine:
         members_of: dict[PrefixKey, list[int]] = {}
         for index, entry in enumerate(ready):
             members_of.setdefault(entry.key, []).append(index)
-        states = row_states(ready, self._seed)
+        states = row_states(ready, self._seed, self.version)
         started: set[int] = set()
         now_s = self._clock.now_s()
         for key, members in members_of.items():
             prefix = self._prefixes[key] if key else None
-            storage, kv_version = None if prefix is None else prefix.storage, self.version
-            if prefix is not None and prefix.kv_version is not None:
-                kv_version = prefix.kv_version
+            storage = None if prefix is None else prefix.storage
+            oldest = None if prefix is None else prefix.kv_version
             rows = [free[index] for index in members]
             num_open = self._open_rows(rows, storage, states.take(members), members_of)
             for row, index in zip(rows[:num_open], members, strict=False):
                 request = ready[index].request
-                self._rows.start(row, request, version=self.version, kv_version=kv_version, now_s=now_s)
+                version = ready[index].version_or(self.version)
+                kv_version = version if oldest is None else oldest
+                self._rows.start(row, request, version=version, kv_version=kv_version, now_s=now_s)
             started.update(members[:num_open])
             self._prefixes.unwant(key, num_open)
             if prefix is not None and num_open:
@@ -400,4 +415,5 @@ class Engine:
         finished = [rows.finished(row, reason, now_s) for row, reason in ended]
         if finished:
             self._close([row for row, _ in ended if not self._park(row)])
+            self._versions.let_go(self._queue)
         return finished

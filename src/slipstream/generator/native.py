@@ -18,7 +18,7 @@ from slipstream.generator.device import check_device, kv_bytes_beside, most_on_o
 from slipstream.generator.engine import PREFILL_CHUNK, Engine
 from slipstream.generator.paged_runner import PagedRunner
 from slipstream.generator.requests import StateSpans
-from slipstream.generator.runner import Runner
+from slipstream.generator.runner import ResidentVersions, Runner
 from slipstream.generator.slot_runner import SlotRunner
 from slipstream.models.linear import Linear
 from slipstream.models.lora import install
@@ -44,11 +44,13 @@ def native_engine(
     version: int = 0,
     spans: StateSpans | None = None,
     clock: Clock | None = None,
+    residents: ResidentVersions | None = None,
 ) -> Engine:
     """An engine with the runner that suits the model's device. `max_len` bounds prompt + completion in tokens.
 
     `is_paged`: pages or slots; None: pages where the model is on CUDA. `kv_bytes` bounds the keys and values in pages;
     without, every slot has room for `max_len`, as it always has outside of pages, and `parked_tokens` besides.
+    `residents`, the weights of `model`, keep versions side by side; slots only.
     """
     outside = [token for token in stop_token_ids if not 0 <= token < model.config.vocab_size]
     if outside:
@@ -56,9 +58,10 @@ def native_engine(
         raise ConfigError("stop tokens outside the vocabulary", got=outside, allowed=allowed)
     runner: Runner
     if model.cos.device.type == "cuda" if is_paged is None else is_paged:
+        assert residents is None, "captured steps read one version, where it lies"
         runner = PagedRunner(model, num_rows=num_slots, max_len=max_len, kv_bytes=kv_bytes, parked_tokens=parked_tokens)
     else:
-        runner = SlotRunner(model, num_rows=num_slots, max_len=max_len)
+        runner = SlotRunner(model, num_rows=num_slots, max_len=max_len, residents=residents)
     return Engine(
         runner,
         seed=seed,
@@ -70,6 +73,7 @@ def native_engine(
         version=version,
         spans=spans,
         clock=clock,
+        residents=residents,
     )
 
 
@@ -127,11 +131,18 @@ class NativeBackend(Backend):
         self._model = self._on_device(self._policy())
         precision = config.generator.precision
         self._stays_on_gpu = config.weights_stay_on_gpu
+        self._num_versions = 1 if self._is_paged else config.resident_versions
         self.weights = ServedWeights(
-            self._model, precision, in_place=self._is_paged, on_device=self._stays_on_gpu, group=self._group
+            self._model,
+            precision,
+            in_place=self._is_paged,
+            on_device=self._stays_on_gpu,
+            group=self._group,
+            keeps_versions=self._num_versions > 1,
         )
         self.max_len = config.longest_sequence(self._model.config.max_positions)
-        self.engine: Engine = self._new_engine(self._model, config.generator.num_slots, spans, seed)
+        residents = self.weights if self._num_versions > 1 else None
+        self.engine: Engine = self._new_engine(self._model, config.generator.num_slots, spans, seed, residents)
         self._pins: list[Pin] = []
 
     def probe(self, tokens: np.ndarray) -> np.ndarray:
@@ -171,6 +182,14 @@ class NativeBackend(Backend):
         engine.set_version(pin.version)
         return engine
 
+    @property
+    def keeps_versions(self) -> bool:
+        return self._num_versions > 1
+
+    @property
+    def has_room_for_version(self) -> bool:
+        return len(self.engine.versions_in_use) < self._num_versions
+
     def has_work(self) -> bool:
         return self.engine.has_work
 
@@ -196,7 +215,14 @@ class NativeBackend(Backend):
         here = kv_bytes_beside(self.weights.num_bytes, memory_bytes // sharing)
         return -int(self._group.max(torch.tensor(-here)))  # the same number of pages on every rank
 
-    def _new_engine(self, model: Transformer, num_slots: int, spans: StateSpans, seed: int) -> Engine:
+    def _new_engine(
+        self,
+        model: Transformer,
+        num_slots: int,
+        spans: StateSpans,
+        seed: int,
+        residents: ResidentVersions | None = None,
+    ) -> Engine:
         return native_engine(
             model,
             num_slots=num_slots,
@@ -211,4 +237,5 @@ class NativeBackend(Backend):
             is_paged=self._is_paged,
             spans=spans,
             clock=self._clock,
+            residents=residents,
         )

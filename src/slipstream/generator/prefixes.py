@@ -26,8 +26,15 @@ class TurnKey(NamedTuple):
     tokens: bytes
 
 
-PrefixKey = bytes | TurnKey
-"""The bytes of a prompt's tokens, or the key of a later turn."""
+class VersionKey(NamedTuple):
+    """The key of a prompt for those who go on with `version`, whichever is the newest."""
+
+    version: int
+    tokens: bytes
+
+
+PrefixKey = bytes | VersionKey | TurnKey
+"""The bytes of a prompt's tokens, also with a version, or the key of a later turn."""
 
 
 @dataclass(eq=False)
@@ -46,10 +53,10 @@ class StoredPrefix:
     def is_complete(self) -> bool:
         return self.num_done == len(self.context)
 
-    def next_chunk(self, num_tokens: int) -> Chunk | None:
+    def next_chunk(self, num_tokens: int, version: int) -> Chunk | None:
         """The next `num_tokens` tokens to prefill, fewer at the end; None when there are none. Does not take them."""
         tokens = self.context[self.num_done : self.num_done + num_tokens]
-        return Chunk(self.storage, tokens, self.num_done) if len(tokens) else None
+        return Chunk(self.storage, tokens, self.num_done, version) if len(tokens) else None
 
 
 class PrefixTable:
@@ -63,7 +70,7 @@ class PrefixTable:
         self._runner, self._cache_tokens, self._parked = runner, cache_tokens, parked
         self._entries: OrderedDict[PrefixKey, StoredPrefix] = OrderedDict()  # least recently used first
         self._wanted: Counter[PrefixKey] = Counter()
-        self._forgotten: set[bytes] = set()  # wanted ones whose keys and values were there, in part at least
+        self._forgotten: set[bytes | VersionKey] = set()  # wanted, whose keys were there, in part at least
 
     def __contains__(self, key: PrefixKey) -> bool:
         return key in self._entries
@@ -84,7 +91,7 @@ class PrefixTable:
         self._wanted[key] -= count
         if self._wanted[key] == 0:
             del self._wanted[key]
-            if isinstance(key, bytes):
+            if not isinstance(key, TurnKey):
                 self._forgotten.discard(key)
 
     def was_forgotten(self, key: PrefixKey) -> bool:
@@ -166,14 +173,17 @@ class PrefixTable:
             num_tokens -= len(self._entries[key].context)
             self._forget(key)
 
-    def clear(self, oldest: int | None) -> None:
+    def clear(self, oldest: int | None, *, keeps_versions: bool = False) -> None:
         """Forget all entries: the weights have changed. Who waits goes on waiting.
 
         Those that parked keys begin stay, as rows do, unless they are older than the version `oldest`, if it is given.
+        With `keeps_versions` those stay that somebody wants who goes on with an older version.
         """
         for key, entry in list(self._entries.items()):
+            if keeps_versions and key in self._wanted and not isinstance(key, bytes):
+                continue
             is_older = oldest is not None and entry.kv_version is not None and entry.kv_version < oldest
-            if entry.kv_version is None or isinstance(key, bytes) or is_older:
+            if entry.kv_version is None or not isinstance(key, TurnKey) or is_older:
                 self._forget(key)
 
     def _is_of_turn(self, key: PrefixKey) -> bool:

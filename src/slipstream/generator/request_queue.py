@@ -11,29 +11,39 @@ from typing import NamedTuple
 import numpy as np
 
 from slipstream.generator.noise import noise_keys
-from slipstream.generator.prefixes import PrefixKey, PrefixTable, StoredPrefix, TurnKey
+from slipstream.generator.prefixes import PrefixKey, PrefixTable, StoredPrefix, TurnKey, VersionKey
 from slipstream.generator.requests import Request, Session
 from slipstream.generator.runner import Chunk, RowStates
 
 
 @dataclass(frozen=True, eq=False)
 class QueuedRequest:
-    """A request and the prefix it needs. `was_live`: it left its row unfinished in this engine."""
+    """A request and the prefix it needs. `was_live`: it left its row unfinished in this engine.
+
+    `version` is that of the weights it goes on with, whichever is the newest; None: the newest when it gets a row.
+    """
 
     request: Request
     context: np.ndarray  # int32: the tokens to prefill, all known ones but the last
     last_token: int
     key: PrefixKey
     was_live: bool
+    version: int | None = None
 
     @classmethod
-    def of(cls, request: Request, *, was_live: bool) -> QueuedRequest:
+    def of(cls, request: Request, *, was_live: bool, version: int | None) -> QueuedRequest:
         known = request.prompt_tokens.astype(np.int32)
         if request.resume is not None:
             known = np.concatenate([known, request.resume.tokens.astype(np.int32)])
         context = known[:-1]
-        key = TurnKey(request.session, context.tobytes()) if request.num_before else context.tobytes()
-        return cls(request, context, int(known[-1]), key, was_live)
+        tokens = context.tobytes()
+        key: PrefixKey = tokens if version is None or not tokens else VersionKey(version, tokens)
+        if request.num_before:
+            key = TurnKey(request.session, tokens)
+        return cls(request, context, int(known[-1]), key, was_live, version)
+
+    def version_or(self, newest: int) -> int:
+        return newest if self.version is None else self.version
 
     @property
     def fork(self) -> Session | None:
@@ -68,11 +78,13 @@ class RequestQueue:
     """Waiting requests in their order: those that were live here, then resumed ones and further turns, then new ones.
 
     No more of them are looked at than `num_rows`. While `is_paused`, only those that were live, and further turns of
-    episodes that have begun, may start.
+    episodes that have begun, may start. `bound_to` says which version a request must go on with, if any.
     """
 
-    def __init__(self, prefixes: PrefixTable, num_rows: int) -> None:
-        self._prefixes, self._num_rows = prefixes, num_rows
+    def __init__(
+        self, prefixes: PrefixTable, num_rows: int, bound_to: Callable[[Request], int | None] = lambda _: None
+    ) -> None:
+        self._prefixes, self._num_rows, self._bound_to = prefixes, num_rows, bound_to
         self._queue: deque[QueuedRequest] = deque()
         self.num_left = 0
         """Requests in the queue that were live here."""
@@ -84,11 +96,16 @@ class RequestQueue:
     def __iter__(self) -> Iterator[QueuedRequest]:
         return iter(self._queue)
 
+    @property
+    def versions(self) -> set[int]:
+        """Those that waiting requests go on with."""
+        return {entry.version for entry in self._queue if entry.version is not None}
+
     def add(self, requests: Sequence[Request], *, was_live: bool) -> None:
         """Queue `requests` in this order, behind those of their kind."""
         resumed: list[QueuedRequest] = []
         for request in requests:
-            entry = QueuedRequest.of(request, was_live=was_live)
+            entry = QueuedRequest.of(request, was_live=was_live, version=self._bound_to(request))
             self._prefixes.want(entry.key)
             if request.goes_on and not entry.has_begun:
                 self._queue.insert(self._num_ahead(), entry)
@@ -158,9 +175,11 @@ class RequestQueue:
             if self._is_ready(entry):
                 yield entry
 
-    def choose_chunks(self, num_wanted: int, *, budget_tokens: int, chunk_tokens: int, even_wanted: bool) -> Chosen:
+    def choose_chunks(
+        self, num_wanted: int, *, newest: int, budget_tokens: int, chunk_tokens: int, even_wanted: bool
+    ) -> Chosen:
         """Choose the next chunk of each prompt, oldest first, until `num_wanted` requests can start or the budget is
-        spent.
+        spent. `newest` is the version of those that are bound to none.
 
         The first in line always gets on by a chunk, so nobody waits for ever. A chunk too long ends the budget, and a
         prompt whose turn has not come holds no memory, which rows may need. With `even_wanted`, prefixes that others
@@ -179,7 +198,7 @@ class RequestQueue:
                 if prefix is None:
                     break
                 prefixes[entry.key] = prefix
-                if (chunk := prefix.next_chunk(chunk_tokens)) is not None:
+                if (chunk := prefix.next_chunk(chunk_tokens, entry.version_or(newest))) is not None:
                     budget_tokens -= len(chunk.tokens)
                     if budget_tokens >= 0 or not chunks:
                         prefix.num_done += len(chunk.tokens)
@@ -200,8 +219,8 @@ class RequestQueue:
         return not entry.key or self._prefixes[entry.key].is_complete
 
 
-def row_states(entries: Sequence[QueuedRequest], seed: int) -> RowStates:
-    """Return how the rows of `entries` begin, in a run of `seed`."""
+def row_states(entries: Sequence[QueuedRequest], seed: int, newest: int) -> RowStates:
+    """Return how the rows of `entries` begin, in a run of `seed`, while `newest` is the newest version."""
     requests = [entry.request for entry in entries]
     return RowStates(
         input_tokens=np.array([entry.last_token for entry in entries], dtype=np.int64),
@@ -213,4 +232,5 @@ def row_states(entries: Sequence[QueuedRequest], seed: int) -> RowStates:
         top_p=np.array([r.top_p for r in requests], dtype=np.float32),
         min_p=np.array([r.min_p for r in requests], dtype=np.float32),
         keep_sets=np.array([r.keep_sets for r in requests], dtype=bool),
+        versions=np.array([entry.version_or(newest) for entry in entries], dtype=np.int64),
     )

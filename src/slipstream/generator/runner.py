@@ -11,7 +11,7 @@ into a longer one, and a row that has ended may become one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -35,6 +35,7 @@ class Chunk:
     prefix: Prefix
     tokens: np.ndarray  # int32 [n], n >= 1
     start: int
+    version: int = 0  # as in `RowStates`
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +51,7 @@ class RowStates:
     top_p: np.ndarray  # float32, 1: off
     min_p: np.ndarray  # float32, 0: off
     keep_sets: np.ndarray  # bool: report the kept set of every token
+    versions: np.ndarray  # int64: the weights it decodes with, where several versions are held (`ResidentVersions`)
 
     @classmethod
     def closed(cls, count: int) -> RowStates:
@@ -72,7 +74,7 @@ class RowStates:
 
 
 _TYPES: dict[str, type] = {
-    **dict.fromkeys(("input_tokens", "positions", "num_new", "top_k"), np.int64),
+    **dict.fromkeys(("input_tokens", "positions", "num_new", "top_k", "versions"), np.int64),
     **dict.fromkeys(("temperatures", "top_p", "min_p"), np.float32),
     "noise_keys": np.uint64,
     "keep_sets": np.bool_,
@@ -101,6 +103,21 @@ class Decoded:
     tokens: np.ndarray  # int64 [R]
     logprobs: np.ndarray  # float32 [R]: under the distribution the token was drawn from
     kept: np.ndarray | None = None
+
+
+class ResidentVersions(Protocol):
+    """Weights of several versions at once, the newest of them live (`models.served.ServedWeights`)."""
+
+    @property
+    def versions(self) -> Collection[int]: ...
+
+    def hold(self, version: int, others: Collection[int]) -> None:
+        """Hold what is live as `version`, the newest, and `others` of those held so far; forget the rest."""
+        ...
+
+    def select(self, versions: np.ndarray) -> None:
+        """Compute the next pass with these versions, int64 [N], one for each of its rows."""
+        ...
 
 
 class Runner(Protocol):

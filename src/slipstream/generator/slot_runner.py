@@ -11,25 +11,30 @@ from torch import Tensor
 from slipstream.generator.arrangement import LENGTH_MULTIPLE, ROW_MULTIPLE, SlotSpan, round_up, spans, swaps
 from slipstream.generator.kv_cache import DecodeAttention, JoinedAttention, PrefillAttention, PrefixKV, SlotKV
 from slipstream.generator.noise import uniform
-from slipstream.generator.runner import CLOSED, Chunk, Decoded, Prefix, RowStates, check_room
+from slipstream.generator.runner import CLOSED, Chunk, Decoded, Prefix, ResidentVersions, RowStates, check_room
 from slipstream.generator.sampler import SamplingPlan, SamplingRows, sample_tokens
 from slipstream.models.transformer import Transformer
+
+_NONE = np.zeros(0, dtype=np.int64)
 
 
 class SlotRunner:
     """Implements `runner.Runner`. Each row has a slot, opened on a copy of its prefix; rows always have room.
 
-    Which slot a row has is decided here, and changes while it lives (`arrangement.py`): all arrays are by slot.
+    Which slot a row has is decided here, and changes while it lives (`arrangement.py`): all arrays are by slot. With
+    `residents` every row and every chunk has the weights of its own version.
     """
 
     joins_prefill = True
 
-    def __init__(self, model: Transformer, *, num_rows: int, max_len: int) -> None:
+    def __init__(
+        self, model: Transformer, *, num_rows: int, max_len: int, residents: ResidentVersions | None = None
+    ) -> None:
         config = model.config
         check_room(config, num_rows=num_rows, max_len=max_len)
         self.num_rows = num_rows
         self.max_len = max_len
-        self._model = model
+        self._model, self._residents = model, residents
         self._kv = SlotKV(
             num_layers=config.num_layers,
             num_slots=num_rows,
@@ -64,7 +69,8 @@ class SlotRunner:
         return other, num_shared
 
     def prefill(self, chunks: Sequence[Chunk]) -> None:
-        tokens, positions, attention = _pass_over(chunks)
+        tokens, positions, attention, versions = _pass_over(chunks)
+        self._select(0, versions)
         self._model.prefill(tokens, positions, attention)
         attention.store()
 
@@ -114,7 +120,8 @@ class SlotRunner:
         positions = tensors["positions"]
         self._attention.prepare(positions, prepared)
         if chunks:
-            more_tokens, more_positions, prefill = _pass_over(chunks)
+            more_tokens, more_positions, prefill, more_versions = _pass_over(chunks)
+            self._select(rows, more_versions)
             hidden = self._model(
                 torch.cat((tensors["input_tokens"], more_tokens)),
                 torch.cat((positions, more_positions)),
@@ -122,6 +129,7 @@ class SlotRunner:
             )
             prefill.store()
         else:
+            self._select(rows)
             hidden = self._model(tensors["input_tokens"], positions, self._attention)
         uniforms = uniform(states.noise_keys[:rows], states.num_new[:rows])
         cuts = SamplingRows(tensors["temperatures"], tensors["top_k"], tensors["top_p"], tensors["min_p"])
@@ -137,6 +145,13 @@ class SlotRunner:
             sampled.logprobs.numpy().take(slots, mode="clip"),
             None if sampled.kept is None else sampled.kept.numpy().take(slots, axis=0, mode="clip"),
         )
+
+    def _select(self, num_slots: int, more: np.ndarray = _NONE) -> None:
+        """Have the next pass, of the first slots and of `more` tokens, compute with the version of each."""
+        if self._residents is not None:
+            is_open, versions = self._is_open[:num_slots], self._states.versions[:num_slots]
+            padding = np.concatenate((versions[is_open], more))[0]  # of a version that is there anyway
+            self._residents.select(np.concatenate((np.where(is_open, versions, padding), more)))
 
     def _arranged(self, num_slots: int) -> list[SlotSpan]:
         """All open slots brought below `num_slots`, long ones to the front now and then; the spans that this makes."""
@@ -167,8 +182,8 @@ class SlotRunner:
         self._attention.open_slots(changed, self._states.positions[changed].tolist())
 
 
-def _pass_over(chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor, PrefillAttention]:
-    """Tokens and positions int64 [N] of the chunks, each padded, and their attention."""
+def _pass_over(chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor, PrefillAttention, np.ndarray]:
+    """Tokens and positions int64 [N] of the chunks, each padded, their attention, and versions int64 [N]."""
     # Those that begin a sequence first, and by length: neighbours of equal length share a call.
     chunks = sorted(chunks, key=lambda chunk: (chunk.start > 0, len(chunk.tokens)))
     lengths = [len(chunk.tokens) for chunk in chunks]
@@ -181,7 +196,8 @@ def _pass_over(chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor, PrefillAttentio
         positions[row : row + length] = np.arange(chunk.start, chunk.start + length)
         row += room
     attention = PrefillAttention([_own(chunk.prefix) for chunk in chunks], [c.start for c in chunks], lengths)
-    return torch.from_numpy(tokens), torch.from_numpy(positions), attention
+    versions = np.repeat([chunk.version for chunk in chunks], padded)
+    return torch.from_numpy(tokens), torch.from_numpy(positions), attention, versions
 
 
 def _own(prefix: Prefix) -> PrefixKV:

@@ -15,8 +15,10 @@ class VersionSwaps:
     """Commits staged versions between two decode steps.
 
     `in_flight`: at once. `between_batches`: when all that has begun is over. Until then nothing new begins: the
-    generator *drains*, and `spans.state` says so. After `generator.segment_tokens` steps of that, completions are cut
-    and go on under the new version. With `tells` each swap is announced on `events`; one rank of a replica does so.
+    generator *drains*, and `spans.state` says so. After `generator.segment_tokens` steps of that, completions are
+    cut and go on under the new version. A backend that `keeps_versions` takes a new one beside those in use, and
+    nothing is held back; a swap for which it has no room waits for the end of all that has the oldest. With `tells`
+    each swap is announced on `events`; one rank of a replica does so.
     """
 
     def __init__(
@@ -52,6 +54,8 @@ class VersionSwaps:
         if not self._backend.may_swap:
             self._resume([])  # an evaluation came while completions were being drained: it needs admission
             return False
+        if self._backend.keeps_versions:
+            return self._backend.has_room_for_version and self._commit(version)
         engine, resumed = self._backend.engine, list[Request]()
         if self._config.weight_update == "between_batches" and self._is_anything_begun:
             engine.pause_admission(True)

@@ -143,16 +143,47 @@ class AdapterShape:
         return found[0] if len(found) == 1 else torch.cat(found, -1)
 
 
-def adapted_product(x: Tensor, *, base: Product, down: Product, up: Sequence[Product], shape: AdapterShape) -> Tensor:
+@dataclass(eq=False)
+class OwnVersion:
+    """Which of K versions each row of a pass is of: `scale` [N, K rank], s at its own version's places, 0 elsewhere."""
+
+    scale: Tensor
+
+
+def adapted_product(
+    x: Tensor,
+    *,
+    base: Product,
+    down: Product,
+    up: Sequence[Product],
+    shape: AdapterShape,
+    own: OwnVersion | None = None,
+) -> Tensor:
     """Return the adapted layer's y [N, out_features] of x [N, in_features]; see above.
 
     `base` multiplies by W and adds b, `down` by all A's, each of `up` by one B: whatever way the caller multiplies.
+    With `own` each A and B is K versions' (`stacked_adapter`), and all but each row's own one are masked: exact zeros.
     Identity: B = 0 gives what `base` gives.
     """
-    low = torch.split(down(x) * shape.scaling, shape.rank, -1)
+    scale = shape.scaling if own is None else own.scale[: len(x)]
+    low = down(x).chunk(len(shape.pieces), -1)
     # oneDNN takes the gradient of a product with strided rows 50 times as long
-    parts = [product(part.contiguous()) for product, part in zip(up, low, strict=True)]
-    return base(x) + shape.spread(parts)
+    parts = [product((part * scale).contiguous()) for product, part in zip(up, low, strict=True)]
+    out = base(x)
+    if torch.is_grad_enabled():
+        return out + shape.spread(parts)
+    for piece, part in zip(shape.pieces, parts, strict=True):
+        out[..., piece.start : piece.start + piece.num_rows] += part
+    return out
+
+
+def stacked_adapter(shape: AdapterShape, versions: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Return the A's and B's of K `versions` of one adapter as `adapted_product` takes them with `own`.
+
+    A [num_pieces K rank, in_features], every piece's K versions together; B [rows of all pieces, K rank].
+    """
+    a = torch.stack([a.view(len(shape.pieces), shape.rank, -1) for a, _ in versions], 1)
+    return a.flatten(0, 2), torch.cat([b for _, b in versions], 1)
 
 
 class Adapter(nn.Module):

@@ -13,11 +13,12 @@ tensor has the version before, as elsewhere, and a GPU holds the weights twice, 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -26,7 +27,14 @@ from slipstream.core.fields import Precision
 from slipstream.core.peer_messages import Holding
 from slipstream.core.rank_group import RankGroup
 from slipstream.models.linear import Linear
-from slipstream.models.lora import HEAD, AdapterShape, adapted_product, shapes_of
+from slipstream.models.lora import (
+    HEAD,
+    AdapterShape,
+    OwnVersion,
+    adapted_product,
+    shapes_of,
+    stacked_adapter,
+)
 from slipstream.models.products import DenseProduct, Fp8Product, Product, WideProduct, cpu_dtype
 from slipstream.models.quantized import FP8, StoredWeight, WeightLayout
 from slipstream.models.shards import base_digest
@@ -69,6 +77,7 @@ class _Version:
     head: Product
     table: StoredWeight
     vectors: Mapping[str, Tensor]  # norms and position embeddings
+    adapters: Mapping[str, tuple[Tensor, Tensor]] | None = None  # A and B by the linear layer's name
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,15 +93,29 @@ class FrozenBase:
 
     def adapted(self, weights: Mapping[str, StoredWeight], *, packs: bool) -> _Version:
         """Return the base with the adapters in `weights` beside its products."""
+        a, b = ({name: weights[f"{name}.adapter.{which}"].values for name in self.shapes} for which in "ab")
+        adapters = {name: (a[name], b[name]) for name in self.shapes}
+        return replace(self._beside(adapters, packs=packs), adapters=adapters)
+
+    def stacked(self, versions: Sequence[_Version], own: OwnVersion) -> _Version:
+        """Return the base with the adapters of all `versions`, of which each row of a pass has its `own`."""
+        each = [version.adapters for version in versions if version.adapters is not None]
+        stacks = {name: stacked_adapter(shape, [one[name] for one in each]) for name, shape in self.shapes.items()}
+        return self._beside(stacks, packs=True, own=own)
+
+    def _beside(
+        self, adapters: Mapping[str, tuple[Tensor, Tensor]], *, packs: bool, own: OwnVersion | None = None
+    ) -> _Version:
         products = {**self.version.products, HEAD: self.version.head}
-        for name, shape in self.shapes.items():
-            a, b = (weights[f"{name}.adapter.{which}"].values for which in "ab")
+        for name, (a, b) in adapters.items():
+            shape = self.shapes[name]
             products[name] = partial(
                 adapted_product,
                 base=products[name],
                 down=DenseProduct(a, packs=packs),
                 up=[DenseProduct(rows, packs=packs) for rows in torch.split(b, shape.rows)],
                 shape=shape,
+                own=own,
             )
         return replace(self.version, products=products, head=products[HEAD])
 
@@ -157,7 +180,8 @@ class ServedWeights:
     float32.
 
     With adapters a version is those alone, in float32, beside a `base` at `precision` that stays: made of the model's
-    own weights, or given, so that `model` need not have them.
+    own weights, or given, so that `model` need not have them. `keeps_versions`: those that `hold` has named stay when
+    another is live, and `select` says which of them each row of the next pass computes with.
 
     `in_place`: copy into stable storage; None: where the model is on CUDA. `on_device`: `flat` lies there, and is this
     storage for all that is computed with as it is stored; a tensor that `rebind` is given changes its contents.
@@ -176,6 +200,7 @@ class ServedWeights:
         on_device: bool = False,
         group: RankGroup | None = None,
         base: FrozenBase | None = None,
+        keeps_versions: bool = False,
     ) -> None:
         shapes = shapes_of(model)
         digest = base.digest if base is not None else base_digest(model) if shapes else ""
@@ -191,6 +216,11 @@ class ServedWeights:
         self._held_types = {s.name: self._held_type(s.name, s.dtype, s.shape) for s in stored}
         self._prepared: tuple[Tensor, _Version] | None = None
         self._live: tuple[Tensor, _Version] | None = None
+        self._keeps_versions = keeps_versions
+        self._residents: dict[int, _Version] = {}
+        self._own = OwnVersion(torch.empty(0))
+        self._stacked: _Version | None = None  # all that are held
+        self._selected: _Version | None = None
         if flat is None:
             if on_device:
                 flat = torch.zeros(self.num_bytes, dtype=torch.uint8, device=self._device)
@@ -231,7 +261,7 @@ class ServedWeights:
         if self._live is not None:
             self._checking.point_at(self._live[1])
         if not self._is_in_place:
-            self._prepared = (flat, self._version(self._layout.views(flat), packs=True))
+            self._prepared = (flat, self._packed(flat))
             self._checking.point_at(self._prepared[1])
         elif self._device.type == "cuda" and not self._on_device:
             with torch.cuda.device(self._device):  # of this thread
@@ -252,12 +282,52 @@ class ServedWeights:
             self._copy_in(flat)
         else:
             if self._prepared is None or self._prepared[0] is not flat:
-                self._prepared = (flat, self._version(self._layout.views(flat), packs=True))
+                self._prepared = (flat, self._packed(flat))
             self._live, self._prepared = self._prepared, self._live
-            self._serving.point_at(self._live[1])
+            self._point_at(self._live[1])
         self.flat = flat
 
+    # Versions side by side
+
+    @property
+    def versions(self) -> Collection[int]:
+        """Those that are held, ascending."""
+        return self._residents.keys()
+
+    def hold(self, version: int, others: Collection[int]) -> None:
+        """Hold what is live as `version`, the newest, and `others` of those held so far; forget the rest."""
+        assert self._live is not None, "made by now"
+        held = {one: self._residents[one] for one in sorted(others) if one != version} | {version: self._live[1]}
+        if held != self._residents:
+            self._residents, self._stacked = held, None
+
+    @torch.no_grad()
+    def select(self, versions: np.ndarray) -> None:
+        """Compute the next pass with these versions, int64 [N], one for each of its rows.
+
+        A pass of one version is what it would be if no other were held, and rows of it have the same bits in both.
+        """
+        if (versions == versions[0]).all():
+            self._point_at(self._residents[int(versions[0])])
+            return
+        assert self.base is not None, "only adapters are kept"
+        if self._stacked is None:
+            self._stacked = self.base.stacked(list(self._residents.values()), self._own)
+        shape = next(iter(self.base.shapes.values()))  # all have one rank and one scale
+        is_own = versions[:, None] == np.fromiter(self._residents, np.int64)
+        self._own.scale = torch.from_numpy(is_own * np.float32(shape.scaling)).repeat_interleave(shape.rank, 1)
+        self._point_at(self._stacked)
+
+    def _point_at(self, version: _Version) -> None:
+        if version is not self._selected:
+            self._serving.point_at(version)
+            self._selected = version
+
     # Versions
+
+    def _packed(self, flat: Tensor) -> _Version:
+        """Return a version that stays as it is; if versions are kept, also when `flat` has the next but one."""
+        return self._version(self._layout.views(flat.clone() if self._keeps_versions else flat), packs=True)
 
     def _version(self, weights: Mapping[str, StoredWeight], *, packs: bool) -> _Version:
         """Products and views over `weights`: views of bytes, or of stable storage."""
