@@ -20,11 +20,12 @@ import torch
 from precision import SMOLLM2
 
 from slipstream.core.fields import Precision
+from slipstream.core.lora_section import LoraConfig
 from slipstream.generator.engine import Engine
 from slipstream.generator.native import native_engine
 from slipstream.generator.requests import Request
 from slipstream.models.initialise import new_model
-from slipstream.models.lora import initialise_adapters, install, shapes_for, targeted
+from slipstream.models.peft import with_adapters
 from slipstream.models.served import FrozenBase, ServedWeights
 from slipstream.models.transformer import Transformer
 from slipstream.observe.hardware import describe
@@ -34,11 +35,7 @@ VOCAB = 49152
 
 
 def adapted(rank: int) -> Transformer:
-    model = new_model(SMOLLM2, vocab_size=VOCAB, seed=0)
-    names = targeted(model.config, ())
-    install(model, shapes_for(model.config, names, rank=rank, alpha=2.0 * rank, use_rslora=False))
-    initialise_adapters(model, seed=0)
-    return model
+    return with_adapters(new_model(SMOLLM2, vocab_size=VOCAB, seed=0), LoraConfig(rank=rank), seed=0)
 
 
 def random_version(weights: ServedWeights, seed: int) -> torch.Tensor:
