@@ -168,7 +168,9 @@ def test_inline_two_replicas_in_processes_agents_and_a_plain_loop_give_the_same_
     )  # fmt: skip
     two = overrides | {"generator": tiny["generator"] | {"replicas": 2, "num_slots": 8}}
     process = slipstream.run("quickstart", overrides=two, out=tmp_path / "process", display=False)
-    asking = two | {"environment": two["environment"] | {"class_path": None, "agent": f"{SOURCE}:echo_agent"}}
+    few = two | {"generator": two["generator"] | {"sessions": 4}}  # and 4 in reserve: not a batch's 16 on one replica
+    agent = {"class_path": None, "agent": f"{SOURCE}:sociable_agent", "dry_run": False}  # alone it would not begin
+    asking = few | {"environment": two["environment"] | agent}
     agents = slipstream.run("quickstart", overrides=asking, out=tmp_path / "agents", display=False)
     for run in (inline, process, agents):
         assert run.summary["staleness"]["max"] == 0
@@ -179,5 +181,5 @@ def test_inline_two_replicas_in_processes_agents_and_a_plain_loop_give_the_same_
             assert line.num_tokens == ours.num_tokens
             assert line.finish_reason == ours.finish_reason
         assert_equal(run.out / "model", tmp_path / "reference")
-    assert {line.replica for line in told.values()} == {0, 1}
+    assert {line.replica for line in told.values()} == {0, 1}  # 12 episodes of the first step began at once
     assert len({line.episode.turns for line in told.values()}) > 1, "some end early"

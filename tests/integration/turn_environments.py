@@ -9,6 +9,7 @@ import asyncio
 import itertools
 import json
 import random
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -104,6 +105,30 @@ def asked(messages: list[dict[str, Any]], base_url: str, api_key: str) -> dict[s
         if error.code not in (400, 401):  # 401: the episode has ended
             raise
         return None
+
+
+def sociable_agent(row: dict[str, Any], base_url: str, api_key: str) -> float:
+    """The same; the first ones begin when more are there than one replica of the test has sessions."""
+    COMPANY.join()
+    return echo_agent(row, base_url, api_key)
+
+
+class Company:
+    """Those that join wait until there are `enough` of them; whoever comes later does not wait."""
+
+    def __init__(self, enough: int, deadline_s: float) -> None:
+        self._enough, self._deadline_s = enough, deadline_s
+        self._num, self._joined = 0, threading.Condition()
+
+    def join(self) -> None:
+        with self._joined:
+            self._num += 1
+            self._joined.notify_all()
+            if not self._joined.wait_for(lambda: self._num >= self._enough, self._deadline_s):
+                raise TimeoutError(f"{self._num} of {self._enough} episodes began in {self._deadline_s:g} s")
+
+
+COMPANY = Company(enough=12, deadline_s=60)
 
 
 async def forking_agent(row: dict[str, Any], base_url: str, api_key: str) -> float:
