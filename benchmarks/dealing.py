@@ -2,10 +2,10 @@
 
     python benchmarks/dealing.py [--ranks 2 8 64] [--per-rank 64] [--capacity 1024] [--seeds 5]
 
-Lengths are those of `experiments/collation`: a long tail, and two kinds. Waiting is the share of all ranks' time, a token
-always taking as long, that goes by until the rank with most tokens is done (`rank`), or until the longest n-th microbatch
-is, where ranks meet in each (`microbatch`, as under FSDP2). Seconds are those of finding the ranks of all rollouts, on
-every rank once per step; bytes are what a rank sends of a step's rollouts, with their logprobs and versions.
+Lengths are those of `experiments/collation`: a long tail, and two kinds. Waiting is the share of all ranks' time, a
+token always taking as long, that goes by until the rank with most tokens is done (`rank`), or until the longest n-th
+microbatch is, where ranks meet in each (`microbatch`, as under FSDP2). Seconds are those of finding the ranks of all
+rollouts, on every rank once per step; bytes are what a rank sends of a step's tokens and logprobs.
 """
 
 from __future__ import annotations
@@ -65,16 +65,14 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     options = parser.parse_args()
     print(f"{describe()}\n")
-    print(
-        "| lengths | ranks | by number: rank | microbatch | by length: rank | microbatch | seconds | bytes a rank sends |"
-    )
+    print("| lengths | ranks | by number: rank | microbatch | by length: rank | microbatch | seconds | a rank sends |")
     print("|---|---|---|---|---|---|---|---|")
     for kind in KINDS:
         for ranks in options.ranks:
             rows = [measured(kind, ranks, seed, options) for seed in range(options.seeds)]
             *shares, seconds, sent = (statistics.mean(column) for column in zip(*rows, strict=True))
             told = " | ".join(f"{share:.1%}" for share in shares)
-            print(f"| {kind.partition(':')[0]} | {ranks} | {told} | {seconds:.3f} | {sent / 1e6:.2f} MB |", flush=True)
+            print(f"| {kind.partition(':')[0]} | {ranks} | {told} | {seconds:.4f} | {sent / 1e6:.2f} MB |", flush=True)
 
 
 def measured(kind: str, ranks: int, seed: int, options: argparse.Namespace) -> list[float]:
