@@ -69,6 +69,10 @@ class ScriptedGenerator:
         return len(self._playing)
 
     @property
+    def num_begun(self) -> int:
+        return len(self._playing) + sum(request.resume is not None for request in self._waiting)
+
+    @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 
@@ -86,18 +90,22 @@ class ScriptedGenerator:
 
     @property
     def _may_start(self) -> bool:
-        return bool(self._waiting) and (not self._is_paused or self._waiting[0].goes_on)
+        return bool(self._waiting) and (not self._is_paused or self._passes_pause(self._waiting[0]))
+
+    @staticmethod
+    def _passes_pause(request: Request) -> bool:
+        return request.goes_on or request.resume is not None
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue `requests`; resumed ones and further turns go before everything that has not started."""
         for request in requests:
             check_request(request, max_len=self.max_len)
-        ahead = [request for request in requests if request.resume is not None or request.goes_on]
-        self._waiting.extend(request for request in requests if request.resume is None and not request.goes_on)
+        ahead = [request for request in requests if self._passes_pause(request)]
+        self._waiting.extend(request for request in requests if not self._passes_pause(request))
         self._waiting.extendleft(reversed(ahead))
 
     def pause_admission(self, is_paused: bool) -> None:
-        """While paused no waiting request starts but further turns of episodes; live ones go on."""
+        """While paused nothing new starts; what has begun goes on, further turns of episodes included."""
         self._is_paused = is_paused
 
     def step(self) -> list[Finished]:

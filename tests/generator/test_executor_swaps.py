@@ -16,9 +16,10 @@ from scripted_generator import ScriptedGenerator
 from slipstream.core.clock import VirtualClock
 from slipstream.core.config import RunConfig
 from slipstream.core.executor import Context
+from slipstream.core.saved import prompt_crc32
 from slipstream.core.service_messages import CompletionsFinished, Evaluate, Waiting
 from slipstream.core.turn_messages import Observation, TurnSampled
-from slipstream.core.types import Admit, Completion, EpisodeRecord, Prompt, Swapped, VersionSpan
+from slipstream.core.types import Admit, Completion, EpisodeRecord, Partial, Prompt, Segment, Swapped, VersionSpan
 from slipstream.core.weights import Swap
 from slipstream.generator.backend import Pin
 from slipstream.generator.executor import Generator
@@ -203,6 +204,38 @@ def test_between_batches_nothing_starts_until_all_that_has_begun_is_done(at: Pat
         (0, 1): [(0, 0)],
         (0, 2): [(0, 1)],
     }
+
+
+def begun(sample: int, num_tokens: int, version: int = 0) -> Partial:
+    """Return what a checkpoint has of a sample of group 0."""
+    segment = Segment(
+        tokens=np.arange(10, 10 + num_tokens, dtype=np.int32),
+        behaviour_logprobs=np.full(num_tokens, -1.0, dtype=np.float32),
+        version_spans=(VersionSpan(start=0, version=version),),
+    )
+    return Partial(ordinal=0, sample=sample, prompt_crc32=prompt_crc32(prompt(3).tokens), segment=segment)
+
+
+@pytest.mark.parametrize("is_draining", [False, True], ids=["before the version", "while it drains"])
+def test_between_batches_a_completion_that_was_begun_elsewhere_has_one_version(at: Path, is_draining: bool) -> None:
+    """A restore brings more of them than there are rows: a version waits for those that wait, but for nothing new."""
+    node = Node(at, **BETWEEN)
+    if is_draining:
+        node.admit(1, 1)
+        node.steps(2)
+        node.weights.pending_version = 1
+        node.steps(1)
+        assert node.generator.swaps.is_draining
+    partials = tuple(begun(sample, 4) for sample in range(3))
+    node.commands.put(Admit(ordinal=0, replica=0, prompt=prompt(3), num_samples=4, is_again=True, partials=partials))
+    node.weights.pending_version = 1
+    node.steps(15)
+    found = {key: spans(each) for key, each in node.finished().items() if key[0] == 0}
+    assert found == dict.fromkeys([(0, 0), (0, 1), (0, 2)], [(0, 0)])
+    assert (node.swapped(), node.engine.swaps) == ([1], [(1, "keep", 0)])
+    node.steps(20)
+    assert spans(node.finished()[0, 3]) == [(0, 1)], "what had no token yet held nothing back"
+    assert node.finished()[0, 1].tokens.tolist() == list(range(10, 20))
 
 
 def test_with_versions_side_by_side_nothing_is_held_back_and_only_a_swap_without_room_waits(at: Path) -> None:

@@ -187,9 +187,11 @@ def test_what_waits_goes_in_the_order_of_our_own_engine() -> None:
     waiting.let_go_on(Session(1, 9, 0))
     waiting.add([resumed(request(4), 0), resumed(request(5, goes_on=True), 0)])
     waiting.is_paused = True
-    assert [(one.ordinal, one.branch) for one in waiting.take(0, 3)] == [(5, 0), (2, 0), (3, 0)]
+    assert waiting.num_begun == 2
+    assert [(one.ordinal, one.branch) for one in waiting.take(0, 4)] == [(4, 0), (5, 0), (2, 0), (3, 0)]
+    assert waiting.num_begun == 0
     waiting.is_paused = False
-    assert [(one.ordinal, one.branch) for one in waiting.take(0, 9)] == [(4, 0), (0, 0), (0, 1), (1, 0)]
+    assert [(one.ordinal, one.branch) for one in waiting.take(0, 9)] == [(0, 0), (0, 1), (1, 0)]
     assert len(waiting) == 1
     assert waiting.take(1, -1) == []
 

@@ -112,6 +112,11 @@ class Engine:
         return self._rows.num_live + self._queue.num_left
 
     @property
+    def num_begun(self) -> int:
+        """Completions that have begun, here or elsewhere, and are not finished."""
+        return self._rows.num_live + self._queue.num_begun
+
+    @property
     def num_waiting(self) -> int:
         """Requests that have not begun here."""
         return len(self._queue) - self._queue.num_left
@@ -165,7 +170,7 @@ class Engine:
         self._queue.add(requests, was_live=False)
 
     def pause_admission(self, is_paused: bool) -> None:
-        """While paused no waiting request starts; live ones go on. Draining before a swap between batches."""
+        """While paused nothing new starts; what has begun goes on. Draining before a swap between batches."""
         self._queue.is_paused = is_paused
 
     @torch.inference_mode()

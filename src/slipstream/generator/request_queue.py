@@ -63,7 +63,7 @@ class QueuedRequest:
     @property
     def passes_pause(self) -> bool:
         """Whether it may start while what is new may not."""
-        return self.was_live or self.request.goes_on
+        return self.has_begun or self.request.goes_on
 
 
 class Chosen(NamedTuple):
@@ -77,8 +77,8 @@ class Chosen(NamedTuple):
 class RequestQueue:
     """Waiting requests in their order: those that were live here, then resumed ones and further turns, then new ones.
 
-    No more of them are looked at than `num_rows`. While `is_paused`, only those that were live, and further turns of
-    episodes that have begun, may start. `bound_to` says which version a request must go on with, if any.
+    No more of them are looked at than `num_rows`. While `is_paused`, only those that have begun, and further turns of
+    episodes that have, may start. `bound_to` says which version a request must go on with, if any.
     """
 
     def __init__(
@@ -95,6 +95,11 @@ class RequestQueue:
 
     def __iter__(self) -> Iterator[QueuedRequest]:
         return iter(self._queue)
+
+    @property
+    def num_begun(self) -> int:
+        """Requests in the queue that have begun, here or elsewhere."""
+        return sum(entry.has_begun for entry in self._queue)
 
     @property
     def versions(self) -> set[int]:

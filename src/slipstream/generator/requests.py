@@ -176,6 +176,11 @@ class GenerationEngine(Protocol):
     def num_live(self) -> int: ...
 
     @property
+    def num_begun(self) -> int:
+        """Completions that have begun, here or elsewhere, and are not finished: live ones, and resumed ones that wait."""
+        ...
+
+    @property
     def num_waiting(self) -> int: ...
 
     @property
@@ -196,7 +201,7 @@ class GenerationEngine(Protocol):
         ...
 
     def pause_admission(self, is_paused: bool) -> None:
-        """While paused no waiting request starts; live ones go on."""
+        """While paused nothing new starts; what has begun goes on, further turns of episodes included."""
         ...
 
     def step(self) -> list[Finished]:

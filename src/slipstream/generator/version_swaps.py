@@ -70,7 +70,7 @@ class VersionSwaps:
 
     @property
     def _is_anything_begun(self) -> bool:
-        return self._backend.engine.num_live > 0 or (self._episodes is not None and self._episodes.num_begun > 0)
+        return self._backend.engine.num_begun > 0 or (self._episodes is not None and self._episodes.num_begun > 0)
 
     def _commit(self, version: int) -> bool:
         """Replace the weights; False, changing nothing, where the version is gone.

@@ -101,6 +101,10 @@ class VLLMEngine:
         return len(self._live)
 
     @property
+    def num_begun(self) -> int:
+        return len(self._live) + self._waiting.num_begun
+
+    @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 
@@ -125,7 +129,7 @@ class VLLMEngine:
         self._fill()
 
     def pause_admission(self, is_paused: bool) -> None:
-        """While paused no waiting request starts but further turns of begun episodes; live ones go on."""
+        """While paused nothing new starts; what has begun goes on, further turns of episodes included."""
         self._waiting.is_paused = is_paused
         self._fill()
 
