@@ -60,7 +60,7 @@ class ScriptedGenerator:
         self._num_slots = num_slots
         self._logprob = logprob
         self._clock = clock if clock is not None else WallClock()
-        self._is_paused = False
+        self._is_paused = self._holds_turns = False
         self._waiting: deque[Request] = deque()
         self._playing: list[_Playing] = []
 
@@ -90,23 +90,21 @@ class ScriptedGenerator:
 
     @property
     def _may_start(self) -> bool:
-        return bool(self._waiting) and (not self._is_paused or self._passes_pause(self._waiting[0]))
-
-    @staticmethod
-    def _passes_pause(request: Request) -> bool:
-        return request.goes_on or request.resume is not None
+        if not self._waiting or not self._is_paused:
+            return bool(self._waiting)
+        return self._waiting[0].resume is not None or (self._waiting[0].goes_on and not self._holds_turns)
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue `requests`; resumed ones and further turns go before everything that has not started."""
         for request in requests:
             check_request(request, max_len=self.max_len)
-        ahead = [request for request in requests if self._passes_pause(request)]
-        self._waiting.extend(request for request in requests if not self._passes_pause(request))
+        ahead = [request for request in requests if request.resume is not None or request.goes_on]
+        self._waiting.extend(request for request in requests if request.resume is None and not request.goes_on)
         self._waiting.extendleft(reversed(ahead))
 
-    def pause_admission(self, is_paused: bool) -> None:
-        """While paused nothing new starts; what has begun goes on, further turns of episodes included."""
-        self._is_paused = is_paused
+    def pause_admission(self, is_paused: bool, *, holds_turns: bool = False) -> None:
+        """While paused nothing new starts; what has begun goes on, further turns of episodes not with `holds_turns`."""
+        self._is_paused, self._holds_turns = is_paused, holds_turns
 
     def step(self) -> list[Finished]:
         """Start what fits, play one token of every live request, return what finished."""

@@ -143,6 +143,23 @@ class Node:
     def admit(self, ordinal: int, num_samples: int, num_prompt: int = 3) -> None:
         self.commands.put(Admit(ordinal=ordinal, replica=0, prompt=prompt(num_prompt), num_samples=num_samples))
 
+    def observe(self, turn: int, ordinal: int = 0, record: EpisodeRecord | None = None) -> None:
+        """Let the environment answer an episode's turn with nothing."""
+        asked = [message for message in self.turns.messages if isinstance(message, TurnSampled)]
+        [opening] = [one.opening for one in asked if one.ordinal == ordinal and one.turn == 0]
+        self.commands.put(
+            Observation(
+                ordinal=ordinal,
+                sample=0,
+                replica=0,
+                turn=turn,
+                tokens=np.zeros(0, dtype=np.int32),
+                opening=opening,
+                max_new_tokens=6,
+                record=record,
+            )
+        )
+
     def steps(self, count: int) -> None:
         for _ in range(count):
             self.generator.step()
@@ -231,7 +248,7 @@ def test_between_batches_a_completion_that_was_begun_elsewhere_has_one_version(a
     node.weights.pending_version = 1
     node.steps(15)
     found = {key: spans(each) for key, each in node.finished().items() if key[0] == 0}
-    assert found == dict.fromkeys([(0, 0), (0, 1), (0, 2)], [(0, 0)])
+    assert found == {(0, sample): [(0, 0)] for sample in range(3)}
     assert (node.swapped(), node.engine.swaps) == ([1], [(1, "keep", 0)])
     node.steps(20)
     assert spans(node.finished()[0, 3]) == [(0, 1)], "what had no token yet held nothing back"
@@ -382,24 +399,7 @@ def test_without_work_a_generator_says_what_it_waits_for(at: Path) -> None:
 
 def test_while_environments_think_a_generator_waits_for_them_also_in_a_drain(at: Path) -> None:
     node = Node(at, **BETWEEN, environment={"class_path": "guess"})
-    nothing = np.zeros(0, dtype=np.int32)
-
-    def observe(turn: int, ordinal: int = 0, record: EpisodeRecord | None = None) -> None:
-        asked = [message for message in node.turns.messages if isinstance(message, TurnSampled)]
-        [opening] = [one.opening for one in asked if one.ordinal == ordinal and one.turn == 0]
-        node.commands.put(
-            Observation(
-                ordinal=ordinal,
-                sample=0,
-                replica=0,
-                turn=turn,
-                tokens=nothing,
-                opening=opening,
-                max_new_tokens=6,
-                record=record,
-            )
-        )
-
+    observe = node.observe
     node.admit(0, 1)
     node.steps(1)
     assert node.spans.idle == "wait_environment", "it resets"
@@ -430,6 +430,40 @@ def test_while_environments_think_a_generator_waits_for_them_also_in_a_drain(at:
     observe(2, record=EpisodeRecord(reward=1.0))
     node.steps(1)
     assert (node.swapped(), node.engine.num_live) == ([1], 1), "now the other one begins"
+
+
+def test_at_turns_a_version_waits_for_the_turns_that_are_sampled_alone(at: Path) -> None:
+    """Of two episodes one thinks and one samples when version 1 comes, both think when version 2 comes."""
+    node = Node(at, **BETWEEN, environment={"class_path": "guess"}, generator={"weight_update_at": "turn"})
+    for ordinal in (0, 1):
+        node.admit(ordinal, 1)
+        node.steps(1)
+        node.observe(0, ordinal)
+        node.steps(3)
+    assert node.engine.num_live == 1, "turn 1 of episode 0 has ended, its environment thinks"
+    node.weights.pending_version = 1
+    node.steps(1)
+    assert (node.spans.idle, node.swapped()) == ("drain", []), "turn 1 of episode 1 is sampled"
+    node.observe(1)
+    node.steps(1)
+    assert (node.engine.num_live, node.engine.num_waiting, node.swapped()) == (1, 1, []), "turn 2 does not begin"
+    node.steps(2)
+    assert (node.engine.num_live, node.swapped()) == (1, [1]), "turn 2 of episode 0, under version 1"
+    node.steps(5)
+    assert (node.engine.num_live, node.generator.spans.state) == (0, None)
+    node.weights.pending_version = 2
+    node.steps(1)
+    assert (node.spans.idle, node.swapped()) == ("wait_environment", [1, 2]), "no turn is sampled: nothing to wait for"
+    for ordinal, turn in ((0, 2), (1, 1)):
+        node.observe(turn, ordinal)
+    node.steps(7)
+    for ordinal, turn in ((0, 3), (1, 2)):
+        node.observe(turn, ordinal, record=EpisodeRecord(reward=1.0))
+    node.steps(1)
+    assert {key: spans(each) for key, each in node.finished().items()} == {
+        (0, 0): [(0, 0), (0, 1), (0, 2)],
+        (1, 0): [(0, 0), (0, 2)],
+    }
 
 
 def test_a_group_that_was_lost_is_asked_for_again_as_such(at: Path) -> None:

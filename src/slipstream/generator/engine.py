@@ -169,9 +169,10 @@ class Engine:
                 self._parked.drop(request.session)  # the episode begins again
         self._queue.add(requests, was_live=False)
 
-    def pause_admission(self, is_paused: bool) -> None:
-        """While paused nothing new starts; what has begun goes on. Draining before a swap between batches."""
-        self._queue.is_paused = is_paused
+    def pause_admission(self, is_paused: bool, *, holds_turns: bool = False) -> None:
+        """While paused nothing new starts; what has begun goes on, further turns of episodes not with `holds_turns`.
+        Draining before a swap between batches."""
+        self._queue.is_paused, self._queue.holds_turns = is_paused, holds_turns
 
     @torch.inference_mode()
     def step(self) -> list[Finished]:

@@ -177,7 +177,7 @@ class GenerationEngine(Protocol):
 
     @property
     def num_begun(self) -> int:
-        """Completions that have begun, here or elsewhere, and are not finished: live ones, and resumed ones that wait."""
+        """Completions that have begun, here or elsewhere, and are not finished: live ones, resumed ones that wait."""
         ...
 
     @property
@@ -200,8 +200,8 @@ class GenerationEngine(Protocol):
         """Queue `requests` in this order; resumed ones go before everything that has not started."""
         ...
 
-    def pause_admission(self, is_paused: bool) -> None:
-        """While paused nothing new starts; what has begun goes on, further turns of episodes included."""
+    def pause_admission(self, is_paused: bool, *, holds_turns: bool = False) -> None:
+        """While paused nothing new starts; what has begun goes on, further turns of episodes not with `holds_turns`."""
         ...
 
     def step(self) -> list[Finished]:
