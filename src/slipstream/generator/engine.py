@@ -113,7 +113,6 @@ class Engine:
 
     @property
     def num_begun(self) -> int:
-        """Completions that have begun, here or elsewhere, and are not finished."""
         return self._rows.num_live + self._queue.num_begun
 
     @property
@@ -170,8 +169,7 @@ class Engine:
         self._queue.add(requests, was_live=False)
 
     def pause_admission(self, is_paused: bool, *, holds_turns: bool = False) -> None:
-        """While paused nothing new starts; what has begun goes on, further turns of episodes not with `holds_turns`.
-        Draining before a swap between batches."""
+        """While paused nothing new starts; what has begun goes on, further turns of episodes not with `holds_turns`."""
         self._queue.is_paused, self._queue.holds_turns = is_paused, holds_turns
 
     @torch.inference_mode()
