@@ -11,9 +11,9 @@ a step. An answer takes 0, 0.1 or 1 s on average with a heavy tail (`late_enviro
 staleness 0, a version waits for all episodes. `continuous` swaps in flight at `max_staleness` 4, with 16 rows that
 decode and `generator.sessions` = 256 episodes that are open. With `--between` the runs are these: `at episodes` and
 `at turns` (`generator.weight_update_at`) are as `continuous` but for `weight_update = "between_batches"`. All train the
-same number of tokens a step; each runs once per round, the order rotating. Idle is every state of the generator in which
-it waits, from its own timeline, `drain` the share in which it decodes for a version that waits; the table has medians
-over rounds. The ratio is of sampled tokens per second in one round.
+same number of tokens a step; each runs once per round, the order rotating. Idle is every state of the generator in
+which it waits, from its own timeline, `drain` the share in which it decodes for a version that waits; the table has
+medians over rounds. The ratio is of sampled tokens per second in one round.
 
 Engine: CPU seconds of 12 episodes of 24 turns on 8 rows, with the keys of an episode kept between its turns (parked),
 and without (prefilled again). TRL: the same model, prompts and environment (`Caller`, by `environment_factory`).
@@ -319,9 +319,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", action="store_true", help="the engine alone")
     parser.add_argument("--trl", action="store_true", help="beside TRL")
-    parser.add_argument(
-        "--between", action="store_true", help="versions between episodes, between turns, and in flight"
-    )
+    parser.add_argument("--between", action="store_true", help="versions between episodes, between turns, in flight")
     parser.add_argument("--quick", action="store_true", help="small sizes, one round")
     parser.add_argument("--means", type=float, nargs="+", default=[0.0, 0.1, 1.0], help="seconds of an answer")
     parser.add_argument("--rounds", type=int, default=3)
