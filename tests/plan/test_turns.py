@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -151,13 +152,14 @@ def test_with_adapters_nothing_waits_and_all_keep_their_version(work, ended, mon
     assert found.wall_s <= waits.wall_s
 
 
-def test_a_run_with_adapters_is_simulated_with_its_versions():
-    lora = {"model": {"path": "a/b", "lora": {"rank": 4}}, "max_staleness": 3}
-    made = [
-        generator_dials(RunConfig.model_validate({"prompts": {"tasks": [{"name": "chain_sum"}]}} | lora | more))
-        for more in ({"weight_update": "between_batches"}, {"weight_update": "in_flight"})
-    ]
-    assert [SimulatedSetup(**dials).resident_versions for dials in made] == [4, 1]
+def test_a_run_is_simulated_with_its_versions():
+    between: dict[str, Any] = {"weight_update": "between_batches"}
+    lora = {"model": {"path": "a/b", "lora": {"rank": 4}}}
+    cases = (between | lora, lora, between, between | {"generator": {"weight_update_at": "turn"}})
+    recipe = {"prompts": {"tasks": [{"name": "chain_sum"}]}, "max_staleness": 3}
+    setups = [SimulatedSetup(**generator_dials(RunConfig.model_validate(recipe | case))) for case in cases]
+    assert [setup.resident_versions for setup in setups] == [4, 1, 1, 1]
+    assert [setup.weight_update_at for setup in setups] == ["episode"] * 3 + ["turn"]
 
 
 @settings(max_examples=40, deadline=None)

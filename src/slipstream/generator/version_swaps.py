@@ -16,10 +16,10 @@ class VersionSwaps:
 
     `in_flight`: at once. `between_batches`: when all that has begun is over: completions and episodes, or with
     `weight_update_at = "turn"` the turns that are being sampled. Until then nothing new begins: the generator *drains*,
-    and `spans.state` says so. After `generator.segment_tokens` steps of that, completions are
-    cut and go on under the new version. A backend that `keeps_versions` takes a new one beside those in use, and
-    nothing is held back; a swap for which it has no room waits for the end of all that has the oldest. With `tells`
-    each swap is announced on `events`; one rank of a replica does so.
+    and `spans.state` says so. After `generator.segment_tokens` steps of that, completions are cut and go on under the
+    new version. A backend that `keeps_versions` takes a new one beside those in use, and nothing is held back; a swap
+    for which it has no room waits for the end of all that has the oldest. With `tells` each swap is announced on
+    `events`; one rank of a replica does so.
     """
 
     def __init__(
