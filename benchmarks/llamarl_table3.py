@@ -131,11 +131,17 @@ def lengths(mean: float, tail: float) -> LengthSample:
     return lengths_with_tail(PROMPT_TOKENS, mean, tail * mean, LONGEST, points=GROUPS * GROUP_SIZE)
 
 
-def predict(row: Row, fitted: Fitted, efficiency: Efficiency | None = None) -> Prediction:
-    """What the cost model says of `row`, with as few microbatches as fit in memory."""
+def predict(
+    row: Row, fitted: Fitted, efficiency: Efficiency | None = None, *, deals_by_length: bool = False
+) -> Prediction:
+    """What the cost model says of `row`, with as few microbatches as fit in memory.
+
+    The paper does not say that rollouts are dealt to ranks by length; Slipstream deals them so.
+    """
     efficiency = replace(efficiency or Efficiency(), sequence_s=fitted.sequence_s, serial_s=fitted.serial_s)
     sampled = lengths(fitted.mean, fitted.tail)
     workload = Workload(groups=GROUPS, group_size=GROUP_SIZE, lengths=sampled, shares_prompts=False)
+    workload = replace(workload, deals_by_length=deals_by_length)
     gpus = row.trainer[0] if row.is_baseline else row.trainer[0] + row.generator[0]
     costs = CostModel(ARCHITECTURES[f"llama-3.1-{row.model.lower()}"], cluster("H100", gpus), workload, efficiency)
     generator = GeneratorLayout(
@@ -273,6 +279,11 @@ def report() -> None:
     for model, speedup in speedups({row: one.seconds for row, one in predictions.items()}).items():
         lines.append([model, f"{SPEEDUPS[model]:g}", f"{speedup:.2f}", off(speedup, SPEEDUPS[model])])
     print(table(lines))
+    balanced = {row: predict(row, fitted, deals_by_length=True) for row in ROWS}
+    told = ", ".join(f"{row.name} {balanced[row].seconds:.1f} s" for row in ROWS if not row.is_fitted)
+    gains = speedups({row: one.seconds for row, one in balanced.items()})
+    named = ", ".join(f"{name} {gain:.2f}" for name, gain in gains.items())
+    print(f"\nif rollouts were dealt to ranks by length: {told}; speed-ups {named}")
     print("\nwhat the seconds are, and what would make each row exact:\n")
     for row, prediction in predictions.items():
         sides = prediction.step.sides

@@ -1,7 +1,9 @@
+import itertools
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from drawn import drawn
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -259,12 +261,25 @@ def test_minibatches_deal_whole_groups(num_groups, num_minibatches):
 
 @given(lengths=st.lists(st.integers(1, 500), max_size=40), num_ranks=st.integers(1, 8))
 def test_scatter_gives_each_atom_to_one_rank(lengths, num_ranks):
-    for ranks in (preset_permutation(len(lengths), num_ranks), balanced_permutation(lengths, num_ranks)):
+    preset, balanced = preset_permutation(len(lengths), num_ranks), balanced_permutation(lengths, num_ranks)
+    for ranks in (preset, balanced):
         assert sorted(atom for rank in ranks for atom in rank) == list(range(len(lengths)))
-        counts = [len(rank) for rank in ranks]
-        assert max(counts) - min(counts) <= 1
-    tokens = [sum(lengths[atom] for atom in rank) for rank in balanced_permutation(lengths, num_ranks)]
+    counts = [len(rank) for rank in preset]
+    assert max(counts) - min(counts) <= 1
+    tokens = [sum(lengths[atom] for atom in rank) for rank in balanced]
     assert max(tokens) - min(tokens) <= max(lengths, default=0)
+
+
+@drawn(15, 200, lengths=st.lists(st.integers(0, 50), min_size=1, max_size=6), num_ranks=st.integers(1, 3))
+def test_no_assignment_to_ranks_is_much_better_than_the_balanced_one(lengths, num_ranks):
+    """Graham's bound, against all assignments."""
+
+    def most(assigned):
+        return max(sum(n for n, to in zip(lengths, assigned, strict=True) if to == rank) for rank in range(num_ranks))
+
+    best = min(most(assigned) for assigned in itertools.product(range(num_ranks), repeat=len(lengths)))
+    found = max(sum(lengths[atom] for atom in rank) for rank in balanced_permutation(lengths, num_ranks))
+    assert best <= found <= (4 / 3 - 1 / (3 * num_ranks)) * best + 1e-9
 
 
 def test_the_module_is_what_the_trainer_expects():

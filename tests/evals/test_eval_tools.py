@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tomli_w
 
+from slipstream import cli
 from slipstream.core.sections import ModelConfig
 from slipstream.core.types import VersionSpan
 from slipstream.evals import episodes
@@ -164,3 +166,15 @@ def test_a_class_with_tools_of_its_own_and_functions_from_python(recipe: dict[st
             "model", recipe=recipe | {"environment": fields}, tools=[scope["multiply"]], reward=scope["right"]
         )
     )
+
+
+def test_functions_by_path_from_the_command_line(recipe: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    environment = {"tools": ["tools.py:multiply"], "tool_format": "json_tags", "max_turns": 3, "max_restarts": 0}
+    fields = recipe | {"environment": environment, "rewards": {"terms": [{"function": "tools.py:right"}]}}
+    Path("calls.toml").write_text(tomli_w.dumps(fields))
+    assert cli.main(["eval", "model", "--recipe", "calls.toml", "--out", "answers.jsonl"]) == 0
+    answers = [json.loads(line) for line in Path("answers.jsonl").read_text().splitlines()]
+    greedy = answers[: len(ROWS)]
+    assert [answer["reward"] for answer in greedy] == [1.0, 1.0, 0.0, 1.0]
+    assert all(answer["episode"]["num_tool_calls"] == 1 for answer in greedy)
+    assert "calls of tools" in capsys.readouterr().out

@@ -19,6 +19,11 @@ def reduced(rank: Rank) -> tuple[list[float], list[float], list[float]]:
     return group.sum(values).tolist(), group.max(values).tolist(), values.tolist()
 
 
+def exchanged(rank: Rank, payloads: list[list[bytes]]) -> list[bytes]:
+    """`payloads[r]` are those that rank r sends."""
+    return of(rank).exchange(payloads[rank.rank])
+
+
 def gathered(rank: Rank, payloads: list[bytes]) -> list[bytes]:
     return of(rank).gather(payloads[rank.rank])
 

@@ -31,6 +31,14 @@ def test_payloads_of_any_length_come_as_they_were(ranks: RankPool, world: int) -
         assert ranks.run(group_jobs.broadcast, PAYLOADS, source, world=world) == [PAYLOADS[source]] * world
 
 
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_each_rank_gets_what_was_sent_to_it(ranks: RankPool, world: int) -> None:
+    sent = [[b"" if (r + to) % 3 == 0 else bytes([r, to]) * (1 + 50 * r) for to in range(world)] for r in range(world)]
+    assert ranks.run(group_jobs.exchanged, sent, world=world) == [list(column) for column in zip(*sent, strict=True)]
+    nothing = [[b""] * world] * world
+    assert ranks.run(group_jobs.exchanged, nothing, world=world) == nothing
+
+
 @pytest.mark.parametrize("tensor_parallel", [1, 2, 4])
 def test_neighbours_share_a_model_and_every_so_many_the_data(ranks: RankPool, tensor_parallel: int) -> None:
     """As `split` says: rank = data_parallel_rank * tensor_parallel + t."""

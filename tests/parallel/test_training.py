@@ -38,7 +38,7 @@ CASES = {
         "trainer": {**TRAINER, "reduce_once": True, "recompute": True},
     },
 }
-PACKING = {"num_microbatches", "tokens_read", "padding_frac", "padded_layout_frac", "train_s"}
+PACKING = {"num_microbatches", "tokens_read", "padding_frac", "padded_layout_frac", "rank_wait_frac", "train_s"}
 
 
 OTHER_PAIRS = [

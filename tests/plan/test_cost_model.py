@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from theory import Side, Theory, eta_g, eta_t
 
+from slipstream.batching.balance import balanced_permutation
 from slipstream.core.errors import ConfigError
 from slipstream.plan.collectives import all_reduce_s
 from slipstream.plan.cost_model import CostModel
@@ -248,13 +249,25 @@ def test_fsdp_is_what_the_network_carries_beside_the_work() -> None:
 
 
 def test_ranks_wait_for_the_one_with_most_tokens() -> None:
+    """Against lengths that are really drawn: with 4 on each of 128 ranks, the longest alone is more than the mean."""
+    lengths = lengths_with_tail(0.0 + 1, 500, 2000, 8000)
+    rng = np.random.default_rng(0)
+    for ranks, count in ((16, 32), (128, 4)):
+        drawn = rng.choice(lengths.completions, (20, ranks * count)).tolist()
+        dealt = [[sum(one[i] for i in share) for share in balanced_permutation(one, ranks)] for one in drawn]
+        measured = np.mean([max(tokens) / np.mean(tokens) for tokens in dealt]) - 1
+        step = costs(lengths=lengths, shares_prompts=True).train_step(trainer(ranks))
+        rest = step["imbalance"] / (step.total - step["imbalance"] - step["optimizer"])
+        assert rest == pytest.approx(measured, rel=0.25, abs=0.005)
+
+
+def test_ranks_wait_longer_where_rollouts_are_dealt_by_number() -> None:
     """Against sums of lengths that are really dealt to 16 ranks, 32 each."""
     lengths = lengths_with_tail(0.0 + 1, 500, 2000, 8000)
     rng = np.random.default_rng(0)
     dealt = rng.choice(lengths.completions, (4000, 16, 32)).sum(2)
     measured = (dealt.max(1) / dealt.mean(1)).mean() - 1
-    model = costs(lengths=lengths, shares_prompts=True)
-    step = model.train_step(trainer(16))
+    step = costs(lengths=lengths, shares_prompts=True, deals_by_length=False).train_step(trainer(16))
     rest = step["imbalance"] / (step.total - step["imbalance"] - step["optimizer"])
     assert rest == pytest.approx(measured, rel=0.1)
 

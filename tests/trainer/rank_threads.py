@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,6 +44,9 @@ class ThreadRanks(RankGroup):
 
     def gather(self, payload: bytes) -> list[bytes]:
         return self._exchanged(payload)
+
+    def exchange(self, payloads: Sequence[bytes]) -> list[bytes]:
+        return [part[self.rank] for part in self._exchanged(list(payloads))]
 
     def broadcast(self, payload: bytes, *, source: int = 0) -> bytes:
         return self._exchanged(payload)[source]

@@ -22,7 +22,7 @@ from slipstream.trainer.optim import AdamW
 from slipstream.trainer.scores import dealt_by, head_of
 from slipstream.trainer.step import train_on_batch
 
-PACKING = {"num_microbatches", "tokens_read", "padding_frac", "padded_layout_frac", "train_s"}
+PACKING = {"num_microbatches", "tokens_read", "padding_frac", "padded_layout_frac", "rank_wait_frac", "train_s"}
 """Metrics that are others where other sequences meet in a microbatch."""
 
 

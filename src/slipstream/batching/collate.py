@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from slipstream.batching.balance import balanced_permutation as balanced_permutation
 from slipstream.core.errors import ConfigError, ShapeError
 from slipstream.core.packed import OPTIONAL_COLUMNS, AnyGroup, PackedMicrobatch, TrainSequence
 

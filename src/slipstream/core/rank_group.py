@@ -6,6 +6,7 @@ first used, as a process without tensors, such as the rewards', starts a second 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -64,6 +65,22 @@ class RankGroup:
         sent[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else sent[:0]
         parts = self._run_gather(sent)
         return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
+
+    def exchange(self, payloads: Sequence[bytes]) -> list[bytes]:
+        """Send each rank its one of `payloads`; return what each has sent to this rank, by rank."""
+        if self.pg is None:
+            return list(payloads)
+        import torch
+        import torch.distributed as dist
+
+        sizes = torch.tensor([len(payload) for payload in payloads], dtype=torch.int64)
+        expected = torch.empty_like(sizes)
+        self._run(dist.all_to_all_single, expected, sizes)
+        sent = torch.frombuffer(bytearray(b"".join(payloads)) or bytearray(1), dtype=torch.uint8)[: int(sizes.sum())]
+        arrived = torch.empty(int(expected.sum()), dtype=torch.uint8)
+        self._run(dist.all_to_all_single, arrived, sent, expected.tolist(), sizes.tolist())
+        content, ends = arrived.numpy().tobytes(), expected.cumsum(0).tolist()
+        return [content[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
     def broadcast(self, payload: bytes, *, source: int = 0) -> bytes:
         """Return the `payload` of rank `source` on every rank; those of the others are ignored."""

@@ -203,6 +203,7 @@ class RolloutHead(Message):
     failure: str | None = None
     is_truncated: bool = False
     is_stopped: bool = True  # finish_reason = "stop": there is a step after the last token
+    num_prompt: int = 0  # tokens before the completion
     num_tokens: int = 0
     num_sampled: int = 0  # of these, the ones that the policy drew: they can be trained on
     surprisal: float = 0.0  # -log behaviour(completion | prompt), in nats

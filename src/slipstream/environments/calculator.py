@@ -67,7 +67,10 @@ def calculate(expression: str) -> int:
     """Return the value of integers joined by '+', '-' and '*', which binds closer; a number may have a '-' before it.
 
     ValueError for any other text, for more than `MAX_CHARS` characters, numbers of more than `MAX_DIGITS` digits, and
-    values beyond 64 bits.
+    values beyond 64 bits. The function is a tool as it is (`tools = ["slipstream.environments.calculator:calculate"]`).
+
+    Args:
+        expression: For example "12 * 34 - 5".
     """
     if len(expression) > MAX_CHARS:
         raise ValueError(f"an expression of {len(expression)} characters, at most {MAX_CHARS} are allowed")

@@ -30,7 +30,7 @@ from slipstream.plan.layouts import (
     TrainerLayout,
     Workload,
 )
-from slipstream.plan.lengths import slowest_replica
+from slipstream.plan.lengths import imbalance, slowest_replica
 
 DECODE_KERNELS = 10  # per layer: two norms, four products, rotation and cache, attention and reduction, activation
 PREFILL_CHUNK = 512  # tokens prefilled beside a decode step (`generator.prefill_chunk`)
@@ -417,14 +417,20 @@ class CostModel:
         return Parts(parts)
 
     def _imbalance(self, layout: TrainerLayout) -> float:
-        """Return how much more than the mean the rank with most tokens has: rollouts are dealt by number.
+        """Return how much more than the mean the rank with most tokens has.
 
-        Sums of lengths are nearly normal; the largest of n of them is at their (n - 3/8) / (n + 1/4) quantile (Blom).
+        By length: in a minibatch of as many quantiles of the lengths as it has rollouts; of ranks that have none, the
+        mean takes no account. By number: sums of lengths are nearly normal; the largest of n of them is at their
+        (n - 3/8) / (n + 1/4) quantile (Blom).
         """
-        ranks = layout.data_parallel
-        if ranks == 1:
+        ranks, workload = layout.data_parallel, self.workload
+        num_rollouts = max(round(workload.rollouts / workload.minibatches), 1)
+        if ranks == 1 or num_rollouts == 1:
             return 0.0
-        mean = self.workload.lengths.mean
-        deviation = math.sqrt(max(self.workload.lengths.mean_square - mean * mean, 0.0)) / self.workload.trained_tokens
-        mine = max(self.workload.rollouts / ranks, 1.0)
-        return deviation / math.sqrt(mine) * NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
+        given = workload.trained_tokens - workload.lengths.mean
+        if workload.deals_by_length:
+            return imbalance(workload.lengths.completions, num_rollouts, min(ranks, num_rollouts), given)
+        deviation = math.sqrt(max(workload.lengths.mean_square - workload.lengths.mean**2, 0.0))
+        mine = max(workload.rollouts / ranks, 1.0)
+        highest = NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
+        return deviation / workload.trained_tokens / math.sqrt(mine) * highest

@@ -65,6 +65,7 @@ class Workload:
     """One training step: `groups` prompts with `group_size` completions each.
 
     `shares_prompts`: whether the trainer computes a prompt once for all of its group (`batching/collate.py` does).
+    `deals_by_length`: whether ranks get rollouts by their lengths (`trainer/dealing.py` does), or the same number each.
     `reference`, `critic`: whether there are such models of the policy's size; `reward_model`: the one that scores.
     `adapters`: those that are trained in place of the policy's own weights, which a reference shares.
     `turns`: of episodes with an environment, `lengths` being sampled tokens; a replica has `sessions` of them open
@@ -77,6 +78,7 @@ class Workload:
     epochs: int = 1
     minibatches: int = 1
     shares_prompts: bool = True
+    deals_by_length: bool = True
     reference: bool = False
     critic: bool = False
     reward_model: TransformerConfig | None = None

@@ -14,6 +14,7 @@ from statistics import NormalDist
 
 import numpy as np
 
+from slipstream.batching.balance import balanced_permutation
 from slipstream.core.errors import ConfigError
 from slipstream.core.run_log import read_rollouts
 
@@ -110,6 +111,17 @@ def lengths_of_run(run_dir: Path) -> LengthSample:
     tokens_per_char = sum(positive) / max(sum(completion_chars), 1)
     prompt_mean = max(1.0, sum(prompt_chars) / len(completions) * min(tokens_per_char, 1.0))
     return LengthSample(prompt_mean, tuple(positive), f"{len(positive)} completions of {path.parent}")
+
+
+@lru_cache(maxsize=4096)
+def imbalance(completions: tuple[int, ...], rollouts: int, ranks: int, given: float) -> float:
+    """Return how much more tokens than the mean the rank with the most has, of rollouts that are dealt by length.
+
+    Their lengths are evenly spaced quantiles of `completions`; `given` tokens come to each.
+    """
+    lengths = np.quantile(completions, (np.arange(rollouts) + 0.5) / rollouts) + given
+    tokens = [lengths[share].sum() for share in balanced_permutation(lengths.tolist(), ranks)]
+    return float(max(tokens) / np.mean(tokens)) - 1.0
 
 
 @lru_cache(maxsize=4096)

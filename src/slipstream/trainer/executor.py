@@ -254,7 +254,7 @@ class Trainer(Executor):
     def _train(self, command: TrainStep) -> None:
         sample = TokenSample(self.config.observe.tokens_every)
         with self.context.spans.span("collate", step=command.step):  # but for what the step says of itself
-            groups = self.inbox.shares(command.ordinals)
+            groups = self.inbox.shares(command, self.batching)
             metrics = self._trained(groups, command, sample)
         self.context.spans.instant(TRAINED, step=command.step)
         if self.config.kl.target is not None and "kl_reference_sum" in metrics:

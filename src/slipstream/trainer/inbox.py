@@ -10,15 +10,16 @@ from typing import Any
 from slipstream.core import wire
 from slipstream.core.config import RunConfig
 from slipstream.core.executor import Context
-from slipstream.core.packed import GroupCollector, NewCollector
+from slipstream.core.packed import Batching, GroupCollector, NewCollector
 from slipstream.core.peer_messages import Arrived, Shares
 from slipstream.core.rank_group import RankGroup
 from slipstream.core.ranks import data_parallel_rank
 from slipstream.core.saved import SUFFIX, rollouts_dir, save_messages, saved_rollouts
 from slipstream.core.service_messages import Checkpoint, Counters
 from slipstream.core.staleness import oldest_version, place_of
-from slipstream.core.types import Group, GroupScored, Rollout, RolloutHead
+from slipstream.core.types import Group, GroupScored, Rollout, RolloutHead, TrainStep
 from slipstream.core.vetting import POISONED, Limits, is_of_run, vetted
+from slipstream.trainer.dealing import balanced_ranks, exchanged
 from slipstream.trainer.scores import ScoredGroup, dealt_by, effective_reward, has_signal, head_of
 
 log = logging.getLogger(__name__)
@@ -113,9 +114,15 @@ class RolloutInbox:
         shares = self.rollouts.take(ordinals)
         return [Group(ordinal=ordinal, rollouts=members) for ordinal, members in shares.items() if members]
 
-    def shares(self, ordinals: Sequence[int]) -> list[Group]:
-        """Return what this rank trains of these groups. Tensor-parallel peers call it together."""
-        groups = self.own_groups(ordinals) if self._tensor_ranks.is_leader else []
+    def shares(self, command: TrainStep, batching: Batching) -> list[Group]:
+        """Return what this rank trains of the step's groups, dealt by length. All ranks call it together."""
+        groups = self.own_groups(command.ordinals) if self._tensor_ranks.is_leader else []
+        ranks = self._data_ranks
+        if ranks.world > 1 and self._tensor_ranks.is_leader:
+            dealt = balanced_ranks(
+                command.heads, config=self._config, step=command.step, batching=batching, num_ranks=ranks.world
+            )
+            groups = exchanged(groups, dealt, ranks)
         if self._tensor_ranks.world == 1:
             return groups
         payload = wire.encode(Shares(groups=tuple(groups))) if self._tensor_ranks.is_leader else b""

@@ -57,6 +57,7 @@ def head_of(rollout: Rollout, rewards: RewardsConfig) -> RolloutHead:
         failure=rollout.failure,
         is_truncated=is_truncated(completion, rewards),
         is_stopped=completion.finish_reason == "stop",
+        num_prompt=len(completion.prompt.tokens),
         num_tokens=completion.num_tokens,
         num_sampled=sum(len(segment.tokens) for segment in sampled),
         surprisal=-float(sum(float(s.behaviour_logprobs.sum()) for s in sampled if s.behaviour_logprobs is not None)),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 
-import numpy as np
 import torch
 
 from slipstream.core.config import RunConfig
@@ -15,6 +14,7 @@ from slipstream.core.spans import NoSpans, Spans
 from slipstream.core.types import Group, RolloutHead
 from slipstream.models.transformer import Transformer
 from slipstream.trainer.batch import PreparedBatch, prepare_batch, select_batch
+from slipstream.trainer.dealing import order_of_groups
 from slipstream.trainer.measure import Auxiliary, StepContext, measured_columns
 from slipstream.trainer.optim import AdamW
 from slipstream.trainer.records import TokenSample
@@ -82,8 +82,7 @@ def _updates(
     totals: list[Totals] = []
     for epoch in range(trainer.epochs):
         if epoch == 0 or trainer.shuffle:
-            rng = np.random.default_rng((step.config.seed, step.number, epoch))
-            order = rng.permutation(len(groups)).tolist() if trainer.shuffle else None
+            order = order_of_groups(step.config, step.number, epoch, len(groups))
             minibatches = [
                 step.batching.collate(batch.of(part), trainer.microbatch_tokens, atom_size=atom_size)
                 for part in step.batching.split_minibatches(groups, trainer.minibatches, order=order)

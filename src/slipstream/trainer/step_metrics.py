@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import reduce
+from itertools import chain, zip_longest
 
+import msgspec
 import numpy as np
 import torch
 
 from slipstream.algorithms.reduce import Metrics, decode_metrics, encode_metrics, merge_metrics, metric_values
 from slipstream.core.packed import PackedMicrobatch
+from slipstream.core.rank_group import RankGroup
 from slipstream.core.staleness import staleness_in_updates
 from slipstream.core.types import Group, RolloutHead
 from slipstream.trainer.measure import StepContext
@@ -35,6 +38,7 @@ def training_metrics(made: Sequence[Made], optimizer: AdamW, step: StepContext) 
         "num_updates": float(len(made)),
         "staleness_updates_max": float(ranks.max(torch.tensor(staleness))),
         **_packing_metrics([microbatch for microbatches in first_pass for microbatch in microbatches], step),
+        "rank_wait_frac": rank_wait_frac([[one.num_tokens for one in part] for part in first_pass], ranks),
     }
 
 
@@ -56,6 +60,21 @@ def _packing_metrics(microbatches: Sequence[PackedMicrobatch], step: StepContext
         "padding_frac": padding / max(count, 1.0),
         "padded_layout_frac": layout / max(count, 1.0),
     }
+
+
+def rank_wait_frac(rows: Sequence[Sequence[int]], ranks: RankGroup) -> float:
+    """Return the share of the ranks' time in which they wait for one another, if a row always takes as long.
+
+    `rows` are those of this rank's microbatches, by update. Ranks meet in the n-th microbatch of an update, as layers
+    are gathered there or gradients added up; one that has none left waits, too.
+    """
+    of_ranks = [
+        msgspec.msgpack.decode(part, type=list[list[int]]) for part in ranks.gather(msgspec.msgpack.encode(rows))
+    ]
+    longest = sum(
+        max(meeting) for update in zip(*of_ranks, strict=True) for meeting in zip_longest(*update, fillvalue=0)
+    )
+    return 1.0 - sum(map(sum, chain(*of_ranks))) / (ranks.world * longest) if longest else 0.0
 
 
 def _mean(values: Sequence[float]) -> float:
