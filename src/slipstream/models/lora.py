@@ -276,9 +276,11 @@ def base_of(
     if divide is not None:
         divide(base)
     parameters = dict(model.named_parameters())
-    for name in names:
+    for name in filter(parameters.__contains__, names):
         owner, _, attribute = name.rpartition(".")
         setattr(base.get_submodule(owner), attribute, nn.Parameter(parameters[name].detach(), requires_grad=False))
+    if model.stored_base is not None:
+        model.stored_base.put_into(base)
     return base
 
 

@@ -35,7 +35,7 @@ from slipstream.models.lora import (
     shapes_of,
     stacked_adapter,
 )
-from slipstream.models.products import DenseProduct, Fp8Product, Product, WideProduct, cpu_dtype
+from slipstream.models.products import DenseProduct, Fp8Product, Product, ServedEmbedding, WideProduct, cpu_dtype
 from slipstream.models.quantized import FP8, StoredWeight, WeightLayout
 from slipstream.models.shards import base_digest
 from slipstream.models.transformer import Transformer
@@ -49,21 +49,6 @@ class ServedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [N, in_features] -> [N, out_features]."""
         return self.product(x)
-
-
-class ServedEmbedding(nn.Module):
-    """Stands in for the token embedding: looks rows up as they are stored, and dequantises those."""
-
-    table: StoredWeight
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self._dtype = dtype
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """tokens int64 [N] -> [N, hidden] in the type of the residual stream."""
-        rows = self.table.values.index_select(0, tokens).to(self._dtype)
-        return rows if self.table.scales is None else rows * self.table.scales.index_select(0, tokens)[:, None]
 
 
 _EXCHANGED_BYTES = 64 << 20  # at once: what an exchange of buffers takes besides them
