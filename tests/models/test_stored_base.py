@@ -130,7 +130,7 @@ def test_trainer_and_engine_compute_the_same_at_one_precision(precision, tied):
                 if name.endswith(".b"):
                     parameter.copy_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
         built.append(model)
-    stored, served, whole = built
+    stored, served, _ = built
     digest = base_digest(stored)
     store_base(stored, precision)
     assert base_digest(stored) == base_digest(base_of(stored)) == digest, "of the numbers before they were rounded"

@@ -24,6 +24,8 @@ Product = Callable[[Tensor], Tensor]
 
 _onednn = find_onednn()
 _pack = find_onednn_packing()
+PACKS = _pack is not None
+"""Whether packed products have memory of their own."""
 _FP8_MULTIPLE = 16  # of rows and columns, which torch._scaled_mm asks for
 _PACK_FOR_ROWS = 8  # the order of blocks is the same for all numbers of rows that decoding has
 

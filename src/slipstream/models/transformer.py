@@ -70,7 +70,10 @@ class Ranks(Protocol):
 class Base(Protocol):
     """The matrices that a frozen model computes with instead of parameters of its own (`stored_base.StoredBase`)."""
 
-    digest: str
+    @property
+    def digest(self) -> str:
+        """The SHA-256 of the numbers before they were rounded."""
+        ...
 
     def head(self, hidden: Tensor) -> Tensor:
         """fp32 products [..., V] of hidden [..., hidden] with the head's weights."""
