@@ -171,7 +171,7 @@ def adapted_product(
     parts = [product((part * scale).contiguous()) for product, part in zip(up, low, strict=True)]
     out = base(x)
     if torch.is_grad_enabled():
-        return out + shape.spread(parts)
+        return out.add_(shape.spread(parts))  # no gradient needs what `base` gave
     for piece, part in zip(shape.pieces, parts, strict=True):
         out[..., piece.start : piece.start + piece.num_rows] += part
     return out
