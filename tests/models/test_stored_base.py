@@ -99,7 +99,7 @@ def parts(precision, rows=24, columns=16, num=7):
 @pytest.mark.parametrize("block", [1 << 24, 50])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_product_is_the_engines_and_its_gradient_that_of_the_rounded_weight(precision, block, num, monkeypatch):
-    monkeypatch.setattr(stored_base, "_EXPANDED", block)
+    monkeypatch.setattr(stored_base, "EXPANDED", block)
     weight, bias, x, grad = parts(precision, num=num)
     x.requires_grad_()
     out = stored_product(x, weight, bias)

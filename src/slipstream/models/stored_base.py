@@ -3,7 +3,7 @@
     y = W x + b,  W as `quantized.py` stores it;   dL/dx = W^T dL/dy in float32
 
 The forward product is the engines' (`products.DenseProduct`), so both sides round activations alike. No float copy of W
-outlives a product, in which there are `_EXPANDED` of its numbers at a time.
+outlives a product, in which there are `EXPANDED` of its numbers at a time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from slipstream.models.quantized import StoredWeight, WeightLayout
 from slipstream.models.shards import base_digest
 from slipstream.models.transformer import Transformer
 
-_EXPANDED = 1 << 24
+EXPANDED = 1 << 24
+"""Numbers of a matrix that are expanded at a time."""
 
 
 class _StoredProduct(torch.autograd.Function):
@@ -50,8 +51,8 @@ class _StoredProduct(torch.autograd.Function):
 
 
 def _blocks(values: Tensor) -> list[slice]:
-    """Return ranges of rows with at most `_EXPANDED` numbers each."""
-    size = max(1, _EXPANDED // values.shape[1])
+    """Return ranges of rows with at most `EXPANDED` numbers each."""
+    size = max(1, EXPANDED // values.shape[1])
     return [slice(start, start + size) for start in range(0, len(values), size)]
 
 
