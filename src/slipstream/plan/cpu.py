@@ -12,16 +12,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-import torch
-
 from slipstream.controller.placement import place
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import merge, resolve
 from slipstream.generator.arrangement import LENGTH_MULTIPLE, round_up
 from slipstream.models.config import TransformerConfig
-from slipstream.models.products import cpu_dtype
-from slipstream.models.stored_base import EXPANDED
 from slipstream.plan.calibrate import Calibration, generator_dials, row_multiple
 from slipstream.plan.cost_model import LOGITS_AT_ONCE
 from slipstream.plan.counts import Counts, counts_of
@@ -49,6 +45,7 @@ from slipstream.plan.reasons import limits, staleness
 from slipstream.plan.search import ROW_MULTIPLE, Found, most_slots
 from slipstream.plan.simulated_run import SimulatedSetup
 
+EXPANDED = 2**24  # numbers of a stored base that are expanded at a time (`models/stored_base.py`)
 USABLE_MEMORY = 0.8  # of a machine: the rest is the system's, and what processes hold besides their tensors
 
 
@@ -181,7 +178,7 @@ class CpuMachine:
         """A version is packed for products beside what it came in; evaluations share it, with slots of their own."""
         counts, lengths, config = counts_of(self.shape), self.workload.lengths, self.config
         precision, adapters = config.generator.precision, self.workload.adapters.version_bytes
-        width = 4 if precision == "float32" else cpu_dtype(torch.bfloat16).itemsize
+        width = 4 if precision == "float32" else 2  # on a CPU with AVX512-BF16
         tables = counts.embedding * (2 if precision != "float32" else 4)
         if precision == "int8" and self.shape.tie_embeddings:
             tables /= 2
@@ -249,7 +246,7 @@ class CpuMachine:
 def _kept_elements(counts: Counts) -> int:
     """Return the activations per token and layer that a backward pass needs, as they are kept on a CPU.
 
-    Beside `Counts.kept_elements`: queries, keys, values and what attention gives once more, padded, and what silu gives.
+    Beside `Counts.kept_elements`: queries, keys, values and what attention gives once more, padded; and silu's output.
     """
     local = counts.local
     return counts.kept_elements + 2 * local.query_size + 2 * local.kv_size + local.gated_mlp * local.intermediate_size

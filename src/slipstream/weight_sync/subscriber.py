@@ -79,9 +79,10 @@ class Subscriber:
     """Implements `core.executor.WeightsSubscriber`: offers come in on `offers`, releases go out on `releases`.
 
     Two buffers: the live one and a shadow; or one, where no live weights are read from it (`FlatWeights.reads_flat`).
-    Only staging writes the shadow, and only `commit` exchanges the two, so live weights are never written. Only the newest offer counts: an older one that waits is released unread, and one that is
-    staged but not committed gives way (`pending_version` is None meanwhile). One thread calls everything here; the
-    staging thread touches the shadow buffer alone.
+    Only staging writes the shadow, and only `commit` exchanges the two, so live weights are never written. Only the
+    newest offer counts: an older one that waits is released unread, and one that is staged but not committed gives way
+    (`pending_version` is None meanwhile). One thread calls everything here; the staging thread touches the shadow
+    buffer alone.
 
     One on each rank `rank` of the `world` of a replica, with channels of its own. It maps segments by `transport`; with
     `links` versions come over a link to the trainer, which is asked for again whenever a transfer over it fails.
