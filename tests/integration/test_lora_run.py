@@ -84,6 +84,7 @@ def test_at_staleness_0_adapters_are_those_of_a_plain_loop(adapted, precision, t
         ("between_batches", "float32", "float32"),
         ("in_flight", "int8", "float32"),
         ("in_flight", "int8", "int8"),
+        ("in_flight", "float32", "int8"),
     ],
 )
 def test_an_asynchronous_run_publishes_adapters_alone(adapted, weight_update, precision, base, tmp_path):

@@ -46,6 +46,7 @@ from slipstream.plan.search import ROW_MULTIPLE, Found, most_slots
 from slipstream.plan.simulated_run import SimulatedSetup
 
 EXPANDED = 2**24  # numbers of a stored base that are expanded at a time (`models/stored_base.py`)
+PROCESS_BYTES = 110e6  # of a tokenizer and what the first products load, above Python and torch (docs/lora.md, Memory)
 USABLE_MEMORY = 0.8  # of a machine: the rest is the system's, and what processes hold besides their tensors
 
 
@@ -171,6 +172,7 @@ class CpuMachine:
                 "activations": 4 * rows * (layers * _kept_elements(counts) + inputs),
                 "logits": 3 * 4 * min(logits, LOGITS_AT_ONCE),
                 "staging": 2 * served,
+                "process": PROCESS_BYTES,
             }
         )
 
@@ -197,6 +199,7 @@ class CpuMachine:
                 "keys_and_values": replicas * token * (layout.slots * longest + cached),
                 "evaluation": token * evaluated,
                 "logits": 3 * 4 * replicas * layout.slots * self.shape.vocab_size,
+                "process": replicas * PROCESS_BYTES,
                 "prefill": 4 * replicas * config.generator.prefill_tokens * _kept_elements(counts),
             }
         )
