@@ -181,7 +181,7 @@ class CpuMachine:
         counts, lengths, config = counts_of(self.shape), self.workload.lengths, self.config
         precision, adapters = config.generator.precision, self.workload.adapters.version_bytes
         width = 4 if precision == "float32" else 2  # on a CPU with AVX512-BF16
-        tables = counts.embedding * (2 if precision != "float32" else 4)
+        tables = counts.embedding * (2.0 if precision != "float32" else 4.0)
         if precision == "int8" and self.shape.tie_embeddings:
             tables /= 2
         packed = width * (self.shape.num_layers * counts.layer_matrix + counts.head_matrix) + tables
