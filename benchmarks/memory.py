@@ -2,9 +2,10 @@
 
     python benchmarks/memory.py [--rank 32] [--model smollm2] [--microbatch-tokens 512] [--steps 2]
 
-Both are whole runs of the model's shape with random weights, in processes as always, on CPU. Printed of each process:
-the most anonymous and shared memory that it holds while the run lasts, above what it begins with (Python and its
-libraries), beside what `slipstream plan` counts; and the bytes of a version.
+All are whole runs of the model's shape with random weights, in processes as always, on CPU: all weights, then adapters
+beside a base in float32, bfloat16 and int8, on both sides. Printed of each process: the most anonymous memory that it
+holds while the run lasts, above what it begins with (Python and its libraries), and the most shared memory, which both
+have in common; beside what `slipstream plan` counts, shared memory with the trainer; and the bytes of a version.
 """
 
 from __future__ import annotations
@@ -24,15 +25,16 @@ from typing import Any
 from contenders.models import MODELS
 
 from slipstream.core.recipes import resolve
+from slipstream.models.config import TransformerConfig
 from slipstream.models.hf import save_model
 from slipstream.models.initialise import initialise
 from slipstream.models.tokenizer import char_tokenizer
 from slipstream.models.transformer import Transformer
 from slipstream.observe.hardware import describe
 from slipstream.observe.summary import read_summary, versions
-from slipstream.plan.counts import NO_ADAPTERS, adapters_of, counts_of
+from slipstream.plan.counts import NO_ADAPTERS, Adapters, adapters_of, counts_of
 from slipstream.plan.cpu import CpuMachine
-from slipstream.plan.layouts import AsynchronousPlan, GeneratorLayout, TrainerLayout, Workload
+from slipstream.plan.layouts import AsynchronousPlan, GeneratorLayout, Parts, TrainerLayout, Workload
 from slipstream.plan.lengths import LengthSample
 
 SIDES = ("trainer", "generator")
@@ -40,13 +42,16 @@ GROUPS, GROUP_SIZE, PROMPT, COMPLETION, SLOTS = 8, 2, 64, 4, 16  # long prompts:
 EVERY_S, LOOK_FOR_S = 0.05, 1.0
 
 
-def tables(folder: Path, rank: int | None, microbatch_tokens: int, steps: int) -> dict[str, Any]:
+def tables(
+    folder: Path, rank: int | None, microbatch_tokens: int, steps: int, precision: str = "float32"
+) -> dict[str, Any]:
+    lora = {} if rank is None else {"lora": {"rank": rank, "base_precision": precision}}
     return {
         "recipe": "memory",
         "steps": steps,
         "groups_per_step": GROUPS,
         "completions_per_group": GROUP_SIZE,
-        "model": {"path": str(folder), **({} if rank is None else {"lora": {"rank": rank}})},
+        "model": {"path": str(folder), **lora},
         "prompts": {
             "tasks": [{"name": "spell_backward", "params": {"max_word_len": 5}}],
             "max_prompt_tokens": PROMPT,
@@ -55,19 +60,20 @@ def tables(folder: Path, rank: int | None, microbatch_tokens: int, steps: int) -
             "template": (PROMPT - 6) * " " + "{word}>",
         },
         "loss": {"skip_no_signal": False},  # random weights answer nothing right
-        "generator": {"num_slots": SLOTS, "max_new_tokens": COMPLETION},
+        "generator": {"num_slots": SLOTS, "max_new_tokens": COMPLETION, "precision": precision},
         "trainer": {"microbatch_tokens": microbatch_tokens, "optimizer": {"lr": 1e-6}, "checkpoint_every": steps},
         "eval": {"every": 0, "num_prompts": 1},
     }
 
 
-def held(pid: int) -> int:
-    """Bytes of anonymous and shared memory of a process; 0 of one that has ended."""
+def held(pid: int) -> tuple[int, int]:
+    """Bytes of anonymous and of shared memory of a process; 0 of one that has ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines()
     except OSError:
-        return 0
-    return sum(1024 * int(line.split()[1]) for line in lines if line.startswith(("RssAnon", "RssShmem")))
+        return 0, 0
+    kinds = {line.split(":")[0]: 1024 * int(line.split()[1]) for line in lines if line.startswith("Rss")}
+    return kinds.get("RssAnon", 0), kinds.get("RssShmem", 0)
 
 
 def processes(run: int) -> dict[str, int]:
@@ -87,24 +93,25 @@ def processes(run: int) -> dict[str, int]:
     return found
 
 
-def measured(recipe: dict[str, Any], out: Path) -> tuple[dict[str, int], int]:
-    """The most bytes of each side in a run, and those of a version."""
+def measured(recipe: dict[str, Any], out: Path) -> tuple[dict[str, int], int, int]:
+    """The most anonymous bytes of each side in a run, the most that they share, and those of a version."""
     code = "import json, slipstream, sys; slipstream.run(json.loads(sys.argv[1]), out=sys.argv[2], display=False)"
     child = subprocess.Popen([sys.executable, "-c", code, json.dumps(recipe), str(out)])
-    first, most = dict[str, int](), dict.fromkeys(SIDES, 0)
+    first, most, most_shared = dict[str, int](), dict.fromkeys(SIDES, 0), 0
     found, looked_s = dict[str, int](), 0.0
     while child.poll() is None:
         if len(found) < len(SIDES) or time.monotonic() - looked_s > LOOK_FOR_S:
             found, looked_s = processes(child.pid), time.monotonic()
         for side, pid in found.items():
-            now = held(pid)
+            now, shared = held(pid)
+            most_shared = max(most_shared, shared)
             most[side] = max(most[side], now - first.setdefault(side, now))
         time.sleep(EVERY_S)
     print(f"{out.name}: the processes begin with", {side: f"{nbytes / 1e6:,.0f} MB" for side, nbytes in first.items()})
     if child.returncode:
         raise SystemExit(f"the run in {out} failed")
     sync = read_summary(out / "summary.json").weight_sync
-    return most, sync.bytes // sync.count
+    return most, most_shared, sync.bytes // sync.count
 
 
 def main() -> None:
@@ -120,45 +127,55 @@ def main() -> None:
         print(f"{name}: {value}")
     tokenizer, shape = char_tokenizer(), MODELS[arguments.model].config
     shape = replace(shape, vocab_size=max(shape.vocab_size, len(tokenizer)))
-    found: dict[str, tuple[dict[str, int], int]] = {}
+    cases: dict[str, tuple[int | None, str]] = {"all weights": (None, "float32")}
+    cases |= {f"rank {arguments.rank}, {one}": (arguments.rank, one) for one in ("float32", "bfloat16", "int8")}
+    totals: dict[str, dict[str, int]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         model = Transformer(shape)
         initialise(model, 0)
         save_model(model, Path(scratch) / "model", tokenizer)
         del model
-        for name, rank in (("all weights", None), (f"rank {arguments.rank}", arguments.rank)):
-            recipe = tables(Path(scratch) / "model", rank, arguments.microbatch_tokens, arguments.steps)
-            found[name] = measured(recipe, Path(scratch) / name.replace(" ", "-"))
+        for name, (rank, precision) in cases.items():
+            recipe = tables(Path(scratch) / "model", rank, arguments.microbatch_tokens, arguments.steps, precision)
+            most, shared, version = measured(recipe, Path(scratch) / name.replace(" ", "-"))
+            totals[name] = {"trainer": most["trainer"] + shared, "generator": most["generator"], "a version": version}
             adapters = NO_ADAPTERS if rank is None else adapters_of(shape, rank)
-            planned = CpuMachine(
-                config=resolve(recipe),
-                shape=shape,
-                workload=Workload(
-                    groups=GROUPS,
-                    group_size=GROUP_SIZE,
-                    lengths=LengthSample(PROMPT, (COMPLETION,), "limits"),
-                    adapters=adapters,
-                ),
-                times=None,  # type: ignore[arg-type]
-                cores=os.cpu_count() or 1,
-                memory_bytes=0,
-            )
-            rollouts = arguments.microbatch_tokens / planned.workload.trained_tokens
-            layout = AsynchronousPlan(
-                trainer=TrainerLayout(devices=1, tensor_parallel=1, microbatch=rollouts, precision="float32"),
-                generator=GeneratorLayout(devices=1, tensor_parallel=1, slots=SLOTS, precision="float32"),
-            )
-            memory = planned.memory(layout)
+            memory = planned(recipe, shape, adapters, arguments.microbatch_tokens)
+            print(f"{name}: {shared / 1e6:,.0f} MB shared")
             for side in SIDES:
                 parts = ", ".join(f"{part} {nbytes / 1e6:,.0f}" for part, nbytes in memory[side].parts.items())
-                most = found[name][0][side] / 1e6
-                print(f"{name}, {side}: {most:,.0f} MB measured, {memory[side].total / 1e6:,.0f} planned ({parts})")
-            version = adapters.version_bytes or counts_of(shape).served_bytes("float32")
-            print(f"{name}, a version: {found[name][1] / 1e6:,.1f} MB measured, {version / 1e6:,.1f} planned")
-    whole, beside = found.values()
-    for side in SIDES:
-        print(f"{side}: {beside[0][side] / whole[0][side]:.1%} of that with all weights")
-    print(f"a version: 1/{whole[1] / beside[1]:.1f} of that with all weights")
+                seen, foreseen = totals[name][side], memory[side].total
+                print(
+                    f"{name}, {side}: {seen / 1e6:,.0f} MB measured, {foreseen / 1e6:,.0f} planned "
+                    f"({foreseen / seen - 1:+.1%}: {parts})"
+                )
+            foreseen = adapters.version_bytes or counts_of(shape).served_bytes("float32")
+            print(f"{name}, a version: {version / 1e6:,.1f} MB measured, {foreseen / 1e6:,.1f} planned")
+    for name in list(totals)[1:]:
+        ratios = {what: nbytes / totals["all weights"][what] for what, nbytes in totals[name].items()}
+        print(f"{name}, of that with all weights:", ", ".join(f"{what} {one:.1%}" for what, one in ratios.items()))
+
+
+def planned(
+    recipe: dict[str, Any], shape: TransformerConfig, adapters: Adapters, microbatch_tokens: int
+) -> dict[str, Parts]:
+    """Bytes of each side by the planner."""
+    lengths = LengthSample(PROMPT, (COMPLETION,), "limits")
+    machine = CpuMachine(
+        config=resolve(recipe),
+        shape=shape,
+        workload=Workload(groups=GROUPS, group_size=GROUP_SIZE, lengths=lengths, adapters=adapters),
+        times=None,  # type: ignore[arg-type]
+        cores=os.cpu_count() or 1,
+        memory_bytes=0,
+    )
+    rollouts = microbatch_tokens / machine.workload.trained_tokens
+    return machine.memory(
+        AsynchronousPlan(
+            trainer=TrainerLayout(devices=1, tensor_parallel=1, microbatch=rollouts, precision="float32"),
+            generator=GeneratorLayout(devices=1, tensor_parallel=1, slots=SLOTS, precision="float32"),
+        )
+    )
 
 
 if __name__ == "__main__":

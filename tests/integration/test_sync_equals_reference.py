@@ -25,6 +25,7 @@ from slipstream.models.lora import shapes_of
 from slipstream.models.peft import save_adapter
 from slipstream.models.sharded import Division, build_sharded_policy
 from slipstream.models.shards import base_digest
+from slipstream.models.stored_base import store_base
 from slipstream.prompts import build_prompts, demonstrations
 from slipstream.trainer.optim import AdamW
 from slipstream.trainer.step import train_on_batch
@@ -36,6 +37,8 @@ def reference_run(config: RunConfig, out: Path) -> None:
     torch.set_num_threads(num_cores())
     tokenizer = build_tokenizer(config.model)
     model = build_sharded_policy(config.model, Division(), seed=config.seed, tokenizer=tokenizer)
+    if config.model.lora.base_precision != "float32":
+        store_base(model, config.model.lora.base_precision)
     parameters = FlatParameters(model)
     prompts = build_prompts(config, tokenizer)
     pairs = demonstrations(config.warm_start, prompts.train.prompts, tokenizer, seed=config.seed)

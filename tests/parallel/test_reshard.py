@@ -67,6 +67,8 @@ def expected_bytes(
 class Weights:
     """Stands for `ServedWeights`: bytes in a layout, exchanged by pointer."""
 
+    reads_flat = True
+
     def __init__(self, layout: WeightLayout) -> None:
         self.flat = torch.zeros(layout.num_bytes, dtype=torch.uint8)
         self.layout = layout

@@ -130,29 +130,50 @@ def test_cores_are_divided_as_a_run_divides_them():
 
 
 def test_memory_is_counted_and_what_does_not_fit_is_refused():
-    """653,440 parameters: 16 bytes each in the trainer, two versions beside it, two in the generator."""
+    """653,440 parameters: 16 bytes each in the trainer, two versions beside it; in the generator the one that arrives,
+    and two that are packed, each with a table to look tokens up in."""
     one = machine()
-    params = 99 * 128 + 3 * (4 * 128 * 128 + 3 * 128 * 384 + 2 * 128) + 128
+    layers, head = 3 * (4 * 128 * 128 + 3 * 128 * 384), 99 * 128
+    params = layers + head + 3 * 2 * 128 + 128
     plan = next(one.candidates(1)).plan
     held = one.memory(plan)
-    assert {name: held["trainer"][name] / params for name in ("weights", "moments", "gradients", "staging")} == {
-        "weights": 4.0,
-        "moments": 8.0,
-        "gradients": 4.0,
-        "staging": 8.0,
-    }
-    assert held["generator"]["weights"] == held["generator"]["shadow"] == 4 * params
-    # Keys and values of three layers, 128 wide, four bytes, in every slot at its longest: 4 + 12 tokens.
-    assert held["generator"]["keys_and_values"] == 2 * 4 * 3 * 128 * 16 * plan.generator.slots
+    expected = {"weights": 4.0, "moments": 8.0, "gradients": 4.0 + 8 * head / params, "staging": 8.0}
+    assert {name: held["trainer"][name] / params for name in expected} == pytest.approx(expected)
+    packed = 4 * (layers + head + head)
+    assert held["generator"]["weights"] == packed
+    assert held["generator"]["shadow"] == packed + 4 * params
+    # Keys and values of three layers, 128 wide, four bytes: slots of 4 + 12 tokens have 32, and 2,048 are cached.
+    token = 2 * 4 * 3 * 128
+    assert held["generator"]["keys_and_values"] == token * (32 * plan.generator.slots + 2048)
+    assert held["generator"]["evaluation"] == token * 32 * one.config.eval.num_slots
     with pytest.raises(ConfigError, match="machine's memory"):
         plan_for_cpu(machine(memory_bytes=20e6))
-    # Beside adapters of rank 8: A and B of seven matrices in three layers are all that is trained and published.
-    numbers = 3 * 8 * (4 * 256 + 3 * 512)
-    beside = machine(workload=replace(WORKLOAD, adapters=adapters_of(quickstart_shape(), 8))).memory(plan)
-    for side, of_base, of_adapters in (("trainer", 4, 4 + 8 + 4 + 8), ("generator", 4, 8)):
-        moved = ("weights", "moments", "gradients", "staging", "shadow")
-        assert sum(beside[side][name] for name in moved) == of_base * params + of_adapters * numbers
-        assert beside[side].without(*moved) == held[side].without(*moved)
+
+
+def test_memory_beside_adapters_is_that_of_the_base_once():
+    """Of rank 8: A and B of seven matrices in three layers are all that is trained and published."""
+    layers, head = 3 * (4 * 128 * 128 + 3 * 128 * 384), 99 * 128
+    vectors, numbers = 3 * 2 * 128 + 128, 3 * 8 * (4 * 256 + 3 * 512)
+    workload = replace(WORKLOAD, adapters=adapters_of(quickstart_shape(), 8))
+    plan = next(machine().candidates(1)).plan
+    parts = ("weights", "moments", "gradients", "staging", "shadow")
+    rows = 3 * (2 * 128 + 3 * 128 + 128 + 3 * 384) + 99 - 3 * 128  # of all matrices, each with its scale in int8
+
+    def held(lora, **generator):
+        overrides = {"model": {"lora": {"rank": 8} | lora}, "generator": generator, "warm_start": {"steps": 0}}
+        return machine(workload=workload, overrides=overrides).memory(plan)
+
+    def of(side):
+        return sum(side[name] for name in parts)
+
+    whole, rounded = held({}), held({"base_precision": "int8"}, precision="int8")
+    assert of(whole["trainer"]) == 4 * (layers + head + vectors) + 24 * numbers
+    assert of(whole["generator"]) == 4 * (layers + 2 * head) + 4 * 5 * numbers
+    stored = layers + head + 4 * (rows + vectors)
+    assert of(rounded["trainer"]) == pytest.approx(stored + 4 * head + 24 * numbers, rel=1e-2), "one matrix expanded"
+    assert of(rounded["generator"]) == 2 * (layers + head) + head + 4 * 5 * numbers
+    for side in ("trainer", "generator"):
+        assert rounded[side].without(*parts) == whole[side].without(*parts)
 
 
 def test_a_model_that_was_not_measured_is_refused():

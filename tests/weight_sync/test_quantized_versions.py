@@ -142,7 +142,7 @@ def test_a_skipped_version_is_offered_as_it_was_then(loop: Loop) -> None:
 
 
 def test_damaged_bytes_are_refused(loop: Loop) -> None:
-    before = loop.served.flat.clone()
+    before, bytes_before = probe_logprobs(loop.model, TOKENS), loop.served.flat.clone()
     assert loop.publish(0)
     slots = loop.publisher._slots
     assert slots is not None
@@ -152,7 +152,8 @@ def test_damaged_bytes_are_refused(loop: Loop) -> None:
     assert loop.subscriber.pending_version is None
     assert loop.subscriber.failure is not None
     assert "damaged" in str(loop.subscriber.failure)
-    assert torch.equal(loop.served.flat, before)
+    assert np.array_equal(probe_logprobs(loop.model, TOKENS), before)
+    assert not loop.served.reads_flat or torch.equal(loop.served.flat, bytes_before)
 
 
 def test_a_failed_probe_changes_nothing(loop: Loop) -> None:
@@ -168,7 +169,26 @@ def test_a_failed_probe_changes_nothing(loop: Loop) -> None:
         loop.subscriber.commit()
     assert loop.subscriber.version == 0
     assert np.array_equal(probe_logprobs(loop.model, TOKENS), before)
-    assert torch.equal(loop.served.flat, bytes_before)
+    assert not loop.served.reads_flat or torch.equal(loop.served.flat, bytes_before)
+
+
+@pytest.mark.parametrize("precision", list(FORMATS))
+def test_what_is_live_or_pinned_does_not_read_the_buffer_it_came_in(precision: Precision) -> None:
+    """On a CPU the next version arrives in the same one, while rows and evaluations go on."""
+    models = [new_model(CONFIG, vocab_size=40, seed=1) for _ in range(2)]
+    served = ServedWeights(models[0], precision)
+    before = probe_logprobs(models[0], TOKENS)
+    served.serve(models[1], served.pinned())
+    assert not served.reads_flat
+    assert served.flat.any()
+    served.flat.zero_()
+    assert all(np.array_equal(probe_logprobs(model, TOKENS), before) for model in models)
+    served.prepare(served.flat)
+    served.rebind(served.flat)
+    assert not np.array_equal(probe_logprobs(models[0], TOKENS), before)
+    assert np.array_equal(probe_logprobs(models[1], TOKENS), before), "an evaluation keeps its version"
+    served.rebind(served.flat)
+    assert np.array_equal(probe_logprobs(models[0], TOKENS), before), "undone"
 
 
 @pytest.mark.parametrize("precision", list(FORMATS))

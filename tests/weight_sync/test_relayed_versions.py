@@ -59,6 +59,8 @@ class Parameters:
         self.flat = torch.zeros(NUM_BYTES // 4)
         self.holding = holding()
 
+    reads_flat = True
+
     def prepare(self, flat: torch.Tensor) -> None: ...
 
     def rebind(self, flat: torch.Tensor) -> None:

@@ -31,6 +31,8 @@ class Parameters:
         self.flat = torch.zeros(num_params)
         self.holding = None
 
+    reads_flat = True
+
     def prepare(self, flat: torch.Tensor) -> None: ...
 
     def rebind(self, flat: torch.Tensor) -> None:

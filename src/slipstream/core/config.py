@@ -354,6 +354,12 @@ class RunConfig(Section):
         return self.weight_update == "in_flight" or self.generator.weight_update_at == "turn"
 
     @property
+    def max_probe_error(self) -> float:
+        """Return `generator.probe_tolerance`, or what suits the lower precision of generators and trainer, in nats."""
+        as_trained = self.generator.model_copy(update={"precision": self.model.lora.base_precision})
+        return max(self.generator.max_probe_error, as_trained.max_probe_error)
+
+    @property
     def resident_versions(self) -> int:
         """Return how many versions a generator holds side by side: all that can be in use (docs/staleness.md), or 1."""
         keeps = self.model.lora.is_set and self.weight_update == "between_batches"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -28,6 +28,11 @@ class LoraConfig(Section):
     use_rslora: bool = Field(False, description="Multiply by alpha / sqrt(r) instead (arXiv:2312.03732).")
     dropout: Annotated[Number, Field(ge=0, lt=1)] = Field(
         0.0, description="Must be 0: trainer and generators would compute different logprobs."
+    )
+    base_precision: Literal["float32", "bfloat16", "int8"] = Field(
+        "float32",
+        description="Precision in which the trainer holds the frozen model: 4, 2 or 1 bytes per parameter, and the "
+        "numbers of a generator with this `generator.precision`; of another one the logprobs differ. One CPU rank.",
     )
     path: FilePath | None = Field(
         None, description="Folder of an adapter in PEFT's format to go on from; excludes the rest, which it brings."
@@ -55,6 +60,8 @@ class LoraConfig(Section):
                 got=", ".join([*([] if self.rank is None else [f"model.lora.rank = {self.rank}"]), *given]),
                 allowed="model.lora.path alone",
             )
+        if self.base_precision != "float32":
+            given.append(f"model.lora.base_precision = '{self.base_precision}'")
         if given and not self.is_set:
             raise ConfigError("adapters need a rank", got=", ".join(given), allowed="model.lora.rank, e.g. 16")
         return self
@@ -81,3 +88,9 @@ def check_lora(config: RunConfig) -> None:
                 allowed="a trainer and native generators on CPUs, and a loss without a critic",
                 hint="without model.lora all weights are trained",
             )
+    if config.model.lora.base_precision != "float32" and trainer.ranks > 1:
+        raise ConfigError(
+            "a trainer of several ranks holds the base in float32",
+            got=f"model.lora.base_precision = '{config.model.lora.base_precision}', trainer.ranks = {trainer.ranks}",
+            allowed="trainer.ranks = 1, or 'float32', which the ranks divide",
+        )

@@ -146,11 +146,16 @@ class FlatWeights(Protocol):
     """Weights in one tensor that can be exchanged (`models.served.ServedWeights`, `models.flat.FlatParameters`)."""
 
     flat: torch.Tensor
-    """The live version. A tensor like it holds the next; the two change places."""
+    """The live version. A tensor like it, or itself (`reads_flat`), holds the next; the two change places."""
 
     @property
     def holding(self) -> Holding | None:
         """The layout of `flat`; None: a version is all of the trainer's bytes as they are."""
+        ...
+
+    @property
+    def reads_flat(self) -> bool:
+        """Whether the live version reads `flat`; else the next may arrive in the same tensor."""
         ...
 
     def prepare(self, flat: torch.Tensor) -> None:

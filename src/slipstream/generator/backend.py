@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from slipstream.core.weights import FlatWeights
 from slipstream.generator.requests import GenerationEngine, StateSpans
@@ -14,10 +13,10 @@ from slipstream.generator.requests import GenerationEngine, StateSpans
 
 @dataclass(frozen=True, eq=False)
 class Pin:
-    """A version an evaluation holds on to, with a copy of its weights where the backend makes one."""
+    """A version an evaluation holds on to, with what the backend keeps of its weights."""
 
     version: int
-    weights: torch.Tensor | None = None
+    weights: object = None
 
 
 class Backend(ABC):

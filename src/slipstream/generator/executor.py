@@ -79,7 +79,7 @@ class Generator(Executor):
         self.weights.open(
             self.backend.weights,
             self.backend.probe,
-            config.generator.max_probe_error,
+            config.max_probe_error,
             is_threaded=config.host == "process",
             probes_prepared=self.backend.probes_prepared,
             spans=context.spans,

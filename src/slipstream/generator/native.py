@@ -130,13 +130,12 @@ class NativeBackend(Backend):
             torch.cuda.set_device(self._device)  # where this thread compiles, launches and captures
         self._model = self._on_device(self._policy())
         precision = config.generator.precision
-        self._stays_on_gpu = config.weights_stay_on_gpu
         self._num_versions = 1 if self._is_paged else config.resident_versions
         self.weights = ServedWeights(
             self._model,
             precision,
             in_place=self._is_paged,
-            on_device=self._stays_on_gpu,
+            on_device=config.weights_stay_on_gpu,
             group=self._group,
             keeps_versions=self._num_versions > 1,
         )
@@ -153,10 +152,10 @@ class NativeBackend(Backend):
         return probe_logprobs(self.weights.prepared_model if self.probes_prepared else self._model, tokens)
 
     def pin(self) -> Pin:
-        """A copy of the present weights, on the host; evaluations of one version share it."""
+        """The present weights, or a copy of them on the host; evaluations of one version share it."""
         version = self.engine.version
         weights = next((pin.weights for pin in self._pins if pin.version == version), None)
-        pin = Pin(version, self.weights.flat.to("cpu", copy=True) if weights is None else weights)
+        pin = Pin(version, self.weights.pinned() if weights is None else weights)
         self._pins.append(pin)
         return pin
 
@@ -167,17 +166,9 @@ class NativeBackend(Backend):
         """An engine of its own, with its own slots, on the pinned weights."""
         assert pin.weights is not None, "pinned by another backend"
         model = self._on_device(Transformer(self._model.config, self._model.ranks))  # its weights are pinned, or shared
-        base = self.weights.base
-        if base is not None:
-            install(model, base.shapes)
-        ServedWeights(
-            model,
-            self._config.generator.precision,
-            flat=pin.weights,
-            in_place=self._is_paged,
-            on_device=self._stays_on_gpu,
-            base=base,
-        )
+        if self.weights.base is not None:
+            install(model, self.weights.base.shapes)
+        self.weights.serve(model, pin.weights)
         engine = self._new_engine(model, self._config.eval.num_slots, spans, self._config.seed)
         engine.set_version(pin.version)
         return engine

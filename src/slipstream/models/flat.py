@@ -44,6 +44,11 @@ class FlatParameters:
     def holding(self) -> None:
         """Not known: versions are whole (`core.weights.FlatWeights`)."""
 
+    @property
+    def reads_flat(self) -> bool:
+        """True (`core.weights.FlatWeights`): the model's parameters are views of it."""
+        return True
+
     def prepare(self, flat: Tensor) -> None:
         """Nothing is to be done before `rebind` (`core.weights.FlatWeights`)."""
 

@@ -7,6 +7,7 @@ at every number of rows but 1: the decode engine asks for less, multiples of 8.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -81,8 +82,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class Linear(nn.Linear):
-    """`nn.Linear` whose product is `linear`'s."""
+    """`nn.Linear` whose product is `linear`'s, or `product` where its weight is stored elsewhere (`stored_base.py`)."""
+
+    product: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """x [N, in_features] -> [N, out_features]."""
-        return linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias) if self.product is None else self.product(x)

@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -130,17 +131,26 @@ class AdapterShape:
     def rows(self) -> list[int]:
         return [piece.num_rows for piece in self.pieces]
 
-    def spread(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return [..., out_features]: the `parts` of the pieces where they belong, zeros on all other rows."""
-        found, end = list[Tensor](), 0
+    def add(self, out: Tensor, parts: Sequence[Tensor]) -> Tensor:
+        """Add the `parts` of the pieces to `out` [..., out_features] where they belong, in place."""
         for piece, part in zip(self.pieces, parts, strict=True):
-            if piece.start > end:
-                found.append(part.new_zeros(*part.shape[:-1], piece.start - end))
-            found.append(part)
-            end = piece.start + piece.num_rows
-        if end < self.out_features:
-            found.append(parts[0].new_zeros(*parts[0].shape[:-1], self.out_features - end))
-        return found[0] if len(found) == 1 else torch.cat(found, -1)
+            out[..., piece.start : piece.start + piece.num_rows] += part
+        return out
+
+
+class _Added(torch.autograd.Function):
+    """`AdapterShape.add`, whose gradients are views: autograd's own copies all of them for every slice."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, shape: AdapterShape, *parts: Tensor) -> Tensor:
+        ctx.shape = shape
+        ctx.mark_dirty(out)
+        return shape.add(out, parts)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        pieces = ctx.shape.pieces
+        return grad, None, *(grad[..., piece.start : piece.start + piece.num_rows] for piece in pieces)
 
 
 @dataclass(eq=False)
@@ -170,11 +180,7 @@ def adapted_product(
     # oneDNN takes the gradient of a product with strided rows 50 times as long
     parts = [product((part * scale).contiguous()) for product, part in zip(up, low, strict=True)]
     out = base(x)
-    if torch.is_grad_enabled():
-        return out + shape.spread(parts)
-    for piece, part in zip(shape.pieces, parts, strict=True):
-        out[..., piece.start : piece.start + piece.num_rows] += part
-    return out
+    return _Added.apply(out, shape, *parts) if torch.is_grad_enabled() else shape.add(out, parts)  # type: ignore
 
 
 def stacked_adapter(shape: AdapterShape, versions: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -276,9 +282,11 @@ def base_of(
     if divide is not None:
         divide(base)
     parameters = dict(model.named_parameters())
-    for name in names:
+    for name in filter(parameters.__contains__, names):
         owner, _, attribute = name.rpartition(".")
         setattr(base.get_submodule(owner), attribute, nn.Parameter(parameters[name].detach(), requires_grad=False))
+    if model.stored_base is not None:
+        model.stored_base.put_into(base)
     return base
 
 

@@ -15,15 +15,17 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from slipstream.models.linear import find_onednn, find_onednn_packing
-from slipstream.models.quantized import FP8, LARGEST
+from slipstream.models.quantized import FP8, LARGEST, StoredWeight
 
 Product = Callable[[Tensor], Tensor]
 
 _onednn = find_onednn()
 _pack = find_onednn_packing()
+PACKS = _pack is not None
+"""Whether packed products have memory of their own."""
 _FP8_MULTIPLE = 16  # of rows and columns, which torch._scaled_mm asks for
 _PACK_FOR_ROWS = 8  # the order of blocks is the same for all numbers of rows that decoding has
 
@@ -116,3 +118,18 @@ class WideProduct:
         out = torch.mm(rows, self._weight.t(), out_dtype=torch.float32)
         out = out if self._scales is None else out * self._scales
         return out.view(*x.shape[:-1], -1)
+
+
+class ServedEmbedding(nn.Module):
+    """Stands in for the token embedding: looks rows up as they are stored, and dequantises those."""
+
+    table: StoredWeight
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens int64 [N] -> [N, hidden] in the type of the residual stream."""
+        rows = self.table.values.index_select(0, tokens).to(self._dtype)
+        return rows if self.table.scales is None else rows * self.table.scales.index_select(0, tokens)[:, None]

@@ -162,23 +162,28 @@ class WeightLayout:
         largest = {} if over_ranks is None else self._largest(weights, over_ranks)
         done = 0
         for stored, view in zip(self.stored, self.views(out).values(), strict=True):
-            weight = weights[stored.name].detach()
-            block = _CUDA_BLOCK if weight.is_cuda else _BLOCK
-            sources = torch.split(weight, max(1, block // max(1, math.prod(weight.shape[1:]))))
-            rows = max(1, len(sources[0]))
-            scales: Sequence[Tensor | None] = [None] * len(sources)
-            if view.scales is not None:
-                row_scales = _scales(largest.get(stored.name, weight.abs().amax(1)), stored.dtype)
-                view.scales.copy_(row_scales)
-                scales = torch.split(row_scales, rows)
             end = stored.start
-            for source, target, scale in zip(sources, torch.split(view.values, rows), scales, strict=True):
-                target.copy_(source if scale is None else _rounded(source / scale[:, None], stored.dtype))
-                end += target.nbytes
+            for nbytes in _fill(view, weights[stored.name].detach(), largest.get(stored.name)):
+                end += nbytes
                 yield slice(done, end)
                 done = end
         if done < self.num_bytes:
             yield slice(done, self.num_bytes)
+
+    def stored_weights(
+        self, weights: Mapping[str, Tensor], *, over_ranks: Callable[[Tensor], Tensor] | None = None
+    ) -> Iterator[tuple[str, StoredWeight]]:
+        """Yield what `pack` writes, each in memory of its own: fp32 `weights` that stay fp32 are not copied."""
+        largest = {} if over_ranks is None else self._largest(weights, over_ranks)
+        for stored in self.stored:
+            weight = weights[stored.name].detach()
+            values, scales = weight, None
+            if stored.dtype != weight.dtype:
+                values = torch.empty(stored.shape, dtype=stored.dtype, device=weight.device)
+                scales = None if stored.scales_start is None else weight.new_empty(stored.shape[0])
+                for _ in _fill(StoredWeight(values, scales), weight, largest.get(stored.name)):
+                    pass
+            yield stored.name, StoredWeight(values, scales)
 
     def _largest(self, weights: Mapping[str, Tensor], over_ranks: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         """The largest |weight| of the rows that ranks hold columns of, by name."""
@@ -187,6 +192,24 @@ class WeightLayout:
         if not own:
             return {}
         return dict(zip(cut, torch.split(over_ranks(torch.cat(own)), [len(rows) for rows in own]), strict=True))
+
+
+def _fill(view: StoredWeight, weight: Tensor, largest: Tensor | None) -> Iterator[int]:
+    """Write a fp32 `weight` as it is stored, block by block of rows, and yield the bytes of each of them.
+
+    `largest` [rows] is that of whole rows, if this rank does not have them.
+    """
+    block = _CUDA_BLOCK if weight.is_cuda else _BLOCK
+    sources = torch.split(weight, max(1, block // max(1, math.prod(weight.shape[1:]))))
+    rows = max(1, len(sources[0]))
+    scales: Sequence[Tensor | None] = [None] * len(sources)
+    if view.scales is not None:
+        row_scales = _scales(weight.abs().amax(1) if largest is None else largest, view.values.dtype)
+        view.scales.copy_(row_scales)
+        scales = torch.split(row_scales, rows)
+    for source, target, scale in zip(sources, torch.split(view.values, rows), scales, strict=True):
+        target.copy_(source if scale is None else _rounded(source / scale[:, None], target.dtype))
+        yield target.nbytes
 
 
 class Packer:

@@ -1,9 +1,9 @@
 """The weights a generator computes with: bytes as they arrive, made ready in the background, exchanged between steps.
 
-Two ways to exchange them. On a CPU each version brings products of its own, packed while the old version decodes; the
-exchange points the model at them. On CUDA captured graphs hold addresses, so nothing may move: a version is brought to
-a second buffer on the device, and the exchange copies it into place. In both, the version before stays whole in the
-buffer it came in, which is what an exchange is undone with.
+Two ways to exchange them. On a CPU each version brings products of its own, packed while the old version decodes, and
+copies of all else; the exchange points the model at them. The buffer that it came in is free for the next. On CUDA
+captured graphs hold addresses, so nothing may move: a version is brought to a second buffer on the device, and the
+exchange copies it into place. In both, the version before stays whole, which is what an exchange is undone with.
 
 Where versions arrive on the device (`on_device`), the model computes with the bytes of a buffer as they lie there, its
 home. An exchange swaps the contents of the two buffers, and then their tensors: so `flat` is what is live, the other
@@ -13,6 +13,7 @@ tensor has the version before, as elsewhere, and a GPU holds the weights twice, 
 from __future__ import annotations
 
 import copy
+import ctypes
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,7 +36,7 @@ from slipstream.models.lora import (
     shapes_of,
     stacked_adapter,
 )
-from slipstream.models.products import DenseProduct, Fp8Product, Product, WideProduct, cpu_dtype
+from slipstream.models.products import PACKS, DenseProduct, Fp8Product, Product, ServedEmbedding, WideProduct, cpu_dtype
 from slipstream.models.quantized import FP8, StoredWeight, WeightLayout
 from slipstream.models.shards import base_digest
 from slipstream.models.transformer import Transformer
@@ -49,21 +50,6 @@ class ServedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [N, in_features] -> [N, out_features]."""
         return self.product(x)
-
-
-class ServedEmbedding(nn.Module):
-    """Stands in for the token embedding: looks rows up as they are stored, and dequantises those."""
-
-    table: StoredWeight
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self._dtype = dtype
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """tokens int64 [N] -> [N, hidden] in the type of the residual stream."""
-        rows = self.table.values.index_select(0, tokens).to(self._dtype)
-        return rows if self.table.scales is None else rows * self.table.scales.index_select(0, tokens)[:, None]
 
 
 _EXCHANGED_BYTES = 64 << 20  # at once: what an exchange of buffers takes besides them
@@ -157,6 +143,13 @@ def _hollow_out(model: Transformer, activations: torch.dtype) -> None:
         parameter.requires_grad_(False)
 
 
+def _return_freed_memory() -> None:
+    """Have the C library give the system what is free: the thread that packs next has another heap than the last."""
+    library = ctypes.CDLL(None)
+    if hasattr(library, "malloc_trim"):
+        library.malloc_trim(0)
+
+
 def check_precision(precision: Precision, device: torch.device) -> None:
     """Raise ConfigError where generating at `precision` on `device` is slower than at bfloat16, or is not possible."""
     if precision == "fp8" and not Fp8Product.is_native((16, 16), device):
@@ -233,7 +226,7 @@ class ServedWeights:
         self._serving = _Skeleton(model)
         self._checking = self._serving.twin()
         self.base = base if frozen is None else FrozenBase(digest, shapes, self._frozen(frozen, group))
-        self._parameters.clear()
+        self._parameters = {}
         if self._is_in_place:
             self._open_storage(flat if on_device else None)
         self.flat = flat
@@ -261,6 +254,7 @@ class ServedWeights:
         if self._live is not None:
             self._checking.point_at(self._live[1])
         if not self._is_in_place:
+            _return_freed_memory()
             self._prepared = (flat, self._packed(flat))
             self._checking.point_at(self._prepared[1])
         elif self._device.type == "cuda" and not self._on_device:
@@ -286,6 +280,32 @@ class ServedWeights:
             self._live, self._prepared = self._prepared, self._live
             self._point_at(self._live[1])
         self.flat = flat
+
+    @property
+    def reads_flat(self) -> bool:
+        """Whether the live version reads `flat`, or stands by itself."""
+        return self._is_in_place
+
+    def pinned(self) -> object:
+        """Return the live version as it is now, for `serve`: itself where it stands by itself, else a copy."""
+        assert self._live is not None or self._is_in_place, "made by now"
+        return self.flat.to("cpu", copy=True) if self._live is None else self._live[1]
+
+    def serve(self, model: Transformer, pinned: object) -> None:
+        """Let another `model` like this one, without weights, compute with what `pinned` returned."""
+        if isinstance(pinned, _Version):
+            _hollow_out(model, self._activations)
+            _Skeleton(model).point_at(pinned)
+            return
+        assert isinstance(pinned, Tensor), "nothing else is returned"
+        ServedWeights(
+            model,
+            self._precision,
+            flat=pinned,
+            in_place=self._is_in_place,
+            on_device=self._on_device,
+            base=self.base,
+        )
 
     # Versions side by side
 
@@ -326,10 +346,18 @@ class ServedWeights:
     # Versions
 
     def _packed(self, flat: Tensor) -> _Version:
-        """Return a version that stays as it is; if versions are kept, also when `flat` has the next but one."""
-        return self._version(self._layout.views(flat.clone() if self._keeps_versions else flat), packs=True)
+        """Return a version that stays as it is when `flat` has the next: matrices are packed, the rest is copied."""
+        packed = {f"{name}.weight" for name in self._serving.linears} if PACKS else set()
+        weights = {
+            name: StoredWeight(
+                view.values if name in packed else view.values.clone(),
+                None if view.scales is None else view.scales.clone(),
+            )
+            for name, view in self._layout.views(flat).items()
+        }
+        return self._version(weights, packs=True)
 
-    def _version(self, weights: Mapping[str, StoredWeight], *, packs: bool) -> _Version:
+    def _version(self, weights: dict[str, StoredWeight], *, packs: bool) -> _Version:
         """Products and views over `weights`: views of bytes, or of stable storage."""
         return self._whole(weights, packs) if self.base is None else self.base.adapted(weights, packs=packs)
 
@@ -340,26 +368,23 @@ class ServedWeights:
             pass
 
     def _frozen(self, layout: WeightLayout, group: RankGroup | None) -> _Version:
-        """Make the weights ready that no version brings."""
-        flat = torch.zeros(layout.num_bytes, dtype=torch.uint8)
-        self._pack(layout, flat, group)
-
-        def own(tensor: Tensor) -> Tensor:
-            return tensor.to(self._device, copy=True)  # each by itself: what is packed is let go
-
-        weights = {
-            name: StoredWeight(own(view.values), None if view.scales is None else own(view.scales))
-            for name, view in layout.views(flat).items()
-        }
+        """Make the weights ready that no version brings, each released as soon as it is packed."""
+        weights = {}
+        for name, weight in layout.stored_weights(self._parameters, over_ranks=None if group is None else group.max):
+            weights[name] = StoredWeight(
+                weight.values.to(self._device), None if weight.scales is None else weight.scales.to(self._device)
+            )
+            del self._parameters[name], weight
         return self._whole(weights, packs=True)
 
-    def _whole(self, weights: Mapping[str, StoredWeight], packs: bool) -> _Version:
-        """`_version` of weights that are all there."""
+    def _whole(self, weights: dict[str, StoredWeight], packs: bool) -> _Version:
+        """`_version` of weights that are all there; those that are packed are taken out."""
+        take = weights.pop if packs else weights.__getitem__
         products: dict[str, Product] = {}
         for name in self._serving.linears:
             bias = weights.get(f"{name}.bias")
             products[name] = self._product(
-                f"{name}.weight", weights[f"{name}.weight"], None if bias is None else bias.values, packs
+                f"{name}.weight", take(f"{name}.weight"), None if bias is None else bias.values, packs
             )
         table = weights["embedding.weight"]
         head = products.get("head")

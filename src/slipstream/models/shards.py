@@ -197,8 +197,10 @@ def _by_parameter(parts: Sequence[Part]) -> dict[str, list[Part]]:
 def base_digest(model: Transformer) -> str:
     """Return the SHA-256 of the numbers that `model`'s adapters are beside, by their names; see `whole_parameters`.
 
-    Identity: it does not depend on the division.
+    Those before a precision rounded them. Identity: it does not depend on the division.
     """
+    if model.stored_base is not None:
+        return model.stored_base.digest
     digest = hashlib.sha256()
     for name, parameter in whole_parameters(model, of_base=True):
         digest.update(f"{name} {list(parameter.shape)} {parameter.dtype}".encode())

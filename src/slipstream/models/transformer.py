@@ -67,6 +67,23 @@ class Ranks(Protocol):
         ...
 
 
+class Base(Protocol):
+    """The matrices that a frozen model computes with instead of parameters of its own (`stored_base.StoredBase`)."""
+
+    @property
+    def digest(self) -> str:
+        """The SHA-256 of the numbers before they were rounded."""
+        ...
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """fp32 products [..., V] of hidden [..., hidden] with the head's weights."""
+        ...
+
+    def put_into(self, model: Transformer) -> None:
+        """Let `model` compute with these matrices."""
+        ...
+
+
 class OneRank:
     """The whole model in one process: there is nothing to sum and nothing to gather."""
 
@@ -244,6 +261,7 @@ class Transformer(nn.Module):
         if not config.tie_embeddings:
             self.head = _linear(config.hidden_size, len(ranks.vocab_rows(config.vocab_size)), bias=False)
         self.served_head: Callable[[Tensor], Tensor] | None = None  # what `served.py` or `lora.py` put in place
+        self.stored_base: Base | None = None
         cos, signed_sin = rope_tables(config)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("signed_sin", signed_sin, persistent=False)
@@ -281,6 +299,8 @@ class Transformer(nn.Module):
 
     def head_product(self, hidden: Tensor) -> Tensor:
         """fp32 products [..., vocabulary rows of this rank] of hidden [..., hidden] with the head's own weights."""
+        if self.stored_base is not None:
+            return self.stored_base.head(hidden)
         tied = self.config.tie_embeddings
         weight = self.ranks.local_vocab(self.embedding.weight) if tied else self.head.weight
         return linear(hidden, weight.float())

@@ -92,7 +92,7 @@ class Counts:
             tables += self.head_matrix * table
         if model.rotary_dim == 0:
             tables += model.max_positions * model.hidden_size * 4
-        return model.num_layers * layer + tables
+        return model.num_layers * layer + tables + (2 if model.layer_norm else 1) * model.hidden_size * 4
 
     def kv_bytes(self, precision: Precision) -> float:
         """Keys and values of one token in all layers."""

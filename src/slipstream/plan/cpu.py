@@ -16,9 +16,11 @@ from slipstream.controller.placement import place
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import merge, resolve
+from slipstream.generator.arrangement import LENGTH_MULTIPLE, round_up
 from slipstream.models.config import TransformerConfig
 from slipstream.plan.calibrate import Calibration, generator_dials, row_multiple
-from slipstream.plan.counts import counts_of
+from slipstream.plan.cost_model import LOGITS_AT_ONCE
+from slipstream.plan.counts import Counts, counts_of
 from slipstream.plan.layouts import (
     AsynchronousPlan,
     GeneratorLayout,
@@ -43,6 +45,8 @@ from slipstream.plan.reasons import limits, staleness
 from slipstream.plan.search import ROW_MULTIPLE, Found, most_slots
 from slipstream.plan.simulated_run import SimulatedSetup
 
+EXPANDED = 2**24  # numbers of a stored base that are expanded at a time (`models/stored_base.py`)
+PROCESS_BYTES = 110e6  # of a tokenizer and what the first products load, above Python and torch (docs/lora.md, Memory)
 USABLE_MEMORY = 0.8  # of a machine: the rest is the system's, and what processes hold besides their tensors
 
 
@@ -142,28 +146,63 @@ class CpuMachine:
                     yield self._found(plan, memory, max_staleness)
 
     def memory(self, plan: AsynchronousPlan) -> dict[str, Parts]:
-        """Bytes of all processes of each side: they share the machine's memory."""
-        counts, lengths = counts_of(self.shape), self.workload.lengths
-        base, adapters = 4.0 * counts.params, self.workload.adapters.version_bytes
-        trained = adapters or base  # what has gradients, and what a version holds
-        rows = plan.trainer.microbatch * self.workload.trained_tokens
-        kept = self.shape.num_layers * counts.kept_elements
-        longest = lengths.prompt_mean + self.config.generator.max_new_tokens
-        replicas, slots = plan.generator.replicas, plan.generator.replicas * plan.generator.slots
-        kv = 8.0 * self.shape.num_layers * self.shape.kv_size
-        trainer = {"weights": base + adapters, "moments": 2 * trained, "gradients": trained}
-        trainer |= {"activations": 4 * rows * kept, "logits": 3 * 4 * rows * self.shape.vocab_size}
-        trainer |= {"staging": 2 * trained}
-        return {
-            "trainer": Parts(trainer),
-            "generator": Parts(
-                {
-                    "weights": replicas * (base + adapters),
-                    "shadow": replicas * trained,
-                    "keys_and_values": kv * slots * longest,
-                }
-            ),
-        }
+        """Bytes of all processes of each side: they share the machine's memory. Slots of versions are the trainer's.
+
+        Generators at the recipe's precision, the trainer's base at `model.lora.base_precision`.
+        """
+        return {"trainer": self._trainer_memory(plan.trainer), "generator": self._generator_memory(plan.generator)}
+
+    def _trainer_memory(self, layout: TrainerLayout) -> Parts:
+        counts, adapters, config = counts_of(self.shape), self.workload.adapters.version_bytes, self.config
+        rows = layout.microbatch * self.workload.trained_tokens
+        base, trained, passing = 4.0 * counts.params, adapters or 4.0 * counts.params, 0.0
+        if not adapters:
+            passing = 8.0 * counts.head_matrix  # the largest gradient, before it is added to the others: twice if tied
+        elif (precision := config.model.lora.base_precision) != "float32":
+            base, passing = counts.served_bytes(precision), 4.0 * min(EXPANDED, counts.head_matrix)
+        logits = layout.microbatch * self.workload.lengths.mean * self.shape.vocab_size
+        layers = 1 if config.trainer.recompute else self.shape.num_layers
+        inputs = self.shape.num_layers * self.shape.hidden_size if config.trainer.recompute else 0
+        served = adapters or counts.served_bytes(config.generator.precision)
+        return Parts(
+            {
+                "weights": base + adapters,
+                "moments": 2 * trained,
+                "gradients": trained + passing,
+                "activations": 4 * rows * (layers * _kept_elements(counts) + inputs),
+                "logits": 3 * 4 * min(logits, LOGITS_AT_ONCE),
+                "staging": 2 * served,
+                "process": PROCESS_BYTES,
+            }
+        )
+
+    def _generator_memory(self, layout: GeneratorLayout) -> Parts:
+        """A version is packed for products beside what it came in; evaluations share it, with slots of their own."""
+        counts, lengths, config = counts_of(self.shape), self.workload.lengths, self.config
+        precision, adapters = config.generator.precision, self.workload.adapters.version_bytes
+        width = 4 if precision == "float32" else 2  # on a CPU with AVX512-BF16
+        tables = counts.embedding * (2.0 if precision != "float32" else 4.0)
+        if precision == "int8" and self.shape.tie_embeddings:
+            tables /= 2
+        packed = width * (self.shape.num_layers * counts.layer_matrix + counts.head_matrix) + tables
+        versions = config.resident_versions if adapters else 1
+        # A and B are kept as they came, too, and are packed together where versions are side by side.
+        version = 2 * adapters * (1 + (versions > 1)) or packed
+        longest = round_up(math.ceil(lengths.prompt_mean + config.generator.max_new_tokens), LENGTH_MULTIPLE)
+        token = 8.0 * self.shape.num_layers * self.shape.kv_size
+        cached = config.generator.prefix_cache_tokens
+        replicas, evaluated = layout.replicas, config.eval.num_slots * longest
+        return Parts(
+            {
+                "weights": replicas * ((packed if adapters else 0) + versions * version),
+                "shadow": replicas * (version + (adapters or counts.served_bytes(precision))),
+                "keys_and_values": replicas * token * (layout.slots * longest + cached),
+                "evaluation": token * evaluated,
+                "logits": 3 * 4 * replicas * layout.slots * self.shape.vocab_size,
+                "process": replicas * PROCESS_BYTES,
+                "prefill": 4 * replicas * config.generator.prefill_tokens * _kept_elements(counts),
+            }
+        )
 
     def rehearse(self, found: Found) -> Rehearsed:
         """Run the real schedule in virtual time, on cores that both sides share."""
@@ -205,6 +244,15 @@ class CpuMachine:
             longest_s=workload.lengths.longest_of(workload.rollouts) * token_s if max_staleness else 0.0,
             max_staleness=max_staleness,
         )
+
+
+def _kept_elements(counts: Counts) -> int:
+    """Return the activations per token and layer that a backward pass needs, as they are kept on a CPU.
+
+    Beside `Counts.kept_elements`: queries, keys, values and what attention gives once more, padded; and silu's output.
+    """
+    local = counts.local
+    return counts.kept_elements + 2 * local.query_size + 2 * local.kv_size + local.gated_mlp * local.intermediate_size
 
 
 def _doubled(first: int, last: int) -> list[int]:

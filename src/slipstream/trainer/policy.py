@@ -16,16 +16,17 @@ from slipstream.core.lora_section import LoraConfig
 from slipstream.core.rank_group import RankGroup
 from slipstream.core.training_sections import OptimizerConfig
 from slipstream.core.weights import WeightsPublisher
-from slipstream.models.build import build_tokenizer
+from slipstream.models.build import build_policy, build_tokenizer
 from slipstream.models.export import export_sharded
 from slipstream.models.flat import FlatParameters
 from slipstream.models.hf import save_model
 from slipstream.models.hub import is_adapter
-from slipstream.models.lora import base_of, shapes_of
+from slipstream.models.lora import shapes_of
 from slipstream.models.peft import BASE_FOLDER, recorded_digest, save_adapter
 from slipstream.models.quantized import Packer, WeightLayout
 from slipstream.models.sharded import Division, beside_base, build_sharded_policy, stored_parameters
 from slipstream.models.shards import base_digest, local_shards, whole_shapes
+from slipstream.models.stored_base import store_base
 from slipstream.models.tensor_parallel import whole_config
 from slipstream.models.transformer import Transformer
 from slipstream.trainer.checkpoint import CRITIC, POLICY, Checkpoints, LoadedCheckpoint, Saved, Trained
@@ -58,6 +59,8 @@ class Policy:
         )
         self.tokenizer = build_tokenizer(config.model)
         self.model = build_sharded_policy(config.model, self.division, seed=config.seed, tokenizer=self.tokenizer)
+        if config.model.lora.is_set and config.model.lora.base_precision != "float32":
+            store_base(self.model, config.model.lora.base_precision)
         self.base_digest = base_digest(self.model) if shapes_of(self.model) else ""  # of what adapters are beside
         self.parameters = stored_parameters(self.model, self.division)
         shapes = whole_shapes(whole_config(self.model))
@@ -133,7 +136,7 @@ class Policy:
         if self._ranks.broadcast(b"is there" if folder.exists() else b""):  # as rank 0 sees it
             return folder
         if self.division.is_whole:
-            save_model(base_of(self.model), partial, self.tokenizer)
+            save_model(build_policy(self._config.model, seed=self._config.seed)[0], partial, self.tokenizer)
         else:
             self._export_sharded(partial)
         if self._ranks.is_leader:

@@ -78,10 +78,11 @@ class Staging:
 class Subscriber:
     """Implements `core.executor.WeightsSubscriber`: offers come in on `offers`, releases go out on `releases`.
 
-    Two buffers: the live one and a shadow. Only staging writes the shadow, and only `commit` exchanges the two, so live
-    weights are never written. Only the newest offer counts: an older one that waits is released unread, and one that is
-    staged but not committed gives way (`pending_version` is None meanwhile). One thread calls everything here; the
-    staging thread touches the shadow buffer alone.
+    Two buffers: the live one and a shadow; or one, where no live weights are read from it (`FlatWeights.reads_flat`).
+    Only staging writes the shadow, and only `commit` exchanges the two, so live weights are never written. Only the
+    newest offer counts: an older one that waits is released unread, and one that is staged but not committed gives way
+    (`pending_version` is None meanwhile). One thread calls everything here; the staging thread touches the shadow
+    buffer alone.
 
     One on each rank `rank` of the `world` of a replica, with channels of its own. It maps segments by `transport`; with
     `links` versions come over a link to the trainer, which is asked for again whenever a transfer over it fails.
@@ -136,7 +137,9 @@ class Subscriber:
         self._parameters, self._probe, self._tolerance, self._is_threaded = parameters, probe, tolerance, is_threaded
         self._probes_prepared = probes_prepared
         self._spans = NoSpans() if spans is None else spans
-        self._shadow = torch.empty_like(parameters.flat, requires_grad=False, pin_memory=parameters.flat.is_pinned())
+        flat = parameters.flat
+        is_shared = self._links is None and not parameters.reads_flat  # over links it is sent on from there, too
+        self._shadow = flat if is_shared else torch.empty_like(flat, requires_grad=False, pin_memory=flat.is_pinned())
         if self._links is None:
             rotation = self._replica * self._world + self._rank
             self._fetch = SegmentReader(self._transport, parameters.holding, rotation=rotation)

@@ -37,6 +37,8 @@ CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 class VLLMWeights:
     """Flat parameters whose exchange takes effect in vLLM as well. Implements `core.weights.FlatWeights`."""
 
+    reads_flat = True
+
     def __init__(self, parameters: FlatParameters, engine: VLLMEngine, holding: Holding) -> None:
         self._parameters, self._engine = parameters, engine
         self.flat, self.holding = parameters.flat, holding

@@ -1,0 +1,105 @@
+"""The base beside adapters in a trainer, held in fewer bytes: the numbers that engines at that precision multiply by.
+
+    y = W x + b,  W as `quantized.py` stores it;   dL/dx = W^T dL/dy in float32
+
+The forward product is the engines' (`products.DenseProduct`), so both sides round activations alike. No float copy of W
+outlives a product, in which there are `EXPANDED` of its numbers at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.core.fields import Precision
+from slipstream.models.linear import Linear, linear
+from slipstream.models.products import DenseProduct, ServedEmbedding, cpu_dtype
+from slipstream.models.quantized import StoredWeight, WeightLayout
+from slipstream.models.shards import base_digest
+from slipstream.models.transformer import Transformer
+
+EXPANDED = 1 << 24
+"""Numbers of a matrix that are expanded at a time."""
+
+
+class _StoredProduct(torch.autograd.Function):
+    """y = x W^T + b of a frozen W, whose gradient alone passes: to x, of any shape [..., K]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, values: Tensor, scales: Tensor | None, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(values, scales)
+        out = x.new_empty(*x.shape[:-1], len(values))
+        for rows in _blocks(values):
+            own = [None if tensor is None else tensor[rows] for tensor in (scales, bias)]
+            out[..., rows] = DenseProduct(values[rows].to(cpu_dtype(values.dtype)), *own)(x)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        values, scales = ctx.saved_tensors
+        grad = grad if scales is None else grad * scales
+        parts = (linear(grad[..., rows].contiguous(), values[rows].float().t()) for rows in _blocks(values))
+        total = next(parts)
+        for part in parts:
+            total += part
+        return total, None, None, None
+
+
+def _blocks(values: Tensor) -> list[slice]:
+    """Return ranges of rows with at most `EXPANDED` numbers each."""
+    size = max(1, EXPANDED // values.shape[1])
+    return [slice(start, start + size) for start in range(0, len(values), size)]
+
+
+def stored_product(x: Tensor, weight: StoredWeight, bias: Tensor | None = None) -> Tensor:
+    """x [..., K], weight [M, K], bias [M] -> x W^T + b [..., M], differentiable in x.
+
+    Identity: equals `DenseProduct` of the same weight.
+    """
+    out: Tensor = _StoredProduct.apply(x, weight.values, weight.scales, bias)  # type: ignore[no-untyped-call]
+    return out
+
+
+@dataclass(frozen=True, eq=False)
+class StoredBase:
+    """The matrices of a base and its embedding of tokens, by their parameters' names; implements `transformer.Base`.
+
+    `digest` is that of the fp32 numbers (`shards.base_digest`).
+    """
+
+    digest: str
+    weights: Mapping[str, StoredWeight]
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """fp32 products [..., V] of hidden [..., hidden] with the head, its own weights or the embedding's."""
+        return stored_product(hidden, self.weights.get("head.weight", self.weights["embedding.weight"]))
+
+    def put_into(self, model: Transformer) -> None:
+        """Let `model` compute with these matrices, in place of parameters of its own, which are released."""
+        model.stored_base = self
+        for name, module in model.named_modules():
+            if isinstance(module, Linear):
+                module.register_parameter("weight", None)
+                module.product = partial(stored_product, weight=self.weights[f"{name}.weight"], bias=module.bias)
+        embedding = ServedEmbedding(torch.float32)
+        embedding.table = self.weights["embedding.weight"]
+        model.embedding = embedding  # type: ignore[assignment]
+
+
+@torch.no_grad()
+def store_base(model: Transformer, precision: Precision) -> None:
+    """Hold the frozen base of `model`, whole on a CPU, at `precision`. Matrix by matrix: each is released in its turn.
+
+    Norms, biases and embeddings of positions stay float32, as at every precision of generators.
+    """
+    digest, parameters, weights = base_digest(model), dict(model.named_parameters()), dict[str, StoredWeight]()
+    for name, weight in WeightLayout(model, precision, is_base=True).stored_weights(parameters):
+        if weight.values.dtype != torch.float32:
+            weights[name] = weight
+            parameters[name].data = torch.empty(0)
+    StoredBase(digest, weights).put_into(model)

@@ -1,0 +1,188 @@
+"""A base held in fewer bytes: the engines' numbers and products, PEFT's gradients beside the rounded model."""
+
+from __future__ import annotations
+
+import peft
+import pytest
+import torch
+from hf_cases import CASES
+from test_families import LENGTHS, packed_inputs, packed_logits
+from test_lora import adapted, ours_of, saved, targets_of, wrapped
+from transformers.pytorch_utils import Conv1D
+
+from slipstream.core.errors import ConfigError
+from slipstream.core.lora_section import LoraConfig
+from slipstream.core.recipes import resolve
+from slipstream.models import stored_base
+from slipstream.models.hf import load_model
+from slipstream.models.initialise import initialise, new_model
+from slipstream.models.lora import adapter_tensors, base_of, shapes_of
+from slipstream.models.peft import PREFIX, load_adapter, read_adapter, save_adapter, with_adapters
+from slipstream.models.products import DenseProduct, cpu_dtype
+from slipstream.models.quantized import StoredWeight, WeightLayout
+from slipstream.models.served import ServedWeights
+from slipstream.models.shards import base_digest
+from slipstream.models.stored_base import store_base, stored_product
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning:peft"),
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
+]
+PRECISIONS = ["bfloat16", "int8"]
+
+
+@pytest.fixture
+def in_float32(monkeypatch):
+    """Products of stored weights as on CPUs without AVX512-BF16, where activations are not rounded."""
+    monkeypatch.setattr(stored_base, "cpu_dtype", lambda stored: torch.float32)
+
+
+def rounded(weight, precision, rows):
+    """`weight` as a precision has it; `rows` is the dimension over input features, of which each row has its scale."""
+    if precision == "bfloat16":
+        return weight.bfloat16().float()
+    scale = weight.abs().amax(rows, keepdim=True) / 127
+    return (weight / scale).round() * scale
+
+
+@torch.no_grad()
+def round_base(model, precision):
+    """Round the matrices of transformers' model in place; norms, biases and embeddings of positions stay."""
+    head = model.get_output_embeddings()
+    head = getattr(head, "base_layer", head)
+    tied = head.weight is model.get_input_embeddings().weight
+    for name, module in model.named_modules():
+        if "lora_" in name or (module is head and tied):
+            continue
+        if isinstance(module, torch.nn.Linear | Conv1D):
+            module.weight.copy_(rounded(module.weight, precision, 0 if isinstance(module, Conv1D) else 1))
+        elif module is model.get_input_embeddings():
+            module.weight.copy_(rounded(module.weight, precision if tied else "bfloat16", 1))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_gradients_are_peft_s_beside_the_rounded_model(case, precision, checkpoint, tmp_path, in_float32):
+    theirs = wrapped(case, targets_of(case)[3])
+    ours = ours_of(theirs, checkpoint(case)[1], tmp_path)
+    store_base(ours, precision)
+    round_base(theirs.get_base_model(), precision)
+    tokens, positions = packed_inputs(LENGTHS)
+    weights = torch.randn(sum(LENGTHS), ours.config.vocab_size, generator=torch.Generator().manual_seed(1))
+    loss = (packed_logits(ours, tokens, positions, LENGTHS).log_softmax(-1) * weights).mean()
+    loss.backward()
+    expected = 0.0
+    for sequence, weight in zip(tokens.split(LENGTHS), weights.split(LENGTHS), strict=True):
+        part = (theirs(sequence[None]).logits[0].log_softmax(-1) * weight).sum() / weights.numel()
+        part.backward()
+        expected += part.item()
+    assert loss.item() == pytest.approx(expected, abs=1e-6)
+    trained = {name: parameter.grad for name, parameter in ours.named_parameters() if parameter.requires_grad}
+    got = {PREFIX + tensor.name: tensor.read() for _, tensor in adapter_tensors(shapes_of(ours), trained)}
+    gradients = {name.replace(".default", ""): p.grad for name, p in theirs.named_parameters() if p.requires_grad}
+    assert got.keys() == gradients.keys()
+    for name, grad in got.items():
+        torch.testing.assert_close(grad, gradients[name], atol=1e-6, rtol=1e-3, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def parts(precision, rows=24, columns=16, num=7):
+    draw = torch.Generator().manual_seed(0)
+    model = torch.nn.Linear(columns, rows)
+    weight = torch.randn(rows, columns, generator=draw)
+    scales = weight.abs().amax(1) / 127 if precision == "int8" else None
+    values = weight.bfloat16() if scales is None else (weight / scales[:, None]).round().to(torch.int8)
+    x, grad = (torch.randn(num, size, generator=draw) for size in (columns, rows))
+    return StoredWeight(values, scales), model.bias.detach(), x, grad
+
+
+@pytest.mark.parametrize("num", [7, 0])
+@pytest.mark.parametrize("block", [1 << 24, 50])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_product_is_the_engines_and_its_gradient_that_of_the_rounded_weight(precision, block, num, monkeypatch):
+    monkeypatch.setattr(stored_base, "EXPANDED", block)
+    weight, bias, x, grad = parts(precision, num=num)
+    x.requires_grad_()
+    out = stored_product(x, weight, bias)
+    engine = DenseProduct(weight.values.to(cpu_dtype(weight.values.dtype)), weight.scales, bias, packs=True)
+    torch.testing.assert_close(out.detach(), engine(x.detach()), atol=1e-6, rtol=1e-6)
+    out.backward(grad)
+    scales = 1.0 if weight.scales is None else weight.scales.double()[:, None]
+    expected = grad.double() @ (weight.values.double() * scales)
+    torch.testing.assert_close(x.grad.double(), expected, atol=1e-5, rtol=1e-5)
+    shaped = stored_product(x.detach().view(1, num, 16), weight, bias)
+    assert torch.equal(shaped[0], out.detach())
+
+
+FIELDS = {"hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "num_kv_heads": 2}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_trainer_and_engine_compute_the_same_at_one_precision(precision, tied):
+    """As with float32 on both sides. Beside the base in float32 they differ a hundred times as much."""
+    built = []
+    for _ in range(3):
+        model = adapted(model=FIELDS | {"tie_embeddings": tied}, targets=["q_proj", "down_proj", "lm_head"], rank=4)
+        initialise(model, 3)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.mul_(1.0 if "norm" in name else 3.0)
+                if name.endswith(".b"):
+                    parameter.copy_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+        built.append(model)
+    stored, served, _ = built
+    digest = base_digest(stored)
+    store_base(stored, precision)
+    assert base_digest(stored) == base_digest(base_of(stored)) == digest, "of the numbers before they were rounded"
+    ServedWeights(served, precision)
+    tokens, positions = packed_inputs([24])
+    tokens %= stored.config.vocab_size
+    with torch.no_grad():
+        got, engine, exact = (packed_logits(one, tokens, positions, [24]).log_softmax(-1) for one in built)
+        plain = packed_logits(base_of(stored), tokens, positions, [24]).log_softmax(-1)
+    assert (got - engine).abs().max() < 1e-5
+    assert (exact - engine).abs().mean() > 1e-3
+    assert (plain - got).abs().mean() > 1e-3, "without adapters"
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_it_takes_its_bytes_and_no_more(precision):
+    model = adapted(model=FIELDS)
+    layout = WeightLayout(model, precision, is_base=True)
+    first = next(p for n, p in model.named_parameters() if n == "layers.0.up.weight")
+    store_base(model, precision)
+    held = {weight.values.data_ptr(): weight for weight in model.stored_base.weights.values()}
+    kept = [p for n, p in model.named_parameters() if "adapter" not in n]
+    nbytes = sum(w.values.nbytes + (0 if w.scales is None else w.scales.nbytes) for w in held.values())
+    nbytes += sum(parameter.nbytes for parameter in kept)
+    assert layout.num_bytes - 64 * 2 * len(layout.stored) <= nbytes <= layout.num_bytes
+    assert first.numel() == 0, "the float32 matrix is let go"
+    assert {p.ndim for p in kept} == {1}, "norms"
+
+
+def test_files_are_those_of_the_base_in_float32(tmp_path):
+    folder = saved(tmp_path, model=FIELDS)
+    model = load_model(folder)
+    store_base(model, "int8")
+    save_adapter(model, tmp_path / "again", base=tmp_path / "base", digest=base_digest(model))
+    load_adapter(load_model(tmp_path / "base"), tmp_path / "again")  # beside another base it would be refused
+    read_adapter(model, tmp_path / "again")
+    again = peft.PeftConfig.from_pretrained(tmp_path / "again")
+    assert again.base_model_name_or_path == str(tmp_path / "base")
+    other = with_adapters(new_model(resolve("quickstart").model, 11, 1), LoraConfig(rank=2), seed=0)
+    store_base(other, "int8")
+    with pytest.raises(ConfigError, match="beside another base"):
+        read_adapter(other, tmp_path / "again")
+
+
+@pytest.mark.parametrize(
+    ("tables", "told"),
+    [
+        ({"model": {"lora": {"base_precision": "int8"}}}, "need a rank"),
+        ({"model": {"lora": {"rank": 2, "base_precision": "fp8"}}}, "base_precision"),
+        ({"model": {"lora": {"rank": 2, "base_precision": "int8"}}, "trainer": {"ranks": 2}}, "several ranks"),
+    ],
+)
+def test_bases_that_cannot_be(tables, told):
+    with pytest.raises(ConfigError, match=told):
+        resolve("quickstart", tables)
