@@ -69,6 +69,5 @@ def reference() -> str:
     return "\n".join(parts)
 
 
-
 if __name__ == "__main__":
     sys.stdout.write(reference())

@@ -1,8 +1,8 @@
-"""Build sdist and wheel into `dist/`, check and try them, and print what to upload: `make release`. Nothing is uploaded.
+"""Build sdist and wheel into `dist/`, check and try them, and print what to upload: `make release`.
 
-The wheel is built from the sdist. `twine check` reads the metadata where twine can be installed (into `.venv-twine`);
-where it cannot, the checks here are all. `tests/test_wheel.py` then installs these very files in an empty environment
-and trains with them.
+Nothing is uploaded. The wheel is built from the sdist. `twine check` reads the metadata where twine can be installed
+(into `.venv-twine`); where it cannot, the checks here are all. `tests/test_wheel.py` then installs this very wheel in an
+environment of its own, and trains with it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ TWINE = ROOT / ".venv-twine"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="the folder to write, emptied first")
-    parser.add_argument("--quick", action="store_true", help="install nothing: no twine, and no test of the installation")
+    parser.add_argument(
+        "--quick", action="store_true", help="install nothing: no twine, and no test of the installation"
+    )
     args = parser.parse_args()
     sdist, wheel = build(args.out)
     check(sdist, wheel)
@@ -57,7 +59,11 @@ def build(out: Path) -> tuple[Path, Path]:
 
 def check(sdist: Path, wheel: Path) -> None:
     """End with a message unless both hold every file of the package, the same metadata, and one version throughout."""
-    listed = subprocess.run(["git", "ls-files", "src", "recipes"], cwd=ROOT, capture_output=True, text=True, check=True)
+    listed = subprocess.run(["git", "ls-files", "src", "recipes"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        sys.exit(
+            f"a release is made from a git repository, which says what belongs to it\n  got: {listed.stderr.strip()}"
+        )
     committed = set(listed.stdout.split())
     with tarfile.open(sdist) as archive:
         packed = {name.partition("/")[2] for name in archive.getnames()}
@@ -81,7 +87,9 @@ def check(sdist: Path, wheel: Path) -> None:
     }
     if found := [f"{what}: {which}" for what, which in problems.items() if which]:
         sys.exit("\n".join(found))
-    print(f"{built['Name']} {built['Version']}: {len(names)} files in the wheel, {len(packed)} in the sdist; all are there")
+    print(
+        f"{built['Name']} {built['Version']}: {len(names)} files in the wheel, {len(packed)} in the sdist, none missing"
+    )
 
 
 def run_twine(*files: Path) -> None:

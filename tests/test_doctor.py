@@ -36,7 +36,9 @@ def test_a_good_machine_and_a_poor_one() -> None:
     assert "not isolated here: network" in poor["verifiers that evaluate model text"].why
     assert poor["extra 'dev'"].why == "missing: pytest; `pip install 'slipstream-rl[dev]'`"
     apart = features(HARDWARE, holds, {"vllm": ["vllm"]})[-1]
-    assert apart.why.endswith("`pip install 'slipstream-rl[vllm]'`, or an environment of its own, named by generator.vllm.python")
+    assert apart.why.endswith(
+        "`pip install 'slipstream-rl[vllm]'`, or an environment of its own, named by generator.vllm.python"
+    )
     many = features(HARDWARE, holds, {"dev": list("abcde")})[-1]
     assert many.why == "missing: a, b, c and 2 more; `pip install 'slipstream-rl[dev]'`"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.metadata
 import json
 import os
 import re
@@ -23,6 +24,9 @@ import pytest
 import slipstream
 
 ROOT = Path(__file__).parents[1]
+BROUGHT = {"jinja2": "torch", "pyarrow": "datasets", "pydantic_core": "pydantic"}  # imported, and declared by these
+ELSEWHERE = {"generator/vllm/worker.py", "environments/verifiers_program.py"}  # run where Slipstream need not be
+IMPORTED = re.compile(r"^ *(?:from|import) (\w+)[\w.]*(?: import\b| as\b|$)", re.MULTILINE)
 OF_A_CHECKOUT = re.compile(r"\b(scripts|benchmarks|examples|experiments)/\w+\.\w+|`make |pip install -e")
 RELEASE = runpy.run_path(str(ROOT / "scripts" / "release.py"))
 
@@ -184,6 +188,29 @@ def watched(command: list[str], environment: dict[str, str], work: Path) -> None
         finally:
             process.send_signal(signal.SIGINT)
             process.wait(timeout=60)
+
+
+def test_what_the_package_imports_is_what_it_asks_for() -> None:
+    """The environment that `test_a_wheel_trains` lends has more, so nothing that is undeclared would be missed there."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+    def named(requirements: list[str]) -> set[str]:
+        return {re.match(r"[\w.-]+", one)[0].lower().replace("_", "-") for one in requirements}  # type: ignore[index]
+
+    sources = {path.relative_to(ROOT / "src" / "slipstream").as_posix(): path for path in (ROOT / "src").rglob("*.py")}
+    modules = {
+        name for place, path in sources.items() if place not in ELSEWHERE for name in IMPORTED.findall(path.read_text())
+    }
+    modules -= sys.stdlib_module_names | {"slipstream"}
+    assert modules >= {"torch", "zmq", "starlette"}
+    homes = importlib.metadata.packages_distributions()
+    optional = {"tensorboard", "wandb", "trackio", "triton"}  # trackers; torch brings triton where there is CUDA
+    assert optional - {"triton"} == named(project["optional-dependencies"]["trackers"])
+    needed = {name: homes[name][0].lower().replace("_", "-") for name in modules - optional - BROUGHT.keys()}
+    assert not set(needed.values()) - named(project["dependencies"])
+    for name, package in BROUGHT.items():
+        always = [one for one in importlib.metadata.requires(package) or [] if "extra ==" not in one]
+        assert name.replace("_", "-") in named(always), f"{package} does not bring {name} any more: declare it"
 
 
 def texts(path: Path) -> Iterator[tuple[int, str]]:
