@@ -1,8 +1,8 @@
 """Build sdist and wheel into `dist/`, check and try them, and print what to upload: `make release`.
 
 Nothing is uploaded. The wheel is built from the sdist. `twine check` reads the metadata where twine can be installed
-(into `.venv-twine`); where it cannot, the checks here are all. `tests/test_wheel.py` then installs this very wheel in an
-environment of its own, and trains with it.
+(into `.venv-twine`); where it cannot, the checks here are all. `tests/test_wheel.py` then installs this very wheel in
+an environment of its own, and trains with it.
 """
 
 from __future__ import annotations

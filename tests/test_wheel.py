@@ -26,7 +26,7 @@ import slipstream
 ROOT = Path(__file__).parents[1]
 BROUGHT = {"jinja2": "torch", "pyarrow": "datasets", "pydantic_core": "pydantic"}  # imported, and declared by these
 ELSEWHERE = {"generator/vllm/worker.py", "environments/verifiers_program.py"}  # run where Slipstream need not be
-IMPORTED = re.compile(r"^ *(?:from|import) (\w+)[\w.]*(?: import\b| as\b|$)", re.MULTILINE)
+IMPORTED = re.compile(r"^ *(?:from|import) (\w+)[\w.]* *(?:import\b|as\b|[,#]|$)", re.MULTILINE)
 OF_A_CHECKOUT = re.compile(r"\b(scripts|benchmarks|examples|experiments)/\w+\.\w+|`make |pip install -e")
 RELEASE = runpy.run_path(str(ROOT / "scripts" / "release.py"))
 
@@ -148,6 +148,10 @@ def test_a_wheel_trains_in_an_environment_of_its_own(built: tuple[Path, Path], t
     assert Path(paths[0]).is_relative_to(home)
     assert not any(Path(path).is_relative_to(ROOT / "src") for path in paths)
 
+    hinted = [*install[:-3], "--no-index", "slipstream-rl[experiments]"]  # what `doctor` and errors advise
+    done = subprocess.run(hinted, env=environment, cwd=work, capture_output=True, text=True, timeout=300)
+    assert f"Requirement already satisfied: slipstream-rl[experiments] in {site}" in done.stdout, done.stderr
+
     assert str(site / "slipstream" / "recipes") in slipstream_says("recipes")
     found = json.loads(slipstream_says("doctor", "--json"))
     assert (found["versions"]["slipstream"], found["versions"]["commit"]) == (slipstream.__version__, None)
@@ -191,18 +195,17 @@ def watched(command: list[str], environment: dict[str, str], work: Path) -> None
 
 
 def test_what_the_package_imports_is_what_it_asks_for() -> None:
-    """The environment that `test_a_wheel_trains` lends has more, so nothing that is undeclared would be missed there."""
+    """The environment that `test_a_wheel_trains` lends has more, and would not show what is undeclared."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
     def named(requirements: list[str]) -> set[str]:
         return {re.match(r"[\w.-]+", one)[0].lower().replace("_", "-") for one in requirements}  # type: ignore[index]
 
     sources = {path.relative_to(ROOT / "src" / "slipstream").as_posix(): path for path in (ROOT / "src").rglob("*.py")}
-    modules = {
-        name for place, path in sources.items() if place not in ELSEWHERE for name in IMPORTED.findall(path.read_text())
-    }
+    contents = [path.read_text() for place, path in sources.items() if place not in ELSEWHERE]
+    modules = {name for text in contents for name in IMPORTED.findall(text)}
     modules -= sys.stdlib_module_names | {"slipstream"}
-    assert modules >= {"torch", "zmq", "starlette"}
+    assert modules >= {"torch", "zmq", "starlette", "regex"}
     homes = importlib.metadata.packages_distributions()
     optional = {"tensorboard", "wandb", "trackio", "triton"}  # trackers; torch brings triton where there is CUDA
     assert optional - {"triton"} == named(project["optional-dependencies"]["trackers"])
