@@ -18,8 +18,6 @@ from slipstream.observe.summary import Versions, versions
 from slipstream.rewards.checks import isolation_report
 
 QUICKSTART_BYTES = 3 * 4 * 4_000_000  # three fp32 copies of 4 M parameters: what its weight segment takes at most
-
-
 _NO_GPU = "no GPU that torch can use"
 _OWN_ENVIRONMENT = {"vllm": "generator.vllm.python", "environments": "environment.verifiers_python"}
 _MAX_MISSING = 3

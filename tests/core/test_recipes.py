@@ -48,6 +48,7 @@ def test_recipes_say_what_they_need() -> None:
         "distill_mini",
         "dpo_mini",
         "guess_mini",
+        "lora_mini",
         "quickstart",
         "stylistic_mini",
         "tldr_mini",
