@@ -72,7 +72,7 @@ experiments-all: .venv/experiments ## the same with all of them, and TRL beside 
 	-$(MAKE) $(TRL)/installed
 	$(BIN)/python -m experiments --all $(ARGS)
 
-release: .venv/dev ## build sdist and wheel into dist/, check and try them, print what to upload: five minutes
+release: .venv/dev ## build sdist and wheel into dist/, check and try them, print what to upload: two minutes
 	$(BIN)/python scripts/release.py $(ARGS)
 
 .venv/pyvenv.cfg:
