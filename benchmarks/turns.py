@@ -3,14 +3,17 @@
     python benchmarks/turns.py [--means 0 0.1 1] [--rounds 3] [--steps 6]    # a quarter of an hour on two cores
     python benchmarks/turns.py --engine                                     # the engine alone, two minutes
     python benchmarks/turns.py --trl                                        # beside TRL, after make .venv-trl/installed
+    python benchmarks/turns.py --between                                    # when a version waits, and for what
     python benchmarks/turns.py --quick                                      # runs and engine small, in a minute
 
 Runs: 4 turns of 16 tokens with 8 given tokens between them, a random model of 0.2 M parameters, 16 groups of 8 episodes
 a step. An answer takes 0, 0.1 or 1 s on average with a heavy tail (`late_environment.py`). `sync` is the preset:
 staleness 0, a version waits for all episodes. `continuous` swaps in flight at `max_staleness` 4, with 16 rows that
-decode and `generator.sessions` = 256 episodes that are open. Both train the same number of tokens a step; each runs
-once per round, the order rotating. Idle is every state of the generator in which it waits, from its own timeline; the
-table has medians over rounds. The ratio is of sampled tokens per second in one round.
+decode and `generator.sessions` = 256 episodes that are open. With `--between` the runs are these: `at episodes` and
+`at turns` (`generator.weight_update_at`) are as `continuous` but for `weight_update = "between_batches"`. All train the
+same number of tokens a step; each runs once per round, the order rotating. Idle is every state of the generator in
+which it waits, from its own timeline, `drain` the share in which it decodes for a version that waits; the table has
+medians over rounds. The ratio is of sampled tokens per second in one round.
 
 Engine: CPU seconds of 12 episodes of 24 turns on 8 rows, with the keys of an episode kept between its turns (parked),
 and without (prefilled again). TRL: the same model, prompts and environment (`Caller`, by `environment_factory`).
@@ -53,6 +56,11 @@ SEED = 0
 MODES: dict[str, dict[str, Any]] = {
     "sync": {"max_staleness": 0, "weight_update": "between_batches"},
     "continuous": {"max_staleness": 4, "weight_update": "in_flight"},
+}
+BETWEEN: dict[str, dict[str, Any]] = {
+    "at episodes": {"max_staleness": 4, "weight_update": "between_batches"},
+    "at turns": {"max_staleness": 4, "weight_update": "between_batches"},
+    "continuous": MODES["continuous"],
 }
 WARM_UP, LONGER = 3, 4
 
@@ -114,14 +122,15 @@ def recipe_of(mode: str, mean_s: float, sizes: Sizes, *, steps: int) -> dict[str
         "steps": steps,
         "groups_per_step": sizes.groups,
         "completions_per_group": sizes.completions,
-        **MODES[mode],
-        **({"max_staleness": sizes.staleness} if mode == "continuous" else {}),
+        **(MODES | BETWEEN)[mode],
+        **({"max_staleness": sizes.staleness} if mode != "sync" else {}),
         "model": width | heads,
         "prompts": {"tasks": [{"name": "chain_sum"}], "num_train": 4096, "num_eval": 8, "template": "{expression}="},
         "generator": {
             "max_new_tokens": sizes.turn_tokens,
             "num_slots": sizes.rows,
             "sessions": sizes.sessions,
+            "weight_update_at": "turn" if mode == "at turns" else "episode",
             "stop_at_eos": False,
         },
         "environment": {
@@ -143,8 +152,8 @@ def measure(mode: str, mean_s: float, sizes: Sizes, folder: Path, *, steps: int)
     With staleness k the first k + `WARM_UP` fill the generators, and while the last k are trained they run dry. Steps
     are short then, and a slow episode holds up several: `LONGER` times as many count.
     """
-    out = Path(tempfile.mkdtemp(dir=folder, prefix=f"run-{mode}-"))
-    tail = sizes.staleness if mode == "continuous" else 0
+    out = Path(tempfile.mkdtemp(dir=folder, prefix=f"run-{mode.replace(' ', '-')}-"))
+    tail = sizes.staleness if mode != "sync" else 0
     warm_up, steps = WARM_UP + tail, steps * (LONGER if tail else 1)
     slipstream.run(recipe_of(mode, mean_s, sizes, steps=warm_up + steps + tail), out=out, display=False)
     ended = {line["step"]: line["wall_s"] for line in read_metrics(out / "metrics.jsonl") if "step_s" in line}
@@ -175,51 +184,51 @@ def shares_of(run_dir: Path, first: int, last: int) -> dict[str, dict[str, float
     return shares
 
 
-def compare_runs(means: Sequence[float], sizes: Sizes, *, rounds: int, steps: int) -> None:
-    """Both modes in turn for each mean and round, as a table."""
+def compare_runs(modes: Sequence[str], means: Sequence[float], sizes: Sizes, *, rounds: int, steps: int) -> None:
+    """All modes in turn for each mean and round, as a table."""
     print(f"{sizes}; {sizes.tokens:,} sampled tokens a step; an episode's environment works {sizes.turns} times\n")
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
         for mean_s in means:
-            runs: dict[str, list[Measured]] = {mode: [] for mode in MODES}
+            runs: dict[str, list[Measured]] = {mode: [] for mode in modes}
             for turn in range(rounds):
-                for mode in list(MODES)[turn % 2 :] + list(MODES)[: turn % 2]:
+                first = turn % len(modes)
+                for mode in [*modes[first:], *modes[:first]]:
                     run = measure(mode, mean_s, sizes, Path(scratch), steps=steps)
                     runs[mode].append(run)
                     print(
-                        f"  {mean_s:g} s, round {turn + 1}: {mode:<10} {run.tokens_per_s:7.0f} tokens/s, generator "
+                        f"  {mean_s:g} s, round {turn + 1}: {mode:<11} {run.tokens_per_s:7.0f} tokens/s, generator "
                         f"idle {run.idle():.1%}, load {os.getloadavg()[0]:.1f}",
                         flush=True,
                     )
             rows += table_rows(mean_s, runs)
     print(
-        "\n| environment, s | mode | sampled tokens/s | range | ratio to sync | generator idle | for environments "
-        "| for the trainer | trainer waits |\n|---|---|---|---|---|---|---|---|---|"
+        f"\n| environment, s | mode | sampled tokens/s | range | ratio to {modes[0]} | drain | generator idle "
+        "| for environments | for the trainer | trainer waits |\n|---|---|---|---|---|---|---|---|---|---|"
     )
     print("\n".join(rows))
 
 
 def table_rows(mean_s: float, runs: dict[str, list[Measured]]) -> list[str]:
     """Return the table's rows for one mean."""
-    ratios = [
-        after.tokens_per_s / before.tokens_per_s for before, after in zip(runs["sync"], runs["continuous"], strict=True)
-    ]
-    rows = []
+    first, rows = next(iter(runs)), []
     for mode, measured in runs.items():
         rates = [run.tokens_per_s for run in measured]
-        idle, environment, trainer, trainer_idle = (
+        ratios = [after.tokens_per_s / before.tokens_per_s for before, after in zip(runs[first], measured, strict=True)]
+        drain, idle, environment, trainer, trainer_idle = (
             statistics.median(values)
             for values in (
+                [run.generator.get("drain", 0.0) for run in measured],
                 [run.idle() for run in measured],
                 [run.generator.get("wait_environment", 0.0) for run in measured],
                 [run.generator.get("wait_trainer", 0.0) for run in measured],
                 [run.idle("trainer") for run in measured],
             )
         )
-        ratio = "1" if mode == "sync" else f"{statistics.median(ratios):.2f}"
+        ratio = "1" if mode == first else f"{statistics.median(ratios):.2f}"
         rows.append(
             f"| {mean_s:g} | {mode} | {statistics.median(rates):,.0f} | {min(rates):,.0f} .. {max(rates):,.0f} "
-            f"| {ratio} | {idle:.1%} | {environment:.1%} | {trainer:.1%} | {trainer_idle:.1%} |"
+            f"| {ratio} | {drain:.1%} | {idle:.1%} | {environment:.1%} | {trainer:.1%} | {trainer_idle:.1%} |"
         )
     return rows
 
@@ -310,6 +319,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", action="store_true", help="the engine alone")
     parser.add_argument("--trl", action="store_true", help="beside TRL")
+    parser.add_argument("--between", action="store_true", help="versions between episodes, between turns, in flight")
     parser.add_argument("--quick", action="store_true", help="small sizes, one round")
     parser.add_argument("--means", type=float, nargs="+", default=[0.0, 0.1, 1.0], help="seconds of an answer")
     parser.add_argument("--rounds", type=int, default=3)
@@ -331,7 +341,8 @@ def main() -> None:
     if not (arguments.engine or arguments.trl):
         given = {name: vars(arguments)[name] for name in vars(Sizes()) if vars(arguments)[name] is not None}
         means = QUICK_MEANS if arguments.quick else arguments.means
-        compare_runs(means, replace(QUICK if arguments.quick else Sizes(), **given), rounds=rounds, steps=steps)
+        modes = list(BETWEEN if arguments.between else MODES)
+        compare_runs(modes, means, replace(QUICK if arguments.quick else Sizes(), **given), rounds=rounds, steps=steps)
 
 
 def compare_with_trl(means: Sequence[float], *, rounds: int, steps: int) -> None:

@@ -152,7 +152,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 76_900
+MAX_LINES = 76_975
 MAX_LINES_OF_SPINE = 1_785
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -167,15 +167,15 @@ MAX_LINES_OF_FOLDER = {
     "algorithms": 2_215,
     "batching": 365,
     "controller": 5_475,
-    "core": 9_305,
+    "core": 9_325,
     "environments": 8_120,
     "evals": 2_720,
-    "generator": 7_665,
+    "generator": 7_695,
     "jail": 1_050,
     "jobs": 500,
     "models": 6_370,
     "observe": 9_665,
-    "plan": 6_300,
+    "plan": 6_325,
     "prompts": 1_150,
     "rewards": 3_200,
     "stages": 2_730,

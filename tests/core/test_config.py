@@ -76,6 +76,15 @@ def test_derived_values() -> None:
         ({"schedule": {"policy": "one_step"}, "max_staleness": 2}, "one step stale"),
         ({"generator": {"num_slots": 12}}, "bit-reproducible"),
         ({"generator": {"segment_tokens": 8}}, "in_flight swaps need no cut"),
+        ({"generator": {"weight_update_at": "turn"}}, "in flight none waits"),
+        (
+            {
+                "generator": {"weight_update_at": "turn"},
+                "weight_update": "between_batches",
+                "model": {"path": "org/name", "lora": {"rank": 4}},
+            },
+            "with adapters an episode keeps its own",
+        ),
         ({"completions_per_group": 1}, "at least two completions"),
         ({"groups_per_step": 2, "trainer": {"minibatches": 3}}, "at least one group"),
         ({"eval": {"num_prompts": 501}, "prompts": {"num_eval": 500}}, "more prompts than are held out"),

@@ -249,6 +249,11 @@ EARLY = [  # told before torch is imported: nothing is imported or called for th
     env("from Python, in a recipe", ("is a Python object", "file.py:Class"), cls="python:Good"),
     Case("sessions alone", ("generator.sessions", "without an environment"), {"generator": {"sessions": 4}, **REWARD}),
     Case("parked tokens alone", ("generator.parked_tokens",), {"generator": {"parked_tokens": 4}, **REWARD}),
+    Case(
+        "versions at turns alone",
+        ("generator.weight_update_at", "without an environment"),
+        {"generator": {"weight_update_at": "turn"}, "weight_update": "between_batches", **REWARD},
+    ),
     env("no such agent", ("has no function 'quite'", "did you mean 'quiet'?"), agent="env.py:quite"),
     env("a class as agent", ("'Good' of 'env.py' is no function", "environment.class"), agent=GOOD),
     env("an agent and a class", "environment.class and environment.agent", cls=GOOD, agent="env.py:quiet"),

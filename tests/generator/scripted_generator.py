@@ -60,13 +60,17 @@ class ScriptedGenerator:
         self._num_slots = num_slots
         self._logprob = logprob
         self._clock = clock if clock is not None else WallClock()
-        self._is_paused = False
+        self._is_paused = self._holds_turns = False
         self._waiting: deque[Request] = deque()
         self._playing: list[_Playing] = []
 
     @property
     def num_live(self) -> int:
         return len(self._playing)
+
+    @property
+    def num_begun(self) -> int:
+        return len(self._playing) + sum(request.resume is not None for request in self._waiting)
 
     @property
     def num_waiting(self) -> int:
@@ -86,7 +90,9 @@ class ScriptedGenerator:
 
     @property
     def _may_start(self) -> bool:
-        return bool(self._waiting) and (not self._is_paused or self._waiting[0].goes_on)
+        if not self._waiting or not self._is_paused:
+            return bool(self._waiting)
+        return self._waiting[0].resume is not None or (self._waiting[0].goes_on and not self._holds_turns)
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue `requests`; resumed ones and further turns go before everything that has not started."""
@@ -96,9 +102,9 @@ class ScriptedGenerator:
         self._waiting.extend(request for request in requests if request.resume is None and not request.goes_on)
         self._waiting.extendleft(reversed(ahead))
 
-    def pause_admission(self, is_paused: bool) -> None:
-        """While paused no waiting request starts but further turns of episodes; live ones go on."""
-        self._is_paused = is_paused
+    def pause_admission(self, is_paused: bool, *, holds_turns: bool = False) -> None:
+        """While paused nothing new starts; what has begun goes on, further turns of episodes not with `holds_turns`."""
+        self._is_paused, self._holds_turns = is_paused, holds_turns
 
     def step(self) -> list[Finished]:
         """Start what fits, play one token of every live request, return what finished."""

@@ -16,9 +16,10 @@ from scripted_generator import ScriptedGenerator
 from slipstream.core.clock import VirtualClock
 from slipstream.core.config import RunConfig
 from slipstream.core.executor import Context
+from slipstream.core.saved import prompt_crc32
 from slipstream.core.service_messages import CompletionsFinished, Evaluate, Waiting
 from slipstream.core.turn_messages import Observation, TurnSampled
-from slipstream.core.types import Admit, Completion, EpisodeRecord, Prompt, Swapped, VersionSpan
+from slipstream.core.types import Admit, Completion, EpisodeRecord, Partial, Prompt, Segment, Swapped, VersionSpan
 from slipstream.core.weights import Swap
 from slipstream.generator.backend import Pin
 from slipstream.generator.executor import Generator
@@ -142,6 +143,23 @@ class Node:
     def admit(self, ordinal: int, num_samples: int, num_prompt: int = 3) -> None:
         self.commands.put(Admit(ordinal=ordinal, replica=0, prompt=prompt(num_prompt), num_samples=num_samples))
 
+    def observe(self, turn: int, ordinal: int = 0, record: EpisodeRecord | None = None) -> None:
+        """Let the environment answer an episode's turn with nothing."""
+        asked = [message for message in self.turns.messages if isinstance(message, TurnSampled)]
+        [opening] = [one.opening for one in asked if one.ordinal == ordinal and one.turn == 0]
+        self.commands.put(
+            Observation(
+                ordinal=ordinal,
+                sample=0,
+                replica=0,
+                turn=turn,
+                tokens=np.zeros(0, dtype=np.int32),
+                opening=opening,
+                max_new_tokens=6,
+                record=record,
+            )
+        )
+
     def steps(self, count: int) -> None:
         for _ in range(count):
             self.generator.step()
@@ -203,6 +221,38 @@ def test_between_batches_nothing_starts_until_all_that_has_begun_is_done(at: Pat
         (0, 1): [(0, 0)],
         (0, 2): [(0, 1)],
     }
+
+
+def begun(sample: int, num_tokens: int, version: int = 0) -> Partial:
+    """Return what a checkpoint has of a sample of group 0."""
+    segment = Segment(
+        tokens=np.arange(10, 10 + num_tokens, dtype=np.int32),
+        behaviour_logprobs=np.full(num_tokens, -1.0, dtype=np.float32),
+        version_spans=(VersionSpan(start=0, version=version),),
+    )
+    return Partial(ordinal=0, sample=sample, prompt_crc32=prompt_crc32(prompt(3).tokens), segment=segment)
+
+
+@pytest.mark.parametrize("is_draining", [False, True], ids=["before the version", "while it drains"])
+def test_between_batches_a_completion_that_was_begun_elsewhere_has_one_version(at: Path, is_draining: bool) -> None:
+    """A restore brings more of them than there are rows: a version waits for those that wait, but for nothing new."""
+    node = Node(at, **BETWEEN)
+    if is_draining:
+        node.admit(1, 1)
+        node.steps(2)
+        node.weights.pending_version = 1
+        node.steps(1)
+        assert node.generator.swaps.is_draining
+    partials = tuple(begun(sample, 4) for sample in range(3))
+    node.commands.put(Admit(ordinal=0, replica=0, prompt=prompt(3), num_samples=4, is_again=True, partials=partials))
+    node.weights.pending_version = 1
+    node.steps(15)
+    found = {key: spans(each) for key, each in node.finished().items() if key[0] == 0}
+    assert found == {(0, sample): [(0, 0)] for sample in range(3)}
+    assert (node.swapped(), node.engine.swaps) == ([1], [(1, "keep", 0)])
+    node.steps(20)
+    assert spans(node.finished()[0, 3]) == [(0, 1)], "what had no token yet held nothing back"
+    assert node.finished()[0, 1].tokens.tolist() == list(range(10, 20))
 
 
 def test_with_versions_side_by_side_nothing_is_held_back_and_only_a_swap_without_room_waits(at: Path) -> None:
@@ -349,24 +399,7 @@ def test_without_work_a_generator_says_what_it_waits_for(at: Path) -> None:
 
 def test_while_environments_think_a_generator_waits_for_them_also_in_a_drain(at: Path) -> None:
     node = Node(at, **BETWEEN, environment={"class_path": "guess"})
-    nothing = np.zeros(0, dtype=np.int32)
-
-    def observe(turn: int, ordinal: int = 0, record: EpisodeRecord | None = None) -> None:
-        asked = [message for message in node.turns.messages if isinstance(message, TurnSampled)]
-        [opening] = [one.opening for one in asked if one.ordinal == ordinal and one.turn == 0]
-        node.commands.put(
-            Observation(
-                ordinal=ordinal,
-                sample=0,
-                replica=0,
-                turn=turn,
-                tokens=nothing,
-                opening=opening,
-                max_new_tokens=6,
-                record=record,
-            )
-        )
-
+    observe = node.observe
     node.admit(0, 1)
     node.steps(1)
     assert node.spans.idle == "wait_environment", "it resets"
@@ -397,6 +430,40 @@ def test_while_environments_think_a_generator_waits_for_them_also_in_a_drain(at:
     observe(2, record=EpisodeRecord(reward=1.0))
     node.steps(1)
     assert (node.swapped(), node.engine.num_live) == ([1], 1), "now the other one begins"
+
+
+def test_at_turns_a_version_waits_for_the_turns_that_are_sampled_alone(at: Path) -> None:
+    """Of two episodes one thinks and one samples when version 1 comes, both think when version 2 comes."""
+    node = Node(at, **BETWEEN, environment={"class_path": "guess"}, generator={"weight_update_at": "turn"})
+    for ordinal in (0, 1):
+        node.admit(ordinal, 1)
+        node.steps(1)
+        node.observe(0, ordinal)
+        node.steps(3)
+    assert node.engine.num_live == 1, "turn 1 of episode 0 has ended, its environment thinks"
+    node.weights.pending_version = 1
+    node.steps(1)
+    assert (node.spans.idle, node.swapped()) == ("drain", []), "turn 1 of episode 1 is sampled"
+    node.observe(1)
+    node.steps(1)
+    assert (node.engine.num_live, node.engine.num_waiting, node.swapped()) == (1, 1, []), "turn 2 does not begin"
+    node.steps(2)
+    assert (node.engine.num_live, node.swapped()) == (1, [1]), "turn 2 of episode 0, under version 1"
+    node.steps(5)
+    assert (node.engine.num_live, node.generator.spans.state) == (0, None)
+    node.weights.pending_version = 2
+    node.steps(1)
+    assert (node.spans.idle, node.swapped()) == ("wait_environment", [1, 2]), "no turn is sampled: nothing to wait for"
+    for ordinal, turn in ((0, 2), (1, 1)):
+        node.observe(turn, ordinal)
+    node.steps(7)
+    for ordinal, turn in ((0, 3), (1, 2)):
+        node.observe(turn, ordinal, record=EpisodeRecord(reward=1.0))
+    node.steps(1)
+    assert {key: spans(each) for key, each in node.finished().items()} == {
+        (0, 0): [(0, 0), (0, 1), (0, 2)],
+        (1, 0): [(0, 0), (0, 2)],
+    }
 
 
 def test_a_group_that_was_lost_is_asked_for_again_as_such(at: Path) -> None:

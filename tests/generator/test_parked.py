@@ -431,6 +431,9 @@ def test_there_is_nothing_to_do_while_a_pause_holds_back_all_that_waits(is_paged
     assert engine.step() == []
     engine.submit([replace(later, goes_on=True)])
     assert engine.has_work, "a further turn passes"
+    engine.pause_admission(True, holds_turns=True)
+    assert not engine.has_work
+    engine.pause_admission(True)
     found: list[Finished] = []
     while engine.has_work:
         found += engine.step()

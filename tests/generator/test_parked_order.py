@@ -29,7 +29,8 @@ ACTIONS = st.one_of(
     st.tuples(st.just("move"), st.integers(1, 5)),
     st.tuples(st.sampled_from(["keep", "recompute", "recompute_if_older_than"]), st.integers(0, 2)),
     st.tuples(st.just("release"), st.integers(0, 5)),
-    st.tuples(st.just("pause"), st.integers(0, 1)),
+    st.tuples(st.just("pause"), st.integers(0, 2)),
+    st.tuples(st.just("swap between turns"), st.just(0)),
 )
 
 
@@ -56,7 +57,7 @@ class Play:
             turns.append(finished)
             script = SCRIPTS[finished.ordinal]
             if len(turns) <= len(script.observations):
-                self.answers.append(script.request(turns))
+                self.answers.append(replace(script.request(turns), goes_on=True))
             else:
                 assert (0, finished.ordinal, 0) not in self.engine._parked, "its last turn does not park"
         assert self.engine.num_live + self.engine.num_waiting == len(self.asked)
@@ -67,6 +68,19 @@ class Play:
         self.engine.submit(self.answers[:count])
         self.asked.update({request.ordinal: request for request in self.answers[:count]})
         del self.answers[:count]
+
+    def swap_between_turns(self) -> None:
+        """What has begun ends, however much of it waits for a row; nothing else begins until then."""
+        self.engine.pause_admission(True, holds_turns=True)
+        num_asked, num_begun = len(self.asked), self.engine.num_begun
+        for _ in range(MOST_STEPS):
+            if not self.engine.num_begun:
+                break
+            self.step()
+        assert len(self.asked) == num_asked - num_begun
+        assert not self.engine.has_work
+        self.engine.set_version(self.engine.version + 1)
+        self.engine.pause_admission(False)
 
     def move(self, num_rows: int) -> None:
         """Every turn that is asked for goes on in another engine; parked keys stay behind, to be released."""
@@ -93,7 +107,9 @@ class Play:
             case "release":  # an episode that goes on is prefilled again, that is all
                 self.engine.release(Session(0, number, 0))
             case "pause":
-                self.engine.pause_admission(bool(number))
+                self.engine.pause_admission(number > 0, holds_turns=number == 2)
+            case "swap between turns":
+                self.swap_between_turns()
             case _:  # the weights stay, so that the oracle holds
                 self.engine.set_version(self.engine.version + 1, kv_on_update=action, max_kv_age=number)  # type: ignore[arg-type]
 

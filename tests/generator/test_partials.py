@@ -86,6 +86,7 @@ def partial(num_tokens: int = 4, versions: tuple[int, ...] = (2,)) -> Partial:
 
 
 BETWEEN = {"weight_update": "between_batches"}
+AT_TURNS = BETWEEN | {"generator": {"weight_update_at": "turn"}}
 SEGMENTS = BETWEEN | {"generator": {"segment_tokens": 4}}
 
 
@@ -103,6 +104,7 @@ SEGMENTS = BETWEEN | {"generator": {"segment_tokens": 4}}
         (BETWEEN, partial(), 3, False),  # no completion spans versions
         (BETWEEN, msgspec.structs.replace(partial(8), finish_reason="stop"), 3, True),
         (SEGMENTS, partial(), 3, True),
+        (AT_TURNS, partial(), 3, False),
         ({"generator": {"keep_sets": True, "top_k": 4}}, partial(), 2, True),  # the request keeps none
     ],
 )
@@ -146,6 +148,8 @@ def episode(*segments: Segment, **fields: object) -> PartialEpisode:
         (BETWEEN, episode(sampled(2), sampled(2)), 2, True),
         (BETWEEN, episode(sampled(1), sampled(1)), 2, False),  # no episode spans versions
         (BETWEEN, episode(sampled(1), sampled(1), state=None), 2, True),  # it is over
+        (AT_TURNS, episode(sampled(1), sampled(2)), 3, True),
+        (AT_TURNS, episode(sampled(1), sampled(3)), 2, False),
     ],
 )
 def test_which_episodes_are_gone_on_with(changes, made, version, fits) -> None:

@@ -145,8 +145,10 @@ def test_exported_completions_go_on_where_they_were(model: Transformer, tmp_path
         set_weights(model, 2.0)
         engine.push()
         engine.set_version(1)
-        engine.submit(exported)
-        assert engine.num_live == 0, "admission is paused"
+        assert engine.num_begun == 0
+        engine.submit(exported[:2])
+        assert (engine.num_live, engine.num_begun, engine.num_waiting) == (2, 2, 1), "a pause is for what is new"
+        engine.submit(exported[2:])
         engine.pause_admission(False)
         assert {live.request.ordinal for live in engine._live.values()} == {0, 1, 2, 3}, "resumed ones go first"
         finished = drive(engine)

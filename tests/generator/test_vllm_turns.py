@@ -156,7 +156,10 @@ def test_further_turns_pass_a_pause(model: Transformer, tmp_path: Path) -> None:
         assert (engine.num_live, engine.num_waiting) == (1, 2)
         drive(engine, lambda: engine.num_live == 0)
         assert not engine.has_work(), "nothing that waits may start"
+        engine.pause_admission(True, holds_turns=True)
         engine.let_go_on(EPISODE)
+        assert (engine.num_live, engine.num_begun, engine.num_waiting) == (0, 0, 2)
+        engine.pause_admission(True)
         assert (engine.num_live, engine.num_waiting) == (1, 1)
         (other,) = drive(engine, lambda: engine.num_live == 0)
         assert other.request.session == EPISODE._replace(branch=1)
@@ -186,10 +189,14 @@ def test_what_waits_goes_in_the_order_of_our_own_engine() -> None:
     waiting.let_go_on(Session(0, 0, 0, 7))
     waiting.let_go_on(Session(1, 9, 0))
     waiting.add([resumed(request(4), 0), resumed(request(5, goes_on=True), 0)])
-    waiting.is_paused = True
-    assert [(one.ordinal, one.branch) for one in waiting.take(0, 3)] == [(5, 0), (2, 0), (3, 0)]
+    waiting.is_paused = waiting.holds_turns = True
+    assert waiting.num_begun == 2
+    assert [(one.ordinal, one.branch) for one in waiting.take(0, 9)] == [(4, 0), (5, 0)], "those that have tokens"
+    assert waiting.num_begun == 0
+    waiting.holds_turns = False
+    assert [(one.ordinal, one.branch) for one in waiting.take(0, 2)] == [(2, 0), (3, 0)]
     waiting.is_paused = False
-    assert [(one.ordinal, one.branch) for one in waiting.take(0, 9)] == [(4, 0), (0, 0), (0, 1), (1, 0)]
+    assert [(one.ordinal, one.branch) for one in waiting.take(0, 9)] == [(0, 0), (0, 1), (1, 0)]
     assert len(waiting) == 1
     assert waiting.take(1, -1) == []
 

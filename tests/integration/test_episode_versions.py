@@ -182,6 +182,30 @@ def test_between_batches_an_episode_has_one_version(heard, episodes, tmp_path):
 
 
 @pytest.mark.slow
+def test_at_turns_each_turn_has_one_version(heard, episodes, tmp_path):
+    """Episodes may have several, where a version came while their environment worked, and less is decoded in drains."""
+    overrides = {"weight_update": "between_batches", "max_staleness": 2}
+    generator = episodes["generator"] | {"kv_on_update": "recompute"}
+    drained: dict[str, float] = {}
+    for at in ("episode", "turn"):
+        heard.completions.clear()
+        result = run(
+            episodes, tmp_path / at, Unpunctual, generator=generator | {"weight_update_at": at}, steps=8, **overrides
+        )
+        states = result.summary["accounting"]["generator-0"]
+        drained[at] = states["drain"] / (states["drain"] + states["decode"])
+        trained = heard.of("train")
+        of_turns = [{*segment_versions(one)} for each in trained for one in each.segments if one.is_sampled]
+        assert all(len(versions) == 1 for versions in of_turns)
+        several = [one for one in trained if len({*versions_of(one)}) > 1]
+        assert bool(several) == (at == "turn")
+        assert all(versions_of(one) == sorted(versions_of(one)) for one in trained)
+        assert heard.largest_gap() < ROUNDING
+        assert result.summary["staleness"]["max"] <= 2
+    assert drained["turn"] < drained["episode"]
+
+
+@pytest.mark.slow
 def test_with_adapters_no_version_waits_for_episodes_and_each_keeps_its_own(heard, episodes, tmp_path):
     """Between batches: versions stay side by side, so that parked keys and rows of several are alive at once."""
     lora = {"model": {"lora": {"rank": 4}}, "weight_update": "between_batches", "max_staleness": 2}

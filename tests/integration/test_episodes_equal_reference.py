@@ -159,14 +159,14 @@ def longer(tiny: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_inline_two_replicas_in_processes_agents_and_a_plain_loop_give_the_same_weights(tiny, tmp_path):
-    """In whatever order environments answer, and beside whatever else a turn is decoded."""
+    """In whatever order environments answer, beside whatever a turn is decoded, and also with versions at turns."""
     overrides = longer(tiny)
     last = reference_run(resolve("quickstart", overrides), tmp_path / "reference")
     inline = slipstream.run(
         "quickstart", overrides=overrides | {"host": "inline"}, environment=Unpunctual, out=tmp_path / "inline",
         display=False,
     )  # fmt: skip
-    two = overrides | {"generator": tiny["generator"] | {"replicas": 2, "num_slots": 8}}
+    two = overrides | {"generator": tiny["generator"] | {"replicas": 2, "num_slots": 8, "weight_update_at": "turn"}}
     process = slipstream.run("quickstart", overrides=two, out=tmp_path / "process", display=False)
     few = two | {"generator": two["generator"] | {"sessions": 4}}  # and 4 in reserve: not a batch's 16 on one replica
     agent = {"class_path": None, "agent": f"{SOURCE}:sociable_agent", "dry_run": False}  # alone it would not begin

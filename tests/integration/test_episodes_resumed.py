@@ -74,9 +74,11 @@ def trained(run: Path) -> dict[Key, RolloutLine]:
     return {(line.ordinal, line.sample): line for line in lines}
 
 
-def test_open_episodes_go_on_and_the_bound_holds(episodes, tmp_path, monkeypatch):
+@pytest.mark.parametrize("at", [None, pytest.param("turn", marks=pytest.mark.slow)], ids=["in flight", "at turns"])
+def test_open_episodes_go_on_and_the_bound_holds(at, episodes, tmp_path, monkeypatch):
     run = tmp_path / "run"
-    cut_off(monkeypatch, episodes | AHEAD, run, after_step(4))
+    at_turns = BETWEEN | {"generator": episodes["generator"] | {"weight_update_at": at}}
+    cut_off(monkeypatch, episodes | (at_turns if at else AHEAD), run, after_step(4))
     step = cut_back_to(run, "environments")
     saved, over = saved_in(run, step, "environments"), saved_in(run, step, "generator-0")
     assert not saved.keys() & over.keys()

@@ -43,8 +43,8 @@ class Track:
 class WrittenEngine(SimulatedEngine):
     was_alone, alone_s = False, 0.0
 
-    def _start(self, row: SimulatedRow, *, was_live: bool) -> None:
-        super()._start(row, was_live=was_live)
+    def _start(self, row: SimulatedRow) -> None:
+        super()._start(row)
         self.began.setdefault((row.ordinal, row.sample), self.track.loop.time_s + self.alone_s)
 
     def _prefill(self, num_wanted: int, ahead: dict[str, float], *, is_alone: bool) -> bool:

@@ -75,7 +75,10 @@ def prompt_of(ordinal: int, length: int) -> np.ndarray:
     return np.array(digits, dtype=np.int32)
 
 
-@pytest.mark.parametrize("mode", ["keep", "recompute", "recompute_if_older_than", "between_batches", "export"])
+MODES = ["keep", "recompute", "recompute_if_older_than", "between_batches", "export", "segments"]
+
+
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("seed", range(4))
 def test_every_step_has_the_rows_and_the_prefill_of_the_real_engine(seed, mode):
     rng = random.Random(seed)
@@ -93,7 +96,7 @@ def test_every_step_has_the_rows_and_the_prefill_of_the_real_engine(seed, mode):
     )
     setup = SimulatedSetup(slots=SLOTS, prefill_tokens=24, prefill_chunk=16)
     model = SimulatedEngine(setup, costs, 0, SLOTS, 0)
-    todo, version, seen = deque_of(groups), 0, 0
+    todo, version, seen, until = deque_of(groups), 0, 0, 0
 
     def swap() -> None:
         nonlocal version
@@ -103,7 +106,13 @@ def test_every_step_has_the_rows_and_the_prefill_of_the_real_engine(seed, mode):
         model.set_version(version)
         if kept != "keep":
             oldest = version - (kept != "recompute")
-            model.put_back(model.take_out(lambda row: row.kv_version < oldest, lambda _: []), was_live=True)
+            model.put_back(model.take_out(lambda row: row.kv_version < oldest, lambda _: []))
+
+    def cut() -> None:
+        requests, rows = real.export_live(), model.take_out(lambda _: True, lambda _: [])
+        swap()
+        real.submit(requests)
+        model.put_back(sorted(rows, key=lambda row: (row.ordinal, row.sample)))
 
     while todo or not real.is_idle:
         if todo and rng.random() < 0.4:
@@ -116,19 +125,16 @@ def test_every_step_has_the_rows_and_the_prefill_of_the_real_engine(seed, mode):
             )
             model.waiting.append(group_of(ordinal, work))
         if rng.random() < 0.1:
-            if mode == "between_batches" and real.num_live:
+            if mode in ("between_batches", "segments") and real.num_begun and not model.is_paused:
                 real.pause_admission(True)
-                model.is_paused = True
+                model.is_paused, until = True, len(runner.log) + rng.randint(1, 4)
             elif mode == "export":
-                requests = real.export_live()
-                rows = model.take_left() + model.take_out(lambda _: True, lambda _: [])
+                cut()
+            elif not model.is_paused:
                 swap()
-                real.submit(requests)
-                model.put_back(sorted(rows, key=lambda row: (row.ordinal, row.sample)), was_live=False)
-            else:
-                swap()
-        if model.is_paused and not real.num_live:
-            swap()
+        is_cut = mode == "segments" and len(runner.log) >= until
+        if model.is_paused and (is_cut or not real.num_begun):
+            cut()
             real.pause_admission(False)
             model.is_paused = False
         before = len(runner.log)
@@ -143,7 +149,7 @@ def test_every_step_has_the_rows_and_the_prefill_of_the_real_engine(seed, mode):
         assert planned is not None
         assert (planned.rows, sum(prefilled)) == runner.log[-1], f"step {len(runner.log)}"
         assert {(row.ordinal, row.sample) for row in model.decoded(1)} == finished
-        assert model.num_live == real.num_live
+        assert model.num_begun == real.num_begun
         seen += planned.rows
     assert not model.live
     assert not model.waiting

@@ -272,6 +272,7 @@ def simulations(draw):
         row_multiple=draw(st.sampled_from([1, 8])),
         weight_update=update,
         segment_tokens=None if in_flight else draw(st.sampled_from([None, 1, 3])),
+        resident_versions=1 if in_flight else draw(st.sampled_from([1, staleness + 1])),
         kv_on_update=draw(st.sampled_from(["keep", "recompute", "recompute_if_older_than"])) if in_flight else "keep",
         max_kv_age=draw(st.integers(0, 2)),
         prefill_tokens=draw(st.sampled_from([2, 512])),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -11,10 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.controller.policies import make_policy
+from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.run_log import EpisodeLine, RolloutLine, ScheduleConfig
 from slipstream.plan.answer import answer
+from slipstream.plan.calibrate import generator_dials
 from slipstream.plan.question import question_of
+from slipstream.plan.simulated_generator import Replica
 from slipstream.plan.simulated_run import (
     FOR_ENVIRONMENTS,
     Costs,
@@ -24,7 +28,7 @@ from slipstream.plan.simulated_run import (
     SimulatedSetup,
     SimulatedTurn,
 )
-from slipstream.plan.simulator import simulate
+from slipstream.plan.simulator import Simulation, simulate
 from slipstream.plan.turns import MOST, Turns, WithTurns, recorded_turns
 
 P, G, LENGTH = 4, 2, 12
@@ -97,6 +101,67 @@ def test_between_batches_a_version_waits_for_episodes_that_have_begun():
         assert sum(states.values()) == pytest.approx(found.wall_s)
 
 
+@pytest.fixture
+def ended(monkeypatch) -> list[list[tuple[int, int]]]:
+    """Return the (version, tokens) of every completion that ends."""
+    found, tell = [], Simulation.finished
+
+    def finished(simulation, replica, rows) -> None:
+        found.extend(spans for _, spans in rows)
+        tell(simulation, replica, rows)
+
+    monkeypatch.setattr(Simulation, "finished", finished)
+    return found
+
+
+TURNED = Fixed(SimulatedTurn(6, 1, 2.0), SimulatedTurn(6, 0, 2.0))
+
+
+def test_at_turns_a_version_waits_for_rows_alone(ended):
+    found, versions = {}, {}
+    for at in ("episode", "turn"):
+        ended.clear()
+        setup = replace(IN_TURN, slots=3, weight_update_at=at)
+        found[at] = run(TURNED, setup=setup, max_staleness=2, steps=20, sessions=12)
+        versions[at] = {len({version for version, _ in spans}) for spans in ended}
+        assert all(spans in ([(a, 12)], [(a, 6), (b, 6)]) for spans in ended for a, b in [(spans[0][0], spans[-1][0])])
+        assert max(found[at].lags) <= 2
+    assert versions == {"episode": {1}, "turn": {1, 2}}
+    drain, turns = (found[at].accounting["generator-0"]["drain"] for at in ("episode", "turn"))
+    assert 0 < turns < drain / 2
+    assert found["turn"].wall_s < found["episode"].wall_s
+
+
+@pytest.mark.parametrize("work", [TURNED, Fixed(SimulatedTurn(12))], ids=["episodes", "completions"])
+def test_with_adapters_nothing_waits_and_all_keep_their_version(work, ended, monkeypatch):
+    held, commit = [], Replica._commit
+
+    def committing(replica, version, ahead) -> None:
+        commit(replica, version, ahead)
+        held.append(len(replica.engine.versions_in_use | {row.version for row in replica.away} | {version}))
+
+    monkeypatch.setattr(Replica, "_commit", committing)
+    setup = replace(IN_TURN, slots=3, resident_versions=3)
+    found = run(work, setup=setup, max_staleness=2, steps=20, sessions=12)
+    waits = run(work, setup=replace(setup, resident_versions=1), max_staleness=2, steps=20, sessions=12)
+    assert all(len({version for version, _ in spans}) == 1 for spans in ended)
+    assert 2 <= max(held) <= 3
+    assert max(found.lags) <= 2
+    assert "drain" in waits.accounting["generator-0"]
+    assert "drain" not in found.accounting["generator-0"]
+    assert found.wall_s <= waits.wall_s
+
+
+def test_a_run_is_simulated_with_its_versions():
+    between: dict[str, Any] = {"weight_update": "between_batches"}
+    lora = {"model": {"path": "a/b", "lora": {"rank": 4}}}
+    cases = (between | lora, lora, between, between | {"generator": {"weight_update_at": "turn"}})
+    recipe = {"prompts": {"tasks": [{"name": "chain_sum"}]}, "max_staleness": 3}
+    setups = [SimulatedSetup(**generator_dials(RunConfig.model_validate(recipe | case))) for case in cases]
+    assert [setup.resident_versions for setup in setups] == [4, 1, 1, 1]
+    assert [setup.weight_update_at for setup in setups] == ["episode"] * 3 + ["turn"]
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 99),
@@ -107,12 +172,17 @@ def test_between_batches_a_version_waits_for_episodes_that_have_begun():
     environment_s=st.sampled_from([0.0, 0.05, 1.0]),
     staleness=st.integers(0, 3),
     kv=st.sampled_from(["keep", "recompute"]),
+    at=st.sampled_from(["episode", "turn", "any: versions stay"]),
 )
-def test_nothing_is_lost(seed, update, slots, turns, given_tokens, environment_s, staleness, kv):
+def test_nothing_is_lost(seed, update, slots, turns, given_tokens, environment_s, staleness, kv, at):
     lengths = np.random.default_rng(seed).integers(1, 30, (200, G)).tolist()
     shape = Turns(turns=turns, given_tokens=given_tokens, environment_s=environment_s)
     work = WithTurns(MadeUp(lengths=lambda o: tuple(lengths[o]), prompt_tokens=5), shape, seed)
     setup = SimulatedSetup(slots=slots, weight_update=update, kv_on_update=kv if update == "in_flight" else "keep")
+    if update == "between_batches":
+        keeps = at.startswith("any")
+        dials = {"resident_versions": staleness + 1} if keeps else {"weight_update_at": at}
+        setup = replace(setup, **dials)
     costs = replace(COSTS, prefill=lambda _, tokens, __: tokens * PREFILL_S, stage_s=0.1, swap_s=0.05)
     found = run(work, costs, setup, max_staleness=staleness, sessions=3 * slots)
     assert len(found.timed) == 6

@@ -49,6 +49,9 @@ SMALLER = {
     r"(slipstream run smollm2)(?!.*--model\.path)": r"\1 --model.path models/smollm2-135m-instruct",  # no hub is asked
     r"(overhead\.py smollm2)": r"\1 --model.path models/smollm2-135m-instruct --prompts.max-prompt-tokens 512",
     r"(slipstream run (?:tldr_mini|dpo_mini))": rf"\1 {STAGES}",
+    r"(slipstream run lora_mini)": r"\1 --steps 2 --sft.steps 5 --eval.num-prompts 8",
+    r"(slipstream run smollm2_tools)": rf"\1 {STEPS} --warm-start.steps 1 --prompts.max-prompt-tokens 512"
+    " --model.path models/smollm2-135m-instruct",
     r"(slipstream run examples/programs\.toml)": r"\1 --steps 1 --completions-per-group 2 --generator.max-new-tokens 8"
     " --loss.no-skip-no-signal",  # a random model writes no program
     r"tensorboard wandb trackio": "tensorboard",  # the others have servers: tests/observe/test_trackers.py

@@ -339,6 +339,19 @@ class RunConfig(Section):
                 allowed="segment_tokens with weight_update = 'between_batches'",
                 hint="drop segment_tokens, or use the preset 'bounded'",
             )
+        if self.generator.weight_update_at == "turn" and (self.weight_update == "in_flight" or self.model.lora.is_set):
+            other = "model.lora" if self.model.lora.is_set else "weight_update = 'in_flight'"
+            raise ConfigError(
+                "no version waits for a turn to end: with adapters an episode keeps its own, and in flight none waits",
+                got=f"generator.weight_update_at = 'turn' with {other}",
+                allowed="generator.weight_update_at = 'turn' with weight_update = 'between_batches', without adapters",
+                hint="drop weight_update_at, or use the preset 'bounded'",
+            )
+
+    @property
+    def mixes_turns(self) -> bool:
+        """Return whether turns of one episode may have several versions."""
+        return self.weight_update == "in_flight" or self.generator.weight_update_at == "turn"
 
     @property
     def resident_versions(self) -> int:

@@ -248,6 +248,12 @@ class GeneratorConfig(Section):
     segment_tokens: Positive | None = Field(
         None, description="Export and resume completions every so many tokens when a newer version waits."
     )
+    weight_update_at: Literal["turn", "episode"] = Field(
+        "episode",
+        description="With [environment] and weight_update = 'between_batches': a version waits for the end of every "
+        "episode that has sampled a turn, or of the turns that are being sampled alone: then turns of one episode may "
+        "have several versions.",
+    )
     stop_at_eos: bool = Field(True, description="End completions at EOS; false samples max_new_tokens always (N).")
     kv_on_update: Literal["keep", "recompute", "recompute_if_older_than"] = Field(
         "keep",

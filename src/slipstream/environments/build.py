@@ -59,10 +59,10 @@ def make_pool(
 def keeps_states(config: RunConfig) -> bool:
     """Return whether a resumed run may go on with episodes that are open at a checkpoint.
 
-    With `between_batches` an episode has one version, older than those that replicas hold after a resume. At staleness
-    0 none is open.
+    With one version for a whole episode, that is older than those that replicas hold after a resume. At staleness 0
+    none is open.
     """
-    return config.max_staleness > 0 and config.weight_update == "in_flight"
+    return config.max_staleness > 0 and config.mixes_turns
 
 
 def tools_of(pool: EpisodePool) -> Schemas:

@@ -145,8 +145,8 @@ def _check_variables(names: Sequence[str]) -> None:
 
 def _check_one_turn(config: RunConfig) -> None:
     """Raise ConfigError for fields that only episodes of several turns have a use for."""
-    for name in ("sessions", "parked_tokens"):
-        if (value := vars(config.generator)[name]) is not None:
+    for name in ("sessions", "parked_tokens", "weight_update_at"):
+        if (value := vars(config.generator)[name]) not in (None, "episode"):
             raise ConfigError(
                 f"generator.{name} is about episodes of several turns",
                 got=f"generator.{name} = {value} without an environment",

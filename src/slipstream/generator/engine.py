@@ -112,6 +112,10 @@ class Engine:
         return self._rows.num_live + self._queue.num_left
 
     @property
+    def num_begun(self) -> int:
+        return self._rows.num_live + self._queue.num_begun
+
+    @property
     def num_waiting(self) -> int:
         """Requests that have not begun here."""
         return len(self._queue) - self._queue.num_left
@@ -164,9 +168,9 @@ class Engine:
                 self._parked.drop(request.session)  # the episode begins again
         self._queue.add(requests, was_live=False)
 
-    def pause_admission(self, is_paused: bool) -> None:
-        """While paused no waiting request starts; live ones go on. Draining before a swap between batches."""
-        self._queue.is_paused = is_paused
+    def pause_admission(self, is_paused: bool, *, holds_turns: bool = False) -> None:
+        """While paused nothing new starts; what has begun goes on, further turns of episodes not with `holds_turns`."""
+        self._queue.is_paused, self._queue.holds_turns = is_paused, holds_turns
 
     @torch.inference_mode()
     def step(self) -> list[Finished]:

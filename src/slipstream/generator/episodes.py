@@ -163,7 +163,7 @@ class Episodes:
 
     @property
     def num_begun(self) -> int:
-        """Episodes of training that have sampled a turn and are not over: a swap between batches waits for them."""
+        """Episodes of training that have sampled a turn and are not over."""
         return sum(1 for one in self._open.values() if one.has_begun and one.eval_id < 0)
 
     @property

@@ -131,12 +131,12 @@ class Generator(Executor):
     def _may_follow(self, versions: Collection[int]) -> bool:
         """Whether an episode may go on here whose turns another replica has sampled from `versions`.
 
-        Versions ascend in an episode, and with `between_batches` it has only one: this replica may hold another.
+        Versions ascend in an episode. Where it has only one, this replica may hold another.
         """
         version = self.engine.version
-        if self.config.weight_update == "between_batches":
-            return all(one == version for one in versions)
-        return max(versions, default=version) <= version
+        if self.config.mixes_turns:
+            return max(versions, default=version) <= version
+        return all(one == version for one in versions)
 
     def _release(self, request: Request) -> None:
         """Free what is kept for the next turn of an episode."""

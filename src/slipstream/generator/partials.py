@@ -60,6 +60,7 @@ class Continued:
 
     def __init__(self, config: RunConfig, *, max_len: int, clock: Clock) -> None:
         self._max_len, self._clock = max_len, clock
+        self._mixes_turns = config.mixes_turns
         self._spans_versions = config.weight_update == "in_flight" or config.generator.segment_tokens is not None
         self._num_tokens: dict[tuple[int, int], int] = {}
 
@@ -103,13 +104,14 @@ class Continued:
         return True
 
     def episode(self, request: Request, partials: Sequence[Unfinished], version: int) -> PartialEpisode | None:
-        """Return the episode from which `request` may go on under weights of `version`: as `fits`."""
+        """Return the episode from which `request` may go on under weights of `version`, which is no older than its own;
+        where an episode has one version, the same."""
         for one in partials:
             if not isinstance(one, PartialEpisode) or one.sample != request.sample or not one.versions:
                 continue
             if one.prompt_crc32 != prompt_crc32(request.prompt_tokens) or max(one.versions) > version:
                 continue
-            if one.state is None or self._spans_versions or one.versions == {version}:
+            if one.state is None or self._mixes_turns or one.versions == {version}:
                 return one
         return None
 

@@ -60,10 +60,9 @@ class QueuedRequest:
         """Whether it has had a row before, here or elsewhere."""
         return self.was_live or self.request.resume is not None
 
-    @property
-    def passes_pause(self) -> bool:
-        """Whether it may start while what is new may not."""
-        return self.was_live or self.request.goes_on
+    def passes_pause(self, *, also_turns: bool = True) -> bool:
+        """Whether it may start while what is new may not; `also_turns`: further turns that have no token yet, too."""
+        return self.has_begun or (also_turns and self.request.goes_on)
 
 
 class Chosen(NamedTuple):
@@ -77,8 +76,9 @@ class Chosen(NamedTuple):
 class RequestQueue:
     """Waiting requests in their order: those that were live here, then resumed ones and further turns, then new ones.
 
-    No more of them are looked at than `num_rows`. While `is_paused`, only those that were live, and further turns of
-    episodes that have begun, may start. `bound_to` says which version a request must go on with, if any.
+    No more of them are looked at than `num_rows`. While `is_paused`, only those that have begun, and further turns of
+    episodes that have (not with `holds_turns`), may start. `bound_to` says which version a request must go on with, if
+    any.
     """
 
     def __init__(
@@ -88,13 +88,18 @@ class RequestQueue:
         self._queue: deque[QueuedRequest] = deque()
         self.num_left = 0
         """Requests in the queue that were live here."""
-        self.is_paused = False
+        self.is_paused = self.holds_turns = False
 
     def __len__(self) -> int:
         return len(self._queue)
 
     def __iter__(self) -> Iterator[QueuedRequest]:
         return iter(self._queue)
+
+    @property
+    def num_begun(self) -> int:
+        """Requests in the queue that have begun, here or elsewhere."""
+        return sum(entry.has_begun for entry in self._queue)
 
     @property
     def versions(self) -> set[int]:
@@ -153,7 +158,7 @@ class RequestQueue:
         held = [
             entry
             for entry in self._queue
-            if entry.request.parks and not entry.passes_pause and entry.request.session[:3] == session[:3]
+            if entry.request.parks and not entry.passes_pause() and entry.request.session[:3] == session[:3]
         ]
         for entry in held:
             self._queue.remove(entry)
@@ -163,7 +168,7 @@ class RequestQueue:
     def candidates(self) -> Iterator[QueuedRequest]:
         """Yield the requests that may start, in their order."""
         for entry in itertools.islice(self._queue, self._num_rows):
-            if not self.is_paused or entry.passes_pause:
+            if not self.is_paused or entry.passes_pause(also_turns=not self.holds_turns):
                 yield entry
 
     def ready(self) -> Iterator[QueuedRequest]:

@@ -176,6 +176,11 @@ class GenerationEngine(Protocol):
     def num_live(self) -> int: ...
 
     @property
+    def num_begun(self) -> int:
+        """Completions that have begun, here or elsewhere, and are not finished: live ones, resumed ones that wait."""
+        ...
+
+    @property
     def num_waiting(self) -> int: ...
 
     @property
@@ -195,8 +200,8 @@ class GenerationEngine(Protocol):
         """Queue `requests` in this order; resumed ones go before everything that has not started."""
         ...
 
-    def pause_admission(self, is_paused: bool) -> None:
-        """While paused no waiting request starts; live ones go on."""
+    def pause_admission(self, is_paused: bool, *, holds_turns: bool = False) -> None:
+        """While paused nothing new starts; what has begun goes on, further turns of episodes not with `holds_turns`."""
         ...
 
     def step(self) -> list[Finished]:

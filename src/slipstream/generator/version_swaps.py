@@ -14,11 +14,12 @@ from slipstream.generator.requests import Labelled, Request
 class VersionSwaps:
     """Commits staged versions between two decode steps.
 
-    `in_flight`: at once. `between_batches`: when all that has begun is over. Until then nothing new begins: the
-    generator *drains*, and `spans.state` says so. After `generator.segment_tokens` steps of that, completions are
-    cut and go on under the new version. A backend that `keeps_versions` takes a new one beside those in use, and
-    nothing is held back; a swap for which it has no room waits for the end of all that has the oldest. With `tells`
-    each swap is announced on `events`; one rank of a replica does so.
+    `in_flight`: at once. `between_batches`: when all that has begun is over: completions and episodes, or with
+    `weight_update_at = "turn"` the turns that are being sampled. Until then nothing new begins: the generator *drains*,
+    and `spans.state` says so. After `generator.segment_tokens` steps of that, completions are cut and go on under the
+    new version. A backend that `keeps_versions` takes a new one beside those in use, and nothing is held back; a swap
+    for which it has no room waits for the end of all that has the oldest. With `tells` each swap is announced on
+    `events`; one rank of a replica does so.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class VersionSwaps:
         self._config, self._context, self._weights, self._backend = config, context, weights, backend
         self._episodes, self._spans, self._replica, self._tells = episodes, spans, replica, tells
         self._drain_steps = 0
+        self._at_turns = config.generator.weight_update_at == "turn"
 
     @property
     def is_draining(self) -> bool:
@@ -58,7 +60,7 @@ class VersionSwaps:
             return self._backend.has_room_for_version and self._commit(version)
         engine, resumed = self._backend.engine, list[Request]()
         if self._config.weight_update == "between_batches" and self._is_anything_begun:
-            engine.pause_admission(True)
+            engine.pause_admission(True, holds_turns=self._at_turns)
             self._spans.state = "drain"
             limit = self._config.generator.segment_tokens
             if limit is None or self._drain_steps < limit:
@@ -70,7 +72,9 @@ class VersionSwaps:
 
     @property
     def _is_anything_begun(self) -> bool:
-        return self._backend.engine.num_live > 0 or (self._episodes is not None and self._episodes.num_begun > 0)
+        if self._backend.engine.num_begun > 0:
+            return True
+        return self._episodes is not None and not self._at_turns and self._episodes.num_begun > 0
 
     def _commit(self, version: int) -> bool:
         """Replace the weights; False, changing nothing, where the version is gone.

@@ -154,9 +154,9 @@ def row_multiple(generator: GeneratorConfig) -> int:
 
 def generator_dials(config: RunConfig) -> dict[str, Any]:
     """Return the fields of `SimulatedSetup` that are fields of a run's generators."""
-    same = ("replicas", "segment_tokens", "prefill_tokens", "prefill_chunk")
-    fields = {name: getattr(config.generator, name) for name in same}
-    return fields | {"slots": config.generator.num_slots, "weight_update": config.weight_update}
+    same = ("replicas", "segment_tokens", "prefill_tokens", "prefill_chunk", "weight_update_at")
+    fields = {name: getattr(config.generator, name) for name in same} | {"slots": config.generator.num_slots}
+    return fields | {"weight_update": config.weight_update, "resident_versions": config.resident_versions}
 
 
 def _fit_decode(machines: Sequence[RunProcesses]) -> Fit:

@@ -61,12 +61,13 @@ class SimulatedRow:
     """A completion of `length` tokens, of which `done` were sampled (`spans`) before it got into the row it is in.
 
     Of an episode `length` is that at the end of its turn, the first of `turns`, which are those that are not over;
-    `done` has what environments gave, too, `given` in all.
+    `done` has what environments gave, too, `given` in all. `version` is that of when it began, which it keeps where
+    versions stay side by side: a completion begins with its row, an episode before.
     """
 
     __slots__ = (
         *("done", "given", "kv_version", "length", "ordinal", "prompt_tokens", "sample", "spans", "start_step"),
-        "turns",
+        *("turns", "version"),
     )
 
     def __init__(
@@ -75,6 +76,7 @@ class SimulatedRow:
         self.ordinal, self.sample, self.prompt_tokens = ordinal, sample, prompt_tokens
         self.length = turns[0].sampled if turns else length
         self.done = self.given = self.start_step = self.kv_version = 0
+        self.version: int | None = None
         self.spans: Spans = []
         self.turns = deque(turns)
 
@@ -85,17 +87,18 @@ class SimulatedRow:
 
 
 class WaitingRows:
-    """Completions that wait for a row behind one prefix of `tokens` to prefill; `was_live`: they go on.
+    """Completions that wait for a row behind one prefix of `tokens` to prefill.
 
-    `is_open`: its turn to be stored has come. `is_again`: what is prefilled was prefilled before.
+    `is_open`: its turn to be stored has come. `has_begun`: they left a row unfinished; what is prefilled was before.
+    `goes_on`: they are further turns of episodes.
     """
 
-    __slots__ = ("is_again", "is_open", "num_stored", "rows", "tokens", "was_live")
+    __slots__ = ("goes_on", "has_begun", "is_open", "num_stored", "rows", "tokens")
 
     def __init__(
-        self, tokens: int, rows: Sequence[SimulatedRow], *, was_live: bool = False, is_again: bool = False
+        self, tokens: int, rows: Sequence[SimulatedRow], *, has_begun: bool = False, goes_on: bool = False
     ) -> None:
-        self.tokens, self.rows, self.was_live, self.is_again = tokens, deque(rows), was_live, is_again
+        self.tokens, self.rows, self.has_begun, self.goes_on = tokens, deque(rows), has_begun, goes_on
         self.num_stored, self.is_open = 0, False
 
     @property
@@ -141,20 +144,34 @@ NO_DECODING = DecodeStretch({}, 0, 0.0, 0.0, 0)
 class SimulatedEngine:
     """Rows that decode in lock step, and the completions that wait for one.
 
-    `waiting`: those that were live (`num_left` of them), then resumed ones, then new ones. `live`: a heap of (the step
-    that a row ends with, its number among all starts, the row). `context`: tokens of all live rows.
+    `waiting`: those that have begun, then further turns, then new ones. `live`: a heap of (the step that a row ends
+    with, its number among all starts, the row). `context`: tokens of all live rows.
     """
 
     def __init__(self, setup: SimulatedSetup, costs: Costs, replica: int, slots: int, version: int) -> None:
         self.setup, self.costs, self.replica, self.slots, self.version = setup, costs, replica, slots, version
-        self.steps = self.num_left = self.context = self._num_starts = 0
+        self.steps = self.context = self._num_starts = 0
         self.waiting: deque[WaitingRows] = deque()
         self.live: list[tuple[int, int, SimulatedRow]] = []
         self.is_paused = False
 
     @property
-    def num_live(self) -> int:
-        return len(self.live) + self.num_left
+    def num_begun(self) -> int:
+        return len(self.live) + sum(len(entry.rows) for entry in self.waiting if entry.has_begun)
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether a swap between batches waits for rows, or for what would go on in a pause."""
+        return bool(self.live) or any(map(self._passes_pause, self.waiting))
+
+    @property
+    def versions_in_use(self) -> set[int | None]:
+        """Those that rows, and waiting completions that are bound to one, go on with."""
+        waiting = {row.version for entry in self.waiting for row in entry.rows}
+        return {row.version for _, _, row in self.live} | waiting - {None}
+
+    def _passes_pause(self, entry: WaitingRows) -> bool:
+        return entry.has_begun or (entry.goes_on and self.setup.weight_update_at == "episode")
 
     def plan(self) -> DecodeStretch | None:
         """Prefill and start what can start; return what is decoded next, None where there is nothing to do."""
@@ -205,40 +222,31 @@ class SimulatedEngine:
             self.context -= row.prompt_tokens + row.done
         return rows
 
-    def take_left(self) -> list[SimulatedRow]:
-        """Remove and return completions that were live and wait to get back into a row."""
-        left = [row for entry in self.waiting if entry.was_live for row in entry.rows]
-        self.waiting = deque(entry for entry in self.waiting if not entry.was_live)
-        self.num_left = 0
-        return left
-
-    def put_back(self, rows: Sequence[SimulatedRow], *, was_live: bool) -> None:
-        """Queue `rows` before everything that has not started; their tokens are prefilled again."""
-        self.num_left += len(rows) if was_live else 0
+    def put_back(self, rows: Sequence[SimulatedRow]) -> None:
+        """Queue `rows` before all that wait; their tokens are prefilled again."""
         entries: list[WaitingRows] = []
         by_prompt: dict[int, WaitingRows] = {}
         for row in rows:
             if row.done == 1 and row.ordinal in by_prompt:  # all that is to be stored of it is the prompt
                 by_prompt[row.ordinal].rows.append(row)
                 continue
-            entries.append(WaitingRows(row.prompt_tokens + row.done - 1, [row], was_live=was_live, is_again=True))
+            entries.append(WaitingRows(row.prompt_tokens + row.done - 1, [row], has_begun=True))
             if row.done == 1:
                 by_prompt[row.ordinal] = entries[-1]
         self.waiting.extendleft(reversed(entries))
 
     def go_on(self, entries: Sequence[WaitingRows]) -> None:
         """Queue the next turns of episodes before everything that has not started; their keys were kept."""
-        place = next((i for i, one in enumerate(self.waiting) if not one.was_live), len(self.waiting))
-        for entry in entries:
+        new = (i for i, one in enumerate(self.waiting) if not (one.has_begun or one.goes_on))
+        for place, entry in enumerate(entries, next(new, len(self.waiting))):
             self.waiting.insert(place, entry)
-            self.num_left += len(entry.rows)
-            place += 1
 
     def set_version(self, version: int) -> None:
-        """Forget the keys and values of prompts: they are those of older weights."""
+        """Forget the keys and values of prompts that are those of older weights: of all that keep no version."""
         self.version = version
         for entry in self.waiting:
-            entry.num_stored, entry.is_open = 0, False
+            if self.setup.resident_versions == 1 or entry.rows[0].version is None:
+                entry.num_stored, entry.is_open = 0, False
 
     def _prefill(self, num_wanted: int, ahead: dict[str, float], *, is_alone: bool) -> bool:
         """Prefill the next chunk of each prompt, oldest first, for `num_wanted` rows or until the budget is spent."""
@@ -247,7 +255,7 @@ class SimulatedEngine:
         for entry in self.waiting:
             if num_ready >= num_wanted or num_seen >= self.slots or budget <= 0:
                 break
-            if self.is_paused and not entry.was_live:
+            if self.is_paused and not self._passes_pause(entry):
                 break
             num_seen += len(entry.rows)
             entry.is_open = True
@@ -256,7 +264,7 @@ class SimulatedEngine:
                 budget -= chunk
                 if budget >= 0 or not any(tokens.values()):
                     entry.num_stored += chunk
-                    state = "re_prefill" if entry.is_again else "prefill"
+                    state = "re_prefill" if entry.has_begun else "prefill"
                     tokens[state] += _round_up(chunk, self.setup.row_multiple)
             if entry.is_stored:
                 num_ready += len(entry.rows)
@@ -264,22 +272,27 @@ class SimulatedEngine:
         return any(tokens.values())
 
     def _admit(self) -> None:
-        """Give rows, in order, to completions with a stored prefix; they pass only those whose prefix is under way."""
+        """Give rows, in order, to completions with a stored prefix; they pass only those whose prefix is under way.
+
+        No more of them are looked at than there are rows.
+        """
         passed: list[WaitingRows] = []
-        while self.waiting and len(self.live) < self.slots:
+        to_see = self.slots
+        while self.waiting and len(self.live) < self.slots and to_see > 0:
             entry = self.waiting[0]
-            if (self.is_paused and not entry.was_live) or not (entry.is_stored or entry.is_open):
+            if (self.is_paused and not self._passes_pause(entry)) or not (entry.is_stored or entry.is_open):
                 break
             self.waiting.popleft()
-            while entry.is_stored and entry.rows and len(self.live) < self.slots:
-                self._start(entry.rows.popleft(), was_live=entry.was_live)
+            seen, to_see = min(to_see, len(entry.rows)), to_see - len(entry.rows)
+            for _ in range(min(seen, self.slots - len(self.live)) if entry.is_stored else 0):
+                self._start(entry.rows.popleft())
             if entry.rows:
                 passed.append(entry)
         self.waiting.extendleft(reversed(passed))
 
-    def _start(self, row: SimulatedRow, *, was_live: bool) -> None:
-        self.num_left -= was_live
+    def _start(self, row: SimulatedRow) -> None:
         row.start_step, row.kv_version = self.steps, self.version
+        row.version = self.version if row.version is None else row.version
         self._num_starts += 1
         heapq.heappush(self.live, (self.steps + row.length - row.done, self._num_starts, row))
         self.context += row.prompt_tokens + row.done
@@ -355,6 +368,8 @@ class Replica:
         planned: DecodeStretch | None = None
         while self.has_news and planned is None:
             self.has_news = False
+            for row in (row for entry in self.inbox for row in entry.rows if row.turns):
+                row.version = self.engine.version
             self.engine.waiting.extend(self.inbox)
             self.inbox.clear()
             if self.answered:
@@ -448,7 +463,7 @@ class Replica:
             row.done = row.length = row.length + given
             if row.turns:
                 row.length += row.turns[0].sampled
-                self.answered.append(WaitingRows(given, [row], was_live=True))
+                self.answered.append(WaitingRows(given, [row], goes_on=True))
             else:
                 over.append((row, row.spans))
         if over:
@@ -493,21 +508,29 @@ class Replica:
         self.staged = version
         self.wake()
 
+    @property
+    def _is_anything_begun(self) -> bool:
+        return self.engine.holds_back or (self.setup.weight_update_at == "episode" and bool(self.away))
+
     def _swap(self, ahead: dict[str, float]) -> None:
         engine = self.engine
         if self.pending is None:
-            if engine.is_paused and not engine.num_live and not self.away:
+            if engine.is_paused and not self._is_anything_begun:
                 self._resume()
             return
+        if self.setup.resident_versions > 1:
+            if len(engine.versions_in_use | {row.version for row in self.away}) < self.setup.resident_versions:
+                self._commit(self.pending, ahead)
+            return
         resumed: list[SimulatedRow] = []
-        if self.setup.weight_update == "between_batches" and (engine.num_live or self.away):
+        if self.setup.weight_update == "between_batches" and self._is_anything_begun:
             engine.is_paused = True
             limit = self.setup.segment_tokens
             if limit is None or self.drain_steps < limit:
                 return
-            resumed = engine.take_left() + engine.take_out(lambda _: True, self._spans)
+            resumed = engine.take_out(lambda _: True, self._spans)
         self._commit(self.pending, ahead)
-        engine.put_back(sorted(resumed, key=lambda row: (row.ordinal, row.sample)), was_live=False)
+        engine.put_back(sorted(resumed, key=lambda row: (row.ordinal, row.sample)))
         self._resume()
 
     def _resume(self) -> None:
@@ -518,9 +541,9 @@ class Replica:
         engine.set_version(version)
         self.swap_steps.append(engine.steps)
         self.swap_versions.append(version)
-        if setup.kv_on_update != "keep":
+        if setup.kv_on_update != "keep" and setup.resident_versions == 1:
             oldest = version - (0 if setup.kv_on_update == "recompute" else setup.max_kv_age)
-            engine.put_back(engine.take_out(lambda row: row.kv_version < oldest, self._spans), was_live=True)
+            engine.put_back(engine.take_out(lambda row: row.kv_version < oldest, self._spans))
         if self.costs.swap_s:
             ahead["swap"] = self.costs.swap_s
         self.simulation.tell(swapped(self.index, version))
@@ -528,6 +551,8 @@ class Replica:
     def _spans(self, row: SimulatedRow) -> Spans:
         """Return the versions and tokens of what `row` has so far."""
         now, steps = self.engine.steps, self.swap_steps
+        if self.setup.resident_versions > 1 and row.version is not None:
+            return [*row.spans, (row.version, now - row.start_step)] if now > row.start_step else row.spans
         first = bisect.bisect_right(steps, row.start_step) - 1
         edges = [row.start_step, *steps[first + 1 :], now]
         spans = [(v, b - a) for v, a, b in zip(self.swap_versions[first:], edges, edges[1:], strict=False) if b > a]

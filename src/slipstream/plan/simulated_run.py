@@ -122,6 +122,8 @@ class SimulatedSetup:
     slots: int = 64
     row_multiple: int = 1
     weight_update: Literal["in_flight", "between_batches"] = "in_flight"
+    weight_update_at: Literal["turn", "episode"] = "episode"
+    resident_versions: int = 1  # that a replica holds side by side: more with adapters, between batches
     segment_tokens: int | None = None
     kv_on_update: Literal["keep", "recompute", "recompute_if_older_than"] = "keep"
     max_kv_age: int = 0

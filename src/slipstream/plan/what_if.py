@@ -38,7 +38,8 @@ SEEDS, MAX_SEEDS = 3, 1000  # simulations of each run, whose mean is returned
 _DIALS = {
     "": "steps groups_per_step completions_per_group max_staleness weight_update publish_every reorder_window",
     "schedule.": "policy staleness_threshold queue_groups",
-    "generator.": "replicas num_slots segment_tokens kv_on_update max_kv_age prefill_tokens prefill_chunk",
+    "generator.": "replicas num_slots segment_tokens weight_update_at kv_on_update max_kv_age prefill_tokens "
+    "prefill_chunk",
     "rewards.": "num_workers",
     "loss.": "skip_no_signal",
     "trainer.": "minibatches epochs microbatch_tokens checkpoint_every",

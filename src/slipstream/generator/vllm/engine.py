@@ -101,6 +101,10 @@ class VLLMEngine:
         return len(self._live)
 
     @property
+    def num_begun(self) -> int:
+        return len(self._live) + self._waiting.num_begun
+
+    @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 
@@ -124,9 +128,9 @@ class VLLMEngine:
         self._waiting.add(requests)
         self._fill()
 
-    def pause_admission(self, is_paused: bool) -> None:
-        """While paused no waiting request starts but further turns of begun episodes; live ones go on."""
-        self._waiting.is_paused = is_paused
+    def pause_admission(self, is_paused: bool, *, holds_turns: bool = False) -> None:
+        """While paused nothing new starts; what has begun goes on, further turns of episodes not with `holds_turns`."""
+        self._waiting.is_paused, self._waiting.holds_turns = is_paused, holds_turns
         self._fill()
 
     def step(self) -> list[Finished]:

@@ -13,15 +13,21 @@ from slipstream.generator.requests import Request, Session
 class WaitingRequests:
     """Requests by stream, in the order of our own engine: resumed ones, then further turns of episodes, then new ones.
 
-    While `is_paused`, only further turns of episodes that have begun may start (`Request.goes_on`).
+    While `is_paused`, only resumed ones, and further turns of episodes that have begun (`Request.goes_on`; not with
+    `holds_turns`), may start.
     """
 
     def __init__(self, streams: Collection[int]) -> None:
-        self.is_paused = False
+        self.is_paused = self.holds_turns = False
         self._queues: dict[int, deque[Request]] = {stream: deque() for stream in streams}
 
     def __len__(self) -> int:
         return sum(len(queue) for queue in self._queues.values())
+
+    @property
+    def num_begun(self) -> int:
+        """Resumed ones."""
+        return sum(request.resume is not None for queue in self._queues.values() for request in queue)
 
     def add(self, requests: Sequence[Request]) -> None:
         """Queue `requests` in this order, each behind those of its kind; resumed ones before all that wait."""
@@ -36,7 +42,8 @@ class WaitingRequests:
     def take(self, stream: int, count: int) -> list[Request]:
         """Take out the next requests of `stream` that may start, `count` at most."""
         queue = self._queues[stream]
-        may_start = (request for request in queue if request.goes_on or not self.is_paused)
+        turns_go = not self.holds_turns
+        may_start = (one for one in queue if not self.is_paused or one.resume is not None or (turns_go and one.goes_on))
         taken = list(itertools.islice(may_start, max(0, count)))
         for request in taken:
             queue.remove(request)
