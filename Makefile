@@ -12,7 +12,7 @@ INSTALL := $(PYTHON) scripts/install.py .venv -c constraints.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help venv quickstart test test-slow test-promises fuzz test-chaos test-cluster check bench bench-engine vllm-env \
-    verifiers-env test-vllm experiments experiments-all
+    verifiers-env test-vllm experiments experiments-all release
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -71,6 +71,9 @@ experiments: .venv/experiments ## rerun the headline experiments into docs/resul
 experiments-all: .venv/experiments ## the same with all of them, and TRL beside us: six hours; both go on where they were stopped
 	-$(MAKE) $(TRL)/installed
 	$(BIN)/python -m experiments --all $(ARGS)
+
+release: .venv/dev ## build sdist and wheel into dist/, check and try them, print what to upload: two minutes
+	$(BIN)/python scripts/release.py $(ARGS)
 
 .venv/pyvenv.cfg:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \

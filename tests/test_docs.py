@@ -17,6 +17,7 @@ import pytest
 from pydantic import BaseModel
 from shown import DOCUMENTS, ROOT, Block, anchors, blocks, command_blocks, files_of, links, remarks
 
+import slipstream
 from slipstream import cli
 from slipstream.cli import COMMANDS, LaunchOptions, PlanOptions, ServeOptions, SimulateOptions
 from slipstream.core.config import PRESETS, RunConfig
@@ -67,6 +68,18 @@ def test_the_configuration_page_opens_with_25_fields_and_says_the_same_once() ->
         section, _, name = path.rpartition(".")
         assert f"| `{name}` |" in page or f"`{path}`" in page, path
         assert not section or f"`{section}`" in page, section
+
+
+def test_the_page_of_the_python_api_is_what_the_package_offers() -> None:
+    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    assert re.findall(r"^## (\w+)$", page, re.MULTILINE) == slipstream.__all__
+    assert page == runpy.run_path(str(ROOT / "scripts" / "python_reference.py"))["reference"](), (
+        "docs/python.md is stale. Run\n\n"
+        "    .venv/bin/python scripts/python_reference.py > docs/python.md\n\nand commit it."
+    )
+    stub = ast.parse((PACKAGE / "__init__.py").read_text())
+    typed = {alias.name for node in ast.walk(stub) if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert typed >= set(slipstream.__all__), "a type checker sees only what is imported under TYPE_CHECKING"
 
 
 @named

@@ -34,9 +34,13 @@ def test_a_good_machine_and_a_poor_one() -> None:
     poor = {f.name: f for f in features(poor_hardware, holds | {"network": False}, {"dev": ["pytest"]})}
     assert [name for name, feature in poor.items() if feature.works] == ["training on the CPU"]
     assert "not isolated here: network" in poor["verifiers that evaluate model text"].why
-    assert poor["extra 'dev'"].why == "missing: pytest; `pip install 'slipstream[dev]'`"
+    assert poor["extra 'dev'"].why == "missing: pytest; `pip install 'slipstream-rl[dev]'`"
+    apart = features(HARDWARE, holds, {"vllm": ["vllm"]})[-1]
+    assert apart.why.endswith(
+        "`pip install 'slipstream-rl[vllm]'`, or an environment of its own, named by generator.vllm.python"
+    )
     many = features(HARDWARE, holds, {"dev": list("abcde")})[-1]
-    assert many.why == "missing: a, b, c and 2 more; `pip install 'slipstream[dev]'`"
+    assert many.why == "missing: a, b, c and 2 more; `pip install 'slipstream-rl[dev]'`"
 
 
 def test_text_in_brackets_is_shown() -> None:
@@ -49,7 +53,7 @@ def test_text_in_brackets_is_shown() -> None:
         ),
         console,
     )
-    assert "missing: pytest[dev]; `pip install 'slipstream[dev]'`" in console.export_text()
+    assert "missing: pytest[dev]; `pip install 'slipstream-rl[dev]'`" in console.export_text()
 
 
 def test_a_wheel_has_no_commit() -> None:

@@ -21,7 +21,7 @@ DEPRECATION: something is old
 """
 COLLECTED = """\
 Obtaining file:///somewhere
-Collecting torch==2.13.0 (from slipstream==0.1.0)
+Collecting torch==2.13.0 (from slipstream-rl==0.1.0)
   Downloading torch-2.13.0-cp313-none-linux_x86_64.whl (888.1 MB)
 Installing collected packages: numpy, torch
 Successfully installed numpy-2.3.0 torch-2.13.0

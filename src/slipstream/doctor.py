@@ -18,9 +18,8 @@ from slipstream.observe.summary import Versions, versions
 from slipstream.rewards.checks import isolation_report
 
 QUICKSTART_BYTES = 3 * 4 * 4_000_000  # three fp32 copies of 4 M parameters: what its weight segment takes at most
-
-
 _NO_GPU = "no GPU that torch can use"
+_OWN_ENVIRONMENT = {"vllm": "generator.vllm.python", "environments": "environment.verifiers_python"}
 _MAX_MISSING = 3
 """Packages of an extra that are named; --json has all."""
 
@@ -91,7 +90,9 @@ def features(hardware: Hardware, isolation: Mapping[str, bool], extras: Mapping[
         shown = ", ".join(missing[:_MAX_MISSING]) + (
             f" and {len(missing) - _MAX_MISSING} more" * (len(missing) > _MAX_MISSING)
         )
-        why = f"missing: {shown}; `pip install 'slipstream[{extra}]'`" if missing else "installed"
+        why = f"missing: {shown}; `pip install 'slipstream-rl[{extra}]'`" if missing else "installed"
+        if missing and extra in _OWN_ENVIRONMENT:
+            why += f", or an environment of its own, named by {_OWN_ENVIRONMENT[extra]}"
         found.append(Feature(f"extra '{extra}'", not missing, why))
     return tuple(found)
 
@@ -99,7 +100,7 @@ def features(hardware: Hardware, isolation: Mapping[str, bool], extras: Mapping[
 def missing_packages() -> dict[str, list[str]]:
     """Return each extra's packages that are not installed; nothing where Slipstream itself is not, in a bare folder."""
     try:
-        requirements = importlib.metadata.requires("slipstream") or []
+        requirements = importlib.metadata.requires("slipstream-rl") or []
     except importlib.metadata.PackageNotFoundError:
         return {}
     missing: dict[str, list[str]] = {}

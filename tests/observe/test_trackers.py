@@ -211,7 +211,7 @@ def test_a_missing_package_is_told_before_anything_starts(tmp_path, monkeypatch)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name in hidden else found(name, *more))
     with pytest.raises(ConfigError, match=r"'trackio' needs the package 'trackio'") as error:
         check_trackers(resolve("quickstart", {"trackers": {"names": ["trackio"]}}).trackers)
-    assert "slipstream[trackers]" in str(error.value)
+    assert "slipstream-rl[trackers]" in str(error.value)
     with pytest.raises(ConfigError, match="not installed"):
         slipstream.run("quickstart", overrides={"trackers": {"names": ["wandb"]}}, out=tmp_path / "run", display=False)
     assert not (tmp_path / "run").exists()

@@ -66,6 +66,7 @@ SMALLER = {
     r"(make bench)(?![\w-])": r'\1 ARGS="--cases short --rounds 1 --steps 1"',
     r"(make bench-engine)": r'\1 ARGS="--quick --models tiny --contenders slipstream generate"',
     r"(make experiments(?:-all)?)(?![\w-])": r"\1 ARGS=--list",
+    r"(make release)": r"git init -q && git add src recipes && \1 ARGS=--quick",
     r"make venv": "rm .venv && command make venv INSTALL=true && test -x .venv/bin/python",  # installs nothing
     r"(python tests/integration/audit.py) DIR": r"\1 RUN",
 }
@@ -157,6 +158,7 @@ NEEDS = {
         "minutes each: `make test-chaos`", instead=r"python tests/chaos/\1.py --help"
     ),
     r"^python -m experiments (?!--list)": Needs("hours", instead="python -m experiments --list"),
+    r"scripts/release\.py": Needs("a git repository: `make release`", instead="python scripts/release.py --help"),
     r"scripts/vllm_env\.py": Needs("a download", instead="python scripts/vllm_env.py --help"),
     r"^python$": Needs("nothing: it is only named"),
 }

@@ -61,7 +61,7 @@ def stage_of(path: str | None) -> str | None:
 
 
 class RunConfig(Section):
-    """A whole run."""
+    """The configuration of a whole run: frozen, and checked where it is made."""
 
     recipe: FolderName = Field("custom", description="Name of the recipe, for file names and reports.")
     seed: Annotated[int, Field(ge=0, le=MAX_SEED, strict=True)] = Field(

@@ -307,7 +307,7 @@ def versions() -> Versions:
 
 def _own_version() -> str:
     try:
-        return importlib.metadata.version("slipstream")
+        return importlib.metadata.version("slipstream-rl")
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
 

@@ -53,7 +53,7 @@ def check_trackers(config: TrackersConfig) -> None:
                 f"the tracker '{name}' needs the package '{name}', which is not installed",
                 got=f"trackers.names = {config.names}",
                 allowed="trackers whose packages are there",
-                hint=f"pip install 'slipstream[trackers]', or only {name}; or leave it out of trackers.names",
+                hint=f"pip install 'slipstream-rl[trackers]', or only {name}; or leave it out of trackers.names",
             )
 
 
