@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -27,10 +28,10 @@ DIFFERENT = list({tuple(map(small, block.text.splitlines())): block for block in
 PAGES = [path for path in DOCUMENTS if any(block.language == "python" for block in blocks(path))]
 
 
-def run_small(commands: list[str], checkout: Path, store: Path) -> None:
-    """Run the commands in one shell; skip with the reasons where none of them can run here."""
+def run_small(commands: list[str], checkout: Path, store: Path, *, besides: Collection[str | None] = ()) -> None:
+    """Run the commands `besides` these in one shell; skip with the reasons where none of them can run here."""
     made = [small(command) for command in commands]
-    there = [text for text, _ in made if text is not None and text not in ALONE]
+    there = [text for text, _ in made if text is not None and text not in besides]
     if not there:
         pytest.skip("; ".join(dict.fromkeys(why or "it has a test of its own" for _, why in made)))
     text = "\n".join(there)
@@ -43,7 +44,7 @@ def run_small(commands: list[str], checkout: Path, store: Path) -> None:
 def test_a_shown_command(block: Block, checkout: Path, store: Path) -> None:
     for name, text in files_of(block.document).items():
         (checkout / name).write_text(text, encoding="utf-8")
-    run_small(block.text.splitlines(), checkout, store)
+    run_small(block.text.splitlines(), checkout, store, besides=ALONE)
 
 
 @pytest.mark.parametrize("target", TARGETS)
