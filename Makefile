@@ -12,7 +12,7 @@ INSTALL := $(PYTHON) scripts/install.py .venv -c constraints.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help venv quickstart test test-slow test-promises fuzz test-chaos test-cluster check bench bench-engine vllm-env \
-    verifiers-env test-vllm experiments experiments-all release
+    verifiers-env test-vllm experiments experiments-all release docs
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -58,6 +58,9 @@ check: .venv/dev ## lint, format and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: .venv/docs ## build the pages as a site in site/, and follow its links
+	$(BIN)/python scripts/build_site.py $(ARGS)
+
 bench: .venv/run $(TRL)/installed ## compare a training step with TRL's, side by side
 	$(BIN)/python benchmarks/end_to_end.py $(ARGS)
 
@@ -92,6 +95,10 @@ release: .venv/dev ## build sdist and wheel into dist/, check and try them, prin
 
 .venv/experiments: .venv/pyvenv.cfg pyproject.toml constraints.txt
 	@$(INSTALL) -e '.[experiments]'
+	@touch $@ .venv/run
+
+.venv/docs: .venv/pyvenv.cfg pyproject.toml constraints.txt
+	@$(INSTALL) -e '.[docs]'
 	@touch $@ .venv/run
 
 # vLLM in an environment of its own: it pins torch and transformers.

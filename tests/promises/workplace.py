@@ -34,7 +34,7 @@ MODELS = (  # folders, which win over the hub
 CHAT = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
 SETUP = """
 set -euo pipefail
-make() { command make -o .venv/dev -o .venv/run -o .venv/experiments -o .venv-trl/installed "$@"; }
+make() { command make -o .venv/dev -o .venv/run -o .venv/experiments -o .venv/docs -o .venv-trl/installed "$@"; }
 until_it_says() {
     local word=$1 pid; shift
     "$@" >said 2>&1 & pid=$!
