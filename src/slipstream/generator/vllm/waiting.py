@@ -23,6 +23,12 @@ class WaitingRequests:
     def __len__(self) -> int:
         return sum(len(queue) for queue in self._queues.values())
 
+    @property
+    def resumed_versions(self) -> set[int]:
+        """The versions of the last tokens of those that are to be resumed."""
+        waiting = itertools.chain.from_iterable(self._queues.values())
+        return {one.resume.version_spans[-1].version for one in waiting if one.resume and one.resume.version_spans}
+
     def add(self, requests: Sequence[Request]) -> None:
         """Queue `requests` in this order, each behind those of its kind; resumed ones before all that wait."""
         for request in requests:
