@@ -175,7 +175,7 @@ def check_ids(sampled: list[Finished], sequences: dict[tuple[int, int], TrainSeq
         np.testing.assert_array_equal(sequences[key].mask, mask)
 
 
-LONG_EPISODES = {"max_turns": 6, "max_episode_tokens": 330, "observation": "{content}"}
+LONG_EPISODES = {"max_turns": 6, "max_episode_tokens": 600, "observation": "{content}"}
 CHOICES = [
     {"name": "environment", "class": f"{turn_environments.__file__}:Talkative"},
     {"name": "agent", "agent": f"{turn_environments.__file__}:talkative_agent"},
@@ -199,12 +199,12 @@ def test_episodes_with_a_real_vllm(
     The oracle is a pass of our own model over each whole episode, under the version that every token names.
     """
     is_synchronous = mode == "synchronous"
-    vllm = {"engine_args": {"block_size": 16}}
+    vllm = {"engine_args": {"block_size": 32}}
     overrides = episodes | {
         "steps": 3,
         "groups_per_step": 4,
         "deadline_s": 400.0,
-        "model": HEADS_FOR_VLLM | {"max_positions": 384, "lora": {"rank": rank}},
+        "model": HEADS_FOR_VLLM | {"max_positions": 640, "lora": {"rank": rank}},
         "generator": {
             "engine": "vllm",
             "num_slots": 8,
