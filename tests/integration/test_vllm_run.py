@@ -279,7 +279,7 @@ def test_what_vllm_cannot_run_is_refused_before_anything_starts(tiny: dict[str, 
     refused("max_model_len is too short", vllm={"python": sys.executable, "max_model_len": 32})
     refused("no attention for heads of this size", model=HEADS_FOR_VLLM | {"hidden_size": 48})
     refused("no adapters for this family", model=HEADS_FOR_VLLM | {"family": "gpt2", "lora": {"rank": 4}})
-    refused("without the head's adapter", model=HEADS_FOR_VLLM | {"lora": {"rank": 4, "targets": ["lm_head"]}})
+    refused("cannot probe an adapter of the head", model=HEADS_FOR_VLLM | {"lora": {"rank": 4, "targets": ["lm_head"]}})
     wide = {"hidden_size": 576, "num_heads": 18, "num_kv_heads": 2, "lora": {"rank": 513}}
     refused("no room for adapters of this rank", model=HEADS_FOR_VLLM | wide)
     nccl = {"python": sys.executable, "transfer": "nccl"}

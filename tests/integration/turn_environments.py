@@ -61,7 +61,7 @@ class Talkative(Unpunctual):
 
     def step(self, message: dict[str, Any]) -> dict[str, Any]:
         answer = super().step(message)
-        return answer | {"messages": answer["messages"] + self.word * (120 // len(self.word))}
+        return answer | {"messages": answer["messages"] + self.word * (200 // len(self.word))}
 
 
 class Kept(Unpunctual):

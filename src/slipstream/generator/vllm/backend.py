@@ -195,7 +195,7 @@ def spec_of(
             "max_lora_rank": next(most for most in LORA_RANKS if most >= rank),
             # Beside those in use stays the newest, while the next is probed.
             "max_loras": config.resident_versions + 1 if config.resident_versions > 1 else 1,
-            # The head must not be among them: vLLM would adapt as many logits of the probe's as it samples (0.32).
+            # The head must not be among them: its engine dies of a prompt's logprobs beside other rows (0.32).
             "lora_target_modules": sorted({piece.target for shape in shapes.values() for piece in shape.pieces}),
         }
     return protocol.Spec(
@@ -268,7 +268,7 @@ def check_adapters(config: RunConfig, shape: TransformerConfig) -> None:
     transfer = config.generator.vllm.transfer
     for is_refused, what, got, allowed in (
         (shape.family not in LORA_FAMILIES, "vLLM has no adapters for this family", shape.family, LORA_FAMILIES),
-        (HEAD in shapes, "vLLM computes a prompt's logprobs without the head's adapter", "lm_head", "all other layers"),
+        (HEAD in shapes, "vLLM cannot probe an adapter of the head", "lm_head", "all other layers"),
         (rank > LORA_RANKS[-1], "vLLM has no room for adapters of this rank", rank, f"1..{LORA_RANKS[-1]}"),
         (transfer != "reload", "vLLM reads adapters from files", f"generator.vllm.transfer = '{transfer}'", "'reload'"),
     ):
