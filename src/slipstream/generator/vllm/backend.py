@@ -86,7 +86,7 @@ class VLLMBackend(Backend):
         self.max_len = config.longest_sequence(model.config.max_positions)
         self._num_versions = config.resident_versions
         self._pins: list[Pin] = []
-        num_bytes = sum(parameter.nbytes for parameter in model.parameters())
+        num_bytes = sum(parameter.nbytes for parameter in model.parameters() if not parameter.requires_grad)
         self._folder = WeightFolder(num_bytes + self._num_versions * parameters.flat.nbytes, context.scratch_prefix)
         try:
             self.engine = VLLMEngine(
@@ -194,7 +194,7 @@ def spec_of(
             "enable_lora": True,
             "max_lora_rank": next(most for most in LORA_RANKS if most >= rank),
             # Beside those in use stays the newest, while the next is probed.
-            "max_loras": config.resident_versions + 1 if config.resident_versions > 1 else 1,
+            "max_loras": config.resident_versions + (config.resident_versions > 1),
             # The head must not be among them: its engine dies of a prompt's logprobs beside other rows (0.32).
             "lora_target_modules": sorted({piece.target for shape in shapes.values() for piece in shape.pieces}),
         }

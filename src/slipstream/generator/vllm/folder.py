@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from slipstream.core.errors import WeightSyncError
@@ -39,11 +40,6 @@ def save_for_vllm(model: Transformer, path: Path) -> None:
     write_weights(path, tensors, MAX_SHARD_BYTES)
 
 
-def save_adapter_for_vllm(model: Transformer, path: Path) -> None:
-    """Write the adapters of `model` to folder `path`, in PEFT's format."""
-    save_adapter(model, path, base=None, digest="")
-
-
 class WeightFolder:
     """A private folder that holds the pushes that vLLM has, and the one that is being written.
 
@@ -69,12 +65,12 @@ class WeightFolder:
 
     def write(self, model: Transformer, push: int) -> Path:
         """A whole checkpoint under its own name, by a rename: nobody sees half of one. Raises WeightSyncError."""
-        save = save_adapter_for_vllm if shapes_of(model) else save_for_vllm
-        return self._write(f"push-{push}", lambda path: save(model, path))
+        save = partial(save_adapter, base=None, digest="") if shapes_of(model) else save_for_vllm
+        return self._write(f"push-{push}", partial(save, model))
 
     def write_base(self, model: Transformer) -> Path:
         """Write what the adapters of `model` are beside, and let go of it in `model`. Raises WeightSyncError."""
-        path = self._write("base", lambda path: save_for_vllm(base_of(model), path))
+        path = self._write("base", partial(save_for_vllm, base_of(model)))
         for parameter in model.parameters():
             if not parameter.requires_grad:
                 parameter.data = parameter.data.new_empty(0)
