@@ -152,7 +152,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 76_734
+MAX_LINES = 76_951
 MAX_LINES_OF_SPINE = 1_785
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -170,7 +170,7 @@ MAX_LINES_OF_FOLDER = {
     "core": 9_290,
     "environments": 8_120,
     "evals": 2_720,
-    "generator": 7_665,
+    "generator": 7_880,
     "jail": 1_050,
     "jobs": 500,
     "models": 6_370,

@@ -178,14 +178,12 @@ def check_ids(sampled: list[Finished], sequences: dict[tuple[int, int], TrainSeq
 def whole_blocks_frac(sampled: list[Finished]) -> float:
     """Of what vLLM has computed of an episode before each later turn, the part that lies in whole blocks."""
     num_known = num_found = 0
-    episodes: dict[Any, list[Finished]] = {}
+    computed: dict[Any, int] = {}  # evaluations count their episodes alike
     for turn in sampled:
-        episodes.setdefault(turn.request.session, []).append(turn)
-    for turns in episodes.values():
-        assert [turn.request.num_before for turn in turns] == sorted({turn.request.num_before for turn in turns})
-        known = [len(turn.request.prompt_tokens) + len(turn.tokens) - 1 for turn in turns[:-1]]
-        num_known += sum(known)
-        num_found += sum(count // BLOCK * BLOCK for count in known)
+        if turn.request.num_before:
+            num_known += computed[turn.request.session]
+            num_found += computed[turn.request.session] // BLOCK * BLOCK
+        computed[turn.request.session] = len(turn.request.prompt_tokens) + len(turn.tokens) - 1
     return num_found / num_known
 
 

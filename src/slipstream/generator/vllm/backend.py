@@ -131,7 +131,7 @@ class VLLMBackend(Backend):
 
     @property
     def may_swap(self) -> bool:
-        """What an evaluation needs stays: vLLM holds one set of weights, or adapters for training alone."""
+        """vLLM holds one set of weights, or adapters for training alone: what an evaluation needs stays."""
         return not self._pins
 
     @property

@@ -92,7 +92,7 @@ class Running:
     task: asyncio.Task[None] | None = None
 
 
-class Adapters:
+class LoadedAdapters:
     """The adapters in vLLM by push: several `side_by_side`, or one, whose place the next one takes.
 
     vLLM tells adapters apart by number. `new` makes its `LoRARequest`, which every request of an adapter names.
@@ -137,7 +137,7 @@ class Worker:
         stop_token_ids: list[int],
         sampling: Sampling,
         transfer: Transfer,
-        adapters: Adapters,
+        adapters: LoadedAdapters,
     ) -> None:
         self.features = features_of(llm)
         self._llm, self._socket, self._version, self._push = llm, socket, vllm_version, push
@@ -462,7 +462,7 @@ async def serve(spec: protocol.Spec, make: Callable[[protocol.Spec], Made]) -> i
     what = "starting vLLM"
     try:
         llm, version, sampling, transfer, new_adapter = make(spec)
-        adapters = Adapters(llm, new_adapter, side_by_side=spec.side_by_side)
+        adapters = LoadedAdapters(llm, new_adapter, side_by_side=spec.side_by_side)
         for push, path in spec.adapters.items():
             await adapters.load(push, path, spec.adapters)
         what = "serving"
