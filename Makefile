@@ -50,7 +50,7 @@ verifiers-env: $(VERIFIERS)/installed ## create .venv-verifiers, for environment
 test-cluster: .venv/dev ## run on two machines made of network namespaces (Linux, root): ten minutes
 	$(BIN)/python -m pytest -q -m cluster $(ARGS)
 
-test-vllm: .venv/dev $(VLLM)/installed ## run the tests with a real vLLM: ten minutes
+test-vllm: .venv/dev $(VLLM)/installed ## run the tests with a real vLLM: half an hour
 	$(BIN)/python -m pytest -q -m vllm $(ARGS)
 
 check: .venv/dev ## lint, format and types

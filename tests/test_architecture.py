@@ -152,7 +152,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 77_255
+MAX_LINES = 77_472
 MAX_LINES_OF_SPINE = 1_785
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -170,10 +170,10 @@ MAX_LINES_OF_FOLDER = {
     "core": 9_350,
     "environments": 8_120,
     "evals": 2_720,
-    "generator": 7_695,
+    "generator": 7_900,
     "jail": 1_050,
     "jobs": 500,
-    "models": 6_575,
+    "models": 6_580,
     "observe": 9_665,
     "plan": 6_375,
     "prompts": 1_150,

@@ -4,6 +4,8 @@ Its tokens count up from the length of the prompt, and their logprob is minus th
 token shows which weights it was sampled under, whatever its tag says. With "halts" [a, b] a request gets at most a
 tokens before weights are loaded, then b before the next ones, then all: tests catch it half done on any machine.
 
+Of an adapter it is the first number of its first B that the logprob shows; each request names its adapter.
+
 It has a prefix cache, in blocks, and says how much of a prompt it found there. With "samples" it is our own model with
 the weights that it was given, which reads every sequence anew for each token: the cache is one of names alone.
 """
@@ -43,8 +45,12 @@ def scripted(position: int) -> int:
 class Script:
     """Tokens that count up, and one logprob for all of them."""
 
-    def __init__(self, folder: str) -> None:
-        self.weight = float(load_file(Path(folder) / "model.safetensors")["model.norm.weight"][0])
+    def __init__(self, folder: str, adapter: str = "") -> None:
+        if adapter:
+            tensors = load_file(Path(adapter) / "adapter_model.safetensors")
+            self.weight = float(next(tensor for name, tensor in sorted(tensors.items()) if "lora_B" in name)[0, 0])
+        else:
+            self.weight = float(load_file(Path(folder) / "model.safetensors")["model.norm.weight"][0])
 
     def next(self, request: SimpleNamespace) -> tuple[int, float]:
         return scripted(len(request.tokens)), -self.weight
@@ -56,11 +62,14 @@ class Script:
 class OwnModel:
     """Our own model with the weights in a folder, by one forward over the whole sequence for each token."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, adapter: str = "") -> None:
         sys.path.insert(0, str(_worker.parents[3]))
         from slipstream.models.hf import load_model
+        from slipstream.models.peft import load_adapter
 
-        self.model, self.weight = load_model(Path(folder)), folder
+        self.model, self.weight = load_model(Path(folder)), folder + adapter
+        if adapter:
+            load_adapter(self.model, Path(adapter))
 
     def logprobs(self, tokens: list[int], temperature: float = 1.0) -> Any:
         import torch
@@ -89,9 +98,12 @@ class FakeLLM:
     """Decodes one token per step for every request; outputs take a detour through a queue, as vLLM's do."""
 
     errored = False
+    is_paused = False
 
-    def __init__(self, model: str) -> None:
-        self.model = MODEL(model)
+    def __init__(self, model: str, max_loras: int = 0) -> None:
+        self.folder, self.model = model, MODEL(model)
+        self.adapters: dict[int, Any] = {}
+        self.max_loras = max_loras
         self.num_tokens = 0
         self.blocks: dict[tuple[str, tuple[int, ...]], Any] = {}  # the weights that made the last block of a prefix
         self.salts: dict[str, Any] = {}  # the weights that each part of the prefix cache was filled by
@@ -111,7 +123,7 @@ class FakeLLM:
             return
         request.num_since_load += 1
         self.num_tokens += 1
-        token, logprob = self.model.next(request)
+        token, logprob = self.model_of(request.lora).next(request)
         self.store(request)
         request.tokens.append(token)
         request.remaining -= 1
@@ -124,16 +136,20 @@ class FakeLLM:
     def store(self, request: SimpleNamespace) -> None:
         """Cache every whole block of what is computed now: all tokens of the request."""
         for end in range(BLOCK, len(request.tokens) + 1, BLOCK):
-            self.blocks.setdefault((request.salt, tuple(request.tokens[:end])), self.model.weight)
+            weight = self.model_of(request.lora).weight
+            self.blocks.setdefault((request.salt, tuple(request.tokens[:end])), weight)
 
-    def find(self, tokens: list[int], salt: str) -> int:
+    def model_of(self, lora: Any) -> Any:
+        return self.model if lora is None else self.adapters[lora.lora_int_id]
+
+    def find(self, tokens: list[int], salt: str, weight: Any) -> int:
         """Count the tokens whose blocks are in the cache, of those weights that there are; the last one is computed."""
         num_found = 0
         while num_found + BLOCK < len(tokens):
             made_by = self.blocks.get((salt, tuple(tokens[: num_found + BLOCK])))
             if made_by is None:
                 break
-            assert made_by == self.model.weight, "a cache of other weights"
+            assert made_by == weight, "a cache of other weights"
             num_found += BLOCK
         return num_found
 
@@ -147,12 +163,16 @@ class FakeLLM:
                 await asyncio.sleep(2 * STEP_S)
             request.outputs.put_nowait((token, logprob, reason))
 
-    async def generate(self, prompt: Any, sampling_params: Any, request_id: str) -> AsyncIterator[Any]:
+    async def generate(
+        self, prompt: Any, sampling_params: Any, request_id: str, lora_request: Any = None
+    ) -> AsyncIterator[Any]:
         tokens = prompt["prompt_token_ids"]
-        salt, weight = prompt["cache_salt"], self.model.weight
+        assert (lora_request is not None) == bool(self.max_loras), "only the base, or adapters alone"
+        model = self.model_of(lora_request)
+        salt, weight = prompt["cache_salt"], model.weight
         assert self.salts.setdefault(salt, weight) == weight, "a cache of other weights"
         if "prompt_logprobs" in vars(sampling_params):
-            forced = zip(tokens[1:], self.model.forced(tokens), strict=True)
+            forced = zip(tokens[1:], model.forced(tokens), strict=True)
             yield SimpleNamespace(
                 outputs=[], prompt_logprobs=[None, *({t: SimpleNamespace(logprob=logprob)} for t, logprob in forced)]
             )
@@ -161,6 +181,7 @@ class FakeLLM:
             id=request_id,
             tokens=list(tokens),
             salt=salt,
+            lora=lora_request,
             seed=sampling_params.seed,
             temperature=sampling_params.temperature,
             remaining=sampling_params.max_tokens,
@@ -171,7 +192,7 @@ class FakeLLM:
         )
         assert request_id not in self.requests
         self.requests[request_id] = request
-        said = {"num_cached_tokens": FAKE.get("found", self.find(tokens, salt))}
+        said = {"num_cached_tokens": FAKE.get("found", self.find(tokens, salt, weight))}
         if said["num_cached_tokens"] == "unsaid":
             said = {}
         try:
@@ -192,14 +213,37 @@ class FakeLLM:
             weight_versions=None,
         )
 
+    async def add_lora(self, lora_request: Any) -> bool:
+        assert self.is_paused or self.max_loras > 1 or not self.requests, "the weights of a request under way"
+        assert len(self.adapters) < self.max_loras, "no room"
+        assert lora_request.lora_int_id not in self.adapters, "it would stay what it was"
+        if self.salts:  # it has served, so this is an update
+            await self.loading()
+        self.adapters[lora_request.lora_int_id] = MODEL(self.folder, lora_request.lora_path)
+        self.loaded()
+        return True
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        in_use = {request.lora.lora_int_id for request in self.requests.values()}
+        assert self.max_loras == 1 or lora_id not in in_use, "a request goes on with it"
+        del self.adapters[lora_id]
+        return True
+
     async def collective_rpc(self, method: str, kwargs: Any) -> None:
         assert method == "reload_weights"
+        assert not self.max_loras, "a base is given once"
+        await self.loading()
+        self.model = MODEL(kwargs["weights_path"])
+        self.loaded()
+
+    async def loading(self) -> None:
         if FAKE.get("dies_in_update"):
             os.kill(os.getpid(), 9)
         if FAKE.get("hangs_in_update"):
             await asyncio.sleep(3600)
-        self.model = MODEL(kwargs["weights_path"])
         self.halts = self.halts[1:]
+
+    def loaded(self) -> None:
         for request in self.requests.values():
             request.num_since_load = 0
         if FAKE.get("core_dies_after_update"):
@@ -209,8 +253,6 @@ class FakeLLM:
 
 class PausingLLM(FakeLLM):
     """As between 0.12 and 0.15: a pause, but none that keeps requests."""
-
-    is_paused = False
 
     async def pause_generation(self, *, wait_for_inflight_requests: bool = False, clear_cache: bool = True) -> None:
         assert not self.requests, "requests would be lost"
@@ -272,9 +314,9 @@ def make(spec: Any) -> Any:
 
         time.sleep(3600)
     kind = {"keep": KeepingLLM, "pause": PausingLLM, "bare": FakeLLM}[FAKE.get("kind", "keep")]
-    llm = kind(spec.model)
+    llm = kind(spec.model, spec.engine_args.get("max_loras", 0))
     sampling = lambda **keywords: SimpleNamespace(**({"stop_token_ids": []} | keywords))  # noqa: E731
-    return llm, "0.0-fake", sampling, worker.reload_from(llm)
+    return llm, "0.0-fake", sampling, worker.reload_from(llm), SimpleNamespace
 
 
 def spoiled(frame: Any) -> Any:

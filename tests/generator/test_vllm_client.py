@@ -417,8 +417,8 @@ def test_noise_is_never_drawn_twice(model: Transformer, tmp_path: Path) -> None:
             request(0, branch=1),
             replace(request(0, num_prompt=9, branch=1), num_before=6),
         ]
-        seeds = [engine._job(LiveCompletion.of(variant, 0.0)).seed for variant in variants]
-        again = [engine._job(LiveCompletion.of(variant, 0.0)).seed for variant in variants]
+        seeds = [engine._job(LiveCompletion.of(variant, 0.0, 0)).seed for variant in variants]
+        again = [engine._job(LiveCompletion.of(variant, 0.0, 0)).seed for variant in variants]
     assert seeds == again, "a function of the request alone"
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 2**63 for seed in seeds)

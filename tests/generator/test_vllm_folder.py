@@ -56,7 +56,7 @@ def test_a_checkpoint_is_there_or_not(tmp_path: Path, monkeypatch: pytest.Monkey
     folder = WeightFolder(1 << 20)
     try:
         first, second = folder.write(model, 0), folder.write(model, 1)
-        folder.keep_only(second)
+        folder.keep_only([second])
         assert [path.name for path in folder.path.glob("push-*")] == ["push-1"]
         assert not first.exists()
 

@@ -33,6 +33,8 @@ def fake_engine(
     *,
     fake: dict[str, Any] | None = None,
     stop_token_ids: Sequence[int] = (),
+    engine_args: dict[str, Any] | None = None,
+    side_by_side: bool = False,
     **changes: Any,
 ) -> Iterator[VLLMEngine]:
     """An engine of 4 training and 2 evaluation rooms, serving version 0; `fake` says what goes wrong."""
@@ -51,7 +53,14 @@ def fake_engine(
         log_path=log_dir / "vllm.log",
     )
     spec = protocol.Spec(
-        address="", folder="", model="", push=0, stop_token_ids=list(stop_token_ids), engine_args={}, transfer="reload"
+        address="",
+        folder="",
+        model="",
+        push=0,
+        stop_token_ids=list(stop_token_ids),
+        engine_args=engine_args or {},
+        transfer="reload",
+        side_by_side=side_by_side,
     )
     folder = WeightFolder(1 << 20)
     try:

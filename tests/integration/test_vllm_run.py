@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from audit import audit, lines
 from processes import command_line, descendants, is_alive
+from safetensors.numpy import load_file
 
 import slipstream
 from slipstream.core.config import RunConfig
@@ -72,12 +73,15 @@ def check_tokens(out: Path, versions: list[int], weight_update: str) -> None:
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("weight_update", ["in_flight", "between_batches"])
-def test_the_quickstart_runs_with_vllm(tiny: dict[str, Any], tmp_path: Path, weight_update: str) -> None:
+@pytest.mark.parametrize("lora", [{}, {"rank": 4, "targets": ["q_proj", "o_proj", "up_proj", "down_proj"]}], ids=str)
+def test_the_quickstart_runs_with_vllm(
+    tiny: dict[str, Any], tmp_path: Path, lora: dict[str, Any], weight_update: str
+) -> None:
     """Every version passes its probe in vLLM, at lag 0 both sides agree to rounding, and what was pinned is answered.
 
     The audit recomputes staleness and every prompt's fate from the files.
     """
-    overrides = vllm_run(tiny, weight_update=weight_update)
+    overrides = vllm_run(tiny, weight_update=weight_update, model=HEADS_FOR_VLLM | {"lora": lora})
     out = slipstream.run("quickstart", overrides=overrides, out=tmp_path / "run", display=False).out
     summary = json.loads((out / "summary.json").read_text())
     assert (summary["status"], summary["steps"], summary["policy_version"]) == ("done", STEPS, STEPS)
@@ -91,6 +95,12 @@ def test_the_quickstart_runs_with_vllm(tiny: dict[str, Any], tmp_path: Path, wei
     assert at_lag_0, "the first step is of version 0"
     assert 0 < max(at_lag_0) < LOGPROB_ERROR
     check_last_answers(resolve("quickstart", overrides), out)
+    if lora:
+        tensors = load_file(out / "model" / "adapter_model.safetensors")
+        assert all(tensor.any() for tensor in tensors.values()), "the adapters are not zero"
+        synced = summary["weight_sync"]
+        assert synced["bytes"] == synced["count"] * sum(tensor.nbytes for tensor in tensors.values())
+        assert "drain" not in summary["accounting"]["generator-0"], "versions stay side by side"
 
 
 def check_last_answers(config: RunConfig, out: Path) -> None:
@@ -117,7 +127,13 @@ def always_good(completions: list[str], **_: Any) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("weight_update", "max_staleness", "num_sampled"), [("in_flight", 1, 2), ("between_batches", 0, STEPS)]
+    ("weight_update", "max_staleness", "num_sampled", "rank"),
+    [
+        ("in_flight", 1, 2, None),
+        ("in_flight", 1, 2, 4),
+        ("between_batches", 0, STEPS, None),
+        ("between_batches", 2, 2, 4),
+    ],
 )
 def test_a_run_over_a_make_believe_vllm(
     tiny: dict[str, Any],
@@ -125,6 +141,7 @@ def test_a_run_over_a_make_believe_vllm(
     weight_update: str,
     max_staleness: int,
     num_sampled: int,
+    rank: int | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its logprobs are minus a weight: so each version is sampled from its own weights, and from no other's."""
@@ -133,6 +150,7 @@ def test_a_run_over_a_make_believe_vllm(
     loss = {"advantages": "reward", "skip_no_signal": False}  # all completions are the same: a group has no signal
     overrides = vllm_run(tiny, weight_update=weight_update, host="inline", generator=generator, loss=loss)
     overrides |= {"max_staleness": max_staleness, "warm_start": {"steps": 0}}
+    overrides["model"] = HEADS_FOR_VLLM | {"lora": {"rank": rank}}
     run = partial(slipstream.run, "quickstart", overrides=overrides, reward=always_good, display=False)
     out = run(out=tmp_path / "run").out
     assert audit(out)["steps"] == STEPS
@@ -260,6 +278,12 @@ def test_what_vllm_cannot_run_is_refused_before_anything_starts(tiny: dict[str, 
     refused("min_p before top_p", top_p=0.9, min_p=0.1)
     refused("max_model_len is too short", vllm={"python": sys.executable, "max_model_len": 32})
     refused("no attention for heads of this size", model=HEADS_FOR_VLLM | {"hidden_size": 48})
-    for name in ("model", "enable_chunked_prefill"):
+    refused("no adapters for this family", model=HEADS_FOR_VLLM | {"family": "gpt2", "lora": {"rank": 4}})
+    refused("cannot probe an adapter of the head", model=HEADS_FOR_VLLM | {"lora": {"rank": 4, "targets": ["lm_head"]}})
+    wide = {"hidden_size": 576, "num_heads": 18, "num_kv_heads": 2, "lora": {"rank": 513}}
+    refused("no room for adapters of this rank", model=HEADS_FOR_VLLM | wide)
+    nccl = {"python": sys.executable, "transfer": "nccl"}
+    refused("reads adapters from files", model=HEADS_FOR_VLLM | {"lora": {"rank": 4}}, vllm=nccl)
+    for name in ("model", "enable_chunked_prefill", "max_loras"):
         refused("some arguments of vLLM are set by Slipstream", vllm={"engine_args": {name: True}})
     refused("engine_args", vllm={"engine_args": {"x": float("nan")}})

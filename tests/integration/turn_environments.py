@@ -56,6 +56,14 @@ class Unpunctual(Echo):
     longest_wait_s = 0.03
 
 
+class Talkative(Unpunctual):
+    """The same, at length: contexts have many blocks of a prefix cache."""
+
+    def step(self, message: dict[str, Any]) -> dict[str, Any]:
+        answer = super().step(message)
+        return answer | {"messages": answer["messages"] + self.word * (200 // len(self.word))}
+
+
 class Kept(Unpunctual):
     """The same, with a state."""
 
@@ -75,9 +83,14 @@ class Lost(Kept):
             raise OSError("the board is gone")
 
 
-def echo_agent(row: dict[str, Any], base_url: str, api_key: str) -> float:
+def talkative_agent(row: dict[str, Any], base_url: str, api_key: str) -> float:
+    """The same, at length."""
+    return echo_agent(row, base_url, api_key, Talkative())
+
+
+def echo_agent(row: dict[str, Any], base_url: str, api_key: str, environment: Echo | None = None) -> float:
     """The same, turned inside out: it asks for each turn of the policy."""
-    environment = Unpunctual()
+    environment = Unpunctual() if environment is None else environment
     opening = environment.reset(**row)
     messages = [{"role": "user", "content": text} for text in (row["prompt"], opening) if text is not None]
     rewards = []

@@ -239,7 +239,7 @@ def test_fields_that_exclude_each_other(fields, told):
     ("tables", "told"),
     [
         ({"trainer": {"device": "cuda"}}, "trainer.device = 'cuda'"),
-        ({"generator": {"engine": "vllm"}}, "generator.engine = 'vllm'"),
+        ({"generator": {"device": "cuda"}}, "generator.device = 'cuda'"),
         ({"loss": {"advantages": "gae"}}, "loss.advantages = 'gae'"),
     ],
 )

@@ -77,7 +77,6 @@ def check_lora(config: RunConfig) -> None:
             (f"trainer.device = '{trainer.device}'", trainer.device != "cpu"),
             (f"generator.device = '{generator.device}'", generator.device != "cpu"),
         ],
-        "other engines": [(f"generator.engine = '{generator.engine}'", generator.engine != "native")],
         "a critic": [(f"loss.advantages = '{config.loss.advantages}'", config.has_critic)],
     }
     for what, fields in refused.items():
@@ -85,7 +84,7 @@ def check_lora(config: RunConfig) -> None:
             raise ConfigError(
                 f"adapters (model.lora) do not go together with {what} yet",
                 got=", ".join(given),
-                allowed="a trainer and native generators on CPUs, and a loss without a critic",
+                allowed="a trainer and generators on CPUs, and a loss without a critic",
                 hint="without model.lora all weights are trained",
             )
     if config.model.lora.base_precision != "float32" and trainer.ranks > 1:

@@ -99,7 +99,7 @@ class Engine:
         self._parked = ParkedSessions(runner, parked_tokens, self.stats)
         self._prefixes = PrefixTable(runner, prefix_cache_tokens, self._parked)
         self._rows = Rows.empty(runner.num_rows, runner.max_len)
-        self._versions = VersionTable(residents, self._rows, version)
+        self._versions = VersionTable(residents, lambda: self._rows.versions | self._queue.versions, version)
         self._queue = RequestQueue(self._prefixes, runner.num_rows, self._versions.bound_to)
 
     @property
@@ -144,7 +144,7 @@ class Engine:
     @property
     def versions_in_use(self) -> set[int]:
         """With `residents`: those that rows, waiting requests and open episodes go on with."""
-        return self._versions.in_use(self._queue)
+        return self._versions.in_use
 
     @property
     def num_parked(self) -> int:
@@ -195,7 +195,7 @@ class Engine:
         forgotten in every case. With `residents` all that has begun keeps its version, and so its keys.
         """
         self.version = version
-        if self._versions.take(version, self._queue):
+        if self._versions.take(version):
             return self._prefixes.clear(None, keeps_versions=True)
         oldest = {"keep": None, "recompute": version}.get(kv_on_update, version - max_kv_age)
         self._prefixes.clear(oldest)
@@ -419,5 +419,5 @@ class Engine:
         finished = [rows.finished(row, reason, now_s) for row, reason in ended]
         if finished:
             self._close([row for row, _ in ended if not self._park(row)])
-            self._versions.let_go(self._queue)
+            self._versions.let_go()
         return finished

@@ -58,6 +58,11 @@ class Rows:
         rows: list[int] = np.flatnonzero(self.is_live).tolist()
         return rows
 
+    @property
+    def versions(self) -> set[int]:
+        """Those that live rows go on with."""
+        return {self.live_at(row).version_spans[-1].version for row in self.live_rows}
+
     def live_at(self, row: int) -> Live:
         live = self.live[row]
         assert live is not None, f"row {row} is not live"

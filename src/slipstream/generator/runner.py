@@ -11,13 +11,14 @@ into a longer one, and a row that has ended may become one.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
 from slipstream.core.errors import ConfigError
+from slipstream.generator.version_table import HeldVersions
 from slipstream.models.config import TransformerConfig
 
 
@@ -105,15 +106,8 @@ class Decoded:
     kept: np.ndarray | None = None
 
 
-class ResidentVersions(Protocol):
-    """Weights of several versions at once, the newest of them live (`models.served.ServedWeights`)."""
-
-    @property
-    def versions(self) -> Collection[int]: ...
-
-    def hold(self, version: int, others: Collection[int]) -> None:
-        """Hold what is live as `version`, the newest, and `others` of those held so far; forget the rest."""
-        ...
+class ResidentVersions(HeldVersions, Protocol):
+    """Weights of several versions at once (`models.served.ServedWeights`)."""
 
     def select(self, versions: np.ndarray) -> None:
         """Compute the next pass with these versions, int64 [N], one for each of its rows."""

@@ -283,6 +283,7 @@ def save_adapter(
 ) -> None:
     """Write the adapters of `model` to folder `path`, beside the base in folder `base` (None: it is not known).
 
+    `digest` is the base's; '' if readers need not compare it.
     All ranks that share a model call this together, and those that are `is_writer` write.
     Identity: `peft.PeftModel.from_pretrained(base, path)` computes what `model` does.
     """
@@ -298,7 +299,10 @@ def save_adapter(
     tensors = [tensor for _, tensor in adapter_tensors(shapes, parameters)]
     entries = {PREFIX + tensor.name: Entry(tensor.view.dtype, tensor.shape) for tensor in tensors}
     write_safetensors(
-        path / ADAPTER_WEIGHTS, entries, (tensor.read().contiguous() for tensor in tensors), metadata={DIGEST: digest}
+        path / ADAPTER_WEIGHTS,
+        entries,
+        (tensor.read().contiguous() for tensor in tensors),
+        metadata={DIGEST: digest} if digest else {},
     )
     if tokenizer is not None:
         tokenizer.save_pretrained(path)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,16 +23,23 @@ from slipstream.generator.vllm.folder import WeightFolder
 from slipstream.generator.vllm.process import Launch
 from slipstream.generator.vllm.settings import interpreter
 from slipstream.models.build import build_policy
-from slipstream.models.config import config_from_hf
+from slipstream.models.config import TransformerConfig, config_from_hf, new_config
 from slipstream.models.flat import FlatParameters
 from slipstream.models.hf import read_hf_config
+from slipstream.models.lora import HEAD, AdapterShape, shapes_of
+from slipstream.models.peft import planned_shapes, with_adapters
 from slipstream.models.quantized import WeightLayout
+from slipstream.models.shards import base_digest
 from slipstream.models.tokenizer import Tokenizer
 
 WORKER = Path(__file__).with_name("worker.py")
 PROBE_ROOM = 64  # tokens; the trainer's probe text is shorter
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes that vLLM's attention kernels for CPUs take (`CPUAttentionBackend.get_supported_head_sizes`, 0.32)."""
+LORA_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Families whose models in vLLM take adapters (`SupportsLoRA`, 0.32)."""
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 512)
+"""Ranks that vLLM has room for, of all its versions (`MaxLoRARanks`); it pads adapters of others with zeros."""
 
 
 class VLLMWeights:
@@ -72,10 +80,16 @@ class VLLMBackend(Backend):
     ) -> None:
         settings = config.generator.vllm
         model, _ = build_policy(config.model, seed=config.seed, tokenizer=tokenizer)
+        if config.model.lora.is_set:
+            with_adapters(model, config.model.lora, seed=config.seed)
+        shapes = shapes_of(model)
+        layout = WeightLayout(model, "float32", base=base_digest(model) if shapes else "")
         parameters = FlatParameters(model)
         self.max_len = config.longest_sequence(model.config.max_positions)
+        self._num_versions = config.resident_versions
         self._pins: list[Pin] = []
-        self._folder = WeightFolder(parameters.flat.nbytes, context.scratch_prefix)
+        num_bytes = sum(parameter.nbytes for parameter in model.parameters() if not parameter.requires_grad)
+        self._folder = WeightFolder(num_bytes + self._num_versions * parameters.flat.nbytes, context.scratch_prefix)
         try:
             self.engine = VLLMEngine(
                 model,
@@ -85,7 +99,7 @@ class VLLMBackend(Backend):
                     environment=environment(config, num_threads=context.num_threads),
                     log_path=context.run_dir / "logs" / f"{context.name}-vllm.log",
                 ),
-                spec_of(config, max_len=self.max_len, stop_token_ids=stop_token_ids),
+                spec_of(config, max_len=self.max_len, stop_token_ids=stop_token_ids, shapes=shapes),
                 rooms={0: config.generator.num_slots, 1: config.eval.num_slots},
                 max_len=self.max_len,
                 seed=seed,
@@ -98,7 +112,7 @@ class VLLMBackend(Backend):
         except BaseException:
             self._folder.close()
             raise
-        self.weights = VLLMWeights(parameters, self.engine, WeightLayout(model, "float32").holding)
+        self.weights = VLLMWeights(parameters, self.engine, layout.holding)
         try:
             self.engine.wait_ready()
         except BaseException:
@@ -119,8 +133,16 @@ class VLLMBackend(Backend):
 
     @property
     def may_swap(self) -> bool:
-        """vLLM holds one set of weights: they stay while an evaluation needs them."""
+        """vLLM holds one set of weights, or adapters for training alone: what an evaluation needs stays."""
         return not self._pins
+
+    @property
+    def keeps_versions(self) -> bool:
+        return self._num_versions > 1
+
+    @property
+    def has_room_for_version(self) -> bool:
+        return len(self.engine.versions_in_use) < self._num_versions
 
     def evaluation_engine(self, pin: Pin, spans: StateSpans) -> VLLMEngine:  # noqa: ARG002 - its time is not ours
         assert pin in self._pins, "an evaluation of a version that was not kept"
@@ -145,12 +167,17 @@ class VLLMBackend(Backend):
         self.engine.close()
 
 
-def spec_of(config: RunConfig, *, max_len: int, stop_token_ids: Sequence[int]) -> protocol.Spec:
-    """Return the spec that the worker is started with; the engine fills in the address and the weights."""
+def spec_of(
+    config: RunConfig, *, max_len: int, stop_token_ids: Sequence[int], shapes: Mapping[str, AdapterShape] | None = None
+) -> protocol.Spec:
+    """Return the spec that the worker is started with; the engine fills in the address and the weights.
+
+    `shapes` are those of the policy's adapters, if it has any.
+    """
     settings = config.generator.vllm
     num_seqs = config.generator.num_slots + config.eval.num_slots
     room = model_room(config, max_len)
-    arguments = {
+    arguments: dict[str, Any] = {
         "dtype": settings.dtype,
         "enforce_eager": settings.enforce_eager,
         "gpu_memory_utilization": settings.gpu_memory_utilization,
@@ -163,6 +190,16 @@ def spec_of(config: RunConfig, *, max_len: int, stop_token_ids: Sequence[int]) -
     }
     if config.environment.is_set:
         arguments["enable_prefix_caching"] = True  # a turn's context is found there; vLLM's default goes by the model
+    if shapes:
+        rank = next(iter(shapes.values())).rank
+        arguments |= {
+            "enable_lora": True,
+            "max_lora_rank": next(most for most in LORA_RANKS if most >= rank),
+            # Beside those in use stays the newest, while the next is probed.
+            "max_loras": config.resident_versions + (config.resident_versions > 1),
+            # The head must not be among them: its engine dies of a prompt's logprobs beside other rows (0.32).
+            "lora_target_modules": sorted({piece.target for shape in shapes.values() for piece in shape.pieces}),
+        }
     return protocol.Spec(
         address="",
         folder="",
@@ -171,6 +208,7 @@ def spec_of(config: RunConfig, *, max_len: int, stop_token_ids: Sequence[int]) -
         stop_token_ids=list(stop_token_ids),
         engine_args=arguments | settings.engine_args,
         transfer=settings.transfer,
+        side_by_side=config.resident_versions > 1,
     )
 
 
@@ -209,11 +247,10 @@ def check_vllm(config: RunConfig) -> None:
     interpreter(config.generator)
     model = config.model
     path = config.first_checkpoint
-    if path is None:
-        head_dim, max_positions = model.hidden_size // model.num_heads, model.max_positions
-    else:
-        shape = config_from_hf(read_hf_config(Path(path)))
-        head_dim, max_positions = shape.head_dim, shape.max_positions
+    shape = new_config(model, vocab_size=1) if path is None else config_from_hf(read_hf_config(Path(path)))
+    head_dim, max_positions = shape.head_dim, shape.max_positions
+    if model.lora.is_set:
+        check_adapters(config, shape)
     if config.prompts.max_prompt_tokens is not None:  # else asked again when the longest prompt is known
         model_room(config, config.longest_sequence(max_positions))
     has_gpu = shutil.which("nvidia-smi") is not None
@@ -224,3 +261,23 @@ def check_vllm(config: RunConfig) -> None:
             allowed=", ".join(map(str, CPU_HEAD_DIMS)),
             hint="change model.hidden_size or model.num_heads, or use generator.engine = 'native'",
         )
+
+
+def check_adapters(config: RunConfig, shape: TransformerConfig) -> None:
+    """Raise ConfigError for adapters beside a model of `shape` that vLLM would refuse, or compute otherwise."""
+    shapes = planned_shapes(config.model.lora, shape)
+    rank = next(iter(shapes.values())).rank
+    transfer = config.generator.vllm.transfer
+    for is_refused, what, got, allowed in (
+        (shape.family not in LORA_FAMILIES, "vLLM has no adapters for this family", shape.family, LORA_FAMILIES),
+        (HEAD in shapes, "vLLM cannot probe an adapter of the head", "lm_head", "all other layers"),
+        (rank > LORA_RANKS[-1], "vLLM has no room for adapters of this rank", rank, f"1..{LORA_RANKS[-1]}"),
+        (transfer != "reload", "vLLM reads adapters from files", f"generator.vllm.transfer = '{transfer}'", "'reload'"),
+    ):
+        if is_refused:
+            raise ConfigError(
+                what,
+                got=f"{got} with model.lora and generator.engine = 'vllm'",
+                allowed=", ".join(allowed) if isinstance(allowed, tuple) else allowed,
+                hint="generator.engine = 'native' has them all",
+            )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -20,12 +20,14 @@ from slipstream.core.errors import ChannelError, ChannelTimeout, ConfigError, Ex
 from slipstream.core.types import FinishReason
 from slipstream.generator.noise import noise_key
 from slipstream.generator.requests import Finished, KvOnUpdate, Request, Session, check_request, in_order
+from slipstream.generator.version_table import VersionTable
 from slipstream.generator.vllm import protocol
 from slipstream.generator.vllm.contexts import TurnContexts
 from slipstream.generator.vllm.folder import WeightFolder
 from slipstream.generator.vllm.live import LiveCompletion
 from slipstream.generator.vllm.process import Launch, WorkerProcess
 from slipstream.generator.vllm.waiting import WaitingRequests
+from slipstream.models.lora import shapes_of
 from slipstream.models.transformer import Transformer
 
 FrameT = TypeVar("FrameT", bound=protocol.Frame)
@@ -41,8 +43,27 @@ class Deadlines:
     silence_s: float
 
 
+class HeldPushes:
+    """The pushes that vLLM holds, by version (`version_table.HeldVersions`); `newest` is the last one."""
+
+    def __init__(self) -> None:
+        self.newest = 0
+        self.of: dict[int, int] = {}
+
+    @property
+    def versions(self) -> Collection[int]:
+        return self.of.keys()
+
+    def hold(self, version: int, others: Collection[int]) -> None:
+        """Hold the newest push as `version`, and `others` of those held so far; forget the rest."""
+        self.of = {one: self.of[one] for one in others} | {version: self.newest}
+
+
 class VLLMEngine:
     """Completions by a vLLM process with the weights of `model`, which it is given as a checkpoint in `folder`.
+
+    Adapters of `model` are all that it is given after the start. With `spec.side_by_side` versions of them stay beside
+    newer ones (`version_table.py`); no more than vLLM has room for, which the caller sees to.
 
     `rooms` are the completions in vLLM at once, by stream: whatever waits, waits here, so that a pause of admission is
     one. `spec` is completed with address and weights. A process that dies or falls silent is replaced, `max_restarts`
@@ -88,8 +109,11 @@ class VLLMEngine:
         self._num_ids = 0
         self._push = 0
         self._versions = {0: 0}  # of every push that was accepted
+        self._held = HeldPushes()
+        self._table = VersionTable(self._held if spec.side_by_side else None, self._begun_versions, 0)
         self._probed: tuple[np.ndarray, np.ndarray] | None = None
-        self._checkpoint = folder.write(model, 0)
+        self._base = folder.write_base(model) if shapes_of(model) else None
+        self._paths = {0: folder.write(model, 0)}  # of the pushes that a process is started with
         self._has_served = False
         self._lost: ExecutorDied | ChannelTimeout | None = None  # what ended the process that was not replaced
         self._worker = self._start()
@@ -125,6 +149,7 @@ class VLLMEngine:
                 raise ConfigError("vLLM does not report the sets that tokens are drawn from", got="keep_sets")
         for request in requests:
             self._contexts.begin(request)
+            self._table.bound_to(request)
         self._waiting.add(requests)
         self._fill()
 
@@ -156,6 +181,8 @@ class VLLMEngine:
             )
         self.version = version
         self._versions[self._push] = version
+        self._held.newest = self._push
+        self._table.take(version)
 
     def begun(self) -> list[Request]:
         """Every completion that has tokens, as `submit` could resume it elsewhere; here it goes on undisturbed."""
@@ -176,6 +203,11 @@ class VLLMEngine:
     def session_counts(self) -> dict[str, int]:
         return self._contexts.counts
 
+    @property
+    def versions_in_use(self) -> set[int]:
+        """The versions that completions, waiting requests and open episodes go on with, where they stay."""
+        return self._table.in_use
+
     def let_go_on(self, session: Session) -> None:
         """An episode has begun: its other branches wait for no pause, which may wait for the episode's end."""
         self._waiting.let_go_on(session)
@@ -185,6 +217,7 @@ class VLLMEngine:
         """The episode has ended. vLLM's prefix cache evicts by itself what is used no more; a turn that is not
         finished goes on."""
         self._contexts.release(session)
+        self._table.release(session)
         self._waiting.stop_parking(session)
         for live in self._live.values():
             if live.request.session == session:
@@ -198,20 +231,25 @@ class VLLMEngine:
         Raises WeightSyncError when they cannot be written, and what ended a process that is not to be replaced.
 
         Tokens sampled under them are held back until `set_version` says what they are called. Another push instead
-        takes the last one back: what it sampled is dropped and sampled again.
+        takes the last one back: what it sampled is dropped and sampled again. Side by side nothing is sampled under
+        them before.
         """
         self.wait_ready()
-        is_taken_back = self._push not in self._versions
+        is_side_by_side = self._spec.side_by_side
+        is_taken_back = self._push not in self._versions and not is_side_by_side
         if is_taken_back:
             self._take_out(refused=self._push)
         # Written while vLLM decodes: it stands still for the loading alone.
-        checkpoint = self._folder.write(self._model, self._push + 1)
-        self._push, self._checkpoint = self._push + 1, checkpoint
-        clear_cache = self._kv_on_update == "recompute"
+        path = self._folder.write(self._model, self._push + 1)
+        self._push += 1
+        beside = [self._held.of[version] for version in self._table.in_use | {self.version}] if is_side_by_side else []
+        self._paths = {push: self._paths[push] for push in beside} | {self._push: path}
+        clear_cache = self._kv_on_update == "recompute" and not is_side_by_side
         if clear_cache:
             self.num_re_prefilled += sum(live.num_known for live in self._live.values())
         try:
-            self._worker.send(protocol.Update(push=self._push, path=str(checkpoint), clear_cache=clear_cache))
+            update = protocol.Update(push=self._push, path=str(path), clear_cache=clear_cache, beside=beside)
+            self._worker.send(update)
             updated = self._wait_for(protocol.Updated, f"weights to be loaded (push {self._push})")
             if updated.push != self._push:
                 raise ChannelError("vLLM answered for other weights", got=updated.push, allowed=self._push)
@@ -221,7 +259,7 @@ class VLLMEngine:
         except (ExecutorDied, ChannelTimeout) as error:
             self._replace(error)
             self.wait_ready()
-        self._folder.keep_only(checkpoint)
+        self._folder.keep_only(self._paths.values())
 
     def probe(self, tokens: np.ndarray) -> np.ndarray:
         """float32 [T - 1]: logprobs of `tokens` int32 [T] as the vLLM that serves computes them, without its cache."""
@@ -286,8 +324,14 @@ class VLLMEngine:
         for stream, room in self._rooms.items():
             num_taken = sum(live.request.stream == stream for live in self._live.values())
             for request in self._waiting.take(stream, room - num_taken):
-                jobs.append(self._job(LiveCompletion.of(request, self._clock.now_s())))
+                version = self._table.bound_to(request)
+                version = self.version if version is None else version
+                jobs.append(self._job(LiveCompletion.of(request, self._clock.now_s(), version)))
         self._submit(jobs)
+
+    def _begun_versions(self) -> set[int]:
+        held = self._waiting.resumed_versions.intersection(self._held.versions)
+        return held | {live.version for live in self._live.values()}
 
     def _job(self, live: LiveCompletion) -> protocol.SamplingJob:
         """Register `live` under a new id; its next token is drawn with noise of its own, whatever came before.
@@ -302,6 +346,7 @@ class VLLMEngine:
         self._live[self._num_ids] = live
         return protocol.SamplingJob(
             id=self._num_ids,
+            push=self._held.of.get(live.version, self._push),
             prompt=[*request.prompt_tokens.tolist(), *live.tokens],
             max_tokens=request.max_new_tokens - live.first,
             temperature=request.temperature,
@@ -405,8 +450,13 @@ class VLLMEngine:
         self._is_ready = False
         self._features: Mapping[str, bool] = {}
         self._heard_s = self._clock.now_s()
+        paths = {push: str(path) for push, path in self._paths.items()}
         spec = msgspec.structs.replace(
-            self._spec, model=str(self._checkpoint), push=self._push, folder=str(self._folder.path)
+            self._spec,
+            model=paths[self._push] if self._base is None else str(self._base),
+            adapters={} if self._base is None else paths,
+            push=self._push,
+            folder=str(self._folder.path),
         )
         return WorkerProcess(self._launch, name="the vLLM process", spec=spec)
 

@@ -1,17 +1,21 @@
-"""The weights on their way to vLLM: Hugging Face checkpoints in a folder of shared memory, one per push."""
+"""The weights on their way to vLLM, in a folder of shared memory: per push a Hugging Face checkpoint, or an adapter."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import tempfile
+from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from slipstream.core.errors import WeightSyncError
 from slipstream.core.scratch import claim
 from slipstream.models.config import config_to_hf
 from slipstream.models.hf import logical_tensors, write_json, write_weights
+from slipstream.models.lora import base_of, shapes_of
+from slipstream.models.peft import save_adapter
 from slipstream.models.transformer import Transformer
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -37,10 +41,13 @@ def save_for_vllm(model: Transformer, path: Path) -> None:
 
 
 class WeightFolder:
-    """A private folder that holds the newest checkpoint, and while one is being written the one before it."""
+    """A private folder that holds the pushes that vLLM has, and the one that is being written.
+
+    Of a model with adapters a push is these; their base lies beside them, to start vLLM with.
+    """
 
     def __init__(self, num_bytes: int, prefix: str = "slipstream.") -> None:
-        """`num_bytes` of one set of weights decide where it lies: memory with room for two of them, or the disk.
+        """`num_bytes` of what vLLM has decide where it lies: memory with room for twice as many, or the disk.
 
         Its name begins with `prefix`, for whoever clears up behind a process that was killed.
         """
@@ -58,20 +65,31 @@ class WeightFolder:
 
     def write(self, model: Transformer, push: int) -> Path:
         """A whole checkpoint under its own name, by a rename: nobody sees half of one. Raises WeightSyncError."""
-        final, unfinished = self.path / f"push-{push}", self.path / "unfinished"
+        save = partial(save_adapter, base=None, digest="") if shapes_of(model) else save_for_vllm
+        return self._write(f"push-{push}", partial(save, model))
+
+    def write_base(self, model: Transformer) -> Path:
+        """Write what the adapters of `model` are beside, and let go of it in `model`. Raises WeightSyncError."""
+        path = self._write("base", partial(save_for_vllm, base_of(model)))
+        for parameter in model.parameters():
+            if not parameter.requires_grad:
+                parameter.data = parameter.data.new_empty(0)
+        return path
+
+    def keep_only(self, paths: Collection[Path]) -> None:
+        """Remove every push but these."""
+        for other in set(self.path.glob("push-*")).difference(paths):
+            shutil.rmtree(other, ignore_errors=True)
+
+    def _write(self, name: str, save: Callable[[Path], None]) -> Path:
+        final, unfinished = self.path / name, self.path / "unfinished"
         try:
             shutil.rmtree(unfinished, ignore_errors=True)
-            save_for_vllm(model, unfinished)
+            save(unfinished)
             unfinished.rename(final)
         except OSError as error:
             raise WeightSyncError("the weights cannot be written for vLLM", got=error) from error
         return final
-
-    def keep_only(self, path: Path) -> None:
-        """Remove every checkpoint but this one."""
-        for other in self.path.glob("push-*"):
-            if other != path:
-                shutil.rmtree(other, ignore_errors=True)
 
     def close(self) -> None:
         """Remove it. Idempotent."""

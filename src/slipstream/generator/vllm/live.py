@@ -13,21 +13,25 @@ from slipstream.generator.requests import Request, Resume
 
 @dataclass(eq=False)
 class LiveCompletion:
-    """A completion in vLLM: every token so far. `first` is the index of its present job's first token."""
+    """A completion in vLLM: every token so far. `first` is the index of its present job's first token.
+
+    `version` is that of its next token, where versions stay side by side.
+    """
 
     request: Request
     started_s: float
     first: int
+    version: int = 0
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
 
     @classmethod
-    def of(cls, request: Request, now_s: float) -> LiveCompletion:
+    def of(cls, request: Request, now_s: float, version: int) -> LiveCompletion:
         """Return the completion of `request`, with the tokens that it is resumed after."""
         resume = request.resume
         if resume is None:
-            return cls(request, now_s, 0)
+            return cls(request, now_s, 0, version)
         ends = [*(span.start for span in resume.version_spans[1:]), len(resume.tokens)]
         versions = [
             span.version
@@ -35,7 +39,7 @@ class LiveCompletion:
             for _ in range(span.start, end)
         ]
         tokens, logprobs = resume.tokens.tolist(), resume.logprobs.tolist()
-        return cls(request, resume.started_s, len(tokens), tokens, logprobs, versions)
+        return cls(request, resume.started_s, len(tokens), version, tokens, logprobs, versions)
 
     @property
     def resume(self) -> Resume:

@@ -5,7 +5,7 @@ its environment, nor is vLLM in ours.
 
 A *job* is one submission of a completion: its id is never used again, so late tokens of a job that was dropped are told
 apart. A *push* is one set of weights, counted from 0, those the worker started with; every token carries the push it
-was sampled under, and the client knows which policy version that is.
+was sampled under, and the client knows which policy version that is. Of a policy with adapters a push is these alone.
 """
 
 from __future__ import annotations
@@ -25,9 +25,13 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_
 
 
 class SamplingJob(Frame):
-    """Sample up to `max_tokens` tokens behind `prompt`; see `requests.Request` for the rest."""
+    """Sample up to `max_tokens` tokens behind `prompt`; see `requests.Request` for the rest.
+
+    Where pushes stay side by side it is sampled under `push`, else under the newest.
+    """
 
     id: int
+    push: int
     prompt: list[int]
     max_tokens: int
     temperature: float
@@ -50,12 +54,14 @@ class Abort(Frame):
 class Update(Frame):
     """Load the weights in folder `path` between two decode steps; answered by `Updated`.
 
-    `clear_cache` has live jobs compute their keys and values anew, under the new weights.
+    `clear_cache` has live jobs compute their keys and values anew, under the new weights. Of several pushes side by
+    side those in `beside` stay, and jobs go on under them.
     """
 
     push: int
     path: str
     clear_cache: bool
+    beside: list[int] = []
 
 
 class Probe(Frame):
@@ -125,7 +131,8 @@ class WorkerFailed(Frame):
 class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The JSON file that a worker is started with: where to connect, and vLLM's engine arguments.
 
-    `folder` is removed by the worker when its parent is gone. `transfer` is 'reload' or 'nccl'.
+    `folder` is removed by the worker when its parent is gone. `transfer` is 'reload' or 'nccl'. `adapters` are the
+    folders of pushes, in PEFT's format; without any, `model` is the push. `side_by_side`: an update replaces none.
     """
 
     address: str
@@ -135,6 +142,8 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     stop_token_ids: list[int]
     engine_args: dict[str, Any]
     transfer: str
+    adapters: dict[int, str] = {}
+    side_by_side: bool = False
 
 
 ToWorker = Submit | Abort | Update | Probe | EndWorker

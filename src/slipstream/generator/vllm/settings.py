@@ -23,6 +23,10 @@ OWN_ARGS = frozenset(
         "logprobs_mode",
         "weight_transfer_config",
         "disable_log_stats",
+        "enable_lora",
+        "max_loras",
+        "max_lora_rank",
+        "lora_target_modules",
     }
 )
 """Engine arguments that `backend.py` and `worker.py` set themselves."""

@@ -29,6 +29,12 @@ class WaitingRequests:
         """Resumed ones."""
         return sum(request.resume is not None for queue in self._queues.values() for request in queue)
 
+    @property
+    def resumed_versions(self) -> set[int]:
+        """The versions of the last tokens of those that are to be resumed."""
+        waiting = itertools.chain.from_iterable(self._queues.values())
+        return {one.resume.version_spans[-1].version for one in waiting if one.resume and one.resume.version_spans}
+
     def add(self, requests: Sequence[Request]) -> None:
         """Queue `requests` in this order, each behind those of its kind; resumed ones before all that wait."""
         for request in requests:

@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -92,6 +92,38 @@ class Running:
     task: asyncio.Task[None] | None = None
 
 
+class LoadedAdapters:
+    """The adapters in vLLM by push: several `side_by_side`, or one, whose place the next one takes.
+
+    vLLM tells adapters apart by number. `new` makes its `LoRARequest`, which every request of an adapter names.
+    """
+
+    def __init__(self, llm: Any, new: Callable[..., Any], *, side_by_side: bool) -> None:
+        self.side_by_side = side_by_side
+        self._llm, self._new = llm, new
+        self._loaded: dict[int, Any] = {}  # by number
+
+    def __bool__(self) -> bool:
+        return bool(self._loaded)
+
+    def named(self, push: int) -> dict[str, Any]:
+        """Return what a request names its adapter by, as keywords of `generate`; none without adapters."""
+        return {"lora_request": self._loaded[self._number(push)]} if self._loaded else {}
+
+    async def load(self, push: int, path: str, beside: Collection[int] = ()) -> None:
+        """Load the adapter in folder `path` as `push`, and let go of all but those `beside`."""
+        number, kept = self._number(push), set(map(self._number, beside))
+        for other in self._loaded.keys() - kept:
+            await self._llm.remove_lora(other)
+        new = self._new(lora_name=f"adapter {number}", lora_int_id=number, lora_path=path)
+        self._loaded = {other: self._loaded[other] for other in self._loaded.keys() & kept} | {number: new}
+        if not await self._llm.add_lora(new):
+            raise RuntimeError(f"vLLM did not load the adapter in {path}")
+
+    def _number(self, push: int) -> int:
+        return push + 1 if self.side_by_side else 1
+
+
 class Worker:
     """Carries out frames one by one; tokens stream meanwhile. See the module's docstring."""
 
@@ -105,10 +137,12 @@ class Worker:
         stop_token_ids: list[int],
         sampling: Sampling,
         transfer: Transfer,
+        adapters: LoadedAdapters,
     ) -> None:
         self.features = features_of(llm)
         self._llm, self._socket, self._version, self._push = llm, socket, vllm_version, push
         self._stop_token_ids, self._sampling, self._transfer = stop_token_ids, sampling, transfer
+        self._adapters = adapters
         self._running: dict[int, Running] = {}
         self._outbox: list[Any] = []  # frames and deltas, in order; no more deltas than tokens that were asked for
         self._has_news = asyncio.Event()
@@ -174,9 +208,10 @@ class Worker:
             logprobs=0,
             stop_token_ids=self._stop_token_ids,
         )
-        prompt = {"prompt_token_ids": job.prompt + running.done, "cache_salt": f"push {self._push}"}
+        push = self._push_of(job)
+        prompt = {"prompt_token_ids": job.prompt + running.done, "cache_salt": f"push {push}"}
         finish = None
-        async for output in self._llm.generate(prompt, params, f"{job.id}+{start}"):
+        async for output in self._llm.generate(prompt, params, f"{job.id}+{start}", **self._adapters.named(push)):
             self._num_outputs += 1
             completion = output.outputs[0]
             tokens = list(completion.token_ids)
@@ -189,7 +224,7 @@ class Worker:
                     id=job.id,
                     tokens=tokens,
                     logprobs=logprobs,
-                    push=self._push,
+                    push=self._push_of(job),
                     finish=finish or "",
                     spans=self._spans(completion, start) if finish else None,
                     num_cached=num_cached,
@@ -199,8 +234,12 @@ class Worker:
             raise RuntimeError(f"vLLM ended a request with finish reason {finish!r}")
         del self._running[job.id]
 
+    def _push_of(self, job: protocol.SamplingJob) -> int:
+        return job.push if self._adapters.side_by_side else self._push
+
     def _spans(self, completion: Any, start: int) -> list[tuple[int, int, int]] | None:
-        if not self.features["weight_versions"] or completion.weight_versions is None:
+        is_labelled = self.features["weight_versions"] and not self._adapters.side_by_side
+        if not is_labelled or completion.weight_versions is None:
             return None
         return [(int(span.version), start + span.start, start + span.end) for span in completion.weight_versions]
 
@@ -217,6 +256,10 @@ class Worker:
     async def _update(self, update: protocol.Update) -> float:
         """Exchange the weights between two decode steps; seconds without a token."""
         started_s = time.monotonic()
+        if self._adapters.side_by_side:
+            await self._adapters.load(update.push, update.path, update.beside)
+            self._push = update.push
+            return time.monotonic() - started_s
         interrupted: list[Running] = []
         if self.features["keep"]:
             await self._llm.pause_generation(mode="keep", clear_cache=update.clear_cache)
@@ -226,7 +269,10 @@ class Worker:
             if self.features["pause"]:
                 await self._llm.pause_generation()
         await self._drain()
-        await self._transfer(update.path)
+        if self._adapters:
+            await self._adapters.load(update.push, update.path)
+        else:
+            await self._transfer(update.path)
         if self.features["weight_versions"]:
             await self._llm.update_weight_version(str(update.push))
         self._push = update.push
@@ -253,7 +299,7 @@ class Worker:
         params = self._sampling(temperature=0.0, max_tokens=1, prompt_logprobs=0)
         prompt = {"prompt_token_ids": tokens, "cache_salt": f"probe {probe_id}"}
         found: list[float] = []
-        async for output in self._llm.generate(prompt, params, f"probe-{probe_id}"):
+        async for output in self._llm.generate(prompt, params, f"probe-{probe_id}", **self._adapters.named(self._push)):
             if output.prompt_logprobs:
                 entries = output.prompt_logprobs[1:]
                 found = [entry[token].logprob for token, entry in zip(tokens[1:], entries, strict=True)]
@@ -402,7 +448,11 @@ def end_group(folders: list[Path]) -> None:
     os._exit(1)
 
 
-async def serve(spec: protocol.Spec, make: Callable[[protocol.Spec], tuple[Any, str, Sampling, Transfer]]) -> int:
+Made = tuple[Any, str, Sampling, Transfer, Callable[..., Any]]
+"""vLLM, its version, how to sample with it and to load weights, and its `LoRARequest`, by keyword."""
+
+
+async def serve(spec: protocol.Spec, make: Callable[[protocol.Spec], Made]) -> int:
     """Connect, start vLLM by `make`, serve; an error is told to the client before the end."""
     context = zmq.asyncio.Context()
     socket = context.socket(zmq.PAIR)
@@ -411,7 +461,10 @@ async def serve(spec: protocol.Spec, make: Callable[[protocol.Spec], tuple[Any, 
     socket.connect(spec.address)
     what = "starting vLLM"
     try:
-        llm, version, sampling, transfer = make(spec)
+        llm, version, sampling, transfer, new_adapter = make(spec)
+        adapters = LoadedAdapters(llm, new_adapter, side_by_side=spec.side_by_side)
+        for push, path in spec.adapters.items():
+            await adapters.load(push, path, spec.adapters)
         what = "serving"
         worker = Worker(
             llm,
@@ -421,6 +474,7 @@ async def serve(spec: protocol.Spec, make: Callable[[protocol.Spec], tuple[Any, 
             stop_token_ids=spec.stop_token_ids,
             sampling=sampling,
             transfer=transfer,
+            adapters=adapters,
         )
         await worker.serve()
     except Exception as error:  # noqa: BLE001 - whatever it is, the client must hear of it
@@ -433,10 +487,11 @@ async def serve(spec: protocol.Spec, make: Callable[[protocol.Spec], tuple[Any, 
     return 0
 
 
-def make_vllm(spec: protocol.Spec) -> tuple[Any, str, Sampling, Transfer]:
+def make_vllm(spec: protocol.Spec) -> Made:
     """AsyncLLM with the arguments of the spec, of which this vLLM must know every one."""
     import vllm
     from vllm import AsyncEngineArgs, SamplingParams
+    from vllm.lora.request import LoRARequest
     from vllm.platforms import current_platform
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -458,10 +513,10 @@ def make_vllm(spec: protocol.Spec) -> tuple[Any, str, Sampling, Transfer]:
 
     world_size = int(arguments.get("tensor_parallel_size", 1))
     transfer = nccl_from(llm, world_size) if spec.transfer == "nccl" else reload_from(llm)
-    return llm, str(vllm.__version__), sampling, transfer
+    return llm, str(vllm.__version__), sampling, transfer, LoRARequest
 
 
-def main(spec_path: str, make: Callable[[protocol.Spec], tuple[Any, str, Sampling, Transfer]] = make_vllm) -> None:
+def main(spec_path: str, make: Callable[[protocol.Spec], Made] = make_vllm) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the run's to handle
     spec = msgspec.json.decode(Path(spec_path).read_bytes(), type=protocol.Spec)
     end_with_parent([Path(spec.folder), Path(spec_path).parent])  # weights, and the socket
