@@ -61,7 +61,7 @@ SMALLER = {
     r"(slipstream launch \w+ --slurm.*)": r"rm -rf jobs; \1",  # the page writes into one folder more than once
     r"^jobs/(\S+)/submit.sh": r"bash -n jobs/\1/submit.sh",  # tests/test_job_files.py runs it, with stand-ins
     r"(make (?:quickstart)\b)": rf'\1 ARGS="{QUICK}"',
-    r"(make test(?:-slow|-promises|-chaos|-cluster|-vllm)?(?![\w-]))": r"\1 ARGS=--collect-only",  # a tier of its own
+    r"(make test(?:-slow|-promises|-chaos|-cluster|-vllm)?(?![\w-]))": r"\1 ARGS='--collect-only -qq'",  # its own tier
     r"(make fuzz(?: SEED=\d+)?)": r'\1 ARGS="--count 3"',
     r"(make bench)(?![\w-])": r'\1 ARGS="--cases short --rounds 1 --steps 1"',
     r"(make bench-engine)": r'\1 ARGS="--quick --models tiny --contenders slipstream generate"',
