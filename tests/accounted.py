@@ -16,6 +16,8 @@ MOST_OVERHEAD = 0.1
 """Else it has become a place for what nobody has named."""
 START_OVERHEAD_S = 0.25
 """Of which the first turns of a loop take a part that does not depend on how long the run is."""
+KEPT_OF_KILLED_S = 0.02
+"""A process that was killed has not said for how long others had its core; two of the system's slices."""
 CLOCKS_APART_S = 0.02
 """CPU seconds are counted by the system in ticks of up to 10 ms, and read a moment before the time is."""
 
@@ -68,7 +70,8 @@ def check_accounting(run_dir: Path, *, stopped_s: float = 0.0, most_overhead: fl
         where = f"{name} of {run_dir}"
         told = seconds(timelines[name], start_ns, end_ns)
         there_s = max(summary["wall_s"] - states.get("absent", 0.0) - states.get("lost", 0.0), SHORTEST_S)
-        kept_s = sum(line.get("kept_ns", 0) for line in timelines[name] if line["kind"] == "end") * 1e-9
+        ends = [line for line in timelines[name] if line["kind"] == "end"]
+        kept_s = sum(line.get("kept_ns", 0) for line in ends) * 1e-9 if ends else KEPT_OF_KILLED_S
         overhead_s = (most_overhead if name == "controller" else MOST_OVERHEAD) * there_s + START_OVERHEAD_S
         for state, most_s in (("unlabelled", MOST_UNLABELLED * there_s), ("overhead", overhead_s)):
             told_s = states.get(state, 0.0)
