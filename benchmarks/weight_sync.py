@@ -108,6 +108,8 @@ def copying_s(source: torch.Tensor, is_on_gpu: bool, repeats: int) -> list[float
 
 
 class Parameters:
+    reads_flat = True
+
     def __init__(self, flat: torch.Tensor) -> None:
         self.flat = flat
         self.holding: Holding | None = None
