@@ -71,7 +71,7 @@ def kill_and_see_all_end(process: subprocess.Popen[bytes], phase: str, others: f
         assert has_ended, f"{command_line(pid)} lives {END_DEADLINE_S:g} s after its controller, killed amid {phase}"
     took_s = time.monotonic() - killed_s
     sys.stdout.write(f"killed amid {phase}: the last of {len(known)} processes ended after {took_s:.2f} s\n")
-    for pid in known:
+    for pid in {*known, *descendants(os.getpid())} - others:  # also those that came and went between two looks
         with suppress(ChildProcessError):  # one that was never adopted
             os.waitpid(pid, os.WNOHANG)
     assert not [pid for pid in descendants(os.getpid()) if pid not in others and is_alive(pid)]
