@@ -39,11 +39,10 @@ CONFIG = RunConfig(
 )
 
 
-@pytest.fixture(scope="module")
-def model() -> Transformer:
-    """A Llama with a tied head and heads of the least size that vLLM takes on a CPU."""
-    config = TransformerConfig(
-        family="llama",
+def small_config(family: str, **changes: Any) -> TransformerConfig:
+    """A tied head, and heads of the least size that vLLM takes on a CPU."""
+    return TransformerConfig(
+        family=family,
         vocab_size=VOCAB,
         hidden_size=64,
         intermediate_size=96,
@@ -54,8 +53,13 @@ def model() -> Transformer:
         max_positions=MAX_LEN,
         tie_embeddings=True,
         eos_token_ids=(STOP,),
+        **changes,
     )
-    model = Transformer(config)
+
+
+@pytest.fixture(scope="module")
+def model() -> Transformer:
+    model = Transformer(small_config("llama"))
     fill(model, 0)
     return model
 

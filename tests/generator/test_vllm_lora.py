@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from engine_kit import fill
-from test_vllm import CONFIG, LONG, MAX_LEN, STOP, TOLERANCE, VOCAB, difference, forced_logprobs, requests
+from test_vllm import CONFIG, LONG, MAX_LEN, STOP, TOLERANCE, VOCAB, difference, forced_logprobs, requests, small_config
 from vllm_kit import drive, num_tokens
 
 from slipstream.algorithms.logprobs import probe_logprobs
@@ -21,7 +21,6 @@ from slipstream.generator.vllm.engine import Deadlines, VLLMEngine
 from slipstream.generator.vllm.folder import WeightFolder
 from slipstream.generator.vllm.process import Launch
 from slipstream.generator.vllm.settings import interpreter
-from slipstream.models.config import TransformerConfig
 from slipstream.models.lora import install, shapes_for, shapes_of, targeted
 from slipstream.models.transformer import Transformer
 
@@ -33,20 +32,7 @@ PROBE = np.random.default_rng(0).integers(2, VOCAB, 32).astype(np.int32)
 @pytest.fixture(scope="module")
 def model() -> Transformer:
     """A Qwen3 with adapters of rank 5 on all layers but the head, which is tied; vLLM pads them to rank 8."""
-    config = TransformerConfig(
-        family="qwen3",
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=96,
-        num_layers=2,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=32,
-        max_positions=MAX_LEN,
-        tie_embeddings=True,
-        qk_norm=True,
-        eos_token_ids=(STOP,),
-    )
+    config = small_config("qwen3", qk_norm=True)
     model = Transformer(config)
     install(model, shapes_for(config, targeted(config, ()), rank=5, alpha=7.0, use_rslora=False))
     fill(model, 0)

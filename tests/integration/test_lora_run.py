@@ -229,7 +229,7 @@ def test_a_run_beside_a_rounded_base_is_resumed_and_leaves_what_any_run_does(sma
         with torch.no_grad():
             ours, expected = logits_of(load_model(folder), tokens), theirs(tokens[None]).logits[0]
         torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
-    assert slipstream.evaluate_model(whole.out, num_prompts=4).accuracy >= 0
+    assert len(slipstream.evaluate_model(whole.out, num_prompts=4).greedy_answers) == 4
 
 
 @pytest.fixture(scope="module")

@@ -71,13 +71,8 @@ def ours_of(theirs, folder, tmp_path):
     return load_model(tmp_path / "adapter")
 
 
-@pytest.mark.parametrize(
-    ("case", "index"),
-    [(case, index) for case in CASES for index in (range(4) if case in ("llama_tied", "gpt_neox", "gpt2") else (2,))],
-)
-def test_loss_and_gradients_equal_peft(case, index, checkpoint, tmp_path):
-    theirs = wrapped(case, targets_of(case)[index], use_rslora=index == 1)
-    ours = ours_of(theirs, checkpoint(case)[1], tmp_path)
+def losses_and_gradients(ours, theirs):
+    """(our loss, PEFT's), and by name in PEFT's files (our gradient, PEFT's), of one random objective."""
     tokens, positions = packed_inputs(LENGTHS)
     weights = torch.randn(sum(LENGTHS), ours.config.vocab_size, generator=torch.Generator().manual_seed(1))
     loss = (packed_logits(ours, tokens, positions, LENGTHS).log_softmax(-1) * weights).mean()
@@ -87,18 +82,24 @@ def test_loss_and_gradients_equal_peft(case, index, checkpoint, tmp_path):
         part = (theirs(sequence[None]).logits[0].log_softmax(-1) * weight).sum() / weights.numel()
         part.backward()
         expected += part.item()
-    assert loss.item() == pytest.approx(expected, abs=1e-6)
-    gradients = {
-        name.replace(".default", ""): parameter.grad
-        for name, parameter in theirs.named_parameters()
-        if parameter.requires_grad
-    }
     trained = {name: parameter.grad for name, parameter in ours.named_parameters() if parameter.requires_grad}
     got = {PREFIX + tensor.name: tensor.read() for _, tensor in adapter_tensors(shapes_of(ours), trained)}
+    gradients = {name.replace(".default", ""): p.grad for name, p in theirs.named_parameters() if p.requires_grad}
     assert got.keys() == gradients.keys()
-    for name, grad in got.items():
-        assert gradients[name].abs().max() > 0
-        torch.testing.assert_close(grad, gradients[name], atol=1e-6, rtol=1e-3, msg=lambda m, n=name: f"{n}: {m}")
+    return (loss.item(), expected), {name: (grad, gradients[name]) for name, grad in got.items()}
+
+
+@pytest.mark.parametrize(
+    ("case", "index"),
+    [(case, index) for case in CASES for index in (range(4) if case in ("llama_tied", "gpt_neox", "gpt2") else (2,))],
+)
+def test_loss_and_gradients_equal_peft(case, index, checkpoint, tmp_path):
+    theirs = wrapped(case, targets_of(case)[index], use_rslora=index == 1)
+    (loss, expected), gradients = losses_and_gradients(ours_of(theirs, checkpoint(case)[1], tmp_path), theirs)
+    assert loss == pytest.approx(expected, abs=1e-6)
+    for name, (got, grad) in gradients.items():
+        assert grad.abs().max() > 0
+        torch.testing.assert_close(got, grad, atol=1e-6, rtol=1e-3, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def test_an_adapted_layer_is_peft_s_in_float64():

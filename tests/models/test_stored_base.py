@@ -6,8 +6,8 @@ import peft
 import pytest
 import torch
 from hf_cases import CASES
-from test_families import LENGTHS, packed_inputs, packed_logits
-from test_lora import adapted, ours_of, saved, targets_of, wrapped
+from test_families import packed_inputs, packed_logits
+from test_lora import adapted, losses_and_gradients, ours_of, saved, targets_of, wrapped
 from transformers.pytorch_utils import Conv1D
 
 from slipstream.core.errors import ConfigError
@@ -16,8 +16,8 @@ from slipstream.core.recipes import resolve
 from slipstream.models import stored_base
 from slipstream.models.hf import load_model
 from slipstream.models.initialise import initialise, new_model
-from slipstream.models.lora import adapter_tensors, base_of, shapes_of
-from slipstream.models.peft import PREFIX, load_adapter, read_adapter, save_adapter, with_adapters
+from slipstream.models.lora import base_of
+from slipstream.models.peft import load_adapter, read_adapter, save_adapter, with_adapters
 from slipstream.models.products import DenseProduct, cpu_dtype
 from slipstream.models.quantized import StoredWeight, WeightLayout
 from slipstream.models.served import ServedWeights
@@ -67,22 +67,10 @@ def test_loss_and_gradients_are_peft_s_beside_the_rounded_model(case, precision,
     ours = ours_of(theirs, checkpoint(case)[1], tmp_path)
     store_base(ours, precision)
     round_base(theirs.get_base_model(), precision)
-    tokens, positions = packed_inputs(LENGTHS)
-    weights = torch.randn(sum(LENGTHS), ours.config.vocab_size, generator=torch.Generator().manual_seed(1))
-    loss = (packed_logits(ours, tokens, positions, LENGTHS).log_softmax(-1) * weights).mean()
-    loss.backward()
-    expected = 0.0
-    for sequence, weight in zip(tokens.split(LENGTHS), weights.split(LENGTHS), strict=True):
-        part = (theirs(sequence[None]).logits[0].log_softmax(-1) * weight).sum() / weights.numel()
-        part.backward()
-        expected += part.item()
-    assert loss.item() == pytest.approx(expected, abs=1e-6)
-    trained = {name: parameter.grad for name, parameter in ours.named_parameters() if parameter.requires_grad}
-    got = {PREFIX + tensor.name: tensor.read() for _, tensor in adapter_tensors(shapes_of(ours), trained)}
-    gradients = {name.replace(".default", ""): p.grad for name, p in theirs.named_parameters() if p.requires_grad}
-    assert got.keys() == gradients.keys()
-    for name, grad in got.items():
-        torch.testing.assert_close(grad, gradients[name], atol=1e-6, rtol=1e-3, msg=lambda m, n=name: f"{n}: {m}")
+    (loss, expected), gradients = losses_and_gradients(ours, theirs)
+    assert loss == pytest.approx(expected, abs=1e-6)
+    for name, (got, grad) in gradients.items():
+        torch.testing.assert_close(got, grad, atol=1e-6, rtol=1e-3, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def parts(precision, rows=24, columns=16, num=7):

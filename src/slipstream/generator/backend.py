@@ -29,6 +29,8 @@ class Backend(ABC):
     engine: GenerationEngine
     weights: FlatWeights
     max_len: int
+    num_versions = 1
+    """Versions that may be held side by side: of adapters, else 1."""
     probes_prepared = False
     """Whether `probe` computes with the weights that were prepared last, else with the live ones."""
 
@@ -55,12 +57,12 @@ class Backend(ABC):
     @property
     def keeps_versions(self) -> bool:
         """Whether what has begun goes on with the version that it began with, beside newer ones."""
-        return False
+        return self.num_versions > 1
 
     @property
     def has_room_for_version(self) -> bool:
         """With `keeps_versions`: whether one more may be held now."""
-        return True
+        return len(self.engine.versions_in_use) < self.num_versions
 
     def has_work(self) -> bool:
         """Whether a step of `engine` would do anything now."""

@@ -130,17 +130,17 @@ class NativeBackend(Backend):
             torch.cuda.set_device(self._device)  # where this thread compiles, launches and captures
         self._model = self._on_device(self._policy())
         precision = config.generator.precision
-        self._num_versions = 1 if self._is_paged else config.resident_versions
+        self.num_versions = 1 if self._is_paged else config.resident_versions
         self.weights = ServedWeights(
             self._model,
             precision,
             in_place=self._is_paged,
             on_device=config.weights_stay_on_gpu,
             group=self._group,
-            keeps_versions=self._num_versions > 1,
+            keeps_versions=self.num_versions > 1,
         )
         self.max_len = config.longest_sequence(self._model.config.max_positions)
-        residents = self.weights if self._num_versions > 1 else None
+        residents = self.weights if self.num_versions > 1 else None
         self.engine: Engine = self._new_engine(self._model, config.generator.num_slots, spans, seed, residents)
         self._pins: list[Pin] = []
 
@@ -172,14 +172,6 @@ class NativeBackend(Backend):
         engine = self._new_engine(model, self._config.eval.num_slots, spans, self._config.seed)
         engine.set_version(pin.version)
         return engine
-
-    @property
-    def keeps_versions(self) -> bool:
-        return self._num_versions > 1
-
-    @property
-    def has_room_for_version(self) -> bool:
-        return len(self.engine.versions_in_use) < self._num_versions
 
     def has_work(self) -> bool:
         return self.engine.has_work

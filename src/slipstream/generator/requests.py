@@ -181,6 +181,11 @@ class GenerationEngine(Protocol):
         ...
 
     @property
+    def versions_in_use(self) -> set[int]:
+        """Where versions are side by side: those that what has begun, waits or is an open episode goes on with."""
+        ...
+
+    @property
     def num_waiting(self) -> int: ...
 
     @property

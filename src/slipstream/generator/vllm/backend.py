@@ -86,10 +86,10 @@ class VLLMBackend(Backend):
         layout = WeightLayout(model, "float32", base=base_digest(model) if shapes else "")
         parameters = FlatParameters(model)
         self.max_len = config.longest_sequence(model.config.max_positions)
-        self._num_versions = config.resident_versions
+        self.num_versions = config.resident_versions
         self._pins: list[Pin] = []
         num_bytes = sum(parameter.nbytes for parameter in model.parameters() if not parameter.requires_grad)
-        self._folder = WeightFolder(num_bytes + self._num_versions * parameters.flat.nbytes, context.scratch_prefix)
+        self._folder = WeightFolder(num_bytes + self.num_versions * parameters.flat.nbytes, context.scratch_prefix)
         try:
             self.engine = VLLMEngine(
                 model,
@@ -135,14 +135,6 @@ class VLLMBackend(Backend):
     def may_swap(self) -> bool:
         """vLLM holds one set of weights, or adapters for training alone: what an evaluation needs stays."""
         return not self._pins
-
-    @property
-    def keeps_versions(self) -> bool:
-        return self._num_versions > 1
-
-    @property
-    def has_room_for_version(self) -> bool:
-        return len(self.engine.versions_in_use) < self._num_versions
 
     def evaluation_engine(self, pin: Pin, spans: StateSpans) -> VLLMEngine:  # noqa: ARG002 - its time is not ours
         assert pin in self._pins, "an evaluation of a version that was not kept"
