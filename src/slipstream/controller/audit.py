@@ -67,9 +67,9 @@ class Audit:
     """The promises, recounted line by line from the log alone: each is checked against `loop`, which then goes on.
 
     Lines are numbered without gaps; steps are trained in order, of P groups each; a group is trained or dropped once,
-    and only after it was scored; none starts twice unless it was lost; no replica is given more than it holds; and no
-    group is trained staler than the policy's bound, by the oldest version in it, and by the oldest one it was admitted
-    at where the policy bounds admissions.
+    and only after it was scored; none starts twice unless it was lost; nothing starts after a stop; no replica is given
+    more than it holds; and no group is trained staler than the policy's bound, by the oldest version in it, and by the
+    oldest one it was admitted at where the policy bounds admissions.
     """
 
     def __init__(self, policy: SchedulingPolicy, result: Replay) -> None:
@@ -142,6 +142,8 @@ class Audit:
 
     def _start(self, number: int, command: StartGroup) -> None:
         ordinal, replica = command.ordinal, command.replica
+        if self.loop.is_stopping:
+            self._break(number, f"group {ordinal} was started after the run was stopped")
         group = self.loop.groups.get(ordinal)
         if ordinal == self.loop.next_ordinal:
             self.result.num_admitted += 1
@@ -161,6 +163,8 @@ class Audit:
             self._break(number, f"replica {replica} holds {held} of {self.config.capacity} completions")
 
     def _train(self, number: int, command: TrainStep) -> None:
+        if self.loop.is_stopping:
+            self._break(number, f"step {command.step} began after the run was stopped")
         if command.step != self.steps_done or self.training is not None:
             self._break(number, f"step {command.step} began, {self.steps_done} steps being done")
         if len(set(command.ordinals)) != self.config.groups_per_step:

@@ -20,7 +20,8 @@ from pathlib import Path
 
 import msgspec
 
-from slipstream.controller.evaluations import EvaluationDone, PendingEvaluations, Request
+from slipstream.controller.best import BestModel, EarlyStopping
+from slipstream.controller.evaluations import GREEDY, EvaluationDone, PendingEvaluations, Request
 from slipstream.controller.executors import Executors
 from slipstream.controller.ledger import Ledger
 from slipstream.controller.meeting import Cluster
@@ -44,10 +45,12 @@ from slipstream.core.service_messages import (
     CompletionsFinished,
     Counters,
     EvalScored,
+    Evaluating,
     Export,
     Exported,
     Noted,
     Progress,
+    Publish,
     Published,
     Ready,
     Settled,
@@ -104,6 +107,10 @@ class Controller:
             restarts=self.tally.restarts,
         )
         self.evaluations = PendingEvaluations(every=config.eval.every, steps=config.steps)
+        self.early_stopping, self.best = EarlyStopping(config.eval), BestModel(self.run_dir, config.eval)
+        for known in self.tally.evaluations.values():
+            if known.greedy is not None:
+                self.early_stopping.take(known.greedy)
         self.waits = WaitReasons()
         self.partials = dict(work.partials)
         self.holder_of: dict[int, int] = {}  # ordinal -> the replica that has the group until it is scored
@@ -137,7 +144,8 @@ class Controller:
                 self.executors.launch(transport_dir, run_id, self.cluster)
                 if self.work.warm_start is not None:
                     self.executors.send("trainer", self.work.warm_start)
-            self._train()
+            self._stop_early()  # a run that goes on knows the evaluations before
+            self._train(self.evaluations.first(self.schedule.steps_done, self.tally.evaluations))
             if self.schedule.versions:
                 self._finish()
             self.tally.status = "interrupted" if self.is_interrupted else "done"
@@ -148,15 +156,19 @@ class Controller:
             os.close(owner)
         return self.tally
 
-    def _train(self) -> None:
-        """Go from the first event to the last step; an interrupt before the first version leaves nothing to save."""
+    def _train(self, first: Sequence[float]) -> None:
+        """Evaluate at the `first` temperatures, and go on to the last step.
+
+        An interrupt before the first version leaves nothing to save.
+        """
+        self._export_candidate(self.schedule.steps_done)
         self._unless_interrupted(lambda: not self.executors.missing, "all executors to be ready")
         num_replicas = sum(replica_of(node.name) is not None for node in self.pipeline.nodes)
         self._unless_interrupted(
             lambda: len(self.schedule.versions) == num_replicas, "generators to hold the first version"
         )
         if not self.is_interrupted:
-            self._evaluate(self.evaluations.first(self.schedule.steps_done, self.tally.evaluations))
+            self._evaluate(first)
         self._unless_interrupted(lambda: self.schedule.is_finished, "training")
         if self.is_interrupted:
             self._tell_of_interrupt()  # before the schedule hears of it, which then has no next step
@@ -165,14 +177,20 @@ class Controller:
 
     def _finish(self) -> None:
         last, versions = self.schedule.steps_done, self.schedule.versions
+        if self.schedule.stopped_because is not None:
+            self.executors.send("trainer", Publish())
         self._unless_interrupted(lambda: bool(versions) and min(versions.values()) >= last, "the last version")
         if not self.is_interrupted:  # else a resume evaluates; it restores the scores that there are
             self._evaluate(self.tally.unevaluated(last))
         self._unless_interrupted(lambda: not self.evaluations, "the last evaluation")
         self._tell_of_interrupt()
         self._checkpoint()
+        if (command := self.best.last(last)) is not None:
+            self.executors.send("trainer", command)
         self.executors.send("trainer", Export(path=str(self.run_dir / "model")))
         self._run_until(lambda: self.checkpointed == last and self.is_exported, "checkpoint and export")
+        for version in self.best.missed:
+            self.observers.note(f"version {version} was better, and is not kept: its replica was lost")
 
     def _tell_of_interrupt(self) -> None:
         """Say once what the run still does, and that a second signal stops that, too."""
@@ -243,8 +261,13 @@ class Controller:
                 self._evaluated(message)
             case CheckpointSaved(step=step):
                 self.checkpointed = step
-            case Exported():
+            case Evaluating():
+                self.evaluations.began(message)
+                self.best.began(self.evaluations.may_be_of)
+            case Exported(path=path) if path == str(self.run_dir / "model"):
                 self.is_exported = True
+            case Exported(path=path):
+                self.best.exported(path)
             case Leaving(executor=executor):
                 self.observers.note(f"{executor} was told to end: a checkpoint follows the current step")
                 self.is_checkpoint_wanted = True
@@ -262,15 +285,17 @@ class Controller:
                 self.events.record(event, [], error=error.what)
                 raise
             self.observers.take(self.events.record(event, commands))
+            temperatures = self.evaluations.next(event)
             if isinstance(event, StepDone):
                 self._save_if_due()  # before the next step: the checkpoint has the weights between the two
+                self._export_candidate(event.version)
             for command in commands:
                 self._carry_out(command)
         for executor, waiting in self.waits.changed(event, self.schedule):
             self.executors.send(executor, waiting)
         if isinstance(event, Swapped | ReplicaLost):
             self._ask(self.evaluations.ask_again(self.schedule.versions))
-        if temperatures := self.evaluations.next(event):
+        if temperatures:
             self._evaluate(temperatures)
 
     def _carry_out(self, command: Command) -> None:
@@ -347,12 +372,30 @@ class Controller:
             self.executors.send(f"generator-{evaluation.replica}", Settled(eval_ids=(evaluation.eval_id,)))
         found = measured(evaluation.scores, self.config.eval.measure)
         self.observers.take(EvaluationDone(message.version, evaluation.temperature, found, evaluation.scores))
+        if evaluation.temperature == GREEDY:
+            self.best.evaluated(message.version, found)
+            self.early_stopping.take(found)
+            self._stop_early()
+
+    def _export_candidate(self, version: int) -> None:
+        """Have the trainer export `version`, its present one, where it may be evaluated and become the best."""
+        is_published = version % self.config.publish_every == 0
+        if is_published and self.evaluations.may_be_of(version) and (command := self.best.candidate(version)):
+            self.executors.send("trainer", command)
+
+    def _stop_early(self) -> None:
+        """End the run after the current step where the evaluations so far say so."""
+        if (cause := self.early_stopping.cause) is None or self.schedule.is_finished or self.schedule.is_stopping:
+            return
+        self.observers.note(f"the run ends after the current step: {self.early_stopping.in_words()}")
+        self._decide(Stop(because=cause))
 
     # The end
 
     def _shut_down(self) -> None:
         with contextlib.ExitStack() as ends:  # each is closed whatever the others do
             ends.callback(self.executors.close)
+            ends.callback(self.best.clear)
             for writer in (self.observers, self.events, self.ledger, self.timeline):
                 ends.callback(writer.close)
             ends.callback(self._note_end)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from slipstream.core.held_out import Measured
 from slipstream.core.run_log import Event
-from slipstream.core.service_messages import EvalScored, Evaluate
+from slipstream.core.service_messages import EvalScored, Evaluate, Evaluating
 from slipstream.core.types import Prompt, StepDone, Swapped
 
 GREEDY, SAMPLED = 0.0, 1.0
@@ -32,6 +32,8 @@ class PendingEvaluation:
     temperature: float
     prompts: tuple[Prompt, ...]
     replica: int | None = None
+    version: int | None = None
+    """The version that answers; None until the replica has said it."""
     answers: dict[int, EvalScored] = field(default_factory=dict)
     """By ordinal: an answer may come again from rewards that were started again."""
 
@@ -51,6 +53,7 @@ class PendingEvaluations:
     def __init__(self, *, every: int = 0, steps: int = 0) -> None:
         self._every, self._steps = every, steps
         self._due: int | None = None  # once a replica holds this version
+        self._is_first_due = False
         self._pending: dict[int, PendingEvaluation] = {}
         self._num_begun = 0
 
@@ -63,9 +66,19 @@ class PendingEvaluations:
 
         After a resume that is what a crash has cut off: version `step`, if it was due and is not among the `known`.
         """
-        if step == 0:
-            return GREEDY, SAMPLED
-        return (GREEDY,) if self._is_due_at(step) and step not in known else ()
+        self._is_first_due = step == 0 or (self._is_due_at(step) and step not in known)
+        return (GREEDY, SAMPLED)[: 2 if step == 0 else self._is_first_due]
+
+    def may_be_of(self, version: int) -> bool:
+        """Whether `version` is evaluated, or may yet be: the version of an evaluation that is due is not known."""
+        is_due = self._is_first_due or (self._due is not None and version >= self._due)
+        greedy = [one.version for one in self._pending.values() if one.temperature == GREEDY]
+        return is_due or version in greedy or None in greedy
+
+    def began(self, message: Evaluating) -> None:
+        """Take from a replica which version answers."""
+        if message.eval_id in self._pending:
+            self._pending[message.eval_id].version = message.version
 
     def next(self, event: Event) -> tuple[float, ...]:
         """Return the temperatures at which an evaluation is to begin upon `event`."""
@@ -83,6 +96,7 @@ class PendingEvaluations:
         self, prompts: Sequence[Prompt], temperatures: Sequence[float], versions: Mapping[int, int]
     ) -> list[Request]:
         """Begin an evaluation on `prompts` at each of `temperatures`; return what is to be sent."""
+        self._is_first_due = False
         asked = temperatures if prompts else ()
         return [request for temperature in asked for request in self._begin(temperature, tuple(prompts), versions)]
 

@@ -30,13 +30,13 @@ from slipstream.observe.display import Display, config_summary, in_numbers
 from slipstream.observe.health import Alarm, Watchman, in_a_line, unfit
 from slipstream.observe.metrics import MetricsWriter
 from slipstream.observe.samples import Sample
-from slipstream.observe.summary import Summary
+from slipstream.observe.summary import BEST, Summary
 from slipstream.observe.trackers import Trackers
 from slipstream.observe.vitals import Vitals
 from slipstream.observe.waste import UntrainedTokens
 from slipstream.prompts import PromptReport
 
-FILES = ("summary.json", "report.html", "metrics.jsonl", "rollouts.jsonl", "timeline.json", "model")
+FILES = ("summary.json", "report.html", "metrics.jsonl", "rollouts.jsonl", "timeline.json", "model", BEST)
 
 
 class StepWritten(NamedTuple):

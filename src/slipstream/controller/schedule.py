@@ -94,6 +94,7 @@ from slipstream.core.types import (
     StartGroup,
     StepDone,
     Stop,
+    StopCause,
     Swapped,
     TrainStep,
 )
@@ -125,7 +126,8 @@ class SchedulingPolicy(ABC):
         self.in_flight: dict[int, InFlight] = {}  # admitted, not scored
         self.ready: dict[int, int] = {}  # scored, not yet handed to the trainer -> oldest version; in finish order
         self.training: tuple[int, ...] = ()
-        self.is_stopping = False  # the run is being interrupted: learn what happens, start nothing
+        self.is_stopping = False  # the run is being interrupted, or ended: learn what happens, start nothing
+        self.stopped_because: StopCause | None = None  # it is ended
         self.readmit: list[int] = []  # admitted once, lost with their replica; regenerated before anything new
         # Indexes of the above, so that an event costs no scan of all groups:
         self._ready_in_order: list[int] = []
@@ -162,7 +164,8 @@ class SchedulingPolicy(ABC):
 
     @property
     def is_finished(self) -> bool:
-        return self.steps_done >= self.config.steps
+        is_ended = self.stopped_because is not None and not self.training
+        return is_ended or self.steps_done >= self.config.steps
 
     @property
     def num_undropped(self) -> int:
@@ -225,6 +228,7 @@ class SchedulingPolicy(ABC):
                 self._lose(event.replica)
             case Stop():
                 self.is_stopping = True
+                self.stopped_because = event.because or self.stopped_because
         if not self.is_stopping:
             commands += self._discard()
             commands += self._train()

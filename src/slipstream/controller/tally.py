@@ -18,7 +18,17 @@ from slipstream.core.config import RunConfig
 from slipstream.core.held_out import GREEDY_PREFIX, SAMPLED_PREFIX, Measured, in_metrics, is_right
 from slipstream.core.run_log import Command, Decision
 from slipstream.core.service_messages import NUM_SHOWN, Counters, EvalScored, Published, Ready
-from slipstream.core.types import GroupScored, Skip, SkipCause, StartGroup, StepDone, Swapped, TrainStep
+from slipstream.core.types import (
+    GroupScored,
+    Skip,
+    SkipCause,
+    StartGroup,
+    StepDone,
+    Stop,
+    StopCause,
+    Swapped,
+    TrainStep,
+)
 from slipstream.observe import summary as s
 from slipstream.observe.accounting import read_accounting
 from slipstream.observe.health import ALARMS_FILE, read_alarms, spans
@@ -53,6 +63,7 @@ class Tally:
     clock: Clock = field(default_factory=WallClock)
     status: s.Status = "running"
     error: str | None = None
+    stopped_because: StopCause | None = None
     ended_s: float = 0.0
     steps_done: int = 0
     num_params: int = 0
@@ -86,7 +97,9 @@ class Tally:
     def take(self, news: object) -> None:
         """Count what `news` tells; a step is counted by `stepped`."""
         match news:
-            case Decision(commands=commands):
+            case Decision(commands=commands, event=event):
+                if isinstance(event, Stop):
+                    self.stopped_because = event.because or self.stopped_because
                 for command in commands:
                     self._command(command)
             case GroupScored(num_failed=num_failed):
@@ -305,6 +318,8 @@ class Tally:
             seed=self.config.seed,
             status=self.status,
             error=self.error if self.status == "failed" else None,
+            stopped_because=self.stopped_because if self.status == "done" else None,
+            best=s.read_best(run_dir) if self.config.eval.keep_best else None,
             steps=self.steps_done,
             wall_s=self.ended_s - self.started_s,
             earlier_s=self.earlier_s,

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from slipstream.core.config import RunConfig
 from slipstream.core.environment_section import ENVIRONMENT
 from slipstream.core.errors import ConfigError, did_you_mean
+from slipstream.core.stage_sections import EvalConfig
 
 RIGHT_FROM = 1 - 1e-6
 """From here on the measure counts as 1, and the answer as right."""
@@ -44,6 +45,10 @@ class Measured:
     reward_parts: dict[str, float] = field(default_factory=dict)
     accuracy: float | None = None
     reward_error: float | None = None
+
+    def value(self, config: EvalConfig) -> float | None:
+        """Return the number that the run goes by (`eval.metric`); None where no answer could be judged."""
+        return self.accuracy if config.goes_by == "accuracy" else self.reward
 
     @property
     def headline(self) -> tuple[str, float | None]:
@@ -96,8 +101,15 @@ def in_metrics(line: Mapping[str, Any], prefix: str) -> Measured | None:
 
 
 def check_measure(config: RunConfig) -> None:
-    """Raise ConfigError for an `eval.measure` that names no part of the reward."""
+    """Raise ConfigError for an `eval.measure` that names no part of the reward, and for an accuracy without any."""
     measure = config.eval.measure
+    if measure is None and config.eval.metric == "accuracy":
+        raise ConfigError(
+            "there is no accuracy without a measure",
+            got="eval.metric = 'accuracy' without eval.measure",
+            allowed="eval.measure, the name of the reward term that says which answers are right",
+            hint="eval.metric = 'reward' goes by the mean reward",
+        )
     names = [*config.rewards.part_names, *([ENVIRONMENT] if config.environment.is_set else [])]
     if measure is None or measure in names:
         return

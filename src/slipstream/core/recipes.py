@@ -186,6 +186,8 @@ def _inside(tables: Mapping[str, Any], section: str) -> Mapping[str, Any]:
 
 RESUMED_WITH = (
     "steps",
+    "eval.stop_at",
+    "eval.patience",
     "trainer.checkpoint_every",
     "trainer.keep_checkpoints",
     "deadline_s",
@@ -193,7 +195,7 @@ RESUMED_WITH = (
     "shutdown_grace_s",
     "max_restarts",
 )
-"""Fields that may change when a run goes on: its length, how often it is saved, and how long it waits."""
+"""Fields that may change when a run goes on: when it ends, how often it is saved, and how long it waits."""
 
 
 def resumed_config(run_dir: Path, overrides: Mapping[str, Any] | None = None) -> RunConfig:

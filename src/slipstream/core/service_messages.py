@@ -24,6 +24,13 @@ class CompletionsFinished(Message):
     finished: tuple[CompletionFinished, ...]
 
 
+class Evaluating(Message):
+    """The generator has taken an `Evaluate`: its answers will be those of `version`."""
+
+    eval_id: int
+    version: int
+
+
 # Controller -> generator
 
 
@@ -57,6 +64,10 @@ class Export(Message):
     """Write the policy as a Hugging Face checkpoint under `path`; answer with `Exported`."""
 
     path: str
+
+
+class Publish(Message):
+    """Offer the present version to the generators, where that was not done: the last one of a run that ends early."""
 
 
 # Controller -> several executors

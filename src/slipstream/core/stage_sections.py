@@ -16,6 +16,7 @@ from slipstream.core.fields import (
     Fraction,
     NonNegative,
     NonNegativeFloat,
+    Number,
     Positive,
     PositiveFloat,
     Seconds,
@@ -255,3 +256,43 @@ class EvalConfig(Section):
         description="Name of the reward term that says whether an answer is right: where it is 1 or more. Accuracy is "
         "the share of right answers; without a measure there is none, and the mean reward tells how good a policy is.",
     )
+    metric: Literal["accuracy", "reward"] | None = Field(
+        None,
+        description="What `stop_at`, `patience` and `keep_best` go by, of the greedy answers: the higher the better. "
+        "null: accuracy where there is a measure, else the mean reward.",
+    )
+    stop_at: Number | None = Field(
+        None, description="The run ends when an evaluation reaches this: as if its present step were its last."
+    )
+    patience: Count | None = Field(
+        None, description="The run ends after so many evaluations in a row that are no better than the best one before."
+    )
+    keep_best: bool = Field(
+        False,
+        description="Keep the model of the version with the best evaluation so far in RUN/best, beside RUN/model with "
+        "the last one. The trainer exports every version that may be evaluated.",
+    )
+
+    @property
+    def goes_by(self) -> Literal["accuracy", "reward"]:
+        return self.metric or ("reward" if self.measure is None else "accuracy")
+
+    @model_validator(mode="after")
+    def _check_rules(self) -> Self:
+        asked = [
+            f"eval.{name} = {value}" for name in ("stop_at", "patience") if (value := getattr(self, name)) is not None
+        ]
+        if asked and not self.every:
+            raise ConfigError(
+                "nothing is evaluated before the end of the run",
+                got=f"{', '.join(asked)} with eval.every = 0",
+                allowed="eval.every of 1 or more: the steps between two evaluations",
+            )
+        if self.stop_at is not None and self.stop_at > 1 and self.goes_by == "accuracy":
+            raise ConfigError(
+                "an accuracy is a share, which never reaches this",
+                got=f"eval.stop_at = {self.stop_at:g}",
+                allowed="at most 1",
+                hint="eval.metric = 'reward' goes by the mean reward",
+            )
+        return self

@@ -18,6 +18,8 @@ import numpy as np
 FinishReason = Literal["stop", "length", "deadline"]
 Purpose = Literal["train", "eval"]
 SkipCause = Literal["no_signal", "failed", "stale"]
+StopCause = Literal["stop_at", "patience"]
+"""Why a run ends before its last step, though nobody interrupts it."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -358,4 +360,9 @@ class ReplicaLost(Message):
 
 
 class Stop(Message):
-    """End. As an event: learn what happens, start nothing. To an executor: finish the current step, and close."""
+    """End. As an event: learn what happens, start nothing. To an executor: finish the current step, and close.
+
+    With `because` the run is over once the current step is: it has no further one. Else it may be resumed.
+    """
+
+    because: StopCause | None = None

@@ -44,9 +44,11 @@ class EvalJobs:
         """The evaluation that runs; -2 for none, as a turn that nobody waits for may end after its episode."""
         return self._jobs[0].request.eval_id if self._jobs else -2
 
-    def add(self, request: Evaluate) -> None:
-        """Queue an evaluation of the version that is live now."""
-        self._jobs.append(EvalJob(request, self._backend.pin(), len(request.prompts)))
+    def add(self, request: Evaluate) -> int:
+        """Queue an evaluation of the version that is live now; return that."""
+        job = EvalJob(request, self._backend.pin(), len(request.prompts))
+        self._jobs.append(job)
+        return job.pin.version
 
     def step(self) -> list[Finished] | None:
         """Start the oldest evaluation, or decode one step of it; None where there was nothing to do.

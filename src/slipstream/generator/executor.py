@@ -21,6 +21,7 @@ from slipstream.core.service_messages import (
     Checkpoint,
     Counters,
     Evaluate,
+    Evaluating,
     Ready,
     Settled,
     Waiting,
@@ -47,9 +48,9 @@ class Generator(Executor):
     """Continuous batching over fixed slots; never waits for the trainer except where the schedule admits nothing.
 
     Consumes: `Admit`, `Checkpoint`, `Evaluate`, `Observation`, `Settled`, `Waiting`, `Stop` (commands), versions (its
-    WEIGHTS channel). Produces: `Completion` (completions), `TurnSampled` (turns), `Swapped`, `CompletionsFinished`
-    (events). Waits for: an admission, an observation or a version; with work, on several ranks, also for the others at
-    the beginning of a step and in every layer.
+    WEIGHTS channel). Produces: `Completion` (completions), `TurnSampled` (turns), `Swapped`, `CompletionsFinished`,
+    `Evaluating` (events). Waits for: an admission, an observation or a version; with work, on several ranks, also for
+    the others at the beginning of a step and in every layer.
     Ends when: told to stop; what is in its slots then belongs to no step and is dropped.
     """
 
@@ -221,7 +222,9 @@ class Generator(Executor):
             case Checkpoint():
                 self.save_checkpoint(message)
             case Evaluate():
-                self.evaluations.add(message)
+                version = self.evaluations.add(message)
+                if self.together.is_leader:
+                    self.context.outputs["events"].put(Evaluating(eval_id=message.eval_id, version=version))
             case Observation():
                 self._observe(message)
             case Settled():

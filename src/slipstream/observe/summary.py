@@ -85,6 +85,30 @@ class Evaluations(msgspec.Struct, frozen=True):
         return "Accuracy reads 0 because no held-out answer reached 1 by eval.measure: does a right one score 1 there?"
 
 
+BEST, BEST_FILE = "best", "best.json"
+"""The folder of the best model in that of a run, and the file in it that says which one it is."""
+
+
+class Best(msgspec.Struct, frozen=True):
+    """The version of the model in `best/`: of all that were evaluated, the one with the highest `value` of `metric`.
+
+    It may be of an attempt that a resume has cut off.
+    """
+
+    version: int
+    metric: str
+    value: float
+
+
+def read_best(run_dir: Path) -> Best | None:
+    """Return what `best/` of a run holds; None without it."""
+    path = run_dir / BEST / BEST_FILE
+    try:
+        return decode_json(path, Best) if path.is_file() else None
+    except (OSError, ValueError):
+        return None
+
+
 class Throughput(msgspec.Struct, frozen=True):
     """Over the RL phase: from the first admission to the end of the last step; None where no step was finished."""
 
@@ -213,6 +237,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     model_share: float | None = None  # of the work of all processes: in states that compute the model, wall time
     balance: Balance | None = None  # who starves, why, and what would help, over the loop (`observe/balance.py`)
     error: str | None = None  # of a run that failed: the reason
+    stopped_because: str | None = None  # of a run that is done before its last step: `StopCause` (core/types.py)
+    best: Best | None = None  # None without `eval.keep_best`
     episodes: EpisodeCounts | None = None  # None without an environment
     stages: dict[str, dict[str, Any]] = {}  # `stage.json` of the other stages that are done, by name
 

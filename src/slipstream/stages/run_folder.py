@@ -9,11 +9,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from slipstream.controller.best import EarlyStopping
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError, DiskError, SlipstreamError
+from slipstream.core.held_out import GREEDY_PREFIX, in_metrics
 from slipstream.core.interrupts import Interrupted
 from slipstream.core.recipes import check_path
 from slipstream.core.run_lock import LOCK_FILE, check_free, holding
+from slipstream.core.run_log import read_metrics
 from slipstream.models.hub import has_checkpoint
 from slipstream.observe.summary import Summary, read_summary
 
@@ -103,14 +106,17 @@ def _check_unused(run_dir: Path) -> None:
 
 def check_goes_on(config: RunConfig, run_dir: Path) -> None:
     """Raise ConfigError where RL in `run_dir` has done all the steps that `config` asks for."""
-    if is_rl_done(config, run_dir):
-        raise ConfigError(
-            "the run is already complete",
-            got=f"{config.steps} of {config.steps} steps",
-            allowed="a run that was stopped before its last step, or more steps",
-            hint=f"--steps {2 * config.steps} goes on with it; a new run from its policy takes "
-            f"--model.path {run_dir / 'model'}",
-        )
+    if not is_rl_done(config, run_dir):
+        return
+    summary, more = read_summary(run_dir / "summary.json"), f"--steps {2 * config.steps}"
+    if (cause := summary.stopped_because) is not None:
+        more = f"another --eval.{cause}, or none (null),"
+    raise ConfigError(
+        "the run is already complete",
+        got=f"{summary.steps} of {config.steps} steps" + (f", ended by eval.{cause}" if cause else ""),
+        allowed="a run that was stopped before its last step, or more steps",
+        hint=f"{more} goes on with it; a new run from its policy takes --model.path {run_dir / 'model'}",
+    )
 
 
 def is_rl_done(config: RunConfig, run_dir: Path) -> bool:
@@ -127,7 +133,18 @@ def is_rl_done(config: RunConfig, run_dir: Path) -> bool:
             got=f"steps = {config.steps}, after {summary.steps} steps",
             allowed=f"at least {summary.steps}",
         )
-    return summary.steps == config.steps
+    if summary.stopped_because is None:
+        return summary.steps == config.steps
+    return _stops_early(config, run_dir)
+
+
+def _stops_early(config: RunConfig, run_dir: Path) -> bool:
+    """Return whether `config` ends the run in `run_dir` by the evaluations so far."""
+    rule = EarlyStopping(config.eval)
+    for line in read_metrics(run_dir / "metrics.jsonl"):
+        if (greedy := in_metrics(line, GREEDY_PREFIX)) is not None:
+            rule.take(greedy)
+    return rule.cause is not None
 
 
 def _summarised(run_dir: Path) -> Summary | None:

@@ -25,6 +25,7 @@ from slipstream.core.service_messages import (
     Export,
     Exported,
     Progress,
+    Publish,
     Published,
     Ready,
     Waiting,
@@ -51,10 +52,10 @@ PROBE_TOKENS = 32
 class Trainer(Executor):
     """Buffers rollouts, trains the groups that the schedule names, publishes versions, saves checkpoints.
 
-    Consumes: `Rollout` (rollouts), `WarmStart`, `TrainStep`, `Skip`, `Waiting`, `Checkpoint`, `Export`, `Stop`
-    (commands; and `WeightsLinked`, of rank 0's publisher). Produces: versions (its WEIGHTS channel), `GroupScored`,
-    `StepDone`, `Published` (events). Waits for: a `TrainStep`. Ends when: told to stop. With `resume` it starts from
-    that checkpoint instead of a warm start.
+    Consumes: `Rollout` (rollouts), `WarmStart`, `TrainStep`, `Skip`, `Waiting`, `Checkpoint`, `Export`, `Publish`,
+    `Stop` (commands; and `WeightsLinked`, of rank 0's publisher). Produces: versions (its WEIGHTS channel),
+    `GroupScored`, `StepDone`, `Published` (events). Waits for: a `TrainStep`. Ends when: told to stop. With `resume` it
+    starts from that checkpoint instead of a warm start.
 
     With several ranks, each data-parallel one keeps the rollouts it is dealt, and tells rank 0 their heads (`Arrived`):
     rank 0 knows when a group is whole, alone speaks with the controller, and relays its commands. All ranks carry them
@@ -81,7 +82,7 @@ class Trainer(Executor):
         self.data_ranks, self.tensor_ranks = divided
         self.policy = Policy(config, self.ranks, self.data_ranks, self.tensor_ranks)
         self._ends.callback(self.policy.close)
-        self.version = 0
+        self.version, self.published = 0, -1
         self._had_gradient = False  # since the last version was published
         assert context.publisher is not None, "a trainer needs a WEIGHTS channel"
         self.publisher = context.publisher
@@ -133,7 +134,7 @@ class Trainer(Executor):
         while (message := self.context.inputs["commands"].get_nowait()) is not None:
             has_news = True
             self._obey(self._relayed(message))
-            if isinstance(message, TrainStep):
+            if isinstance(message, TrainStep | WarmStart):
                 break
         return has_news
 
@@ -243,6 +244,9 @@ class Trainer(Executor):
                 with self.context.spans.span("export"):
                     self._export(Path(message.path))
                 self._tell(Exported(path=message.path))
+            case Publish():
+                if self.published != self.version:
+                    self._publish()
             case WeightsLinked():
                 self.publisher.take(message)
             case Stop():
@@ -333,6 +337,7 @@ class Trainer(Executor):
             self._tell(CheckpointSaved(step=saved.step, path=str(saved.path)))
 
     def _publish(self) -> None:
+        self.published = self.version
         with self.context.spans.span("publish", version=self.version):
             started_s = self.context.clock.now_s()
             logprobs = probe_logprobs(self.policy.model, self.probe_tokens)

@@ -1,0 +1,147 @@
+"""A run that held-out results end is a whole one, and `best/` is the model that was evaluated."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from audit import audit
+from safetensors.torch import load_file
+from test_resume import AHEAD, SYNC, cut_off, events, small
+
+import slipstream
+from slipstream.controller import controller
+from slipstream.core.errors import ConfigError
+from slipstream.core.held_out import Measured
+
+__all__ = ["small"]
+
+
+@pytest.fixture
+def rewards(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The mean rewards of the evaluations to come: the greedy one of the first version, the sampled one, others."""
+    values: list[float] = []
+    measure = controller.measured
+
+    def measured(scores: Any, name: Any) -> Measured:
+        return Measured(reward=values.pop(0)) if values else measure(scores, name)
+
+    monkeypatch.setattr(controller, "measured", measured)
+    return values
+
+
+def evaluated(**more: Any) -> dict[str, Any]:
+    return {"every": 1, "num_prompts": 4, "num_slots": 8, "metric": "reward", **more}
+
+
+def weights_of(checkpoint: Path) -> dict[str, Any]:
+    stored = load_file(checkpoint / "rank_00000.safetensors")
+    return {name.removeprefix("policy/").partition("@")[0]: t for name, t in stored.items() if name[:7] == "policy/"}
+
+
+def has_weights_of(model: Path, checkpoint: Path) -> bool:
+    ours, theirs = load_file(model / "model.safetensors"), weights_of(checkpoint)
+    return ours.keys() <= theirs.keys() and all(tensor.equal(theirs[name]) for name, tensor in ours.items())
+
+
+def test_a_run_that_held_out_results_end_is_a_whole_run(small, tmp_path, rewards):
+    rewards += [0.1, 0.0, 0.2, 0.7]
+    tables = small | SYNC | {"steps": 9, "eval": evaluated(stop_at=0.5)}
+    result = slipstream.run("quickstart", overrides=tables, out=tmp_path / "run", display=False)
+    summary, steps = result.summary, result.summary["steps"]
+    assert (result.status, summary["stopped_because"]) == ("done", "stop_at")
+    assert 2 <= steps < 9, "it was version 2 that reached it"
+    assert summary["eval"]["after"]["sampled_reward"] is not None, "the last version is evaluated as ever"
+    assert audit(result.out)["fates"], "nothing is lost, and the log replays"
+    assert slipstream.replay(result.out).is_sound
+    assert [event["because"] for event in events(result.out, "Stop")] == ["stop_at"]
+    assert has_weights_of(result.out / "model", result.out / "checkpoints" / f"step_{steps}")
+
+    for more in ({}, {"steps": 12}, {"eval.patience": 9}):
+        with pytest.raises(ConfigError, match=r"already complete[\s\S]*eval.stop_at"):
+            slipstream.run(resume=result.out, overrides=more, display=False)
+
+
+@pytest.mark.slow
+def test_a_run_that_was_ended_goes_on_without_the_rule_as_if_it_never_had_one(small, tmp_path, rewards):
+    rewards += [0.1, 0.0, 0.7]
+    tables = small | SYNC | {"steps": 8, "eval": evaluated(stop_at=0.5)}
+    result = slipstream.run("quickstart", overrides=tables, out=tmp_path / "run", display=False)
+    assert result.summary["steps"] < 8
+    further = slipstream.run(resume=result.out, overrides={"eval.stop_at": None}, display=False)
+    assert (further.summary["steps"], further.summary["stopped_because"]) == (8, None)
+    assert slipstream.replay(result.out).is_sound
+    whole = slipstream.run("quickstart", overrides=tables | {"eval": evaluated()}, out=tmp_path / "w", display=False)
+    models = [(run.out / "model" / "model.safetensors").read_bytes() for run in (further, whole)]
+    assert models[0] == models[1]
+
+
+def test_patience_and_the_best_model_while_training_runs_ahead(small, tmp_path, rewards):
+    """Versions are published every second step: the last one, too, which is none of them."""
+    rewards += [0.1, 0.0, 0.5, 0.3, 0.4]
+    trainer = {"checkpoint_every": 1, "keep_checkpoints": 20}
+    stopping = evaluated(patience=2, keep_best=True)
+    tables = small | AHEAD | {"steps": 40, "publish_every": 2, "trainer": trainer, "eval": stopping}
+    result = slipstream.run("quickstart", overrides=tables, out=tmp_path / "run", display=False)
+    summary, best = result.summary, result.summary["best"]
+    assert (result.status, summary["stopped_because"]) == ("done", "patience")
+    assert 0 < summary["steps"] < 40
+    assert summary["prompts"]["pending"] > 0, "what was under way is accounted for, and trained by nobody"
+    assert audit(result.out)["fates"]
+    assert slipstream.replay(result.out).is_sound
+    assert summary["staleness"]["max"] <= 2
+    assert json.loads((result.out / "best" / "best.json").read_text()) == best
+    if best["value"] == 0.5:  # else the last version was better than all
+        assert best["version"] % 2 == 0
+    assert has_weights_of(result.out / "best", result.out / "checkpoints" / f"step_{best['version']}")
+    assert not list(result.out.glob(".best*")), "no candidate is left"
+
+
+@pytest.mark.slow
+def test_a_run_cut_off_after_the_last_result_ends_when_it_is_resumed(small, tmp_path, monkeypatch, rewards):
+    rewards += [0.1, 0.0, 0.6, 0.2, 0.2, 0.2]
+    tables = small | SYNC | {"steps": 9, "trainer": {"checkpoint_every": 1, "keep_checkpoints": 9}}
+    tables["eval"] = evaluated(patience=2, keep_best=True)
+
+    def is_stopped(_: Any, event: Any) -> bool:
+        return type(event).__name__ == "Stop"
+
+    cut_off(monkeypatch, tables, tmp_path / "run", is_stopped)
+    steps = max(int(path.name[5:]) for path in (tmp_path / "run" / "checkpoints").glob("step_?"))
+    (tmp_path / "run" / ".best_7").mkdir()  # what a candidate leaves that was being written
+    resumed = slipstream.run(resume=tmp_path / "run", display=False)
+    assert (resumed.status, resumed.summary["stopped_because"]) == ("done", "patience")
+    assert resumed.summary["steps"] == steps, "no step is trained again"
+    assert resumed.summary["best"] == {"version": 1, "metric": "reward", "value": 0.6}
+    assert has_weights_of(resumed.out / "best", resumed.out / "checkpoints" / "step_1")
+    assert not list(resumed.out.glob(".best*"))
+    assert slipstream.replay(resumed.out).is_sound
+
+
+@pytest.mark.slow
+def test_the_best_of_adapters_is_an_adapter(small, tmp_path, rewards):
+    rewards += [0.9, 0.0]
+    tables = small | {"steps": 1, "warm_start": {"steps": 0}, "eval": evaluated(keep_best=True)}
+    tables["model"] = small["model"] | {"lora": {"rank": 2}}
+    result = slipstream.run("quickstart", overrides=tables, out=tmp_path / "run", display=False)
+    assert result.summary["best"]["version"] == 0
+    found = json.loads((result.out / "best" / "adapter_config.json").read_text())
+    assert (
+        found["base_model_name_or_path"]
+        == json.loads((result.out / "model" / "adapter_config.json").read_text())["base_model_name_or_path"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("table", "what"),
+    [
+        ({"stop_at": 0.5}, "nothing is evaluated before the end"),
+        ({"patience": 2}, "nothing is evaluated before the end"),
+        ({"every": 1, "stop_at": 1.5, "measure": "task"}, "never reaches"),
+    ],
+)
+def test_rules_that_cannot_apply_are_refused(table, what):
+    with pytest.raises(ConfigError, match=what):
+        slipstream.resolve("quickstart", {"eval": {"every": 0} | table})
