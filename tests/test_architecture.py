@@ -152,8 +152,8 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 77_816
-MAX_LINES_OF_SPINE = 1_839
+MAX_LINES = 78_170
+MAX_LINES_OF_SPINE = 1_864
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
     "core/types.py",
@@ -166,19 +166,19 @@ SPINE = (
 MAX_LINES_OF_FOLDER = {
     "algorithms": 2_215,
     "batching": 365,
-    "controller": 5_702,
-    "core": 9_420,
+    "controller": 5_893,
+    "core": 9_556,
     "environments": 8_120,
     "evals": 2_720,
     "generator": 7_900,
     "jail": 1_050,
     "jobs": 500,
     "models": 6_580,
-    "observe": 9_688,
+    "observe": 9_689,
     "plan": 6_375,
     "prompts": 1_150,
     "rewards": 3_200,
-    "stages": 2_744,
+    "stages": 2_760,
     "trainer": 5_117,
     "weight_sync": 3_365,
 }

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from slipstream.api import Result, run
     from slipstream.controller.replay import replay
     from slipstream.core.config import RunConfig
+    from slipstream.core.hooks import CheckpointRecord, EvalRecord, StepRecord
     from slipstream.evals.evaluate import evaluate_model
     from slipstream.evals.exported import export
     from slipstream.evals.serve import serve
@@ -28,8 +29,11 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "CheckpointRecord",
+    "EvalRecord",
     "Result",
     "RunConfig",
+    "StepRecord",
     "evaluate_model",
     "export",
     "make_plan",
@@ -54,6 +58,9 @@ _HOMES = {
     "what_if": "slipstream.plan.what_if",
     "report": "slipstream.observe.report",
     "RunConfig": "slipstream.core.config",
+    "StepRecord": "slipstream.core.hooks",
+    "EvalRecord": "slipstream.core.hooks",
+    "CheckpointRecord": "slipstream.core.hooks",
     "resolve": "slipstream.stages.named",
 }
 

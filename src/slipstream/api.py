@@ -26,6 +26,7 @@ from slipstream.controller.pipeline import SCRIPTS_BEING_IMPORTED, Pipeline, Rea
 from slipstream.core.config import RunConfig
 from slipstream.core.disk import replace_file
 from slipstream.core.errors import ConfigError, did_you_mean
+from slipstream.core.hooks import given_callbacks
 from slipstream.core.interrupts import Interrupted, Interrupts
 from slipstream.core.other_names import KEYWORDS, sentence
 from slipstream.core.plain import shown, wrong_text
@@ -75,6 +76,7 @@ def run(
     tools: Sequence[Callable[..., Any] | str] | None = None,
     environment_factory: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None = None,
     agent: AgentFunction | None = None,
+    callbacks: object = None,
     out: str | Path | None = None,
     resume: str | Path | None = None,
     display: bool = True,
@@ -90,19 +92,20 @@ def run(
     "file.py:function"), and tables of these with their `weight`, `per` and `params`; `reward_weights` are their factors
     in the sum. `environment` (a class with `reset` and `step`, or several by name), `tools` (functions),
     `environment_factory` (TRL's) and `agent(row, base_url, api_key)`, or several by name, answer the policy's turns;
-    they run in this process, and the first and the last replace the terms, too. `prompts` (strings, or rows with
-    `prompt` and `answer`) replace the config's; a tenth of them is held out, at most `prompts.num_eval`. `out` is the
-    run's directory, new or empty; `resume` goes on with the run there, from its last checkpoint or the first of its
-    `stages` that is not done, as it was configured: `overrides` may change `core.recipes.RESUMED_WITH` (`{"steps":
-    400}` extends a run, also one that is done). `pipeline` replaces the default one. With `cluster`
-    (`launch.cluster_of`) its groups join the run.
+    they run in this process, and the first and the last replace the terms, too. `callbacks` (`on_step`, `on_eval`,
+    `on_checkpoint`: methods, or keys of functions) hear of the run in a thread of it, and end it by returning "stop".
+    `prompts` (strings, or rows with `prompt` and `answer`) replace the config's; a tenth of them is held out, at most
+    `prompts.num_eval`. `out` is the run's new directory; `resume` goes on with the run there, from its last checkpoint
+    or its first stage that is not done, as configured: `overrides` may change `core.recipes.RESUMED_WITH` (more steps
+    extend a run that is done). `pipeline` replaces the default one. With `cluster` (`launch.cluster_of`) its groups
+    join the run.
 
     Raises ConfigError before anything starts; ExecutorDied or another SlipstreamError when the run fails (its files
     stay, and `summary.json` says `failed`). In the main thread SIGINT, SIGTERM and SIGHUP end the run
     (`core/interrupts.py`); the last two then go to the program's own handler, or end it by SystemExit.
     """
     _check_call(others)
-    handed = (environment, tools, environment_factory, agent)
+    handed, hooks = (environment, tools, environment_factory, agent), given_callbacks(callbacks)
     with _interruptible() as interrupts:
         if resume is not None:
             _check_resumed(preset=preset, prompts=prompts, out=out)
@@ -118,7 +121,7 @@ def run(
             resolved = pinned(resolved, tell=_tell(display=display))
         run_dir = new_run_dir(resolved.recipe, out) if resume is None else Path(resume)
         with nursery_for(resolved, tell=_tell(display=display)):
-            given = _given(functions, environments, display, pipeline, cluster, interrupts)
+            given = _given(functions, environments, display, pipeline, cluster, interrupts, hooks)
             if resume is not None:
                 return _resume(resolved, run_dir, given)
             return _run(resolved, prompts, run_dir, given, is_named=out is not None)

@@ -21,6 +21,7 @@ from pathlib import Path
 import msgspec
 
 from slipstream.controller.best import BestModel, EarlyStopping
+from slipstream.controller.callbacks import Callbacks
 from slipstream.controller.evaluations import GREEDY, EvaluationDone, PendingEvaluations, Request
 from slipstream.controller.executors import Executors
 from slipstream.controller.ledger import Ledger
@@ -65,6 +66,7 @@ from slipstream.core.types import (
     StartGroup,
     StepDone,
     Stop,
+    StopCause,
     Swapped,
     TrainStep,
 )
@@ -86,6 +88,7 @@ class Controller:
         run_dir: Path,
         cluster: Cluster | None = None,
         interrupts: Interrupts | None = None,
+        callbacks: Callbacks | None = None,
     ) -> None:
         self.config, self.pipeline, self.schedule, self.work = config, pipeline, schedule, work
         self.observers, self.tally = observers, observers.tally
@@ -111,6 +114,7 @@ class Controller:
         for known in self.tally.evaluations.values():
             if known.greedy is not None:
                 self.early_stopping.take(known.greedy)
+        self.callbacks = Callbacks() if callbacks is None else callbacks
         self.waits = WaitReasons()
         self.partials = dict(work.partials)
         self.holder_of: dict[int, int] = {}  # ordinal -> the replica that has the group until it is scored
@@ -123,16 +127,26 @@ class Controller:
 
     @property
     def is_interrupted(self) -> bool:
-        """Return whether the run is to end after the current step, with a checkpoint."""
-        return self.interrupts.number is not None
+        """Return whether the run is to end after the current step, with a checkpoint, and may be resumed."""
+        return self.interrupts.number is not None or self.callbacks.error is not None
 
     def run(self) -> Tally:
         """Launch, train, end. Raises ExecutorDied or SlipstreamError; whatever happens, no process survives it."""
         self.timeline.backdate("start_up", self.tally.started_s)
         with self.timeline.span("overhead"):  # but for the spans below, until the timeline is closed
-            return self._run()
+            try:
+                self._run()
+            except BaseException:
+                self.callbacks.close()
+                raise
+        try:
+            self.callbacks.finish()  # nothing else waits for it
+        except BaseException:
+            self.tally.status = "failed"
+            raise
+        return self.tally
 
-    def _run(self) -> Tally:
+    def _run(self) -> None:
         with self.timeline.span("start_up"):
             if left := sweep():
                 self.observers.note(f"removed {len(left)} files and folders that runs left behind which were killed")
@@ -144,17 +158,18 @@ class Controller:
                 self.executors.launch(transport_dir, run_id, self.cluster)
                 if self.work.warm_start is not None:
                     self.executors.send("trainer", self.work.warm_start)
-            self._stop_early()  # a run that goes on knows the evaluations before
+            self._stop_early(self.early_stopping.cause or self.tally.stopped_because)  # of a run that goes on
             self._train(self.evaluations.first(self.schedule.steps_done, self.tally.evaluations))
             if self.schedule.versions:
                 self._finish()
+            if self.callbacks.error is not None:
+                raise self.callbacks.error
             self.tally.status = "interrupted" if self.is_interrupted else "done"
         finally:
             self._shut_down()
             shutil.rmtree(transport_dir, ignore_errors=True)
             cleanup(run_id)
             os.close(owner)
-        return self.tally
 
     def _train(self, first: Sequence[float]) -> None:
         """Evaluate at the `first` temperatures, and go on to the last step.
@@ -217,6 +232,7 @@ class Controller:
         started_s = self.clock.now_s()
         while not is_done():
             self._tell_of_interrupt()
+            self._hear_callbacks()
             with self.executors.together(), self.timeline.span("schedule"):
                 while (message := self.executors.receive()) is not None:
                     self._handle(message)
@@ -371,11 +387,12 @@ class Controller:
         if evaluation.replica is not None:
             self.executors.send(f"generator-{evaluation.replica}", Settled(eval_ids=(evaluation.eval_id,)))
         found = measured(evaluation.scores, self.config.eval.measure)
-        self.observers.take(EvaluationDone(message.version, evaluation.temperature, found, evaluation.scores))
+        version = message.version if evaluation.version is None else evaluation.version
+        self.observers.take(EvaluationDone(version, evaluation.temperature, found, evaluation.scores))
         if evaluation.temperature == GREEDY:
-            self.best.evaluated(message.version, found)
+            self.best.evaluated(version, found)
             self.early_stopping.take(found)
-            self._stop_early()
+            self._stop_early(self.early_stopping.cause)
 
     def _export_candidate(self, version: int) -> None:
         """Have the trainer export `version`, its present one, where it may be evaluated and become the best."""
@@ -383,12 +400,19 @@ class Controller:
         if is_published and self.evaluations.may_be_of(version) and (command := self.best.candidate(version)):
             self.executors.send("trainer", command)
 
-    def _stop_early(self) -> None:
-        """End the run after the current step where the evaluations so far say so."""
-        if (cause := self.early_stopping.cause) is None or self.schedule.is_finished or self.schedule.is_stopping:
+    def _stop_early(self, cause: StopCause | None) -> None:
+        """End the run after the current step where there is a `cause`."""
+        if cause is None or self.schedule.is_finished or self.schedule.is_stopping:
             return
-        self.observers.note(f"the run ends after the current step: {self.early_stopping.in_words()}")
+        why = "a callback ends it" if cause == "callback" else self.early_stopping.in_words()
+        self.observers.note(f"the run ends after the current step: {why}")
         self._decide(Stop(because=cause))
+
+    def _hear_callbacks(self) -> None:
+        if self.callbacks.wants_stop:
+            self._stop_early("callback")
+        if self.callbacks.has_failed():
+            self.observers.note("a callback has failed: the run ends after the current step, with a checkpoint")
 
     # The end
 
@@ -414,3 +438,4 @@ class Controller:
     def _note_end(self) -> None:
         self.tally.ended_s = self.clock.now_s()
         self.tally.prompts = self.ledger.counts()
+        self.tally.callback_s = self.callbacks.seconds

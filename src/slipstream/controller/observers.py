@@ -55,7 +55,8 @@ class Observer(Protocol):
 
 
 class Observers:
-    """The list. `screen` is one more of them, for people; `trackers` get the lines and alarms that are written."""
+    """The list. `screen`, for people, and `callbacks` are more of them; `trackers` get lines and alarms that are
+    written."""
 
     def __init__(
         self,
@@ -64,6 +65,7 @@ class Observers:
         tally: Tally,
         *,
         screen: Observer | None = None,
+        callbacks: Observer | None = None,
         trackers: Trackers | None = None,
     ) -> None:
         told = [] if trackers is None else [trackers]
@@ -78,7 +80,7 @@ class Observers:
             vitals,
             MetricLines(config, run_dir, self._metrics, tally, vitals),
             Alarms(self._watchman, tally, vitals),
-            *([] if screen is None else [screen]),
+            *(one for one in (screen, callbacks) if one is not None),
         ]
 
     def take(self, news: object) -> None:

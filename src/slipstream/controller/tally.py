@@ -38,6 +38,8 @@ from slipstream.observe.states import model_share, side_of, totals_of
 from slipstream.observe.transcript import TranscriptPart, transcript_of
 from slipstream.observe.waste import Wasted
 
+ENDED_AT = "callback_ended_run_of_steps"
+
 
 @dataclass
 class VersionAnswers:
@@ -87,6 +89,8 @@ class Tally:
     data: s.Data | None = None
     earlier_s: float = 0.0
     """The seconds of the attempts before this one, up to where it goes on."""
+    callback_s: dict[str, float] = field(default_factory=dict)
+    """The seconds in the calls of each callback."""
     regenerated_tokens: int = 0
     scored_completions: int = 0
     failed_completions: int = 0
@@ -186,11 +190,13 @@ class Tally:
             "regenerated_tokens": float(self.regenerated_tokens),
             "scored_completions": float(self.scored_completions),
             "failed_completions": float(self.failed_completions),
-        }
+        } | ({ENDED_AT: float(self.config.steps)} if self.stopped_because == "callback" else {})
 
     def restore(self, saved: Mapping[str, float]) -> None:
         """Go on from what a checkpoint has kept."""
         self.earlier_s = saved.get("wall_s", 0.0)
+        if saved.get(ENDED_AT) == self.config.steps:  # with more steps it goes on
+            self.stopped_because = "callback"
         self.regenerated_tokens = int(saved.get("regenerated_tokens", 0.0))
         self.scored_completions = int(saved.get("scored_completions", 0.0))
         self.failed_completions = int(saved.get("failed_completions", 0.0))
@@ -341,6 +347,7 @@ class Tally:
             accounting=found.accounting,
             model_share=model_share(found.accounting),
             balance=found.balance,
+            callback_s=self.callback_s,
             restarts=dict(self.restarts),
             prompts=s.Prompts(
                 **self.prompts,

@@ -15,7 +15,7 @@ from slipstream.core.environment_section import EnvironmentConfig, check_episode
 from slipstream.core.errors import ConfigError
 from slipstream.core.fields import Count, FolderName, NonNegative, Positive, Seconds, Section, Steps
 from slipstream.core.lora_section import check_lora
-from slipstream.core.observe_sections import HealthConfig, ObserveConfig, TrackersConfig
+from slipstream.core.observe_sections import CallbacksConfig, HealthConfig, ObserveConfig, TrackersConfig
 from slipstream.core.sections import (
     BY_VERSION,
     HARD_BOUND,
@@ -137,6 +137,9 @@ class RunConfig(Section):
         "sees it. Without terms and models: the same as [rewards].",
     )
     judge: JudgeConfig = Field(default_factory=JudgeConfig, description="Judge of pairs, for labels and win rates.")
+    callbacks: CallbacksConfig = Field(
+        default_factory=CallbacksConfig, description="Functions of your own that hear of the run, and may end it."
+    )
     health: HealthConfig = Field(default_factory=HealthConfig, description="Alarms.")
     trackers: TrackersConfig = Field(default_factory=TrackersConfig, description="Other people's dashboards.")
     observe: ObserveConfig = Field(default_factory=ObserveConfig, description="Files for people to look at.")

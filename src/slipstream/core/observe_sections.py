@@ -7,7 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from slipstream.core.errors import ConfigError
-from slipstream.core.fields import NonNegative, Number, Positive, Seconds, Section
+from slipstream.core.fields import FilePath, NonNegative, Number, Positive, Seconds, Section
 
 
 class ObserveConfig(Section):
@@ -23,6 +23,31 @@ class ObserveConfig(Section):
         description="Size of tokens.jsonl in MB beyond which every second group in it is dropped, and half as many "
         "are written from then on.",
     )
+
+
+HOOKS = ("on_step", "on_eval", "on_checkpoint")
+
+
+class CallbacksConfig(Section):
+    """Functions of your own that hear of the run, 'module:function' or 'file.py:function' (`core/hooks.py`).
+
+    They run in the controller's process, outside of any sandbox.
+    """
+
+    on_step: list[FilePath] = Field(
+        default_factory=list, description="Called with each step that is done: its number, version and metrics."
+    )
+    on_eval: list[FilePath] = Field(
+        default_factory=list, description="Called with each evaluation: version, accuracy, mean reward and its parts."
+    )
+    on_checkpoint: list[FilePath] = Field(
+        default_factory=list, description="Called with each checkpoint that is on disk: its step and folder."
+    )
+    timeout_s: Seconds = Field(600.0, description="Longest call, in seconds, before the run ends with an error.")
+
+    @property
+    def hooks(self) -> dict[str, list[str]]:
+        return {name: getattr(self, name) for name in HOOKS}
 
 
 AlarmName = Literal[

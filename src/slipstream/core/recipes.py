@@ -186,10 +186,10 @@ def _inside(tables: Mapping[str, Any], section: str) -> Mapping[str, Any]:
 
 RESUMED_WITH = (
     "steps",
-    "eval.stop_at",
-    "eval.patience",
     "trainer.checkpoint_every",
     "trainer.keep_checkpoints",
+    "eval.stop_at",
+    "eval.patience",
     "deadline_s",
     "lease_s",
     "shutdown_grace_s",

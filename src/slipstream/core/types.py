@@ -18,7 +18,7 @@ import numpy as np
 FinishReason = Literal["stop", "length", "deadline"]
 Purpose = Literal["train", "eval"]
 SkipCause = Literal["no_signal", "failed", "stale"]
-StopCause = Literal["stop_at", "patience"]
+StopCause = Literal["stop_at", "patience", "callback"]
 """Why a run ends before its last step, though nobody interrupts it."""
 
 

@@ -239,6 +239,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None  # of a run that failed: the reason
     stopped_because: str | None = None  # of a run that is done before its last step: `StopCause` (core/types.py)
     best: Best | None = None  # None without `eval.keep_best`
+    callback_s: dict[str, float] = {}  # seconds in calls of each of the user's callbacks, beside the run, by its name
     episodes: EpisodeCounts | None = None  # None without an environment
     stages: dict[str, dict[str, Any]] = {}  # `stage.json` of the other stages that are done, by name
 

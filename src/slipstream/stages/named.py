@@ -12,6 +12,7 @@ from typing import Any
 from slipstream.core import recipes
 from slipstream.core.config import RunConfig
 from slipstream.core.held_out import check_measure
+from slipstream.core.hooks import check_callbacks
 from slipstream.environments.checks import Given, check_environments
 from slipstream.generator.vllm.settings import check_settings
 from slipstream.models.hub import check_model_path
@@ -74,6 +75,7 @@ def check_named(
     if not has_own_prompts and config.prompts.dataset is not None and _ANSWERING & set(config.stages):
         check_first(config.prompts.dataset, config.prompts)
     check_environments(config, environments)
+    check_callbacks(config)
     if "rl" in config.stages and config.needs_functions:
         check_given(config.rewards, given)
         setup_of(config.rewards, task_table(config.prompts.tasks))

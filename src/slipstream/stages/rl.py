@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from slipstream.controller.build import build_work, default_pipeline
+from slipstream.controller.callbacks import Callbacks
 from slipstream.controller.checks import check_room
 from slipstream.controller.controller import Controller
 from slipstream.controller.ledger import Cut, check_fits, read_cut
@@ -31,6 +32,7 @@ from slipstream.core.config import RunConfig
 from slipstream.core.disk import HeldFolder
 from slipstream.core.errors import CheckpointError, ConfigError, DiskError, ExecutorLost, SlipstreamError, reason
 from slipstream.core.files import open_regular
+from slipstream.core.hooks import Hooks, load_callbacks
 from slipstream.core.interrupts import Interrupted, Interrupts
 from slipstream.core.recipes import resolve, save_config, with_stage_paths
 from slipstream.core.run_log import Snapshot, read_metrics
@@ -72,6 +74,7 @@ class FromPython:
     pipeline: Callable[[RunConfig], Pipeline] | None = None
     cluster: Cluster | None = None
     interrupts: Interrupts = field(default_factory=Interrupts)
+    hooks: Hooks = field(default_factory=dict)
 
     @property
     def remote(self) -> frozenset[str]:
@@ -85,7 +88,12 @@ class FromPython:
 
     def resume_call(self, run_dir: Path) -> str:
         """Return the command, or the call, that goes on with the run in `run_dir`."""
-        handed = (("reward", self.functions), ("environment", self.environments), ("pipeline", self.pipeline))
+        handed: tuple[tuple[str, object], ...] = (
+            ("reward", self.functions),
+            ("environment", self.environments),
+            ("callbacks", any(self.hooks.values())),
+            ("pipeline", self.pipeline),
+        )
         same = [name for name, one in handed if one]
         if same:
             return f"slipstream.run(resume={str(run_dir)!r}, ...) with the same {' and '.join(same)}"
@@ -146,7 +154,7 @@ def _attempt(
     if prepared is None and resumed is None:
         prepared = _work(with_paths, run_dir, given, is_resumed=False)
     work, prompts = prepared or _build(with_paths, given, is_resumed=checkpoint is not None)  # rewards were called
-    report = prompts.report
+    report, callbacks = prompts.report, Callbacks(load_callbacks(config, given.hooks), config.callbacks.timeout_s)
     with_paths = _with_longest_prompt(with_paths, report)
     cut = None if resumed is None else resumed.cut
     if cut is not None and resumed is not None:
@@ -156,9 +164,7 @@ def _attempt(
     save_config(config, run_dir / "config.toml")  # from here on the directory is that of a run
     _tell_of_prompts(report, screen)
 
-    def note(text: str) -> None:
-        if screen is not None:
-            screen.note(text)
+    note = _unheard if screen is None else screen.note
 
     with (
         contextlib.nullcontext() if screen is None else contextlib.closing(screen),
@@ -170,10 +176,11 @@ def _attempt(
             _pipeline(with_paths, given, checkpoint),
             schedule_for(with_paths, None if cut is None else cut.schedule),
             work,
-            Observers(with_paths, run_dir, tally, screen=screen, trackers=trackers),
+            Observers(with_paths, run_dir, tally, screen=screen, callbacks=callbacks, trackers=trackers),
             run_dir=run_dir,
             cluster=given.cluster,
             interrupts=given.interrupts,
+            callbacks=callbacks,
         )
 
         def conclude() -> Summary:
@@ -192,6 +199,10 @@ def _attempt(
             _save_interrupted(tally, folder, run_dir)
             note(given.how_to_go_on(run_dir))
             raise
+
+
+def _unheard(_: str) -> None:
+    """Take a line that nobody is there to read."""
 
 
 def _tell_of_prompts(report: PromptReport, screen: Screen | None) -> None:
@@ -328,6 +339,7 @@ def resume_rl(config: RunConfig, run_dir: Path, given: FromPython) -> dict[str, 
     resumed = prepare_resume(run_dir, found)
     if (run_dir / EVALUATION_FILE).exists():  # of a policy that is trained further
         (run_dir / EVALUATION_FILE).replace(resumed.attempt / EVALUATION_FILE)
+    _mark_interrupted(run_dir)  # what it says of the end holds no more
     tell(config, given, [*resumed.notes, *notes])
     return run_rl(config, run_dir, given, resumed=resumed, prepared=prepared)
 

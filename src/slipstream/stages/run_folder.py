@@ -14,7 +14,7 @@ from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError, DiskError, SlipstreamError
 from slipstream.core.held_out import GREEDY_PREFIX, in_metrics
 from slipstream.core.interrupts import Interrupted
-from slipstream.core.recipes import check_path
+from slipstream.core.recipes import check_path, resolve
 from slipstream.core.run_lock import LOCK_FILE, check_free, holding
 from slipstream.core.run_log import read_metrics
 from slipstream.models.hub import has_checkpoint
@@ -109,11 +109,11 @@ def check_goes_on(config: RunConfig, run_dir: Path) -> None:
     if not is_rl_done(config, run_dir):
         return
     summary, more = read_summary(run_dir / "summary.json"), f"--steps {2 * config.steps}"
-    if (cause := summary.stopped_because) is not None:
+    if (cause := summary.stopped_because) in ("stop_at", "patience"):
         more = f"another --eval.{cause}, or none (null),"
     raise ConfigError(
         "the run is already complete",
-        got=f"{summary.steps} of {config.steps} steps" + (f", ended by eval.{cause}" if cause else ""),
+        got=f"{summary.steps} of {config.steps} steps" + (f", ended by {cause}" if cause else ""),
         allowed="a run that was stopped before its last step, or more steps",
         hint=f"{more} goes on with it; a new run from its policy takes --model.path {run_dir / 'model'}",
     )
@@ -135,6 +135,8 @@ def is_rl_done(config: RunConfig, run_dir: Path) -> bool:
         )
     if summary.stopped_because is None:
         return summary.steps == config.steps
+    if summary.stopped_because == "callback":
+        return config.steps == resolve(run_dir / "config.toml").steps
     return _stops_early(config, run_dir)
 
 

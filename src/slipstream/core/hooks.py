@@ -1,0 +1,108 @@
+"""Callbacks: functions of the user's that hear of steps, evaluations and checkpoints, and may end the run.
+
+A recipe names them in [callbacks]; in Python they are an argument of `slipstream.run`. `controller/callbacks.py` calls
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from slipstream.core.config import RunConfig
+from slipstream.core.errors import ConfigError, did_you_mean
+from slipstream.core.observe_sections import HOOKS
+from slipstream.core.user_code import defined, describe, member, module_of
+
+STOP = "stop"
+"""A callback that returns this ends the run after the step that is being trained."""
+Hooks = Mapping[str, Sequence[Callable[[Any], Any]]]
+"""Functions by what they hear of: `HOOKS`."""
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """Step `step` is trained: the policy is `version`. `metrics` is the line of `metrics.jsonl`."""
+
+    step: int
+    version: int
+    metrics: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class EvalRecord:
+    """Version `version` has answered the held-out prompts: greedily, or at `temperature` 1 at the ends of the run."""
+
+    version: int
+    temperature: float
+    accuracy: float | None
+    reward: float | None
+    reward_parts: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class CheckpointRecord:
+    """The checkpoint of `step` steps is on disk at `path`, until there are `trainer.keep_checkpoints` newer ones."""
+
+    step: int
+    path: Path
+
+
+def given_callbacks(given: object) -> Hooks:
+    """Return the functions of `callbacks=`: an object with methods of `HOOKS`, a mapping of these, or a list of either.
+
+    ConfigError for what has none.
+    """
+    found: dict[str, list[Callable[[Any], Any]]] = {hook: [] for hook in HOOKS}
+    for one in given if isinstance(given, list | tuple) else [] if given is None else [given]:
+        if isinstance(one, Mapping) and (unknown := [name for name in one if name not in HOOKS]):
+            raise ConfigError(
+                "callbacks has an unknown name",
+                got=", ".join(map(str, unknown)),
+                allowed=", ".join(HOOKS),
+                hint=did_you_mean(str(unknown[0]), HOOKS),
+            )
+        has = one.get if isinstance(one, Mapping) else lambda name, one=one: getattr(one, name, None)
+        hooks: dict[str, Any] = {name: function for name in HOOKS if (function := has(name)) is not None}
+        if isinstance(one, type) or not hooks or not all(map(callable, hooks.values())):
+            raise ConfigError(
+                "callbacks has what is no callback",
+                got=repr(one)[:100],
+                allowed=f"an object with methods {', '.join(HOOKS)} (one or more), or a mapping of these to functions",
+            )
+        for name, function in hooks.items():
+            found[name].append(function)
+    return found
+
+
+def check_callbacks(config: RunConfig) -> None:
+    """Raise ConfigError for functions in [callbacks] that are not there, without importing them."""
+    for names in config.callbacks.hooks.values():
+        for name in names:
+            defined(name, what="callback")
+
+
+def load_callbacks(config: RunConfig, given: Hooks) -> Hooks:
+    """Return the functions of [callbacks], and those `given` behind them. ConfigError where the import fails.
+
+    Functions of one file share its module.
+    """
+    modules: dict[str, ModuleType] = {}
+    return {
+        hook: [*(_imported(name, modules) for name in names), *given.get(hook, ())]
+        for hook, names in config.callbacks.hooks.items()
+    }
+
+
+def _imported(name: str, modules: dict[str, ModuleType]) -> Callable[[Any], Any]:
+    location, _, function = name.rpartition(":")
+    if location not in modules:
+        try:
+            text = Path(location).expanduser().read_text() if location.endswith(".py") else None
+            modules[location] = module_of(location, text)
+        except Exception as error:
+            raise ConfigError(f"the callback '{name}' cannot be imported", got=describe(error)) from error
+    return member(modules[location], location, function)
