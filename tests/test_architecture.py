@@ -152,7 +152,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 78_170
+MAX_LINES = 78_291
 MAX_LINES_OF_SPINE = 1_864
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -166,8 +166,8 @@ SPINE = (
 MAX_LINES_OF_FOLDER = {
     "algorithms": 2_215,
     "batching": 365,
-    "controller": 5_893,
-    "core": 9_556,
+    "controller": 5_911,
+    "core": 9_576,
     "environments": 8_120,
     "evals": 2_720,
     "generator": 7_900,
@@ -179,7 +179,7 @@ MAX_LINES_OF_FOLDER = {
     "prompts": 1_150,
     "rewards": 3_200,
     "stages": 2_760,
-    "trainer": 5_117,
+    "trainer": 5_201,
     "weight_sync": 3_365,
 }
 LONG_FUNCTIONS = {"generator/paged_kernels.py": "a kernel is one function"}

@@ -96,9 +96,8 @@ def run(
     `on_checkpoint`: methods, or keys of functions) hear of the run in a thread of it, and end it by returning "stop".
     `prompts` (strings, or rows with `prompt` and `answer`) replace the config's; a tenth of them is held out, at most
     `prompts.num_eval`. `out` is the run's new directory; `resume` goes on with the run there, from its last checkpoint
-    or its first stage that is not done, as configured: `overrides` may change `core.recipes.RESUMED_WITH` (more steps
-    extend a run that is done). `pipeline` replaces the default one. With `cluster` (`launch.cluster_of`) its groups
-    join the run.
+    or its first stage that is not done, as configured: `overrides` may change `core.recipes.RESUMED_WITH`. `pipeline`
+    replaces the default one. With `cluster` (`launch.cluster_of`) its groups join the run.
 
     Raises ConfigError before anything starts; ExecutorDied or another SlipstreamError when the run fails (its files
     stay, and `summary.json` says `failed`). In the main thread SIGINT, SIGTERM and SIGHUP end the run

@@ -117,7 +117,7 @@ def ways(tmp_path: Path, field: str, value: Any) -> Iterator[str]:
         ("max_async_level", "max_staleness"),
         ("n_samples_per_prompt", "completions_per_group"),
         ("output_dir", "out=DIR in Python"),
-        ("ref_model_sync_steps", "kl.reference"),
+        ("ref_model_sync_steps", "kl.sync_every"),
         ("vllm_group_port", "the run starts vLLM by itself"),
         ("gradient_checkpointing_kwargs", "trainer.recompute"),
         ("load_best_model_at_end", "the policy after the last step"),

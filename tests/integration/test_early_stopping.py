@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 from audit import audit
 from safetensors.torch import load_file
+from test_endings import await_steps, start
 from test_resume import AHEAD, SYNC, cut_off, events, small
 
 import slipstream
 from slipstream.controller import controller
 from slipstream.core.errors import ConfigError
 from slipstream.core.held_out import Measured
+from slipstream.core.run_log import read_metrics
 
 __all__ = ["small"]
 
@@ -118,6 +120,31 @@ def test_a_run_cut_off_after_the_last_result_ends_when_it_is_resumed(small, tmp_
     assert has_weights_of(resumed.out / "best", resumed.out / "checkpoints" / "step_1")
     assert not list(resumed.out.glob(".best*"))
     assert slipstream.replay(resumed.out).is_sound
+
+
+@pytest.mark.slow
+def test_the_best_model_survives_a_kill_and_is_what_two_replicas_have_evaluated(tiny, tmp_path):
+    """Versions swap in flight in processes of their own, so which one answers is known to its replica alone."""
+    tables = tiny | AHEAD | {"steps": 24, "trainer": {"checkpoint_every": 1, "keep_checkpoints": 99}}
+    tables["generator"] = tiny["generator"] | {"replicas": 2}
+    tables["eval"] = {"every": 2, "num_prompts": 24, "num_slots": 8, "metric": "reward", "keep_best": True}
+    run = tmp_path / "run"
+    process = start(tables, run)
+    await_steps(run, 8, process)
+    process.kill()
+    process.communicate(timeout=60)
+    resumed = slipstream.run(resume=run, display=False)
+    assert resumed.status == "done"
+    best = resumed.summary["best"]
+    kept = json.loads((run / "best" / "best.json").read_text())
+    assert kept == best
+    assert has_weights_of(run / "best", run / "checkpoints" / f"step_{best['version']}") or best["version"] == 0
+    rewards = {
+        line["version"]: line["eval_reward"] for line in read_metrics(run / "metrics.jsonl") if "eval_reward" in line
+    }
+    assert best["value"] >= max(rewards.values())
+    assert not list(run.glob(".best*"))
+    assert slipstream.replay(run).is_sound
 
 
 @pytest.mark.slow

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from audit import audit
+from safetensors.numpy import load_file
 from trace_audit import audit_trace
 from transformers import AutoModelForCausalLM
 
@@ -53,6 +55,39 @@ def test_a_tensor_parallel_trainer_serves_a_tensor_parallel_generator_in_int8(ti
     model = AutoModelForCausalLM.from_pretrained(out / "model")
     assert sum(p.numel() for p in model.parameters()) == result.summary["model_params"]
     assert {path.stem for path in (out / "checkpoints").iterdir()} == {"step_2", "step_3"}, "two are kept"
+
+
+def stored(checkpoint: Path, model: str) -> dict[str, np.ndarray]:
+    """The tensors of `model` in a checkpoint, put together from the boxes of its ranks."""
+    index, whole = json.loads((checkpoint / "index.json").read_text()), {}
+    files = [load_file(path) for path in sorted(checkpoint.glob("rank_*.safetensors"))]
+    for name, entry in index.items():
+        if name.startswith(f"{model}/"):
+            tensor = whole[name.partition("/")[2]] = np.full(entry["shape"], np.nan, np.float32)
+            for rank, start, extent in entry["boxes"]:
+                place = tuple(slice(first, first + size) for first, size in zip(start, extent, strict=True))
+                tensor[place] = files[rank][f"{name}@{','.join(map(str, start))}"]
+    return whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+def test_a_reference_follows_the_policy_on_two_ranks_and_after_a_resume(tensor_parallel, tiny, tmp_path):
+    trainer = {"ranks": 2, "tensor_parallel": tensor_parallel, "checkpoint_every": 1, "keep_checkpoints": 9}
+    tables = tiny | {"steps": 4, "trainer": trainer, "kl": {"coef": 0.1, "sync_every": 2, "mixup": 0.6}}
+    tables["warm_start"] = tiny["warm_start"] | {"steps": 5}
+    run = slipstream.run("quickstart", overrides=tables, out=tmp_path / "run", display=False).out
+    slipstream.run(resume=run, overrides={"steps": 6}, display=False)
+    policies, references = (
+        {step: stored(run / "checkpoints" / f"step_{step}", model) for step in range(1, 7)}
+        for model in ("policy", "reference")
+    )
+    for name in policies[1]:
+        for step in range(2, 7):
+            before, after = (references[one][name] for one in (step - 1, step))
+            expected = before if step % 2 else 0.4 * before + 0.6 * policies[step][name]
+            np.testing.assert_allclose(after, expected, rtol=3e-7, atol=1e-8)  # two roundings
+    assert any((references[6][name] != references[4][name]).any() for name in policies[1])
 
 
 @pytest.mark.parametrize(

@@ -114,6 +114,23 @@ def test_at_staleness_0_a_run_that_was_cut_off_equals_one_that_was_not(replicas,
     assert resumed.summary["earlier_s"] > 0
 
 
+def test_a_reference_that_follows_the_policy_is_resumed_with_it(small, tmp_path, monkeypatch):
+    """The reference has moved twice at the checkpoint, and moves once more behind it."""
+    kl = {"coef": 0.5, "sync_every": 2, "mixup": 0.5}
+    tables = small | SYNC | {"kl": kl, "warm_start": small["warm_start"] | {"steps": 2}}
+    whole = slipstream.run("quickstart", overrides=tables, out=tmp_path / "whole", display=False)
+    cut_off(monkeypatch, tables, tmp_path / "run", after_step(4))
+    resumed = slipstream.run("quickstart", resume=tmp_path / "run", display=False)
+    ours, theirs = ((run.out / "model" / "model.safetensors").read_bytes() for run in (resumed, whole))
+    assert ours == theirs
+    measured = [
+        [line["kl_reference"] for line in read_metrics(run.out / "metrics.jsonl") if "kl_reference" in line]
+        for run in (resumed, whole)
+    ]
+    assert measured[0] == measured[1]
+    assert len(set(measured[0])) == STEPS
+
+
 def test_what_was_under_way_is_gone_on_with_and_the_bound_holds(small, tmp_path, monkeypatch):
     """Rollouts that waited for their step and tokens of unfinished completions are not sampled again."""
     tables = small | AHEAD

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from slipstream.batching import collate
 from slipstream.controller.placement import num_cores
 from slipstream.core.config import RunConfig
 from slipstream.core.recipes import resolve
+from slipstream.core.run_log import read_metrics
 from slipstream.core.types import Completion, Group, Prompt, Rollout, Segment
 from slipstream.generator.native import native_engine
 from slipstream.generator.requests import Request
@@ -27,6 +29,7 @@ from slipstream.models.sharded import Division, build_sharded_policy
 from slipstream.models.shards import base_digest
 from slipstream.models.stored_base import store_base
 from slipstream.prompts import build_prompts, demonstrations
+from slipstream.trainer.measure import Auxiliary
 from slipstream.trainer.optim import AdamW
 from slipstream.trainer.step import train_on_batch
 from slipstream.trainer.supervised import supervised_updates
@@ -55,6 +58,7 @@ def reference_run(config: RunConfig, out: Path) -> None:
     task = config.prompts.tasks[0]
     scorer = reasoning_gym.create_dataset(task.name, size=1, seed=0, **task.params)
     optimizer = AdamW(parameters, config.trainer.optimizer, total_updates=config.steps * config.updates_per_step)
+    followed = copy.deepcopy(model).requires_grad_(False) if config.kl.sync_every else None
     ordinal = 0
     for step in range(config.steps):
         groups: list[Group] = []
@@ -64,7 +68,12 @@ def reference_run(config: RunConfig, out: Path) -> None:
             rewards = [rollout.reward for rollout in group.rollouts]
             if max(rewards) > min(rewards):
                 groups.append(group)
-        train_on_batch(model, optimizer, groups, config=config, step=step, batching=collate)
+        auxiliary = {} if followed is None else {"auxiliary": Auxiliary(followed)}
+        train_on_batch(model, optimizer, groups, config=config, step=step, batching=collate, **auxiliary)
+        if followed is not None and (step + 1) % config.kl.sync_every == 0:
+            alpha = config.kl.mixup
+            for theirs, ours in zip(model.parameters(), followed.parameters(), strict=True):
+                ours.data = (1.0 - alpha) * ours.data + alpha * theirs.data
     if shapes_of(model):
         save_adapter(model, out, tokenizer, base=None, digest=base_digest(model))
     else:
@@ -139,3 +148,25 @@ def test_inline_two_replicas_in_processes_and_reference_give_the_same_weights(ti
     process = slipstream.run("quickstart", overrides=two, out=tmp_path / "process", display=False)
     assert_equal(process.out / "model", tmp_path / "reference")
     assert process.summary["staleness"]["max"] == 0
+
+
+def test_a_reference_that_follows_the_policy_is_that_of_the_loop(tiny, sync_tables, tmp_path):
+    tables = tiny | sync_tables | {"steps": 6, "host": "inline", "warm_start": tiny["warm_start"] | {"steps": 20}}
+    tables["kl"] = {"coef": 0.5, "place": "loss", "estimator": "k3", "sync_every": 2, "mixup": 0.6}
+    reference_run(resolve("quickstart", tables), tmp_path / "reference")
+    run = slipstream.run("quickstart", overrides=tables, out=tmp_path / "run", display=False)
+    assert_equal_to_rounding(run.out / "model", tmp_path / "reference")
+    lines = [line for line in read_metrics(run.out / "metrics.jsonl") if "kl_reference" in line]
+    assert [line["reference_version"] for line in lines] == [0, 0, 2, 2, 4, 4]
+    stays = tables | {"kl": tables["kl"] | {"sync_every": None}}
+    other = slipstream.run("quickstart", overrides=stays, out=tmp_path / "stays", display=False)
+    with pytest.raises(AssertionError):
+        assert_equal_to_rounding(other.out / "model", tmp_path / "reference")
+
+
+def assert_equal_to_rounding(ours: Path, theirs: Path) -> None:
+    """`mul_` and `add_` may be one rounding where the loop has two."""
+    mine, other = weights_of(ours), weights_of(theirs)
+    assert mine.keys() == other.keys()
+    for name in mine:
+        np.testing.assert_allclose(mine[name], other[name], rtol=0, atol=2e-6, err_msg=name)

@@ -18,9 +18,10 @@ from slipstream.models.config import config_from_hf
 from slipstream.models.device import check_gpus
 from slipstream.models.foreign_text import rehearse_tokenizer
 from slipstream.models.hf import read_hf_config
-from slipstream.models.hub import check_model_path, has_checkpoint
+from slipstream.models.hub import check_model_path, has_checkpoint, is_adapter
 from slipstream.models.peft import tokenizer_folder
 from slipstream.models.preflight import Head, check_checkpoint, check_policy
+from slipstream.models.shards import whole_shapes
 from slipstream.models.sizes import check_sizes
 from slipstream.models.tokenizer import Tokenizer, has_tokenizer, load_tokenizer, vocabulary_size
 from slipstream.prompts import task_table
@@ -62,6 +63,7 @@ def check(
     check_loss(config)
     check_checkpoints(config, readers(config))
     check_teacher(config)
+    check_following(config)
     check_environments(config, environments)
     if config.needs_functions:
         check_rewards(config.rewards, task_table(config.prompts.tasks), given)
@@ -124,6 +126,22 @@ def check_checkpoints(config: RunConfig, named: Sequence[Reader]) -> None:
                 allowed=f"at least the {len(policy)} of the policy's tokenizer",
                 hint="it reads the tokens that were sampled, not their text",
             )
+
+
+def check_following(config: RunConfig) -> None:
+    """Raise ConfigError for a reference that is to follow the policy, and has other weights."""
+    path = config.kl.reference
+    if config.kl.sync_every is None or path is None or stage_of(path) is not None:
+        return
+    ours, theirs = whole_shapes(check_policy(config)), whole_shapes(check_checkpoint(Path(path), "language"))
+    if is_adapter(Path(path)) or ours != theirs:
+        other = [f"{name} {list(shape)}" for name, shape in theirs.items() if ours.get(name) != shape]
+        raise ConfigError(
+            "a reference that follows the policy has the policy's weights",
+            got=f"{path}: {', '.join(other[:3]) or 'fewer tensors, or adapters'}",
+            allowed="a model of the policy's sizes, whole",
+            hint="without kl.sync_every any model of its tokens will do",
+        )
 
 
 def check_teacher(config: RunConfig) -> None:

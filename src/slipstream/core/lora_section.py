@@ -77,6 +77,9 @@ def check_lora(config: RunConfig) -> None:
             (f"trainer.device = '{trainer.device}'", trainer.device != "cpu"),
             (f"generator.device = '{generator.device}'", generator.device != "cpu"),
         ],
+        "a reference that follows the policy, since it is their base": [
+            (f"kl.sync_every = {config.kl.sync_every}", config.kl.sync_every is not None)
+        ],
         "a critic": [(f"loss.advantages = '{config.loss.advantages}'", config.has_critic)],
     }
     for what, fields in refused.items():
@@ -84,7 +87,7 @@ def check_lora(config: RunConfig) -> None:
             raise ConfigError(
                 f"adapters (model.lora) do not go together with {what} yet",
                 got=", ".join(given),
-                allowed="a trainer and generators on CPUs, and a loss without a critic",
+                allowed="a trainer and generators on CPUs, a loss without a critic, and a reference that stays",
                 hint="without model.lora all weights are trained",
             )
     if config.model.lora.base_precision != "float32" and trainer.ranks > 1:

@@ -20,6 +20,7 @@ from slipstream.core.fields import (
     Positive,
     PositiveFloat,
     Section,
+    Steps,
 )
 from slipstream.core.teacher_section import DISTILL
 
@@ -113,7 +114,7 @@ class LossConfig(Section):
 
 
 class KLConfig(Section):
-    """The penalty for leaving the reference policy, which is frozen beside the trainer or in an executor of its own."""
+    """The penalty for leaving the reference policy, which is kept beside the trainer or in an executor of its own."""
 
     coef: NonNegativeFloat = Field(0.0, description="Weight of the KL divergence, per nat; 0: no reference is kept.")
     place: Literal["reward", "loss"] = Field(
@@ -125,6 +126,12 @@ class KLConfig(Section):
     )
     reference: FilePath | None = Field(
         None, description="Folder or hub id of the reference's checkpoint; null: policy version 0."
+    )
+    sync_every: Steps | None = Field(
+        None, description="Steps after which the reference moves towards the policy, again and again; null: it stays."
+    )
+    mixup: Annotated[float, Field(gt=0, le=1, strict=True)] = Field(
+        0.6, description="The share of the way that it moves then: 1 makes it the policy."
     )
     target: PositiveFloat | None = Field(
         None, description="Steer coef so that a completion's KL stays near this many nats; null: coef is fixed."
@@ -152,6 +159,16 @@ class KLConfig(Section):
                 "the trainer computes reference logprobs as it trains: on its ranks, its device, in its precision",
                 got=", ".join(f"kl.{name} = {own[name]!r}" for name in changed) + " with kl.executor = 'trainer'",
                 allowed="kl.executor = 'own'",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_following(self) -> Self:
+        if self.sync_every is not None and self.executor == "own":
+            raise ConfigError(
+                "a reference that follows the policy does so between two steps, in the trainer",
+                got=f"kl.sync_every = {self.sync_every} with kl.executor = 'own'",
+                allowed="kl.executor = 'trainer'",
             )
         return self
 

@@ -26,7 +26,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -44,7 +44,7 @@ from slipstream.models.config import TransformerConfig
 from slipstream.models.inventory import Held, gather_holdings, givers, holdings
 from slipstream.models.lora import install
 from slipstream.models.peft import planned_shapes
-from slipstream.models.sharded import module_parts
+from slipstream.models.sharded import Parameters, module_parts
 from slipstream.models.shards import Box, Part, Shard
 from slipstream.models.transformer import Transformer
 from slipstream.trainer import first_format
@@ -74,11 +74,22 @@ from slipstream.trainer.checkpoint_folder import (
     read_manifest,
     verify_file,
 )
-from slipstream.trainer.optim import AdamW
 
-Trained = tuple[nn.Module, AdamW]
+
+class StoredModel(Protocol):
+    """The weights of a model as this rank stores them, and what is kept beside each: `AdamW` and its moments."""
+
+    @property
+    def parameters(self) -> Parameters: ...
+    @property
+    def num_updates(self) -> int: ...
+    def named_moments(self) -> Mapping[str, Mapping[str, Tensor]]: ...
+    def resumed(self, num_updates: int) -> None: ...
+
+
+Trained = tuple[nn.Module, StoredModel]
 """A trained model, or this rank's part of it, and the optimizer over its parameters."""
-POLICY, CRITIC = "policy", "critic"
+POLICY, CRITIC, REFERENCE = "policy", "critic", "reference"
 _PARTS: WeakKeyDictionary[nn.Module, list[Part]] = WeakKeyDictionary()
 """`module_parts` of the modules that were saved or loaded: they stay as they are, and finding them takes long."""
 log = logging.getLogger(__name__)
@@ -109,9 +120,11 @@ def trained_shards(trained: Mapping[str, Trained]) -> list[Shard]:
     """Return what this rank stores of the tensors of a checkpoint: "policy/<tensor>", "policy.exp_avg/<tensor>", ..."""
     shards = []
     for name, (module, optimizer) in trained.items():
+        stored: dict[str, Mapping[str, Tensor]]  # first: parts are those of what is not gathered
+        stored = {name: optimizer.parameters.named_views()}
+        stored |= {f"{name}.{moment}": views for moment, views in optimizer.named_moments().items()}
         parts = _PARTS[module] if module in _PARTS else _PARTS.setdefault(module, module_parts(module))
-        moments = {f"{name}.{moment}": views for moment, views in optimizer.named_moments().items()}
-        for kind, views in ({name: optimizer.parameters.named_views()} | moments).items():
+        for kind, views in stored.items():
             for part in parts:
                 shards.append(Shard(replace(part.box, name=f"{kind}/{part.box.name}"), part.of(views[part.parameter])))
     return shards

@@ -35,7 +35,9 @@ from slipstream.core.types import Group, Message, Skip, StepDone, Stop, TrainSte
 from slipstream.core.vetting import Limits
 from slipstream.models.transformer import Transformer
 from slipstream.observe.timeline import TRAINED
+from slipstream.trainer.checkpoint import CRITIC, REFERENCE, Trained
 from slipstream.trainer.critic import Critic
+from slipstream.trainer.following import FollowingReference
 from slipstream.trainer.inbox import RolloutInbox
 from slipstream.trainer.loss_checks import needed_columns
 from slipstream.trainer.measure import Auxiliary, brings_reference, follows_warm_start, reference_path
@@ -109,6 +111,7 @@ class Trainer(Executor):
         self.records = self._ends.enter_context(closing(records))
         self.warm_start: Iterator[SupervisedUpdate] | None = None
         self.reference: Transformer | None = None
+        self.following: FollowingReference | None = None
         self.critic: Critic | None = None
         self.teacher: Teacher | None = None
         self.kl = AdaptiveKL(config.kl.coef, config.kl.target or 1.0, config.kl.horizon)
@@ -183,7 +186,7 @@ class Trainer(Executor):
 
     def _resume(self, path: Path) -> None:
         self._build_auxiliary()
-        restored = self.policy.load(path, self.critic)
+        restored = self.policy.load(path, self._others)
         self.version = restored.step
         self.kl = replace(self.kl, coef=restored.extra.get("kl_coef", self.kl.coef))
         if self.tensor_ranks.is_leader:
@@ -204,6 +207,24 @@ class Trainer(Executor):
             self.policy.export(Path(path))  # no checkpoint on disk has these weights yet
         if config.kl.executor == "trainer":
             self.reference = self.policy.reference(path)
+            if config.kl.sync_every is not None:
+                self.following = self.policy.follower(self.reference)
+
+    @property
+    def _others(self) -> dict[str, Trained]:
+        """The models besides the policy that change, which checkpoints hold."""
+        critic = {} if self.critic is None else {CRITIC: (self.critic.module, self.critic.optimizer)}
+        return critic | ({} if self.following is None else {REFERENCE: (self.following.model, self.following)})
+
+    def _follow(self, metrics: dict[str, float]) -> None:
+        """Let the reference follow the policy, if it is its turn; tell which one the step was measured against."""
+        every = self.config.kl.sync_every
+        if every is None or self.following is None:
+            return
+        metrics["reference_version"] = float((self.version - 1) // every * every)
+        if self.version % every == 0:
+            with self.context.spans.span("reference", step=self.version - 1):
+                self.following.follow(self.policy.parameters, self.config.kl.mixup)
 
     def _be_ready(self) -> None:
         if self.resume is None:
@@ -265,6 +286,7 @@ class Trainer(Executor):
             self.kl = self.kl.updated(metrics["kl_reference_sum"], self.config.completions_per_step)
         self._had_gradient |= metrics.get("grad_norm", 0.0) > 0.0
         self.version = command.step + 1
+        self._follow(metrics)
         self._tell(StepDone(step=command.step, version=self.version, metrics=metrics))
         is_last = self.version == self.config.steps
         if self.version % self.config.publish_every == 0 or is_last:
@@ -324,7 +346,7 @@ class Trainer(Executor):
             self.records.sync()
             if self.tensor_ranks.is_leader:
                 self.inbox.save(command)
-            self.policy.save(Path(command.path), step=self.version, extra=extra, critic=self.critic)
+            self.policy.save(Path(command.path), step=self.version, extra=extra, others=self._others)
         self._report_saved()
 
     def _report_saved(self, *, wait: bool = False) -> None:

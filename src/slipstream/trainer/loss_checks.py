@@ -102,6 +102,12 @@ def _check_beside(config: RunConfig, loss: Loss) -> None:
             got="kl.place = 'reward'",
             allowed="kl.place = 'loss' with kl.estimator = 'k2' or 'k3', or kl.coef = 0",
         )
+    if config.kl.sync_every is not None and "reference_logprobs" not in needed_columns(config):
+        raise ConfigError(
+            "nothing compares the policy with the reference that is to follow it",
+            got=f"kl.sync_every = {config.kl.sync_every} with kl.coef = 0 and loss.name = '{config.loss.name}'",
+            allowed="kl.coef > 0, or a loss that compares with the reference, e.g. 'online_dpo'",
+        )
     if config.kl.executor == "own" and "reference_logprobs" not in needed_columns(config):
         raise ConfigError(
             "an executor of the reference would compute what nobody takes",

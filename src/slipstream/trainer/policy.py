@@ -29,8 +29,9 @@ from slipstream.models.shards import base_digest, local_shards, whole_shapes
 from slipstream.models.stored_base import store_base
 from slipstream.models.tensor_parallel import whole_config
 from slipstream.models.transformer import Transformer
-from slipstream.trainer.checkpoint import CRITIC, POLICY, Checkpoints, LoadedCheckpoint, Saved, Trained
+from slipstream.trainer.checkpoint import POLICY, Checkpoints, LoadedCheckpoint, Saved, Trained
 from slipstream.trainer.critic import Critic
+from slipstream.trainer.following import FollowingReference
 from slipstream.trainer.optim import AdamW
 
 
@@ -102,6 +103,10 @@ class Policy:
         model = build_sharded_policy(config, self.division, seed=self._config.seed, tokenizer=self.tokenizer)
         return model.requires_grad_(False)
 
+    def follower(self, model: Transformer) -> FollowingReference:
+        """Return what moves `model`, a reference of these shapes, after the policy."""
+        return FollowingReference(model, self.division)
+
     def offer_to(self, publisher: WeightsPublisher) -> None:
         """Let `publisher` publish these weights from now on."""
         layout = WeightLayout(self.model, self._config.generator.precision, base=self.base_digest)
@@ -144,11 +149,11 @@ class Policy:
             partial.rename(folder)
         return folder
 
-    def save(self, path: Path, *, step: int, extra: Mapping[str, Any], critic: Critic | None) -> None:
-        """Write a checkpoint of the weights as they are now; in the background, unless they are whole on this rank."""
+    def save(self, path: Path, *, step: int, extra: Mapping[str, Any], others: Mapping[str, Trained]) -> None:
+        """Write a checkpoint of these weights and `others`; in the background, unless they are whole on this rank."""
         keep = self._config.trainer.keep_checkpoints
         base = {"base": self.base_digest} if self.base_digest else {}
-        self._checkpoints.save(path, self._trained(critic), step=step, keep=keep, extra={**extra, **base})
+        self._checkpoints.save(path, {**self._trained, **others}, step=step, keep=keep, extra={**extra, **base})
         self.is_saving = True
 
     def wait_fds(self) -> list[int]:
@@ -163,12 +168,12 @@ class Policy:
         self.is_saving &= saved is None
         return saved
 
-    def load(self, path: Path, critic: Critic | None) -> LoadedCheckpoint:
-        """Go on from the checkpoint `path`, whatever ranks wrote it. CheckpointError as `Checkpoints.load`'s.
+    def load(self, path: Path, others: Mapping[str, Trained]) -> LoadedCheckpoint:
+        """Go on, with `others`, from the checkpoint `path`, whatever ranks wrote it.
 
-        Also for adapters that were trained beside another base.
+        CheckpointError as `Checkpoints.load`'s; also for adapters that were trained beside another base.
         """
-        loaded = self._checkpoints.load(path, self._trained(critic))
+        loaded = self._checkpoints.load(path, {**self._trained, **others})
         if (base := loaded.extra.get("base", "")) != self.base_digest:
             raise CheckpointError(
                 f"checkpoint {path} has adapters of another base",
@@ -182,6 +187,6 @@ class Policy:
         if "_checkpoints" in vars(self):
             self._checkpoints.close()
 
-    def _trained(self, critic: Critic | None) -> dict[str, Trained]:
-        trained: dict[str, Trained] = {POLICY: (self.model, self.optimizer)}
-        return trained if critic is None else trained | {CRITIC: (critic.module, critic.optimizer)}
+    @property
+    def _trained(self) -> dict[str, Trained]:
+        return {POLICY: (self.model, self.optimizer)}
