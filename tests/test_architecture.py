@@ -152,8 +152,8 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 78_291
-MAX_LINES_OF_SPINE = 1_864
+MAX_LINES = 78_297
+MAX_LINES_OF_SPINE = 1_865
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
     "core/types.py",
@@ -166,7 +166,7 @@ SPINE = (
 MAX_LINES_OF_FOLDER = {
     "algorithms": 2_215,
     "batching": 365,
-    "controller": 5_911,
+    "controller": 5_912,
     "core": 9_576,
     "environments": 8_120,
     "evals": 2_720,
@@ -174,7 +174,7 @@ MAX_LINES_OF_FOLDER = {
     "jail": 1_050,
     "jobs": 500,
     "models": 6_580,
-    "observe": 9_689,
+    "observe": 9_694,
     "plan": 6_375,
     "prompts": 1_150,
     "rewards": 3_200,

@@ -12,7 +12,7 @@ from slipstream.core.held_out import Measured
 from slipstream.core.sections import PromptsConfig, TaskConfig
 from slipstream.observe.display import MAX_PARTS, Display, config_summary, duration, printable, sparkline
 from slipstream.observe.samples import Sample
-from slipstream.observe.summary import Evaluation, Evaluations
+from slipstream.observe.summary import Best, Evaluation, Evaluations
 from slipstream.observe.transcript import TranscriptPart
 
 CONFIG = RunConfig(recipe="quickstart", prompts=PromptsConfig(tasks=[TaskConfig(name="spell_backward")]))
@@ -222,3 +222,11 @@ def test_the_end_explains_an_accuracy_that_reads_0_throughout() -> None:
     display, _, out = make_display(is_terminal=False)
     display.finish(make_summary(), {})
     assert "eval.measure" not in out.getvalue()
+
+
+def test_why_a_run_ended_early_and_its_best_model_are_said() -> None:
+    display, _, out = make_display(is_terminal=False)
+    display.finish(make_summary(stopped_because="patience", best=Best(version=12, metric="accuracy", value=0.5)), {})
+    said = " ".join(out.getvalue().split())
+    assert "ended by patience" in said
+    assert "best: held-out accuracy 0.500 at step 12" in said

@@ -159,7 +159,8 @@ class Controller:
                 if self.work.warm_start is not None:
                     self.executors.send("trainer", self.work.warm_start)
             self._stop_early(self.early_stopping.cause or self.tally.stopped_because)  # of a run that goes on
-            self._train(self.evaluations.first(self.schedule.steps_done, self.tally.evaluations))
+            done, is_over = self.schedule.steps_done, self.schedule.is_finished
+            self._train(() if is_over else self.evaluations.first(done, self.tally.evaluations))
             if self.schedule.versions:
                 self._finish()
             if self.callbacks.error is not None:

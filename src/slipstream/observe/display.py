@@ -191,7 +191,10 @@ class Display:
             self._say(sentence)
         staleness, rates = summary.staleness, _rates(msgspec.to_builtins(summary.throughput))
         told = "".join(f"  {word} {rate} tokens/s" for word, rate in rates.items())
-        self._say(f"{summary.status}: {plural(summary.steps, 'step')} in {duration(summary.total_s)}{told}")
+        ended = "" if summary.stopped_because is None else f", ended by {summary.stopped_because},"
+        self._say(f"{summary.status}: {plural(summary.steps, 'step')}{ended} in {duration(summary.total_s)}{told}")
+        if (best := summary.best) is not None:
+            self._say(f"best: held-out {best.metric} {best.value:.3f} at step {best.version}")
         if staleness.histogram:
             self._say(f"staleness mean {staleness.mean:.2f}  max {staleness.max}  bound {self._bound} (steps)")
         for process, seconds in summary.accounting.items():

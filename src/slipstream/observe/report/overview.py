@@ -70,6 +70,8 @@ def opening(run: RunData) -> str:
         "failed": "The run failed; this page shows how far it came.",
     }
     told = words.get(status_of(run), "Point at any picture for its numbers.")
+    if status_of(run) == "done" and run.summary is not None and (cause := run.summary.stopped_because) is not None:
+        told = f"The run was ended by {cause}, before the last of its steps. {told}"
     reason = None if run.summary is None or status_of(run) != "failed" else run.summary.error
     return told if reason is None else f"{told} The reason: {reason}"
 
