@@ -44,10 +44,6 @@ def test_a_callback_ends_the_run_as_a_whole_one(small, tmp_path):
     assert slipstream.replay(result.out).is_sound
     with pytest.raises(ConfigError, match=r"already complete[\s\S]*callback"):
         slipstream.run(resume=result.out, display=False)
-    longer = {"steps": steps + 1}
-    with pytest.raises(ConfigError, match="already complete"):
-        slipstream.run(resume=result.out, overrides={"steps": 50}, display=False)
-    assert slipstream.run(resume=result.out, overrides=longer, display=False).summary["steps"] == steps + 1
 
 
 @pytest.mark.slow
@@ -78,3 +74,19 @@ def test_after_a_resume_only_steps_that_are_trained_again_are_told_again(small, 
     hooks = {"on_step": lambda record: heard.append(record.step)}
     slipstream.run(resume=tmp_path / "run", callbacks=hooks, display=False)
     assert heard == [4, 5], "the checkpoint is that of four steps"
+
+
+@pytest.mark.slow
+def test_what_a_callback_has_ended_goes_on_with_other_steps_alone(small, tmp_path):
+    tables, hooks = small | SYNC | {"steps": 50}, {"on_step": lambda record: "stop" if record.step == 1 else None}
+    run = tmp_path / "run"
+    steps = slipstream.run("quickstart", overrides=tables, callbacks=hooks, out=run, display=False).summary["steps"]
+    with pytest.raises(ConfigError, match="already complete"):
+        slipstream.run(resume=run, overrides={"steps": 50}, display=False)
+    summary = json.loads((run / "summary.json").read_text())
+    (run / "summary.json").write_text(json.dumps(summary | {"status": "interrupted"}))  # killed behind its checkpoint
+    again = slipstream.run(resume=run, display=False)
+    assert (again.status, again.summary["stopped_because"], again.summary["steps"]) == ("done", "callback", steps)
+    longer = slipstream.run(resume=run, overrides={"steps": steps + 2}, display=False)
+    assert (longer.summary["stopped_because"], longer.summary["steps"]) == (None, steps + 2)
+    assert slipstream.replay(run).is_sound

@@ -150,6 +150,7 @@ def test_inline_two_replicas_in_processes_and_reference_give_the_same_weights(ti
     assert process.summary["staleness"]["max"] == 0
 
 
+@pytest.mark.slow
 def test_a_reference_that_follows_the_policy_is_that_of_the_loop(tiny, sync_tables, tmp_path):
     tables = tiny | sync_tables | {"steps": 6, "host": "inline", "warm_start": tiny["warm_start"] | {"steps": 20}}
     tables["kl"] = {"coef": 0.5, "place": "loss", "estimator": "k3", "sync_every": 2, "mixup": 0.6}
