@@ -14,10 +14,6 @@ from torch import Tensor
 
 from slipstream.models.linear import linear
 
-MAX_LOGITS = {"cpu": 1 << 26, "cuda": 1 << 28}
-"""Logits held at once, in elements. On GPUs each chunk adds to a whole gradient of the head in memory, so fewer are
-better: at 2^28 that costs a tenth of the chunk's products, at 2^26 half of them."""
-
 
 def wide_product(x: Tensor, weight: Tensor) -> Tensor:
     """x [N, K] times weight [M, K] transposed, in float32 [N, M] from operands of one type; no gradient passes."""

@@ -23,7 +23,8 @@ from slipstream.core.packed import Batching, PackedMicrobatch, TrainSequence, em
 from slipstream.core.rank_group import RankGroup
 from slipstream.core.spans import Spans
 from slipstream.core.types import Group, Rollout
-from slipstream.models.head import MAX_LOGITS, head_logprobs
+from slipstream.models.config import MAX_LOGITS
+from slipstream.models.head import head_logprobs
 from slipstream.models.packed import at_targets
 from slipstream.models.transformer import Transformer
 from slipstream.trainer.critic import Critic
