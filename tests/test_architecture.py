@@ -152,7 +152,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 78_297
+MAX_LINES = 78_474
 MAX_LINES_OF_SPINE = 1_865
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -167,19 +167,19 @@ MAX_LINES_OF_FOLDER = {
     "algorithms": 2_215,
     "batching": 365,
     "controller": 5_912,
-    "core": 9_576,
+    "core": 9_582,
     "environments": 8_120,
     "evals": 2_720,
     "generator": 7_900,
     "jail": 1_050,
     "jobs": 500,
-    "models": 6_580,
+    "models": 6_735,
     "observe": 9_694,
-    "plan": 6_375,
+    "plan": 6_380,
     "prompts": 1_150,
     "rewards": 3_200,
     "stages": 2_760,
-    "trainer": 5_201,
+    "trainer": 5_216,
     "weight_sync": 3_365,
 }
 LONG_FUNCTIONS = {"generator/paged_kernels.py": "a kernel is one function"}

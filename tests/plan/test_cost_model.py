@@ -400,8 +400,12 @@ def test_a_trainers_states_by_hand() -> None:
     assert both["moments"] == 2 * memory["moments"]
     assert both["reference"] == pytest.approx(memory["weights"])
     assert costs().train_memory(trainer(8, 1), served=None)["staging"] == 0
-    # gathered in bfloat16: embedding, head, and two of 32 layers of 218 M; the head once more in float32
-    assert memory["gathered"] == pytest.approx(2 * (2 * 128256 * 4096 + 2 * 218.1e6) + 4 * 128256 * 4096, rel=1e-3)
+    # gathered in bfloat16: embedding, head, and two of 32 layers of 218 M
+    assert memory["gathered"] == pytest.approx(2 * (2 * 128256 * 4096 + 2 * 218.1e6), rel=1e-3)
+    # a product of the head in float32 takes it once more, and tensor-parallel ranks have no other
+    wide = costs().train_memory(trainer(8, 1, head_precision="float32"))
+    assert wide["gathered"] == pytest.approx(memory["gathered"] + 4 * 128256 * 4096, rel=1e-3)
+    assert (trainer(8, 1).head, trainer(8, 2).head) == ("bfloat16", "float32")
     alone = costs().train_memory(trainer(1, 1, precision="float32"))
     assert alone["gathered"] == 0
 

@@ -27,7 +27,7 @@ from slipstream.core.errors import ShapeError
 from slipstream.core.types import Completion, Group, Rollout, Segment
 from slipstream.models.initialise import new_model
 from slipstream.trainer.batch import train_sequence, without_targets
-from slipstream.trainer.measure import Auxiliary, measure, microbatch_logprobs
+from slipstream.trainer.measure import MAX_LOGITS, Auxiliary, measure, microbatch_logprobs
 from slipstream.trainer.optim import AdamW
 from slipstream.trainer.step import train_on_batch
 
@@ -95,7 +95,7 @@ def test_logprobs_and_gradients_equal_a_loop_over_tokens_in_float64(
     capacity: int, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Packing, shared prompts, given segments between sampled ones, and a head in chunks."""
-    monkeypatch.setattr("slipstream.trainer.measure.MAX_LOGITS", at_once)
+    monkeypatch.setitem(MAX_LOGITS, "cpu", at_once)
     groups = kept_groups(seed=5, given=True)
     completions = completions_of(groups)
     model, _ = tiny_policy()

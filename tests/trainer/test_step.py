@@ -19,7 +19,7 @@ from slipstream.algorithms.logprobs import probe_logprobs
 from slipstream.batching import collate as batching
 from slipstream.core.errors import NonFiniteError, StalenessError
 from slipstream.core.types import Group
-from slipstream.trainer.measure import Auxiliary, microbatch_logprobs
+from slipstream.trainer.measure import MAX_LOGITS, Auxiliary, microbatch_logprobs
 from slipstream.trainer.optim import AdamW
 from slipstream.trainer.scores import rollout_advantages
 from slipstream.trainer.step import train_on_batch
@@ -304,7 +304,7 @@ def test_a_large_head_in_chunks_equals_the_whole(monkeypatch):
     config = run_config()
     results = []
     for limit in (1 << 26, 4 * VOCAB_SIZE):
-        monkeypatch.setattr("slipstream.trainer.measure.MAX_LOGITS", limit)
+        monkeypatch.setitem(MAX_LOGITS, "cpu", limit)
         model, _, optimizer = setup(config)
         batch = prepared(groups, config=config, step=0)
         (microbatch,) = batching.collate(batch.of(groups), 10_000)

@@ -8,7 +8,7 @@ from slipstream.batching import collate as batching
 from slipstream.core.errors import ConfigError, ShapeError
 from slipstream.core.stage_sections import WarmStartConfig
 from slipstream.core.training_sections import OptimizerConfig
-from slipstream.trainer import supervised
+from slipstream.trainer.measure import MAX_LOGITS
 from slipstream.trainer.optim import AdamW
 from slipstream.trainer.supervised import measure_prediction, supervised_updates
 
@@ -100,7 +100,7 @@ def test_predictions_are_those_of_transformers():
 def test_predictions_of_a_large_head_in_chunks(monkeypatch):
     model, _ = tiny_policy()
     whole = measure_prediction(model, DEMONSTRATIONS, microbatch_tokens=64, batching=batching)
-    monkeypatch.setattr(supervised, "MAX_LOGITS", 5 * VOCAB_SIZE)
+    monkeypatch.setitem(MAX_LOGITS, "cpu", 5 * VOCAB_SIZE)
     chunked = measure_prediction(model, DEMONSTRATIONS, microbatch_tokens=64, batching=batching)
     assert chunked.loss == pytest.approx(whole.loss, rel=1e-6)
     assert chunked.accuracy == whole.accuracy

@@ -13,6 +13,14 @@ from slipstream.models.hf_fields import known_fields
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt_neox", "gpt2")
 
 
+MAX_LOGITS = {"cpu": 1 << 26, "cuda": 1 << 28}
+"""Logits that a trainer holds at once, in elements, by type of device; larger heads run in chunks.
+
+On a GPU each chunk adds to a whole gradient of the head in memory. At 2^26 and a vocabulary of 152,000 that would take
+as long as the chunk's products, by bytes and peak rates of an H200; at 2^28 a quarter.
+"""
+
+
 @dataclass(frozen=True)
 class Llama3RopeScaling:
     """Frequency-dependent stretching of rotary positions, as in Llama 3.1 (`rope_type = "llama3"`)."""

@@ -297,6 +297,17 @@ class Transformer(nn.Module):
         product = self.head_product if self.served_head is None else self.served_head
         return self.ranks.gather_vocab(product(self.ranks.fork(hidden.float())))
 
+    @property
+    def head_weight(self) -> Tensor | None:
+        """The matrix [V, hidden] that logits are the product with, after a `forward` that has gathered it.
+
+        None where adapters, other precisions or tensor-parallel ranks take part.
+        """
+        if self.served_head is not None or self.stored_base is not None or not isinstance(self.ranks, OneRank):
+            return None
+        weight: Tensor = self.embedding.weight if self.config.tie_embeddings else self.head.weight
+        return weight
+
     def head_product(self, hidden: Tensor) -> Tensor:
         """fp32 products [..., vocabulary rows of this rank] of hidden [..., hidden] with the head's own weights."""
         if self.stored_base is not None:

@@ -14,7 +14,7 @@ from statistics import NormalDist
 
 from slipstream.core.errors import ConfigError
 from slipstream.core.fields import Precision
-from slipstream.models.config import TransformerConfig
+from slipstream.models.config import MAX_LOGITS, TransformerConfig
 from slipstream.plan.collectives import all_gather_s, all_reduce_s, last_host_task_s
 from slipstream.plan.counts import BYTES, COMPUTED_BYTES, Adapters, counts_of
 from slipstream.plan.hardware import GpuCluster
@@ -34,7 +34,7 @@ from slipstream.plan.lengths import imbalance, slowest_replica
 
 DECODE_KERNELS = 10  # per layer: two norms, four products, rotation and cache, attention and reduction, activation
 PREFILL_CHUNK = 512  # tokens prefilled beside a decode step (`generator.prefill_chunk`)
-LOGITS_AT_ONCE = 2**26  # elements; larger heads run in chunks that the backward pass computes again (`trainer/step.py`)
+LOGITS_AT_ONCE = MAX_LOGITS["cuda"]  # larger heads run in chunks that the backward pass computes again
 LOGIT_PASSES = 5  # reads or writes of float32 logits, from the product to a token with its logprob, or to a loss
 PAGE = 16  # tokens of a page of keys and values (`generator/paged_kv.py`)
 USABLE_MEMORY = 0.92  # of a device: the rest is CUDA's context, NCCL's buffers and what the allocator cannot use
@@ -222,8 +222,8 @@ class CostModel:
         models = 2 if workload.critic else 1
         # The root (embedding and head) from forward to backward; one layer that runs, and one that comes.
         gathered = (2 * counts.layer + counts.root) * element if uses_fsdp else 0.0
-        if layout.head_precision != layout.precision:
-            gathered += counts.head_matrix * COMPUTED_BYTES[layout.head_precision]
+        if layout.head != layout.precision:
+            gathered += counts.head_matrix * COMPUTED_BYTES[layout.head]
         parts = {
             "weights": 4 * self._held(layout) / shards * models,
             "moments": 8 * params / shards * models,
@@ -383,14 +383,14 @@ class CostModel:
         counts = counts_of(self.model, layout.tensor_parallel)
         tokens = rollouts * self.workload.lengths.mean
         logits = tokens * self.model.vocab_size
-        forwards = 2 if is_trained and logits > LOGITS_AT_ONCE else 1
+        is_made_anew = layout.head != "float32" or logits > LOGITS_AT_ONCE  # in the backward pass
+        forwards = 2 if is_trained and is_made_anew else 1
         passes = forwards + 2 if is_trained else 1
         products = passes - (is_trained and self.adapters.params > 0)  # a head beside adapters has no gradient
-        adapter_s = self._product(tokens, self.adapters.head_params, layout.head_precision) if is_trained else 0.0
+        adapter_s = self._product(tokens, self.adapters.head_params, layout.head) if is_trained else 0.0
         return Parts(
             {
-                "compute": products * self._product(tokens, counts.head_matrix, layout.head_precision)
-                + passes * adapter_s,
+                "compute": products * self._product(tokens, counts.head_matrix, layout.head) + passes * adapter_s,
                 "activations": self._move(LOGIT_PASSES * passes * logits * 4),
                 "tensor_parallel": forwards * self._all_gather(logits * 4, layout.tensor_parallel),
             }

@@ -17,9 +17,8 @@ from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import merge, resolve
 from slipstream.generator.arrangement import LENGTH_MULTIPLE, round_up
-from slipstream.models.config import TransformerConfig
+from slipstream.models.config import MAX_LOGITS, TransformerConfig
 from slipstream.plan.calibrate import Calibration, generator_dials, row_multiple
-from slipstream.plan.cost_model import LOGITS_AT_ONCE
 from slipstream.plan.counts import Counts, counts_of
 from slipstream.plan.layouts import (
     AsynchronousPlan,
@@ -170,7 +169,7 @@ class CpuMachine:
                 "moments": 2 * trained,
                 "gradients": trained + passing,
                 "activations": 4 * rows * (layers * _kept_elements(counts) + inputs),
-                "logits": 3 * 4 * min(logits, LOGITS_AT_ONCE),
+                "logits": 3 * 4 * min(logits, MAX_LOGITS["cpu"]),
                 "staging": 2 * served,
                 "process": PROCESS_BYTES,
             }

@@ -111,11 +111,16 @@ class TrainerLayout:
     precision: Precision = "bfloat16"
     recompute: bool = True
     reduce_once: bool = False
-    head_precision: Precision = "float32"  # of the head's product
+    head_precision: Precision | None = None
 
     @property
     def data_parallel(self) -> int:
         return self.devices // self.tensor_parallel
+
+    @property
+    def head(self) -> Precision:
+        """Precision of the head's product: what is given, or what the trainer does (`models/head.py`)."""
+        return self.head_precision or (self.precision if self.tensor_parallel == 1 else "float32")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.files import decode_json
 from slipstream.models.config import TransformerConfig
-from slipstream.plan.cost_model import ALONE, CostModel
+from slipstream.plan.cost_model import CostModel
 from slipstream.plan.hardware import GpuCluster
 from slipstream.plan.layouts import AsynchronousPlan, GeneratorLayout, Parts, TrainerLayout, Workload
 from slipstream.plan.simulated_run import Batch, Costs, SimulatedWorkload
@@ -248,8 +248,7 @@ class CalibratedCostModel(CostModel):
 
     def _microbatch(self, layout: TrainerLayout, rollouts: float) -> Parts:
         rows = rollouts * self.workload.trained_tokens
-        same = {name: vars(layout)[name] for name in ("precision", "recompute", "head_precision")}
-        alone = replace(ALONE, microbatch=rollouts, **same)
+        alone = replace(layout, devices=1, tensor_parallel=1, microbatch=rollouts, head_precision=layout.head)
         factor = rows * self._curves.trained_row_s(1, rows) / super()._microbatch(alone, rollouts).total
         return _scaled(super()._microbatch(layout, rollouts), factor)
 

@@ -23,6 +23,8 @@ from slipstream.core.packed import Batching, PackedMicrobatch, TrainSequence, em
 from slipstream.core.rank_group import RankGroup
 from slipstream.core.spans import Spans
 from slipstream.core.types import Group, Rollout
+from slipstream.models.config import MAX_LOGITS
+from slipstream.models.head import head_logprobs
 from slipstream.models.packed import at_targets
 from slipstream.models.transformer import Transformer
 from slipstream.trainer.critic import Critic
@@ -157,14 +159,15 @@ def per_sequence(microbatch: PackedMicrobatch, values: Tensor) -> Columns:
     return dict(zip(microbatch.keys, np.split(values.cpu().numpy(), ends)[: len(ends)], strict=True))
 
 
-# Logits held at once, in elements (256 MiB of float32); larger heads run in chunks that are recomputed backward.
-MAX_LOGITS = 1 << 26
 COPIES_COMPARED = 4  # of a chunk's logits, where policy and teacher are compared: both, scaled, and their logprobs
 
 
-def rows_at_once(model: Transformer, num_copies: int = 1) -> int:
-    """Return how many rows of logits, in so many copies, are held at once."""
-    return max(1, MAX_LOGITS // (num_copies * model.config.vocab_size))
+def rows_at_once(model: Transformer, num_copies: int = 1, device: str = "cpu") -> int:
+    """Return how many rows of logits, in so many copies, are held at once on a type of device.
+
+    Larger heads run in chunks that are computed again in the backward pass.
+    """
+    return max(1, MAX_LOGITS[device] // (num_copies * model.config.vocab_size))
 
 
 def microbatch_logprobs(
@@ -194,7 +197,10 @@ def microbatch_logprobs(
             logprobs = kept_token_logprobs(logits, targets, others[0], temperature)
         return logprobs, entropies, *(() if teacher is None else teacher.compare(logits, *others[-len(said) :]))
 
-    at_once = rows_at_once(model, 1 if teacher is None else COPIES_COMPARED)
+    at_once = rows_at_once(model, 1 if teacher is None else COPIES_COMPARED, predicting.device.type)
+    weight, is_float32 = model.head_weight, predicting.dtype == torch.float32
+    if weight is not None and teacher is None and not (is_float32 and microbatch.num_targets <= at_once):
+        return head_logprobs(columns[0], weight, *columns[1:], temperature=temperature, at_once=at_once)
     if microbatch.num_targets <= at_once:
         return head(*columns)
     chunks = [

@@ -15,7 +15,7 @@ from slipstream.core.rank_group import RankGroup
 from slipstream.core.stage_sections import WarmStartConfig
 from slipstream.models.packed import at_targets
 from slipstream.models.transformer import Transformer
-from slipstream.trainer.measure import MAX_LOGITS, in_step, microbatch_logprobs
+from slipstream.trainer.measure import in_step, microbatch_logprobs, rows_at_once
 from slipstream.trainer.optim import AdamW, require_finite_loss
 
 Demonstration = tuple[np.ndarray, np.ndarray]  # prompt tokens, completion tokens with EOS; int32
@@ -100,12 +100,12 @@ def measure_prediction(
     if not demonstrations:
         raise ConfigError("measuring a model's predictions takes demonstrations", got="none", allowed="at least one")
     sequences = [_sequence(index, *demonstration) for index, demonstration in enumerate(demonstrations)]
-    rows_at_once = max(1, MAX_LOGITS // model.config.vocab_size)
     total, num_found, num_tokens = 0.0, 0, 0
     for microbatch in batching.collate(sequences, microbatch_tokens):
         states = at_targets(model, microbatch)
         targets = torch.from_numpy(microbatch.targets).to(states.device)
-        chunks = zip(torch.split(states, rows_at_once), torch.split(targets, rows_at_once), strict=True)
+        at_once = rows_at_once(model, device=states.device.type)
+        chunks = zip(torch.split(states, at_once), torch.split(targets, at_once), strict=True)
         for rows, expected in chunks:
             logits = model.logits(rows)
             logprobs, _ = token_logprobs_and_entropy(logits, expected, 1.0)

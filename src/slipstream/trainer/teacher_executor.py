@@ -80,7 +80,7 @@ def taught(
     logprobs = {one.key: np.zeros((0, top_k + 1), dtype=np.float32) for one in sequences}
     for microbatch in batching.collate(sequences, config.trainer.microbatch_tokens):
         states = at_targets(model, microbatch)
-        read = [teacher.likeliest(rows) for rows in torch.split(states, rows_at_once(model))]
+        read = [teacher.likeliest(rows) for rows in torch.split(states, rows_at_once(model, device=states.device.type))]
         tokens |= per_sequence(microbatch, torch.cat([part for part, _ in read]).int())
         logprobs |= per_sequence(microbatch, torch.cat([part for _, part in read]))
     return [
