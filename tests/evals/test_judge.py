@@ -18,8 +18,8 @@ from fake_endpoint import Endpoint, Received, Reply, chat, hang, http, serving
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slipstream.core import endpoint as endpoint_module
 from slipstream.core.errors import ConfigError
-from slipstream.evals import judge as judge_module
 from slipstream.evals.judge import EndpointJudge, JudgeError, JudgeRefused, JudgeTimeout, parse_verdict
 from slipstream.evals.win_rate import Comparison, judge_pairs, judge_win_rate
 
@@ -153,7 +153,7 @@ def test_chunked_answers_are_read() -> None:
 
 
 def test_an_endless_answer_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judge_module, "MAX_RESPONSE_BYTES", 100_000)
+    monkeypatch.setattr(endpoint_module, "MAX_RESPONSE_BYTES", 100_000)
 
     async def endless(_request: Received, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
