@@ -125,9 +125,7 @@ class ChatEndpoint:
         raw = bytearray()
         try:
             async with asyncio.timeout(deadline_s):
-                reader, writer = await asyncio.open_connection(
-                    url.hostname, port, ssl=_tls() if is_tls else None
-                )
+                reader, writer = await asyncio.open_connection(url.hostname, port, ssl=_tls() if is_tls else None)
                 waiting_for = f"{where} to take the request"
                 writer.write("\r\n".join([*head, "", ""]).encode() + body)
                 await writer.drain()
@@ -162,11 +160,12 @@ class ChatEndpoint:
             )
         return key
 
+    def without_key(self, text: str) -> str:
+        return text.replace(key, "***") if (key := self.api_key()) else text
+
     def clip(self, text: str) -> str:
         """`text` as far as an error shows it: short, without the key, and without what would move a cursor."""
-        if key := self.api_key():
-            text = text.replace(key, "***")
-        text = "".join(c if c.isprintable() else " " for c in text)
+        text = "".join(c if c.isprintable() else " " for c in self.without_key(text))
         return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "..."
 
 

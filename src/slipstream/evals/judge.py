@@ -122,5 +122,7 @@ class EndpointJudge:
         text = answer.choices[0].message.content
         verdict = parse_verdict(text)
         if verdict is None:
-            raise AttemptFailed(f"an answer without one verdict on its last line: ...{text[-_SHOWN_CHARS:]!r}")
+            raise AttemptFailed(
+                f"an answer without one verdict on its last line: ...{endpoint.without_key(text)[-_SHOWN_CHARS:]!r}"
+            )
         return verdict
