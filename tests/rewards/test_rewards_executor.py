@@ -138,7 +138,8 @@ def test_where_models_follow_they_score_evaluations_too(tmp_path: Path) -> None:
 
 def test_a_callable_replaces_the_configured_terms(tmp_path: Path) -> None:
     functions = {"reward": lambda completions, **kw: [float(len(completions[0]))]}
-    executor = Rewards(RewardsConfig(terms=[RewardTerm(function="python:reward")]), {}, functions=functions)
+    config = RewardsConfig(terms=[RewardTerm(function="python:reward")], num_threads=1)  # one by one: in their order
+    executor = Rewards(config, {}, functions=functions)
     ports = start(executor, tmp_path, name="rewards")
     for i in range(20):
         ports["completions"].put(completion(i, "x" * i))

@@ -174,6 +174,30 @@ class EpisodeCounts(msgspec.Struct, frozen=True):
     begun_again: int = 0
 
 
+class JudgeCounts(msgspec.Struct, frozen=True):
+    """The work of a judge, for training and evaluations.
+
+    `scored` completions got a score, for `cached` of them without a request of their own; `failures` got none.
+    `requests` were sent, `retries` among them; `seconds` is the sum of their durations. Tokens are those that the
+    endpoint counted, `cost` is by the judge's prices.
+    """
+
+    scored: int
+    cached: int
+    failures: int
+    requests: int
+    retries: int
+    input_tokens: int
+    output_tokens: int
+    seconds: float
+    cost: float
+
+    @property
+    def request_s(self) -> float | None:
+        """The mean duration of a request."""
+        return self.seconds / self.requests if self.requests else None
+
+
 class Versions(msgspec.Struct, frozen=True):
     python: str
     torch: str
@@ -185,9 +209,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Everything `summary.json` holds. `accounting` maps process to state to seconds; each process sums to `wall_s`.
 
     After a resume `steps`, `eval`, `staleness`, `prompts` and `padding_frac` are of all that led to the final weights;
-    `wall_s`, `throughput`, `accounting`, `balance`, `weight_sync` and `episodes` of the last attempt. `earlier_s` is
-    what the attempts before it took up to the checkpoint that it went on from: `earlier_s + wall_s` is the run's time,
-    less what was abandoned.
+    `wall_s`, `throughput`, `accounting`, `balance`, `weight_sync`, `episodes` and `judges` of the last attempt.
+    `earlier_s` is what the attempts before it took up to the checkpoint that it went on from: `earlier_s + wall_s` is
+    the run's time, less what was abandoned.
     """
 
     recipe: str
@@ -214,6 +238,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     balance: Balance | None = None  # who starves, why, and what would help, over the loop (`observe/balance.py`)
     error: str | None = None  # of a run that failed: the reason
     episodes: EpisodeCounts | None = None  # None without an environment
+    judges: dict[str, JudgeCounts] = {}  # by name, of the last attempt
     stages: dict[str, dict[str, Any]] = {}  # `stage.json` of the other stages that are done, by name
 
     @classmethod

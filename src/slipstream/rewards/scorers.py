@@ -11,6 +11,7 @@ from typing import Any
 from slipstream.algorithms.responses import truncate_at_token
 from slipstream.core.clock import Clock
 from slipstream.core.sections import FROM_JUDGE, FROM_PYTHON, JudgeTerm, RewardsConfig, TaskConfig
+from slipstream.core.service_messages import JUDGE_PREFIX
 from slipstream.core.types import Completion, EpisodeRecord
 from slipstream.rewards.assembly import Call, Where
 from slipstream.rewards.awaited import LoopScorer, Seat
@@ -127,7 +128,7 @@ class Scorers:
     def counts(self) -> dict[str, float]:
         """What judges were asked and what it cost, by 'judge/NAME/...'."""
         of = {place.removeprefix(FROM_JUDGE): judge.counts for place, judge in self._judges.items()}
-        return {f"judge/{name}/{what}": float(n) for name, counts in of.items() for what, n in counts.items()}
+        return {f"{JUDGE_PREFIX}{name}/{what}": float(n) for name, counts in of.items() for what, n in counts.items()}
 
     @property
     def _scorers(self) -> list[ScoringPool | CallableScorer | LoopScorer]:
