@@ -124,7 +124,7 @@ def test_a_server_that_asks_to_wait_is_asked_again_then(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("answer", "fields", "words"),
     [
-        (500, {"timeout_s": 0.4}, r"judge: http://.*:\d+/v1 gave no answer \(1 attempt in 0.4 s at most\); .*status 500"),
+        (500, {"timeout_s": 0.4}, r"judge: http://.*/v1 gave no answer \(1 attempt in 0.4 s at most\); .*status 500"),
         ((429, {"Retry-After": "600"}), {}, "status 429.*asks to wait 600 s"),
         (401, {}, "refuses: status 401"),
         ("I would rather not.", {}, "no score from 1 to 10 by its pattern: ...'I would rather not.'"),

@@ -115,7 +115,7 @@ def check_isolation(setup: WorkerSetup, held: Collection[str], *, trust_verifier
             f"the verifier of '{unsafe[0]}' evaluates model text with {UNSAFE_VERIFIERS[unsafe[0]]}, which is to have "
             "no network",
             got="rewards.allow_network = true, or network = true of its term",
-            allowed="network = true of terms with functions of your own, or rewards.trust_verifier = true",
+            allowed="network = true of others, rewards.allow_network = false, or rewards.trust_verifier = true",
             hint="[[rewards.judges]] are asked from outside of the workers, and need no such setting",
         )
     if unsafe and missing and not trust_verifier:
