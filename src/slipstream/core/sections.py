@@ -396,15 +396,6 @@ class RewardTerm(Section):
 
 
 _RESERVED = frozenset({"model", "messages", "stream", "n", "temperature", "max_tokens"})  # not for `JudgeTerm.params`
-_DEFAULT_PROMPT = """\
-Score how well the completion serves the person who wrote the prompt.
-
-{prompt}
-
-{completion}
-
-Give your reasons in a few sentences. Then end with one line and nothing after it, 'Score: N', where N is a number
-from 1 (useless) to 10 (nothing could be better)."""
 
 
 class JudgeTerm(Section):
@@ -414,15 +405,17 @@ class JudgeTerm(Section):
     base_url: str = Field(description="Address of the endpoint, e.g. 'http://localhost:8000/v1'.")
     model: str = Field(description="Name of the model behind it.")
     api_key_env: str | None = Field(None, description="Environment variable with the key; null sends none.")
-    prompt: str = Field(
-        _DEFAULT_PROMPT,
+    prompt: str | None = Field(
+        None,
         description="Template of the question, with {completion} or {messages} (all turns), and {prompt}, {answer} and "
-        "columns of the row. Each comes between marks. Other braces stay as they are.",
+        "columns of the row. Each comes between marks; other braces stay as they are. null: a general question, with "
+        "{prompt} and {completion}, that asks for a last line 'Score: N'.",
     )
     prompt_file: FilePath | None = Field(None, description="File with the template, in place of `prompt`.")
-    pattern: str = Field(
-        r"(?im)^[^\w\n]*score:[^\w\n-]*(-?\d+(?:\.\d+)?)(?:[^\w\n]*/\s*\d+)?[^\w\n]*$",
-        description="Regular expression whose first group is the score; the last match in the reply counts.",
+    pattern: str | None = Field(
+        None,
+        description="Regular expression whose first group is the score; the last match in the reply counts. null: a "
+        "line 'Score: N'.",
     )
     json_field: str | None = Field(
         None, description="Field with the score, of a JSON object in the reply, in place of `pattern`."
@@ -470,8 +463,7 @@ class JudgeTerm(Section):
                 hint="they are fields, or fixed",
             )
         for one, other in (("prompt", "prompt_file"), ("pattern", "json_field")):
-            is_default = getattr(self, one) == type(self).model_fields[one].default
-            if getattr(self, other) is not None and not is_default:
+            if None not in (getattr(self, one), getattr(self, other)):
                 raise ConfigError(f"judge '{self.name}' has {one} and {other}", allowed="one of them")
         return self
 

@@ -238,8 +238,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     balance: Balance | None = None  # who starves, why, and what would help, over the loop (`observe/balance.py`)
     error: str | None = None  # of a run that failed: the reason
     episodes: EpisodeCounts | None = None  # None without an environment
-    judges: dict[str, JudgeCounts] = {}  # by name, of the last attempt
     stages: dict[str, dict[str, Any]] = {}  # `stage.json` of the other stages that are done, by name
+    judges: dict[str, JudgeCounts] = {}  # by name
 
     @classmethod
     def without_rl(cls, config: RunConfig, run_dir: Path, evaluation: dict[str, Any] | None) -> Summary:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from slipstream.core.background import start_thread
 from slipstream.core.clock import Clock, WallClock
 from slipstream.core.user_code import describe
-from slipstream.rewards.answers import Answers
 from slipstream.rewards.inline import MAX_ABANDONED
+from slipstream.rewards.mailbox import Mailbox
 from slipstream.rewards.pool import ScoredJob
 from slipstream.rewards.protocol import AnyJob
 
@@ -34,7 +34,7 @@ class Seat:
 
 
 @dataclass(eq=False)
-class _Turn:
+class _Handed:
     """A job in the hands of a loop."""
 
     place: str
@@ -56,9 +56,9 @@ class LoopScorer:
         self._seats = seats
         self._clock = clock or WallClock()
         self._waiting: dict[str, deque[AnyJob]] = {place: deque() for place in seats}
-        self._open: dict[int, _Turn] = {}
+        self._open: dict[int, _Handed] = {}
         self._num_open: Counter[str] = Counter()
-        self._answers: Answers[tuple[_Turn, ScoredJob]] = Answers()
+        self._answers: Mailbox[tuple[_Handed, ScoredJob]] = Mailbox()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._asked_s: float | None = None  # since when the loop has been asked to turn
         self.num_restarts = 0
@@ -113,12 +113,12 @@ class LoopScorer:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             self._thread = start_thread(_turn_round, args=(self._loop,), name="reward-loop")
-        turn = _Turn(place, job, deadline_s=self._clock.now_s() + self._seats[place].timeout_s)
+        turn = _Handed(place, job, deadline_s=self._clock.now_s() + self._seats[place].timeout_s)
         self._open[job.job_id] = turn
         self._num_open[place] += 1
         self._loop.call_soon_threadsafe(self._begin, self._loop, turn)
 
-    def _close_turn(self, turn: _Turn) -> bool:
+    def _close_turn(self, turn: _Handed) -> bool:
         """Whether it was still open."""
         if self._open.get(turn.job.job_id) is not turn:
             return False
@@ -126,10 +126,10 @@ class LoopScorer:
         self._num_open[turn.place] -= 1
         return True
 
-    def _begin(self, loop: asyncio.AbstractEventLoop, turn: _Turn) -> None:
+    def _begin(self, loop: asyncio.AbstractEventLoop, turn: _Handed) -> None:
         turn.task = loop.create_task(self._work(turn))
 
-    async def _work(self, turn: _Turn) -> None:
+    async def _work(self, turn: _Handed) -> None:
         seat, parts, failure = self._seats[turn.place], list[float | None](), None
         try:
             parts = await seat.score(turn.job)
@@ -139,7 +139,7 @@ class LoopScorer:
             failure = f"{seat.name}: {describe(error)}"
         self._answers.put((turn, ScoredJob(turn.job.job_id, parts, failure)))
 
-    def _ask_to_cancel(self, turn: _Turn, now_s: float) -> None:
+    def _ask_to_cancel(self, turn: _Handed, now_s: float) -> None:
         loop = self._loop
         assert loop is not None
         self._asked_s = now_s if self._asked_s is None else self._asked_s

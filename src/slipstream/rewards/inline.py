@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from slipstream.core.background import start_thread
 from slipstream.core.clock import Clock, WallClock
-from slipstream.rewards.answers import Answers
 from slipstream.rewards.calls import Scoring, answer
+from slipstream.rewards.mailbox import Mailbox
 from slipstream.rewards.pool import ScoredJob
 from slipstream.rewards.protocol import AnyJob
 
@@ -18,7 +18,7 @@ MAX_ABANDONED = 8  # threads that never came back; a thread cannot be killed
 
 
 @dataclass(eq=False)
-class _Lane:
+class _FunctionThread:
     """A thread, the job it has, when that is overdue, and the term that it has come to."""
 
     inbox: queue.SimpleQueue[AnyJob | None] = field(default_factory=queue.SimpleQueue)
@@ -43,8 +43,8 @@ class CallableScorer:
         self._num_threads = num_threads
         self._clock = clock or WallClock()
         self._waiting: deque[AnyJob] = deque()
-        self._answers: Answers[tuple[_Lane, ScoredJob]] = Answers()
-        self._lanes: list[_Lane] = []
+        self._answers: Mailbox[tuple[_FunctionThread, ScoredJob]] = Mailbox()
+        self._lanes: list[_FunctionThread] = []
         self.num_restarts = 0
 
     @property
@@ -92,22 +92,22 @@ class CallableScorer:
         self._lanes.clear()
         self._answers.close()
 
-    def _free(self) -> _Lane | None:
+    def _free(self) -> _FunctionThread | None:
         """An idle thread, a new one while there may be more, else None."""
         lane = next((lane for lane in self._lanes if lane.job is None), None)
         if lane is None and len(self._lanes) < self._num_threads:
-            lane = _Lane()
+            lane = _FunctionThread()
             self._lanes.append(lane)
             start_thread(self._serve, args=(lane,), name="reward-function")
         return lane
 
-    def _hand_over(self, lane: _Lane, job: AnyJob) -> None:
+    def _hand_over(self, lane: _FunctionThread, job: AnyJob) -> None:
         lane.job = job
         lane.reached = ", ".join(term.name for term in self._terms)
         lane.deadline_s = self._clock.now_s() + self._timeout_s
         lane.inbox.put(job)
 
-    def _serve(self, lane: _Lane) -> None:
+    def _serve(self, lane: _FunctionThread) -> None:
         """Consumes jobs, waits for the next one, ends on None or when it was abandoned."""
 
         def began(index: int) -> None:

@@ -126,7 +126,7 @@ class Scorers:
 
     @property
     def counts(self) -> dict[str, float]:
-        """What judges were asked and what it cost, by 'judge/NAME/...'."""
+        """The counts of judges, by 'judge/NAME/COUNT'."""
         of = {place.removeprefix(FROM_JUDGE): judge.counts for place, judge in self._judges.items()}
         return {f"{JUDGE_PREFIX}{name}/{what}": float(n) for name, counts in of.items() for what, n in counts.items()}
 

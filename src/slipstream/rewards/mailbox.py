@@ -1,4 +1,4 @@
-"""Answers that other threads have for the thread that polls."""
+"""Mailbox that other threads have for the thread that polls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Answers(Generic[T]):
+class Mailbox(Generic[T]):
     """A queue with a descriptor that is readable while something waits in it; any thread may `put`, also too late."""
 
     def __init__(self) -> None:
