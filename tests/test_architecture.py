@@ -152,7 +152,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 77_472
+MAX_LINES = 78_410
 MAX_LINES_OF_SPINE = 1_785
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -166,18 +166,18 @@ SPINE = (
 MAX_LINES_OF_FOLDER = {
     "algorithms": 2_215,
     "batching": 365,
-    "controller": 5_475,
-    "core": 9_350,
+    "controller": 5_490,
+    "core": 9_680,
     "environments": 8_120,
-    "evals": 2_720,
+    "evals": 2_575,
     "generator": 7_900,
     "jail": 1_050,
     "jobs": 500,
     "models": 6_580,
-    "observe": 9_665,
+    "observe": 9_720,
     "plan": 6_375,
     "prompts": 1_150,
-    "rewards": 3_200,
+    "rewards": 3_770,
     "stages": 2_730,
     "trainer": 5_115,
     "weight_sync": 3_365,

@@ -20,6 +20,7 @@ from reward_jobs import job
 from test_rewards_executor import completion, drive
 
 from slipstream.core.errors import ConfigError
+from slipstream.core.recipes import resolve
 from slipstream.core.sections import JudgeTerm, RewardsConfig, RewardTerm
 from slipstream.core.service_messages import Counters
 from slipstream.core.types import Prompt, Rollout, Stop
@@ -375,3 +376,20 @@ def test_a_configuration_goes_through_toml_and_json(tmp_path: Path) -> None:
         executor = Rewards(**json.loads(json.dumps({"config": config.model_dump(mode="json"), "tasks": {}})))
         executor.close()
     assert [term.function for term in config.asked] == ["judge:judge"]
+
+
+def test_the_example_asks_what_its_rows_have() -> None:
+    config = resolve(Path(__file__).parents[2] / "examples" / "judged.toml")
+    [term] = config.rewards.judges
+    assert config.rewards.part_names == ["code", "readable"]
+    check_rewards(config.rewards.model_copy(update={"terms": []}), {})
+    asked = question(term.prompt or "", job(0, "print(1)", prompt="Print 1."), 1000)
+    assert "]\nPrint 1.\n[" in asked
+    assert "]\nprint(1)\n[" in asked
+
+
+def test_the_default_question_names_the_limits_of_the_score(tmp_path: Path) -> None:
+    with JudgeServer(lambda _: "Score: 3/5") as server:
+        [rollout], _ = scored(only(server, score_max=5.0), ["x"], tmp_path)
+    assert rollout.reward == pytest.approx(0.5)
+    assert "from 1 (useless) to 5 (nothing could be better)" in server.questions[0]

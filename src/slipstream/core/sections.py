@@ -573,6 +573,15 @@ class RewardsConfig(Section):
         )
         return [*self.terms, *judges]
 
+    def has_own_network(self, term: RewardTerm) -> bool:
+        """Tell whether workers of its own run `term`, as those of other terms have no network."""
+        return term.network and not self.allow_network
+
+    @property
+    def all_workers(self) -> int:
+        """Return the number of workers: `num_workers` without network, and with it, where there are terms for them."""
+        return self.num_workers * max(1, len({self.has_own_network(term) for term in self.terms}))
+
     @property
     def weighted(self) -> list[RewardTerm | RewardModelTerm]:
         """Return all terms of the sum in the order of their parts: functions, judges, models."""

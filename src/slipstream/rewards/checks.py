@@ -73,7 +73,7 @@ WORKERS, NETWORK = "workers", "network"
 def setups_by_place(config: RewardsConfig, tasks: Mapping[str, TaskConfig]) -> dict[str, WorkerSetup]:
     """The setups of workers without network, and of those of the terms that have it; none where there are no terms."""
     setup, terms = setup_of(config, tasks), terms_of(config)
-    has_network = {term.name: one.network for term, one in zip(terms, config.terms, strict=True)}
+    has_network = {term.name: config.has_own_network(one) for term, one in zip(terms, config.terms, strict=True)}
     divided = {
         WORKERS: [term for term in setup.terms if not has_network[term.name]],
         NETWORK: [term for term in setup.terms if has_network[term.name]],

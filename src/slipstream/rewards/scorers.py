@@ -10,7 +10,7 @@ from typing import Any
 
 from slipstream.algorithms.responses import truncate_at_token
 from slipstream.core.clock import Clock
-from slipstream.core.sections import FROM_JUDGE, FROM_PYTHON, JudgeTerm, RewardsConfig, TaskConfig
+from slipstream.core.sections import FROM_JUDGE, FROM_PYTHON, JudgeTerm, RewardsConfig, RewardTerm, TaskConfig
 from slipstream.core.service_messages import JUDGE_PREFIX
 from slipstream.core.types import Completion, EpisodeRecord
 from slipstream.rewards.assembly import Call, Where
@@ -52,7 +52,7 @@ class Scorers:
         self._config = config
         check_given(config, functions)
         terms = terms_of(config)
-        places = [self._place(term, one.network, functions) for term, one in zip(terms, config.terms, strict=True)]
+        places = [self._place(term, one, functions) for term, one in zip(terms, config.terms, strict=True)]
         self.names = [*(term.name for term in terms), *(judge.name for judge in config.judges)]
         self.where: list[Where] = [
             *((place, term.per) for place, term in zip(places, terms, strict=True)),
@@ -102,10 +102,9 @@ class Scorers:
             pool.wait_ready()
             check_isolation(setup, pool.isolation, trust_verifier=self._config.trust_verifier)
 
-    @staticmethod
-    def _place(term: Term, has_network: bool, functions: Functions) -> str:
+    def _place(self, term: Term, config: RewardTerm, functions: Functions) -> str:
         if not is_from_python(term):
-            return NETWORK if has_network else WORKERS
+            return NETWORK if self._config.has_own_network(config) else WORKERS
         return f"loop:{term.name}" if is_async(functions[term.function.removeprefix(FROM_PYTHON)]) else THREADS
 
     def _seat(self, term: Term, function: Callable[..., Any]) -> Seat:
