@@ -19,6 +19,7 @@ class JudgeServer:
 
     reply: Callable[[str], Answer]
     port: int = 0
+    usage: Any = field(default_factory=lambda: {"prompt_tokens": 11, "completion_tokens": 7})
     questions: list[str] = field(default_factory=list)
     bodies: list[dict[str, Any]] = field(default_factory=list)
     keys: set[str | None] = field(default_factory=set)
@@ -73,7 +74,7 @@ class JudgeServer:
         )
         said = {
             "choices": [{"message": {"content": answer}, "finish_reason": "stop"}],
-            "usage": {"prompt_tokens": 11, "completion_tokens": 7},
+            "usage": self.usage,
         }
         payload = json.dumps(said if isinstance(answer, str) else {"error": f"key {request.headers['Authorization']}"})
         self.statuses.append(status)

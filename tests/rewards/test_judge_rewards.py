@@ -120,6 +120,7 @@ def test_a_server_that_asks_to_wait_is_asked_again_then(tmp_path: Path) -> None:
     assert times_s[1] - times_s[0] >= 1.0  # what it asked for, where ours would have been 0.5 to 1 s
     assert times_s[2] - times_s[1] >= 1.0  # and then the doubled one, at least half of 2 s
     assert (values["judge/judge/requests"], values["judge/judge/retries"], len(server.questions)) == (3, 2, 3)
+    assert values["judge/judge/seconds"] < 0.5, "what was waited for is no request"
 
 
 @pytest.mark.parametrize(
@@ -170,6 +171,15 @@ def test_the_score_is_read_by_a_bounded_rule(
         [rollout], _ = scored(only(server, **fields), ["x"], tmp_path)
     assert (rollout.failure is not None) == (reward is None)
     assert reward is None or rollout.reward == pytest.approx(reward)
+
+
+@pytest.mark.parametrize("usage", [None, 3, [], {}, {"prompt_tokens": None, "completion_tokens": -7.5}])
+def test_an_endpoint_need_not_count_tokens(usage: Any, tmp_path: Path) -> None:
+    with JudgeServer(by_length, usage=usage) as server:
+        [rollout], values = scored(only(server, input_price=1.0, output_price=1.0), ["xxxx"], tmp_path)
+    assert rollout.reward == pytest.approx(1 / 3)
+    names = ("requests", "retries", "input_tokens", "output_tokens", "cost")
+    assert [values[f"judge/judge/{name}"] for name in names] == [1, 0, 0, 0, 0]
 
 
 def test_a_slow_attempt_is_followed_by_another(tmp_path: Path) -> None:
@@ -379,7 +389,7 @@ def test_a_configuration_goes_through_toml_and_json(tmp_path: Path) -> None:
 
 
 def test_the_example_asks_what_its_rows_have() -> None:
-    config = resolve(Path(__file__).parents[2] / "examples" / "judged.toml")
+    config = resolve(Path(__file__).parents[2] / "examples" / "judged.toml", {"model": {"max_positions": 1024}})
     [term] = config.rewards.judges
     assert config.rewards.part_names == ["code", "readable"]
     check_rewards(config.rewards.model_copy(update={"terms": []}), {})

@@ -35,21 +35,19 @@ class ChatChoice(msgspec.Struct):
     """One answer; `finish_reason` is 'length' where it was cut at max_tokens."""
 
     message: ChatMessage
-    finish_reason: str | None = None
-
-
-class ChatUsage(msgspec.Struct):
-    """Tokens as the endpoint counted them."""
-
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
+    finish_reason: Any = None
 
 
 class ChatCompletion(msgspec.Struct):
-    """The part of an endpoint's answer that is read."""
+    """The part of an endpoint's answer that is read; nothing hangs on the form of its usage."""
 
     choices: list[ChatChoice]
-    usage: ChatUsage | None = None
+    usage: Any = None
+
+    def tokens(self, name: str) -> int:
+        """The number in a field of the usage, 0 where the endpoint has not counted."""
+        count = self.usage.get(name) if isinstance(self.usage, dict) else None
+        return count if type(count) is int and count > 0 else 0
 
 
 class AttemptFailed(Exception):

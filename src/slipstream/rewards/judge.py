@@ -137,24 +137,22 @@ class Judge:
                 break
             except RequestRefused as refusal:
                 raise NoScore(f"{term.base_url} refuses: {refusal}") from refusal
-            except AttemptFailed as failure:
-                wait_s = max(backoff_s * self._random.uniform(0.5, 1.0), failure.wait_s)
-                backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
-                if attempt == self._max_attempts or loop.time() + wait_s >= deadline_s:
-                    asks = f", and asks to wait {failure.wait_s:g} s" if failure.wait_s else ""
-                    tried = f"{attempt} attempt{'s' if attempt > 1 else ''} in {term.timeout_s:g} s at most"
-                    raise NoScore(
-                        f"{term.base_url} gave no answer ({tried}); the last time: "
-                        f"{self._endpoint.clip(str(failure))}{asks}"
-                    ) from failure
-                await asyncio.sleep(wait_s)
+            except AttemptFailed as error:
+                failure = error
             finally:
                 self.counts["seconds"] += time.monotonic() - began_s
-        if (usage := answer.usage) is not None:
-            read, written = max(0, usage.prompt_tokens), max(0, usage.completion_tokens)
-            self.counts["input_tokens"] += read
-            self.counts["output_tokens"] += written
-            self.counts["cost"] += (read * term.input_price + written * term.output_price) / 1e6
+            wait_s = max(backoff_s * self._random.uniform(0.5, 1.0), failure.wait_s)
+            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+            if attempt == self._max_attempts or loop.time() + wait_s >= deadline_s:
+                asks = f", and asks to wait {failure.wait_s:g} s" if failure.wait_s else ""
+                tried = f"{attempt} attempt{'s' if attempt > 1 else ''} in {term.timeout_s:g} s at most"
+                last = self._endpoint.clip(str(failure))
+                raise NoScore(f"{term.base_url} gave no answer ({tried}); the last time: {last}{asks}")
+            await asyncio.sleep(wait_s)
+        read, written = answer.tokens("prompt_tokens"), answer.tokens("completion_tokens")
+        self.counts["input_tokens"] += read
+        self.counts["output_tokens"] += written
+        self.counts["cost"] += (read * term.input_price + written * term.output_price) / 1e6
         choice = answer.choices[0]
         return self._read(choice.message.content, is_cut=choice.finish_reason == "length")
 
