@@ -110,17 +110,18 @@ def test_an_asynchronous_run_publishes_adapters_alone(adapted, weight_update, pr
 
 
 @pytest.mark.parametrize(
-    ("weight_update", "tensor_parallel", "precision"),
+    ("weight_update", "tensor_parallel", "precision", "base"),
     [
-        ("in_flight", 1, "float32"),
-        pytest.param("between_batches", 1, "float32", marks=pytest.mark.slow),
-        pytest.param("in_flight", 2, "float32", marks=pytest.mark.slow),
-        pytest.param("in_flight", 2, "int8", marks=pytest.mark.slow),
+        ("in_flight", 1, "float32", "float32"),
+        pytest.param("between_batches", 1, "float32", "float32", marks=pytest.mark.slow),
+        pytest.param("in_flight", 2, "float32", "float32", marks=pytest.mark.slow),
+        pytest.param("in_flight", 2, "int8", "float32", marks=pytest.mark.slow),
+        pytest.param("between_batches", 1, "int8", "int8", marks=pytest.mark.slow),
     ],
 )
-def test_two_trainer_ranks_serve_two_replicas(adapted, weight_update, tensor_parallel, precision, tmp_path):
+def test_two_trainer_ranks_serve_two_replicas(adapted, weight_update, tensor_parallel, precision, base, tmp_path):
     ranks = {"ranks": 2, "tensor_parallel": tensor_parallel, "checkpoint_every": 1}
-    overrides = adapted | {
+    overrides = stored_in(adapted, base) | {
         "steps": 2,
         "weight_update": weight_update,
         "trainer": adapted["trainer"] | ranks,
@@ -132,9 +133,9 @@ def test_two_trainer_ranks_serve_two_replicas(adapted, weight_update, tensor_par
     assert audit(run.out)["fates"]["trained"] == 8
     swaps = [event for event in events_of(run.out) if event["type"] == "Swapped"]
     assert {swap["replica"] for swap in swaps} == {0, 1}
-    assert max(swap["probe_error"] for swap in swaps) < (1e-4 if precision == "float32" else 0.5)
+    assert max(swap["probe_error"] for swap in swaps) < (1e-4 if precision == base else 0.5)
     distances = [line["kl_reference"] for line in read_metrics(run.out / "metrics.jsonl") if "kl_reference" in line]
-    assert distances[0] == pytest.approx(0, abs=1e-6 if precision == "float32" else 0.05)
+    assert distances[0] == pytest.approx(0, abs=1e-6 if precision == base else 0.05)
     before = adapters_of(run.out)
     synced = run.summary["weight_sync"]
     one_version = 4 * sum(tensor.numel() for tensor in before.values())

@@ -8,9 +8,9 @@ import peft
 import pytest
 import torch
 from hf_cases import CASES, oracle
-from peft.tuners.lora import Linear as PeftLinear
 from safetensors.torch import load_file, save_file
 from test_families import LENGTHS, packed_inputs, packed_logits
+from torch.overrides import TorchFunctionMode
 
 from slipstream.core.errors import ConfigError
 from slipstream.core.lora_section import LoraConfig
@@ -19,12 +19,7 @@ from slipstream.core.sections import ModelConfig
 from slipstream.models.flat import FlatParameters
 from slipstream.models.hf import load_model, save_model
 from slipstream.models.initialise import new_model
-from slipstream.models.linear import Linear
 from slipstream.models.lora import (
-    AdaptedLinear,
-    Adapter,
-    AdapterShape,
-    Piece,
     adapter_tensors,
     base_of,
     linear_layers,
@@ -33,6 +28,7 @@ from slipstream.models.lora import (
 )
 from slipstream.models.peft import ADAPTER_WEIGHTS, PREFIX, base_folder, save_adapter, with_adapters
 from slipstream.models.shards import base_digest, local_parts
+from slipstream.models.transformer import rope_tables
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:peft"),
@@ -89,41 +85,52 @@ def losses_and_gradients(ours, theirs):
     return (loss.item(), expected), {name: (grad, gradients[name]) for name, grad in got.items()}
 
 
-@pytest.mark.parametrize(
-    ("case", "index"),
-    [(case, index) for case in CASES for index in (range(4) if case in ("llama_tied", "gpt_neox", "gpt2") else (2,))],
-)
-def test_loss_and_gradients_equal_peft(case, index, checkpoint, tmp_path):
+class InFloat64(TorchFunctionMode):
+    """Where code asks for float32 it gets float64: both sides compute norms, rotations and logits in float32."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        def wide(value):
+            return torch.float64 if value is torch.float32 else value
+
+        func = torch.Tensor.double if func is torch.Tensor.float else func
+        return func(*map(wide, args), **{name: wide(value) for name, value in (kwargs or {}).items()})
+
+
+@pytest.fixture
+def in_float64():
+    torch.set_default_dtype(torch.float64)
+    with InFloat64():
+        yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("index", range(4))
+@pytest.mark.parametrize("case", CASES)
+def test_losses_and_gradients_are_peft_s_in_float64(case, index, checkpoint, tmp_path, request):
     theirs = wrapped(case, targets_of(case)[index], use_rslora=index == 1)
+    ours = ours_of(theirs, checkpoint(case)[1], tmp_path)
+    request.getfixturevalue("in_float64")
+    for module in theirs.double().modules():
+        if hasattr(module, "inv_freq"):
+            module.inv_freq = type(module)(module.config).inv_freq
+    ours.double()
+    if ours.config.rotary_dim:
+        ours.cos, ours.signed_sin = rope_tables(ours.config)
+    (loss, expected), gradients = losses_and_gradients(ours, theirs)
+    assert loss == pytest.approx(expected, abs=1e-10)
+    for name, (got, grad) in gradients.items():
+        assert grad.abs().max() > 0
+        assert got.dtype == torch.float64
+        torch.testing.assert_close(got, grad, atol=1e-10, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_losses_and_gradients_are_peft_s_in_float32(case, checkpoint, tmp_path):
+    theirs = wrapped(case, targets_of(case)[2])
     (loss, expected), gradients = losses_and_gradients(ours_of(theirs, checkpoint(case)[1], tmp_path), theirs)
     assert loss == pytest.approx(expected, abs=1e-6)
     for name, (got, grad) in gradients.items():
-        assert grad.abs().max() > 0
         torch.testing.assert_close(got, grad, atol=1e-6, rtol=1e-3, msg=lambda m, n=name: f"{n}: {m}")
-
-
-def test_an_adapted_layer_is_peft_s_in_float64():
-    """Whole models have float32 in them on both sides; a layer has not."""
-    torch.manual_seed(0)
-    base = torch.nn.Linear(12, 10).double()
-    theirs = PeftLinear(base, "default", config=peft.LoraConfig(r=4, lora_alpha=6), r=4, lora_alpha=6).double()
-    torch.nn.init.normal_(theirs.lora_B["default"].weight)
-    plain = Linear(12, 10).double()
-    plain.load_state_dict(base.state_dict())
-    adapter = Adapter(AdapterShape(12, 10, (Piece("x", 0, (10,), (1,)),), rank=4, alpha=6)).double()
-    with torch.no_grad():
-        adapter.a.copy_(theirs.lora_A["default"].weight)
-        adapter.b.copy_(theirs.lora_B["default"].weight)
-    x = torch.randn(5, 12, dtype=torch.float64, requires_grad=True)
-    y = x.detach().clone().requires_grad_()
-    AdaptedLinear(plain, adapter)(x).sin().sum().backward()
-    theirs(y).sin().sum().backward()
-    for got, expected in (
-        (x.grad, y.grad),
-        (adapter.a.grad, theirs.lora_A["default"].weight.grad),
-        (adapter.b.grad, theirs.lora_B["default"].weight.grad),
-    ):
-        torch.testing.assert_close(got, expected, atol=1e-10, rtol=0)
 
 
 @pytest.mark.parametrize("targets", [[], ["lm_head"], ["down_proj", "c_proj", "dense"]])

@@ -139,6 +139,22 @@ def test_a_run_goes_on_where_it_was_saved_on_other_ranks(
     assert relative([last], training_jobs.train_alone(sections, Span(7)).weights) < 1e-5
 
 
+@pytest.mark.parametrize("precision", ["int8", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_a_rounded_base_lies_whole_on_data_parallel_ranks(
+    ranks: RankPool, sections: dict[str, Any], precision: Precision, tmp_path: Path
+) -> None:
+    sections["model"]["lora"]["base_precision"] = precision
+    one = training_jobs.train_alone(sections, Span(5))
+    first, then = Span(3, save=tmp_path / "step_3"), Span(5, 3, tmp_path / "step_3", export=tmp_path / "adapter")
+    for seen in ranks.run(training_jobs.train, sections, LAYOUTS["dp2"], first, world=2):
+        assert relative([seen.first_gradient], one.first_gradient) < 1e-5, "whole on every rank"
+    by_rank = ranks.run(training_jobs.train, sections, LAYOUTS["dp2"], then, world=2)
+    assert relative([seen.weights for seen in by_rank], one.weights) < 1e-5
+    exported = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    for box, values in by_rank[1].weights:
+        np.testing.assert_array_equal(exported[PREFIX + box.name.removeprefix("policy/")].numpy(), values)
+
+
 @pytest.mark.parametrize("layout", ["dp2", "dp2_tp2"])
 def test_references_share_the_base_and_the_run_leaves_what_it_made(
     ranks: RankPool, layout: str, tmp_path: Path

@@ -32,7 +32,7 @@ class LoraConfig(Section):
     base_precision: Literal["float32", "bfloat16", "int8"] = Field(
         "float32",
         description="Precision in which the trainer holds the frozen model: 4, 2 or 1 bytes per parameter, and the "
-        "numbers of a generator with this `generator.precision`; of another one the logprobs differ. One CPU rank.",
+        "numbers of a generator with this `generator.precision`; of another one the logprobs differ. CPUs only.",
     )
     path: FilePath | None = Field(
         None, description="Folder of an adapter in PEFT's format to go on from; excludes the rest, which it brings."
@@ -42,6 +42,11 @@ class LoraConfig(Section):
     def is_set(self) -> bool:
         """Whether adapters are trained."""
         return self.rank is not None or self.path is not None
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether the trainer holds the base in fewer bytes."""
+        return self.base_precision != "float32"
 
     @model_validator(mode="after")
     def _check_fields(self) -> Self:
@@ -60,7 +65,7 @@ class LoraConfig(Section):
                 got=", ".join([*([] if self.rank is None else [f"model.lora.rank = {self.rank}"]), *given]),
                 allowed="model.lora.path alone",
             )
-        if self.base_precision != "float32":
+        if self.is_rounded:
             given.append(f"model.lora.base_precision = '{self.base_precision}'")
         if given and not self.is_set:
             raise ConfigError("adapters need a rank", got=", ".join(given), allowed="model.lora.rank, e.g. 16")
@@ -87,9 +92,10 @@ def check_lora(config: RunConfig) -> None:
                 allowed="a trainer and generators on CPUs, and a loss without a critic",
                 hint="without model.lora all weights are trained",
             )
-    if config.model.lora.base_precision != "float32" and trainer.ranks > 1:
+    if config.model.lora.is_rounded and trainer.tensor_parallel > 1:
         raise ConfigError(
-            "a trainer of several ranks holds the base in float32",
-            got=f"model.lora.base_precision = '{config.model.lora.base_precision}', trainer.ranks = {trainer.ranks}",
-            allowed="trainer.ranks = 1, or 'float32', which the ranks divide",
+            "a base in fewer bytes lies whole on every rank of the trainer",
+            got=f"model.lora.base_precision = '{config.model.lora.base_precision}', "
+            f"trainer.tensor_parallel = {trainer.tensor_parallel}",
+            allowed="trainer.tensor_parallel = 1, or 'float32', which the ranks divide",
         )

@@ -221,7 +221,8 @@ def beside_base(model: Transformer, division: Division, path: Path | None) -> Tr
     and keeps its embedding and head gathered between its passes.
     """
     shapes = {} if path is None else stored_shapes(path, whole_config(model))
-    found = base_of(model, shapes, partial(divide, division=division) if division.uses_fsdp else None)
+    is_cut = division.uses_fsdp and model.stored_base is None
+    found = base_of(model, shapes, partial(divide, division=division) if is_cut else None)
     return (found if path is None else read_adapter(found, path)).requires_grad_(False)
 
 

@@ -346,10 +346,10 @@ _IDLE: dict[str, Any] = {}  # marks idle frames by identity
 def _cpu_s() -> tuple[float, float, float, float]:
     """CPU seconds so far, of the process, of this thread and of those in the background; and what this thread waited
     for a core."""
-    return time.process_time(), time.thread_time(), background_cpu_s(), _kept_s()
+    return time.process_time(), time.thread_time(), background_cpu_s(), kept_s()
 
 
-def _kept_s() -> float:
+def kept_s() -> float:
     """Seconds that this thread has been ready without running; 0 where the system does not tell."""
     try:
         return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) * 1e-9

@@ -21,7 +21,7 @@ from slipstream.core.disk import replace_file
 from slipstream.core.files import load_json
 from slipstream.core.recipes import stage_dir
 from slipstream.observe.display import Display
-from slipstream.observe.timeline import ABSENT, UNLABELLED, Timeline
+from slipstream.observe.timeline import ABSENT, UNLABELLED, Timeline, kept_s
 
 RECORD = "stage.json"
 TELL_EVERY_S = 2.0
@@ -82,7 +82,7 @@ class StageTimes:
 
     def __init__(self) -> None:
         self._clock = WallClock()
-        self._started_s = self._clock.now_s()
+        self._started_s, self._kept_s = self._clock.now_s(), kept_s()
         self._timeline = Timeline("stage", None, self._clock)
 
     def span(self, state: str) -> AbstractContextManager[None]:
@@ -90,12 +90,12 @@ class StageTimes:
         return self._timeline.span(state)
 
     def so_far(self) -> dict[str, Any]:
-        """Return `seconds`, and `accounting`: state -> seconds, which sum to them."""
+        """Return `seconds`, `accounting`: state -> seconds, which sum to them, and `kept_s`: without a core."""
         ended_s = self._clock.now_s()
         accounting = self._timeline.accounting(self._started_s, ended_s)
         absent_s = accounting.pop(ABSENT, 0.0)  # until the timeline was there
         accounting[UNLABELLED] += absent_s
-        return {"seconds": ended_s - self._started_s, "accounting": accounting}
+        return {"seconds": ended_s - self._started_s, "accounting": accounting, "kept_s": kept_s() - self._kept_s}
 
 
 def fresh_folder(run_dir: Path, stage: str) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -58,9 +59,7 @@ class Policy:
             reduce_once=config.trainer.reduce_once,
         )
         self.tokenizer = build_tokenizer(config.model)
-        self.model = build_sharded_policy(config.model, self.division, seed=config.seed, tokenizer=self.tokenizer)
-        if config.model.lora.is_set and config.model.lora.base_precision != "float32":
-            store_base(self.model, config.model.lora.base_precision)
+        self.model = self._build()
         self.base_digest = base_digest(self.model) if shapes_of(self.model) else ""  # of what adapters are beside
         self.parameters = stored_parameters(self.model, self.division)
         shapes = whole_shapes(whole_config(self.model))
@@ -71,6 +70,16 @@ class Policy:
             updates_per_step=config.updates_per_step,
         )
         self.is_saving = False  # until `saved` has told of the checkpoint
+
+    def _build(self) -> Transformer:
+        """Return this rank's part; a base in fewer bytes lies whole on every rank."""
+        lora, division = self._config.model.lora, self.division
+        if lora.is_rounded:
+            division = replace(division, data_parallel=RankGroup.alone())
+        model = build_sharded_policy(self._config.model, division, seed=self._config.seed, tokenizer=self.tokenizer)
+        if lora.is_rounded:
+            store_base(model, lora.base_precision)
+        return model
 
     @cached_property
     def _checkpoints(self) -> Checkpoints:
@@ -135,10 +144,10 @@ class Policy:
         folder, partial = beside / BASE_FOLDER, beside / f".{BASE_FOLDER}.partial"
         if self._ranks.broadcast(b"is there" if folder.exists() else b""):  # as rank 0 sees it
             return folder
-        if self.division.is_whole:
-            save_model(build_policy(self._config.model, seed=self._config.seed)[0], partial, self.tokenizer)
-        else:
+        if not self.division.is_whole and self.model.stored_base is None:
             self._export_sharded(partial)
+        elif self._ranks.is_leader:
+            save_model(build_policy(self._config.model, seed=self._config.seed)[0], partial, self.tokenizer)
         if self._ranks.is_leader:
             sync_files(partial)
             partial.rename(folder)
