@@ -85,17 +85,17 @@ def run(
     """Train; returns when the run is done or was interrupted.
 
     `config` is a RunConfig, a recipe's name or path, or its tables. `reward(prompts, completions, completion_ids,
-    **columns)` returns one number (or None) per completion; it replaces the config's terms and runs in this process
-    with `rewards.timeout_s` as its deadline. A list may mix functions, names as in `rewards.terms` ("length",
-    "file.py:function"), and tables of these with their `weight`, `per` and `params`; `reward_weights` are their factors
-    in the sum. `environment` (a class with `reset` and `step`, or several by name), `tools` (functions),
-    `environment_factory` (TRL's) and `agent(row, base_url, api_key)`, or several by name, answer the policy's turns;
-    they run in this process, and the first and the last replace the terms, too. `prompts` (strings, or rows with
-    `prompt` and `answer`) replace the config's; a tenth of them is held out, at most `prompts.num_eval`. `out` is the
-    run's directory, new or empty; `resume` goes on with the run there, from its last checkpoint or the first of its
-    `stages` that is not done, as it was configured: `overrides` may change `core.recipes.RESUMED_WITH` (`{"steps":
-    400}` extends a run, also one that is done). `pipeline` replaces the default one. With `cluster`
-    (`launch.cluster_of`) its groups join the run.
+    **columns)` returns one number (or None) per completion; it replaces the config's terms and runs in this process,
+    for `rewards.num_threads` completions at a time, with `rewards.timeout_s` as its deadline. A list may mix functions,
+    names as in `rewards.terms` ("length", "file.py:function"), and tables of these with their `weight`, `per` and
+    `params`; `reward_weights` are their factors in the sum. `environment` (a class with `reset` and `step`, or several
+    by name), `tools` (functions), `environment_factory` (TRL's) and `agent(row, base_url, api_key)`, or several by
+    name, answer the policy's turns; they run in this process, and the first and the last replace the terms, too.
+    `prompts` (strings, or rows with `prompt` and `answer`) replace the config's; a tenth of them is held out, at most
+    `prompts.num_eval`. `out` is the run's directory, new or empty; `resume` goes on with the run there, from its last
+    checkpoint or the first of its `stages` that is not done, as it was configured: `overrides` may change
+    `core.recipes.RESUMED_WITH` (`{"steps": 400}` extends a run, also one that is done). `pipeline` replaces the default
+    one. With `cluster` (`launch.cluster_of`) its groups join the run.
 
     Raises ConfigError before anything starts; ExecutorDied or another SlipstreamError when the run fails (its files
     stay, and `summary.json` says `failed`). In the main thread SIGINT, SIGTERM and SIGHUP end the run
