@@ -152,7 +152,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 78_410
+MAX_LINES = 78_425
 MAX_LINES_OF_SPINE = 1_785
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
