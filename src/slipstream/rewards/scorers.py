@@ -82,11 +82,12 @@ class Scorers:
         judging = {place: judge.seat for place, judge in self._judges.items()}
         self._loops = [LoopScorer(seats, clock=clock) for seats in (awaited, judging) if seats]
         self._loop_of = {place: loop for loop in self._loops for place in loop.places}
-        try:
-            self._start_workers(tasks, clock, private, num_spares)
-        except BaseException:
-            self.close()
-            raise
+        if len(own) < len(terms):
+            try:
+                self._start_workers(tasks, clock, private, num_spares)
+            except BaseException:
+                self.close()
+                raise
 
     def _start_workers(
         self, tasks: Mapping[str, TaskConfig], clock: Clock | None, private: Sequence[str], num_spares: int
