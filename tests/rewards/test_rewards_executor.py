@@ -213,7 +213,7 @@ def ranks(completions: list[str], **_: Any) -> list[float]:
 def test_a_group_is_scored_when_it_is_whole_and_an_evaluation_at_once(tmp_path: Path) -> None:
     terms = [RewardTerm(function="python:ranks", per="group"), RewardTerm(function="python:length", weight=10.0)]
     functions = {"ranks": ranks, "length": lambda completions, **_: [float(len(text)) for text in completions]}
-    executor = Rewards(RewardsConfig(terms=terms), {}, functions=functions, group_size=2)
+    executor = Rewards(RewardsConfig(terms=terms, num_threads=1), {}, functions=functions, group_size=2)
     ports = start(executor, tmp_path, name="rewards")
     for one in (
         completion(0, "b", sample=1),
@@ -245,7 +245,7 @@ def test_the_first_failure_of_a_kind_is_told_at_once(tmp_path: Path) -> None:
             raise ValueError(f"no {completions}")
         raise KeyError("k")
 
-    config = RewardsConfig(terms=[RewardTerm(function="python:fails")])
+    config = RewardsConfig(terms=[RewardTerm(function="python:fails")], num_threads=1)
     executor = Rewards(config, {}, functions={"fails": fails})
     ports = start(executor, tmp_path, name="rewards")
     for i, text in enumerate("abbab"):
