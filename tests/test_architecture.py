@@ -152,7 +152,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 78_474
+MAX_LINES = 79_416
 MAX_LINES_OF_SPINE = 1_865
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -166,18 +166,18 @@ SPINE = (
 MAX_LINES_OF_FOLDER = {
     "algorithms": 2_215,
     "batching": 365,
-    "controller": 5_912,
-    "core": 9_582,
+    "controller": 5_925,
+    "core": 9_925,
     "environments": 8_120,
-    "evals": 2_720,
+    "evals": 2_575,
     "generator": 7_900,
     "jail": 1_050,
     "jobs": 500,
     "models": 6_735,
-    "observe": 9_694,
+    "observe": 9_750,
     "plan": 6_380,
     "prompts": 1_150,
-    "rewards": 3_200,
+    "rewards": 3_770,
     "stages": 2_760,
     "trainer": 5_216,
     "weight_sync": 3_365,

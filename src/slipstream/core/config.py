@@ -226,13 +226,13 @@ class RunConfig(Section):
         """Whether completions are to be scored by functions: they need not be where reward models or an environment
         score, or where a teacher alone is learned from."""
         others = self.rewards.models or self.environment.is_set or self.loss.name == DISTILL
-        return bool(self.rewards.terms or not others)
+        return bool(self.rewards.asked or not others)
 
     @property
     def part_weights(self) -> list[float]:
         """Return the weights of a reward's parts, in their order: functions, the environment, models."""
         environment = [self.environment.reward_weight] if self.environment.is_set else []
-        functions, models = self.rewards.terms, self.rewards.models
+        functions, models = self.rewards.asked, self.rewards.models
         return [*(term.weight for term in functions), *environment, *(model.weight for model in models)]
 
     @property

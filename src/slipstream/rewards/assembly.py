@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from slipstream.core.types import Completion
 from slipstream.rewards.protocol import Per
 
-Where = tuple[bool, Per]
-"""The kind of a call: whether in this process (else in workers), and of a completion or of a group at once."""
+Where = tuple[str, Per]
+"""The kind of a call: the place where it is answered (`Scorers`), and of a completion or of a group at once."""
 
 
 @dataclass

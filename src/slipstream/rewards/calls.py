@@ -6,6 +6,7 @@ Used on both sides of the sandbox: by workers, and for functions of the caller's
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -57,21 +58,41 @@ def call_function(function: Callable[..., Any], jobs: Sequence[RewardJob]) -> li
     parameter `branches` also gets the chats of each completion's forks, unless a column has this name. TypeError or
     ValueError for what is no list of so many numbers.
     """
+    rewards = function(**_keywords(function, jobs))
+    if inspect.isawaitable(rewards):
+        rewards = asyncio.run(_awaited(rewards))
+    return _checked(function, rewards, len(jobs))
+
+
+async def await_function(function: Callable[..., Any], jobs: Sequence[RewardJob]) -> list[float | None]:
+    """The same for an `async def`, on the loop of the caller."""
+    return _checked(function, await function(**_keywords(function, jobs)), len(jobs))
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Tell whether it is an `async def`, or an object whose `__call__` is."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def _keywords(function: Callable[..., Any], jobs: Sequence[RewardJob]) -> dict[str, Any]:
     columns = [{"answer": job.answer, **job.columns} for job in jobs]
     names = [name for name in columns[0] if name not in GIVEN]
     takes_branches = BRANCHES not in names and _has_parameter(function, BRANCHES)
     forks = {BRANCHES: [job.branches for job in jobs]} if takes_branches else {}
-    rewards = function(
-        prompts=[job.prompt for job in jobs],
-        completions=[_completion(job) for job in jobs],
-        completion_ids=[job.completion_ids for job in jobs],
+    return {
+        "prompts": [job.prompt for job in jobs],
+        "completions": [_completion(job) for job in jobs],
+        "completion_ids": [job.completion_ids for job in jobs],
         **{name: [row[name] for row in columns] for name in names},
         **forks,
-    )
-    if inspect.isawaitable(rewards):
-        rewards = asyncio.run(_awaited(rewards))
+    }
+
+
+def _checked(function: Callable[..., Any], rewards: Any, count: int) -> list[float | None]:
     try:
-        return _numbers(rewards, len(jobs))
+        return _numbers(rewards, count)
     except (TypeError, ValueError) as error:  # raised here, so it has no line of the function
         place = place_of(function)
         raise type(error)(str(error) if place is None else f"{error} ({place})") from error

@@ -31,8 +31,8 @@ _QUICK_S = 2e-3  # jobs that take longer, on average, are sent one by one: so th
 _START_S = 120.0  # imports of sympy and reasoning-gym on a busy machine
 _MAX_FAILED_STARTS = 3  # in a row
 NO_NETWORK = (
-    "rewards have no network: set rewards.allow_network = true if you trust the function, or give it to slipstream.run "
-    "as a Python function"
+    "rewards have no network: set network = true of the term, or rewards.allow_network = true, if you trust the "
+    "function; a model that judges can be one of rewards.judges"
 )
 
 _KIND: WorkerKind[FromWorker] = WorkerKind(
