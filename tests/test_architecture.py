@@ -152,7 +152,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 77_472
+MAX_LINES = 78_100
 MAX_LINES_OF_SPINE = 1_785
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -167,7 +167,7 @@ MAX_LINES_OF_FOLDER = {
     "algorithms": 2_215,
     "batching": 365,
     "controller": 5_475,
-    "core": 9_350,
+    "core": 9_925,
     "environments": 8_120,
     "evals": 2_720,
     "generator": 7_900,

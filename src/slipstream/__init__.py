@@ -2,7 +2,8 @@
 
 `slipstream.run` trains (`slipstream/api.py`), `slipstream.evaluate_model` measures and `slipstream.export` writes
 checkpoints (`slipstream/evals/`), `slipstream.watch` shows (`slipstream/observe/watch/`), `slipstream.serve` serves
-(`slipstream/evals/serve.py`), `slipstream.make_plan` plans and `slipstream.what_if` simulates (`slipstream/plan/`).
+(`slipstream/evals/serve.py`), `slipstream.make_plan` plans and `slipstream.what_if` simulates (`slipstream/plan/`),
+`slipstream.import_config` converts TRL's arguments (`slipstream/core/imported.py`).
 Everything is imported on first use, so that the command line answers at once.
 """
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from slipstream.api import Result, run
     from slipstream.controller.replay import replay
     from slipstream.core.config import RunConfig
+    from slipstream.core.imported import import_config
     from slipstream.evals.evaluate import evaluate_model
     from slipstream.evals.exported import export
     from slipstream.evals.serve import serve
@@ -32,6 +34,7 @@ __all__ = [
     "RunConfig",
     "evaluate_model",
     "export",
+    "import_config",
     "make_plan",
     "replay",
     "report",
@@ -54,6 +57,7 @@ _HOMES = {
     "what_if": "slipstream.plan.what_if",
     "report": "slipstream.observe.report",
     "RunConfig": "slipstream.core.config",
+    "import_config": "slipstream.core.imported",
     "resolve": "slipstream.stages.named",
 }
 

@@ -24,6 +24,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from slipstream.core.config import RunConfig
+from slipstream.core.disk import replace_file
 from slipstream.core.errors import ConfigError, SlipstreamError, did_you_mean
 from slipstream.core.fields import Precision
 from slipstream.core.interrupts import SIGNALS, Interrupted, Interrupts, in_words
@@ -513,6 +514,39 @@ def plan_command(argv: Sequence[str]) -> int:
 
 
 @dataclass(frozen=True)
+class ImportOptions:
+    """Flags of `slipstream import-config`."""
+
+    file: Path = flag(
+        "YAML or JSON file as `trl grpo --config` takes: GRPOConfig, ModelConfig, the script's arguments.",
+        default=REQUIRED,
+        is_positional=True,
+    )
+    out: Path | None = flag("File NAME.toml for the recipe. Default: it is printed.")
+    world: int = flag("Processes that TRL is started with, as accelerate's --num_processes.", default=1)
+    rows: int | None = flag("Prompts in the data set: num_train_epochs becomes steps.")
+
+
+def import_config_command(argv: Sequence[str]) -> int:
+    """Convert the arguments of TRL's GRPOTrainer to a recipe, and say what is left to do."""
+    options = parse(ImportOptions, argv, import_config_command)
+    from slipstream.core.imported import import_config, told
+    from slipstream.plan.answer import check_writable
+
+    if options.out is not None:
+        check_writable(options.out)
+    found = import_config(options.file, world=options.world, rows=options.rows)
+    for kind, line in told(found.notes):
+        _errors.print(Text(line, "" if kind == "unused" else "yellow"), soft_wrap=True)
+    if options.out is None:
+        _console.out(found.toml, highlight=False, end="")
+    else:
+        replace_file(options.out, found.toml.encode())
+        _say(f"recipe: {options.out}")
+    return EXIT_DONE
+
+
+@dataclass(frozen=True)
 class RecipesOptions:
     """Flags of `slipstream recipes`."""
 
@@ -568,6 +602,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "replay": replay_command,
     "simulate": simulate_command,
     "plan": plan_command,
+    "import-config": import_config_command,
     "recipes": recipes_command,
     "doctor": doctor_command,
 }
