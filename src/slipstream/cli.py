@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import json
 import os
 import signal
 import sys
@@ -28,7 +29,7 @@ from slipstream.core.disk import replace_file
 from slipstream.core.errors import ConfigError, SlipstreamError, did_you_mean
 from slipstream.core.fields import Precision
 from slipstream.core.interrupts import SIGNALS, Interrupted, Interrupts, in_words
-from slipstream.core.plain import wrong_path, wrong_text
+from slipstream.core.plain import shortened, wrong_path, wrong_text
 from slipstream.core.recipes import (
     RESUMED_WITH,
     check_path,
@@ -360,6 +361,9 @@ class ServeOptions:
         "Template of each message, as '{role}: {content}', in place of the model's chat template. Default where the"
         " model has none: '{content}'."
     )
+    chat_template_kwargs: str | None = flag(
+        "JSON of further variables of the chat template, as '{\"enable_thinking\": false}'. Default: those of the run."
+    )
     tool_format: str = flag(
         "How the model writes calls of tools: auto, hermes, llama3, smollm, json_tags.", default="auto"
     )
@@ -372,6 +376,8 @@ def serve_command(argv: Sequence[str]) -> int:
     if model is None:
         raise ConfigError("a model is needed", allowed="folder of a run, or of a Hugging Face checkpoint, or a hub id")
     check_path(model, "'model'")
+    if (text := options["chat_template_kwargs"]) is not None:
+        options["chat_template_kwargs"] = _json_table(text)
     from slipstream.evals.serve import serve
 
     try:
@@ -381,6 +387,18 @@ def serve_command(argv: Sequence[str]) -> int:
     finally:
         gc.freeze()  # the end of the process would look through all that torch has imported, for seconds
     return EXIT_DONE
+
+
+def _json_table(text: str) -> dict[str, Any]:
+    """Return the flat object in `text`. ConfigError where it is none."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or not all(isinstance(one, bool | int | float | str) for one in found.values()):
+        allowed = 'a JSON object of truth values, numbers and texts, as {"enable_thinking": false}'
+        raise ConfigError("--chat-template-kwargs is no table", got=shortened(text, 60), allowed=allowed)
+    return found
 
 
 @dataclass(frozen=True)

@@ -273,6 +273,7 @@ EXAMPLES: dict[str, Any] = {
     "reward_funcs": "a.b",
     "use_cpu": False,
     "bf16": False,
+    "chat_template_kwargs": {"enable_thinking": False},
     "top_p": 0.9,
     "lr_scheduler_type": "cosine",
     "loss_type": "grpo",

@@ -132,7 +132,6 @@ def ways(tmp_path: Path, field: str, value: Any) -> Iterator[str]:
         ("vllm_group_port", "the run starts vLLM by itself"),
         ("gradient_checkpointing_kwargs", "trainer.recompute"),
         ("load_best_model_at_end", "the policy after the last step"),
-        ("chat_template_kwargs", "the template of the checkpoint"),
     ],
 )
 def test_a_name_of_another_trainer_is_told_everywhere(field: str, ours: str, tmp_path: Path) -> None:

@@ -49,6 +49,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "datasets": (list,),
     "reward_weights": (list,),
     "model_init_kwargs": (dict,),
+    "chat_template_kwargs": (dict,),
     **dict.fromkeys(("eval_strategy", "save_strategy"), (str, bool)),  # YAML reads `no` as false
     **dict.fromkeys(("bf16", "fp16", "gradient_checkpointing"), (bool,)),
     **dict.fromkeys(("model_name_or_path", "dataset_name", "dataset_config", "reward_model_name_or_path"), _TEXT),
@@ -348,7 +349,7 @@ class _Conversion:
             self.note("differs", "eval_strategy", why)
         if not self.value("shuffle_dataset"):
             self.note("differs", "shuffle_dataset", "prompts are always shuffled, by `seed`")
-        self.copy("max_prompt_length")
+        self.copy("max_prompt_length", "chat_template_kwargs")
 
     def _sampling(self) -> None:
         self.copy("max_completion_length", "temperature", "top_p", "top_k", "min_p")

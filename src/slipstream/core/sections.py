@@ -150,6 +150,11 @@ class PromptsConfig(Section):
     )
     chat: bool = Field(False, description="Wrap the prompt as one user message in the tokenizer's chat template.")
     system: str | None = Field(None, description="System message of chat prompts.")
+    chat_template_kwargs: dict[str, bool | int | float | str] = Field(
+        default_factory=dict,
+        description="Further variables of the chat template, e.g. { enable_thinking = false }, wherever chats are "
+        "rendered: prompts, turns of environments and agents, evaluations, stages, and `slipstream serve` of it.",
+    )
     between_periods: bool = Field(
         False, description="Keep a dataset's prompt from behind its first period to its last; drop it without two (N)."
     )

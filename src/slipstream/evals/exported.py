@@ -28,7 +28,7 @@ def export(model: str | Path, out: str | Path, *, merge: bool = False, tell: Tel
     folder = Path(out)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError("the folder to write is in use", got=folder, allowed="a new or empty folder")
-    checkpoint, _, _ = served_target(model, tell=tell)
+    checkpoint, *_ = served_target(model, tell=tell)
     check_checkpoint(checkpoint, "language")
     tokens = tokenizer_folder(checkpoint)
     tokenizer = load_tokenizer(tokens) if has_tokenizer(tokens) else None
