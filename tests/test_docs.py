@@ -19,7 +19,15 @@ from shown import DOCUMENTS, ROOT, Block, anchors, blocks, command_blocks, files
 
 import slipstream
 from slipstream import cli
-from slipstream.cli import COMMANDS, ImportOptions, LaunchOptions, PlanOptions, ServeOptions, SimulateOptions
+from slipstream.cli import (
+    COMMANDS,
+    ExportOptions,
+    ImportOptions,
+    LaunchOptions,
+    PlanOptions,
+    ServeOptions,
+    SimulateOptions,
+)
 from slipstream.core.config import PRESETS, RunConfig
 from slipstream.core.recipes import list_recipes, merge, resolve
 from slipstream.flags import parse
@@ -34,7 +42,7 @@ SERVE_FLAGS = {field.name for field in dataclasses.fields(ServeOptions)}
 SIMULATE_FLAGS = {field.name for field in dataclasses.fields(SimulateOptions)}
 OWN_FLAGS = {"recipe", "tasks", "json", "help", "num_prompts", "num_samples"}
 OWN_FLAGS |= LAUNCH_FLAGS | SIMULATE_FLAGS | PLAN_FLAGS | SERVE_FLAGS | {"port", "open", "merged"}
-OWN_FLAGS |= {field.name for field in dataclasses.fields(ImportOptions)}
+OWN_FLAGS |= {field.name for options in (ImportOptions, ExportOptions) for field in dataclasses.fields(options)}
 SCRIPT_FOLDERS = r"(?:benchmarks|scripts|src/slipstream/environments|tests/(?:integration|cluster|chaos))"
 SCRIPT_CALL = re.compile(rf"({SCRIPT_FOLDERS}/\w+\.py)((?: +[^`\n#)]*)?)")
 

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -287,6 +288,12 @@ class ExportOptions:
     )
     out: str | None = flag("New folder to write to.", is_positional=True)
     merged: bool = flag("Write a model that has its adapters in its weights, for programs without.", default=False)
+    push_to_hub: str | None = flag(
+        "Upload it as well, to the repository ORG/NAME of the Hugging Face hub, with the token of `hf auth login` or"
+        " HF_TOKEN.",
+        metavar="ORG/NAME",
+    )
+    private: bool = flag("Make that repository a private one.", default=False)
 
 
 def export_command(argv: Sequence[str]) -> int:
@@ -297,7 +304,8 @@ def export_command(argv: Sequence[str]) -> int:
     check_path(options.model, "'model'")
     from slipstream.evals.exported import export
 
-    _say(f"written: {export(options.model, options.out, merge=options.merged, tell=_say)}")
+    to_hub = partial(export, push_to_hub=options.push_to_hub, private=options.private, tell=_say)
+    _say(f"written: {to_hub(options.model, options.out, merge=options.merged)}")
     return EXIT_DONE
 
 
