@@ -54,7 +54,7 @@ SMALLER = {
     " --model.path models/smollm2-135m-instruct",
     r"(slipstream run examples/programs\.toml)": r"\1 --steps 1 --completions-per-group 2 --generator.max-new-tokens 8"
     " --loss.no-skip-no-signal",  # a random model writes no program
-    r"tensorboard wandb trackio": "tensorboard",  # the others have servers: tests/observe/test_trackers.py
+    r"tensorboard wandb trackio mlflow": "tensorboard",  # the others have servers: tests/observe/test_trackers.py
     r"^(slipstream (?:watch|serve) .*)": r"until_it_says http://127 \1 --port 0",
     r"(slipstream eval \S+ --recipe smollm2)$": r"\1 --num-prompts 4 --prompts.max-prompt-tokens 512",
     r"--num-prompts 48 --num-samples 8": "--num-prompts 4 --num-samples 2 --prompts.max-prompt-tokens 512",

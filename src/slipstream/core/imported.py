@@ -521,7 +521,7 @@ class _Conversion:
     def _trackers(self) -> None:
         names = self.value("report_to")
         names = [names] if isinstance(names, str) else names
-        known = {"tensorboard", "wandb", "trackio"}
+        known = {"tensorboard", "wandb", "trackio", "mlflow"}
         if chosen := [name for name in names if name in known]:
             self.put("trackers.names", chosen)
             self.copy("project", "run_name")
