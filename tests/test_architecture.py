@@ -152,7 +152,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 78_100
+MAX_LINES = 78_450
 MAX_LINES_OF_SPINE = 1_785
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -167,19 +167,19 @@ MAX_LINES_OF_FOLDER = {
     "algorithms": 2_215,
     "batching": 365,
     "controller": 5_475,
-    "core": 9_925,
-    "environments": 8_120,
-    "evals": 2_720,
+    "core": 9_935,
+    "environments": 8_124,
+    "evals": 2_759,
     "generator": 7_900,
     "jail": 1_050,
     "jobs": 500,
-    "models": 6_580,
-    "observe": 9_665,
+    "models": 6_680,
+    "observe": 9_724,
     "plan": 6_375,
     "prompts": 1_150,
     "rewards": 3_200,
     "stages": 2_730,
-    "trainer": 5_115,
+    "trainer": 5_116,
     "weight_sync": 3_365,
 }
 LONG_FUNCTIONS = {"generator/paged_kernels.py": "a kernel is one function"}

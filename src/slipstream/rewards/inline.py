@@ -110,7 +110,7 @@ class CallableScorer:
 
         while (job := inbox.get()) is not None:
             result = answer(self._terms, job, began)
-            scored = ScoredJob(job_id=job.job_id, parts=result.parts, failure=result.error)
+            scored = ScoredJob(job_id=job.job_id, parts=result.parts, failure=result.error, logged=result.logged)
             if generation != self._generation:
                 return
             self._answers.put((generation, scored))
