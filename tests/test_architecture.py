@@ -152,8 +152,8 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 78_450
-MAX_LINES_OF_SPINE = 1_785
+MAX_LINES = 78_618
+MAX_LINES_OF_SPINE = 1_788
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
     "core/types.py",
@@ -167,7 +167,7 @@ MAX_LINES_OF_FOLDER = {
     "algorithms": 2_215,
     "batching": 365,
     "controller": 5_475,
-    "core": 9_935,
+    "core": 9_951,
     "environments": 8_124,
     "evals": 2_759,
     "generator": 7_900,
@@ -176,7 +176,7 @@ MAX_LINES_OF_FOLDER = {
     "models": 6_680,
     "observe": 9_724,
     "plan": 6_375,
-    "prompts": 1_150,
+    "prompts": 1_295,
     "rewards": 3_200,
     "stages": 2_730,
     "trainer": 5_116,

@@ -36,6 +36,7 @@ def share_of_a(completions, **columns):
 """
 
 
+@pytest.mark.slow
 def test_a_file_of_trl_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     tokenizer = char_tokenizer("abcdefgh")

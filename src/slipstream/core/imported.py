@@ -338,6 +338,8 @@ class _Conversion:
             self.copy("dataset_name", "dataset_config", "dataset_train_split")
             if "prompts.dataset" not in self.fields:
                 self.note("set", "prompts.dataset", "the file names no data set (dataset_name)")
+        if self.value("dataset_streaming") or self.value("streaming"):
+            self.put("prompts.streaming", True)
         self.put("prompts.num_train", 2**31 - 1, "all prompts that are not held out")
         held_out = HELD_OUT if self.rows is None else min(HELD_OUT, max(1, self.rows // 10))
         self.put(

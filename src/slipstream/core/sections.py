@@ -136,6 +136,12 @@ class PromptsConfig(Section):
     )
     dataset_config: str | None = Field(None, description="Configuration of a hub dataset that has several.")
     dataset_split: str = Field("train", description="Split of a Hugging Face dataset to read.")
+    streaming: bool = Field(
+        False,
+        description="Read `dataset` while the run goes on, in its order but for a shuffle buffer: for data that is too "
+        "large for memory, or to be read at the start. num_train does not apply, and repeated prompts stay.",
+    )
+    shuffle_buffer: Positive = Field(2048, description="With streaming: prompts from which the next one is drawn.")
     prompt_column: str = Field("prompt", description="Column with a string or a list of chat messages.")
     answer_column: str = Field("answer", description="Column with the reference answer; may be absent from the data.")
     reference: str = Field(

@@ -19,7 +19,7 @@ MAX_CELL_CHARS = 8192
 
 
 class Logged(msgspec.Struct, frozen=True):
-    """What one call has logged: `metrics`, means by name, and `columns` with a value for each completion."""
+    """Metrics (means by name) and columns (a value for each completion) that one call has logged."""
 
     metrics: dict[str, float] = {}
     columns: dict[str, list[Cell]] = {}
