@@ -104,6 +104,18 @@ def test_coroutines_are_awaited_together_on_one_loop(tmp_path: Path) -> None:
     assert len(loops) == 1
 
 
+def test_what_a_coroutine_logs_is_of_its_own_completion(tmp_path: Path) -> None:
+    async def reward(completions: list[str], log_extra: Any, log_metric: Any, **_: Any) -> list[float]:
+        log_extra("length", [len(text) for text in completions])
+        await asyncio.sleep(0.01)  # others log meanwhile
+        log_metric("length", len(completions[0]))
+        return [0.0]
+
+    rollouts = rewards_of({"f": reward}, tmp_path, max_awaited=8)
+    assert [one.extra for one in rollouts] == [{"length": i} for i in range(8)]
+    assert [one.logged for one in rollouts] == [{"length": float(i)} for i in range(8)]
+
+
 def test_coroutines_may_be_called_one_by_one(tmp_path: Path) -> None:
     inside: list[int] = []
 

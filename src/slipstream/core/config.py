@@ -377,6 +377,14 @@ class RunConfig(Section):
                 allowed="prompts.tasks or prompts.dataset",
                 hint=_BOTH_SOURCES if prompts.tasks else None,
             )
+        reads_all: list[str] = [stage for stage in self.stages if stage not in ("rl", "evaluate")]
+        reads_all += ["warm_start"] * (self.warm_start.steps > 0)
+        if prompts.streaming and (prompts.tasks or reads_all):
+            raise ConfigError(
+                "a stream of prompts is for RL on a data set alone",
+                got="prompts.streaming with " + ("prompts.tasks" if prompts.tasks else ", ".join(reads_all)),
+                allowed="prompts.dataset, stages of rl and evaluate, and no warm start",
+            )
         if self.eval.num_prompts > prompts.num_eval:
             raise ConfigError(
                 "evaluation asks for more prompts than are held out",

@@ -136,6 +136,12 @@ class PromptsConfig(Section):
     )
     dataset_config: str | None = Field(None, description="Configuration of a hub dataset that has several.")
     dataset_split: str = Field("train", description="Split of a Hugging Face dataset to read.")
+    streaming: bool = Field(
+        False,
+        description="Read `dataset` while the run goes on, in its order but for a shuffle buffer: for data that is too "
+        "large for memory, or to be read at the start. num_train does not apply, and repeated prompts stay.",
+    )
+    shuffle_buffer: Positive = Field(2048, description="With streaming: prompts from which the next one is drawn.")
     prompt_column: str = Field("prompt", description="Column with a string or a list of chat messages.")
     answer_column: str = Field("answer", description="Column with the reference answer; may be absent from the data.")
     reference: str = Field(
@@ -150,6 +156,11 @@ class PromptsConfig(Section):
     )
     chat: bool = Field(False, description="Wrap the prompt as one user message in the tokenizer's chat template.")
     system: str | None = Field(None, description="System message of chat prompts.")
+    chat_template_kwargs: dict[str, bool | int | float | str] = Field(
+        default_factory=dict,
+        description="Further variables of the chat template, e.g. { enable_thinking = false }, wherever chats are "
+        "rendered: prompts, turns of environments and agents, evaluations, stages, and `slipstream serve` of it.",
+    )
     between_periods: bool = Field(
         False, description="Keep a dataset's prompt from behind its first period to its last; drop it without two (N)."
     )

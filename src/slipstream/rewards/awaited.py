@@ -11,9 +11,10 @@ from slipstream.core.background import start_thread
 from slipstream.core.clock import Clock, WallClock
 from slipstream.core.user_code import describe
 from slipstream.rewards.inline import MAX_ABANDONED
+from slipstream.rewards.logged import CURRENT, RewardLog
 from slipstream.rewards.mailbox import Mailbox
 from slipstream.rewards.pool import ScoredJob
-from slipstream.rewards.protocol import AnyJob
+from slipstream.rewards.protocol import AnyJob, RewardGroupJob
 
 _STUCK_S = 1.0  # without a turn of the loop, after a deadline has passed: a coroutine blocks it
 _CLOSING_S = 1.0
@@ -131,13 +132,15 @@ class LoopScorer:
 
     async def _work(self, turn: _Handed) -> None:
         seat, parts, failure = self._seats[turn.place], list[float | None](), None
+        log = RewardLog(len(turn.job.jobs) if isinstance(turn.job, RewardGroupJob) else 1)
+        CURRENT.set(log)  # of this task
         try:
             parts = await seat.score(turn.job)
         except NoScore as error:
             failure = f"{seat.name}: {error}"
         except BaseException as error:  # noqa: BLE001 - whatever a function raises (SystemExit too) fails one job
             failure = f"{seat.name}: {describe(error)}"
-        self._answers.put((turn, ScoredJob(turn.job.job_id, parts, failure)))
+        self._answers.put((turn, ScoredJob(turn.job.job_id, parts, failure, logged=log.all())))
 
     def _ask_to_cancel(self, turn: _Handed, now_s: float) -> None:
         loop = self._loop

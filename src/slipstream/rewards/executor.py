@@ -90,7 +90,7 @@ class Rewards(Executor):
         with self._context.spans.span("score"), self._context.together():
             scored = self._scorers.poll()
             for one in scored:
-                for entry in self._assembly.answer(one.job_id, one.parts, one.failure):
+                for entry in self._assembly.answer(one.job_id, one.parts, one.failure, one.logged):
                     self._emit(entry)
         num_done = len(scored)
         self._report(is_last=False)
@@ -164,6 +164,8 @@ class Rewards(Executor):
             reward=reward,
             reward_parts=dict(zip(self._names, parts, strict=True)) if failure is None else {},
             failure=failure,
+            logged=entry.metrics,
+            extra=entry.extra,
             scored_s=self._context.clock.now_s(),
         )
         is_evaluation = completion.purpose == "eval"

@@ -115,4 +115,5 @@ class CallableScorer:
 
         while not lane.is_abandoned and (job := lane.inbox.get()) is not None:
             result = answer(self._terms, job, began)
-            self._answers.put((lane, ScoredJob(job_id=job.job_id, parts=result.parts, failure=result.error)))
+            scored = ScoredJob(job_id=job.job_id, parts=result.parts, failure=result.error, logged=result.logged)
+            self._answers.put((lane, scored))
