@@ -67,3 +67,4 @@ def page() -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
+    print(f"{PAGE.relative_to(ROOT)} is written")

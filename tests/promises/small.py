@@ -81,6 +81,7 @@ SCRIPTS = {
     "benchmarks/engine.py": "--quick --models tiny --contenders slipstream generate",
     "benchmarks/eta_curves.py": "--models quickstart --batches 1 2 --repeats 1 --retries 0",
     "benchmarks/fleet.py": "--replicas 3 --groups 2 --completions 4 --steps 3",
+    "benchmarks/head.py": "--vocab 512 --hidden 32 --tokens 64 --rounds 1",
     "benchmarks/health.py": "RUN",
     "benchmarks/judging.py": "--latency 0.05 --concurrent 4 --turns 2",
     "benchmarks/linear.py": "--threads 1 --rows 8",
@@ -103,10 +104,12 @@ SCRIPTS = {
     "benchmarks/swap_gap.py": "--models tiny --batch 2 --swaps 2",
     "benchmarks/trl_baseline.py": "--model MODEL --prompts questions.jsonl --out trl.json --max-new-tokens 4 --steps 1"
     " --completions 8",
+    "benchmarks/train_step.py": "--groups 1 --samples 2 --prompt 16 --completion 16 --steps 1 --microbatch-tokens 64",
     "benchmarks/turns.py": "--quick",
     "benchmarks/waiting.py": "--model tiny --threads 1 --repeats 1",
     "benchmarks/watch.py": "--megabytes 2",
     "benchmarks/weight_sync.py": "--repeats 2 --params 100000 --only whole,pairs,plans",
+    "scripts/gpu_probes.py": "products --device cpu",
     "scripts/import_lm_human_preferences.py": "offline_5k.json preferences.jsonl --tokenizer MODEL",
     "scripts/import_smollm2.py": "OUT",
     "scripts/install.py": "installed pip",  # it is there already: nothing is downloaded
@@ -117,7 +120,12 @@ SCRIPTS = {
     "scripts/value_head.py": "--small",
 }
 # Of these another environment's Python is needed.
-OF_TRL = ("benchmarks/trl_baseline.py", "scripts/record_trl_gkd.py", "scripts/record_trl_oracle.py")
+OF_TRL = (
+    "benchmarks/trl_baseline.py",
+    "scripts/record_trl_fields.py",
+    "scripts/record_trl_gkd.py",
+    "scripts/record_trl_oracle.py",
+)
 
 
 @dataclass(frozen=True)
@@ -130,6 +138,7 @@ class Needs:
 
 
 NEEDS = {
+    r"make gpu|gpu_slot\.py": Needs("a GPU: tests/test_gpu_slot.py", instead="python scripts/gpu_slot.py --help"),
     r"--(?:generator\.)?device cuda": Needs("a GPU", torch.cuda.is_available),
     r"^pip install|-m pip install|^make (?:vllm-env|verifiers-env|\.venv-trl/installed)": Needs("a download"),
     r"verifiers_program\.py|scripts/word_lists\.py": Needs(
