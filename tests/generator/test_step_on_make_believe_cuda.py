@@ -19,10 +19,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from slipstream.core.fields import Precision
+from slipstream.core.lora_section import LoraConfig
 from slipstream.generator.native import move_but_linear
 from slipstream.generator.paged_runner import PagedRunner
 from slipstream.generator.sampler import SamplingPlan
+from slipstream.models import served
 from slipstream.models.config import TransformerConfig
+from slipstream.models.lora import install
+from slipstream.models.peft import planned_shapes
 from slipstream.models.products import DenseProduct, Fp8Product, WideProduct
 from slipstream.models.quantized import FP8, WeightLayout
 from slipstream.models.served import ServedWeights
@@ -108,6 +112,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None, synchronize=lambda: None))
+    monkeypatch.setattr(served, "base_digest", lambda model: "of numbers that are not there")
     monkeypatch.setattr(ServedWeights, "_bring", lambda self, flat: setattr(self, "_arrived", flat))
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: SimpleNamespace(numpy=lambda: None, shape=self.shape))
     monkeypatch.setattr(torch.Tensor, "__getitem__", indexed)
@@ -117,8 +122,12 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def served_model(config: TransformerConfig, precision: Precision) -> tuple[Transformer, ServedWeights]:
+def served_model(
+    config: TransformerConfig, precision: Precision, lora: LoraConfig = LoraConfig()
+) -> tuple[Transformer, ServedWeights]:
     model = Transformer(config)
+    if lora.is_set:
+        install(model, planned_shapes(lora, config))
     flat = torch.zeros(WeightLayout(model, precision).num_bytes, dtype=torch.uint8)
     move_but_linear(model, CUDA)
     return model, ServedWeights(model, precision, flat=flat)
@@ -154,17 +163,32 @@ def test_a_step_stays_on_the_device(family: str, precision: Precision, cuda: Non
             assert (out.shape, out.dtype, out.device) == ((4, 2 + plan.num_kept), torch.int32, CUDA)
 
 
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "fp8"])
+def test_a_step_beside_adapters_stays_on_the_device(precision: Precision, cuda: None) -> None:
+    """A version is A and B in float32; the base lies there already."""
+    lora = LoraConfig(rank=4, targets=["q_proj", "v_proj", "down_proj", "lm_head"])
+    model, weights = served_model(CONFIG, precision, lora)
+    assert weights.num_bytes == 4 * 4 * (2 * (2 * 32 + 48) + 2 * (32 + 16 + 32) + 32 + 2050)
+    runner = PagedRunner(model, num_rows=4, max_len=512, attend=attend, captures=False)
+    for version in (weights.flat, torch.zeros_like(weights.flat)):
+        weights.prepare(version)
+        weights.rebind(version)
+        with NoCopies():
+            out = runner._step(runner._shape(3, 300, PLANS[0]))
+        assert (out.dtype, out.device) == (torch.int32, CUDA)
+
+
 @pytest.mark.parametrize("family", CONFIGS)
 def test_fp8_matrices_are_multiplied_as_they_are(family: str, cuda: None) -> None:
     model, weights = served_model(CONFIGS[family], "fp8")
     weights.prepare(torch.zeros_like(weights.flat))
-    for served in (model, weights.prepared_model):
+    for one in (model, weights.prepared_model):
         products = [
-            module.product for layer in served.layers for module in (layer.qkv, layer.output, layer.up, layer.down)
+            module.product for layer in one.layers for module in (layer.qkv, layer.output, layer.up, layer.down)
         ]
         assert all(isinstance(p, Fp8Product) and p._weight.dtype == FP8 for p in products)
-        assert isinstance(served.served_head, WideProduct)
-        logits = served.logits(torch.empty(3, 32, dtype=torch.bfloat16, device=CUDA))
+        assert isinstance(one.served_head, WideProduct)
+        logits = one.logits(torch.empty(3, 32, dtype=torch.bfloat16, device=CUDA))
         assert (logits.shape, logits.dtype) == ((3, 2050), torch.float32)
 
 

@@ -113,6 +113,15 @@ def test_gradients_of_every_family_are_those_of_one_rank(ranks: RankPool, case: 
     assert relative([gradient for _, gradient in by_rank], one) < 3e-6
 
 
+@pytest.mark.parametrize("layout", [Layout(2, 1, precision="bfloat16"), Layout(1, 2, precision="bfloat16")], ids=str)
+def test_gradients_beside_a_base_in_bfloat16(ranks: RankPool, layout: Layout) -> None:
+    """As on GPUs: A and B are float32, and so are their gradients; products are bfloat16's, also theirs."""
+    _, one = lora_jobs.gradient_alone(CONFIGS["qwen3"])
+    by_rank = ranks.run(lora_jobs.gradient, CONFIGS["qwen3"], layout, world=2)
+    assert {values.dtype for _, gradient in by_rank for _, values in gradient} == {np.dtype(np.float32)}
+    assert 1e-4 < relative([gradient for _, gradient in by_rank], one) < 3e-2
+
+
 def test_a_run_goes_on_where_it_was_saved_on_other_ranks(
     ranks: RankPool, sections: dict[str, Any], folders: tuple[Path, Path], tmp_path: Path
 ) -> None:

@@ -365,7 +365,8 @@ class RunConfig(Section):
     @property
     def resident_versions(self) -> int:
         """Return how many versions a generator holds side by side: all that can be in use (docs/staleness.md), or 1."""
-        keeps = self.model.lora.is_set and self.weight_update == "between_batches"
+        holds_one = self.generator.engine == "native" and self.generator.device == "cuda"  # in place
+        keeps = self.model.lora.is_set and self.weight_update == "between_batches" and not holds_one
         return self.max_staleness + 1 if keeps else 1
 
     def _check_prompts(self) -> None:

@@ -299,7 +299,7 @@ class _Conversion:
             self.put("model.revision", revision)
         device = "cpu" if self.value("use_cpu") else "cuda"
         if self.value("use_peft"):
-            device = self._adapters()
+            self._adapters()
         self.put("trainer.device", device, "TRL takes a GPU if there is one; `slipstream plan` divides several.")
         self.put("generator.device", device)
         is_bf16 = self.value("bf16") is not False and not self.value("fp16")
@@ -310,8 +310,7 @@ class _Conversion:
         if "gradient_checkpointing" in self.given:  # which TRL does by default: it costs time, and changes nothing
             self.put("trainer.recompute", bool(self.value("gradient_checkpointing")))
 
-    def _adapters(self) -> str:
-        """Set the adapters, and return the device that they are trained on."""
+    def _adapters(self) -> None:
         self.copy("lora_r", "lora_alpha", "use_rslora")
         layers = self.value("lora_target_modules")
         why = "PEFT's choice for Llama, Mistral and Qwen where lora_target_modules is not given" * (layers is None)
@@ -319,9 +318,6 @@ class _Conversion:
         self.put("model.lora.targets", [] if layers == ["all-linear"] else layers, why or None)
         if dropout := self.value("lora_dropout"):
             self.note("differs", "lora_dropout", f"{dropout:g} in TRL; adapters are trained without dropout")
-        if not self.value("use_cpu"):
-            self.note("differs", "use_cpu", "adapters are trained on CPUs only, which is slower")
-        return "cpu"
 
     def _data(self) -> None:
         several = self.value("datasets") or []

@@ -76,12 +76,8 @@ def check_lora(config: RunConfig) -> None:
     """Raise ConfigError for what a run with adapters cannot do yet."""
     if not config.model.lora.is_set:
         return
-    trainer, generator = config.trainer, config.generator
+    trainer = config.trainer
     refused = {
-        "GPUs": [
-            (f"trainer.device = '{trainer.device}'", trainer.device != "cpu"),
-            (f"generator.device = '{generator.device}'", generator.device != "cpu"),
-        ],
         "a reference that follows the policy, since it is their base": [
             (f"kl.sync_every = {config.kl.sync_every}", config.kl.sync_every is not None)
         ],
@@ -92,13 +88,13 @@ def check_lora(config: RunConfig) -> None:
             raise ConfigError(
                 f"adapters (model.lora) do not go together with {what} yet",
                 got=", ".join(given),
-                allowed="a trainer and generators on CPUs, a loss without a critic, and a reference that stays",
+                allowed="a loss without a critic, and a reference that stays",
                 hint="without model.lora all weights are trained",
             )
-    if config.model.lora.is_rounded and trainer.tensor_parallel > 1:
+    if config.model.lora.is_rounded and (trainer.tensor_parallel > 1 or trainer.device != "cpu"):
         raise ConfigError(
-            "a base in fewer bytes lies whole on every rank of the trainer",
-            got=f"model.lora.base_precision = '{config.model.lora.base_precision}', "
-            f"trainer.tensor_parallel = {trainer.tensor_parallel}",
-            allowed="trainer.tensor_parallel = 1, or 'float32', which the ranks divide",
+            "a base in fewer bytes lies whole on every rank of the trainer, on CPUs",
+            got=f"model.lora.base_precision = '{config.model.lora.base_precision}', trainer.device = "
+            f"'{trainer.device}', trainer.tensor_parallel = {trainer.tensor_parallel}",
+            allowed="trainer.device = 'cpu' and trainer.tensor_parallel = 1, or 'float32', which the ranks divide",
         )

@@ -134,7 +134,7 @@ class AdapterShape:
     def add(self, out: Tensor, parts: Sequence[Tensor]) -> Tensor:
         """Add the `parts` of the pieces to `out` [..., out_features] where they belong, in place."""
         for piece, part in zip(self.pieces, parts, strict=True):
-            out[..., piece.start : piece.start + piece.num_rows] += part
+            out.narrow(-1, piece.start, piece.num_rows).add_(part)
         return out
 
 
@@ -150,7 +150,7 @@ class _Added(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         pieces = ctx.shape.pieces
-        return grad, None, *(grad[..., piece.start : piece.start + piece.num_rows] for piece in pieces)
+        return grad, None, *(grad.narrow(-1, piece.start, piece.num_rows) for piece in pieces)
 
 
 @dataclass(eq=False)
@@ -202,9 +202,10 @@ class Adapter(nn.Module):
         self.b = nn.Parameter(torch.empty(sum(shape.rows), shape.rank))
 
     def forward(self, x: Tensor, base: Product) -> Tensor:
-        """Add to `base`(x), of x [N, in_features] -> [N, out_features]."""
-        up = [partial(linear, weight=rows) for rows in torch.split(self.b, self.shape.rows)]
-        return adapted_product(x, base=base, down=partial(linear, weight=self.a), up=up, shape=self.shape)
+        """Add to `base`(x), of x [N, in_features] -> [N, out_features]; products are in the precision of x."""
+        a, b = self.a.to(x.dtype), self.b.to(x.dtype)
+        up = [partial(linear, weight=rows) for rows in torch.split(b, self.shape.rows)]
+        return adapted_product(x, base=base, down=partial(linear, weight=a), up=up, shape=self.shape)
 
 
 class AdaptedLinear(Linear):
