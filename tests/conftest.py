@@ -14,6 +14,8 @@ from accounted import check_runs
 from catalogued import check_metric_names
 from hypothesis import HealthCheck, settings
 
+from slipstream.controller.nursery import NURSERY
+
 # Before torch is loaded: waiting threads sleep, as in the processes of a run (`controller/placement.py`).
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -79,3 +81,23 @@ def _runs_are_accounted_for(request: pytest.FixtureRequest) -> Iterator[None]:
     if folder is not None:
         check_runs(folder)
         check_metric_names(folder)
+
+
+@pytest.fixture(scope="module")
+def _nursery_of_the_file() -> Iterator[None]:
+    yield
+    NURSERY.close()
+
+
+@pytest.fixture
+def one_import(_nursery_of_the_file: None) -> None:
+    """One nursery for all tests of the file: a run that is refused would end its own in the middle of its imports."""
+    NURSERY.begin()
+
+
+@pytest.fixture
+def own_nursery(one_import: None) -> Iterator[None]:
+    """No nursery but that of the run, which is gone with it."""
+    NURSERY.close()
+    yield
+    assert not NURSERY.is_there
