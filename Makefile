@@ -11,7 +11,7 @@ TRL_PINS := torch==2.13.0 transformers==5.23.0 trl==1.16.0 accelerate==1.15.0
 INSTALL := $(PYTHON) scripts/install.py .venv -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart test test-slow test-promises fuzz test-chaos test-cluster check bench bench-engine vllm-env \
+.PHONY: help venv quickstart test test-slow test-promises fuzz test-chaos test-cluster check bench gpu bench-engine vllm-env \
     verifiers-env test-vllm experiments experiments-all release docs
 .DELETE_ON_ERROR:
 
@@ -63,6 +63,9 @@ docs: .venv/docs ## build the pages as a site in site/, and follow its links
 
 bench: .venv/run $(TRL)/installed ## compare a training step with TRL's, side by side
 	$(BIN)/python benchmarks/end_to_end.py $(ARGS)
+
+gpu: .venv/dev ## run probes, kernels, benchmarks and runs on a GPU, step by step: an hour (docs/gpu.md)
+	$(BIN)/python scripts/gpu_slot.py $(ARGS)
 
 bench-engine: .venv/run ## compare decoding with transformers' and, after `make vllm-env`, vLLM's: ten minutes
 	$(BIN)/python benchmarks/engine.py $(ARGS)

@@ -151,8 +151,8 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 78_474
-MAX_LINES_OF_SPINE = 1_865
+MAX_LINES = 80_577
+MAX_LINES_OF_SPINE = 1_868
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
     "core/types.py",
@@ -165,20 +165,20 @@ SPINE = (
 MAX_LINES_OF_FOLDER = {
     "algorithms": 2_215,
     "batching": 365,
-    "controller": 5_912,
-    "core": 9_582,
-    "environments": 8_120,
-    "evals": 2_720,
+    "controller": 5_925,
+    "core": 10_525,
+    "environments": 8_124,
+    "evals": 2_759,
     "generator": 7_900,
     "jail": 1_050,
     "jobs": 500,
-    "models": 6_735,
-    "observe": 9_694,
+    "models": 6_835,
+    "observe": 9_815,
     "plan": 6_380,
-    "prompts": 1_150,
-    "rewards": 3_200,
+    "prompts": 1_295,
+    "rewards": 3_885,
     "stages": 2_760,
-    "trainer": 5_216,
+    "trainer": 5_220,
     "weight_sync": 3_365,
 }
 LONG_FUNCTIONS = {"generator/paged_kernels.py": "a kernel is one function"}

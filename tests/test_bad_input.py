@@ -451,7 +451,7 @@ LOSSES_AND_REWARDS = [
         "reward over the network",
         {"rewards": {"terms": [{"function": "mine.py:score"}]}},
         "a reward fails in a dry call, before the run",
-        "rewards have no network: set rewards.allow_network = true",
+        "rewards have no network: set network = true of the term, or rewards.allow_network = true",
         prepare=text(
             "mine.py",
             "import urllib.request\ndef score(completions, **columns):\n"

@@ -19,7 +19,15 @@ from shown import DOCUMENTS, ROOT, Block, anchors, blocks, command_blocks, files
 
 import slipstream
 from slipstream import cli
-from slipstream.cli import COMMANDS, LaunchOptions, PlanOptions, ServeOptions, SimulateOptions
+from slipstream.cli import (
+    COMMANDS,
+    ExportOptions,
+    ImportOptions,
+    LaunchOptions,
+    PlanOptions,
+    ServeOptions,
+    SimulateOptions,
+)
 from slipstream.core.config import PRESETS, RunConfig
 from slipstream.core.recipes import list_recipes, merge, resolve
 from slipstream.flags import parse
@@ -34,6 +42,7 @@ SERVE_FLAGS = {field.name for field in dataclasses.fields(ServeOptions)}
 SIMULATE_FLAGS = {field.name for field in dataclasses.fields(SimulateOptions)}
 OWN_FLAGS = {"recipe", "tasks", "json", "help", "num_prompts", "num_samples"}
 OWN_FLAGS |= LAUNCH_FLAGS | SIMULATE_FLAGS | PLAN_FLAGS | SERVE_FLAGS | {"port", "open", "merged"}
+OWN_FLAGS |= {field.name for options in (ImportOptions, ExportOptions) for field in dataclasses.fields(options)}
 SCRIPT_FOLDERS = r"(?:benchmarks|scripts|src/slipstream/environments|tests/(?:integration|cluster|chaos))"
 SCRIPT_CALL = re.compile(rf"({SCRIPT_FOLDERS}/\w+\.py)((?: +[^`\n#)]*)?)")
 
@@ -82,6 +91,13 @@ def test_the_page_of_the_python_api_is_what_the_package_offers() -> None:
     assert typed >= set(slipstream.__all__), "a type checker sees only what is imported under TYPE_CHECKING"
 
 
+def test_the_tables_of_trls_fields_are_those_that_errors_and_imports_use() -> None:
+    page = (ROOT / "docs" / "from_trl.md").read_text(encoding="utf-8")
+    assert page == runpy.run_path(str(ROOT / "scripts" / "trl_reference.py"))["page"](), (
+        "docs/from_trl.md is stale. Run\n\n    .venv/bin/python scripts/trl_reference.py\n\nand commit it."
+    )
+
+
 @named
 def test_links_lead_somewhere(document: Path) -> None:
     missing = []
@@ -114,7 +130,7 @@ def test_make_targets_exist(document: Path) -> None:
 @named
 def test_commands_and_flags_exist(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
-    used = set(re.findall(r"(?:^\s*|`|: )slipstream ([a-z]+)\b", text, flags=re.MULTILINE))
+    used = set(re.findall(r"(?:^\s*|`|: )slipstream ([a-z]+(?:-[a-z]+)?)(?![\w-])", text, flags=re.MULTILINE))
     assert used <= COMMANDS.keys(), f"{document.name} uses {used - COMMANDS.keys()}"
     known = OWN_FLAGS | set(field_paths(RunConfig))
     text = re.sub(
@@ -169,7 +185,8 @@ def test_shown_flags_parse_and_their_run_resolves(call: str, tmp_path: Path, mon
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     for name, text in files_of(ROOT / "docs" / "guide.md").items():
         (tmp_path / name).write_text(text, encoding="utf-8")
-    (tmp_path / "planned.toml").write_text((ROOT / "recipes" / "quickstart.toml").read_text(encoding="utf-8"))
+    for name in ("planned.toml", "grpo.toml"):
+        (tmp_path / name).write_text((ROOT / "recipes" / "quickstart.toml").read_text(encoding="utf-8"))
 
     def understood(*arguments: Any, **more: Any) -> None:
         options = parse(*arguments, **more)

@@ -207,7 +207,13 @@ def test_what_the_package_imports_is_what_it_asks_for() -> None:
     modules -= sys.stdlib_module_names | {"slipstream"}
     assert modules >= {"torch", "zmq", "starlette", "regex"}
     homes = importlib.metadata.packages_distributions()
-    optional = {"tensorboard", "wandb", "trackio", "triton"}  # trackers; torch brings triton where there is CUDA
+    optional = {
+        "tensorboard",
+        "wandb",
+        "trackio",
+        "mlflow",
+        "triton",
+    }  # trackers; torch brings triton where there is CUDA
     assert optional - {"triton"} == named(project["optional-dependencies"]["trackers"])
     needed = {name: homes[name][0].lower().replace("_", "-") for name in modules - optional - BROUGHT.keys()}
     assert not set(needed.values()) - named(project["dependencies"])

@@ -2,7 +2,8 @@
 
 `slipstream.run` trains (`slipstream/api.py`), `slipstream.evaluate_model` measures and `slipstream.export` writes
 checkpoints (`slipstream/evals/`), `slipstream.watch` shows (`slipstream/observe/watch/`), `slipstream.serve` serves
-(`slipstream/evals/serve.py`), `slipstream.make_plan` plans and `slipstream.what_if` simulates (`slipstream/plan/`).
+(`slipstream/evals/serve.py`), `slipstream.make_plan` plans and `slipstream.what_if` simulates (`slipstream/plan/`),
+`slipstream.import_config` converts TRL's arguments (`slipstream/core/imported.py`).
 Everything is imported on first use, so that the command line answers at once.
 """
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from slipstream.controller.replay import replay
     from slipstream.core.config import RunConfig
     from slipstream.core.hooks import CheckpointRecord, EvalRecord, StepRecord
+    from slipstream.core.imported import import_config
     from slipstream.evals.evaluate import evaluate_model
     from slipstream.evals.exported import export
     from slipstream.evals.serve import serve
@@ -36,6 +38,7 @@ __all__ = [
     "StepRecord",
     "evaluate_model",
     "export",
+    "import_config",
     "make_plan",
     "replay",
     "report",
@@ -61,6 +64,7 @@ _HOMES = {
     "StepRecord": "slipstream.core.hooks",
     "EvalRecord": "slipstream.core.hooks",
     "CheckpointRecord": "slipstream.core.hooks",
+    "import_config": "slipstream.core.imported",
     "resolve": "slipstream.stages.named",
 }
 

@@ -87,16 +87,16 @@ def run(
     """Train; returns when the run is done or was interrupted.
 
     `config` is a RunConfig, a recipe's name or path, or its tables. `reward(prompts, completions, completion_ids,
-    **columns)` returns one number (or None) per completion; it replaces the config's terms and runs in this process
-    with `rewards.timeout_s` as its deadline. A list may mix functions, names as in `rewards.terms` ("length",
-    "file.py:function"), and tables of these with their `weight`, `per` and `params`; `reward_weights` are their factors
-    in the sum. `environment` (a class with `reset` and `step`, or several by name), `tools` (functions),
-    `environment_factory` (TRL's) and `agent(row, base_url, api_key)`, or several by name, answer the policy's turns;
-    they run in this process, and the first and the last replace the terms, too. `callbacks` (`on_step`, `on_eval`,
-    `on_checkpoint`: methods, or keys of functions) hear of the run in a thread of it, and end it by returning "stop".
-    `prompts` (strings, or rows with `prompt` and `answer`) replace the config's; a tenth of them is held out, at most
-    `prompts.num_eval`. `out` is the run's new directory; `resume` goes on with the run there, from its last checkpoint
-    or its first stage that is not done, as configured: `overrides` may change `core.recipes.RESUMED_WITH`. `pipeline`
+    **columns)` returns one number (or None) per completion; it replaces the config's terms and runs in this process,
+    `rewards.num_threads` calls at once, with `rewards.timeout_s` as deadline. A list may mix functions, names as in
+    `rewards.terms` ("length", "file.py:function"), and tables of these with `weight`, `per` and `params`;
+    `reward_weights` are their factors in the sum. `environment` (a class with `reset` and `step`, or several by name),
+    `tools` (functions), `environment_factory` (TRL's) and `agent(row, base_url, api_key)`, or several by name, answer
+    the policy's turns; they run in this process, and the first and the last replace the terms, too. `callbacks`
+    (`on_step`, `on_eval`, `on_checkpoint`: methods, or keys of functions) hear of the run in a thread of it, and end it
+    by returning "stop". `prompts` (strings, or rows with `prompt` and `answer`) replace the config's; a tenth of them
+    is held out, at most `prompts.num_eval`. `out` is the run's new directory; `resume` goes on with the run there, from
+    its last checkpoint or first stage that is not done; `overrides` may change `core.recipes.RESUMED_WITH`. `pipeline`
     replaces the default one. With `cluster` (`launch.cluster_of`) its groups join the run.
 
     Raises ConfigError before anything starts; ExecutorDied or another SlipstreamError when the run fails (its files

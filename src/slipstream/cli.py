@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import json
 import os
 import signal
 import sys
@@ -16,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -24,10 +26,11 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from slipstream.core.config import RunConfig
+from slipstream.core.disk import replace_file
 from slipstream.core.errors import ConfigError, SlipstreamError, did_you_mean
 from slipstream.core.fields import Precision
 from slipstream.core.interrupts import SIGNALS, Interrupted, Interrupts, in_words
-from slipstream.core.plain import wrong_path, wrong_text
+from slipstream.core.plain import shortened, wrong_path, wrong_text
 from slipstream.core.recipes import (
     RESUMED_WITH,
     check_path,
@@ -285,6 +288,12 @@ class ExportOptions:
     )
     out: str | None = flag("New folder to write to.", is_positional=True)
     merged: bool = flag("Write a model that has its adapters in its weights, for programs without.", default=False)
+    push_to_hub: str | None = flag(
+        "Upload it as well, to the repository ORG/NAME of the Hugging Face hub, with the token of `hf auth login` or"
+        " HF_TOKEN.",
+        metavar="ORG/NAME",
+    )
+    private: bool = flag("Make that repository a private one.", default=False)
 
 
 def export_command(argv: Sequence[str]) -> int:
@@ -295,7 +304,8 @@ def export_command(argv: Sequence[str]) -> int:
     check_path(options.model, "'model'")
     from slipstream.evals.exported import export
 
-    _say(f"written: {export(options.model, options.out, merge=options.merged, tell=_say)}")
+    to_hub = partial(export, push_to_hub=options.push_to_hub, private=options.private, tell=_say)
+    _say(f"written: {to_hub(options.model, options.out, merge=options.merged)}")
     return EXIT_DONE
 
 
@@ -359,6 +369,9 @@ class ServeOptions:
         "Template of each message, as '{role}: {content}', in place of the model's chat template. Default where the"
         " model has none: '{content}'."
     )
+    chat_template_kwargs: str | None = flag(
+        "JSON of further variables of the chat template, as '{\"enable_thinking\": false}'. Default: those of the run."
+    )
     tool_format: str = flag(
         "How the model writes calls of tools: auto, hermes, llama3, smollm, json_tags.", default="auto"
     )
@@ -371,6 +384,8 @@ def serve_command(argv: Sequence[str]) -> int:
     if model is None:
         raise ConfigError("a model is needed", allowed="folder of a run, or of a Hugging Face checkpoint, or a hub id")
     check_path(model, "'model'")
+    if (text := options["chat_template_kwargs"]) is not None:
+        options["chat_template_kwargs"] = _json_table(text)
     from slipstream.evals.serve import serve
 
     try:
@@ -380,6 +395,18 @@ def serve_command(argv: Sequence[str]) -> int:
     finally:
         gc.freeze()  # the end of the process would look through all that torch has imported, for seconds
     return EXIT_DONE
+
+
+def _json_table(text: str) -> dict[str, Any]:
+    """Return the flat object in `text`. ConfigError where it is none."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or not all(isinstance(one, bool | int | float | str) for one in found.values()):
+        allowed = 'a JSON object of truth values, numbers and texts, as {"enable_thinking": false}'
+        raise ConfigError("--chat-template-kwargs is no table", got=shortened(text, 60), allowed=allowed)
+    return found
 
 
 @dataclass(frozen=True)
@@ -513,6 +540,39 @@ def plan_command(argv: Sequence[str]) -> int:
 
 
 @dataclass(frozen=True)
+class ImportOptions:
+    """Flags of `slipstream import-config`."""
+
+    file: Path = flag(
+        "YAML or JSON file as `trl grpo --config` takes: GRPOConfig, ModelConfig, the script's arguments.",
+        default=REQUIRED,
+        is_positional=True,
+    )
+    out: Path | None = flag("File NAME.toml for the recipe. Default: it is printed.")
+    world: int = flag("Processes that TRL is started with, as accelerate's --num_processes.", default=1)
+    rows: int | None = flag("Prompts in the data set: num_train_epochs becomes steps.")
+
+
+def import_config_command(argv: Sequence[str]) -> int:
+    """Convert the arguments of TRL's GRPOTrainer to a recipe, and say what is left to do."""
+    options = parse(ImportOptions, argv, import_config_command)
+    from slipstream.core.imported import import_config, told
+    from slipstream.plan.answer import check_writable
+
+    if options.out is not None:
+        check_writable(options.out)
+    found = import_config(options.file, world=options.world, rows=options.rows)
+    for kind, line in told(found.notes):
+        _errors.print(Text(line, "" if kind == "unused" else "yellow"), soft_wrap=True)
+    if options.out is None:
+        _console.out(found.toml, highlight=False, end="")
+    else:
+        replace_file(options.out, found.toml.encode())
+        _say(f"recipe: {options.out}")
+    return EXIT_DONE
+
+
+@dataclass(frozen=True)
 class RecipesOptions:
     """Flags of `slipstream recipes`."""
 
@@ -568,6 +628,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "replay": replay_command,
     "simulate": simulate_command,
     "plan": plan_command,
+    "import-config": import_config_command,
     "recipes": recipes_command,
     "doctor": doctor_command,
 }

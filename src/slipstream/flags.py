@@ -77,7 +77,7 @@ def parse(
         annotated: Any = Annotated  # the types are built at run time
         fields.append(("overrides", annotated[flags, tyro.conf.arg(name="")], dataclasses.field(default_factory=dict)))
     wanted = dataclasses.make_dataclass(options.__name__, fields, kw_only=True)
-    prog = f"slipstream {command.__name__.removesuffix('_command')}"
+    prog = f"slipstream {command.__name__.removesuffix('_command').replace('_', '-')}"
     with contextlib.nullcontext() if is_help else _in_our_words(prog):
         found: Any = tyro.cli(wanted, args=list(argv), prog=prog, description=command.__doc__, registry=_strict())
     values = vars(found)

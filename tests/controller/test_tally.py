@@ -17,7 +17,7 @@ from slipstream.core.service_messages import Counters, EvalScored
 from slipstream.core.types import EpisodeRecord, StartGroup, StepDone, Stop
 from slipstream.observe.metrics import LEAST_S, flatten
 from slipstream.observe.samples import read_samples
-from slipstream.observe.summary import EpisodeCounts
+from slipstream.observe.summary import EpisodeCounts, JudgeCounts
 from slipstream.observe.transcript import TranscriptPart
 
 
@@ -209,3 +209,21 @@ def test_samples_of_episodes_are_transcripts(tmp_path: Path) -> None:
         assert turns == [*trunk, fork, trunk[1], TranscriptPart("assistant", words, 2)]
     assert (second.before_turns, second.after_turns) == (None, None)
     assert read_samples(tmp_path / "samples.json") == [first, second]
+
+
+def test_counts_of_judges_are_those_of_all_their_processes() -> None:
+    """A process that was lost keeps what it has counted; a judge's name may have the separator of counters in it."""
+    tally = Tally(resolve("quickstart"), started_s=0.0, clock=VirtualClock())
+    names = ("scored", "cached", "failures", "requests", "retries", "input_tokens", "output_tokens", "seconds", "cost")
+
+    def report(judge: str, start: int) -> dict[str, float]:
+        return {f"judge/{judge}/{name}": start + i + 0.5 * (i > 6) for i, name in enumerate(names)}
+
+    tally.take(Counters(executor="rewards", values=report("a/b", 10) | {"scored": 7.0}))
+    tally.lost(["rewards"])
+    tally.take(Counters(executor="rewards", values=report("a/b", 0) | report("c", 1)))
+    assert tally.judges == {
+        "a/b": JudgeCounts(10, 12, 14, 16, 18, 20, 22, 25.0, 27.0),
+        "c": JudgeCounts(1, 2, 3, 4, 5, 6, 7, 8.5, 9.5),
+    }
+    assert tally.judges["a/b"].request_s == 25.0 / 16

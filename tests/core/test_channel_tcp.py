@@ -122,15 +122,15 @@ def has_room(outbox: Outbox) -> bool:
 
 
 def until(is_so: Callable[[], bool], ports: Sequence[Ports], timeout_s: float = 10.0) -> None:
-    """Let the ports work until `is_so`: read too where messages wait, at which `wait` ends at once."""
+    """Let the ports work until `is_so`: also where messages wait, at which `wait` ends at once."""
     deadline_s = time.monotonic() + timeout_s
     inboxes = [inbox for one in ports for inbox in one.inputs.values()]
     outboxes = [outbox for one in ports for outbox in one.outputs.values()]
     while not is_so():
         assert time.monotonic() < deadline_s, "it did not come to pass"
         wait(inboxes, outboxes, timeout_s=0.02)
-        for inbox in inboxes:
-            inbox.pump()
+        for end in (*inboxes, *outboxes):
+            end.pump()
 
 
 # Who may talk

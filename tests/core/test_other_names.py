@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -17,7 +18,17 @@ from slipstream import cli
 from slipstream.algorithms.losses import LOSSES
 from slipstream.core.config import PRESETS, RunConfig
 from slipstream.core.errors import ConfigError
-from slipstream.core.other_names import FIELDS, KEYWORDS, VALUES, counterparts, flags_in, sentence, sentences
+from slipstream.core.other_names import (
+    DEFAULTS,
+    FIELDS,
+    KEYWORDS,
+    SAME,
+    VALUES,
+    counterparts,
+    flags_in,
+    sentence,
+    sentences,
+)
 from slipstream.core.recipes import field_paths, merge, nested, resolve
 from slipstream.core.sections import RewardTerm
 from slipstream.flags import parse
@@ -40,8 +51,8 @@ def settings(text: str) -> dict[str, Any]:
 def test_every_target_is_a_field_and_every_setting_is_allowed() -> None:
     for whose, name, entry in ENTRIES:
         field = entry.partition(", ")[0]
-        assert field == "-" or field in PATHS, f"{whose}: {name}"
-        assert field != "-" or ", " in entry, f"{whose}: {name} says nothing"
+        assert field in ("-", "!") or field in PATHS, f"{whose}: {name}"
+        assert field not in ("-", "!") or ", " in entry, f"{whose}: {name} says nothing"
     assert set(VALUES) - {"preset"} <= PATHS
     for text in TEXTS:
         for quoted in re.findall(r"`([^`]+)`", text):
@@ -121,7 +132,6 @@ def ways(tmp_path: Path, field: str, value: Any) -> Iterator[str]:
         ("vllm_group_port", "the run starts vLLM by itself"),
         ("gradient_checkpointing_kwargs", "trainer.recompute"),
         ("load_best_model_at_end", "the policy after the last step"),
-        ("chat_template_kwargs", "the template of the checkpoint"),
     ],
 )
 def test_a_name_of_another_trainer_is_told_everywhere(field: str, ours: str, tmp_path: Path) -> None:
@@ -209,23 +219,15 @@ def test_near_names_and_other_sections_are_still_guessed_in_a_section() -> None:
 
 
 def test_every_option_of_trls_grpo_is_known() -> None:
-    """Those of TRL's GRPOConfig itself: 'An option of TRL is an error that names the option of Slipstream'."""
-    known = [name.rpartition(".")[2] for name in PATHS]
-    assert [name for name in GRPO.split() if not counterparts(name) and name not in known] == []
-
-
-GRPO = """
-model_init_kwargs disable_dropout cast_lm_head_to_fp32 remove_unused_columns num_generations num_generations_eval
-max_completion_length ds3_gather_for_generation shuffle_dataset generation_batch_size steps_per_generation temperature
-top_p top_k min_p generation_kwargs chat_template_kwargs repetition_penalty use_transformers_paged cache_implementation
-use_vllm vllm_mode vllm_model_impl vllm_enable_sleep_mode vllm_structured_outputs_regex vllm_server_base_url
-vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port vllm_gpu_memory_utilization vllm_max_model_length
-vllm_tensor_parallel_size beta num_iterations epsilon delta epsilon_high sapo_temperature_neg sapo_temperature_pos
-importance_sampling_level reward_weights multi_objective_aggregation scale_rewards loss_type mask_truncated_completions
-sync_ref_model ref_model_mixup_alpha ref_model_sync_steps top_entropy_quantile max_tool_calling_iterations
-vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_importance_sampling_cap off_policy_mask_threshold
-use_bias_correction_kl log_completions num_completions_to_print log_unique_prompts log_completions_hub_repo
-"""
+    """All that `trl grpo` takes: 'An option of TRL is an error that names the option of Slipstream'."""
+    classes = json.loads((Path(__file__).parents[1] / "data" / "trl_grpo_fields.json").read_text())["classes"]
+    given = {name: default for fields in classes.values() for name, default in fields.items()}
+    known = FIELDS["TRL"].keys() | SAME["TRL"].keys()
+    assert given.keys() - known == set(), "each is mapped, or named as absent with a reason"
+    assert len(given) > 180
+    assert {name: given[name] for name in DEFAULTS["TRL"]} == DEFAULTS["TRL"]
+    assert set(SAME["TRL"].values()) <= PATHS
+    assert all(field.rpartition(".")[2] == name for name, field in SAME["TRL"].items())
 
 
 def test_a_loss_of_another_kind_is_offered_to_nobody() -> None:

@@ -25,9 +25,11 @@ from templates import (
 )
 
 from slipstream.core.errors import ConfigError
+from slipstream.core.recipes import resolve
 from slipstream.core.sections import PromptsConfig
 from slipstream.core.types import Prompt
 from slipstream.environments import chat as chat_module
+from slipstream.environments.build import build_chat
 from slipstream.environments.chat import PlainChat, TemplateChat
 from slipstream.environments.chat_proof import prove
 from slipstream.environments.forms import MAX_CHARACTERS, MAX_MESSAGES, checked
@@ -123,6 +125,30 @@ def test_turns_and_observations_are_the_ids_of_the_whole_chat(
         history += [{"role": "assistant", "content": text}, *said]
     assert stopped == oracle(family, history)
     assert cut == oracle(family, history)
+
+
+def test_turns_have_the_variables_of_the_recipe() -> None:
+    """A date, as Llama's templates take it. Qwen3's way not to think is refused: its mark is gone in later turns."""
+    tokenizer = tokenizer_of(FAMILIES["qwen2.5"])
+    chatml = str(tokenizer.chat_template)
+
+    def chat_with(**variables: bool | str) -> TemplateChat:
+        prompts = {"dataset": "x.jsonl", "chat": True, "chat_template_kwargs": variables}
+        made = build_chat(resolve({"prompts": prompts, "model.path": "a/b"}), tokenizer, None)
+        assert isinstance(made, TemplateChat)
+        return made
+
+    tokenizer.chat_template = "Today is {{ date_string }}.\n" + chatml
+    messages = [{"role": "user", "content": "hi"}]
+    theirs = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, date_string="Friday")
+    assert chat_with(date_string="Friday").render([messages]) == [theirs]
+    assert theirs.startswith("Today is Friday.")
+    tokenizer.chat_template = chatml + (
+        "{% if add_generation_prompt and enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+    )
+    with pytest.raises(ConfigError, match="does not extend its own text"):
+        chat_with(enable_thinking=False)
+    chat_with(enable_thinking=True)
 
 
 def lookalikes(family: Family) -> st.SearchStrategy[str]:

@@ -170,6 +170,7 @@ def test_tools_are_not_shown_where_none_may_be_called() -> None:
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "no call is forced"),
         ({"response_format": {"type": "json_object"}}, "no grammar"),
         ({"logit_bias": {"5": -100}}, "'logit_bias'"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "'chat_template_kwargs' are those of the run"),
         ({"modalities": ["text", "audio"]}, "text alone"),
         ({"audio": {"voice": "x"}}, "'audio'"),
         ({"functions": []}, "use 'tools'"),

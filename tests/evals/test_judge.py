@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import email.utils
 import json
 import shutil
 import ssl
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -18,8 +20,8 @@ from fake_endpoint import Endpoint, Received, Reply, chat, hang, http, serving
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slipstream.core import endpoint as endpoint_module
 from slipstream.core.errors import ConfigError
-from slipstream.evals import judge as judge_module
 from slipstream.evals.judge import EndpointJudge, JudgeError, JudgeRefused, JudgeTimeout, parse_verdict
 from slipstream.evals.win_rate import Comparison, judge_pairs, judge_win_rate
 
@@ -119,6 +121,16 @@ def test_back_off_follows_the_server_up_to_a_bound() -> None:
     assert asked.waits_s == [7.0, 30.0, 4.0]
 
 
+def test_a_server_may_name_the_time_at_which_to_come_back() -> None:
+    at_s = time.time() + 20
+    dates = [email.utils.formatdate(at_s, usegmt=True), "Thu, 01 Jan 1970 00:00:00 GMT", "Thu, 99 Jan 9999 99:00:00"]
+    replies = [http(503, "", f"Retry-After: {date}") for date in dates]
+    asked = Asked(*replies, chat("Verdict: A"), num_attempts=4)
+    assert asked.verdict == "a"
+    assert 10 < asked.waits_s[0] <= 20
+    assert asked.waits_s[1:] == [2.0, 4.0]
+
+
 @pytest.mark.parametrize(
     ("reply", "seen"),
     [
@@ -153,7 +165,7 @@ def test_chunked_answers_are_read() -> None:
 
 
 def test_an_endless_answer_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judge_module, "MAX_RESPONSE_BYTES", 100_000)
+    monkeypatch.setattr(endpoint_module, "MAX_RESPONSE_BYTES", 100_000)
 
     async def endless(_request: Received, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\n\r\n")

@@ -20,12 +20,14 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
+import tomli_w
 import torch
 from openai import AsyncOpenAI, OpenAI
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import slipstream
+from slipstream import cli
 from slipstream.core.errors import ConfigError, NonFiniteError
 from slipstream.core.sections import ModelConfig
 from slipstream.core.types import VersionSpan
@@ -329,6 +331,22 @@ def test_a_model_without_a_chat_template(tmp_path: Path, folder: Path) -> None:
     with slipstream.serve(bare, template="{role}: {content}\n", name="org/x") as serving, client_of(serving) as client:
         assert load_tokenizer(bare).decode(ask(serving, "ab", max_tokens=1).prompt_token_ids[1:]) == "user: ab\n"
         assert [one.id for one in client.models.list()] == ["org/x"]
+
+
+def test_variables_of_the_chat_template_are_those_of_the_run_or_given(tmp_path: Path) -> None:
+    thinking = TEMPLATE + "{% if enable_thinking is defined and not enable_thinking %}<no>{% endif %}"
+    make_checkpoint(tmp_path / "run" / "model", template=thinking)
+    tables = {"prompts": {"dataset": "x.jsonl", "chat_template_kwargs": {"enable_thinking": False}}}
+    (tmp_path / "run" / "config.toml").write_text(tomli_w.dumps(tables))
+    tokenizer = load_tokenizer(tmp_path / "run" / "model")
+    for given, end in ((None, "a:<no>"), ({"enable_thinking": True}, "a:")):
+        with slipstream.serve(tmp_path / "run", chat_template_kwargs=given) as serving:
+            assert tokenizer.decode(ask(serving, "ab", max_tokens=1).prompt_token_ids) == f"u:ab\n{end}"
+    for wrong in ({"thinking": True}, {"tools": "x"}):
+        with pytest.raises(ConfigError, match="no such variable"):
+            slipstream.serve(tmp_path / "run", chat_template_kwargs=wrong)
+    for text in ("{", "[1]", '{"a": [1]}'):
+        assert cli.main(["serve", str(tmp_path / "run"), "--chat-template-kwargs", text]) == 2
 
 
 # Streams

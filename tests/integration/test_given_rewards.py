@@ -10,7 +10,7 @@ from audit import audit
 
 import slipstream
 from slipstream.core.errors import ConfigError
-from slipstream.core.run_log import read_rollouts
+from slipstream.core.run_log import read_metrics, read_rollouts
 from slipstream.observe.health import read_alarms
 
 
@@ -21,7 +21,9 @@ def flaky(completions: list[str], **_: Any) -> list[float]:
     return [float(len(completions[0]) % 5)]
 
 
-def ranks(completions: list[str], **_: Any) -> list[float | None]:
+def ranks(completions: list[str], log_extra: Any, log_metric: Any, **_: Any) -> list[float | None]:
+    log_extra("length", [len(text) for text in completions])
+    log_metric("longest", max(map(len, completions)))
     return [float(sorted(completions).index(text)) for text in completions]
 
 
@@ -44,6 +46,11 @@ def test_a_run_of_several_rewards(tiny, tmp_path, capfd):
     failed = [one for one in rollouts if one.failure is not None]
     assert len(failed) > 16
     assert len(failed) < len(rollouts)
+    lines = [line for line in read_metrics(result.out / "metrics.jsonl") if "loss" in line]
+    assert len(lines) == 4
+    for line in lines:
+        longest = [one.logged["longest"] for one in rollouts if one.step == line["step"] and one.logged]
+        assert line.get("logged/longest") == (pytest.approx(sum(longest) / len(longest)) if longest else None)
     groups: dict[int, list[Any]] = {}
     for one in rollouts:
         groups.setdefault(one.ordinal, []).append(one)
@@ -54,6 +61,7 @@ def test_a_run_of_several_rewards(tiny, tmp_path, capfd):
             if one.failure is not None:
                 assert one.failure.startswith("flaky: ValueError: \x1b[31mthe third (test_given_rewards.py, line ")
                 continue
+            assert (one.extra, one.logged) == ({"length": len(one.completion)}, {"longest": max(map(len, texts))})
             parts = one.parts
             assert list(parts) == ["flaky", "ranks", "length"]
             assert parts["ranks"] == float(texts.index(one.completion))

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from fake_hub import Repo, hub
 
+from slipstream import cli
 from slipstream.core.recipes import read_toml
 from slipstream.core.sections import ModelConfig
 from slipstream.models.build import build_policy
@@ -87,3 +88,37 @@ def test_a_run_reads_its_policy_from_the_hub_and_then_from_the_cache(tmp_path: P
     assert "revision" not in saved["model"]
     assert json.loads((tmp_path / "out" / "summary.json").read_text())["status"] == "done"
     assert python(tmp_path, "evaluate", HF_HUB_OFFLINE="1") == [4]
+
+
+@pytest.mark.slow
+def test_an_export_is_uploaded_and_comes_back_as_it_is(tmp_path: Path, repos: dict[str, Repo]) -> None:
+    """The model that the hub then has is the one that was exported, byte for byte."""
+    environment = {"HF_HOME": str(tmp_path / "home"), "HF_TOKEN": "hf_x", "HF_HUB_DISABLE_XET": "1"}
+    with hub({}) as served:
+
+        def slipstream(*words: str) -> subprocess.CompletedProcess[str]:
+            return subprocess.run(
+                [sys.executable, "-m", "slipstream", *words],
+                env=os.environ | environment | {"HF_ENDPOINT": served.url},
+                cwd=tmp_path,
+                capture_output=True,
+                text=True,
+                timeout=240,
+            )
+
+        done = slipstream("export", "made", "out", "--push-to-hub", "org/new", "--private")
+        assert done.returncode == 0, done.stderr
+        assert f"uploaded: {served.url}/org/new" in done.stdout
+        uploaded = served.repos["org/new"]
+        assert uploaded.is_private
+        assert uploaded.files == {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
+        assert uploaded.files["model.safetensors"] == repos["org/tiny"].files["model.safetensors"]
+
+
+def test_an_upload_that_cannot_be_is_refused_before_anything_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words, said in ((["--push-to-hub", "gpt2"], "such a name"), (["--private"], "with --push-to-hub")):
+        assert cli.main(["export", str(tmp_path), str(tmp_path / "out"), *words]) == 2
+        assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -92,6 +92,25 @@ def test_tools_and_the_end_of_a_text_are_passed_on(child: foreign_text._Child) -
     assert renderer.render(CHATS[:1])[0].endswith("<bot>")
 
 
+def test_variables_of_the_template_are_passed_on_and_checked(child: foreign_text._Child) -> None:
+    """Against transformers; what the template does not know, or is always given, would change nothing or clash."""
+    tokenizer = char_tokenizer()
+    tokenizer.chat_template = (
+        PLAIN + "{% if enable_thinking is defined and not enable_thinking %}<no/>{% endif %}{{ n }}"
+    )
+    for variables in ({}, {"enable_thinking": False}, {"enable_thinking": True, "n": 3}):
+        renderer = ChatRenderer(tokenizer.chat_template, {}, origin="here", variables=variables)
+        renderer._child = child
+        expected = tokenizer.apply_chat_template(CHATS[0], tokenize=False, add_generation_prompt=True, **variables)
+        assert renderer.render([CHATS[0]]) == [expected]
+    assert expected.endswith("3")
+    for wrong in ("enable_thinkin", "messages", "tools", "add_generation_prompt", "bos_token"):
+        with pytest.raises(ConfigError, match="the chat template has no such variable"):
+            ChatRenderer(tokenizer.chat_template, {}, origin="here", variables={wrong: "x"})
+    with pytest.raises(ConfigError, match="there is no chat template"):
+        ChatRenderer(None, {}, origin="here", variables={"n": 1})
+
+
 def test_the_process_ends_with_its_renderer_and_where_it_is_exhausted() -> None:
     before = children()
     renderer = ChatRenderer(PLAIN, {}, origin="here")

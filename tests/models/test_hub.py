@@ -373,3 +373,79 @@ def test_an_interrupt_does_not_wait_for_a_file(tmp_path: Path) -> None:
     assert process.returncode == 130
     assert b"interrupted" in told
     assert b"Traceback" not in told
+
+
+# Uploads
+
+
+PUSH = """
+import json, sys
+from pathlib import Path
+from slipstream.models import hub
+from slipstream.core.errors import ConfigError
+
+hub.ASK_TIMEOUT_S = 1.0
+answers = []
+for repo, private in json.load(sys.stdin):
+    try:
+        hub.check_upload(repo)
+        hub.made_repository(repo, private=private)
+        answers.append(hub.upload(Path("up"), repo))
+    except ConfigError as error:
+        answers.append(str(error))
+assert "torch" not in sys.modules and "transformers" not in sys.modules
+json.dump(answers, sys.stdout)
+"""
+
+
+def push(folder: Path, asked: list[tuple[str, bool]], **environment: str) -> list[str]:
+    """The addresses, or errors, of uploads to repositories by name, each as a private one or not."""
+    (folder / "up").mkdir(exist_ok=True)
+    for name, content in SMALL.items():
+        (folder / "up" / name).write_bytes(content)
+    done = subprocess.run(
+        [sys.executable, "-c", PUSH],
+        input=json.dumps(asked),
+        env=os.environ | {"HF_HOME": str(folder / "home"), "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": TOKEN} | environment,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert TOKEN not in done.stdout + done.stderr
+    found: list[str] = json.loads(done.stdout)
+    assert not any("\x1b" in one for one in found), "no text of the hub gets into a message"
+    return found
+
+
+def test_a_folder_is_uploaded_to_a_repository_that_is_made(tmp_path: Path) -> None:
+    there = {"org/public": Repo(COMMIT, {"README.md": b"..."}), "org/mine": Repo(COMMIT, fails="read only")}
+    asked = [("org/new", False), ("org/secret", True), ("org/public", False), ("org/public", True), ("org/mine", False)]
+    with hub(there) as served:
+        new, secret, again, seen, refused = push(tmp_path, asked, HF_ENDPOINT=served.url)
+        [others] = push(tmp_path, [("others/x", False)], HF_ENDPOINT=served.url)
+        assert [new, secret, again] == [f"{served.url}/org/{name}" for name in ("new", "secret", "public")]
+        assert served.repos["org/new"].files == served.repos["org/secret"].files == SMALL
+        assert served.repos["org/secret"].is_private
+        assert not served.repos["org/new"].is_private
+        assert served.repos["org/public"].files == SMALL | {"README.md": b"..."}, "what was there stays"
+        assert served.tokens == {f"Bearer {TOKEN}"}
+    assert "everybody can read it" in seen
+    assert "answers with status 403" in refused
+    assert "`hf upload org/mine up` tries it again" in refused
+    assert "answers with status 403" in others
+
+
+def test_uploads_that_are_refused_before_anything_is_asked(tmp_path: Path) -> None:
+    names = ["gpt2", "a/b/c", "org/x@main", "../x", "org/..", "", "org/x y"]
+    with hub({}) as served:
+        said = push(tmp_path, [(name, False) for name in names], HF_ENDPOINT=served.url)
+        assert all("no repository of the hub has such a name" in one for one in said)
+        [said] = push(tmp_path, [("org/x", False)], HF_ENDPOINT=served.url, HF_TOKEN="")
+        assert "no token" in said
+        [said] = push(tmp_path, [("org/x", False)], HF_ENDPOINT=served.url, HF_HUB_OFFLINE="1")
+        assert "nothing is uploaded offline" in said
+        assert [one for one in served.asked if "agent-harnesses" not in one] == []
+    [said] = push(tmp_path, [("org/x", False)], HF_ENDPOINT="http://127.0.0.1:9")
+    assert "cannot be reached" in said

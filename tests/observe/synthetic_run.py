@@ -19,6 +19,7 @@ from slipstream.observe.summary import (
     EpisodeCounts,
     Evaluation,
     Evaluations,
+    JudgeCounts,
     Prompts,
     Staleness,
     Summary,
@@ -99,6 +100,19 @@ def make_summary(**changes: object) -> Summary:
             parked_hit_frac=0.96,
             evicted_sessions=4,
         ),
+        judges={
+            "judge": JudgeCounts(
+                scored=640,
+                cached=12,
+                failures=3,
+                requests=641,
+                retries=10,
+                input_tokens=90_000,
+                output_tokens=41_000,
+                seconds=1282.0,
+                cost=0.25,
+            )
+        },
         data=Data(num_train=4000, num_eval=500, num_too_long=3, max_tokens=64, longest_tokens=61),
         versions=Versions(python="3.11.7", torch="2.13.0", slipstream="0.1.0", commit=None),
         balance=Balance(

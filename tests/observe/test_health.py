@@ -408,3 +408,17 @@ def test_vitals_of_a_step_by_hand():
     assert not [name for name in vitals.of_step(9) if name.startswith(("wait", "time"))]  # it counts from 0 again
     vitals.take(Counters(executor="trainer", values={"time/forward_backward": 1.0, "time/wait_generation": 3.0}))
     assert vitals.of_step(10)["wait_frac/trainer/wait_generation"] == 1.0
+
+
+def test_judges_are_counted_from_step_to_step() -> None:
+    vitals = Vitals(samples_per_group=4, max_staleness=1)
+    vitals.take(Counters(executor="rewards", values={"judge/a/requests": 5.0, "judge/a/seconds": 1.5}))
+    vitals.take(Counters(executor="rewards", values={"judge/a/requests": 7.0, "judge/a/seconds": 2.0}))
+
+    def told(version: int) -> dict[str, float]:
+        return {name: value for name, value in vitals.of_step(version).items() if name.startswith("judge/")}
+
+    assert told(1) == {"judge/a/requests": 7.0, "judge/a/seconds": 2.0}
+    assert told(2) == {"judge/a/requests": 0.0, "judge/a/seconds": 0.0}
+    vitals.take(Counters(executor="rewards", values={"judge/a/requests": 3.0}))  # it was started again
+    assert told(3) == {"judge/a/requests": 3.0, "judge/a/seconds": 0.0}

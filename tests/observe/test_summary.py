@@ -22,7 +22,7 @@ from slipstream.observe.summary import (
 FIELDS = {
     "": "recipe seed status steps wall_s policy_version model_params eval throughput staleness accounting prompts "
     "weight_sync padding_frac versions earlier_s evaluation alarms data restarts model_share balance error episodes "
-    "stages",
+    "stages judges",
     "eval": "before after",
     "eval.before": "accuracy sampled_accuracy num_prompts reward sampled_reward reward_parts "
     "sampled_reward_parts reward_error sampled_reward_error",
@@ -35,6 +35,7 @@ FIELDS = {
     "data": "num_train num_eval num_too_long max_tokens longest_tokens",
     "episodes": "episodes turns mean_turns restarts failed cut tool_calls tool_errors environment_s parked_hit_frac "
     "evicted_sessions forks refused restored begun_again",
+    "judges.judge": "scored cached failures requests retries input_tokens output_tokens seconds cost",
     "versions": "python torch slipstream commit",
     "balance": "idle interference wasted_tokens starves bottleneck verdict split dial",
     "balance.interference": "decode train",

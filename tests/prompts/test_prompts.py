@@ -230,6 +230,30 @@ def test_chat_prompts_render_the_template_once(tokenizer: PreTrainedTokenizerFas
     assert prompt.tokens.tolist() == direct
 
 
+def test_chat_prompts_have_the_variables_of_the_recipe(tokenizer: PreTrainedTokenizerFast) -> None:
+    thinking = tokenizer_of_its_own(tokenizer)
+    prompts = {"tasks": spelling(), "template": "{word}", "chat": True, "num_train": 5, "num_eval": 1}
+    variables = {"enable_thinking": False}
+    prompt = build_prompts(run_config(**prompts, chat_template_kwargs=variables), thinking).eval[0]
+    assert prompt.text.endswith("<|assistant|><think></think>")
+    direct = thinking.apply_chat_template(prompt.messages, add_generation_prompt=True, return_dict=False, **variables)
+    assert prompt.tokens.tolist() == direct
+    assert build_prompts(run_config(**prompts), thinking).eval[0].text.endswith("<|assistant|>")
+    with pytest.raises(ConfigError, match="did you mean 'enable_thinking'"):
+        build_prompts(run_config(**prompts, chat_template_kwargs={"enable_thinkin": False}), thinking)
+    plain = tokenizer_of_its_own(tokenizer)
+    plain.chat_template = None
+    with pytest.raises(ConfigError, match="there is no chat template"):
+        build_prompts(run_config(**prompts | {"chat": False}, chat_template_kwargs=variables), plain)
+
+
+def tokenizer_of_its_own(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    """The same, with a template that knows whether to think."""
+    own = copy.copy(tokenizer)
+    own.chat_template = _CHAT + "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+    return own
+
+
 @pytest.mark.parametrize(
     "template",
     [

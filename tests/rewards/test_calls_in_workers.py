@@ -10,15 +10,19 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any
 
+import numpy as np
 import pytest
 from reward_jobs import GENEROUS_S, HERE, job, run_jobs
 
 from slipstream.core.clock import VirtualClock
 from slipstream.core.errors import ConfigError
 from slipstream.core.sections import RewardsConfig, RewardTerm
+from slipstream.core.types import Completion, Prompt, Segment
+from slipstream.rewards.assembly import Assembly
 from slipstream.rewards.checks import check_rewards, isolation_report, setup_of
 from slipstream.rewards.pool import ScoringPool
 from slipstream.rewards.protocol import RewardGroupJob
+from slipstream.rewards.scorers import Scorers
 
 RANKS = RewardTerm(function=f"{HERE / 'group_rewards.py'}:ranks", per="group")
 HANGS = RewardTerm(function=f"{HERE / 'group_rewards.py'}:hangs")
@@ -107,7 +111,9 @@ def test_an_error_in_a_call_over_the_network_says_that_there_is_none(judge: str)
     with closing(pool_of(asks("judged"))) as pool:
         done = run_jobs(pool, [job(0, "a", url=judge), job(1, "a")])
     assert "URLError" in (done[0].failure or "")
-    assert "rewards have no network: set rewards.allow_network = true" in (done[0].failure or "")
+    assert "rewards have no network: set network = true of the term, or rewards.allow_network = true" in (
+        done[0].failure or ""
+    )
     assert "KeyError" in (done[1].failure or "")
     assert "no network" not in (done[1].failure or "")  # it has nothing to do with it
     with closing(pool_of(asks("tries_for_ever"), clock=clock)) as pool:
@@ -140,6 +146,49 @@ def test_verifiers_that_evaluate_text_get_no_network() -> None:
         check_rewards(config, {})
     assert "rewards.allow_network = false, or rewards.trust_verifier = true" in str(caught.value)
     check_rewards(config.model_copy(update={"trust_verifier": True}), {})
+
+
+def test_a_term_alone_may_have_the_network(judge: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In workers of its own, whose other barriers hold; beside it, a verifier that evaluates text is not refused."""
+    if not isolation_report()["network"]:
+        pytest.skip("no barrier to the network holds here")
+    alone = [asks("judged").model_copy(update={"network": True}), asks("judged"), RewardTerm(function="math")]
+    config = RewardsConfig(terms=alone, timeout_s=120.0)
+    check_rewards(config, {})
+    prompt = Prompt(
+        prompt_id="0", text="q", tokens=np.arange(3, dtype=np.int32), task="", answer="1", columns={"url": judge}
+    )
+    scorers = Scorers(config, {}, {})
+    try:
+        assembly = Assembly(scorers.where)
+        made_up = Completion(
+            ordinal=0, sample=0, prompt=prompt, segments=(Segment(tokens=np.arange(2, dtype=np.int32)),),
+            text="\\boxed{1}", finish_reason="stop",
+        )  # fmt: skip
+        calls = assembly.add(made_up)
+        assert sorted(call.where[0] for call in calls) == ["network", "workers"]
+        for call in calls:
+            scorers.submit(call)
+        answers: dict[str, Any] = {}
+        end_s = time.monotonic() + 60
+        while len(answers) < 2:
+            assert time.monotonic() < end_s
+            select.select(scorers.fds(), [], [], 0.2)
+            answers |= {call.where[0]: one for one in scorers.poll() for call in calls if call.job_id == one.job_id}
+        held = {name for name, holds in isolation_report().items() if holds}
+        pools = scorers._pools
+        assert held <= pools["workers"].isolation
+        assert held - pools["network"].isolation == {"network"}
+    finally:
+        scorers.close()
+    assert answers["network"].parts == [0.25]
+    assert "rewards have no network" in answers["workers"].failure
+
+
+def test_no_verifier_that_evaluates_text_gets_the_network_by_its_term() -> None:
+    config = RewardsConfig(terms=[RewardTerm(function="math", network=True)])
+    with pytest.raises(ConfigError, match="'math' evaluates model text"):
+        check_rewards(config, {})
 
 
 @pytest.mark.parametrize("name", ["", "A=B"])

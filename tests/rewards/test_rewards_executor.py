@@ -138,7 +138,8 @@ def test_where_models_follow_they_score_evaluations_too(tmp_path: Path) -> None:
 
 def test_a_callable_replaces_the_configured_terms(tmp_path: Path) -> None:
     functions = {"reward": lambda completions, **kw: [float(len(completions[0]))]}
-    executor = Rewards(RewardsConfig(terms=[RewardTerm(function="python:reward")]), {}, functions=functions)
+    config = RewardsConfig(terms=[RewardTerm(function="python:reward")], num_threads=1)  # one by one: in their order
+    executor = Rewards(config, {}, functions=functions)
     ports = start(executor, tmp_path, name="rewards")
     for i in range(20):
         ports["completions"].put(completion(i, "x" * i))
@@ -212,7 +213,7 @@ def ranks(completions: list[str], **_: Any) -> list[float]:
 def test_a_group_is_scored_when_it_is_whole_and_an_evaluation_at_once(tmp_path: Path) -> None:
     terms = [RewardTerm(function="python:ranks", per="group"), RewardTerm(function="python:length", weight=10.0)]
     functions = {"ranks": ranks, "length": lambda completions, **_: [float(len(text)) for text in completions]}
-    executor = Rewards(RewardsConfig(terms=terms), {}, functions=functions, group_size=2)
+    executor = Rewards(RewardsConfig(terms=terms, num_threads=1), {}, functions=functions, group_size=2)
     ports = start(executor, tmp_path, name="rewards")
     for one in (
         completion(0, "b", sample=1),
@@ -244,7 +245,7 @@ def test_the_first_failure_of_a_kind_is_told_at_once(tmp_path: Path) -> None:
             raise ValueError(f"no {completions}")
         raise KeyError("k")
 
-    config = RewardsConfig(terms=[RewardTerm(function="python:fails")])
+    config = RewardsConfig(terms=[RewardTerm(function="python:fails")], num_threads=1)
     executor = Rewards(config, {}, functions={"fails": fails})
     ports = start(executor, tmp_path, name="rewards")
     for i, text in enumerate("abbab"):

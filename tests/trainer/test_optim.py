@@ -4,8 +4,11 @@ import pytest
 import torch
 from torch import nn
 from training_data import tiny_policy
+from transformers.optimization import get_scheduler
 
 from slipstream.core.errors import NonFiniteError
+from slipstream.core.imported import import_config
+from slipstream.core.recipes import resolve
 from slipstream.core.training_sections import OptimizerConfig
 from slipstream.models.flat import FlatParameters
 from slipstream.trainer.optim import AdamW, corrected_eps, lr_factor
@@ -169,3 +172,22 @@ def test_tensorflow_epsilon_scaled_by_the_bias_correction_is_torch(update):
     config = OptimizerConfig(eps=1e-5, betas=(0.9, 0.999))
     scaled = config.model_copy(update={"adam": "tensorflow", "eps": 1e-5 * math.sqrt(1 - 0.999**update)})
     assert corrected_eps(scaled, update=update) == pytest.approx(corrected_eps(config, update=update), rel=1e-12)
+
+
+def test_rates_of_a_file_of_trl_are_those_of_transformers_schedules():
+    for kind, warmup in (("linear", 4), ("cosine", 0.1), ("constant_with_warmup", 3), ("constant", 3)):
+        rate = {"lr_scheduler_type": kind, "warmup_steps": warmup, "max_steps": 40, "learning_rate": "2e-4"}
+        config = resolve(import_config(rate).tables, {"prompts.dataset": "x.jsonl", "model.path": "a/b"})
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+        ratio = math.ceil(warmup * 40) if warmup < 1 else warmup
+        theirs = get_scheduler(kind, optimizer, num_warmup_steps=ratio, num_training_steps=40)
+        rates = []
+        for _ in range(40):
+            rates.append(theirs.get_last_lr()[0])
+            optimizer.step()
+            theirs.step()
+        ours = [lr_factor(config.trainer.optimizer, update=i, total_updates=config.steps) for i in range(40)]
+        first = config.trainer.optimizer.warmup_updates  # theirs begins at 0, ours at 1 / warm-up
+        assert ours[first:] == pytest.approx(rates[first:])
+        assert ours[: max(0, first - 1)] == pytest.approx(rates[1:first])
+        assert config.trainer.optimizer.lr == 2e-4

@@ -102,15 +102,22 @@ def test_the_entropy_bonus_is_reduced_as_the_loss(name):
     torch.testing.assert_close(added, expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item())
 
 
+@pytest.mark.parametrize("corrected", [False, True])
 @pytest.mark.parametrize("name", LOSSES)
-def test_kl_in_the_loss_is_reduced_as_the_loss(name):
+def test_kl_in_the_loss_is_reduced_as_the_loss(name, corrected):
+    """`corrected`: times the ratio of policy to sampler, as in TRL, through which the gradient goes, too."""
+
     def divergences(twin, frozen, sequence):
         logs, targets = log_distributions(twin, sequence)
         of_reference = log_distributions(frozen, sequence)[0].detach()
         difference = (of_reference - logs).gather(1, targets[:, None]).squeeze(1)
-        return difference.exp() - 1 - difference
+        divergence = difference.exp() - 1 - difference
+        if not corrected:
+            return divergence
+        behaviour = torch.from_numpy(sequence.behaviour_logprobs[sequence.mask].astype(np.float64))
+        return divergence * (logs.gather(1, targets[:, None]).squeeze(1) - behaviour).exp()
 
-    kl = {"coef": 2.0, "place": "loss", "estimator": "k3"}
+    kl = {"coef": 2.0, "place": "loss", "estimator": "k3", "corrected": corrected}
     added, expected = added_and_expected(divergences, name=name, added={"kl": kl}, weight=2.0)
     torch.testing.assert_close(added, expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item())
 

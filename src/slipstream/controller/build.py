@@ -76,7 +76,7 @@ def make_reward_models(config: RunConfig) -> RewardModels:
     """The executor of `rewards.models`, behind the functions that score first."""
     return RewardModels(
         config.rewards,
-        terms=[*config.rewards.terms, *environment_term(config)],
+        terms=[*config.rewards.asked, *environment_term(config)],
         batching=collate,
         microbatch_tokens=config.trainer.microbatch_tokens,
         max_tokens=config.least_sequence,

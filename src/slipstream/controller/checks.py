@@ -206,7 +206,7 @@ def policy_tokenizer(config: RunConfig) -> Tokenizer:
 
 def has_functions(config: RunConfig) -> bool:
     """Whether any function scores, or an environment: reward models alone need no executor of functions."""
-    return bool(config.rewards.terms) or not config.rewards.models or config.environment.is_set
+    return bool(config.rewards.asked) or not config.rewards.models or config.environment.is_set
 
 
 def has_workers(config: RunConfig) -> bool:

@@ -64,7 +64,7 @@ def check_processes(config: RunConfig, here: Collection[str], *, has_workers: bo
         "reward_models": ("rewards.model_ranks", config.rewards.model_ranks, 1),
         "reference": ("kl.ranks", config.kl.ranks, 1),
         "teacher": ("teacher.ranks", config.teacher.ranks, 1),
-        "rewards": ("rewards.num_workers", config.rewards.num_workers + 1, 3),
+        "rewards": ("rewards.num_workers", config.rewards.all_workers + 1, 3),
     }
     if config.host != "process":
         counts = {"rewards": counts["rewards"]}

@@ -17,7 +17,7 @@ from slipstream.core.clock import Clock, WallClock
 from slipstream.core.config import RunConfig
 from slipstream.core.held_out import GREEDY_PREFIX, SAMPLED_PREFIX, Measured, in_metrics, is_right
 from slipstream.core.run_log import Command, Decision
-from slipstream.core.service_messages import NUM_SHOWN, Counters, EvalScored, Published, Ready
+from slipstream.core.service_messages import JUDGE_PREFIX, NUM_SHOWN, Counters, EvalScored, Published, Ready
 from slipstream.core.types import (
     GroupScored,
     Skip,
@@ -268,6 +268,16 @@ class Tally:
         )
 
     @property
+    def judges(self) -> dict[str, s.JudgeCounts]:
+        """Return the counts of this attempt's judges by name, those of processes that are gone included."""
+        told = totals_of(self.counters.values())
+        counts: dict[str, dict[str, Any]] = {}
+        for key in [key for key in told if key.startswith(JUDGE_PREFIX)]:
+            name, _, what = key.removeprefix(JUDGE_PREFIX).rpartition("/")
+            counts.setdefault(name, {})[what] = told[key] if what in ("seconds", "cost") else int(told[key])
+        return {name: s.JudgeCounts(**found) for name, found in counts.items()}
+
+    @property
     def staleness_mean(self) -> float:
         total = sum(self.staleness.values())
         return sum(steps * tokens for steps, tokens in self.staleness.items()) / total if total else 0.0
@@ -367,6 +377,7 @@ class Tally:
             stages=s.stage_records(run_dir),
             data=self.data,
             alarms=spans(read_alarms(run_dir / ALARMS_FILE)),
+            judges=self.judges,
             episodes=self.episodes if self.config.environment.is_set else None,
         )
 

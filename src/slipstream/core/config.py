@@ -226,13 +226,13 @@ class RunConfig(Section):
         """Whether completions are to be scored by functions: they need not be where reward models or an environment
         score, or where a teacher alone is learned from."""
         others = self.rewards.models or self.environment.is_set or self.loss.name == DISTILL
-        return bool(self.rewards.terms or not others)
+        return bool(self.rewards.asked or not others)
 
     @property
     def part_weights(self) -> list[float]:
         """Return the weights of a reward's parts, in their order: functions, the environment, models."""
         environment = [self.environment.reward_weight] if self.environment.is_set else []
-        functions, models = self.rewards.terms, self.rewards.models
+        functions, models = self.rewards.asked, self.rewards.models
         return [*(term.weight for term in functions), *environment, *(model.weight for model in models)]
 
     @property
@@ -376,6 +376,14 @@ class RunConfig(Section):
                 got=f"{len(prompts.tasks)} tasks and dataset = {prompts.dataset!r}",
                 allowed="prompts.tasks or prompts.dataset",
                 hint=_BOTH_SOURCES if prompts.tasks else None,
+            )
+        reads_all: list[str] = [stage for stage in self.stages if stage not in ("rl", "evaluate")]
+        reads_all += ["warm_start"] * (self.warm_start.steps > 0)
+        if prompts.streaming and (prompts.tasks or reads_all):
+            raise ConfigError(
+                "a stream of prompts is for RL on a data set alone",
+                got="prompts.streaming with " + ("prompts.tasks" if prompts.tasks else ", ".join(reads_all)),
+                allowed="prompts.dataset, stages of rl and evaluate, and no warm start",
             )
         if self.eval.num_prompts > prompts.num_eval:
             raise ConfigError(

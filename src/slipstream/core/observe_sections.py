@@ -97,7 +97,7 @@ class HealthConfig(Section):
         return self
 
 
-TrackerName = Literal["tensorboard", "wandb", "trackio"]
+TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 
 
 class TrackersConfig(Section):
@@ -106,9 +106,10 @@ class TrackersConfig(Section):
     names: list[TrackerName] = Field(
         default_factory=list,
         description="Trackers that get every line of metrics.jsonl, every alarm, the configuration and the summary: "
-        "tensorboard (RUN/tensorboard), wandb (RUN/wandb and its server), trackio (its database on this machine).",
+        "tensorboard (RUN/tensorboard), wandb (RUN/wandb and its server), trackio (its database on this machine), "
+        "mlflow (RUN/mlruns, or MLFLOW_TRACKING_URI).",
     )
-    project: str = Field("slipstream", description="Project at wandb and trackio.")
+    project: str = Field("slipstream", description="Project at wandb and trackio, experiment at MLflow.")
     entity: str | None = Field(None, description="User or team at wandb; null: the default of its key.")
     run_name: str | None = Field(None, description="Name of the run there; null: that of its folder.")
     group: str | None = Field(None, description="Group of runs at wandb and trackio.")

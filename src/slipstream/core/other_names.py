@@ -1,7 +1,8 @@
 """The names that other trainers have for our fields and values: `other_names.toml`, in sentences for error messages.
 
-An entry is a field of ours and, behind a comma, what goes with it; "-" stands for no field, with what to do instead.
-Fields and settings stand in backticks, as in a recipe; with `as_flags` sentences have them as flags.
+An entry is a field of ours and, behind a comma, what goes with it; "-" stands for no field, with what to do instead,
+"!" for no field where that changes what is trained. Fields and settings stand in backticks, as in a recipe; with
+`as_flags` sentences have them as flags.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from string import Template
 from typing import Any
 
 _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+
+NO_FIELD = ("-", "!")
 
 
 def _filled(tables: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, str]]:
@@ -28,6 +31,10 @@ FIELDS = _filled(_TABLES["fields"])
 """The names of our fields, by trainer; those of "the recipe" are ours, looked for in the wrong place of a section."""
 VALUES = _filled(_TABLES["values"])
 """The words of others for our values, by field."""
+SAME: dict[str, dict[str, str]] = _TABLES["same"]
+"""Names of others that are ours, too, and the fields: by trainer."""
+DEFAULTS: dict[str, dict[str, Any]] = _TABLES["defaults"]
+"""The values of others for fields that are not given, as far as a recipe depends on them: by trainer."""
 KEYWORDS: dict[str, str] = _TABLES["keywords"]
 """Arguments of other trainers in Python, as arguments of `slipstream.run`."""
 
@@ -57,7 +64,7 @@ def sentence(path: str, *, as_flags: bool = False) -> str | None:
     said = []
     for whose, name, entry in counterparts(path):
         field, _, more = entry.partition(", ")
-        is_none = field == "-"
+        is_none = field in NO_FIELD
         said.append(
             f"{whose}'{'' if whose.endswith('s') else 's'} {name} "
             + ("has no counterpart here" if is_none else f"is `{field}` here")

@@ -208,8 +208,8 @@ class RolloutLine(RolloutFate, frozen=True, kw_only=True, omit_defaults=True):
 
     Of a dropped group, `outcome` is `failed` if any of its rollouts failed, else `skipped`. `versions` are runs over
     the completion's tokens: [[first token, version], ...], -1 for given tokens. `mean_behaviour_logprob` is over
-    sampled tokens, in nats, null without any. `episode` is there with an environment. Times are on the run's
-    monotonic clock.
+    sampled tokens, in nats, null without any. `episode` is there with an environment, `logged` and `extra` where
+    reward functions log. Times are on the run's monotonic clock.
     """
 
     prompt_id: str
@@ -229,6 +229,8 @@ class RolloutLine(RolloutFate, frozen=True, kw_only=True, omit_defaults=True):
     finished_s: float
     scored_s: float
     episode: EpisodeLine | None = None
+    logged: dict[str, float] = {}
+    extra: dict[str, str | bool | int | float | None] = {}
 
 
 class RolloutTimes(RolloutFate, frozen=True, kw_only=True, gc=False):

@@ -136,6 +136,12 @@ class PromptsConfig(Section):
     )
     dataset_config: str | None = Field(None, description="Configuration of a hub dataset that has several.")
     dataset_split: str = Field("train", description="Split of a Hugging Face dataset to read.")
+    streaming: bool = Field(
+        False,
+        description="Read `dataset` while the run goes on, in its order but for a shuffle buffer: for data that is too "
+        "large for memory, or to be read at the start. num_train does not apply, and repeated prompts stay.",
+    )
+    shuffle_buffer: Positive = Field(2048, description="With streaming: prompts from which the next one is drawn.")
     prompt_column: str = Field("prompt", description="Column with a string or a list of chat messages.")
     answer_column: str = Field("answer", description="Column with the reference answer; may be absent from the data.")
     reference: str = Field(
@@ -150,6 +156,11 @@ class PromptsConfig(Section):
     )
     chat: bool = Field(False, description="Wrap the prompt as one user message in the tokenizer's chat template.")
     system: str | None = Field(None, description="System message of chat prompts.")
+    chat_template_kwargs: dict[str, bool | int | float | str] = Field(
+        default_factory=dict,
+        description="Further variables of the chat template, e.g. { enable_thinking = false }, wherever chats are "
+        "rendered: prompts, turns of environments and agents, evaluations, stages, and `slipstream serve` of it.",
+    )
     between_periods: bool = Field(
         False, description="Keep a dataset's prompt from behind its first period to its last; drop it without two (N)."
     )
@@ -366,6 +377,8 @@ MAX_GROUP_SCORES = 4096
 """Rewards that terms with per = 'group' give a group, all together: a worker's answer has at most 64 KiB."""
 FROM_PYTHON = "python:"
 """Prefix of a term's function that was handed over from Python: its name follows."""
+FROM_JUDGE = "judge:"
+"""Prefix of the function of a term that stands for one of `rewards.judges`: its name follows."""
 
 
 class RewardTerm(Section):
@@ -386,6 +399,84 @@ class RewardTerm(Section):
         None, description="Makes the term a constraint: below this, the reward is at most rewards.violation_cap (CGPO)."
     )
     params: dict[str, Any] = Field(default_factory=dict, description="Keyword parameters of a built-in function.")
+    network: bool = Field(
+        False,
+        description="Let your own function open sockets: it runs in workers of its own, rewards.num_workers more, "
+        "whose other barriers hold. The workers of all other terms stay without network.",
+    )
+
+
+_RESERVED = frozenset({"model", "messages", "stream", "n", "temperature", "max_tokens"})  # not for `JudgeTerm.params`
+
+
+class JudgeTerm(Section):
+    """One model behind an OpenAI-compatible endpoint that scores every completion, a term of the weighted sum."""
+
+    name: str = Field("judge", description="Name of its part of the reward, in metrics and rollouts.")
+    base_url: str = Field(description="Address of the endpoint, e.g. 'http://localhost:8000/v1'.")
+    model: str = Field(description="Name of the model behind it.")
+    api_key_env: str | None = Field(None, description="Environment variable with the key; null sends none.")
+    prompt: str | None = Field(
+        None,
+        description="Template of the question, with {completion} or {messages} (all turns), and {prompt}, {answer} and "
+        "columns of the row. Each comes between marks; other braces stay as they are. null: a general question, with "
+        "{prompt} and {completion}, that asks for a last line 'Score: N'.",
+    )
+    prompt_file: FilePath | None = Field(None, description="File with the template, in place of `prompt`.")
+    pattern: str | None = Field(
+        None,
+        description="Regular expression whose first group is the score; the last match in the reply counts. null: a "
+        "line 'Score: N'.",
+    )
+    json_field: str | None = Field(
+        None, description="Field with the score, of a JSON object in the reply, in place of `pattern`."
+    )
+    score_min: Number = Field(1.0, description="Score whose reward is 0. A lower score is no score.")
+    score_max: Number = Field(10.0, description="Score whose reward is 1. A higher score is no score.")
+    on_failure: Literal["fail", "abstain"] = Field(
+        "fail",
+        description="What no score means (no answer before the deadline, a refusal, a reply without a score in range, "
+        "a row without a column of the template): 'fail': the completion has failed, 'abstain': the term is left out.",
+    )
+    weight: Number = Field(1.0, description="Factor of this term in the sum.")
+    at_least: Number | None = Field(
+        None, description="Makes the term a constraint: below this, the reward is at most rewards.violation_cap (CGPO)."
+    )
+    temperature: NonNegativeFloat = Field(0.0, description="Sampling temperature of the judge.")
+    max_tokens: Positive = Field(512, description="Most tokens of a reply.")
+    params: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Other fields of each request, e.g. top_p. With max_completion_tokens, max_tokens is not sent.",
+    )
+    max_concurrent: Count = Field(32, description="Completions asked about at once.")
+    timeout_s: Seconds = Field(
+        120.0, description="Limit of all attempts for one completion, in seconds from the first; then it has no score."
+    )
+    attempt_s: Seconds = Field(60.0, description="Limit of one attempt, in seconds; then there is another.")
+    cached_scores: NonNegative = Field(
+        100_000,
+        description="Scores kept in the run's folder, the newest: what was asked before, also before a resume, is not "
+        "asked again. 0: none.",
+    )
+    input_price: NonNegativeFloat = Field(0.0, description="Price of a million tokens read, in a currency of yours.")
+    output_price: NonNegativeFloat = Field(0.0, description="Price of a million tokens of replies.")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.score_min >= self.score_max:
+            raise ConfigError(
+                f"judge '{self.name}': score_min must be below score_max", got=f"{self.score_min:g}, {self.score_max:g}"
+            )
+        if taken := sorted(_RESERVED & self.params.keys()):
+            raise ConfigError(
+                f"judge '{self.name}': params may not hold these",
+                got=", ".join(taken),
+                hint="they are fields, or fixed",
+            )
+        for one, other in (("prompt", "prompt_file"), ("pattern", "json_field")):
+            if None not in (getattr(self, one), getattr(self, other)):
+                raise ConfigError(f"judge '{self.name}' has {one} and {other}", allowed="one of them")
+        return self
 
 
 class RewardModelTerm(Section):
@@ -412,6 +503,11 @@ class RewardsConfig(Section):
     models: list[RewardModelTerm] = Field(
         default_factory=list, description="Reward models added to the sum. Without terms no worker is started."
     )
+    judges: list[JudgeTerm] = Field(
+        default_factory=list,
+        description="Models behind endpoints added to the sum. They are asked by the process of rewards, outside of "
+        "the workers.",
+    )
     model_batch_size: Count = Field(64, description="Completions that reward models score at once, at most.")
     model_ranks: Count = Field(
         1,
@@ -427,15 +523,24 @@ class RewardsConfig(Section):
         5.0,
         description="Limit of one scoring call in seconds, of a completion or a group; then the worker is killed.",
     )
+    num_threads: Count = Field(
+        4,
+        description="Calls at once of Python functions that were given to `slipstream.run`, each in a thread; 1 for "
+        "functions that are not safe in several threads.",
+    )
+    max_awaited: Count = Field(
+        64, description="Calls at once of such functions that are `async def`, on one event loop; 1: one by one."
+    )
     dry_call: bool = Field(
         True,
         description="Before a run starts, call your own functions, 'code' and 'overlap' on two of its prompts with "
-        "made-up completions, and refuse what fails. false: for functions that should not be called in vain.",
+        "made-up completions, and each judge on one, and refuse what fails. false: for what should not be called in "
+        "vain.",
     )
     allow_network: bool = Field(
         False,
-        description="Let workers open sockets: for functions that you trust, such as a judge. Not for verifiers that "
-        "evaluate model text.",
+        description="Let all workers open sockets, as if every term had `network`. Not for verifiers that evaluate "
+        "model text.",
     )
     environment: list[str] = Field(
         default_factory=list,
@@ -461,24 +566,43 @@ class RewardsConfig(Section):
         if wrong is not None:
             raise ConfigError("no environment variable has such a name", got=f"rewards.environment: {wrong!r}")
         names = self.part_names
-        repeated = next((model.name for model in self.models if names.count(model.name) > 1), None)
+        repeated = next((name for name in names[len(self.terms) :] if names.count(name) > 1), None)
         if repeated is not None:
             raise ConfigError(
-                "reward models need names of their own",
+                "reward models and judges need names of their own",
                 got=f"'{repeated}' more than once",
-                hint="set rewards.models[].name: metrics and rollouts show each part under it",
+                hint="set name in rewards.models and rewards.judges: metrics and rollouts show each part under it",
             )
         return self
 
     @property
+    def asked(self) -> list[RewardTerm]:
+        """Return the terms that the process of rewards has scored, in the order of their parts: functions, judges."""
+        judges = (
+            RewardTerm(function=FROM_JUDGE + judge.name, weight=judge.weight, at_least=judge.at_least)
+            for judge in self.judges
+        )
+        return [*self.terms, *judges]
+
+    def has_own_network(self, term: RewardTerm) -> bool:
+        """Tell whether workers of its own run `term`, as those of other terms have no network."""
+        return term.network and not self.allow_network
+
+    @property
+    def all_workers(self) -> int:
+        """Return the number of workers: `num_workers` without network, and with it, where there are terms for them."""
+        return self.num_workers * max(1, len({self.has_own_network(term) for term in self.terms}))
+
+    @property
     def weighted(self) -> list[RewardTerm | RewardModelTerm]:
-        """Return all terms of the sum in the order of their parts: functions, then models."""
-        return [*self.terms, *self.models]
+        """Return all terms of the sum in the order of their parts: functions, judges, models."""
+        return [*self.asked, *self.models]
 
     @property
     def part_names(self) -> list[str]:
         """Return the names of their parts, each another one."""
-        return [*names_of([term.function for term in self.terms]), *(model.name for model in self.models)]
+        functions = names_of([term.function for term in self.terms])
+        return [*functions, *(judge.name for judge in self.judges), *(model.name for model in self.models)]
 
     def check_terms(self, samples_per_group: int) -> None:
         """Raise ConfigError for terms that give RL no reward, or more rewards than a worker's answer can have."""

@@ -183,6 +183,10 @@ class Progress(Message):
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
 
 
+JUDGE_PREFIX = "judge/"
+"""Begins the names of `Counters` that are of a judge: its name and the count follow, 'judge/NAME/requests'."""
+
+
 class Counters(Message):
     """Cumulative counters of one executor, sent about once a second and at the end."""
 

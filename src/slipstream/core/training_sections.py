@@ -124,6 +124,11 @@ class KLConfig(Section):
     estimator: Literal["k1", "k2", "k3"] = Field(
         "k1", description="Per token: log ratio, half its square, or GRPO's unbiased and positive one."
     )
+    corrected: bool = Field(
+        False,
+        description="In the loss: multiply by the ratio of policy to sampler, so that the gradient is that of the KL "
+        "divergence itself (DeepSeek-V3.2; TRL's default).",
+    )
     reference: FilePath | None = Field(
         None, description="Folder or hub id of the reference's checkpoint; null: policy version 0."
     )
@@ -180,6 +185,12 @@ class KLConfig(Section):
                 got="kl.place = 'loss' with kl.estimator = 'k1'",
                 allowed="k2 or k3 in the loss, any in the reward",
                 hint="set kl.estimator = 'k3' (GRPO)",
+            )
+        if self.corrected and self.place == "reward":
+            raise ConfigError(
+                "a penalty in the reward has no gradient that a ratio could correct",
+                got="kl.corrected = true with kl.place = 'reward'",
+                allowed="kl.place = 'loss', with k2 or k3",
             )
         if self.target is not None and not self.coef:
             raise ConfigError("an adaptive KL coefficient needs a start", got="kl.coef = 0", hint="N starts at 0.15")

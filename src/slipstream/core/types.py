@@ -161,6 +161,8 @@ class Rollout(Message):
     reward: float
     reward_parts: dict[str, float | None] = {}
     failure: str | None = None
+    logged: dict[str, float] = {}  # by reward functions: for metrics.jsonl, and, below, for its line of rollouts.jsonl
+    extra: dict[str, str | bool | int | float | None] = {}
     scored_s: float = 0.0
     reference_logprobs: np.ndarray | None = None  # float32 [sampled tokens]
     teacher_tokens: np.ndarray | None = None  # int32 [sampled tokens, K]: likeliest by `teacher.executor`, ascending
@@ -203,6 +205,7 @@ class RolloutHead(Message):
     reward: float
     reward_parts: dict[str, float | None] = {}
     failure: str | None = None
+    logged: dict[str, float] = {}
     is_truncated: bool = False
     is_stopped: bool = True  # finish_reason = "stop": there is a step after the last token
     num_prompt: int = 0  # tokens before the completion

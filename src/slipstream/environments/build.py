@@ -93,7 +93,12 @@ def build_chat(config: RunConfig, tokenizer: Tokenizer, tools: Schemas | None, *
         return PlainChat(tokenizer, environment.observation, stop_ids=stop_ids, parse=parse)
     chat = TemplateChat(
         tokenizer,
-        ChatRenderer(tokenizer.chat_template, tokenizer.special_tokens_map, origin=tokenizer.name_or_path),
+        ChatRenderer(
+            tokenizer.chat_template,
+            tokenizer.special_tokens_map,
+            origin=tokenizer.name_or_path,
+            variables=config.prompts.chat_template_kwargs,
+        ),
         tools or None,
         stop_ids=stop_ids,
         parse=parse,

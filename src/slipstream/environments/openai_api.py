@@ -78,6 +78,8 @@ def _refuse_what_changes_the_turn(body: Body) -> None:
     """Refuse fields by which another turn is meant than there can be. None is as good as absent."""
     if body.get("n") not in (None, 1):
         raise Refused("'n' is 1: a request gets one completion; send more requests for more")
+    if body.get("chat_template_kwargs"):
+        raise Refused("'chat_template_kwargs' are those of the run, or of `slipstream serve --chat-template-kwargs`")
     if body.get("logit_bias"):
         raise Refused("'logit_bias' is not supported")
     for name in ("functions", "audio"):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from slipstream.environments.build import call_parser
 from slipstream.environments.chat import Chat, PlainChat, TemplateChat
 from slipstream.environments.transcript import Chats
 from slipstream.generator.requests import Finished
-from slipstream.models.foreign_text import ChatRenderer
+from slipstream.models.foreign_text import ChatRenderer, check_variables
 from slipstream.models.tokenizer import Tokenizer
 
 _NO_PROMPT = Prompt(prompt_id="", text="", tokens=np.zeros(0, dtype=np.int32), task="")
@@ -44,13 +44,20 @@ class ReadAsk:
 class ChatText:
     """Reads asks and writes replies of a model with this tokenizer.
 
-    Chats go by the tokenizer's chat template, or by `template` (see `PlainChat`) where there is none or one is given.
-    The texts of clients never become control tokens; ids are taken as they are. `num_ids` is the model's vocabulary.
-    `stop_ids` are those that end a turn: those given, and the template's own end of turn.
+    Chats go by the tokenizer's chat template, with its further `variables`, or by `template` (see `PlainChat`) where
+    there is none or one is given. The texts of clients never become control tokens; ids are taken as they are.
+    `num_ids` is the model's vocabulary. `stop_ids` are those that end a turn: those given, and the template's own.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, *, template: str | None, tool_format: str, stop_ids: Sequence[int], num_ids: int
+        self,
+        tokenizer: Tokenizer,
+        *,
+        template: str | None,
+        tool_format: str,
+        stop_ids: Sequence[int],
+        num_ids: int,
+        variables: Mapping[str, Any] | None = None,
     ) -> None:
         self._tokenizer, self._template, self._tool_format = tokenizer, template, tool_format
         self._num_ids, self._prefix = num_ids, _prefix_of(tokenizer)
@@ -58,7 +65,9 @@ class ChatText:
         self._renderer: ChatRenderer | None = None
         if template is None and tokenizer.chat_template:
             specials, origin = tokenizer.special_tokens_map, str(tokenizer.name_or_path)
-            self._renderer = ChatRenderer(tokenizer.chat_template, specials, origin=origin)
+            self._renderer = ChatRenderer(tokenizer.chat_template, specials, origin=origin, variables=variables)
+        elif variables:
+            check_variables(None, variables)
         self._chats = Chats(self._make)
         _, chat = self._chats.of([])
         if isinstance(chat, TemplateChat) and chat.end is not None and chat.end not in self.stop_ids:

@@ -99,7 +99,7 @@ def score_by(
     a part behind the functions'; without, none is. The rest of `config` says what tasks there are and how long texts
     may be.
     """
-    terms = list(rewards.terms)
+    terms = rewards.asked
     if environment_weight is not None:
         terms.append(RewardTerm(function=ENVIRONMENT, weight=environment_weight))
     if terms or not rewards.models:

@@ -12,7 +12,7 @@ import ipaddress
 import os
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -127,6 +127,7 @@ def serve(
     name: str | None = None,
     template: str | None = None,
     tool_format: str = "auto",
+    chat_template_kwargs: Mapping[str, bool | int | float | str] | None = None,
     tell: Tell | None = None,
 ) -> Serving:
     """Serve a model in OpenAI's form; returns when it answers.
@@ -136,7 +137,8 @@ def serve(
     ask, so `host` must be loopback then. `slots` requests decode together and `max_waiting` more wait; the next one is
     refused with status 429. `max_len` bounds context and answer in tokens (default: what the model has room for, at
     most 2,048). Chats go by the model's chat template; `template`, such as "{content}", replaces it, and a
-    model without one has "{content}". `tool_format` is as `environment.tool_format` in a recipe.
+    model without one has "{content}". `chat_template_kwargs` are further variables of the model's template (default:
+    those of its run). `tool_format` is as `environment.tool_format` in a recipe.
 
     ConfigError for bad input.
     """
@@ -152,14 +154,16 @@ def serve(
             got=f"host = '{host}' without a key",
             allowed="127.0.0.1, or the environment variable that holds a key: --api-key NAME",
         )
-    folder, stops, known_as = served_target(model, tell=tell)
+    folder, stops, known_as, variables = served_target(model, tell=tell)
     listener = _listening(address, port)
     try:
         from slipstream.evals.served import Wanted, loaded
 
-        wanted = Wanted(folder, tuple(stops), name or known_as, key, slots, max_waiting, max_len, template, tool_format)
-        make, limits = loaded(wanted)
-        return Serving(listener, make, limits, name=wanted.name)
+        if chat_template_kwargs is not None:
+            variables = dict(chat_template_kwargs)
+        limits = (key, slots, max_waiting, max_len)
+        wanted = Wanted(folder, tuple(stops), name or known_as, *limits, template, tool_format, variables)
+        return Serving(listener, *loaded(wanted), name=wanted.name)
     except BaseException:
         listener.close()
         raise

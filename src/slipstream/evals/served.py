@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import secrets
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -207,6 +207,7 @@ class Wanted:
     max_len: int | None
     template: str | None
     tool_format: str
+    variables: Mapping[str, Any]
 
 
 def loaded(wanted: Wanted) -> tuple[Callable[[Callable[[Exception], None]], ServedModel], ServeLimits]:
@@ -230,6 +231,7 @@ def loaded(wanted: Wanted) -> tuple[Callable[[Callable[[Exception], None]], Serv
         tool_format=wanted.tool_format,
         stop_ids=list(dict.fromkeys([*eos, *shape.eos_token_ids, *wanted.stop_ids])),
         num_ids=shape.vocab_size,
+        variables=wanted.variables,
     )
     engine = native_engine(
         load_model(wanted.folder),

@@ -49,8 +49,9 @@ def eval_target(
     return checkpoint, config
 
 
-def served_target(path: str | Path, *, tell: Tell | None = None) -> tuple[Path, list[int], str]:
-    """Return the folder of the checkpoint to serve, the stop tokens that its run adds, and its name for clients.
+def served_target(path: str | Path, *, tell: Tell | None = None) -> tuple[Path, list[int], str, dict[str, Any]]:
+    """Return the folder of the checkpoint to serve, the stop tokens that its run adds, its name for clients, and the
+    variables of its chat template.
 
     `path` is as for `eval_target`, without a recipe. ConfigError where there is no checkpoint.
     """
@@ -58,8 +59,11 @@ def served_target(path: str | Path, *, tell: Tell | None = None) -> tuple[Path, 
     folder = checkpoint_folder(str(path), what="MODEL", tell=tell)
     checkpoint, _ = _checkpoint_in(folder)
     run_dir = _run_of(folder)
-    stops = [] if run_dir is None else resolve(load_recipe(run_dir / "config.toml")).generator.stop_token_ids
-    return checkpoint, list(stops), str(wanted or (run_dir or checkpoint).resolve().name)
+    name = str(wanted or (run_dir or checkpoint).resolve().name)
+    if run_dir is None:
+        return checkpoint, [], name, {}
+    config = resolve(load_recipe(run_dir / "config.toml"))
+    return checkpoint, list(config.generator.stop_token_ids), name, dict(config.prompts.chat_template_kwargs)
 
 
 def _checkpoint_in(path: Path) -> tuple[Path, bool]:

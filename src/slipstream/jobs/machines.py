@@ -148,5 +148,5 @@ def _controller_machine(config: RunConfig, staying: Sequence[Scorer]) -> Machine
     in_stages = (config.rewards, config.gold) if {"preferences", "evaluate"} & set(config.stages) else ()
     gpus = [scorer.ranks for scorer in staying if scorer.device == "cuda"]
     gpus += [1 for rewards in in_stages if rewards.models and rewards.device == "cuda"]
-    cpus = 2 + config.rewards.num_workers + CPUS_PER_RANK * sum(scorer.ranks for scorer in staying)
+    cpus = 2 + config.rewards.all_workers + CPUS_PER_RANK * sum(scorer.ranks for scorer in staying)
     return Machines(1, 1, max(gpus, default=0), cpus)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import resource
 import signal
 import socket
@@ -26,7 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slipstream.core.errors import ConfigError, clip
+from slipstream.core.errors import ConfigError, clip, did_you_mean
 from slipstream.core.files import read_whole
 
 CPU_S = 10.0  # of processor time for one request
@@ -171,15 +172,49 @@ _PASSED: set[str] = set()
 """Digests of the files of tokenizers that were tried in this process."""
 
 
+GIVEN = {
+    *("conversation", "messages", "tools", "documents", "chat_template", "tokenize", "padding", "truncation"),
+    *("max_length", "tokenizer_kwargs", "add_generation_prompt", "continue_final_message", "return_tensors"),
+    *("return_dict", "return_assistant_tokens_mask", "raise_exception", "strftime_now"),
+    *(f"{name}_token" for name in ("bos", "eos", "pad", "unk", "sep", "cls", "mask")),
+}
+"""Arguments of `apply_chat_template`, and what every template is given."""
+
+
+def check_variables(template: object, variables: Mapping[str, Any]) -> None:
+    """Raise ConfigError for `variables` that no word of `template` is about: they would change nothing, unseen."""
+    known = set(re.findall(r"[A-Za-z_]\w*", str(template or ""))) - GIVEN
+    if unknown := [name for name in variables if name not in known]:
+        raise ConfigError(
+            "the chat template has no such variable" if template else "there is no chat template that has variables",
+            got=f"chat_template_kwargs: {clip(', '.join(unknown), 100)}",
+            allowed="words of the template, but those that every template is given",
+            hint=did_you_mean(unknown[0], known),
+        )
+
+
 class ChatRenderer:
     """Chats to texts by the chat template of a tokenizer, just as transformers' `apply_chat_template` renders them.
 
     The process that does it begins with the first chat and ends with this object, or where the template exhausts it. A
-    template that refuses a chat leaves it as it is.
+    template that refuses a chat leaves it as it is. `variables` are further ones that the template knows, such as
+    enable_thinking.
     """
 
-    def __init__(self, template: object, special_tokens: Mapping[str, Any], *, origin: str) -> None:
-        self._tokenizer = {"template": template, "special_tokens": dict(special_tokens)}
+    def __init__(
+        self,
+        template: object,
+        special_tokens: Mapping[str, Any],
+        *,
+        origin: str,
+        variables: Mapping[str, Any] | None = None,
+    ) -> None:
+        check_variables(template, variables or {})
+        self._tokenizer = {
+            "template": template,
+            "special_tokens": dict(special_tokens),
+            "variables": dict(variables or {}),
+        }
         self._origin = origin
         self._child: _Child | None = None
 
@@ -299,6 +334,7 @@ def _rendered(request: dict[str, Any]) -> dict[str, Any]:
                 tools=request["tools"],
                 tokenize=False,
                 add_generation_prompt=request["add_generation_prompt"],
+                **request["variables"],
             )
         except Exception as error:  # noqa: BLE001 - a template may raise anything; it is told
             line = f" (line {error.lineno})" if isinstance(error, TemplateSyntaxError) else ""

@@ -232,6 +232,71 @@ def reached_for_dataset(name: str) -> Iterator[None]:
         yield
 
 
+# Uploads
+
+
+def check_upload(repo: str) -> None:
+    """Raise ConfigError for a name that no repository has, and where nothing says who uploads. Asks nobody."""
+    from huggingface_hub import constants, get_token
+
+    if (found := _ID.fullmatch(repo)) is None or found["revision"] is not None or ".." in repo or "--" in repo:
+        raise ConfigError("no repository of the hub has such a name", got=repo, allowed="ORG/NAME, or USER/NAME")
+    if constants.HF_HUB_OFFLINE:
+        raise ConfigError("nothing is uploaded offline", got="HF_HUB_OFFLINE", hint="unset it, or drop --push-to-hub")
+    if not get_token():
+        raise ConfigError(
+            "the hub takes uploads only from those it knows",
+            got="no token",
+            hint="`hf auth login`, or HF_TOKEN with a token that may write",
+        )
+
+
+def made_repository(repo: str, *, private: bool) -> None:
+    """Make the repository where there is none; ConfigError where it may not be written to, or everybody could read."""
+    from huggingface_hub import HfApi
+
+    def make() -> bool | None:
+        HfApi().create_repo(repo, private=private or None, exist_ok=True)
+        return HfApi().model_info(repo, timeout=ASK_TIMEOUT_S).private
+
+    try:
+        is_private = run_interruptibly(make, name="repository")
+    except Exception as error:  # of whichever HTTP library it uses
+        raise _not_uploaded(repo, error) from error
+    if private and not is_private:
+        raise ConfigError(
+            f"'{repo}' is there already, and everybody can read it",
+            got="--private",
+            hint="make it private on the hub, or name another one",
+        )
+
+
+def upload(folder: Path, repo: str) -> str:
+    """Upload the files of `folder` as one commit, and return the address of the repository."""
+    from huggingface_hub import HfApi
+
+    def push() -> object:
+        return HfApi().upload_folder(repo_id=repo, folder_path=folder, commit_message="Upload by slipstream export")
+
+    try:
+        run_interruptibly(push, name="upload")
+    except Exception as error:
+        raise _not_uploaded(
+            repo, error, f"the files are in {folder}: `hf upload {repo} {folder}` tries it again"
+        ) from error
+    return f"{_endpoint()}/{repo}"
+
+
+def _not_uploaded(repo: str, error: Exception, hint: str | None = None) -> ConfigError:
+    refused = _as_refused(error, HubId(repo))
+    return ConfigError(
+        f"'{repo}' cannot be written to",
+        got=str(refused),
+        allowed="a repository of your own, or of an organisation that lets you write",
+        hint=hint or "does the token in HF_TOKEN, or of `hf auth login`, allow to write?",
+    )
+
+
 # Cache and hub
 
 

@@ -290,7 +290,7 @@ def _dials(config: RunConfig | None, *, inline: Collection[str]) -> Dials | None
         select=config.loss.select,
         kv_on_update=config.generator.kv_on_update,
         eval_every=config.eval.every,
-        reward_workers=config.rewards.num_workers if has_workers else 0,
+        reward_workers=config.rewards.num_workers if has_workers and not config.rewards.judges else 0,
         reward_model_ranks=config.rewards.model_ranks if config.rewards.models else 0,
         sessions=config.sessions if has_environments else 0,
         most_sessions=-(-admitted // config.generator.replicas) if has_environments else 0,

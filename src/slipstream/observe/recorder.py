@@ -89,6 +89,8 @@ def rollout_line(rollout: Rollout) -> RolloutLine:
         reward=finite(rollout.reward),
         parts=finite(rollout.reward_parts),
         failure=rollout.failure,
+        logged=rollout.logged,
+        extra=rollout.extra,
         finish_reason=completion.finish_reason,
         num_tokens=completion.num_tokens,
         versions=version_runs(completion),

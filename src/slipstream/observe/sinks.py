@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -23,6 +23,8 @@ from slipstream.observe.catalogue import described
 
 NICENESS = 10
 """Less than what decodes and trains: a tracker may be late."""
+MAX_PARAMS, MAX_PARAM_CHARS = 100, 6000
+"""Of one request to MLflow, and of one value."""
 
 
 class Begin(msgspec.Struct, frozen=True, kw_only=True, tag="begin"):
@@ -211,6 +213,63 @@ class Trackio:
         self._run.finish()
 
 
+class MLflow:
+    """A run of MLflow, in the experiment of the project's name: at MLFLOW_TRACKING_URI, or in files in `RUN/mlruns`.
+
+    MLflow names runs itself: a tag has our id, by which a resume finds its run. Points are kept with our steps, those
+    of steps that a resume takes back beside the new ones.
+    """
+
+    def __init__(self, begin: Begin) -> None:
+        here = (Path(begin.folder) / "mlruns").as_uri()
+        uri = here if begin.is_offline else os.environ.get("MLFLOW_TRACKING_URI") or here
+        if uri == here:  # MLflow 3 writes to folders only where this is set
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        from mlflow.entities import Metric, Param
+        from mlflow.tracking import MlflowClient
+
+        self._client, self._metric = MlflowClient(tracking_uri=uri), Metric
+        experiment = self._client.get_experiment_by_name(begin.project)
+        at = self._client.create_experiment(begin.project) if experiment is None else experiment.experiment_id
+        found = self._client.search_runs([at], f"tags.slipstream_run = '{begin.run_id}'") if begin.is_resumed else []
+        if found:
+            self._run = found[0].info.run_id
+            self._client.update_run(self._run, status="RUNNING")
+            return
+        tags = {"slipstream_run": begin.run_id, **dict.fromkeys(begin.tags, "true")}
+        tags |= {} if begin.group is None else {"group": begin.group}
+        self._run = self._client.create_run(at, run_name=begin.name, tags=tags).info.run_id
+        leaves = [Param(name, str(value)[:MAX_PARAM_CHARS]) for name, value in _leaves(begin.config)]
+        for start in range(0, len(leaves), MAX_PARAMS):
+            self._client.log_batch(self._run, params=leaves[start : start + MAX_PARAMS])
+        self._client.log_dict(self._run, begin.config, "config.json")
+
+    def metrics(self, line: MetricsLine) -> None:
+        at_ms = int(1000 * line.day_s)
+        points = [self._metric(name, value, at_ms, line.step) for name, value in line.values.items()]
+        self._client.log_batch(self._run, metrics=points)
+
+    def alarm(self, line: AlarmLine) -> None:
+        values = {f"alarm/{line.name}": float(line.has_begun)}
+        self.metrics(MetricsLine(step=line.step, day_s=line.day_s, values=values))
+        if line.has_begun:
+            self._client.set_tag(self._run, f"alarm.{line.name}", line.text)
+
+    def close(self, end: End | None) -> None:
+        if end is not None:
+            self._client.log_dict(self._run, {"status": end.status} | end.summary, "summary.json")
+        statuses = {"done": "FINISHED", "failed": "FAILED"}
+        self._client.set_terminated(self._run, "KILLED" if end is None else statuses.get(end.status, "KILLED"))
+
+
+def _leaves(tables: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tables.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{name}.")
+        elif value is not None:
+            yield prefix + name, value
+
+
 def _alert(run: Any, levels: Any, line: AlarmLine) -> None:
     if line.has_begun:
         run.alert(title=line.name, text=line.text, level=levels.WARN if line.is_warning else levels.INFO)
@@ -220,6 +279,7 @@ SINKS: dict[str, Callable[[Begin], Sink]] = {
     "tensorboard": TensorBoard,
     "wandb": WeightsAndBiases,
     "trackio": Trackio,
+    "mlflow": MLflow,
 }
 
 

@@ -198,6 +198,30 @@ class EpisodeCounts(msgspec.Struct, frozen=True):
     begun_again: int = 0
 
 
+class JudgeCounts(msgspec.Struct, frozen=True):
+    """The work of a judge, for training and evaluations.
+
+    `scored` completions got a score, for `cached` of them without a request of their own; `failures` got none.
+    `requests` were sent, `retries` among them; `seconds` is the sum of their durations. Tokens are those that the
+    endpoint counted, `cost` is by the judge's prices.
+    """
+
+    scored: int
+    cached: int
+    failures: int
+    requests: int
+    retries: int
+    input_tokens: int
+    output_tokens: int
+    seconds: float
+    cost: float
+
+    @property
+    def request_s(self) -> float | None:
+        """The mean duration of a request."""
+        return self.seconds / self.requests if self.requests else None
+
+
 class Versions(msgspec.Struct, frozen=True):
     python: str
     torch: str
@@ -209,9 +233,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Everything `summary.json` holds. `accounting` maps process to state to seconds; each process sums to `wall_s`.
 
     After a resume `steps`, `eval`, `staleness`, `prompts` and `padding_frac` are of all that led to the final weights;
-    `wall_s`, `throughput`, `accounting`, `balance`, `weight_sync` and `episodes` of the last attempt. `earlier_s` is
-    what the attempts before it took up to the checkpoint that it went on from: `earlier_s + wall_s` is the run's time,
-    less what was abandoned.
+    `wall_s`, `throughput`, `accounting`, `balance`, `weight_sync`, `episodes` and `judges` of the last attempt.
+    `earlier_s` is what the attempts before it took up to the checkpoint that it went on from: `earlier_s + wall_s` is
+    the run's time, less what was abandoned.
     """
 
     recipe: str
@@ -242,6 +266,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     callback_s: dict[str, float] = {}  # seconds in calls of each of the user's callbacks, beside the run, by its name
     episodes: EpisodeCounts | None = None  # None without an environment
     stages: dict[str, dict[str, Any]] = {}  # `stage.json` of the other stages that are done, by name
+    judges: dict[str, JudgeCounts] = {}  # by name
 
     @classmethod
     def without_rl(cls, config: RunConfig, run_dir: Path, evaluation: dict[str, Any] | None) -> Summary:

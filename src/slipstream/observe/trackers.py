@@ -1,4 +1,4 @@
-"""A run's metrics for other people's dashboards: TensorBoard, Weights & Biases, trackio (`[trackers]`).
+"""A run's metrics for other people's dashboards: TensorBoard, Weights & Biases, trackio, MLflow (`[trackers]`).
 
 Each tracker is a process of its own (`observe/sinks.py`), fed through a pipe: what it imports, sends or waits for is in
 nobody's way, and neither its crash nor its hanging does any harm. Writing to the pipe never blocks. What the pipe has

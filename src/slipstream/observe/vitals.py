@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from slipstream.core.service_messages import Counters, Published
+from slipstream.core.service_messages import JUDGE_PREFIX, Counters, Published
 from slipstream.core.types import GroupScored, ReplicaLost, Swapped
 from slipstream.observe.states import side_of
 from slipstream.observe.timeline import TIME_PREFIX
@@ -29,6 +29,7 @@ class Vitals:
         wait_frac/<executor>/...  share of its time that it was in each state of waiting, as last reported
         time/<side>/<state>       seconds, the mean over a side's processes; they report once a second, so that a short
                                   step may have none, and the next those of both (`observe/accounting.py` is exact)
+        judge/<term>/<count>      of judges since the step before, as their process reports it once a second
         wasted_tokens/<cause>     sampled, or read again, and nobody is trained on them (`observe/waste.py`)
 
     What there was none of is left out, but for wasted tokens.
@@ -47,7 +48,8 @@ class Vitals:
     refused: dict[str, float] = field(default_factory=dict)  # executor -> rollouts of no group so far
     refused_before: float = 0.0
     wasted: Counter[str] = field(default_factory=Counter)  # since the last step, by cause
-    re_prefilled: dict[str, float] = field(default_factory=dict)  # executor -> tokens so far
+    counted: dict[tuple[str, str], float] = field(default_factory=dict)  # (executor, counter) -> its newest value
+    judged: dict[str, float] = field(default_factory=dict)  # since the last step, by counter
 
     def take(self, news: object) -> None:
         """Take a message, or `Wasted`; others are passed over."""
@@ -83,9 +85,15 @@ class Vitals:
         if "refused_rollouts" in values:
             self.refused[message.executor] = values["refused_rollouts"]
         if RE_PREFILLED in values:
-            before, now = self.re_prefilled.get(message.executor, 0.0), values[RE_PREFILLED]
-            self.wasted["re_prefilled"] += int(now - before if now >= before else now)  # a new process counts from 0
-            self.re_prefilled[message.executor] = now
+            self.wasted["re_prefilled"] += int(self._new(message.executor, RE_PREFILLED, values[RE_PREFILLED]))
+        for name in [name for name in values if name.startswith(JUDGE_PREFIX)]:
+            self.judged[name] = self.judged.get(name, 0.0) + self._new(message.executor, name, values[name])
+
+    def _new(self, executor: str, name: str, now: float) -> float:
+        """Return how much a counter has grown since its last report."""
+        before = self.counted.get((executor, name), 0.0)
+        self.counted[executor, name] = now
+        return now - before if now >= before else now  # a new process counts from 0
 
     def of_step(self, version: int) -> dict[str, float]:
         """Metrics of the step that made `version`."""
@@ -115,8 +123,10 @@ class Vitals:
                 name = f"{TIME_PREFIX}{side}/{state}"
                 metrics[name] = metrics.get(name, 0.0) + spent[state] / num_of_side[side]
         metrics |= {f"wasted_tokens/{cause}": float(self.wasted[cause]) for cause in WASTE if cause != "left"}
+        metrics |= self.judged
         self.scored, self.published, self.refused_before = [], [], num_refused
         self.wasted.clear()
+        self.judged = dict.fromkeys(self.judged, 0.0)
         return metrics
 
     def _spent(self, executor: str, totals: Mapping[str, float]) -> dict[str, float]:

@@ -19,13 +19,14 @@ from slipstream.core.types import Prompt
 from slipstream.prompts.dataset import read_rows
 from slipstream.prompts.rows import PromptRow, row_key, split_hash
 from slipstream.prompts.stream import PromptStream
+from slipstream.prompts.streamed import StreamedPrompts
 from slipstream.prompts.tasks import TaskSource, task_table
 from slipstream.prompts.template import Encoder, Template
 
 if TYPE_CHECKING:
     from slipstream.models.tokenizer import Tokenizer
 
-_BATCH = 1024  # rows tokenised at once
+_BATCH, _STREAMED = 1024, 64  # rows tokenised at once
 MAX_DROPPED_FRAC = 0.05  # A larger share of the distinct prompts that is too long is worth a warning
 _DRY_CANDIDATES = 2048  # a task whose candidates yield under 1 % new prompts over so many has run dry
 
@@ -61,7 +62,7 @@ class PromptReport:
 class PromptSet:
     """Training stream and held-out prompts, disjoint by normalised text; `tasks` maps `Prompt.task` to its task."""
 
-    train: PromptStream
+    train: PromptStream | StreamedPrompts
     eval: list[Prompt]
     report: PromptReport
     tasks: dict[str, TaskConfig]
@@ -71,7 +72,7 @@ class _Collector:
     """Distinct prompts that fit, and counts of the rest."""
 
     def __init__(self, encoder: Encoder) -> None:
-        self._encoder = encoder
+        self.encoder = encoder
         self.seen: set[str] = set()
         self.num_candidates = self.num_duplicates = self.num_too_long = 0
 
@@ -82,7 +83,7 @@ class _Collector:
         """Up to `limit` (key, prompt) of the rows that are new and fit; over-long ones are never reconsidered."""
         fresh: list[tuple[str, PromptRow]] = []
         for candidate in rows:
-            row = self._encoder.shortened(candidate)
+            row = self.encoder.shortened(candidate)
             self.num_candidates += 1
             key = row_key(row.text, row.messages)
             if key in self.seen:
@@ -90,8 +91,8 @@ class _Collector:
             else:
                 self.seen.add(key)
                 fresh.append((key, row))
-        prompts = self._encoder.encode([row for _, row in fresh])
-        kept = [(key, prompt) for (key, _), prompt in zip(fresh, prompts, strict=True) if self._encoder.fits(prompt)]
+        prompts = self.encoder.encode([row for _, row in fresh])
+        kept = [(key, prompt) for (key, _), prompt in zip(fresh, prompts, strict=True) if self.encoder.fits(prompt)]
         self.num_too_long += len(fresh) - len(kept)
         return kept[:limit]
 
@@ -109,6 +110,8 @@ def build_prompts(
     settings = prompts_that_fit(config)
     collector = _Collector(Encoder(settings, tokenizer, tools))
     tasks = task_table(settings.tasks)
+    if settings.streaming:
+        return _streamed(settings, collector, config.seed)
     if tasks:
         train, held_out = _from_tasks(settings, tasks, collector, config.seed)
     else:
@@ -129,6 +132,49 @@ def build_prompts(
     )
     assert report.overlap == 0, f"{report.overlap} held-out prompts are among the training prompts"
     return PromptSet(train=PromptStream(train, config.seed), eval=held_out, report=report, tasks=tasks)
+
+
+HELD_OUT_SHARE = 1 / 16
+
+
+def _streamed(settings: PromptsConfig, collector: _Collector, seed: int) -> PromptSet:
+    """Return the prompts of a data set that is read as the run goes on.
+
+    Held out are all whose seeded hash is in the lowest sixteenth, whatever else there is; the first `num_eval` of these
+    are evaluated. With `eval_dataset` they are its first ones, and nothing else is left out.
+    """
+    template, encoder, source = (
+        Template(settings.template, field="prompts.template"),
+        collector.encoder,
+        settings.dataset,
+    )
+    assert source is not None
+    limit = HELD_OUT_SHARE * 2**64 if settings.eval_dataset is None else 0
+
+    def is_held_out(key: str) -> bool:
+        return key in keys or int.from_bytes(split_hash(key, seed), "little") < limit
+
+    keys: set[str] = set()
+    held_out: list[Prompt] = []
+    for rows in _batched(read_rows(settings.eval_dataset or source, settings, template=template), _BATCH):
+        found = collector.take(rows, len(rows))
+        held_out += [prompt for key, prompt in found if settings.eval_dataset is not None or is_held_out(key)]
+        if len(held_out) >= settings.num_eval:
+            break
+    _check_num_eval(settings, settings.eval_dataset or source, len(held_out), collector)
+    held_out = held_out[: settings.num_eval]
+    keys |= {_prompt_key(prompt) for prompt in held_out}
+
+    def batches() -> Iterator[list[Prompt]]:
+        for rows in _batched(read_rows(source, settings, template=template), _STREAMED):
+            shorter = [encoder.shortened(row) for row in rows]
+            given = [row for row in shorter if not is_held_out(row_key(row.text, row.messages))]
+            yield [prompt for prompt in encoder.encode(given) if encoder.fits(prompt)]
+
+    train, most = StreamedPrompts(batches, seed, settings.shuffle_buffer), settings.max_prompt_tokens or 0
+    counts = (collector.num_candidates, collector.num_duplicates, collector.num_too_long)
+    overlap = count_overlap(train.prompts, held_out)
+    return PromptSet(train, held_out, PromptReport(len(train), len(held_out), *counts, overlap, most, most), {})
 
 
 def prompts_that_fit(config: RunConfig) -> PromptsConfig:

@@ -20,13 +20,15 @@ MAX_LINE_BYTES = 16 * 2**20
 MAX_ENTRIES = 10_000
 """Files of a folder that is searched for data; the library that does it follows every path, for minutes."""
 
+_ROWS_AT_ONCE = 256
 KINDS = (".jsonl", ".ndjson", ".parquet")  # suffixes of the files that are read
 _ROLES = {"system", "developer", "user", "assistant", "tool"}
 
 
 def read_rows(source: str, config: PromptsConfig, *, template: Template) -> Iterator[PromptRow]:
     """Rows of the dataset at `source`, in order. Task key: 'dataset'. ConfigError says which record is malformed."""
-    for where, record in read_records(source, config.dataset_config, config.dataset_split):
+    records = read_records(source, config.dataset_config, config.dataset_split, is_streamed=config.streaming)
+    for where, record in records:
         row = row_of(record, config, template=template, where=where)
         if row is not None:
             yield row
@@ -53,8 +55,13 @@ def check_first(source: str, config: PromptsConfig) -> None:
         next(read_rows(source, config, template=Template(config.template, field="prompts.template")), None)
 
 
-def read_records(source: str, name: str | None, split: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Each record with where it stands, for errors: the line of a JSONL file, or its place in the data, from 1."""
+def read_records(
+    source: str, name: str | None, split: str, *, is_streamed: bool = False
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Each record with where it stands, for errors: the line of a JSONL file, or its place in the data, from 1.
+
+    With `is_streamed` no more of the data is in memory, or fetched, than what is read and a bit ahead.
+    """
     check_source(source)
     path = Path(source).expanduser()
     if path.is_file() and path.suffix != ".parquet":
@@ -62,23 +69,28 @@ def read_records(source: str, name: str | None, split: str) -> Iterator[tuple[st
             yield f"{source}, line {number}", record
         return
     if path.is_dir():
-        records = _folder(path, name, split)
+        records = _folder(path, name, split, is_streamed=is_streamed)
+    elif path.is_file():
+        records = _parquet(path, is_streamed=is_streamed)
     else:
-        records = _parquet(path) if path.is_file() else _of_hub(source, name, split)
+        records = _of_hub(source, name, split, is_streamed=is_streamed)
     for number, record in enumerate(records, start=1):
         yield f"{source}, record {number}", record
 
 
-def _of_hub(source: str, name: str | None, split: str) -> Iterable[Mapping[str, Any]]:
+def _of_hub(source: str, name: str | None, split: str, *, is_streamed: bool) -> Iterable[Mapping[str, Any]]:
     with reached_for_dataset(source):
-        return _load(source, name, split)
+        return _load(source, name, split, is_streamed=is_streamed)
 
 
-def _parquet(path: Path) -> list[dict[str, Any]]:
+def _parquet(path: Path, *, is_streamed: bool) -> Iterable[dict[str, Any]]:
     import pyarrow
     import pyarrow.parquet
 
     try:
+        if is_streamed:
+            batches = pyarrow.parquet.ParquetFile(path).iter_batches(_ROWS_AT_ONCE)
+            return (record for batch in batches for record in batch.to_pylist())
         records: list[dict[str, Any]] = pyarrow.parquet.read_table(path).to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
         raise ConfigError(
@@ -137,7 +149,7 @@ def _opened(path: Path) -> BinaryIO:
         raise ConfigError(f"'{path}' cannot be read", got=error.strerror) from error
 
 
-def _folder(path: Path, name: str | None, split: str) -> Iterable[Mapping[str, Any]]:
+def _folder(path: Path, name: str | None, split: str, *, is_streamed: bool) -> Iterable[Mapping[str, Any]]:
     import datasets
 
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
@@ -154,14 +166,14 @@ def _folder(path: Path, name: str | None, split: str) -> Iterable[Mapping[str, A
                 got=f"more than {MAX_ENTRIES:,} files and folders",
                 hint="name the folder of the dataset itself, or one file of it",
             )
-    return _load(str(path), name, split)
+    return _load(str(path), name, split, is_streamed=is_streamed)
 
 
-def _load(source: str, name: str | None, split: str) -> Iterable[Mapping[str, Any]]:
+def _load(source: str, name: str | None, split: str, *, is_streamed: bool) -> Iterable[Mapping[str, Any]]:
     import datasets
 
     try:
-        loaded = datasets.load_dataset(source, name)
+        loaded = datasets.load_dataset(source, name, streaming=is_streamed)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:  # not found, offline, unreadable
         raise ConfigError(
             f"dataset '{source}' cannot be loaded",

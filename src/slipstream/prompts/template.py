@@ -83,9 +83,12 @@ class Encoder:
         self._tokenizer = tokenizer
         self._template = Template(config.template, field="prompts.template")
         self._renderer: ChatRenderer | None = None
-        if tokenizer.chat_template:
+        if tokenizer.chat_template or config.chat_template_kwargs:
             self._renderer = ChatRenderer(
-                tokenizer.chat_template, tokenizer.special_tokens_map, origin=tokenizer.name_or_path
+                tokenizer.chat_template,
+                tokenizer.special_tokens_map,
+                origin=tokenizer.name_or_path,
+                variables=config.chat_template_kwargs,
             )
         if config.system is not None and not config.chat:
             raise ConfigError(

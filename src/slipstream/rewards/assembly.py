@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from slipstream.core.types import Completion
+from slipstream.rewards.logged import NOTHING, Cell, Logged
 from slipstream.rewards.protocol import Per
 
-Where = tuple[bool, Per]
-"""The kind of a call: whether in this process (else in workers), and of a completion or of a group at once."""
+Where = tuple[str, Per]
+"""The kind of a call: the place where it is answered (`Scorers`), and of a completion or of a group at once."""
 
 
 @dataclass
@@ -20,6 +21,8 @@ class ScoreEntry:
     parts: list[float | None]
     num_open: int
     failure: str | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    extra: dict[str, Cell] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -69,14 +72,18 @@ class Assembly:
         group = self._place(completion, None) if kinds else None
         return [self._call(where, group) for where in kinds if group]
 
-    def answer(self, job_id: int, parts: Sequence[float | None], failure: str | None) -> list[ScoreEntry]:
-        """Take what a scorer said; the completions that have all their parts with it, or have failed."""
+    def answer(
+        self, job_id: int, parts: Sequence[float | None], failure: str | None, logged: Logged = NOTHING
+    ) -> list[ScoreEntry]:
+        """Take what a scorer said and `logged`; the completions that have all their parts with it, or have failed."""
         call = self._calls.pop(job_id)
         self.num_called -= len(call.entries)
         indices = [index for index, where in enumerate(self.terms) if where == call.where]
         count = len(call.entries)
         if failure is None and len(parts) != len(indices) * count:
             failure = f"worker sent bad output: {len(parts)} parts for {len(indices) * count}"
+        if failure is None and (fault := logged.fault(count)) is not None:
+            failure = f"worker sent bad output: {fault}"
         for place, entry in enumerate(call.entries):
             entry.num_open -= 1
             if failure is not None:
@@ -84,6 +91,8 @@ class Assembly:
                 continue
             for n, index in enumerate(indices):
                 entry.parts[index] = parts[n * count + place]
+            entry.metrics |= logged.metrics
+            entry.extra |= {name: values[place] for name, values in logged.columns.items()}
         return [entry for entry in call.entries if not entry.num_open]
 
     def _place(self, completion: Completion, entry: ScoreEntry | None) -> tuple[ScoreEntry, ...] | None:

@@ -6,6 +6,7 @@ Used on both sides of the sandbox: by workers, and for functions of the caller's
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any, SupportsFloat
 
 from slipstream.core.plain import shortened, shown
 from slipstream.core.user_code import describe, member, module_of, place_of
+from slipstream.rewards.logged import CURRENT, RewardLog
 from slipstream.rewards.protocol import AnyJob, JobResult, Per, RewardGroupJob, RewardJob, Term
 from slipstream.rewards.user_functions import GIVEN
 
@@ -38,6 +40,8 @@ def answer(terms: Sequence[Scoring], job: AnyJob, began: Callable[[int], None]) 
     per: Per = "group" if isinstance(job, RewardGroupJob) else "completion"
     jobs = job.jobs if isinstance(job, RewardGroupJob) else [job]
     parts: list[float | None] = []
+    log = RewardLog(len(jobs))
+    CURRENT.set(log)
     for index, term in enumerate(terms):
         if term.per != per:
             continue
@@ -46,7 +50,7 @@ def answer(terms: Sequence[Scoring], job: AnyJob, began: Callable[[int], None]) 
             parts += term.scores(jobs)
         except BaseException as error:  # noqa: BLE001 - whatever a verifier raises (SystemExit too) fails one job
             return JobResult(job_id=job.job_id, parts=[], error=f"{term.name}: {describe(error)}")
-    return JobResult(job_id=job.job_id, parts=parts)
+    return JobResult(job_id=job.job_id, parts=parts, logged=log.all())
 
 
 def call_function(function: Callable[..., Any], jobs: Sequence[RewardJob]) -> list[float | None]:
@@ -54,35 +58,69 @@ def call_function(function: Callable[..., Any], jobs: Sequence[RewardJob]) -> li
 
     fn(prompts=[p, ...], completions=[c, ...], completion_ids=[ids, ...], **{column: [value, ...]}) -> [float or None,
     ...]. For chats `p` is the list of messages and `c` is [{"role": "assistant", "content": text}]. A function with a
-    parameter `branches` also gets the chats of each completion's forks, unless a column has this name. TypeError or
-    ValueError for what is no list of so many numbers.
+    parameter `branches` also gets the chats of each completion's forks, and one with `log_extra` or `log_metric` TRL's
+    callables of these names, unless a column has that name. TypeError or ValueError for what is no list of so many
+    numbers.
     """
-    columns = [{"answer": job.answer, **job.columns} for job in jobs]
-    names = [name for name in columns[0] if name not in GIVEN]
-    takes_branches = BRANCHES not in names and _has_parameter(function, BRANCHES)
-    forks = {BRANCHES: [job.branches for job in jobs]} if takes_branches else {}
-    rewards = function(
-        prompts=[job.prompt for job in jobs],
-        completions=[_completion(job) for job in jobs],
-        completion_ids=[job.completion_ids for job in jobs],
-        **{name: [row[name] for row in columns] for name in names},
-        **forks,
-    )
+    rewards = function(**_keywords(function, jobs))
     if inspect.isawaitable(rewards):
         rewards = asyncio.run(_awaited(rewards))
+    return _checked(function, rewards, len(jobs))
+
+
+async def await_function(function: Callable[..., Any], jobs: Sequence[RewardJob]) -> list[float | None]:
+    """The same for an `async def`, on the loop of the caller."""
+    return _checked(function, await function(**_keywords(function, jobs)), len(jobs))
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Tell whether it is an `async def`, or an object whose `__call__` is."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def _keywords(function: Callable[..., Any], jobs: Sequence[RewardJob]) -> dict[str, Any]:
+    columns = [{"answer": job.answer, **job.columns} for job in jobs]
+    names = [name for name in columns[0] if name not in GIVEN]
+    more: dict[str, Any] = {}
+    if BRANCHES not in names and _takes(function, BRANCHES):
+        more[BRANCHES] = [job.branches for job in jobs]
+    log = CURRENT.get(None) or RewardLog(len(jobs))
+    for name, logs in (("log_extra", log.log_extra), ("log_metric", log.log_metric)):
+        if name not in names and _takes(function, name, by_text=True):
+            more[name] = logs
+    return {
+        "prompts": [job.prompt for job in jobs],
+        "completions": [_completion(job) for job in jobs],
+        "completion_ids": [job.completion_ids for job in jobs],
+        **{name: [row[name] for row in columns] for name in names},
+        **more,
+    }
+
+
+def _checked(function: Callable[..., Any], rewards: Any, count: int) -> list[float | None]:
     try:
-        return _numbers(rewards, len(jobs))
+        return _numbers(rewards, count)
     except (TypeError, ValueError) as error:  # raised here, so it has no line of the function
         place = place_of(function)
         raise type(error)(str(error) if place is None else f"{error} ({place})") from error
 
 
-def _has_parameter(function: Callable[..., Any], name: str) -> bool:
-    """Tell whether `function` names a parameter so; what only takes any keyword does not."""
+def _takes(function: Callable[..., Any], name: str, *, by_text: bool = False) -> bool:
+    """Tell whether `function` names a parameter so, or, with `by_text`, takes any keyword and has this one in its code,
+    as in columns["log_extra"]; what only takes any keyword does not."""
     try:
-        return name in inspect.signature(function).parameters
+        parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # it is not written in Python
         return False
+    inner = inspect.unwrap(function)
+    return name in parameters or (
+        by_text
+        and any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+        and inspect.isfunction(inner)
+        and name in inner.__code__.co_consts
+    )
 
 
 def _completion(job: RewardJob) -> str | list[dict[str, Any]]:

@@ -13,6 +13,7 @@ from slipstream.core.types import Prompt
 from slipstream.jail.isolation import BARRIERS, REQUIRED_FOR_UNSAFE
 from slipstream.rewards.functions import BUILTINS, UNSAFE_VERIFIERS, make_term
 from slipstream.rewards.given import check_given, is_from_python
+from slipstream.rewards.judge import Judge
 from slipstream.rewards.pool import ScoringPool
 from slipstream.rewards.protocol import Task, Term, WorkerSetup
 
@@ -31,19 +32,22 @@ def isolation_report() -> dict[str, bool]:
 
 
 def terms_of(config: RewardsConfig) -> list[Term]:
-    """All functions of `config`, each with its name; ConfigError as `make_term`."""
+    """All functions of `config`, each with its name, and no judges; ConfigError as `make_term`."""
     terms = [make_term(term.function, term.params, term.per) for term in config.terms]
     names = names_of([term.function for term in config.terms])
     return [msgspec.structs.replace(term, name=name) for term, name in zip(terms, names, strict=True)]
 
 
 def setup_of(config: RewardsConfig, tasks: Mapping[str, TaskConfig]) -> WorkerSetup:
-    """The workers' setup; ConfigError for unknown functions or parameters. What was given from Python is not theirs."""
+    """The workers' setup; ConfigError for unknown functions or parameters. What was given from Python is not theirs.
+
+    It is that of all workers: `setups_by_place` divides it.
+    """
     terms = terms_of(config)
-    if not terms:
+    if not terms and not config.judges:
         raise ConfigError(
             "a run needs at least one reward function",
-            got="rewards.terms = [], and no rewards.models",
+            got="rewards.terms = [], no rewards.judges and no rewards.models",
             allowed=", ".join(f"'{name}'" for name in BUILTINS) + ", or your own function",
             hint="see rewards.terms",
         )
@@ -61,6 +65,24 @@ def setup_of(config: RewardsConfig, tasks: Mapping[str, TaskConfig]) -> WorkerSe
         allow_network=config.allow_network,
         environment=config.environment,
     )
+
+
+WORKERS, NETWORK = "workers", "network"
+
+
+def setups_by_place(config: RewardsConfig, tasks: Mapping[str, TaskConfig]) -> dict[str, WorkerSetup]:
+    """The setups of workers without network, and of those of the terms that have it; none where there are no terms."""
+    setup, terms = setup_of(config, tasks), terms_of(config)
+    has_network = {term.name: config.has_own_network(one) for term, one in zip(terms, config.terms, strict=True)}
+    divided = {
+        WORKERS: [term for term in setup.terms if not has_network[term.name]],
+        NETWORK: [term for term in setup.terms if has_network[term.name]],
+    }
+    return {
+        place: msgspec.structs.replace(setup, terms=own, allow_network=setup.allow_network or place == NETWORK)
+        for place, own in divided.items()
+        if own
+    }
 
 
 def unsafe_verifiers(setup: WorkerSetup) -> list[str]:
@@ -92,9 +114,9 @@ def check_isolation(setup: WorkerSetup, held: Collection[str], *, trust_verifier
         raise ConfigError(
             f"the verifier of '{unsafe[0]}' evaluates model text with {UNSAFE_VERIFIERS[unsafe[0]]}, which is to have "
             "no network",
-            got="rewards.allow_network = true",
-            allowed="rewards.allow_network = false, or rewards.trust_verifier = true",
-            hint="a function given to slipstream.run runs in your process, with your network, beside such a verifier",
+            got="rewards.allow_network = true, or network = true of its term",
+            allowed="network = true of others, rewards.allow_network = false, or rewards.trust_verifier = true",
+            hint="[[rewards.judges]] are asked from outside of the workers, and need no such setting",
         )
     if unsafe and missing and not trust_verifier:
         raise ConfigError(
@@ -112,9 +134,11 @@ def check_rewards(config: RewardsConfig, tasks: Mapping[str, TaskConfig], given:
     `given`: the names of the functions that were handed over from Python.
     """
     check_given(config, given)
-    setup = setup_of(config, tasks)
-    if unsafe_verifiers(setup) and not config.trust_verifier:
-        if config.allow_network:
-            check_isolation(setup, REQUIRED_FOR_UNSAFE, trust_verifier=False)
-        held = [barrier for barrier, holds in isolation_report().items() if holds]
-        check_isolation(setup, held, trust_verifier=False)
+    for setup in setups_by_place(config, tasks).values():
+        if unsafe_verifiers(setup) and not config.trust_verifier:
+            if setup.allow_network:
+                check_isolation(setup, REQUIRED_FOR_UNSAFE, trust_verifier=False)
+            held = [barrier for barrier, holds in isolation_report().items() if holds]
+            check_isolation(setup, held, trust_verifier=False)
+    for judge in config.judges:
+        Judge(judge, max_chars=config.max_chars)

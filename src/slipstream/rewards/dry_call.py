@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import select
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from slipstream.core.sections import FROM_PYTHON, RewardsConfig, TaskConfig
 from slipstream.core.types import Completion, Prompt, Segment
 from slipstream.rewards.assembly import Assembly, ScoreEntry
 from slipstream.rewards.given import Functions
+from slipstream.rewards.judge import check_templates
 from slipstream.rewards.protocol import Per
 from slipstream.rewards.scorers import Scorers
 from slipstream.rewards.user_functions import GIVEN, Definition, definition
@@ -29,6 +30,7 @@ PER: tuple[Per, ...] = ("completion", "group")
 _NUM_TOKENS = 16
 _PROMPT_CHARS = 60
 _WAKE_EVERY_S = 1.0
+_JUDGE_ATTEMPTS = 3
 
 
 def dry_call(
@@ -45,13 +47,18 @@ def dry_call(
     ConfigError for one that fails, is too slow, or returns anything but a finite number or None for each completion;
     and for one that asks for the answer where no prompt has any. Functions may abstain: where all do on all prompts,
     the sentence returned says so; of built-ins, which abstain for want of their column, that is an error. Nothing is
-    called with `dry_call = false`.
+    called with `dry_call = false`. Judges are asked about the first prompt; that their templates name no column that
+    is missing everywhere is looked at in any case.
     """
+    check_templates(config, prompts)
+    if config.dry_call and config.judges and prompts:
+        _ask_judges(config, prompts[0])
     terms = [term for term in config.terms if ":" in term.function or term.function in _READING_ROWS]
     if not config.dry_call or not terms or not prompts:
         return None
     given = {FROM_PYTHON + name: function for name, function in (functions or {}).items()}
-    alone = config.model_copy(update={"terms": terms, "num_workers": 1})
+    one_by_one = {"num_workers": 1, "num_threads": 1, "max_awaited": 1}
+    alone = config.model_copy(update={"terms": terms, "judges": [], **one_by_one})
     found = [definition(term.function, given) for term in terms]
     _check_answers(alone, found, prompts)
     scorers = Scorers(alone, tasks, functions or {}, private=private, num_spares=0)
@@ -61,7 +68,7 @@ def dry_call(
         entries = [entry for per in PER for entry in _scored(scorers, two, per, group_size, places)]
     finally:
         scorers.close()
-    has_all_terms = len(terms) == len(config.terms) and not config.models
+    has_all_terms = len(terms) == len(config.weighted)
     if not has_all_terms or any(part is not None for entry in entries for part in entry.parts):
         return None
     if all(term.function in _READING_ROWS for term in terms):
@@ -76,6 +83,24 @@ def dry_call(
         f"in a dry call of the rewards {named} returned None for every completion, of {len(entries)}: None means that "
         "a reward does not apply, and a completion for which every reward abstains counts as failed"
     )
+
+
+def _ask_judges(config: RewardsConfig, prompt: Prompt) -> None:
+    """Ask each judge about one made-up completion, with few attempts; ConfigError for one that gives no score."""
+    judges = [judge.model_copy(update={"on_failure": "fail"}) for judge in config.judges]
+    scorers = Scorers(config.model_copy(update={"terms": [], "judges": judges}), {}, {}, max_attempts=_JUDGE_ATTEMPTS)
+    try:
+        entries = list(_answered(scorers, Assembly(scorers.where), [_made_up(prompt, 0, 0)]))
+    finally:
+        scorers.close()
+    for failure in (entry.failure for entry in entries if entry.failure is not None):
+        raise ConfigError(
+            "a judge gives no score in a dry call, before the run",
+            got=failure,
+            allowed="an endpoint that answers, with a score in every reply",
+            hint="check base_url, model, the key in api_key_env, prompt and pattern; rewards.dry_call = false asks "
+            "nothing before the run",
+        )
 
 
 def _check_answers(config: RewardsConfig, definitions: Sequence[Definition | None], prompts: Sequence[Prompt]) -> None:
@@ -102,22 +127,28 @@ def _scored(
     size = group_size if per == "group" else 1
     names = [name for name, where in zip(scorers.names, scorers.where, strict=True) if where[1] == per]
     assembly = Assembly([where for where in scorers.where if where[1] == per], size)
+    made_up = [
+        _made_up(prompt, i, sample) for i, prompt in enumerate(prompts if names else ()) for sample in range(size)
+    ]
     entries: list[ScoreEntry] = []
-    for ordinal, prompt in enumerate(prompts if names else ()):
-        for sample in range(size):
-            for call in assembly.add(_made_up(prompt, ordinal, sample)):
-                scorers.submit(call)
+    for entry in _answered(scorers, assembly, made_up):
+        _check(entry, names, places)
+        entries.append(entry)
+    return entries
+
+
+def _answered(scorers: Scorers, assembly: Assembly, completions: Sequence[Completion]) -> Iterator[ScoreEntry]:
+    """Yield the completions as their last call answers."""
+    for completion in completions:
+        for call in assembly.add(completion):
+            scorers.submit(call)
     clock = WallClock()
     while assembly.num_called:
         deadline_s = scorers.next_deadline_s()
         wait_s = _WAKE_EVERY_S if deadline_s is None else min(_WAKE_EVERY_S, max(0.0, deadline_s - clock.now_s()))
         select.select(scorers.fds(), [], [], wait_s)
         for scored in scorers.poll():
-            answered = assembly.answer(scored.job_id, scored.parts, scored.failure)
-            for entry in answered:
-                _check(entry, names, places)
-            entries += answered
-    return entries
+            yield from assembly.answer(scored.job_id, scored.parts, scored.failure)
 
 
 def _made_up(prompt: Prompt, ordinal: int, sample: int) -> Completion:

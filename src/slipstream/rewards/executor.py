@@ -30,7 +30,8 @@ class Rewards(Executor):
     (a failed one has reward `failure_reward`). Where reward models follow, rollouts have their parts and no sum yet,
     and those for evaluation go to the models, too.
     Constructor arguments are models, or what `model_dump` made of them, apart from `functions`: Python callables with
-    TRL's signature, which terms 'python:NAME' stand for and which run in this process. Terms with per = "group" wait
+    TRL's signature, which terms 'python:NAME' stand for and which run in this process; judges are asked from here, too,
+    and their scores are kept in the run's folder. Terms with per = "group" wait
     until the `group_size` completions of a group are here, for an evaluation's one. With an `environment_weight` the
     reward of a completion's episode is the last part. Stop: takes no more, finishes what is being scored.
     """
@@ -51,7 +52,7 @@ class Rewards(Executor):
         self._tasks = {key: TaskConfig.model_validate(task) for key, task in tasks.items()}
         self._functions = functions or {}
         self._group_size = group_size
-        self._terms = list(self._config.terms)
+        self._terms = self._config.asked
         if environment_weight is not None:
             self._terms.append(RewardTerm(function=ENVIRONMENT, weight=environment_weight))
         self._unsent: deque[Rollout] = deque()  # with those being scored, at most `_MAX_PENDING`
@@ -66,10 +67,15 @@ class Rewards(Executor):
         """Start the workers and wait until they have imported what they need."""
         self._context = context
         self._scorers = Scorers(
-            self._config, self._tasks, self._functions, clock=context.clock, private=[str(context.run_dir)]
+            self._config,
+            self._tasks,
+            self._functions,
+            clock=context.clock,
+            private=[str(context.run_dir)],
+            run_dir=context.run_dir if context.run_dir.name else None,  # an evaluation outside of runs has none
         )
         self._assembly = Assembly(self._scorers.where, self._group_size)
-        self._names = [*self._scorers.names, *(ENVIRONMENT for _ in self._terms[len(self._config.terms) :])]
+        self._names = [*self._scorers.names, *(ENVIRONMENT for _ in self._terms[len(self._config.asked) :])]
         self._label_idle_time()
         context.outputs["events"].put(Ready(executor=context.name))
 
@@ -84,7 +90,7 @@ class Rewards(Executor):
         with self._context.spans.span("score"), self._context.together():
             scored = self._scorers.poll()
             for one in scored:
-                for entry in self._assembly.answer(one.job_id, one.parts, one.failure):
+                for entry in self._assembly.answer(one.job_id, one.parts, one.failure, one.logged):
                     self._emit(entry)
         num_done = len(scored)
         self._report(is_last=False)
@@ -131,7 +137,7 @@ class Rewards(Executor):
             if fault is not None:  # there is nothing to score
                 calls = self._assembly.leave_out(completion)
                 self._emit(ScoreEntry(without_tokens(completion), [], num_open=0, failure=POISONED + fault))
-            elif not self._config.terms or (episode is not None and episode.failure is not None):
+            elif not self._config.asked or (episode is not None and episode.failure is not None):
                 calls = self._assembly.leave_out(completion)
                 failure = None if episode is None else episode.failure
                 self._emit(ScoreEntry(completion, [], num_open=0, failure=failure))
@@ -158,6 +164,8 @@ class Rewards(Executor):
             reward=reward,
             reward_parts=dict(zip(self._names, parts, strict=True)) if failure is None else {},
             failure=failure,
+            logged=entry.metrics,
+            extra=entry.extra,
             scored_s=self._context.clock.now_s(),
         )
         is_evaluation = completion.purpose == "eval"
@@ -200,5 +208,6 @@ class Rewards(Executor):
         values = {
             **{name: float(count) for name, count in self._counts.items()},
             "restarts": float(self._scorers.num_restarts),
+            **self._scorers.counts,
         }
         self._context.outputs["events"].put(Counters(executor=self._context.name, values=values))

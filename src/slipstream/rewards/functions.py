@@ -51,7 +51,7 @@ _PATTERN_SHARE = 0.5  # of a job's deadline, for one pattern: it fails its compl
 
 
 @dataclass(frozen=True)
-class _Pattern:
+class Pattern:
     """A pattern of the configuration, which meets text of a model: TimeoutError when it searches for too long."""
 
     compiled: regex.Pattern[str]
@@ -69,13 +69,13 @@ class _Pattern:
         return None if match is None else match.group(1 if self.compiled.groups else 0)
 
 
-def _extracted(text: str, pattern: _Pattern | None) -> str | None:
+def _extracted(text: str, pattern: Pattern | None) -> str | None:
     """The stripped text, or what `pattern` finds in it last."""
     found = text if pattern is None else pattern.last(text)
     return None if found is None else found.strip()
 
 
-def _pattern(pattern: str | None, function: str, timeout_s: float) -> _Pattern | None:
+def pattern_of(pattern: str | None, function: str, timeout_s: float) -> Pattern | None:
     if pattern is None:
         return None
     if not isinstance(pattern, str) or len(pattern) > MAX_PATTERN or _repetitions(pattern) > MAX_REPETITIONS:
@@ -89,7 +89,7 @@ def _pattern(pattern: str | None, function: str, timeout_s: float) -> _Pattern |
     except (regex.error, RecursionError, OverflowError) as error:
         cause = "nested too deep" if isinstance(error, RecursionError) else error
         raise ConfigError(f"the pattern of reward '{function}' is malformed: {cause}", got=repr(pattern)) from error
-    return _Pattern(compiled, _PATTERN_SHARE * timeout_s)
+    return Pattern(compiled, _PATTERN_SHARE * timeout_s)
 
 
 def _repetitions(pattern: str) -> int:
@@ -113,7 +113,7 @@ def task_reward(
     """
     import reasoning_gym
 
-    pattern = _pattern(answer_pattern, "task", timeout_s)
+    pattern = pattern_of(answer_pattern, "task", timeout_s)
     if not tasks:
         raise ConfigError("reward 'task' needs reasoning-gym tasks", got="prompts from a dataset")
     datasets = {
@@ -146,8 +146,8 @@ def exact_match(
 
     `ignore` lists characters that count in neither: "," for numbers like 1,000.
     """
-    pattern = _pattern(answer_pattern, "exact_match", timeout_s)
-    of_reference = _pattern(reference_pattern, "exact_match", timeout_s)
+    pattern = pattern_of(answer_pattern, "exact_match", timeout_s)
+    of_reference = pattern_of(reference_pattern, "exact_match", timeout_s)
     dropped = str.maketrans("", "", ignore)
 
     def score(job: RewardJob) -> float | None:
@@ -187,7 +187,7 @@ def math_equivalence(*, strict: bool = True) -> Scorer:
 
 def regex_match(*, pattern: str, full: bool = False, timeout_s: float) -> Scorer:
     """1 when `pattern` is found in the completion (`full`: matches all of it). Dot matches newlines."""
-    wanted = _pattern(pattern, "regex", timeout_s)
+    wanted = pattern_of(pattern, "regex", timeout_s)
     assert wanted is not None
     return lambda job: float(wanted.is_in(job.completion, as_whole=full))
 

@@ -31,7 +31,7 @@ _COUNTERS_EVERY_S = 1.0
 class ModelScorer:
     """Adds the parts of `config.models` to rollouts, and the reward that all their parts come to.
 
-        r = sum_i weight_i part_i over functions and models, at most violation_cap where a constraint is violated
+        r = sum_i weight_i part_i over functions, judges and models, at most violation_cap where one is violated
 
     A model reads the prompt's tokens and those of the completion up to `truncate_token`, where one is set (N, items 1
     and 25). Of an episode with branches it reads the trunk: one text that goes on from the prompt. `terms` are the

@@ -16,6 +16,7 @@ from slipstream.core.scratch import sweep
 from slipstream.core.user_code import MAX_ERROR_CHARS
 from slipstream.jail.protocol import SetupFailed, TriedNetwork, WorkerReady
 from slipstream.jail.sandbox import JailedWorker, Permissions, Spares, WorkerKind, nested_selector
+from slipstream.rewards.logged import NOTHING, Logged
 from slipstream.rewards.protocol import (
     MAX_RESULT_BYTES,
     AnyJob,
@@ -31,8 +32,8 @@ _QUICK_S = 2e-3  # jobs that take longer, on average, are sent one by one: so th
 _START_S = 120.0  # imports of sympy and reasoning-gym on a busy machine
 _MAX_FAILED_STARTS = 3  # in a row
 NO_NETWORK = (
-    "rewards have no network: set rewards.allow_network = true if you trust the function, or give it to slipstream.run "
-    "as a Python function"
+    "rewards have no network: set network = true of the term, or rewards.allow_network = true, if you trust the "
+    "function; a model that judges can be one of rewards.judges"
 )
 
 _KIND: WorkerKind[FromWorker] = WorkerKind(
@@ -50,6 +51,7 @@ class ScoredJob:
     job_id: int
     parts: list[float | None]
     failure: str | None = None
+    logged: Logged = NOTHING
 
 
 @dataclass
@@ -198,7 +200,7 @@ class ScoringPool:
         self._job_s += 0.05 * (max(0.0, now_s - started_s) - self._job_s)
         slot.deadline_s = now_s + self._setup.timeout_s
         error = None if result.error is None else _explained(result.error[: 2 * MAX_ERROR_CHARS], slot)
-        self._settle(ScoredJob(job_id=result.job_id, parts=result.parts, failure=error))
+        self._settle(ScoredJob(job_id=result.job_id, parts=result.parts, failure=error, logged=result.logged))
         slot.term, slot.has_tried_network = None, False
 
     def _replace(self, slot: _Slot, failure: str) -> None:

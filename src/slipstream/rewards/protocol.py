@@ -7,8 +7,9 @@ from typing import Any, Literal
 import msgspec
 
 from slipstream.jail.protocol import SetupFailed, TriedNetwork, WorkerReady
+from slipstream.rewards.logged import Logged
 
-MAX_RESULT_BYTES = 64 * 1024  # a larger frame from a worker is an attack or a bug: the worker is killed
+MAX_RESULT_BYTES = 128 * 1024  # a larger frame from a worker is an attack or a bug: the worker is killed
 
 Per = Literal["completion", "group"]
 
@@ -89,6 +90,7 @@ class JobResult(msgspec.Struct, frozen=True, tag=True):
     job_id: int
     parts: list[float | None]
     error: str | None = None
+    logged: Logged = Logged()
 
 
 AnyJob = RewardJob | RewardGroupJob

@@ -68,7 +68,7 @@ def check_stages(
         if rewards.models:  # these stages score in this process
             check_gpus(section, rewards.device, "model_ranks", 1)
     check_checkpoints(config, _readers(config))
-    if uses_gold and config.gold_rewards.terms:
+    if uses_gold and config.gold_rewards.asked:
         check_rewards(config.gold_rewards, task_table(config.prompts.tasks))
     if uses_gold and config.judge.is_given:
         build_judge(config.judge)

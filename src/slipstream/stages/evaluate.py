@@ -73,7 +73,7 @@ def run_evaluation(config: RunConfig, run_dir: Path, progress: StageProgress) ->
         references = None if config.environment.is_set else _references(config.prompts.reference, prompts, tokenizer)
         reference_policy = model if config.kl.reference is None else load_model(config.kl.reference)
         gold = _scores(config, config.gold_rewards, written, references, environment_weight=_gold_weight(config))
-        proxy = _scores(config, config.rewards.model_copy(update={"terms": []}), written, references)
+        proxy = _scores(config, config.rewards.model_copy(update={"terms": [], "judges": []}), written, references)
     found: dict[str, Any] = {
         "num_prompts": len(prompts),
         "num_samples": settings.num_samples,

@@ -435,10 +435,11 @@ def _reward_metrics(heads: Sequence[RolloutHead], loss: LossConfig) -> dict[str,
     }
     parts: dict[str, list[float]] = {}
     for head in heads:
-        for name, value in head.reward_parts.items():
+        named = {f"reward_parts/{name}": value for name, value in head.reward_parts.items()}
+        for name, value in (named | {f"logged/{name}": value for name, value in head.logged.items()}).items():
             if value is not None:
                 parts.setdefault(name, []).append(value)
-    return metrics | {f"reward_parts/{name}": float(np.mean(values)) for name, values in parts.items()}
+    return metrics | {name: float(np.mean(values)) for name, values in parts.items()}
 
 
 def _lags(completions: Iterable[Completion], config: RunConfig, *, step: int, ranks: RankGroup) -> np.ndarray:

@@ -55,6 +55,7 @@ def head_of(rollout: Rollout, rewards: RewardsConfig) -> RolloutHead:
         reward=rollout.reward,
         reward_parts=rollout.reward_parts,
         failure=rollout.failure,
+        logged=rollout.logged,
         is_truncated=is_truncated(completion, rewards),
         is_stopped=completion.finish_reason == "stop",
         num_prompt=len(completion.prompt.tokens),

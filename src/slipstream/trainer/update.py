@@ -15,7 +15,7 @@ from slipstream.algorithms.kl import KL_ESTIMATORS
 from slipstream.algorithms.losses import LossInputs, loss_named
 from slipstream.algorithms.losses.distill import weighed_divergences
 from slipstream.algorithms.losses.spec import sequence_weight_metrics
-from slipstream.algorithms.ratios import effective_share, step_scale
+from slipstream.algorithms.ratios import effective_share, step_scale, token_ratios
 from slipstream.algorithms.reduce import Mean, Metrics, masked_max, masked_mean, merge_metrics, sum_over_units
 from slipstream.core.errors import NonFiniteError
 from slipstream.core.packed import PackedMicrobatch
@@ -254,6 +254,8 @@ class Updater:
             loss = loss - entropy_coef * self._reduced(entropies, inputs, totals)
         if self._kl_in_loss:
             kl = KL_ESTIMATORS[self._config.kl.estimator](logprobs, inputs.need("reference_logprobs"))
+            if self._config.kl.corrected:
+                kl = kl * token_ratios(logprobs, inputs.need("behaviour_logprobs"), inputs.mask)
             loss = loss + self._kl_in_loss * self._reduced(kl, inputs, totals)
         return loss, metrics
 

@@ -150,7 +150,9 @@ def _curve(folder: Path, name: str, title: str, note: str, y: Axis, hue: int, *,
 
 def _learning(run: data.RunData) -> str:
     lead = "Up and to the left is good; held-out lines are the proof."
-    return part("learning", "Is it learning?", lead, [_rewards(run), cards(_terms(run), *charts(run, "learning"))])
+    return part(
+        "learning", "Is it learning?", lead, [_rewards(run), cards(_terms(run), _judges(run), *charts(run, "learning"))]
+    )
 
 
 def _rewards(run: data.RunData) -> str:
@@ -193,6 +195,25 @@ def _terms(run: data.RunData) -> str:
             series.append(Series(f"{term}, held out", held_out, hue, has_dots=True, is_dashed=True))
     note = "Terms of weight 0 are only measured: one that falls while the reward rises says what the reward cannot see."
     return chart_card("Reward by term", note, series, Axis("mean over answers"))
+
+
+def _judges(run: data.RunData) -> str:
+    judges = {} if run.summary is None else run.summary.judges
+    if not judges:
+        return ""
+    head = ["", "scored", "cached", "failed", "requests", "retries", "s per request", "tokens in, out", "cost"]
+    rows = [
+        [
+            *map(text, (name, number(one.scored), number(one.cached), number(one.failures))),
+            *map(text, (number(one.requests), number(one.retries))),
+            text("" if one.request_s is None else f"{one.request_s:.2f}"),
+            text(f"{number(one.input_tokens)}, {number(one.output_tokens)}"),
+            text(f"{one.cost:.4g}" if one.cost else ""),
+        ]
+        for name, one in judges.items()
+    ]
+    note = "Completions that models behind endpoints have scored, for training and evaluations."
+    return card("Judges", note, table(head, rows, kind="numbers"), folds=True)
 
 
 # What was gained, at what price? What the stage `evaluate` found

@@ -1,0 +1,235 @@
+"""Probe one ability of a GPU each, in seconds: `python scripts/gpu_probes.py NAME [--device cpu] [--json FILE]`.
+
+    rates      bytes/s of a copy, FLOP/s of products in bfloat16, float32 and TF32: denominators, measured here
+    products   bfloat16 products with float32 results, and e4m3's, against float64
+    capture    a CUDA graph of products and index writes, replayed with other values, against running it
+    ipc        memory of another process, mapped and written
+    fsdp       one rank of FSDP2 in bfloat16: a training step of a small model, gradients in float32
+    varlen     attention over packed sequences in one call, against one call each
+
+Each prints what it found and exits with an error where a number is wrong. `--device cpu` tries those that a CPU has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, multiprocessing
+
+from slipstream.algorithms.logprobs import token_logprobs
+from slipstream.core.rank_group import RankGroup
+from slipstream.models.attention import PackedAttention
+from slipstream.models.config import TransformerConfig
+from slipstream.models.head import wide_product
+from slipstream.models.sharded import Division, ShardedParameters, new_sharded
+
+CONFIG = TransformerConfig(
+    family="llama",
+    vocab_size=512,
+    hidden_size=128,
+    intermediate_size=256,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=32,
+    max_positions=256,
+    tie_embeddings=True,
+)
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def best_s(work: Callable[[], object], device: str, *, repeats: int = 10) -> float:
+    """Return the least seconds of `repeats` calls, after one that is not counted."""
+    found = []
+    for _ in range(repeats + 1):
+        synchronize(device)
+        started_s = time.perf_counter()
+        work()
+        synchronize(device)
+        found.append(time.perf_counter() - started_s)
+    return min(found[1:])
+
+
+def rates(device: str) -> dict[str, Any]:
+    size, count = (8192, 1 << 30) if device == "cuda" else (512, 1 << 24)
+    source = torch.empty(count, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    found = {"copy_bytes_per_s": 2 * count / best_s(lambda: target.copy_(source), device)}
+    for name, dtype, allows in (
+        ("bfloat16", torch.bfloat16, False),
+        ("float32", torch.float32, False),
+        ("tf32", torch.float32, True),
+    ):
+        torch.backends.cuda.matmul.allow_tf32 = allows
+        a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        found[f"{name}_flop_per_s"] = 2 * size**3 / best_s(lambda a=a, b=b: a @ b, device)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    return found
+
+
+def relative(found: Tensor, exact: Tensor) -> float:
+    return float((found.double() - exact).norm() / exact.norm())
+
+
+def products(device: str) -> dict[str, Any]:
+    torch.manual_seed(0)
+    x, weight = (torch.randn(shape, device=device).bfloat16() for shape in ((256, 512), (1024, 512)))
+    wide = wide_product(x, weight)
+    assert wide.dtype == torch.float32
+    found: dict[str, Any] = {"wide_error": relative(wide, x.double() @ weight.double().t())}
+    assert found["wide_error"] < 1e-5, found
+    if device == "cuda" and torch.cuda.get_device_capability() >= (9, 0):
+        narrow, other = x.to(torch.float8_e4m3fn), weight.to(torch.float8_e4m3fn)
+        ones = (torch.ones(len(x), 1, device=device), torch.ones(1, len(weight), device=device))
+        out = torch._scaled_mm(narrow, other.t(), scale_a=ones[0], scale_b=ones[1], out_dtype=torch.bfloat16)
+        found["fp8_error"] = relative(out, narrow.double() @ other.double().t())
+        assert found["fp8_error"] < 1e-2, found
+    return found
+
+
+def capture(device: str) -> dict[str, Any]:
+    assert device == "cuda", "graphs are captured on CUDA alone"
+    torch.manual_seed(0)
+    weight = torch.randn(512, 512, device=device)
+    x, places = torch.randn(64, 512, device=device), torch.zeros(64, dtype=torch.int64, device=device)
+    pages = torch.zeros(1024, 512, device=device)
+
+    def step() -> Tensor:
+        out = (x @ weight).relu()
+        pages.index_copy_(0, places, out)
+        return out
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    started_s = time.perf_counter()
+    with torch.cuda.graph(graph):
+        replayed = step()
+    taken_s = time.perf_counter() - started_s
+    for turn in range(3):
+        x.copy_(torch.randn_like(x))
+        places.copy_(torch.randperm(1024, device=device)[:64])
+        graph.replay()
+        found, kept = replayed.clone(), pages[places].clone()
+        torch.testing.assert_close(found, step(), msg=f"turn {turn}")
+        torch.testing.assert_close(kept, found)
+    return {"capture_s": taken_s, "replay_s": best_s(graph.replay, device), "eager_s": best_s(step, device)}
+
+
+def _write(queue: Any, done: Any) -> None:
+    shared = queue.get(timeout=40)
+    shared.mul_(2)
+    torch.cuda.synchronize()
+    done.put("written")
+
+
+def ipc(device: str) -> dict[str, Any]:
+    assert device == "cuda", "memory of a GPU is mapped by CUDA's handles"
+    context = multiprocessing.get_context("spawn")
+    queue, done = context.Queue(), context.Queue()
+    process = context.Process(target=_write, args=(queue, done), daemon=True)
+    process.start()
+    shared = torch.arange(1 << 20, dtype=torch.float32, device=device)
+    queue.put(shared)
+    assert done.get(timeout=50) == "written"
+    torch.testing.assert_close(shared, 2 * torch.arange(1 << 20, dtype=torch.float32, device=device))
+    process.join(10)
+    return {"bytes": shared.nbytes}
+
+
+def fsdp(device: str) -> dict[str, Any]:
+    store = dist.HashStore()
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", store=store, rank=0, world_size=1)
+    place = torch.device(device, 0) if device == "cuda" else torch.device("cpu")
+    division = Division(RankGroup.alone(), RankGroup.alone(), device=place, precision="bfloat16", recomputes=True)
+    model = new_sharded(CONFIG, 0, division)
+    parameters = ShardedParameters(model, division)
+    tokens = torch.randint(CONFIG.vocab_size, (96,), device=place)
+    positions = torch.cat([torch.arange(32), torch.arange(64)]).to(place)
+    for _ in range(2):
+        parameters.zero_grad()
+        parameters.before_backward(is_last=True)
+        states = model(tokens, positions, PackedAttention([32, 64]))
+        assert states.dtype == torch.bfloat16
+        torch.autograd.backward(-token_logprobs(model.logits(states), tokens).mean())
+        norm = parameters.grad_norm()
+        assert 0 < norm < float("inf"), norm
+        assert all(grad.dtype == torch.float32 for grad in parameters.stored_grads())
+    dist.destroy_process_group()
+    return {"grad_norm": norm}
+
+
+def varlen(device: str) -> dict[str, Any]:
+    torch.manual_seed(0)
+    lengths, heads, dim = [7, 128, 33, 1000], 8, 64
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    q, k, v = (torch.randn(sum(lengths), heads, dim, device=device).to(dtype) for _ in range(3))
+
+    def each() -> Tensor:
+        parts = zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
+        rows = [[x.transpose(0, 1)[None] for x in part] for part in parts]
+        mixed = [F.scaled_dot_product_attention(*part, is_causal=True) for part in rows]
+        return torch.cat([one[0].transpose(0, 1) for one in mixed])
+
+    found: dict[str, Any] = {"each_s": best_s(each, device)}
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return found | {"together": "this torch has no varlen_attn"}
+    if device != "cuda":
+        return found | {"together": "varlen_attn needs CUDA"}
+    bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device=device)
+
+    def together() -> Tensor:
+        out: Tensor = varlen_attn(q, k, v, bounds, bounds, max(lengths), max(lengths), is_causal=True)
+        return out
+
+    error = relative(together(), each().double())
+    assert error < 1e-2, error
+    return found | {"together_s": best_s(together, device), "error": error}
+
+
+PROBES: dict[str, Callable[[str], dict[str, Any]]] = {
+    "rates": rates,
+    "products": products,
+    "capture": capture,
+    "ipc": ipc,
+    "fsdp": fsdp,
+    "varlen": varlen,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", choices=PROBES)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    if given.device == "cuda" and not torch.cuda.is_available():
+        parser.error(f"torch {torch.__version__} sees no CUDA device here")
+    found = PROBES[given.name](given.device)
+    print(
+        "\n".join(
+            f"{name}: {value:.4g}" if isinstance(value, float) else f"{name}: {value}" for name, value in found.items()
+        )
+    )
+    if given.json is not None:
+        given.json.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,293 @@
+"""Run what a first hour on a GPU should show, step by step, and keep what comes out of it.
+
+    make gpu                                                 # or, on a machine without a package registry:
+    python scripts/gpu_slot.py --wheels wheels [--out runs/gpu] [--from STEP] [--only STEP ...] [--budget-s 840]
+    python scripts/gpu_slot.py --fetch wheels [--python-version 3.12]   # before, where there is a registry
+    python scripts/gpu_slot.py --page docs/gpu.md [--out runs/gpu]      # afterwards, anywhere
+
+The steps are those of `scripts/gpu_steps.toml`. Each is a process of its own with its own time limit: one that crashes
+or hangs costs itself alone, and those that need it. After each, OUT/results.json and OUT/logs.tar.gz are written, so
+nothing is lost when the machine goes away; a later call with `--from` or `--only` adds to them. No step is begun with
+less than a quarter of its limit left of `--budget-s`. With `--wheels`, missing packages are installed from that folder
+into OUT/venv, beside those that the interpreter has, torch above all; the project itself is found in `src`.
+
+Exits with 1 if a step failed. Only the standard library is needed here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+PROJECT = Path(__file__).resolve().parent.parent
+STEPS = PROJECT / "scripts" / "gpu_steps.toml"
+GRACE_S = 5.0  # from the request to end to the end of a step's processes
+LEAST_SHARE = 0.25  # of its limit that a step is begun with
+TAIL_LINES = 40
+OWN = ("torch", "triton")  # what the machine brings
+WHEEL_PLATFORMS = ("manylinux2014_x86_64", "manylinux_2_17_x86_64", "manylinux_2_28_x86_64", "linux_x86_64")
+BEGIN, END = "<!-- results -->", "<!-- end -->"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command with its limit; `needs` is a step without whose success it is left out."""
+
+    name: str
+    command: str
+    limit_s: float
+    about: str = ""
+    needs: str | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a step: `status` is ok, failed, crashed, timed out, left out or no time."""
+
+    name: str
+    status: str
+    command: str = ""
+    about: str = ""
+    seconds: float = 0.0
+    exit_code: int | None = None
+    tail: Sequence[str] = ()
+    figures: Any = None
+
+
+@dataclass
+class Results:
+    """All outcomes by name, in the order of the steps, and what they were got on."""
+
+    machine: Mapping[str, Any]
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+
+    def write(self, path: Path) -> None:
+        partial = path.with_suffix(".partial")
+        values = {"machine": dict(self.machine), "steps": [asdict(one) for one in self.outcomes.values()]}
+        partial.write_text(json.dumps(values, indent=1) + "\n")
+        partial.replace(path)
+
+    @classmethod
+    def read(cls, path: Path) -> Results:
+        values = json.loads(path.read_text())
+        return cls(values["machine"], {one["name"]: Outcome(**one) for one in values["steps"]})
+
+
+def read_steps(path: Path) -> list[Step]:
+    """Return the steps of a TOML file. ValueError where two have one name, or one needs what does not come before."""
+    steps = [Step(**table) for table in tomllib.loads(path.read_text())["steps"]]
+    names: set[str] = set()
+    for step in steps:
+        if step.name in names or not (step.needs is None or step.needs in names):
+            raise ValueError(f"{path}: step '{step.name}' comes twice, or before '{step.needs}', which it needs")
+        names.add(step.name)
+    return steps
+
+
+def machine() -> dict[str, Any]:
+    """Return what the outcomes were got on, as far as the machine says."""
+
+    def said(*words: str) -> str | None:
+        try:
+            return subprocess.run(words, capture_output=True, text=True, timeout=20, cwd=PROJECT).stdout.strip() or None
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+
+    return {
+        "gpus": said("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"),
+        "torch": said(sys.executable, "-c", "import torch; print(torch.__version__)"),
+        "python": sys.version.split()[0],
+        "commit": said("git", "rev-parse", "HEAD"),
+        "cores": os.cpu_count(),
+    }
+
+
+def run_step(step: Step, python: str, out: Path, limit_s: float) -> Outcome:
+    """Run the step in a session of its own, for at most `limit_s`; its processes end with it."""
+    log, figures = out / "logs" / f"{step.name}.log", out / "logs" / f"{step.name}.json"
+    figures.unlink(missing_ok=True)
+    own = {"python": python, "json": str(figures), "out": str(out)}
+    command = step.command.format(**{name: shlex.quote(value) for name, value in own.items()})
+    paths = [str(PROJECT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+    started_s = time.monotonic()
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            shlex.split(command), cwd=PROJECT, env=environment, stdout=output, stderr=output, start_new_session=True
+        )
+        try:
+            code = process.wait(limit_s)
+            status = "ok" if code == 0 else "failed" if code > 0 else "crashed"
+        except subprocess.TimeoutExpired:
+            code, status = None, "timed out"
+        finally:
+            end(process)
+    lines = log.read_text(errors="replace").splitlines()
+    return Outcome(
+        step.name,
+        status,
+        command,
+        step.about,
+        round(time.monotonic() - started_s, 1),
+        code,
+        lines[-TAIL_LINES:],
+        json.loads(figures.read_text()) if figures.exists() else None,
+    )
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End all processes of the step's session that have not left it: asked first, killed after `GRACE_S`."""
+    for number, wait_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, GRACE_S)):
+        try:
+            os.killpg(process.pid, number)
+        except ProcessLookupError:
+            return
+        try:
+            process.wait(wait_s)
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def archive(out: Path) -> None:
+    """Put all logs and figures so far into OUT/logs.tar.gz."""
+    partial = out / "logs.tar.gz.partial"
+    with tarfile.open(partial, "w:gz") as tar:
+        tar.add(out / "logs", arcname="logs")
+    partial.replace(out / "logs.tar.gz")
+
+
+def run_steps(steps: Sequence[Step], wanted: Sequence[str], python: str, out: Path, budget_s: float) -> Results:
+    """Run the steps in `wanted`, beside the outcomes that OUT has already of others."""
+    (out / "logs").mkdir(parents=True, exist_ok=True)
+    path, started_s = out / "results.json", time.monotonic()
+    results = Results(machine())
+    if path.exists():
+        results.outcomes = Results.read(path).outcomes
+    for step in steps:
+        if step.name not in wanted:
+            continue
+        left_s = budget_s - (time.monotonic() - started_s)
+        needed = results.outcomes.get(step.needs) if step.needs else None
+        if step.needs and (needed is None or needed.status != "ok"):
+            outcome = Outcome(step.name, "left out", step.command, f"needs {step.needs}")
+        elif left_s < LEAST_SHARE * step.limit_s:
+            outcome = Outcome(step.name, "no time", step.command, step.about)
+        else:
+            print(f"{step.name}: {step.about or step.command}", flush=True)
+            outcome = run_step(step, python, out, min(step.limit_s, left_s))
+        print(f"{step.name}: {outcome.status}, {outcome.seconds} s", flush=True)
+        if outcome.status not in ("ok", "left out", "no time"):
+            print("\n".join(f"    {line}" for line in outcome.tail[-12:]), flush=True)
+        results.outcomes[step.name] = outcome
+        results.outcomes = {one.name: results.outcomes[one.name] for one in steps if one.name in results.outcomes}
+        results.write(path)
+        archive(out)
+    return results
+
+
+# Packages
+
+
+def requirements() -> list[str]:
+    """Return what the project needs besides what the machine brings; pytest for the steps that are tests."""
+    project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
+    needed = [one for one in project["dependencies"] if not one.lower().startswith(OWN)]
+    return [
+        *needed,
+        *(one for one in project["optional-dependencies"]["dev"] if one.startswith(("pytest", "hypothesis"))),
+    ]
+
+
+def fetch(folder: Path, python_version: str) -> int:
+    """Download wheels for a Linux machine with that Python into `folder`; pip's exit code."""
+    platforms = [word for name in WHEEL_PLATFORMS for word in ("--platform", name)]
+    command = [sys.executable, "-m", "pip", "download", "--only-binary=:all:", "--python-version", python_version]
+    command += ["--implementation", "cp", *platforms, "--dest", str(folder), "--no-deps"]
+    pinned = [line for line in (PROJECT / "constraints.txt").read_text().splitlines() if "==" in line]
+    wanted = [line for line in pinned if not line.lower().startswith((*OWN, "nvidia"))]
+    return subprocess.run([*command, *wanted]).returncode
+
+
+def prepared(out: Path, wheels: Path) -> str:
+    """Return the interpreter of OUT/venv, which has this one's packages and those in `wheels` that were missing."""
+    python = out / "venv" / "bin" / "python"
+    if not python.exists():
+        subprocess.run([sys.executable, "-m", "venv", "--system-site-packages", str(out / "venv")], check=True)
+    found = subprocess.run(
+        [str(python), "-m", "pip", "install", "--no-index", "--find-links", str(wheels), "-q", *requirements()]
+    )
+    if found.returncode:
+        sys.exit(f"{wheels} lacks packages: python scripts/gpu_slot.py --fetch {wheels} where there is a registry")
+    return str(python)
+
+
+# The page
+
+
+def write_page(path: Path, results: Results) -> None:
+    """Put the outcomes between the page's marks."""
+    text = path.read_text()
+    before, rest = text.split(BEGIN)
+    path.write_text(f"{before}{BEGIN}\n{rendered(results)}\n{END}{rest.split(END)[1]}")
+
+
+def rendered(results: Results) -> str:
+    """Return Markdown: the machine, a line for each step, its figures, and how the output of a failed one ends."""
+    told = ", ".join(f"{name} {value}" for name, value in results.machine.items() if value)
+    lines = [f"Machine: {told}.", "", "| step | outcome | seconds | |", "|---|---|---|---|"]
+    for one in results.outcomes.values():
+        lines.append(f"| `{one.name}` | {one.status} | {one.seconds:.0f} | {one.about} |")
+    for one in results.outcomes.values():
+        if one.status == "ok" and one.figures is not None:
+            lines += ["", f"`{one.name}`:", "", "```json", json.dumps(one.figures, indent=1)[:4000], "```"]
+        elif one.status == "ok" and one.tail:
+            lines += ["", f"`{one.name}`:", "", "```", *one.tail, "```"]
+        elif one.tail:
+            lines += ["", f"`{one.name}` {one.status}:", "", "```", *one.tail[-20:], "```"]
+    return "\n".join(lines)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("runs/gpu"))
+    parser.add_argument("--steps", type=Path, default=STEPS)
+    parser.add_argument("--from", dest="first", metavar="STEP", help="begin with this one")
+    parser.add_argument("--only", nargs="+", metavar="STEP", help="these, and no others")
+    parser.add_argument("--budget-s", type=float, default=3600.0)
+    parser.add_argument("--wheels", type=Path, help="folder of wheels, where there is no registry")
+    parser.add_argument("--fetch", type=Path, metavar="DIR", help="download the wheels, and end")
+    parser.add_argument("--python-version", default="3.12", help="of the machine that the wheels are for")
+    parser.add_argument("--page", type=Path, help="write what OUT has into this page, and end")
+    given = parser.parse_args(words)
+    if given.fetch is not None:
+        return fetch(given.fetch, given.python_version)
+    if given.page is not None:
+        write_page(given.page, Results.read(given.out / "results.json"))
+        return 0
+    steps = read_steps(given.steps)
+    names = [step.name for step in steps]
+    if unknown := {*(given.only or ()), *filter(None, [given.first])} - set(names):
+        parser.error(f"no step is called {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+    wanted = given.only or (names[names.index(given.first) :] if given.first else names)
+    given.out.mkdir(parents=True, exist_ok=True)
+    python = sys.executable if given.wheels is None else prepared(given.out, given.wheels)
+    results = run_steps(steps, wanted, python, given.out.resolve(), given.budget_s)
+    failed = [name for name in wanted if results.outcomes[name].status in ("failed", "crashed", "timed out")]
+    print(f"{given.out}/results.json, {given.out}/logs.tar.gz; " + (f"failed: {', '.join(failed)}" if failed else "ok"))
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

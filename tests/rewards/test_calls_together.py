@@ -1,0 +1,273 @@
+"""Python functions are called together: sync ones in threads, `async def` ones on one loop, each with its deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import select
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ports import start
+from reward_jobs import GENEROUS_S, job
+from test_rewards_executor import completion, drive
+
+from slipstream.core.clock import VirtualClock
+from slipstream.core.sections import RewardsConfig, RewardTerm
+from slipstream.core.types import Rollout, Stop
+from slipstream.rewards.awaited import LoopScorer, Seat
+from slipstream.rewards.calls import Scoring, await_function, call_function, is_async
+from slipstream.rewards.executor import Rewards
+from slipstream.rewards.inline import CallableScorer
+from slipstream.rewards.pool import ScoredJob
+from slipstream.rewards.protocol import AnyJob, RewardGroupJob
+
+
+def together(n: int) -> Callable[..., list[float]]:
+    """A function whose calls wait until `n` are inside: with fewer at once none returns."""
+    barrier = threading.Barrier(n)
+
+    def reward(completions: list[str], **_: Any) -> list[float]:
+        barrier.wait(GENEROUS_S)
+        return [float(len(text)) for text in completions]
+
+    return reward
+
+
+def rewards_of(
+    functions: dict[str, Callable[..., Any]], tmp_path: Path, *, num: int = 8, per: Any = "completion", **fields: Any
+) -> list[Rollout]:
+    terms = [RewardTerm(function=f"python:{name}", per=per) for name in functions]
+    executor = Rewards(RewardsConfig(terms=terms, **fields), {}, functions=functions)
+    ports = start(executor, tmp_path, name="rewards")
+    for i in range(num):
+        ports["completions"].put(completion(i, "x" * i))
+    try:
+        drive(executor, lambda: len(ports["rollouts"].messages) == num)
+        ports["commands"].put(Stop())
+        drive(executor)
+    finally:
+        executor.close()
+    rollouts = [message for message in ports["rollouts"].messages if isinstance(message, Rollout)]
+    return sorted(rollouts, key=lambda rollout: rollout.completion.ordinal)
+
+
+def test_so_many_threads_are_called_at_once(tmp_path: Path) -> None:
+    rollouts = rewards_of({"f": together(4)}, tmp_path, num_threads=4)
+    assert [one.reward for one in rollouts] == [float(i) for i in range(8)]
+
+
+def test_one_thread_is_for_functions_that_are_not_safe_in_several(tmp_path: Path) -> None:
+    inside: list[int] = []
+
+    def alone(completions: list[str], **_: Any) -> list[float]:
+        inside.append(1)
+        assert len(inside) == 1
+        time.sleep(0.005)
+        inside.pop()
+        return [1.0]
+
+    assert [one.failure for one in rewards_of({"f": alone}, tmp_path, num_threads=1)] == [None] * 8
+
+
+def test_coroutines_are_awaited_together_on_one_loop(tmp_path: Path) -> None:
+    """Two functions share what belongs to a loop; eight calls of each wait for each other."""
+    loops: set[Any] = set()
+    arrived: list[int] = []
+    is_full: asyncio.Event | None = None
+
+    async def meet(completions: list[str]) -> list[float]:
+        nonlocal is_full
+        loops.add(asyncio.get_running_loop())
+        is_full = is_full or asyncio.Event()
+        arrived.append(1)
+        if len(arrived) == 16:
+            is_full.set()
+        await is_full.wait()
+        return [float(len(text)) for text in completions]
+
+    async def first(completions: list[str], **_: Any) -> list[float]:
+        return await meet(completions)
+
+    class Second:
+        async def __call__(self, completions: list[str], **_: Any) -> list[float]:
+            return await meet(completions)
+
+    rollouts = rewards_of({"first": first, "second": functools.partial(Second())}, tmp_path)
+    assert [one.reward for one in rollouts] == [2.0 * i for i in range(8)]
+    assert len(loops) == 1
+
+
+def test_what_a_coroutine_logs_is_of_its_own_completion(tmp_path: Path) -> None:
+    async def reward(completions: list[str], log_extra: Any, log_metric: Any, **_: Any) -> list[float]:
+        log_extra("length", [len(text) for text in completions])
+        await asyncio.sleep(0.01)  # others log meanwhile
+        log_metric("length", len(completions[0]))
+        return [0.0]
+
+    rollouts = rewards_of({"f": reward}, tmp_path, max_awaited=8)
+    assert [one.extra for one in rollouts] == [{"length": i} for i in range(8)]
+    assert [one.logged for one in rollouts] == [{"length": float(i)} for i in range(8)]
+
+
+def test_coroutines_may_be_called_one_by_one(tmp_path: Path) -> None:
+    inside: list[int] = []
+
+    async def alone(completions: list[str], **_: Any) -> list[float]:
+        inside.append(1)
+        assert len(inside) == 1
+        await asyncio.sleep(0.005)
+        inside.pop()
+        return [1.0]
+
+    assert [one.failure for one in rewards_of({"f": alone}, tmp_path, max_awaited=1)] == [None] * 8
+
+
+def test_a_coroutine_that_fails_or_hangs_fails_its_completion_alone(tmp_path: Path) -> None:
+    async def mixed(completions: list[str], **_: Any) -> list[float]:
+        n = len(completions[0])
+        if n == 1:
+            raise SystemExit(3)
+        if n == 2:
+            raise asyncio.CancelledError
+        if n == 3:
+            await asyncio.Event().wait()
+        return [float(n)]
+
+    failures = [one.failure or "" for one in rewards_of({"f": mixed}, tmp_path, timeout_s=0.3)]
+    assert failures[1].startswith("f: SystemExit: 3 (test_calls_together.py, line")
+    assert failures[2].startswith("f: CancelledError")
+    assert failures[3] == "f: timed out after 0.3 s"
+    assert failures[0] == "".join(failures[4:]) == ""
+
+
+def test_sync_and_async_functions_score_beside_each_other(tmp_path: Path) -> None:
+    async def awaited(completions: list[str], **_: Any) -> list[float]:
+        return [float(len(text)) for text in completions]
+
+    def awaits(completions: list[str], **_: Any) -> Any:
+        return awaited(completions)  # no `async def`: it is called in a thread, and its coroutine awaited there
+
+    assert (is_async(awaited), is_async(awaits), is_async(partial(awaited)), is_async(len)) == (
+        True,
+        False,
+        True,
+        False,
+    )
+    rollouts = rewards_of({"awaited": awaited, "awaits": awaits}, tmp_path)
+    assert [one.reward_parts for one in rollouts] == [{"awaited": float(i), "awaits": float(i)} for i in range(8)]
+
+
+def test_a_group_is_one_call_of_a_coroutine(tmp_path: Path) -> None:
+    async def rank(completions: list[str], **_: Any) -> list[float]:
+        return [float(sorted(completions).index(text)) for text in completions]
+
+    async def score(one: AnyJob) -> list[float | None]:
+        assert isinstance(one, RewardGroupJob)
+        return await await_function(rank, one.jobs)
+
+    with closed(LoopScorer({"here": Seat("rank", score, GENEROUS_S, 1)})) as scorer:
+        scorer.submit(RewardGroupJob(5, [job(5, text) for text in "cab"]), "here")
+        assert finished(scorer, 1)[5].parts == [2.0, 0.0, 1.0]
+
+
+@contextmanager
+def closed(scorer: Any) -> Iterator[Any]:
+    try:
+        yield scorer
+    finally:
+        scorer.close()
+
+
+def finished(scorer: Any, num: int, *, tick: Callable[[], None] = lambda: None) -> dict[int, ScoredJob]:
+    done: dict[int, ScoredJob] = {}
+    end_s = time.monotonic() + 60
+    while len(done) < num:
+        assert time.monotonic() < end_s, sorted(done)
+        done |= {one.job_id: one for one in scorer.poll()}
+        tick()
+        select.select(scorer.fds(), [], [], 0.01)
+    return done
+
+
+def test_a_loop_that_is_blocked_is_left_and_what_it_had_begins_again() -> None:
+    """Job 0 blocks the loop. When it is overdue, job 1, which came later, is not: it is scored by another loop."""
+    clock, release, blocks = VirtualClock(), threading.Event(), threading.Event()
+
+    async def score(one: AnyJob) -> list[float | None]:
+        if one.job_id == 0:
+            blocks.set()
+            release.wait(GENEROUS_S)
+        return [1.0]
+
+    with closed(LoopScorer({"f": Seat("f", score, 5.0, 4)}, clock=clock)) as scorer:
+        scorer.submit(job(0, "a"), "f")
+        scorer.poll()
+        assert blocks.wait(GENEROUS_S)
+        clock.advance(4.0)
+        scorer.submit(job(1, "b"), "f")
+        scorer.poll()
+        clock.advance(1.0)
+        [late] = scorer.poll()
+        assert (late.job_id, late.failure) == (0, "f: timed out after 5 s")
+        clock.advance(1.0)  # nor does it turn within a second
+        assert finished(scorer, 1)[1].parts == [1.0]
+        assert scorer.num_restarts == 1
+        release.set()
+
+
+def test_threads_that_hang_are_replaced_and_others_go_on() -> None:
+    clock, release = VirtualClock(), threading.Event()
+    inside = threading.Semaphore(0)
+
+    def reward(completions: list[str], **_: Any) -> list[float]:
+        if completions[0] == "hang":
+            inside.release()
+            release.wait(GENEROUS_S)
+        return [1.0]
+
+    scorings = [Scoring("f", "completion", partial(call_function, reward))]
+    with closed(CallableScorer(scorings, timeout_s=2.0, num_threads=2, clock=clock)) as scorer:
+        for i in range(6):
+            scorer.submit(job(i, "hang" if i in (0, 3) else "ok"))
+
+        def tick() -> None:
+            if inside.acquire(blocking=False):
+                clock.advance(2.0)
+
+        done = finished(scorer, 6, tick=tick)
+        assert [done[i].failure for i in (1, 2, 4, 5)] == [None] * 4
+        assert {done[0].failure, done[3].failure} == {"f: timed out after 2 s"}
+        assert scorer.num_restarts == 2
+        release.set()
+
+
+def test_an_answer_after_the_end_goes_nowhere() -> None:
+    release, inside = threading.Event(), threading.Event()
+
+    def reward(completions: list[str], **_: Any) -> list[float]:
+        inside.set()
+        release.wait(GENEROUS_S)
+        return [1.0]
+
+    scorer = CallableScorer([Scoring("f", "completion", partial(call_function, reward))], timeout_s=9.0)
+    scorer.submit(job(0, "a"))
+    scorer.poll()
+    assert inside.wait(GENEROUS_S)
+    thread = next(thread for thread in threading.enumerate() if thread.name == "reward-function" and thread.is_alive())
+    scorer.close()
+    release.set()
+    thread.join(GENEROUS_S)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("field", ["num_threads", "max_awaited"])
+def test_none_at_once_is_refused(field: str) -> None:
+    with pytest.raises(ValueError, match=field):
+        RewardsConfig(**{field: 0})

@@ -1,0 +1,185 @@
+"""`make gpu` on a machine without a GPU: steps that crash, hang or lack time cost nobody else anything."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+PROJECT = Path(__file__).resolve().parent.parent
+SCRIPT = PROJECT / "scripts" / "gpu_slot.py"
+STEPS = """
+[[steps]]
+name = "figures"
+about = "writes figures"
+command = '''{python} -c "import json, sys; json.dump({{'rate': 2.5}}, open(sys.argv[1], 'w'))" {json}'''
+limit_s = 60
+
+[[steps]]
+name = "crash"
+command = '''{python} -c "import os; print('about to crash', flush=True); os.abort()"'''
+limit_s = 60
+
+[[steps]]
+name = "hang"
+command = '''{python} -c "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(987)']); print('hangs', flush=True); time.sleep(987)"'''
+limit_s = 2
+
+[[steps]]
+name = "behind the crash"
+command = "{python} -c pass"
+limit_s = 60
+needs = "crash"
+
+[[steps]]
+name = "bad"
+command = "{python} -c 'raise SystemExit(3)'"
+limit_s = 60
+
+[[steps]]
+name = "last"
+command = "{python} -c 'import slipstream; print(slipstream.__name__)'"
+limit_s = 60
+"""
+
+
+def slot(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, SCRIPT, *map(str, words)], capture_output=True, text=True, timeout=120, cwd=PROJECT
+    )
+
+
+def outcomes(out: Path) -> dict[str, dict[str, object]]:
+    return {one["name"]: one for one in json.loads((out / "results.json").read_text())["steps"]}
+
+
+@pytest.fixture
+def steps(tmp_path: Path) -> Path:
+    path = tmp_path / "steps.toml"
+    path.write_text(STEPS)
+    return path
+
+
+def test_one_that_crashes_and_one_that_hangs_cost_themselves_alone(steps: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = slot("--steps", steps, "--out", out)
+    assert done.returncode == 1, done.stderr
+    assert "failed: crash, hang, bad" in done.stdout
+    found = outcomes(out)
+    assert {name: one["status"] for name, one in found.items()} == {
+        "figures": "ok",
+        "crash": "crashed",
+        "hang": "timed out",
+        "behind the crash": "left out",
+        "bad": "failed",
+        "last": "ok",
+    }
+    assert found["figures"]["figures"] == {"rate": 2.5}
+    assert found["crash"]["exit_code"] == -6
+    assert found["bad"]["exit_code"] == 3
+    assert found["hang"]["tail"] == ["hangs"]
+    assert found["last"]["tail"] == ["slipstream"], "the project is found without being installed"
+    assert not [line for line in _processes() if "time.sleep(987)" in line], "also what the step had started"
+    with tarfile.open(out / "logs.tar.gz") as tar:
+        assert {"logs/crash.log", "logs/hang.log", "logs/figures.json"} <= set(tar.getnames())
+
+    page = tmp_path / "gpu.md"
+    page.write_text("# Before\n\n<!-- results -->\nold\n<!-- end -->\n\nAfter.\n")
+    assert slot("--page", page, "--out", out).returncode == 0
+    text = page.read_text()
+    assert text.startswith("# Before\n")
+    assert text.endswith("<!-- end -->\n\nAfter.\n")
+    assert "| `hang` | timed out | 2 | " in text
+    assert '"rate": 2.5' in text
+    assert "about to crash" in text
+    assert "old" not in text
+
+
+def _processes() -> list[str]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            found.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+        except OSError:
+            continue
+    return found
+
+
+def test_a_later_call_adds_to_what_is_there(steps: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert slot("--steps", steps, "--out", out, "--only", "figures").returncode == 0
+    assert list(outcomes(out)) == ["figures"]
+    assert slot("--steps", steps, "--out", out, "--from", "last").returncode == 0
+    assert list(outcomes(out)) == ["figures", "last"]
+    assert slot("--steps", steps, "--out", out, "--from", "last", "--budget-s", "10").returncode == 0
+    assert outcomes(out)["last"]["status"] == "no time"
+    refused = slot("--steps", steps, "--out", out, "--from", "nowhere")
+    assert refused.returncode == 2
+    assert "no step is called nowhere; there are figures, crash" in refused.stderr
+
+
+def test_the_steps_name_what_there_is() -> None:
+    """Every script, module and folder of tests, and needs that come before."""
+    sys.path.insert(0, str(SCRIPT.parent))
+    try:
+        from gpu_slot import STEPS as path
+        from gpu_slot import read_steps
+    finally:
+        sys.path.pop(0)
+    for step in read_steps(path):
+        words = step.command.split()
+        assert words[0] == "{python}"
+        for word in words:
+            if word.endswith(".py") or word.startswith("tests/"):
+                assert (PROJECT / word).exists(), step.name
+        assert step.limit_s <= 600
+
+
+@pytest.mark.parametrize("probe", ["products", "fsdp", "varlen", "rates"])
+def test_probes_of_what_a_cpu_has(probe: str, tmp_path: Path) -> None:
+    words = [PROJECT / "scripts" / "gpu_probes.py", probe, "--device", "cpu", "--json", tmp_path / "found.json"]
+    done = subprocess.run([sys.executable, *map(str, words)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "found.json").read_text())
+
+
+@pytest.mark.slow
+def test_the_training_benchmark_counts_flop_and_tokens(tmp_path: Path) -> None:
+    words = [
+        "--groups",
+        "1",
+        "--samples",
+        "2",
+        "--prompt",
+        "16",
+        "--completion",
+        "16",
+        "--steps",
+        "1",
+        "--microbatch-tokens",
+        "64",
+    ]
+    script = PROJECT / "benchmarks" / "train_step.py"
+    done = subprocess.run(
+        [sys.executable, str(script), *words, "--json", str(tmp_path / "found.json")],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    for one in json.loads((tmp_path / "found.json").read_text())["steps"]:
+        assert one["tokens_per_s"] * one["steps_s"][0] == pytest.approx(16 + 2 * 16)
+        # 0.36 B weights in layers for 48 tokens, 0.136 B in the head for 32 targets, six FLOP each, and attention
+        assert one["flop_per_s"] * one["steps_s"][0] == pytest.approx(6 * (0.358e9 * 48 + 0.136e9 * 32), rel=0.01)
+
+
+@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="this machine has a GPU")
+def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
+    done = slot("--out", tmp_path, "--only", "probe_capture")
+    assert done.returncode == 1
+    assert "sees no CUDA device here" in done.stdout
