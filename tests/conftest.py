@@ -44,8 +44,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 # Files that take longest, the longest first: the last to be begun are then short, and no worker waits for another's.
 # Names are those of files, since no two have the same.
-LONGEST = """
-""".split()
+LONGEST = []
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -69,7 +69,7 @@ class Forks:
                 env=foreign_text._environment(),
             )
 
-    def Popen(self, command: Sequence[str], *, pass_fds: Sequence[int], **_: Any) -> _Forked:  # noqa: N802
+    def Popen(self, command: Sequence[str], *, pass_fds: Sequence[int], **_: Any) -> _Forked:
         from slipstream.controller.nursery import _adopting
 
         self.begin()
