@@ -44,13 +44,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 # Files that take longest, the longest first: the last to be begun are then short, and no worker waits for another's.
 # Names are those of files, since no two have the same.
-LONGEST = []
+LONGEST = """
+    sandbox agents_in_pools replica bad_input absurd_input workers bad_environments eval_episodes lora_ranks serve
+    pools critic rank_checkpoints job_files gateway hostile_agents reshard vllm_client sharded_models agent_programs
+    rendezvous training code nursery channel_tcp chat sharded over_ranks seeds calibrate relayed_versions dry_call
+    lora_run watch_page resume asynchronous_run report_page signals episodes_equal_reference restarts_run stages_dpo
+    episode_versions vllm_episodes environments_killed sync_equals_reference endings agent_runs stages eval_cli
+    floods hostile_reward disk_full
+"""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Order the files and keep the order within each, since its tests share what it has made."""
     files = [list(tests) for _, tests in itertools.groupby(items, key=lambda item: item.path)]
-    place = {f"test_{name}.py": index for index, name in enumerate(LONGEST)}
+    place = {f"test_{name}.py": index for index, name in enumerate(LONGEST.split())}
     files.sort(key=lambda tests: place.get(tests[0].path.name, len(place)))
     if (seed := config.getoption("--shuffle-files")) is not None:
         random.Random(seed).shuffle(files)

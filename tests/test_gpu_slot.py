@@ -27,7 +27,7 @@ limit_s = 60
 
 [[steps]]
 name = "hang"
-command = '''{python} -c "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(987)']); print('hangs', flush=True); time.sleep(987)"'''
+command = "{python} {json}.py"
 limit_s = 2
 
 [[steps]]
@@ -45,6 +45,14 @@ limit_s = 60
 name = "last"
 command = "{python} -c 'import slipstream; print(slipstream.__name__)'"
 limit_s = 60
+"""
+
+
+HANGS = """
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(987)"])
+print("hangs", flush=True)
+time.sleep(987)
 """
 
 
@@ -67,6 +75,8 @@ def steps(tmp_path: Path) -> Path:
 
 def test_one_that_crashes_and_one_that_hangs_cost_themselves_alone(steps: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
+    (out / "logs").mkdir(parents=True)
+    (out / "logs" / "hang.json.py").write_text(HANGS)
     done = slot("--steps", steps, "--out", out)
     assert done.returncode == 1, done.stderr
     assert "failed: crash, hang, bad" in done.stdout
@@ -150,20 +160,8 @@ def test_probes_of_what_a_cpu_has(probe: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_training_benchmark_counts_flop_and_tokens(tmp_path: Path) -> None:
-    words = [
-        "--groups",
-        "1",
-        "--samples",
-        "2",
-        "--prompt",
-        "16",
-        "--completion",
-        "16",
-        "--steps",
-        "1",
-        "--microbatch-tokens",
-        "64",
-    ]
+    sizes = {"groups": 1, "samples": 2, "prompt": 16, "completion": 16, "steps": 1, "microbatch-tokens": 64}
+    words = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
     script = PROJECT / "benchmarks" / "train_step.py"
     done = subprocess.run(
         [sys.executable, str(script), *words, "--json", str(tmp_path / "found.json")],
