@@ -379,3 +379,9 @@ def test_the_rules_bite(unit: str, text: str, lesson: str) -> None:
 )
 def test_what_is_allowed_passes(unit: str, text: str) -> None:
     assert layer_violations(parsed(unit, text)) == []
+
+
+def test_the_files_that_begin_first_are_there(pytestconfig: pytest.Config) -> None:
+    tests = Path(__file__).parent
+    module = pytestconfig.pluginmanager.getplugin(str(tests / "conftest.py"))
+    assert set(module.LONGEST.split()) <= {path.stem.removeprefix("test_") for path in tests.rglob("test_*.py")}

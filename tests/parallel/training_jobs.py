@@ -109,6 +109,7 @@ def _train(policy: Policy, config: RunConfig, span: Span, ranks: RankGroup) -> S
     seen = Seen(num_params=policy.num_params)
     critic = policy.new_critic() if config.has_critic else None
     trained: dict[str, Any] = {"policy": policy} | ({} if critic is None else {"critic": critic})
+    others = {} if critic is None else {"critic": (critic.module, critic.optimizer)}
     first = policy.optimizer.step
 
     def step_and_note(**how: float) -> float:
@@ -121,7 +122,7 @@ def _train(policy: Policy, config: RunConfig, span: Span, ranks: RankGroup) -> S
     vars(policy.optimizer)["step"] = step_and_note
     auxiliary = Auxiliary(policy.reference(None), critic)
     if span.load is not None:
-        assert policy.load(span.load, critic).step == span.first
+        assert policy.load(span.load, others).step == span.first
     for step in range(span.first, span.stop):
         groups = batch_of(config, step)
         metrics = train_on_batch(
@@ -137,7 +138,7 @@ def _train(policy: Policy, config: RunConfig, span: Span, ranks: RankGroup) -> S
         )
         seen.metrics.append(metrics)
     if span.save is not None:
-        policy.save(span.save, step=span.stop, extra={}, critic=critic)
+        policy.save(span.save, step=span.stop, extra={}, others=others)
         saved = policy.saved(wait=True)
         assert saved is not None
         assert saved.path == span.save
