@@ -25,10 +25,13 @@ quickstart: .venv/run ## install, then train the quickstart recipe
 
 # Several files at a time, on two cores as well: for a third of its time a test waits. Whole runs come by themselves: they
 # look at what their processes leave behind, and have none of others beside.
+# Files begin in the order of tests/conftest.py, the longest first. What is imported is compiled once, not by each process.
 WHOLE := tests/integration tests/browser
+PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
+test: export PYTHONDONTWRITEBYTECODE :=
 test: .venv/dev ## run the tests: no download, no GPU
-	$(BIN)/python -m pytest -q -n 3 --dist loadfile $(WHOLE:%=--ignore=%) $(ARGS)
-	$(BIN)/python -m pytest -q -n 3 --dist loadfile $(WHOLE) $(ARGS)
+	$(BIN)/python -m pytest -q $(PARALLEL) $(WHOLE:%=--ignore=%) $(ARGS)
+	$(BIN)/python -m pytest -q $(PARALLEL) $(WHOLE) $(ARGS)
 
 test-slow: .venv/dev ## run the slow tests: every policy loss until it learns, many whole runs, over an hour
 	$(BIN)/python -m pytest -q -m slow $(ARGS)

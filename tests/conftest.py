@@ -1,5 +1,6 @@
 """What holds for the test process and for all that it starts."""
 
+import gc
 import itertools
 import os
 import random
@@ -12,7 +13,10 @@ from typing import Any
 import pytest
 from accounted import check_runs
 from catalogued import check_metric_names
+from forked_text import forking
 from hypothesis import HealthCheck, settings
+
+from slipstream.controller.nursery import NURSERY
 
 # Before torch is loaded: waiting threads sleep, as in the processes of a run (`controller/placement.py`).
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -38,12 +42,33 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--shuffle-files", type=int, metavar="SEED", help="run the files of tests in another order")
 
 
+# Files that take longest, the longest first: the last to be begun are then short, and no worker waits for another's.
+# Names are those of files, since no two have the same.
+LONGEST = """
+    sandbox agents_in_pools replica bad_input absurd_input workers bad_environments eval_episodes lora_ranks serve
+    pools critic rank_checkpoints job_files gateway hostile_agents reshard vllm_client sharded_models agent_programs
+    rendezvous training code nursery channel_tcp chat sharded over_ranks seeds calibrate relayed_versions dry_call
+    lora_run watch_page resume asynchronous_run report_page signals episodes_equal_reference restarts_run stages_dpo
+    episode_versions vllm_episodes environments_killed sync_equals_reference endings agent_runs stages eval_cli
+    floods hostile_reward disk_full
+"""
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Shuffle the files and keep the order within each, since its tests share what it has made."""
+    """Order the files and keep the order within each, since its tests share what it has made."""
+    files = [list(tests) for _, tests in itertools.groupby(items, key=lambda item: item.path)]
+    place = {f"test_{name}.py": index for index, name in enumerate(LONGEST.split())}
+    files.sort(key=lambda tests: place.get(tests[0].path.name, len(place)))
     if (seed := config.getoption("--shuffle-files")) is not None:
-        files = [list(tests) for _, tests in itertools.groupby(items, key=lambda item: item.path)]
         random.Random(seed).shuffle(files)
-        items[:] = itertools.chain.from_iterable(files)
+    items[:] = itertools.chain.from_iterable(files)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Let the search for garbage pass over all that was imported and collected: a million objects, and they stay."""
+    gc.collect()
+    gc.freeze()
 
 
 # Threads of libraries that live as long as the process, and wait in Python: they end with it and harm nobody.
@@ -79,3 +104,29 @@ def _runs_are_accounted_for(request: pytest.FixtureRequest) -> Iterator[None]:
     if folder is not None:
         check_runs(folder)
         check_metric_names(folder)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_import_for_foreign_text() -> Iterator[None]:
+    with forking():
+        yield
+
+
+@pytest.fixture(scope="module")
+def _nursery_of_the_file() -> Iterator[None]:
+    yield
+    NURSERY.close()
+
+
+@pytest.fixture
+def one_import(_nursery_of_the_file: None) -> None:
+    """One nursery for all tests of the file: a run that is refused would end its own in the middle of its imports."""
+    NURSERY.begin()
+
+
+@pytest.fixture
+def own_nursery(one_import: None) -> Iterator[None]:
+    """No nursery but that of the run, which is gone with it."""
+    NURSERY.close()
+    yield
+    assert not NURSERY.is_there

@@ -11,6 +11,7 @@ import graphlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -57,11 +58,9 @@ class Source:
         return self.path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
+@cache
 def sources() -> list[Source]:
     return [Source(path, ast.parse(path.read_text(encoding="utf-8"))) for path in sorted(PACKAGE.rglob("*.py"))]
-
-
-SOURCES = sources()
 
 
 def imports(source: Source) -> Iterator[tuple[str, int]]:
@@ -110,9 +109,9 @@ def layer_violations(source: Source) -> list[str]:
 
 def module_edges() -> dict[str, set[str]]:
     """The modules of the package that each of them imports, also inside functions, but not only for its types."""
-    names = {source.module for source in SOURCES}
+    names = {source.module for source in sources()}
     edges: dict[str, set[str]] = {}
-    for source in SOURCES:
+    for source in sources():
         typed = {
             line.lineno
             for node in ast.walk(source.tree)
@@ -138,12 +137,12 @@ def calls_of(tree: ast.Module, name: str) -> list[int]:
 
 
 def test_every_folder_has_a_layer() -> None:
-    units = {source.unit for source in SOURCES} - {"__init__", "__main__"}
+    units = {source.unit for source in sources()} - {"__init__", "__main__"}
     assert units <= HEIGHT.keys(), f"give {units - HEIGHT.keys()} a place in LAYERS, and in ARCHITECTURE.md"
 
 
 def test_imports_point_downwards() -> None:
-    violations = [violation for source in SOURCES for violation in layer_violations(source)]
+    violations = [violation for source in sources() for violation in layer_violations(source)]
     assert not violations, "\n" + "\n".join(violations)
 
 
@@ -188,7 +187,7 @@ LONG_FUNCTIONS = {"generator/paged_kernels.py": "a kernel is one function"}
 def test_the_package_keeps_to_its_budget_of_lines() -> None:
     """Raise a number here only together with the reason in the commit: lines are what the next reader pays."""
     lines = Counter[str]()
-    for source in SOURCES:
+    for source in sources():
         lines[source.unit] += source.num_lines
     above = {unit: (lines[unit], most) for unit, most in MAX_LINES_OF_FOLDER.items() if lines[unit] > most}
     assert not above, f"(lines, allowed): {above}"
@@ -196,7 +195,7 @@ def test_the_package_keeps_to_its_budget_of_lines() -> None:
 
 
 def test_the_spine_fits_four_screens() -> None:
-    lines = {source.name: source.num_lines for source in SOURCES if source.name in SPINE}
+    lines = {source.name: source.num_lines for source in sources() if source.name in SPINE}
     assert len(lines) == len(SPINE), "the spine moved: ARCHITECTURE.md names its files too"
     assert sum(lines.values()) <= MAX_LINES_OF_SPINE, lines
 
@@ -208,7 +207,7 @@ def test_docstrings_begin_with_a_verb_or_their_object() -> None:
     """Hold the openings that make a docstring a riddle without its name: `CONTRIBUTING.md`, English."""
     bad = [
         f"{source.name}:{getattr(node, 'lineno', 1)}: {text.splitlines()[0]}"
-        for source in SOURCES
+        for source in sources()
         for node in ast.walk(source.tree)
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
         if (text := ast.get_docstring(node)) and text.split()[0].rstrip(",:") in OPENINGS
@@ -217,14 +216,16 @@ def test_docstrings_begin_with_a_verb_or_their_object() -> None:
 
 
 def test_a_class_name_has_one_meaning() -> None:
-    names = Counter(node.name for source in SOURCES for node in ast.walk(source.tree) if isinstance(node, ast.ClassDef))
+    names = Counter(
+        node.name for source in sources() for node in ast.walk(source.tree) if isinstance(node, ast.ClassDef)
+    )
     assert not (twice := [name for name, count in names.items() if count > 1]), f"{twice}: each word one meaning"
 
 
 def test_functions_fit_a_screen() -> None:
     long = [
         f"{source.name}:{function.lineno}: {function.name} has {length} lines"
-        for source in SOURCES
+        for source in sources()
         if source.name not in LONG_FUNCTIONS
         for function in functions(source.tree)
         if (length := (function.end_lineno or 0) - function.lineno + 1) > MAX_LINES_OF_FUNCTION
@@ -235,7 +236,7 @@ def test_functions_fit_a_screen() -> None:
 def test_nothing_is_pickled() -> None:
     bad = [
         f"{source.name}:{line}"
-        for source in SOURCES
+        for source in sources()
         for module, line in imports(source)
         if module.split(".")[0] in ("pickle", "cloudpickle", "dill", "shelve", "marshal")
     ]
@@ -303,7 +304,7 @@ def untrusted_calls(source: Source) -> list[str]:
 
 
 def test_nothing_runs_what_it_reads() -> None:
-    found = [call for source in SOURCES for call in untrusted_calls(source)]
+    found = [call for source in sources() for call in untrusted_calls(source)]
     assert not found, "\n" + "\n".join(found)
 
 
@@ -330,7 +331,7 @@ def test_the_rules_about_untrusted_calls_bite(text: str) -> None:
     ],
 )
 def test_calls_that_have_no_place_here(name: str, instead: str) -> None:
-    bad = [f"{source.name}:{line}" for source in SOURCES for line in calls_of(source.tree, name)]
+    bad = [f"{source.name}:{line}" for source in sources() for line in calls_of(source.tree, name)]
     assert not bad, f"{name}() at {bad}: {instead}"
 
 
@@ -338,7 +339,7 @@ def test_core_and_algorithms_know_no_framework_above_them() -> None:
     """Pure parts stay pure: no processes, sockets, files of models or displays in the maths and the schedule."""
     forbidden = {"transformers", "datasets", "rich", "zmq", "reasoning_gym"}
     schedule = {f"controller/{name}.py" for name in ("schedule", "policies", "waiting", "evaluations")}
-    pure = [s for s in SOURCES if s.unit == "algorithms" or s.name in schedule | {"core/types.py", "core/run_log.py"}]
+    pure = [s for s in sources() if s.unit == "algorithms" or s.name in schedule | {"core/types.py", "core/run_log.py"}]
     bad = [
         f"{s.name}:{line} {module}" for s in pure for module, line in imports(s) if module.split(".")[0] in forbidden
     ]
@@ -378,3 +379,9 @@ def test_the_rules_bite(unit: str, text: str, lesson: str) -> None:
 )
 def test_what_is_allowed_passes(unit: str, text: str) -> None:
     assert layer_violations(parsed(unit, text)) == []
+
+
+def test_the_files_that_begin_first_are_there(pytestconfig: pytest.Config) -> None:
+    tests = Path(__file__).parent
+    module = pytestconfig.pluginmanager.getplugin(str(tests / "conftest.py"))
+    assert set(module.LONGEST.split()) <= {path.stem.removeprefix("test_") for path in tests.rglob("test_*.py")}

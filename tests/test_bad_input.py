@@ -53,6 +53,8 @@ from slipstream.trainer.checkpoint import Checkpoints
 from slipstream.trainer.checkpoint_folder import crc32
 from slipstream.trainer.optim import AdamW
 
+pytestmark = pytest.mark.usefixtures("one_import")
+
 TRIES_TEXT = "slipstream.models.foreign_text"  # processes that a check may start
 CALLS_REWARDS = "slipstream.rewards.worker"
 IMPORTS = "slipstream.controller.forking"
@@ -1377,7 +1379,7 @@ def test_bad_input(
     assert files_of(place) == before
 
 
-@pytest.mark.usefixtures("guarded")
+@pytest.mark.usefixtures("guarded", "own_nursery")
 @pytest.mark.parametrize(
     "case",
     [
@@ -1420,7 +1422,7 @@ def test_what_is_right_begins(tables: Mapping[str, Any], place: Path, monkeypatc
         slipstream.run("recipe.toml", display=False)
 
 
-@pytest.mark.usefixtures("guarded")
+@pytest.mark.usefixtures("guarded", "own_nursery")
 def test_a_run_that_was_killed_goes_on(place: Path) -> None:
     with pytest.raises(Started):
         slipstream.run("ignored", resume="run", display=False)

@@ -29,6 +29,8 @@ from slipstream.models.initialise import new_model
 from slipstream.models.tokenizer import char_tokenizer
 from slipstream.stages.named import resolve
 
+pytestmark = pytest.mark.usefixtures("one_import")
+
 FILE = '''
 class Good:
     def reset(self, **columns): return None
@@ -462,6 +464,7 @@ for line in open("cases.jsonl"):
 """
 
 
+@pytest.mark.usefixtures("own_nursery")
 def test_what_is_right_begins(place: Path) -> None:
     tables = over(BASE, {"environment": {"class": GOOD}, "host": "process"})
     with pytest.raises(Started):

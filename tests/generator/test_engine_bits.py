@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from covering import covering
 from engine_kit import assert_same_bits, drain, new_engine, random_model, random_prompt, requests, run
 
 from slipstream.generator.arrangement import SlotSpan, round_up
@@ -15,7 +16,7 @@ from slipstream.generator.requests import Request
 from slipstream.models.linear import linear
 
 
-@pytest.mark.parametrize("num_kv_heads", [1, 4])
+@pytest.mark.parametrize(("num_threads", "num_kv_heads"), covering([1, 2], [4, 1]), indirect=["num_threads"])
 def test_alone_crowd_and_any_number_of_slots(num_threads: int, num_kv_heads: int) -> None:
     model = random_model(num_kv_heads=num_kv_heads)
     batch = requests(6, 4)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from accounted import check_accounting
+from forked_text import FORKS
 from processes import descendants
 
 import slipstream
@@ -21,6 +22,7 @@ from slipstream.controller.nursery import NURSERY
 def _one_import_for_all_runs() -> Iterator[None]:
     """Fork the processes of all runs that tests start by `slipstream.run` from one that has imported once."""
     NURSERY.begin()
+    FORKS.begin()
     yield
     NURSERY.close()
 

@@ -37,10 +37,12 @@ def largest_gap(heard: Heard) -> float:
             start = one.prompt.tokens if number == 0 else np.zeros(0, dtype=np.int32)
             tokens = np.concatenate([start, *(segment.tokens for segment in segments)])
             place = len(start)
+            versions = {version for segment in segments for version in segment_versions(segment)}
+            of_version = {version: probe_logprobs(heard.models[version], tokens) for version in versions}
             for segment in segments:
                 if segment.behaviour_logprobs is not None:
                     for n, version in enumerate(segment_versions(segment)):
-                        expected = probe_logprobs(heard.models[version], tokens)[place + n - 1]
+                        expected = of_version[version][place + n - 1]
                         largest = max(largest, abs(float(expected) - float(segment.behaviour_logprobs[n])))
                 place += len(segment.tokens)
     return largest

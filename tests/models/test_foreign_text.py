@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -50,8 +51,15 @@ CHATS: list[list[dict[str, Any]]] = [
 ]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _started_as_users_start_them() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(foreign_text, "subprocess", subprocess)
+        yield
+
+
 @pytest.fixture(scope="module")
-def child() -> Iterator[foreign_text._Child]:
+def child(_started_as_users_start_them: None) -> Iterator[foreign_text._Child]:
     """One process for all templates: its libraries take two seconds."""
     child = foreign_text._Child("render")
     yield child

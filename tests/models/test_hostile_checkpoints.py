@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 import tomli_w
+from forked_text import FORKS, forking
 from hostile_checkpoints import MUTATIONS, TEMPLATE
 
 from slipstream.core.recipes import resolve
@@ -88,8 +89,9 @@ class Worker:
 
     def check(self, folder: Path) -> dict[str, str]:
         if self.process is None:
+            env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
             self.process = subprocess.Popen(
-                [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/"
+                [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/", env=env
             )
         assert self.process.stdin is not None
         assert self.process.stdout is not None
@@ -189,6 +191,9 @@ def test_the_executable_says_so_and_leaves_nothing(kind: str, name: str, shelf: 
 def _serve(answer: Callable[[str], None]) -> None:
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES,) * 2)
+    FORKS.begin()
+    mine = Path(f"/proc/self/task/{os.getpid()}/children")
+    before = set(mine.read_text().split())
     for line in sys.stdin:
         os.chdir(line.rstrip("\n"))
         error = text = ""
@@ -198,11 +203,12 @@ def _serve(answer: Callable[[str], None]) -> None:
             build_prompts(config, build_tokenizer(config.model))
         except BaseException as raised:  # noqa: BLE001 - what it is, is the question
             error, text = type(raised).__name__, str(raised)
-        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().strip()
+        children = " ".join(set(mine.read_text().split()) - before)
         answer(json.dumps({"error": error, "text": text[-8000:], "children": children}))
 
 
 if __name__ == "__main__":
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print is no answer
-    _serve(lambda line: print(line, file=out))
+    with forking():
+        _serve(lambda line: print(line, file=out))

@@ -13,6 +13,7 @@ import pytest
 import torch
 import training_jobs
 import transformers
+from covering import covering
 from lora_jobs import adapted, scattered
 from rank_models import CONFIGS
 from rank_pool import RankPool
@@ -103,8 +104,10 @@ def test_twenty_steps_are_those_of_one_rank(ranks: RankPool, sections: dict[str,
                 assert mine[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-4), name
 
 
-@pytest.mark.parametrize("layout", ["dp2", "tp2", "tp4", "dp2_tp2"])
-@pytest.mark.parametrize("case", ["mistral", "qwen3", "gpt_neox", "gpt2"])
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    covering(["mistral", "qwen3", "gpt_neox", "gpt2"], ["dp2", "tp2", "tp4", "dp2_tp2"], times=2),
+)
 def test_gradients_of_every_family_are_those_of_one_rank(ranks: RankPool, case: str, layout: str) -> None:
     """Of Mistral's single key-value head all tensor-parallel ranks have a copy, of which each knows its queries'."""
     norm, one = lora_jobs.gradient_alone(CONFIGS[case])
@@ -195,8 +198,7 @@ def test_references_share_the_base_and_the_run_leaves_what_it_made(
         torch.testing.assert_close(tensor, logical_tensors(base_of(model))[name], atol=0, rtol=0)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("case", ["llama", "llama_biased", "gpt_neox", "gpt2"])
+@pytest.mark.parametrize(("case", "layout"), covering(["llama", "llama_biased", "gpt_neox", "gpt2"], LAYOUTS, times=2))
 def test_the_digest_is_that_of_the_whole_base(ranks: RankPool, case: str, layout: str) -> None:
     config = CONFIGS[case]
     whole = Transformer(config)

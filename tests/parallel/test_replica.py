@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import replica_jobs as jobs
+from covering import covering
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ports import NoSpans, Port
@@ -204,14 +205,13 @@ def test_at_lower_precisions_all_ranks_do_the_same(ranks: RankPool, policy: str,
         assert difference.mean() < 0.1
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize(
-    ("precision", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.1), ("int8", 0.1), ("fp8", 0.4)]
-)
-def test_a_rank_serves_its_part_of_a_version(
-    ranks: RankPool, precision: Precision, tolerance: float, in_place: bool
-) -> None:
+TOLERANCES: dict[Precision, float] = {"float32": 1e-4, "bfloat16": 0.1, "int8": 0.1, "fp8": 0.4}
+
+
+@pytest.mark.parametrize(("precision", "in_place"), covering(TOLERANCES, [False, True]))
+def test_a_rank_serves_its_part_of_a_version(ranks: RankPool, precision: Precision, in_place: bool) -> None:
     """Scales of whole rows included; the tolerance is for sums whose shares are rounded on each rank."""
+    tolerance = TOLERANCES[precision]
     text = np.random.default_rng(2).integers(2, CONFIGS["llama"].vocab_size, 40).astype(np.int32)
     for name, world in (("llama_tied", 2), ("gpt2_untied", 4), ("qwen3", 4), ("llama_biased", 2)):
         config = CONFIGS[name]

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 import sharded_jobs
+from covering import covering
 from rank_models import CONFIGS
 from rank_pool import RankPool
 from sharded_jobs import Layout, Trained, assembled
@@ -51,8 +52,7 @@ def without_key_biases(tensors: Mapping[str, np.ndarray], config: TransformerCon
     return kept
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("case", CONFIGS)
+@pytest.mark.parametrize(("case", "layout"), covering(CONFIGS, LAYOUTS, times=2))
 def test_gradients_are_those_of_one_rank(ranks: RankPool, case: str, layout: str) -> None:
     one = alone(case, 1)
     by_rank = ranks.run(sharded_jobs.train, CONFIGS[case], LAYOUTS[layout], SETTINGS, 1, world=LAYOUTS[layout].world)
