@@ -73,8 +73,9 @@ OTHER_TOOLS: list[Json] = [
 class LocalRenderer:
     """Stands where the process that runs templates does; the template itself is the real one."""
 
-    def __init__(self, template: Any, special_tokens: Any, *, origin: str) -> None:
+    def __init__(self, template: Any, special_tokens: Any, *, origin: str, variables: Any) -> None:
         del special_tokens, origin
+        assert not variables
         self._tokenizer = next(one for one in _TOKENIZERS if one.chat_template == template)
 
     def render(self, chats: Sequence[Any], *, tools: Any = None, add_generation_prompt: bool = True) -> list[str]:

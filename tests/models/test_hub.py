@@ -174,6 +174,7 @@ def test_every_field_of_a_checkpoint_is_known() -> None:
     described = {
         (section, name)
         for section, info in RunConfig.model_fields.items()
+        if section != "callbacks"  # functions that hear of one
         for name, field in getattr(info.annotation, "model_fields", {}).items()
         if "heckpoint" in (field.description or "") and "str" in str(field.annotation)
     }

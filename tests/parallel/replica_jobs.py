@@ -14,12 +14,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from ports import NoSpans, Port
 from rank_models import LLAMA, whole_model
 from rank_pool import Rank
@@ -473,6 +475,7 @@ def end(rank: Rank, folder: str, transport: str, how: str) -> tuple[str, float, 
     case = Case({}, ((0, admit(0, 4)), (1, admit(1, 4))), staged=(((3, 1),),) * 4 if how == "probe" else ((),) * 4)
     member = Member(rank, case, folder, transport)
     member.versions.spoils = True
+    dist.monitored_barrier(rank.group, timedelta(seconds=60))  # what each loads first has no place in the rounds' time
     if is_last and how == "noise":
         member.generator.engine._seed += 1  # type: ignore[attr-defined]
     if is_last and how == "commands":

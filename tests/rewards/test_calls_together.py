@@ -224,11 +224,11 @@ def test_a_loop_that_is_blocked_is_left_and_what_it_had_begins_again() -> None:
 
 def test_threads_that_hang_are_replaced_and_others_go_on() -> None:
     clock, release = VirtualClock(), threading.Event()
-    inside = threading.Semaphore(0)
+    hung: list[str] = []
 
     def reward(completions: list[str], **_: Any) -> list[float]:
         if completions[0] == "hang":
-            inside.release()
+            hung.append("here")
             release.wait(GENEROUS_S)
         return [1.0]
 
@@ -238,14 +238,17 @@ def test_threads_that_hang_are_replaced_and_others_go_on() -> None:
             scorer.submit(job(i, "hang" if i in (0, 3) else "ok"))
 
         def tick() -> None:
-            if inside.acquire(blocking=False):
+            if len(hung) == 2:  # in both threads: nobody else is at work while time goes on
+                hung.clear()
                 clock.advance(2.0)
 
-        done = finished(scorer, 6, tick=tick)
+        try:
+            done = finished(scorer, 6, tick=tick)
+        finally:
+            release.set()
         assert [done[i].failure for i in (1, 2, 4, 5)] == [None] * 4
         assert {done[0].failure, done[3].failure} == {"f: timed out after 2 s"}
         assert scorer.num_restarts == 2
-        release.set()
 
 
 def test_an_answer_after_the_end_goes_nowhere() -> None:
