@@ -56,8 +56,9 @@ class Forks:
         atexit.register(self.close)
 
     def begin(self) -> None:
-        if self._process is not None:
+        if self._process is not None and self._process.poll() is None:
             return
+        self.close()
         self._socket, others = socket.socketpair()
         with others:
             self._process = subprocess.Popen(

@@ -26,6 +26,7 @@ import msgspec
 import pytest
 import tomli_w
 import torch
+from forked_text import FORKS
 
 import slipstream
 from slipstream import cli
@@ -1278,6 +1279,7 @@ def place(shelf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def guarded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes, models with weights and the reading of weights raise Started."""
+    FORKS.begin()  # as the checks of texts need it
 
     def refuse(what: str) -> Callable[..., NoReturn]:
         def started(*args: object, **kwargs: object) -> NoReturn:
