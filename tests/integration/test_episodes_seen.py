@@ -17,18 +17,18 @@ from slipstream.controller.replay import replay
 
 ENVIRONMENT = '''
 class Asks:
-    """Asks on for as many turns as the row's answer says, 1..4; every seventh object fails at its second turn."""
+    """Asks on for as many turns as the row's answer says, 1..4; of an odd answer one object fails at its second turn."""
 
-    made = 0
+    failed = set()
 
     def reset(self, answer, **columns):
-        Asks.made += 1
-        self.turns, self.number, self.left = 0, Asks.made, 1 + int(answer) % 4
+        self.turns, self.answer, self.left = 0, int(answer), 1 + int(answer) % 4
 
     def step(self, message):
         self.turns += 1
         self.left -= 1
-        if self.number % 7 == 0 and self.turns == 2:
+        if self.turns == 2 and self.answer % 2 and self.answer not in Asks.failed:
+            Asks.failed.add(self.answer)
             raise RuntimeError("lost my notes")
         said = [{"role": "tool", "name": "look", "content": "<script>"}, {"role": "user", "content": "?"}]
         return {"messages": said, "done": self.left == 0, "reward": float(len(message["content"]) % 3)}
@@ -114,7 +114,7 @@ def test_the_summary_counts_them(run_dir: Path) -> None:
     found = json.loads((run_dir / "summary.json").read_text())["episodes"]
     rollouts = lines(run_dir / "rollouts.jsonl")
     restarts = sum(one["episode"].get("restarts", 0) for one in rollouts)
-    assert found["restarts"] >= restarts > 0, "every seventh fails, those of evaluations included"
+    assert found["restarts"] >= restarts > 0, "those of evaluations included"
     assert found["episodes"] >= len(rollouts) + 4 * 8 - 16, "training, and two evaluations at two temperatures"
     assert found["turns"] > sum(one["episode"]["turns"] for one in rollouts)
     assert 1.0 <= found["mean_turns"] <= 3.0
