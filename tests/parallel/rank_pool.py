@@ -24,8 +24,15 @@ import torch.distributed as dist
 START_TIMEOUT_S = 120.0
 JOB_TIMEOUT_S = 120.0
 GROUPS_PER_JOB = 1000
-PRELOADED = ["torch._dynamo", "slipstream.generator.executor"]
-"""Imported once, in the process that the ranks are forked from; the first is what models on "meta" pull in."""
+PRELOADED = [
+    "torch._dynamo",  # models on "meta" pull it in
+    "slipstream.generator.executor",
+    "transformers.models.auto.tokenization_auto",  # checkpoints and their tokenizers
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.configuration_llama",
+    "transformers.tokenization_utils_tokenizers",
+]
+"""Imported once, in the process that the ranks are forked from."""
 
 
 @dataclass(frozen=True)
