@@ -117,19 +117,26 @@ def test_json_has_it_all_and_python_says_the_same(capsys):
 
 
 def test_adapters_are_planned_for_and_what_no_run_does_is_said(eta, capsys, tmp_path):
-    """On GPUs a run refuses them, so the plan is an estimate without a recipe."""
-    assert run_cli(*EIGHT, "--lora-rank", "32", "--rows", "1", "--max-staleness", "1") == 0
+    """A run refuses them beside a critic, so that plan is an estimate without a recipe."""
+    assert run_cli(*EIGHT, "--lora-rank", "32", "--critic", "--rows", "1", "--max-staleness", "1") == 0
     printed = capsys.readouterr().out
     assert "adapters of 83.9 M numbers; a version has 0.336 GB instead of " in printed
-    assert "no run can do this yet: adapters (model.lora) do not go together with " in printed
+    assert "no run can do this yet: adapters (model.lora) do not go together with a critic" in printed
+    beside = slipstream.make_plan("llama-3.1-8b", gpus=8, lora_rank=32, critic=True, max_staleness=1, rows=1)
+    assert beside.to_dict()["recipe"] is None
+    with pytest.raises(ConfigError, match="do not go together with"):
+        beside.write_recipe(tmp_path / "out.toml")
     recipe = resolve("quickstart", {"model": {"lora": {"rank": 32, "targets": ["q_proj"]}}})
     (tmp_path / "mine.toml").write_text(tomli_w.dumps(recipe.model_dump(exclude_none=True)), encoding="utf-8")
     found = slipstream.make_plan(str(tmp_path / "mine.toml"), gpus=2, groups_per_step=4, max_staleness=1, rows=1)
     told = found.to_dict()
     assert told["model"]["adapter_params"] == 3 * 32 * 256  # of the quickstart's three layers
-    assert (told["model"]["version_bytes"], told["recipe"]) == (4 * 3 * 32 * 256, None)
-    with pytest.raises(ConfigError, match="do not go together with"):
-        found.write_recipe(tmp_path / "out.toml")
+    assert told["model"]["version_bytes"] == 4 * 3 * 32 * 256
+    lora = told["recipe"]["model"]["lora"]
+    assert (lora["rank"], lora["targets"]) == (32, ["q_proj"])
+    found.write_recipe(tmp_path / "out.toml")
+    planned = resolve(str(tmp_path / "out.toml"))
+    assert (planned.trainer.device, planned.model.lora.rank) == ("cuda", 32)
     with pytest.raises(ConfigError, match="those of the weights that were trained"):
         slipstream.make_plan(str(tmp_path / "mine.toml"), measured=eta)
 
