@@ -17,7 +17,7 @@ from slipstream.controller.replay import replay
 
 ENVIRONMENT = '''
 class Asks:
-    """Asks on for as many turns as the row's answer says, 1..4; of an odd answer one object fails at its second turn."""
+    """Asks on for as many turns as the answer says, 1..4; of an odd answer one object fails at its second turn."""
 
     failed = set()
 
