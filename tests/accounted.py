@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 MOST_UNLABELLED = 0.01
-SHORTEST_S = 0.1  # of a run that never began a percent is microseconds
+SHORTEST_S = 0.5  # of a run that never began a percent is less than a wait for the disk, of which no process knows
 MOST_OVERHEAD = 0.1
 """Else it has become a place for what nobody has named."""
 START_OVERHEAD_S = 0.25
