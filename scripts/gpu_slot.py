@@ -11,19 +11,23 @@ nothing is lost when the machine goes away; a later call with `--from` or `--onl
 less than a quarter of its limit left of `--budget-s`. With `--wheels`, missing packages are installed from that folder
 into OUT/venv, beside those that the interpreter has, torch above all; the project itself is found in `src`.
 
-Exits with 1 if a step failed. Only the standard library is needed here.
+Exits with 1 if a step failed. Only the standard library is needed
+here, but for `--fetch`.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import tarfile
+import tempfile
 import time
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -34,6 +38,7 @@ from typing import Any
 PROJECT = Path(__file__).resolve().parent.parent
 STEPS = PROJECT / "scripts" / "gpu_steps.toml"
 GRACE_S = 5.0  # from the request to end to the end of a step's processes
+FETCH_S = 300.0  # for one package
 LEAST_SHARE = 0.25  # of its limit that a step is begun with
 TAIL_LINES = 40
 OWN = ("torch", "triton")  # what the machine brings
@@ -210,14 +215,51 @@ def requirements() -> list[str]:
     ]
 
 
+def pinned(python_version: str) -> dict[str, str]:
+    """Return `constraints.txt`'s "name==version" of all that `requirements` bring along on Linux, by name."""
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    lines = [line.strip() for line in (PROJECT / "constraints.txt").read_text().splitlines()]
+    known = {canonicalize_name(line.split("==")[0]): line for line in lines if "==" in line and line[0] != "#"}
+    found: dict[str, str] = {}
+    waiting = [Requirement(one) for one in requirements()]
+    while waiting:
+        wanted = waiting.pop()
+        name, extras = canonicalize_name(wanted.name), wanted.extras or {""}
+        if name in found or name in OWN or name.startswith("nvidia"):
+            continue
+        found[name] = known[name]
+        for one in map(Requirement, importlib.metadata.requires(name) or ()):
+            place = {"python_version": python_version, "sys_platform": "linux"}
+            if one.marker is None or any(one.marker.evaluate(place | {"extra": extra}) for extra in extras):
+                waiting.append(one)
+    return found
+
+
 def fetch(folder: Path, python_version: str) -> int:
-    """Download wheels for a Linux machine with that Python into `folder`; pip's exit code."""
+    """Bring wheels for a Linux machine with that Python into `folder`; how many there are none of.
+
+    What has no wheel is built here, which serves another Python only where nothing is compiled.
+    """
+    pip = [sys.executable, "-m", "pip"]
     platforms = [word for name in WHEEL_PLATFORMS for word in ("--platform", name)]
-    command = [sys.executable, "-m", "pip", "download", "--only-binary=:all:", "--python-version", python_version]
-    command += ["--implementation", "cp", *platforms, "--dest", str(folder), "--no-deps"]
-    pinned = [line for line in (PROJECT / "constraints.txt").read_text().splitlines() if "==" in line]
-    wanted = [line for line in pinned if not line.lower().startswith((*OWN, "nvidia"))]
-    return subprocess.run([*command, *wanted]).returncode
+    of_machine = ["--only-binary=:all:", "--python-version", python_version, "--implementation", "cp", *platforms]
+    lacking = []
+    for one in pinned(python_version).values():
+        there = [*pip, "download", "-q", "--no-deps", *of_machine, "--dest", str(folder), one]
+        if not subprocess.run(there, capture_output=True, timeout=FETCH_S).returncode:
+            continue
+        with tempfile.TemporaryDirectory() as built:
+            subprocess.run([*pip, "wheel", "-q", "--no-deps", "-w", built, one], capture_output=True, timeout=FETCH_S)
+            wheels = list(Path(built).glob("*-none-any.whl"))
+            for wheel in wheels:
+                shutil.copy(wheel, folder)
+        lacking += [] if wheels else [one]
+    print(
+        f"{len(list(folder.glob('*.whl')))} wheels in {folder}" + (f"; none of {', '.join(lacking)}" if lacking else "")
+    )
+    return len(lacking)
 
 
 def prepared(out: Path, wheels: Path) -> str:

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 MOST_UNLABELLED = 0.01
-SHORTEST_S = 0.5  # of a run that never began a percent is less than a wait for the disk, of which no process knows
+SHORTEST_S = 0.1  # of a run that never began a percent is microseconds
+NEVER_BEGAN_S = 0.005
+"""Unlabelled in one that was over sooner: less than a wait for the disk, of which no process knows."""
 MOST_OVERHEAD = 0.1
 """Else it has become a place for what nobody has named."""
 START_OVERHEAD_S = 0.25
@@ -69,11 +71,13 @@ def check_accounting(run_dir: Path, *, stopped_s: float = 0.0, most_overhead: fl
     for name, states in summary["accounting"].items():
         where = f"{name} of {run_dir}"
         told = seconds(timelines[name], start_ns, end_ns)
-        there_s = max(summary["wall_s"] - states.get("absent", 0.0) - states.get("lost", 0.0), SHORTEST_S)
+        there_s = summary["wall_s"] - states.get("absent", 0.0) - states.get("lost", 0.0)
+        unlabelled_s = MOST_UNLABELLED * there_s if there_s >= SHORTEST_S else NEVER_BEGAN_S
+        there_s = max(there_s, SHORTEST_S)
         ends = [line for line in timelines[name] if line["kind"] == "end"]
         kept_s = sum(line.get("kept_ns", 0) for line in ends) * 1e-9 if ends else KEPT_OF_KILLED_S
         overhead_s = (most_overhead if name == "controller" else MOST_OVERHEAD) * there_s + START_OVERHEAD_S
-        for state, most_s in (("unlabelled", MOST_UNLABELLED * there_s), ("overhead", overhead_s)):
+        for state, most_s in (("unlabelled", unlabelled_s), ("overhead", overhead_s)):
             told_s = states.get(state, 0.0)
             assert told_s <= most_s + kept_s + stopped_s, (
                 f"{where}: {state} {told_s} s of {there_s} s, {kept_s} s without a core"

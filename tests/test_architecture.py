@@ -151,7 +151,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 80_577
+MAX_LINES = 80_578
 MAX_LINES_OF_SPINE = 1_868
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -175,7 +175,7 @@ MAX_LINES_OF_FOLDER = {
     "models": 6_835,
     "observe": 9_815,
     "plan": 6_380,
-    "prompts": 1_295,
+    "prompts": 1_305,
     "rewards": 3_885,
     "stages": 2_760,
     "trainer": 5_220,

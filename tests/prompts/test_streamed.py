@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.core.config import RunConfig
-from slipstream.core.errors import ConfigError
+from slipstream.core.errors import ConfigError, SlipstreamError
 from slipstream.core.recipes import resolve
 from slipstream.core.types import Prompt
 from slipstream.models.tokenizer import char_tokenizer
@@ -79,6 +80,19 @@ def test_no_more_is_read_than_is_needed_and_little_is_kept(monkeypatch: pytest.M
     assert len(stream._kept) == 10
     assert stream.prompt(5).prompt_id == first[5], "what is kept no longer is read again"
     assert stream.prompt(199).prompt_id == first[199]
+
+
+def test_rows_that_do_not_come_are_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streamed, "READ_WITHIN_S", 0.1)
+    release, source = threading.Event(), Source(2)
+
+    def hangs() -> Iterator[list[Prompt]]:
+        yield from source()
+        release.wait(60)
+
+    with pytest.raises(SlipstreamError, match=r"have not come[\s\S]*within 0.1 s"):
+        StreamedPrompts(hangs, 0, 20)
+    release.set()
 
 
 def test_a_resume_reads_one_pass_at_most_and_a_part() -> None:

@@ -8,11 +8,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
-from slipstream.core.errors import ConfigError
+from slipstream.core.errors import ConfigError, SlipstreamError
 from slipstream.core.types import Prompt
 
 KEPT = 4096
 """Prompts that are kept after they were given: a group that starts again asks for one of the last ordinals."""
+READ_WITHIN_S = 600.0
+"""For the next rows: longer than the library that fetches them tries again by itself."""
 _BUFFER_KEY = 0x42756666
 
 Batches = Callable[[], Iterator[list[Prompt]]]
@@ -75,7 +77,14 @@ class StreamedPrompts:
     def _row(self) -> Prompt | None:
         """Return the next prompt of the pass, or None at its end."""
         while not self._waiting and self._ahead is not None:
-            batch = self._ahead.result()
+            try:
+                batch = self._ahead.result(READ_WITHIN_S)
+            except TimeoutError as error:
+                raise SlipstreamError(
+                    "the next rows of the data set have not come",
+                    got=f"nothing within {READ_WITHIN_S:g} s, after {self._next} prompts",
+                    hint="is its source reachable? A resume goes on with the same prompt",
+                ) from error
             self._waiting = [] if batch is None else batch[::-1]
             self._ahead = None if batch is None else self._reader.submit(next, self._rows, None)
         return self._waiting.pop() if self._waiting else None
