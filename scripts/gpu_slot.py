@@ -11,8 +11,7 @@ nothing is lost when the machine goes away; a later call with `--from` or `--onl
 less than a quarter of its limit left of `--budget-s`. With `--wheels`, missing packages are installed from that folder
 into OUT/venv, beside those that the interpreter has, torch above all; the project itself is found in `src`.
 
-Exits with 1 if a step failed. Only the standard library is needed
-here, but for `--fetch`.
+Exits with 1 if a step failed. Only the standard library is needed here, but for `--fetch`.
 """
 
 from __future__ import annotations
@@ -38,6 +37,7 @@ from typing import Any
 PROJECT = Path(__file__).resolve().parent.parent
 STEPS = PROJECT / "scripts" / "gpu_steps.toml"
 GRACE_S = 5.0  # from the request to end to the end of a step's processes
+BUILDERS = ("setuptools", "wheel")  # for what comes as source
 FETCH_S = 300.0  # for one package
 LEAST_SHARE = 0.25  # of its limit that a step is begun with
 TAIL_LINES = 40
@@ -238,15 +238,17 @@ def pinned(python_version: str) -> dict[str, str]:
 
 
 def fetch(folder: Path, python_version: str) -> int:
-    """Bring wheels for a Linux machine with that Python into `folder`; how many there are none of.
+    """Bring wheels for a Linux machine with that Python into `folder`; return how many packages are missing.
 
-    What has no wheel is built here, which serves another Python only where nothing is compiled.
+    What has no wheel is built here, which serves another Python only where nothing is compiled. The rest comes as
+    source, which that machine compiles.
     """
     pip = [sys.executable, "-m", "pip"]
     platforms = [word for name in WHEEL_PLATFORMS for word in ("--platform", name)]
     of_machine = ["--only-binary=:all:", "--python-version", python_version, "--implementation", "cp", *platforms]
-    lacking = []
-    for one in pinned(python_version).values():
+    sources: list[str] = []
+    lacking: list[str] = []
+    for one in [*pinned(python_version).values(), *BUILDERS]:
         there = [*pip, "download", "-q", "--no-deps", *of_machine, "--dest", str(folder), one]
         if not subprocess.run(there, capture_output=True, timeout=FETCH_S).returncode:
             continue
@@ -255,10 +257,15 @@ def fetch(folder: Path, python_version: str) -> int:
             wheels = list(Path(built).glob("*-none-any.whl"))
             for wheel in wheels:
                 shutil.copy(wheel, folder)
-        lacking += [] if wheels else [one]
-    print(
-        f"{len(list(folder.glob('*.whl')))} wheels in {folder}" + (f"; none of {', '.join(lacking)}" if lacking else "")
-    )
+        if not wheels:
+            source = [*pip, "download", "-q", "--no-deps", "--no-binary=:all:", "--dest", str(folder), one]
+            is_there = not subprocess.run(source, capture_output=True, timeout=FETCH_S).returncode
+            (sources if is_there else lacking).append(one)
+    print(f"{len(list(folder.glob('*.whl')))} wheels in {folder}")
+    if sources:
+        print(f"as source, to be compiled there: {', '.join(sources)}")
+    if lacking:
+        print(f"missing: {', '.join(lacking)}")
     return len(lacking)
 
 
@@ -267,9 +274,10 @@ def prepared(out: Path, wheels: Path) -> str:
     python = out / "venv" / "bin" / "python"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", "--system-site-packages", str(out / "venv")], check=True)
-    found = subprocess.run(
-        [str(python), "-m", "pip", "install", "--no-index", "--find-links", str(wheels), "-q", *requirements()]
-    )
+    pip = [str(python), "-m", "pip", "install", "-q", "--no-index", "--find-links", str(wheels)]
+    found = subprocess.run([*pip, *BUILDERS])
+    if not found.returncode:
+        found = subprocess.run([*pip, "--no-build-isolation", *requirements()])
     if found.returncode:
         sys.exit(f"{wheels} lacks packages: python scripts/gpu_slot.py --fetch {wheels} where there is a registry")
     return str(python)
