@@ -20,7 +20,7 @@ from urllib.parse import unquote, urlsplit
 ROOT = Path(__file__).resolve().parents[1]
 GATHERED = (
     *("*.md", "docs/**/*.*", "experiments/**/README.md"),
-    *("src/slipstream/**/*.py", "recipes/*.toml", "examples/*.*"),
+    *("src/slipstream/**/*.py", "recipes/*.toml", "examples/*.*", "notebooks/*.ipynb"),
 )
 NAVIGATES = ("a", "area", "form")
 

@@ -65,7 +65,9 @@ def reference() -> str:
     parts = [HEAD]
     for name in slipstream.__all__:
         shown = getattr(slipstream, name)
-        parts.append(f"## {name}\n\n```py\n{signature(name, shown)}\n```\n\n{summary(shown)}\n")
+        gone = getattr(shown, "__deprecated__", None)
+        told = f"**Deprecated:** {gone}. {summary(shown)}" if gone else summary(shown)
+        parts.append(f"## {name}\n\n```py\n{signature(name, shown)}\n```\n\n{told}\n")
     return "\n".join(parts)
 
 

@@ -163,14 +163,14 @@ SPINE = (
     "trainer/step.py",
 )
 MAX_LINES_OF_FOLDER = {
-    "algorithms": 2_215,
+    "algorithms": 2_240,
     "batching": 365,
-    "controller": 5_925,
+    "controller": 5_945,
     "core": 10_525,
     "environments": 8_124,
     "evals": 2_759,
     "generator": 7_900,
-    "jail": 1_050,
+    "jail": 1_060,
     "jobs": 500,
     "models": 6_835,
     "observe": 9_815,

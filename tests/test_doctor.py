@@ -31,7 +31,10 @@ def test_a_good_machine_and_a_poor_one() -> None:
         assert with_gpu[name].works
         assert with_gpu[name].why == f"H100 (80 GiB): {field} = 'cuda'"
     poor_hardware = Hardware(**HARDWARE.to_dict() | {"num_cores": 1, "shm_free_bytes": None, "gpus": ()})
-    poor = {f.name: f for f in features(poor_hardware, holds | {"network": False}, {"dev": ["pytest"]})}
+    poor = {
+        f.name: f
+        for f in features(poor_hardware, holds | {"network": False}, {"dev": ["pytest"]}, no_processes="no pidfd")
+    }
     assert [name for name, feature in poor.items() if feature.works] == ["training on the CPU"]
     assert "not isolated here: network" in poor["verifiers that evaluate model text"].why
     assert poor["extra 'dev'"].why == "missing: pytest; `pip install 'slipstream-rl[dev]'`"

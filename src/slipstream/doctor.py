@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from slipstream.jail.isolation import REQUIRED_FOR_UNSAFE
+from slipstream.controller.placement import why_no_processes
+from slipstream.jail.isolation import REQUIRED_FOR_UNSAFE, WITHOUT
 from slipstream.observe.hardware import Hardware, describe
 from slipstream.observe.summary import Versions, versions
 from slipstream.rewards.checks import isolation_report
@@ -54,20 +55,27 @@ def examine() -> Findings:
         hardware=hardware,
         isolation=isolation,
         extras=extras,
-        features=features(hardware, isolation, extras),
+        features=features(hardware, isolation, extras, no_processes=why_no_processes()),
     )
 
 
-def features(hardware: Hardware, isolation: Mapping[str, bool], extras: Mapping[str, list[str]]) -> tuple[Feature, ...]:
-    """Return what works here, judged by what was found."""
+def features(
+    hardware: Hardware, isolation: Mapping[str, bool], extras: Mapping[str, list[str]], *, no_processes: str = ""
+) -> tuple[Feature, ...]:
+    """Return what works here, judged by what was found; `no_processes` is why executors have no processes."""
     shm_bytes, gpus = hardware.shm_free_bytes or 0, ", ".join(hardware.gpus)
     open_barriers = sorted(name for name in REQUIRED_FOR_UNSAFE if not isolation[name])
     found = [
         Feature("training on the CPU", True, f"{hardware.num_cores} cores, {hardware.memory_bytes / 2**30:.1f} GiB"),
         Feature(
+            "executors in processes of their own",
+            not no_processes,
+            f"{no_processes}; host = 'inline' works" if no_processes else "Linux, with pidfd_open",
+        ),
+        Feature(
             "overlap of generation and training",
-            hardware.num_cores >= 2,
-            f"{hardware.num_cores} cores; each side needs one of its own",
+            hardware.num_cores >= 2 and not no_processes,
+            f"{hardware.num_cores} cores; each side needs one of its own, and a process",
         ),
         Feature(
             "weight sync through shared memory",
@@ -115,20 +123,25 @@ def missing_packages() -> dict[str, list[str]]:
 
 
 def render(findings: Findings, console: Console) -> None:
-    """Print the findings as two tables."""
+    """Print the findings as three tables."""
     facts = Table(box=None, show_header=False)
     for name, value in msgspec.to_builtins(findings.versions).items():
         facts.add_row(name, "none: this is no checkout" if name == "commit" and value is None else str(value))
     for name, value in findings.hardware.lines().items():
         facts.add_row(name, value)
-    for name, holds in findings.isolation.items():
-        facts.add_row(f"isolation: {name}", "yes" if holds else "no")
     console.print(facts)
+    walls = Table("barrier around workers", "holds here", "what that means", show_edge=False)
+    for name, holds in findings.isolation.items():
+        walls.add_row(name, _answer(holds), "" if holds else WITHOUT[name])
+    console.print(walls)
     verdict = Table("feature", "works here", "why", show_edge=False)
     for feature in findings.features:
-        answer = Text("yes", "green") if feature.works else Text("no", "yellow")
-        verdict.add_row(feature.name, answer, Text(feature.why))  # Text: brackets in it are no markup
+        verdict.add_row(feature.name, _answer(feature.works), Text(feature.why))  # Text: brackets in it are no markup
     console.print(verdict)
+
+
+def _answer(holds: bool) -> Text:
+    return Text("yes", "green") if holds else Text("no", "yellow")
 
 
 def _is_installed(package: str) -> bool:

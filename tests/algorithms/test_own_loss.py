@@ -1,6 +1,7 @@
 """docs/algorithms.md: its tables name what there is, its settings are valid, and its loss of one's own works."""
 
 import math
+import os
 import re
 import textwrap
 import tomllib
@@ -12,13 +13,14 @@ import torch
 from loss_cases import evaluate, finite_differences, random_inputs
 
 import slipstream
-from slipstream.algorithms.losses import LOSSES, Loss
+from slipstream.algorithms.losses import LOSSES, Loss, loss_named
 from slipstream.controller.checks import check_loss
+from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import resolve
 from slipstream.core.training_sections import LossConfig
 
 PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
-DEFINITION, ENTRY = re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
+[OWN] = re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
 PROSE = re.sub(r"^```.*?^```", "", PAGE, flags=re.DOTALL | re.MULTILINE)
 SETTINGS = [textwrap.dedent(block) for block in re.findall(r"(?:^ {4}.*\n|^\n(?= {4}))+", PROSE, flags=re.MULTILINE)]
 UNITS = {"token": "token", "completion": "sequence", "pair": "pair", "choice": "choice"}
@@ -35,9 +37,18 @@ def rows(heading: str) -> list[list[str]]:
 @pytest.fixture
 def awr(monkeypatch):
     """The page's example in the table of losses."""
-    names = {"LOSSES": dict(LOSSES), "Loss": Loss}
-    exec(DEFINITION + ENTRY, names)
-    monkeypatch.setitem(LOSSES, "awr", names["LOSSES"]["awr"])
+    names: dict[str, Loss] = {}
+    exec(OWN, names)
+    monkeypatch.setitem(LOSSES, "awr", names["awr"])
+
+
+@pytest.fixture
+def file(monkeypatch, tmp_path):
+    """The page's example as a file, in the present folder."""
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "awr.py"
+    path.write_text(OWN)
+    return path
 
 
 def test_the_tables_have_a_row_for_every_loss_with_its_unit_and_needs():
@@ -53,7 +64,7 @@ def test_every_estimator_of_advantages_has_a_row():
     assert [row[0].strip("`") for row in rows("Advantages")] == allowed
 
 
-@pytest.mark.usefixtures("awr")
+@pytest.mark.usefixtures("file")
 def test_the_settings_on_the_page_are_valid():
     assert len(SETTINGS) == 5
     for block in SETTINGS:
@@ -84,7 +95,7 @@ def test_the_example_has_its_identity_and_gradient():
     torch.testing.assert_close(grad, numeric, rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.usefixtures("awr")
+@pytest.mark.usefixtures("file")
 def test_the_example_trains(tmp_path):
     overrides = {
         "host": "inline",
@@ -94,10 +105,52 @@ def test_the_example_trains(tmp_path):
         "model": {"hidden_size": 16, "intermediate_size": 16, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1},
         "prompts": {"num_train": 40, "num_eval": 4},
         "generator": {"num_slots": 8},
-        "loss": {"name": "awr", "params": {"temperature": 0.5}, "advantages": "group_mean", "skip_no_signal": False},
+        "loss": {
+            "name": "awr.py:awr",
+            "params": {"temperature": 0.5},
+            "advantages": "group_mean",
+            "skip_no_signal": False,
+        },
         "warm_start": {"steps": 0},
         "eval": {"num_prompts": 4, "num_slots": 8},
     }
     result = slipstream.run("quickstart", overrides=overrides, out=tmp_path / "run", display=False)
     assert result.status == "done"
     assert result.summary["policy_version"] == 2
+
+
+def test_a_file_that_was_written_anew_is_read_again(file):
+    assert loss_named("awr.py:awr", {}).params == {"temperature": 1.0}
+    file.write_text(OWN.replace('"temperature": 1.0', '"temperature": 2.0'))
+    os.utime(file, ns=(1, 1))
+    assert loss_named("awr.py:awr", {}).params == {"temperature": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ('Loss(awr_loss, "token", ("policy_logprobs", "advantage"))', "it requires advantage"),
+        ('Loss(awr_loss, "token", ("policy_logprobs", "cutoff"))', "it requires a cutoff"),
+        ("awr_loss", "is no loss that can be trained"),
+        ("[awr_loss]", "no loss"),
+        ('Loss(awr_los, "token", ())', "NameError"),
+        ('Loss(awr_loss, "token", ("policy_logprobs",), kind="supervised")', "is not a loss of a policy"),
+    ],
+)
+def test_what_is_no_loss_is_refused(file, entry, message):
+    file.write_text(OWN.split("awr = ")[0] + f"awr = {entry}\n")
+    with pytest.raises(ConfigError, match=message):
+        check_loss(resolve("quickstart", {"loss": {"name": "awr.py:awr"}}))
+
+
+@pytest.mark.usefixtures("file")
+def test_names_that_are_not_there_are_answered():
+    for name, message in {
+        "awr.py:awl": "has no loss 'awl'",
+        "owr.py:awr": "cannot be read",
+        "nowhere:awr": "no module",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            check_loss(resolve("quickstart", {"loss": {"name": name}}))
+    with pytest.raises(ConfigError, match="of a Loss"):
+        loss_named("owr", {})

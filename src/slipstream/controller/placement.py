@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import os
 import resource
+import sys
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -58,6 +59,12 @@ def check_processes(config: RunConfig, here: Collection[str], *, has_workers: bo
 
     A worker that scores is three processes: a keeper, the first of a namespace, the scorer; and there is one to spare.
     """
+    if config.host == "process" and (reason := why_no_processes()):
+        raise ConfigError(
+            "executors cannot have processes of their own here",
+            got=reason,
+            hint="another machine, or a Linux container; host = 'inline' runs them all in one process, without overlap",
+        )
     counts = {
         "trainer": ("trainer.ranks", config.trainer.ranks, 1),
         "generator": ("generator.replicas x generator.tensor_parallel", _replicas(config), 1),
@@ -77,6 +84,17 @@ def check_processes(config: RunConfig, here: Collection[str], *, has_workers: bo
                 allowed=f"{most} ({why})",
                 hint=f"lower {field}",
             )
+
+
+def why_no_processes() -> str:
+    """Return why executors cannot have processes of their own here, or nothing where they can."""
+    if not sys.platform.startswith("linux"):
+        return f"this is {sys.platform}: they are watched, and end with the run, by means of Linux"
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError as error:
+        return f"pidfd_open is refused ({error.strerror}): Linux before 5.3, or a container that does not permit it"
+    return ""
 
 
 def _replicas(config: RunConfig) -> int:
@@ -102,7 +120,7 @@ def most_processes() -> tuple[int, str]:
 
 def num_cores() -> int:
     """Cores this process may use."""
-    return len(os.sched_getaffinity(0))
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def place(config: RunConfig, cores: int) -> dict[str, Threads]:

@@ -15,7 +15,7 @@ from typing import Any
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError, did_you_mean
 from slipstream.core.observe_sections import HOOKS
-from slipstream.core.user_code import defined, describe, member, module_of
+from slipstream.core.user_code import defined, imported
 
 STOP = "stop"
 """A callback that returns this ends the run after the step that is being trained."""
@@ -92,17 +92,6 @@ def load_callbacks(config: RunConfig, given: Hooks) -> Hooks:
     """
     modules: dict[str, ModuleType] = {}
     return {
-        hook: [*(_imported(name, modules) for name in names), *given.get(hook, ())]
+        hook: [*(imported(name, what="callback", modules=modules) for name in names), *given.get(hook, ())]
         for hook, names in config.callbacks.hooks.items()
     }
-
-
-def _imported(name: str, modules: dict[str, ModuleType]) -> Callable[[Any], Any]:
-    location, _, function = name.rpartition(":")
-    if location not in modules:
-        try:
-            text = Path(location).expanduser().read_text() if location.endswith(".py") else None
-            modules[location] = module_of(location, text)
-        except Exception as error:
-            raise ConfigError(f"the callback '{name}' cannot be imported", got=describe(error)) from error
-    return member(modules[location], location, function)

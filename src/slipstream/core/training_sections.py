@@ -43,7 +43,9 @@ MIN_WHITENED = 8
 class LossConfig(Section):
     """The policy loss, its advantages, and which completions of a group are trained on."""
 
-    name: str = Field("aipo", description="Key of `algorithms.losses.LOSSES`, of kind 'policy'.")
+    name: str = Field(
+        "aipo", description="Key of `algorithms.losses.LOSSES`, of kind 'policy'; or 'file.py:name' of a Loss."
+    )
     params: dict[str, Annotated[float, Field(allow_inf_nan=True)] | str] = Field(
         default_factory=dict, description="The loss's own constants, e.g. max_ratio = 4."
     )

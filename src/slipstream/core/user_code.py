@@ -54,6 +54,21 @@ def member(module: ModuleType, location: str, name: str, *, kind: str = "functio
     return found
 
 
+def imported(path: str, *, what: str, modules: dict[str, ModuleType]) -> Callable[..., Any]:
+    """Import the callable of 'module:name' or 'file.py:name', a `what`; the names of one file share its module.
+
+    Modules that `modules` has by location are not imported again. ConfigError where the import fails, or lacks it.
+    """
+    location, _, name = path.rpartition(":")
+    if location not in modules:
+        try:
+            text = Path(location).expanduser().read_text() if location.endswith(".py") else None
+            modules[location] = module_of(location, text)
+        except Exception as error:
+            raise ConfigError(f"the {what} '{path}' cannot be imported", got=describe(error)) from error
+    return member(modules[location], location, name, kind=what)
+
+
 def describe(error: BaseException) -> str:
     """Type, message and place of an error: the innermost line that is of no library, else the innermost of all."""
     frames = [

@@ -34,7 +34,17 @@ from slipstream.jail import seccomp
 
 Network = Literal["none", "gateway", "host"]
 """The network of a worker: none, one of its own that reaches nothing but itself, or this machine's."""
-BARRIERS = ("network", "processes", "files", "user", "privileges", "limits", "syscalls")
+WITHOUT = {
+    "network": "workers reach every network that you reach",
+    "processes": "workers see other processes; what they start is found and killed one by one",
+    "files": "workers read and write files with your rights",
+    "user": "workers can signal and debug your processes, and raise their limits up to yours",
+    "privileges": "set-uid programs give workers their rights",
+    "limits": "memory, processor time, files and processes of a worker are bounded by its deadline alone",
+    "syscalls": "all of the kernel is open to workers: sockets, memory files, new namespaces",
+}
+"""What it means for programs and functions in workers that a barrier is missing."""
+BARRIERS = tuple(WITHOUT)
 REQUIRED_FOR_UNSAFE = frozenset({"network", "processes", "user", "privileges", "limits"})
 
 _CLONE_NEWNS, _CLONE_NEWIPC, _CLONE_NEWUSER = 0x00020000, 0x08000000, 0x10000000

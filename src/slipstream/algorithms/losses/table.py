@@ -7,10 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from slipstream.core.errors import ConfigError, did_you_mean
 from slipstream.core.other_names import sentence_of_value
+from slipstream.core.user_code import defined, imported
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,7 +47,7 @@ LossFunction = Callable[..., "tuple[Tensor, Metrics]"]
 
 @dataclass(frozen=True)
 class Loss:
-    """An entry of LOSSES: `function(inputs, **params) -> (scalar loss, metrics)`.
+    """An entry of LOSSES, or a loss of one's own: `function(inputs, **params) -> (scalar loss, metrics)`.
 
     `source` is the function, or 'module.name' of one in this folder, which is imported when it is first called: the
     table itself needs no torch. `unit` is what the sum is divided by the count of; `requires` names the inputs it
@@ -197,19 +199,40 @@ LOSSES: dict[str, Loss] = {
 def loss_named(name: str, params: Mapping[str, float | str]) -> Loss:
     """Return the loss `name` with its constants set to `params`, defaults elsewhere; built once.
 
+    `name` is a key of LOSSES, or names a Loss of the user's as 'file.py:name' or 'module:name', which is imported.
     Numbers exceed the loss's `above`, 0 by default (inf is allowed), words are one of its `choices`. ConfigError on
     anything else, and on an unknown name or parameter with the nearest known one.
     """
-    return _built(name, tuple(params.items()))
+    path = Path(name.rpartition(":")[0]).expanduser()
+    changed_ns = path.stat().st_mtime_ns if path.suffix == ".py" and path.is_file() else 0
+    return _built(name, tuple(params.items()), changed_ns)
 
 
 @cache
-def _built(name: str, params: tuple[tuple[str, float | str], ...]) -> Loss:
-    if name not in LOSSES:
+def _from_file(name: str, changed_ns: int) -> Loss:
+    """Return the Loss that is 'file.py:name' or 'module:name'. ConfigError where that is none of a policy."""
+    del changed_ns  # a file that was written anew is read again
+    defined(name, what="loss", kind="loss")
+    loss = imported(name, what="loss", modules={})
+    unknown = sorted(set(loss.requires) - set(get_args(InputName))) if isinstance(loss, Loss) else []
+    if not isinstance(loss, Loss) or unknown or loss.cutoff is not None or "cutoff" in loss.requires:
+        raise ConfigError(
+            f"'{name}' is no loss that can be trained",
+            got=f"it requires {', '.join(unknown) or 'a cutoff'}" if isinstance(loss, Loss) else repr(loss)[:80],
+            allowed="a slipstream.algorithms.losses.Loss that requires some of "
+            + ", ".join(name for name in get_args(InputName) if name != "cutoff"),
+        )
+    return loss
+
+
+@cache
+def _built(name: str, params: tuple[tuple[str, float | str], ...], changed_ns: int) -> Loss:
+    if name not in LOSSES and ":" not in name:
         policies = sorted(known for known, loss in LOSSES.items() if loss.kind == "policy")
         hint = sentence_of_value("loss.name", name) or did_you_mean(name, policies)
-        raise ConfigError(f"unknown loss '{name}'", got=name, allowed=", ".join(policies), hint=hint)
-    loss = LOSSES[name]
+        allowed = f"{', '.join(policies)}, or 'file.py:name' of a Loss"
+        raise ConfigError(f"unknown loss '{name}'", got=name, allowed=allowed, hint=hint)
+    loss = LOSSES[name] if name in LOSSES else _from_file(name, changed_ns)
     for param, value in params:
         above, is_zero = loss.above.get(param, 0.0), value == 0 and param in loss.from_zero
         if param not in loss.params:
