@@ -13,6 +13,7 @@ from slipstream.core.plain import shortened
 from slipstream.environments.checks import Given, check_environments
 from slipstream.generator.device import check_device
 from slipstream.generator.vllm.backend import check_vllm
+from slipstream.generator.vllm.reader import check_reader
 from slipstream.models.build import build_tokenizer, check_division, max_positions
 from slipstream.models.config import config_from_hf
 from slipstream.models.device import check_gpus
@@ -63,6 +64,8 @@ def check(
     check_loss(config)
     check_checkpoints(config, readers(config))
     check_teacher(config)
+    if "teacher" in here:
+        check_reader(config)
     check_following(config)
     check_environments(config, environments)
     if config.needs_functions:
@@ -74,6 +77,8 @@ def check_room(config: RunConfig, *, remote: Collection[str] = ()) -> None:
     here = computing_groups(config) - set(remote)
     if "generator" in here:
         check_vllm(config)
+    if "teacher" in here:
+        check_reader(config)
     check_sizes(config, check_policy(config), here)
 
 

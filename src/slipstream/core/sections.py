@@ -190,7 +190,7 @@ class PromptsConfig(Section):
 
 
 class VLLMConfig(Section):
-    """vLLM as the generator's engine (`generator.engine = "vllm"`), a process in an environment of its own."""
+    """vLLM as the engine of a generator or a teacher (`engine = "vllm"`), a process in an environment of its own."""
 
     python: FilePath = Field(
         ".venv-vllm/bin/python",
@@ -216,7 +216,7 @@ class VLLMConfig(Section):
         120.0, description="Longest wait for weights to be loaded, or a probe to be computed, in seconds."
     )
     silence_timeout_s: Seconds = Field(
-        60.0, description="Longest time without a token while completions are due, in seconds."
+        60.0, description="Longest time without a token, or a teacher's answer, while any are due, in seconds."
     )
     max_restarts: NonNegative = Field(
         1, description="Processes that may die or fall silent and be replaced, in a run; completions go on behind that."

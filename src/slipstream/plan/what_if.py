@@ -137,7 +137,7 @@ def changed_config(config: RunConfig, tables: Mapping[str, Any]) -> RunConfig:
             hint="a run with it would: `slipstream run`; for another model, `slipstream plan`",
         )
     changed = resolve(merge(config.model_dump(), tables))
-    check_settings(changed.generator)
+    check_settings(changed)
     return changed
 
 

@@ -3,32 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Generic, Protocol, TypeVar
 
 from slipstream.core.config import RunConfig
 from slipstream.core.executor import Context, takes_stop
 from slipstream.core.types import Rollout
 from slipstream.core.vetting import Limits, vetted
-from slipstream.models.transformer import Transformer
-
-Reading = Callable[[Transformer, Sequence[Rollout]], list[Rollout]]
-"""A model and rollouts -> the rollouts, with what the model says of them."""
+from slipstream.models.config import TransformerConfig
 
 
-class Station:
+class Shaped(Protocol):
+    """A model, here or in another process: `config` bounds what it may be given."""
+
+    config: TransformerConfig
+
+
+ModelT = TypeVar("ModelT", bound=Shaped)
+
+
+class Station(Generic[ModelT]):
     """Read what has arrived, about a microbatch at once, while others sample and train.
 
     Consumes `rollouts`, emits them on `measured`. Waits for: a rollout. Ends when: told to stop and nothing is left. Of
     several ranks each has the whole model and reads what it is dealt; rank 0 passes the end on. Evaluation does not
-    come here. `load` makes the model: with the first rollout, or in `load_now`. `state` is the timeline's
-    for it.
+    come here. `load` makes the model: with the first rollout, or in `load_now`. `read` takes it and rollouts, and
+    returns them with what it says of them; the wait for a model in another process is within. `state` is the
+    timeline's for it.
     """
 
     def __init__(
-        self, context: Context, config: RunConfig, *, state: str, load: Callable[[], Transformer], read: Reading
+        self,
+        context: Context,
+        config: RunConfig,
+        *,
+        state: str,
+        load: Callable[[], ModelT],
+        read: Callable[[ModelT, Sequence[Rollout]], list[Rollout]],
     ) -> None:
         self._context, self._config, self._state = context, config, state
         self._load, self._read = load, read
-        self._model: Transformer | None = None
+        self._model: ModelT | None = None
         self._is_stopping = self.is_finished = False
 
     def load_now(self) -> None:
@@ -75,7 +89,7 @@ def _num_tokens(rollout: Rollout) -> int:
     return len(rollout.completion.prompt.tokens) + rollout.completion.num_tokens
 
 
-def limits_of(model: Transformer, config: RunConfig) -> Limits:
+def limits_of(model: Shaped, config: RunConfig) -> Limits:
     """Return the limits that a rollout must keep before a frozen model may read its tokens."""
     return Limits(
         vocab_size=model.config.vocab_size,
