@@ -8,7 +8,6 @@ from collections import Counter
 from slipstream.controller.pipeline import Node, replica_of
 from slipstream.core.clock import Clock
 from slipstream.core.config import RunConfig
-from slipstream.core.sections import VLLMConfig
 
 FIRST_S, LONGEST_S = 0.5, 30.0
 
@@ -57,13 +56,13 @@ class Patience:
     """The seconds that children may work without a message, and `start_s` for one that is started again to join."""
 
     def __init__(self, config: RunConfig) -> None:
-        served = config.teacher if config.has_own_teacher else None
+        generator, teacher = config.generator, config.teacher
+        vllm_s = generator.vllm.start_timeout_s + generator.vllm.answer_timeout_s if generator.engine == "vllm" else 0.0
         self._lease_s = config.lease_s
-        # Their longest waits for vLLM in a step.
-        self._generator_s = max(config.lease_s, _vllm_s(config.generator.engine, config.generator.vllm))
-        teacher_s = 0.0 if served is None else _vllm_s(served.engine, served.vllm)
-        self._trainer_s = max(config.lease_s, config.deadline_s)
-        self._teacher_s = max(self._trainer_s, teacher_s)
+        self._generator_s = max(config.lease_s, vllm_s)  # its longest wait for vLLM in a step
+        self._trainer_s = self._teacher_s = max(config.lease_s, config.deadline_s)
+        if config.has_own_teacher and teacher.engine == "vllm":
+            self._teacher_s = max(self._trainer_s, teacher.vllm.start_timeout_s + teacher.vllm.silence_timeout_s)
         self.start_s = max(self._teacher_s, self._generator_s)
 
     def of(self, node: Node, *, is_ready: bool) -> float:
@@ -73,7 +72,3 @@ class Patience:
         if not node.is_replaceable:
             return self._teacher_s if node.name == "teacher" else self._trainer_s
         return self._lease_s if replica_of(node.name) is None else self._generator_s
-
-
-def _vllm_s(engine: str, vllm: VLLMConfig) -> float:
-    return vllm.start_timeout_s + max(vllm.answer_timeout_s, vllm.silence_timeout_s) if engine == "vllm" else 0.0

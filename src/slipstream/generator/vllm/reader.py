@@ -87,18 +87,13 @@ class VLLMReader:
         self._folder = WeightFolder(4 * num_parameters(shape) * is_written, context.scratch_prefix)
         try:
             if is_written:
-                model = _cut(load_model(path, dtype=DTYPES[settings.dtype]), num_tokens)
+                model = cut(load_model(path, dtype=DTYPES[settings.dtype]), num_tokens)
                 path = self._folder.write(model, 0, temperature=temperature)
                 del model
             self._spec = _spec(config, path, self._folder.path, max_len=max_len, max_logprobs=self._count)
-            self._worker = self._start()
+            self._worker = self._started()
         except BaseException:
             self._folder.close()
-            raise
-        try:
-            self._worker.wait_for(protocol.Started, "vLLM to start with the teacher", self._deadlines.start_s)
-        except BaseException:
-            self.close()
             raise
 
     @property
@@ -165,24 +160,28 @@ class VLLMReader:
             allowed=f"{num_bytes} each: ids below {self.config.vocab_size}, the sequence's own first, finite logprobs",
         )
 
-    def _start(self) -> WorkerProcess:
-        return WorkerProcess(self._launch, name="the teacher's vLLM process", spec=self._spec)
+    def _started(self) -> WorkerProcess:
+        worker = WorkerProcess(self._launch, name="the teacher's vLLM process", spec=self._spec)
+        try:
+            worker.wait_for(protocol.Started, "vLLM to start with the teacher", self._deadlines.start_s)
+        except BaseException:
+            worker.close(is_orderly=False)
+            raise
+        return worker
 
     def _replace(self, error: ExecutorDied | ChannelTimeout) -> None:
-        """Start other processes until one serves; raises the last `error` when there were too many."""
-        while True:
-            self._worker.close(is_orderly=False)
-            if self.num_restarts >= self._max_restarts:
-                raise error
+        """Start processes until one serves; raises the last `error` when there were too many."""
+        self._worker.close(is_orderly=False)
+        while self.num_restarts < self._max_restarts:
             _LOG.warning("the teacher's vLLM is started again: %s", error)
             self.num_restarts += 1
-            self._worker = self._start()
             try:
-                self._worker.wait_for(protocol.Started, "vLLM to start with the teacher", self._deadlines.start_s)
+                self._worker = self._started()
             except (ExecutorDied, ChannelTimeout) as again:
                 error = again
             else:
                 return
+        raise error
 
 
 def coarse(tokens: np.ndarray, logprobs: np.ndarray, top_k: int, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
@@ -204,7 +203,7 @@ def coarse(tokens: np.ndarray, logprobs: np.ndarray, top_k: int, num_tokens: int
     return found.astype(np.int32), np.concatenate([kept, rest], axis=1).astype(np.float32)
 
 
-def _cut(model: Transformer, num_tokens: int) -> Transformer:
+def cut(model: Transformer, num_tokens: int) -> Transformer:
     """Leave `model` the rows of embedding and head that stand for tokens."""
     model.config = replace(model.config, vocab_size=num_tokens)
     for layer in [model.embedding] if model.config.tie_embeddings else [model.embedding, model.head]:
