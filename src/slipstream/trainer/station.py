@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 from slipstream.core.config import RunConfig
 from slipstream.core.executor import Context, takes_stop
 from slipstream.core.types import Rollout
 from slipstream.core.vetting import Limits, vetted
 from slipstream.models.config import TransformerConfig
+
+Reading = Callable[[Any, Sequence[Rollout]], list[Rollout]]
+"""What `load` made and rollouts -> the rollouts, with what it says of them. It waits for one in another process."""
 
 
 class Shaped(Protocol):
@@ -18,31 +21,21 @@ class Shaped(Protocol):
     config: TransformerConfig
 
 
-ModelT = TypeVar("ModelT", bound=Shaped)
-
-
-class Station(Generic[ModelT]):
+class Station:
     """Read what has arrived, about a microbatch at once, while others sample and train.
 
     Consumes `rollouts`, emits them on `measured`. Waits for: a rollout. Ends when: told to stop and nothing is left. Of
     several ranks each has the whole model and reads what it is dealt; rank 0 passes the end on. Evaluation does not
-    come here. `load` makes the model: with the first rollout, or in `load_now`. `read` takes it and rollouts, and
-    returns them with what it says of them; the wait for a model in another process is within. `state` is the
-    timeline's for it.
+    come here. `load` makes the model: with the first rollout, or in `load_now`. `state` is the timeline's
+    for it.
     """
 
     def __init__(
-        self,
-        context: Context,
-        config: RunConfig,
-        *,
-        state: str,
-        load: Callable[[], ModelT],
-        read: Callable[[ModelT, Sequence[Rollout]], list[Rollout]],
+        self, context: Context, config: RunConfig, *, state: str, load: Callable[[], Shaped], read: Reading
     ) -> None:
         self._context, self._config, self._state = context, config, state
         self._load, self._read = load, read
-        self._model: ModelT | None = None
+        self._model: Shaped | None = None
         self._is_stopping = self.is_finished = False
 
     def load_now(self) -> None:

@@ -59,13 +59,10 @@ class TeacherModel(Executor):
         self._context = context
         torch.set_num_threads(context.num_threads)
         self._tokenizer = build_tokenizer(self._config.model)
-        self._station: Station[Transformer] | Station[Reader]
-        if self._new_reader is None:
-            read = partial(taught, config=self._config, tokenizer=self._tokenizer, batching=self._batching)
-            self._station = Station(context, self._config, state="teacher", load=self._load, read=read)
-        else:
-            by = partial(read_by, top_k=self._config.teacher.top_k or 0)
-            self._station = Station(context, self._config, state="teacher", load=self._start, read=by)
+        read = partial(taught, config=self._config, tokenizer=self._tokenizer, batching=self._batching)
+        by = partial(read_by, top_k=self._config.teacher.top_k or 0)
+        load, read = (self._load, read) if self._new_reader is None else (self._start, by)
+        self._station = Station(context, self._config, state="teacher", load=load, read=read)
         self._station.load_now()
         context.spans.set_idle_state("wait_rollouts")
         context.outputs["events"].put(Ready(executor=context.name))
@@ -131,19 +128,12 @@ def taught(
 def read_by(reader: Reader, rollouts: Sequence[Rollout], *, top_k: int) -> list[Rollout]:
     """`rollouts` as `taught` gives them, by a teacher in a process of its own, which gets each branch alone."""
     sequences = [train_sequence(rollout.completion) for rollout in rollouts]
-    found = iter(
-        reader.likeliest(
-            [
-                (one.tokens[start : trained[-1] + 1], trained - start)
-                for one in sequences
-                for start, trained in one.contexts
-            ]
-        )
-    )
-    measured = []
+    parts = [(one.tokens, start, trained) for one in sequences for start, trained in one.contexts]
+    contexts = [(tokens[start : trained[-1] + 1], trained - start) for tokens, start, trained in parts]
+    found, measured = iter(reader.likeliest(contexts)), []
     for rollout, sequence in zip(rollouts, sequences, strict=True):
         read = [(np.zeros((0, top_k), np.int32), np.zeros((0, top_k + 1), np.float32))]
         read += [next(found) for _ in sequence.contexts]
-        tokens, logprobs = (np.concatenate(parts) for parts in zip(*read, strict=True))
+        tokens, logprobs = (np.concatenate(column) for column in zip(*read, strict=True))
         measured.append(msgspec.structs.replace(rollout, teacher_tokens=tokens, teacher_logprobs=logprobs))
     return measured

@@ -169,18 +169,9 @@ def spec_of(
     """
     settings = config.generator.vllm
     num_seqs = config.generator.num_slots + config.eval.num_slots
-    room = model_room(settings, max_len)
-    arguments: dict[str, Any] = {
-        "dtype": settings.dtype,
-        "enforce_eager": settings.enforce_eager,
-        "gpu_memory_utilization": settings.gpu_memory_utilization,
-        "max_model_len": room,
-        "max_num_seqs": num_seqs,
-        "max_num_batched_tokens": max(config.generator.prefill_tokens, room) + num_seqs,  # the longest fits one step
-        "skip_tokenizer_init": True,  # tokens in, tokens out
-        "logprobs_mode": "processed_logprobs",  # after temperature and truncation: what was really sampled from
-        "disable_log_stats": True,
-    }
+    room, num_tokens = model_room(settings, max_len), config.generator.prefill_tokens
+    arguments = common_arguments(settings, room=room, num_seqs=num_seqs, num_tokens=num_tokens)
+    arguments["logprobs_mode"] = "processed_logprobs"  # after temperature and truncation: what was really sampled from
     if config.environment.is_set:
         arguments["enable_prefix_caching"] = True  # a turn's context is found there; vLLM's default goes by the model
     if shapes:
@@ -203,6 +194,20 @@ def spec_of(
         transfer=settings.transfer,
         side_by_side=config.resident_versions > 1,
     )
+
+
+def common_arguments(settings: VLLMConfig, *, room: int, num_seqs: int, num_tokens: int) -> dict[str, Any]:
+    """vLLM's engine arguments for `num_seqs` sequences of `room` tokens at once, and steps of `num_tokens` or so."""
+    return {
+        "dtype": settings.dtype,
+        "enforce_eager": settings.enforce_eager,
+        "gpu_memory_utilization": settings.gpu_memory_utilization,
+        "max_model_len": room,
+        "max_num_seqs": num_seqs,
+        "max_num_batched_tokens": max(num_tokens, room) + num_seqs,  # the longest fits one step
+        "skip_tokenizer_init": True,  # tokens in, tokens out
+        "disable_log_stats": True,
+    }
 
 
 def environment(settings: VLLMConfig, *, num_threads: int) -> dict[str, str]:

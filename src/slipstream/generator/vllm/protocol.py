@@ -1,4 +1,4 @@
-"""Messages between the client (`engine.py`) and the process that runs vLLM (`worker.py`): msgpack over ZeroMQ.
+"""Messages between the client (`engine.py`, `reader.py`) and the process of vLLM (`worker.py`): msgpack over ZeroMQ.
 
 Both sides load this file, so it imports nothing but msgspec. The worker does so by path: Slipstream is not installed in
 its environment, nor is vLLM in ours.

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,8 +21,7 @@ from slipstream.core.config import RunConfig, stage_of
 from slipstream.core.errors import ChannelError, ChannelTimeout, ExecutorDied
 from slipstream.core.executor import Context
 from slipstream.generator.vllm import protocol
-from slipstream.generator.vllm.backend import WORKER, check_heads, environment, model_room
-from slipstream.generator.vllm.engine import Deadlines
+from slipstream.generator.vllm.backend import WORKER, check_heads, common_arguments, environment, model_room
 from slipstream.generator.vllm.folder import WeightFolder
 from slipstream.generator.vllm.process import Launch, WorkerProcess
 from slipstream.generator.vllm.settings import check_imports, interpreter
@@ -72,9 +70,7 @@ class VLLMReader:
         assert teacher.path is not None
         assert teacher.top_k is not None
         self._top_k, self._count = teacher.top_k, min(teacher.top_k + 1, num_tokens)
-        self._deadlines = Deadlines(settings.start_timeout_s, settings.answer_timeout_s, settings.silence_timeout_s)
-        self._max_restarts = settings.max_restarts
-        self.num_restarts = self._num_ids = 0
+        self._settings, self.num_restarts, self._num_ids = settings, 0, 0
         self._launch = Launch(
             command=[str(interpreter(settings, "teacher")), str(WORKER)],
             environment=environment(settings, num_threads=context.num_threads),
@@ -121,9 +117,11 @@ class VLLMReader:
                 while waiting and len(asked) < ROOMS:
                     self._num_ids += 1
                     asked[self._num_ids] = waiting.popleft()
-                    self._ask(*contexts[asked[self._num_ids]])
+                    tokens, places = (part.tolist() for part in contexts[asked[self._num_ids]])
+                    question = protocol.Predict(id=self._num_ids, tokens=tokens, places=places, count=self._count)
+                    self._worker.send(question)
                 what = f"what the teacher says of {len(asked)} sequences"
-                answer = self._worker.wait_for(protocol.Predicted, what, self._deadlines.silence_s)
+                answer = self._worker.wait_for(protocol.Predicted, what, self._settings.silence_timeout_s)
                 if answer.id not in asked:
                     raise ChannelError(f"{self._worker.name} answered what nobody asked", got=answer.id)
                 index = asked.pop(answer.id)
@@ -138,10 +136,6 @@ class VLLMReader:
         """End the process and remove what was written for it. Idempotent."""
         self._worker.close()
         self._folder.close()
-
-    def _ask(self, tokens: np.ndarray, places: np.ndarray) -> None:
-        ids = self._num_ids, tokens.tolist(), places.tolist()
-        self._worker.send(protocol.Predict(id=ids[0], tokens=ids[1], places=ids[2], count=self._count))
 
     def _checked(
         self, answer: protocol.Predicted, tokens: np.ndarray, places: np.ndarray
@@ -163,7 +157,7 @@ class VLLMReader:
     def _started(self) -> WorkerProcess:
         worker = WorkerProcess(self._launch, name="the teacher's vLLM process", spec=self._spec)
         try:
-            worker.wait_for(protocol.Started, "vLLM to start with the teacher", self._deadlines.start_s)
+            worker.wait_for(protocol.Started, "vLLM to start with the teacher", self._settings.start_timeout_s)
         except BaseException:
             worker.close(is_orderly=False)
             raise
@@ -172,7 +166,7 @@ class VLLMReader:
     def _replace(self, error: ExecutorDied | ChannelTimeout) -> None:
         """Start processes until one serves; raises the last `error` when there were too many."""
         self._worker.close(is_orderly=False)
-        while self.num_restarts < self._max_restarts:
+        while self.num_restarts < self._settings.max_restarts:
             _LOG.warning("the teacher's vLLM is started again: %s", error)
             self.num_restarts += 1
             try:
@@ -215,18 +209,10 @@ def _spec(config: RunConfig, path: Path, folder: Path, *, max_len: int, max_logp
     """Return the spec of a process that serves the checkpoint in `path`, and removes `folder` at its end."""
     settings = config.teacher.vllm
     room = model_room(settings, max_len, "teacher")
-    arguments: dict[str, Any] = {
-        "dtype": settings.dtype,
-        "enforce_eager": settings.enforce_eager,
-        "gpu_memory_utilization": settings.gpu_memory_utilization,
-        "max_model_len": room,
-        "max_num_seqs": ROOMS,
-        "max_num_batched_tokens": max(config.trainer.microbatch_tokens, room) + ROOMS,  # the longest fits one step
-        "skip_tokenizer_init": True,
+    arguments = common_arguments(settings, room=room, num_seqs=ROOMS, num_tokens=config.trainer.microbatch_tokens) | {
         "logprobs_mode": "raw_logprobs",
         "max_logprobs": max_logprobs,
         "enable_prefix_caching": False,  # a prompt's logprobs need every token computed
-        "disable_log_stats": True,
     }
     return protocol.Spec(
         address="",
