@@ -151,7 +151,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 81_005
+MAX_LINES = 81_010
 MAX_LINES_OF_SPINE = 1_868
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -178,7 +178,7 @@ MAX_LINES_OF_FOLDER = {
     "prompts": 1_305,
     "rewards": 3_885,
     "stages": 2_760,
-    "trainer": 5_275,
+    "trainer": 5_280,
     "weight_sync": 3_365,
 }
 LONG_FUNCTIONS = {"generator/paged_kernels.py": "a kernel is one function"}
