@@ -169,7 +169,7 @@ MAX_LINES_OF_FOLDER = {
     "core": 10_550,
     "environments": 8_124,
     "evals": 2_759,
-    "generator": 8_205,
+    "generator": 8_210,
     "jail": 1_050,
     "jobs": 515,
     "models": 6_835,

@@ -77,11 +77,12 @@ def check_imports(settings: VLLMConfig, section: str) -> None:
     kept = {name: value for name, value in os.environ.items() if name not in FOREIGN_VARIABLES}
     try:
         # In its own folder: one named vllm in ours would pass for it.
-        command = [str(python), "-c", look]
-        code = subprocess.run(command, env=kept, cwd=python.parent, timeout=LOOK_S, check=False).returncode
+        looked = subprocess.run(
+            [str(python), "-c", look], env=kept, cwd=python.parent, timeout=LOOK_S, capture_output=True, check=False
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise _no_environment(f"{section}.vllm.python = '{python}': {error}") from error
-    if code:
+    if looked.returncode:
         raise _no_environment(f"{section}.vllm.python = '{python}', which finds no vllm")
 
 
