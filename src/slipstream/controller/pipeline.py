@@ -22,7 +22,8 @@ from slipstream.core.errors import ConfigError, did_you_mean
 from slipstream.core.executor import Executor
 from slipstream.core.ranks import RANK_MARK, rank_name, split_rank_name
 from slipstream.core.service_messages import WarmStart
-from slipstream.core.types import Prompt, Unfinished
+from slipstream.core.types import Prompt
+from slipstream.core.unfinished_messages import Unfinished
 from slipstream.models.hub import with_folders
 
 CONTROLLER = "controller"

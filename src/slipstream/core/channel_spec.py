@@ -9,8 +9,9 @@ from functools import partial
 
 from slipstream.core.errors import ChannelError
 from slipstream.core.ranks import Dealt, data_parallel_rank
+from slipstream.core.service_messages import Admit
 from slipstream.core.turn_messages import Observation
-from slipstream.core.types import Admit, Completion, Message, Rollout
+from slipstream.core.types import Completion, Message, Rollout
 
 Route = Callable[[Message, int], int | None]
 """Return which of so many targets gets a message; None: all of them."""

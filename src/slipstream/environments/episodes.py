@@ -27,7 +27,8 @@ from typing import Any
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError, did_you_mean
 from slipstream.core.turn_messages import Observation, TurnSampled
-from slipstream.core.types import EpisodeRecord, PartialEpisode, Prompt
+from slipstream.core.types import EpisodeRecord, Prompt
+from slipstream.core.unfinished_messages import PartialEpisode
 from slipstream.environments.answers import Answer, Asked, LastWord, Lost, Said
 from slipstream.environments.asking import admitted, reply_to
 from slipstream.environments.asks import Refused, TurnReply

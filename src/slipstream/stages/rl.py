@@ -37,7 +37,7 @@ from slipstream.core.interrupts import Interrupted, Interrupts
 from slipstream.core.recipes import resolve, save_config, with_stage_paths
 from slipstream.core.run_log import Snapshot, read_metrics
 from slipstream.core.staleness import oldest_version, place_of
-from slipstream.core.types import Unfinished
+from slipstream.core.unfinished_messages import Unfinished
 from slipstream.environments.checks import Given
 from slipstream.environments.rehearsal import Rehearsal
 from slipstream.models.build import build_tokenizer
