@@ -456,7 +456,7 @@ def simulate_command(argv: Sequence[str]) -> int:
     options = parse(SimulateOptions, argv, simulate_command, shown=_shown_of_run, only=DIALS)
     if options.run is None:
         raise ConfigError("a run is needed", allowed="the folder of a finished run", hint="`slipstream run` makes one")
-    from slipstream.plan.turns import Turns
+    from slipstream.plan.lengths import Turns
     from slipstream.plan.what_if import show, what_if
 
     short = {"replicas": options.generators, "num_slots": options.slots}

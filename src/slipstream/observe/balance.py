@@ -282,21 +282,15 @@ def _split_in_words(split: Split) -> str:
 
 
 def _dial(loop: Loop, dials: Dials, trainer: Side, generator: Side, bottleneck: Bottleneck) -> Dial | None:
-    match bottleneck:
-        case "turns":
-            return _more_overlap(dials)
-        case "rewards":
-            return _more_scoring(loop, dials, trainer)
-        case "environments":
-            return _more_episodes(dials)
-        case "stragglers":
-            return _more_room(dials)
-        case "generation":
-            return _less_beside(dials, generator) or _more_updates(dials, trainer)
-        case "training":
-            return _more_samples(dials, generator)
-        case _:
-            return None
+    dial_of: dict[Bottleneck, Callable[[], Dial | None]] = {
+        "turns": lambda: _more_overlap(dials),
+        "rewards": lambda: _more_scoring(loop, dials, trainer),
+        "environments": lambda: _more_episodes(dials),
+        "stragglers": lambda: _more_room(dials),
+        "generation": lambda: _less_beside(dials, generator) or _more_updates(dials, trainer),
+        "training": lambda: _more_samples(dials, generator),
+    }
+    return dial_of[bottleneck]() if bottleneck in dial_of else None
 
 
 def _change(field: str, now: float | str, suggested: float | str, effect: str, *, was: str | None = None) -> Dial:
@@ -377,11 +371,8 @@ def _more_samples(dials: Dials, generator: Side) -> Dial | None:
     suggested = int(now * min(1 / max(1 - generator.idle, 0.05), MOST_CHANGE))
     if suggested <= now:
         return None
-    selecting = effect = ""
+    was, effect = f" (K; now {now})", "would use idle generators"
     if dials.select == "all":
-        selecting, effect = (
-            " with loss.select = 'best_and_worst'",
-            "; two of each group are trained on, the rest is not",
-        )
-    was = f" (K; now {now}){selecting}"
-    return _change("completions_per_group", now, suggested, f"would use idle generators{effect}", was=was)
+        was += " with loss.select = 'best_and_worst'"
+        effect += "; two of each group are trained on, the rest is not"
+    return _change("completions_per_group", now, suggested, effect, was=was)

@@ -25,8 +25,7 @@ from slipstream.models.tokenizer import CharTokenizer
 from slipstream.plan.counts import NO_ADAPTERS, Adapters, adapters_of
 from slipstream.plan.hardware import IN_GB, GpuCluster, device_fields, device_named
 from slipstream.plan.layouts import Workload
-from slipstream.plan.lengths import LengthSample, lengths_of_run, lengths_with_tail
-from slipstream.plan.turns import Turns
+from slipstream.plan.lengths import LengthSample, Turns, lengths_of_run, lengths_with_tail
 
 GROUPS, GROUP_SIZE = 512, 4  # a batch where none is given: LlamaRL's (section 8)
 PROMPT_TOKENS, COMPLETION_TOKENS = 512.0, 1024.0  # mean lengths where none are given
