@@ -151,8 +151,8 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 80_578
-MAX_LINES_OF_SPINE = 1_868
+MAX_LINES = 80_397
+MAX_LINES_OF_SPINE = 1_600
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
     "core/types.py",
@@ -165,16 +165,16 @@ SPINE = (
 MAX_LINES_OF_FOLDER = {
     "algorithms": 2_215,
     "batching": 365,
-    "controller": 5_925,
-    "core": 10_525,
+    "controller": 5_900,
+    "core": 10_535,
     "environments": 8_124,
     "evals": 2_759,
-    "generator": 7_900,
+    "generator": 7_855,
     "jail": 1_050,
     "jobs": 500,
     "models": 6_835,
-    "observe": 9_815,
-    "plan": 6_380,
+    "observe": 9_795,
+    "plan": 6_270,
     "prompts": 1_305,
     "rewards": 3_885,
     "stages": 2_760,
