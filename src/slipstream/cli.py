@@ -27,7 +27,7 @@ from rich.text import Text
 
 from slipstream.core.config import RunConfig
 from slipstream.core.disk import replace_file
-from slipstream.core.errors import ConfigError, SlipstreamError, did_you_mean
+from slipstream.core.errors import ConfigError, SlipstreamError
 from slipstream.core.fields import Precision
 from slipstream.core.interrupts import SIGNALS, Interrupted, Interrupts, in_words
 from slipstream.core.plain import shortened, wrong_path, wrong_text
@@ -69,10 +69,8 @@ def _command(name: str, rest: Sequence[str]) -> Callable[[Sequence[str]], int]:
     if wrong := next(filter(None, map(wrong_text, [name, *rest])), None):
         raise ConfigError("an argument is no text", got=wrong, allowed="UTF-8")
     if name not in COMMANDS:
-        raise ConfigError(
-            f"unknown command '{name}'",
-            allowed=", ".join(COMMANDS),
-            hint=did_you_mean(name, COMMANDS) or "a command comes first: `slipstream run RECIPE ...`",
+        raise ConfigError.unknown(
+            f"unknown command '{name}'", name, COMMANDS, hint="a command comes first: `slipstream run RECIPE ...`"
         )
     return COMMANDS[name]
 

@@ -186,11 +186,11 @@ class Pipeline:
             for port in (channel.source, channel.target):
                 executor = port.split(".")[0]
                 if executor not in names:
-                    raise ConfigError(
+                    raise ConfigError.unknown(
                         f"channel '{channel.name}' names an executor that is not in the pipeline",
+                        executor,
+                        names,
                         got=port,
-                        allowed=", ".join(names),
-                        hint=did_you_mean(executor, names),
                     )
 
     @property

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from slipstream.core import peer_messages, service_messages, turn_messages, types, unfinished_messages
-from slipstream.core.errors import ChannelError, did_you_mean
+from slipstream.core.errors import ChannelError
 from slipstream.core.types import Message
 
 MessageTypes = tuple[type[Message], ...]
@@ -64,9 +64,7 @@ def message_types(names: Iterable[str]) -> MessageTypes:
     found = []
     for name in names:
         if name not in known:
-            raise ChannelError(
-                f"unknown message type '{name}'", allowed=", ".join(sorted(known)), hint=did_you_mean(name, known)
-            )
+            raise ChannelError.unknown(f"unknown message type '{name}'", name, sorted(known))
         found.append(known[name])
     return tuple(found) or MESSAGES
 

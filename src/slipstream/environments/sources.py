@@ -86,11 +86,7 @@ def make_source(
     does not show is left to `load`.
     """
     if kind not in get_args(Kind):
-        raise ConfigError(
-            f"unknown kind of environment '{kind}'",
-            allowed=", ".join(get_args(Kind)),
-            hint=did_you_mean(kind, get_args(Kind)),
-        )
+        raise ConfigError.unknown(f"unknown kind of environment '{kind}'", kind, get_args(Kind))
     if kind in ("program", "lines"):
         words = _checked_command(command)
         scripts = {word: Path(word).read_text("utf-8", "replace") for word in words if word.endswith(".py")}
@@ -319,10 +315,8 @@ def _check_params(made: Callable[..., Any], source: EnvironmentSource) -> None:
     if not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
         for name in source.params:
             if name not in parameters:
-                raise ConfigError(
-                    f"environment '{source.path}' has no parameter '{name}'",
-                    allowed=", ".join(parameters) or "no parameters",
-                    hint=did_you_mean(name, parameters),
+                raise ConfigError.unknown(
+                    f"environment '{source.path}' has no parameter '{name}'", name, parameters, none="no parameters"
                 )
     try:
         inspect.signature(made).bind(**source.params)

@@ -189,11 +189,7 @@ def cluster_of_file(path: Path) -> GpuCluster:
     table = read_toml(path)
     for key in table:
         if key not in _CLUSTER_KEYS:
-            raise ConfigError(
-                f"unknown field '{key}' in '{path}'",
-                allowed=", ".join(_CLUSTER_KEYS),
-                hint=did_you_mean(key, _CLUSTER_KEYS),
-            )
+            raise ConfigError.unknown(f"unknown field '{key}' in '{path}'", key, _CLUSTER_KEYS)
     count = table.get("gpus")
     if not isinstance(count, int) or isinstance(count, bool):
         raise ConfigError(f"'{path}' does not say how many GPUs there are", got=repr(count), allowed="gpus = N")
@@ -356,6 +352,6 @@ def question_of(**given: Any) -> Question:
     known = [field.name for field in fields(Question)]
     for name in given:
         if name not in known:
-            raise ConfigError(f"unknown argument '{name}'", allowed=", ".join(known), hint=did_you_mean(name, known))
+            raise ConfigError.unknown(f"unknown argument '{name}'", name, known)
     paths = {name: Path(given[name]) for name in ("cluster", "measured", "lengths") if given.get(name) is not None}
     return Question(**given | paths)

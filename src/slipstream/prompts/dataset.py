@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from slipstream.core.errors import ConfigError, did_you_mean
+from slipstream.core.errors import ConfigError
 from slipstream.core.sections import PromptsConfig
 from slipstream.models.hub import reached_for_dataset
 from slipstream.prompts.rows import PromptRow, to_json_types
@@ -186,10 +186,8 @@ def _load(source: str, name: str | None, split: str, *, is_streamed: bool) -> It
 
 def _split(loaded: Mapping[str, Any], split: str, *, source: str) -> Iterable[Mapping[str, Any]]:
     if split not in loaded:
-        raise ConfigError(
-            f"dataset '{source}' has no split '{split}'",
-            allowed=", ".join(loaded),
-            hint=did_you_mean(split, loaded) or "see prompts.dataset_split",
+        raise ConfigError.unknown(
+            f"dataset '{source}' has no split '{split}'", split, loaded, hint="see prompts.dataset_split"
         )
     records: Iterable[Mapping[str, Any]] = loaded[split]
     return records
@@ -198,10 +196,12 @@ def _split(loaded: Mapping[str, Any], split: str, *, source: str) -> Iterable[Ma
 def row_of(record: Mapping[str, Any], config: PromptsConfig, *, template: Template, where: str) -> PromptRow | None:
     """The row of `record`, or None for one without the two periods that `between_periods` asks for."""
     if config.prompt_column not in record:
-        raise ConfigError(
+        raise ConfigError.unknown(
             f"{where} has no column '{config.prompt_column}'",
-            allowed=", ".join(record) or "an object with columns",
-            hint=did_you_mean(config.prompt_column, record) or "see prompts.prompt_column",
+            config.prompt_column,
+            record,
+            none="an object with columns",
+            hint="see prompts.prompt_column",
         )
     columns = to_json_types(dict(record), where=where)
     prompt = columns.pop(config.prompt_column)

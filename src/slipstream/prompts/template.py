@@ -51,11 +51,12 @@ class Template:
             if name is None:
                 continue
             if name not in columns:
-                raise ConfigError(
+                raise ConfigError.unknown(
                     f"{self._field} names a column that the row does not have",
+                    name,
+                    sorted(columns),
                     got=name,
-                    allowed=", ".join(sorted(columns)),
-                    hint=did_you_mean(name, columns) or self._over_these(columns),
+                    hint=self._over_these(columns),
                 )
             parts.append(str(columns[name]))
         return "".join(parts)

@@ -292,11 +292,7 @@ def check_term(term: Term) -> None:
     allowed = parameters.keys() - _PROVIDED
     for name in term.params:
         if name not in allowed:
-            raise ConfigError(
-                f"reward '{term.function}' has no parameter '{name}'",
-                allowed=", ".join(sorted(allowed)),
-                hint=did_you_mean(name, allowed),
-            )
+            raise ConfigError.unknown(f"reward '{term.function}' has no parameter '{name}'", name, sorted(allowed))
     required = {name for name in allowed if parameters[name].default is inspect.Parameter.empty}
     if missing := required - term.params.keys():
         raise ConfigError(
