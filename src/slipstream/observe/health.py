@@ -243,7 +243,7 @@ class Watchman:
 
 
 def in_a_line(alarm: Alarm) -> str:
-    """For a log."""
+    """Return the line of an alarm for a log."""
     if alarm.event == "ended":
         return f"alarm ended at step {alarm.step}: {alarm.name} ({alarm.value:.3g}, threshold {alarm.threshold:g})"
     return f"{alarm.severity} at step {alarm.step}: {alarm.name}. {alarm.text}"

@@ -70,7 +70,7 @@ class AlarmLine(msgspec.Struct, frozen=True, kw_only=True, tag="alarm"):
 
 
 class End(msgspec.Struct, frozen=True, kw_only=True, tag="end"):
-    """The run's last word: what it came to, flat."""
+    """The last line: the run's status and its summary, flat."""
 
     status: str
     summary: dict[str, Any]
@@ -87,7 +87,7 @@ class Sink(Protocol):
     def alarm(self, line: AlarmLine) -> None: ...
 
     def close(self, end: End | None) -> None:
-        """Return when everything is where it belongs. None: the run was killed."""
+        """Finish; return when everything is written or sent. `end` is None where the run was killed."""
         ...
 
 
