@@ -52,8 +52,8 @@ from slipstream.core.types import (
 from slipstream.observe.recorder import EventRecorder
 from slipstream.observe.timeline import TIME_PREFIX, Timeline, timeline_path
 
-TOLD = (messages.Counters, messages.Noted, messages.Progress, messages.Published, messages.Ready, Left)
-"""Messages for observers alone; of the end of a child that `Left` the system tells."""
+OBSERVED = (messages.Counters, messages.Noted, messages.Progress, messages.Published, messages.Ready, Left)
+"""Messages on which the controller does nothing; that a child has ended (`Left`), the operating system reports."""
 
 
 class Controller:
@@ -152,7 +152,7 @@ class Controller:
             self.held_out.evaluate(first)
         self._unless_interrupted(lambda: self.schedule.is_finished, "training")
         if self.is_interrupted:
-            self._tell_of_interrupt()  # before the schedule hears of it, which then has no next step
+            self._tell_of_interrupt()  # before the `Stop`, after which the schedule has no next step
             self._decide(Stop())
             self._run_until(lambda: not self.schedule.training, "the current step")
 
@@ -202,14 +202,14 @@ class Controller:
             with self.executors.together(), self.timeline.span("schedule"):
                 while (message := self.executors.receive()) is not None:
                     self._handle(message)
-                self.ledger.flush()  # before anybody hears of what was decided
+                self.ledger.flush()  # before any message that was decided on leaves
                 self.events.flush()
             if not self.executors.work() and not is_done():
                 self.executors.sleep(self.timeline.idle)
                 self.executors.check_deadline(what, self.clock.now_s() - started_s, self.schedule.waits_for())
 
     def _handle(self, message: Message) -> None:
-        if isinstance(message, StepDone):  # committed before anybody is told
+        if isinstance(message, StepDone):  # committed before any other process or observer is told
             self.ledger.trained(self.schedule.training, step=message.step)
             times = {f"{TIME_PREFIX}{state}": seconds for state, seconds in self.timeline.totals().items()}
             self.observers.take(messages.Counters(executor=CONTROLLER, values=times))
@@ -240,7 +240,7 @@ class Controller:
             case Leaving(executor=executor):
                 self.observers.note(f"{executor} was told to end: a checkpoint follows the current step")
                 self.is_checkpoint_wanted = True
-            case _ if not isinstance(message, (*TOLD, messages.CompletionsFinished)):  # one that is empty
+            case _ if not isinstance(message, (*OBSERVED, messages.CompletionsFinished)):  # one that is empty
                 raise TypeError(f"the controller does not take {type(message).__name__}")
 
     def _decide(self, *events: Event) -> None:
@@ -299,7 +299,7 @@ class Controller:
     def _checkpoint(self) -> None:
         """Save one consistent cut: policy and optimizer by the trainer, the schedule's state beside them.
 
-        The lines of this process's files that belong to it are on the disk before the trainer hears of it.
+        The lines of this process's files that belong to it are on the disk before the trainer gets the command.
         """
         step, num_events = self.schedule.steps_done, self.events.num_events
         if self.cut_at == (step, num_events):

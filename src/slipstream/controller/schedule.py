@@ -34,12 +34,12 @@ Let v be the version of the replica at the admission of the copy of o that a tok
 falls while it lives, and no row began before, so the token is of v or later, and n - v <= k by the admission rule.
 Nothing here asks whether o was admitted once: when a replica is lost and o starts again elsewhere, each copy passed the
 rule with the v and d of its own admission, and the count above holds for each such d, as drops are never taken back. So
-it does not matter which copy is scored, or how samples of several copies mix. What the schedule believes of a replica
-lags behind the truth, in the safe direction: a command travels while the version rises.
+it does not matter which copy is scored, or how samples of several copies mix. The schedule's version of a replica may
+lag behind the real one, in the safe direction: a command travels while the version rises.
 
 A restore forgets all events after the snapshot, drops included. Unfinished groups that it brings back were admitted
 before the snapshot. Finished groups that it brings back were scored before it (`Snapshot.scored`), or their own oldest
-version passes the admission rule with the drops that the snapshot knows (`trainer/inbox.py`).
+version passes the admission rule with the drops of the snapshot (`trainer/inbox.py`).
 
 *In order, and soon.* o is trained at most k steps after the step that was next when o was admitted, since v was not
 above that one: no ordinal starves. At most W - 1 younger groups overtake it.
@@ -57,7 +57,7 @@ them are ready, because P ready ones below o make a batch that the training rule
     floor((o - d + W - 1) / P) - v  <=  n + floor((P + W - 2) / P) - (n - m + 1)  <=  k
 
 by the condition on W. An empty replica has room for G, and the place o - d is below the run's `steps` P places, so o is
-admitted: somebody has work after all. As each group is sampled and scored once per loss at most and each step trained
+admitted: a replica has work after all. As each group is sampled and scored once per loss at most and each step trained
 once, the run ends. (A reward that never gives signal ends it with an error, `max_dropped_in_a_row`.)
 
 *For a larger W every run of m or more steps deadlocks.* At version 0 the places 0 .. (k + 1) P - W are open: at most m

@@ -1,7 +1,7 @@
 """A node of the loop: named typed ports, and `init`, `step`, `save_checkpoint`, `close`.
 
-An executor never knows where its peers run. A *host* (`controller/host.py`) gives it its ports, calls `step` while it
-makes progress and sleeps on its ports when it does not: inline, in a process of its own, or under torchrun.
+An executor does not depend on where its peers run. A *host* (`controller/host.py`) gives it its ports, calls `step`
+while it makes progress and sleeps on its ports when it does not: inline, in a process of its own, or under torchrun.
 """
 
 from __future__ import annotations

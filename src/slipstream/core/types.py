@@ -19,7 +19,7 @@ FinishReason = Literal["stop", "length", "deadline"]
 Purpose = Literal["train", "eval"]
 SkipCause = Literal["no_signal", "failed", "stale"]
 StopCause = Literal["stop_at", "patience", "callback"]
-"""Why a run ends before its last step, though nobody interrupts it."""
+"""The reason of a run that ends before its last step without being interrupted."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -71,7 +71,7 @@ class Segment(Message):
 
 
 class EpisodeRecord(Message):
-    """An episode that is over, as its environment knows it.
+    """The environment's record of an episode that is over.
 
     `messages` are the chat behind the prompt, as people and rewards read it; the tokens are the completion's. `reward`
     is the environment's own, None without one, and `turn_rewards` its parts by turn (None: nothing was said). `failure`

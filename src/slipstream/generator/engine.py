@@ -2,8 +2,8 @@
 
 One step gives free rows to waiting requests whose prompts are prefilled, decodes ONE token for every live row, samples,
 and retires the rows that finished. Prompts are prefilled within a token budget, once for their group, in the pass that
-decodes or in one of their own, as suits the `Runner`, which has the model. The engine knows nothing of processes,
-channels or configuration.
+decodes or in one of their own, as suits the `Runner`, which has the model. The engine has no processes, channels or
+configuration.
 
 The prefill covers all tokens but the last; that one is the first the row decodes. So every sampled token comes out of
 the same decode path, also a resumed completion's, and a prefix is keys and values only.
@@ -58,8 +58,8 @@ class Engine:
     """Decodes up to `runner.num_rows` completions at a time; `seed` is the run's.
 
     `prefill_tokens` bounds the prompt tokens of one step, so that admission never stalls decoding for long; one chunk
-    (`PREFILL_CHUNK`) is always made. `prefix_cache_tokens` bounds what is kept of prompts that nobody waits for any
-    more, until the version changes; `parked_tokens` bounds what is kept of episodes between their turns (None: no
+    (`PREFILL_CHUNK`) is always made. `prefix_cache_tokens` bounds what is kept of prompts that no request
+    waits for, until the version changes; `parked_tokens` bounds what is kept of episodes between their turns (None: no
     bound). With `residents`, the model's weights, versions stay side by side (`version_table.py`).
 
     The driver's loop: `submit` whenever there are requests; `step` until `is_idle`; between two steps `set_version`,
