@@ -220,11 +220,9 @@ class Watchman:
                 sink(alarm)
         for alarm in alarms:
             if alarm.event == "began" and alarm.name in self._config.stop_on:
-                raise AlarmError(
-                    f"the alarm '{alarm.name}' began at step {alarm.step}, on which health.stop_on ends the run",
-                    got=f"{alarm.value:.3g}, threshold {alarm.threshold:g}",
-                    hint=f"{alarm.text} See {self._run_dir / ALARMS_FILE}",
-                )
+                what = f"the alarm '{alarm.name}' began at step {alarm.step}, on which health.stop_on ends the run"
+                got = f"{alarm.value:.3g}, threshold {alarm.threshold:g}"
+                raise AlarmError(what, got=got, hint=f"{alarm.text} See {self._run_dir / ALARMS_FILE}")
         return alarms
 
     def close(self) -> None:

@@ -77,11 +77,8 @@ def lengths_with_tail(prompt_mean: float, mean: float, p99: float, longest: int,
     if not (prompt_mean >= 1 and mean >= 1):
         raise ConfigError("lengths are positive", got=f"prompts of {prompt_mean:g}, completions of {mean:g} tokens")
     if not mean <= p99 <= longest:
-        raise ConfigError(
-            "lengths are out of order",
-            got=f"mean {mean:g}, p99 {p99:g}, longest {longest}",
-            allowed="mean <= p99 <= longest",
-        )
+        got = f"mean {mean:g}, p99 {p99:g}, longest {longest}"
+        raise ConfigError("lengths are out of order", got=got, allowed="mean <= p99 <= longest")
     if p99 > MOST_TAIL * mean:
         raise ConfigError(
             "the tail of the lengths is too heavy for the lognormal distribution that stands for them",

@@ -93,11 +93,8 @@ class Question:
                 raise ConfigError(f"{_flag(name)} is out of range", got=shown(value), allowed=f"1..{most}")
         completions = (self.groups_per_step or GROUPS) * (self.completions_per_group or GROUP_SIZE)
         if completions > MAX_SIMULATED:
-            raise ConfigError(
-                "a step has more completions than are simulated",
-                got=f"--groups-per-step x --completions-per-group = {completions:,}",
-                allowed=f"{MAX_SIMULATED:,}",
-            )
+            got = f"--groups-per-step x --completions-per-group = {completions:,}"
+            raise ConfigError("a step has more completions than are simulated", got=got, allowed=f"{MAX_SIMULATED:,}")
 
 
 def _flag(name: str) -> str:
@@ -135,11 +132,8 @@ def subject_of(named: str) -> Subject:
     if hub_id(named) is not None:
         return Subject(name=path.name, shape=_shape_named(named, "MODEL"), path=named)
     known = [*ARCHITECTURES, *(recipe.name for recipe in list_recipes())]
-    raise ConfigError(
-        f"'{named}' is no model that is known",
-        allowed=f"{', '.join(known)}; a Hugging Face folder, config.json or hub id; a .toml file; the folder of a run",
-        hint=did_you_mean(named.lower(), known),
-    )
+    allowed = f"{', '.join(known)}; a Hugging Face folder, config.json or hub id; a .toml file; the folder of a run"
+    raise ConfigError(f"'{named}' is no model that is known", allowed=allowed, hint=did_you_mean(named.lower(), known))
 
 
 def _shape_named(path: str, field: str) -> TransformerConfig:
@@ -268,19 +262,13 @@ def _reward_model(question: Question, config: RunConfig | None) -> TransformerCo
     if config is None or not config.rewards.models:
         return None
     if len(config.rewards.models) > 1:
-        raise ConfigError(
-            "a plan knows of one reward model",
-            got=f"{len(config.rewards.models)} in rewards.models",
-            hint="plan with the largest: --reward-model NAME",
-        )
+        got = f"{len(config.rewards.models)} in rewards.models"
+        hint = "plan with the largest: --reward-model NAME"
+        raise ConfigError("a plan knows of one reward model", got=got, hint=hint)
     path = config.rewards.models[0].path
     if hub_id(path) is None and not (Path(path) / "config.json").is_file():
-        raise ConfigError(
-            "the shape of the reward model is not known",
-            got=path,
-            allowed="a folder with config.json",
-            hint="--reward-model NAME gives one",
-        )
+        what = "the shape of the reward model is not known"
+        raise ConfigError(what, got=path, allowed="a folder with config.json", hint="--reward-model NAME gives one")
     return _shape_named(path, "rewards.models.path")
 
 
@@ -288,11 +276,8 @@ def _adapters(question: Question, subject: Subject) -> Adapters:
     """Return the adapters of the question's rank, else of the recipe's."""
     given = LoraConfig() if subject.config is None else subject.config.model.lora
     if given.path is not None:
-        raise ConfigError(
-            "a plan takes the rank of adapters",
-            got=f"model.lora.path = {given.path}",
-            allowed="model.lora.rank and targets in its place, those of that adapter",
-        )
+        allowed = "model.lora.rank and targets in its place, those of that adapter"
+        raise ConfigError("a plan takes the rank of adapters", got=f"model.lora.path = {given.path}", allowed=allowed)
     rank = question.lora_rank or given.rank
     return NO_ADAPTERS if rank is None else adapters_of(subject.shape, rank, given.targets)
 

@@ -79,24 +79,16 @@ def read_run(path: Path) -> RecordedRun:
         raise no_run(path, "config.toml")
     config = resolve(config_path)
     if config.host != "process":
-        raise ConfigError(
-            "executors of one process take turns: there is nothing to schedule",
-            got=f"host = '{config.host}' in {config_path}",
-            allowed="a run with host = 'process'",
-        )
+        what = "executors of one process take turns: there is nothing to schedule"
+        raise ConfigError(what, got=f"host = '{config.host}' in {config_path}", allowed="a run with host = 'process'")
     accounting = read_accounting(path)
     if accounting.loop is None or len(accounting.steps) < 2:
-        raise ConfigError(
-            "a run is simulated from what its steps took, and this one has done too few",
-            got=f"{len(accounting.steps)} steps in {path}",
-            allowed="2 steps or more",
-        )
+        what = "a run is simulated from what its steps took, and this one has done too few"
+        raise ConfigError(what, got=f"{len(accounting.steps)} steps in {path}", allowed="2 steps or more")
     if lost := num_missing(path / "events.jsonl"):
-        raise ConfigError(
-            "a run is simulated from all of its events, and lines of this one are lost",
-            got=f"{lost} events are missing in {path / 'events.jsonl'}",
-            hint="`slipstream replay` says where",
-        )
+        what = "a run is simulated from all of its events, and lines of this one are lost"
+        got = f"{lost} events are missing in {path / 'events.jsonl'}"
+        raise ConfigError(what, got=got, hint="`slipstream replay` says where")
     return RecordedRun(
         path=path,
         config=config,

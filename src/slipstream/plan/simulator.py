@@ -267,10 +267,8 @@ class Simulation:
             last = min(self._last, policy.config.steps)
             while policy.steps_done < last:
                 if not step():
-                    raise ScheduleError(
-                        "the schedule is stuck: nothing can happen any more",
-                        got=f"after step {policy.steps_done} the trainer waits for {policy.waits_for()}",
-                    )
+                    got = f"after step {policy.steps_done} the trainer waits for {policy.waits_for()}"
+                    raise ScheduleError("the schedule is stuck: nothing can happen any more", got=got)
         finally:
             if self._recorder is not None:
                 self._recorder.close()

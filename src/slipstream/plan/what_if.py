@@ -128,12 +128,9 @@ def changed_config(config: RunConfig, tables: Mapping[str, Any]) -> RunConfig:
     """Return `config` with overrides that can be simulated. ConfigError for others."""
     unknown = [name for name in flat(tables) if name not in DIALS]
     if unknown:
-        raise ConfigError(
-            "a run's files do not say what this would change",
-            got=", ".join(unknown),
-            allowed=", ".join(DIALS),
-            hint="a run with it would: `slipstream run`; for another model, `slipstream plan`",
-        )
+        what = "a run's files do not say what this would change"
+        hint = "a run with it would: `slipstream run`; for another model, `slipstream plan`"
+        raise ConfigError(what, got=", ".join(unknown), allowed=", ".join(DIALS), hint=hint)
     changed = resolve(merge(config.model_dump(), tables))
     check_settings(changed.generator)
     return changed

@@ -290,10 +290,8 @@ def check_run(run_dir: Path) -> None:
     if any((run_dir / name).is_file() for name in ("metrics.jsonl", "summary.json")):
         return
     if (run_dir / "config.toml").is_file():
-        raise ConfigError(
-            f"'{run_dir}' has nothing to report yet: it has no metrics.jsonl",
-            hint="RL has not begun, or is not among the stages of this run, which are not done",
-        )
+        hint = "RL has not begun, or is not among the stages of this run, which are not done"
+        raise ConfigError(f"'{run_dir}' has nothing to report yet: it has no metrics.jsonl", hint=hint)
     raise no_run(run_dir, "metrics.jsonl")
 
 
