@@ -519,11 +519,8 @@ def plan_command(argv: Sequence[str]) -> int:
     options = vars(parse(PlanOptions, argv, plan_command)).copy()
     as_json, out = options.pop("json"), options.pop("out")
     if options["model"] is None:
-        raise ConfigError(
-            "a model is needed",
-            allowed="a name (llama-3.1-8b), a Hugging Face folder or config.json, a recipe, the folder of a run",
-            hint="try `slipstream plan llama-3.1-8b --gpus 16`",
-        )
+        allowed = "a name (llama-3.1-8b), a Hugging Face folder or config.json, a recipe, the folder of a run"
+        raise ConfigError("a model is needed", allowed=allowed, hint="try `slipstream plan llama-3.1-8b --gpus 16`")
     from slipstream.plan.answer import answer, check_writable, show
     from slipstream.plan.question import Question
 

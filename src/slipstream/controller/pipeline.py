@@ -68,11 +68,8 @@ class Node:
 
     def __post_init__(self) -> None:
         if self.host == "inline" and self.ranks > 1:
-            raise ConfigError(
-                "several ranks need processes of their own",
-                got=f"{self.ranks} ranks of '{self.name}' with host = 'inline'",
-                allowed="host = 'process'",
-            )
+            got = f"{self.ranks} ranks of '{self.name}' with host = 'inline'"
+            raise ConfigError("several ranks need processes of their own", got=got, allowed="host = 'process'")
 
     @property
     def members(self) -> tuple[str, ...]:
@@ -135,12 +132,9 @@ def import_path(factory: Callable[..., Any]) -> str:
         return f"{factory.__module__}:{name}"
     path = sys.modules["__main__"].__dict__.get("__file__")
     if path is None:
-        raise ConfigError(
-            "an executor defined in a notebook cell cannot be imported by another process",
-            got=name,
-            allowed="a class or function of a module or script",
-            hint="move it to a file, or use host = 'inline'",
-        )
+        what = "an executor defined in a notebook cell cannot be imported by another process"
+        allowed = "a class or function of a module or script"
+        raise ConfigError(what, got=name, allowed=allowed, hint="move it to a file, or use host = 'inline'")
     return f"{Path(path).resolve()}:{name}"
 
 

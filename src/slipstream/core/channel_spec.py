@@ -54,11 +54,9 @@ class ChannelSpec:
         if not self.name or len(self.name.encode()) > 255:
             raise ChannelError("a channel needs a name", got=self.name, allowed="1..255 bytes")
         if self.capacity < 1 or self.deadline_s < 0 or self.max_bytes < 1:
-            raise ChannelError(
-                f"channel '{self.name}' cannot work",
-                got=f"capacity {self.capacity}, deadline_s {self.deadline_s}, max_bytes {self.max_bytes}",
-                allowed="capacity >= 1, deadline_s >= 0, max_bytes >= 1",
-            )
+            got = f"capacity {self.capacity}, deadline_s {self.deadline_s}, max_bytes {self.max_bytes}"
+            allowed = "capacity >= 1, deadline_s >= 0, max_bytes >= 1"
+            raise ChannelError(f"channel '{self.name}' cannot work", got=got, allowed=allowed)
 
 
 def executor_of(port: str) -> str:

@@ -65,11 +65,8 @@ def given_callbacks(given: object) -> Hooks:
         has = one.get if isinstance(one, Mapping) else lambda name, one=one: getattr(one, name, None)
         hooks: dict[str, Any] = {name: function for name in HOOKS if (function := has(name)) is not None}
         if isinstance(one, type) or not hooks or not all(map(callable, hooks.values())):
-            raise ConfigError(
-                "callbacks has what is no callback",
-                got=repr(one)[:100],
-                allowed=f"an object with methods {', '.join(HOOKS)} (one or more), or a mapping of these to functions",
-            )
+            allowed = f"an object with methods {', '.join(HOOKS)} (one or more), or a mapping of these to functions"
+            raise ConfigError("callbacks has what is no callback", got=repr(one)[:100], allowed=allowed)
         for name, function in hooks.items():
             found[name].append(function)
     return found

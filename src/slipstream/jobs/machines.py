@@ -123,20 +123,15 @@ def _generator_machines(config: RunConfig, ranks_per_node: int) -> Machines:
     """
     generator = config.generator
     if ":" in generator.device:
-        raise ConfigError(
-            "on a cluster each replica sees its own GPUs only",
-            got=f"generator.device = '{generator.device}'",
-            allowed="'cuda' or 'cpu'",
-        )
+        what = "on a cluster each replica sees its own GPUs only"
+        raise ConfigError(what, got=f"generator.device = '{generator.device}'", allowed="'cuda' or 'cpu'")
     if generator.engine != "vllm":
         return machines(generator.tensor_parallel, generator.tensor_parallel, generator.device, ranks_per_node)
     size = int(generator.vllm.engine_args.get("tensor_parallel_size", 1))
     if size > ranks_per_node:
-        raise ConfigError(
-            "a replica of vLLM runs on one machine",
-            got=f"generator.vllm.engine_args.tensor_parallel_size = {size}",
-            allowed=f"at most {ranks_per_node}, the GPUs of a machine",
-        )
+        got = f"generator.vllm.engine_args.tensor_parallel_size = {size}"
+        allowed = f"at most {ranks_per_node}, the GPUs of a machine"
+        raise ConfigError("a replica of vLLM runs on one machine", got=got, allowed=allowed)
     return Machines(1, 1, size if config.trainer.device == "cuda" else 0, size * CPUS_PER_RANK)
 
 

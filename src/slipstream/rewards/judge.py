@@ -231,11 +231,9 @@ def _template_of(term: JudgeTerm) -> str:
                 f"the prompt_file of judge '{term.name}' cannot be read", got=f"{path}: {error}"
             ) from error
     if not OF_COMPLETION & set(placeholders(template)):
-        raise ConfigError(
-            f"the {where} of judge '{term.name}' does not show the completion",
-            got=f"placeholders {', '.join(placeholders(template)) or 'none'}",
-            allowed="{completion}, or {messages} for all turns",
-        )
+        what = f"the {where} of judge '{term.name}' does not show the completion"
+        got = f"placeholders {', '.join(placeholders(template)) or 'none'}"
+        raise ConfigError(what, got=got, allowed="{completion}, or {messages} for all turns")
     return template
 
 
