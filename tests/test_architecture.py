@@ -151,7 +151,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 80_397
+MAX_LINES = 79_816
 MAX_LINES_OF_SPINE = 1_600
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -163,22 +163,22 @@ SPINE = (
     "trainer/step.py",
 )
 MAX_LINES_OF_FOLDER = {
-    "algorithms": 2_215,
-    "batching": 365,
-    "controller": 5_900,
-    "core": 10_535,
-    "environments": 8_124,
-    "evals": 2_759,
-    "generator": 7_855,
+    "algorithms": 2_200,
+    "batching": 355,
+    "controller": 5_865,
+    "core": 10_430,
+    "environments": 8_065,
+    "evals": 2_600,
+    "generator": 7_840,
     "jail": 1_050,
-    "jobs": 500,
+    "jobs": 490,
     "models": 6_835,
-    "observe": 9_795,
-    "plan": 6_270,
-    "prompts": 1_305,
-    "rewards": 3_885,
-    "stages": 2_760,
-    "trainer": 5_220,
+    "observe": 9_760,
+    "plan": 6_220,
+    "prompts": 1_265,
+    "rewards": 3_860,
+    "stages": 2_670,
+    "trainer": 5_170,
     "weight_sync": 3_365,
 }
 LONG_FUNCTIONS = {"generator/paged_kernels.py": "a kernel is one function"}

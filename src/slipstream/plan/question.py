@@ -151,13 +151,8 @@ def _subject_of_recipe(name: str, tables: Mapping[str, Any]) -> Subject:
     return Subject(name=name, shape=shape, path=path, recipe=tables, config=config)
 
 
-_BY_FLAG = {
-    "gpus": "gpus",
-    "gpu": "gpu",
-    "gpus_per_node": "gpus_per_node",
-    "network": "network_bandwidth_gb_s",
-    "price": "usd_per_gpu_hour",
-}
+_BY_FLAG = {name: name for name in ("gpus", "gpu", "gpus_per_node")}
+_BY_FLAG |= {"network": "network_bandwidth_gb_s", "price": "usd_per_gpu_hour"}
 """Fields of a question -> those of a cluster's file."""
 _CLUSTER_KEYS = ("gpus", "gpu", "gpus_per_node", "usd_per_gpu_hour", "name", "tflops", *IN_GB)
 
