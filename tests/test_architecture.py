@@ -151,8 +151,8 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 81_010
-MAX_LINES_OF_SPINE = 1_868
+MAX_LINES = 80_250
+MAX_LINES_OF_SPINE = 1_600
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
     "core/types.py",
@@ -163,22 +163,22 @@ SPINE = (
     "trainer/step.py",
 )
 MAX_LINES_OF_FOLDER = {
-    "algorithms": 2_215,
-    "batching": 365,
-    "controller": 5_935,
-    "core": 10_550,
-    "environments": 8_124,
-    "evals": 2_759,
-    "generator": 8_210,
+    "algorithms": 2_200,
+    "batching": 355,
+    "controller": 5_875,
+    "core": 10_455,
+    "environments": 8_065,
+    "evals": 2_600,
+    "generator": 8_150,
     "jail": 1_050,
-    "jobs": 515,
+    "jobs": 510,
     "models": 6_835,
-    "observe": 9_815,
-    "plan": 6_380,
-    "prompts": 1_305,
-    "rewards": 3_885,
-    "stages": 2_760,
-    "trainer": 5_280,
+    "observe": 9_760,
+    "plan": 6_220,
+    "prompts": 1_265,
+    "rewards": 3_860,
+    "stages": 2_670,
+    "trainer": 5_230,
     "weight_sync": 3_365,
 }
 LONG_FUNCTIONS = {"generator/paged_kernels.py": "a kernel is one function"}

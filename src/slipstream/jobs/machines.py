@@ -130,11 +130,8 @@ def _generator_machines(config: RunConfig, ranks_per_node: int) -> Machines:
     """Return the machines of each generator replica. ConfigError for 'cuda:N', and for a vLLM that fits on none."""
     generator = config.generator
     if ":" in generator.device:
-        raise ConfigError(
-            "on a cluster each replica sees its own GPUs only",
-            got=f"generator.device = '{generator.device}'",
-            allowed="'cuda' or 'cpu'",
-        )
+        what = "on a cluster each replica sees its own GPUs only"
+        raise ConfigError(what, got=f"generator.device = '{generator.device}'", allowed="'cuda' or 'cpu'")
     if generator.engine != "vllm":
         return machines(generator.tensor_parallel, generator.tensor_parallel, generator.device, ranks_per_node)
     return _vllm_machine(config, "generator", generator.vllm, ranks_per_node)
@@ -152,11 +149,9 @@ def _vllm_machine(config: RunConfig, section: str, vllm: VLLMConfig, ranks_per_n
     """
     size = _vllm_size(vllm)
     if size > ranks_per_node:
-        raise ConfigError(
-            "a replica of vLLM runs on one machine",
-            got=f"{section}.vllm.engine_args.tensor_parallel_size = {size}",
-            allowed=f"at most {ranks_per_node}, the GPUs of a machine",
-        )
+        got = f"{section}.vllm.engine_args.tensor_parallel_size = {size}"
+        allowed = f"at most {ranks_per_node}, the GPUs of a machine"
+        raise ConfigError("a replica of vLLM runs on one machine", got=got, allowed=allowed)
     return Machines(1, 1, size if config.trainer.device == "cuda" else 0, size * CPUS_PER_RANK)
 
 
