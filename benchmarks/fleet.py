@@ -34,18 +34,8 @@ from slipstream.core.channel import Ports, connect_by_book, wait
 from slipstream.core.clock import WallClock
 from slipstream.core.recipes import resolve
 from slipstream.core.run_log import ScheduleConfig
-from slipstream.core.service_messages import CompletionsFinished, Ready
-from slipstream.core.types import (
-    Admit,
-    CompletionFinished,
-    GroupScored,
-    Message,
-    Prompt,
-    StepDone,
-    Stop,
-    Swapped,
-    TrainStep,
-)
+from slipstream.core.service_messages import Admit, CompletionsFinished, Ready
+from slipstream.core.types import CompletionFinished, GroupScored, Message, Prompt, StepDone, Stop, Swapped, TrainStep
 from slipstream.observe.hardware import describe
 
 PROMPT = Prompt(prompt_id="0", text="a question", tokens=np.zeros(64, np.int32), task="t")

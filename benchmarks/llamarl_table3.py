@@ -6,7 +6,7 @@ LlamaRL (arXiv:2505.24034), section 8.2: step seconds of 8B, 70B and 405B on 256
 synchronous against asynchronous, n = 4 completions x 512 prompts. The paper does not say how long completions are, nor
 what its engine and its scoring cost the host. Those four numbers are fitted, once for all rows, by least squares of log
 seconds on the rows of 8B and 70B; the rows of 405B are predicted. Everything else is `plan/hardware.py`, NCCL's
-constants (`plan/collectives.py`) and the defaults of `plan.layouts.Efficiency`; microbatches, not given either, are as
+constants (there, too) and the defaults of `plan.layouts.Efficiency`; microbatches, not given either, are as
 few as fit in memory.
 
 A baseline generates its batch to the end, then trains; keys, values, gradients and activations have the same memory in

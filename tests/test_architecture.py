@@ -151,8 +151,8 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 80_578
-MAX_LINES_OF_SPINE = 1_868
+MAX_LINES = 80_340
+MAX_LINES_OF_SPINE = 1_600
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
     "core/types.py",
@@ -163,22 +163,22 @@ SPINE = (
     "trainer/step.py",
 )
 MAX_LINES_OF_FOLDER = {
-    "algorithms": 2_240,
-    "batching": 365,
-    "controller": 5_945,
-    "core": 10_525,
-    "environments": 8_124,
-    "evals": 2_759,
-    "generator": 7_900,
+    "algorithms": 2_225,
+    "batching": 355,
+    "controller": 5_895,
+    "core": 10_460,
+    "environments": 8_065,
+    "evals": 2_600,
+    "generator": 8_150,
     "jail": 1_060,
-    "jobs": 500,
-    "models": 6_835,
-    "observe": 9_815,
-    "plan": 6_380,
-    "prompts": 1_305,
-    "rewards": 3_885,
-    "stages": 2_760,
-    "trainer": 5_220,
+    "jobs": 510,
+    "models": 6_845,
+    "observe": 9_760,
+    "plan": 6_220,
+    "prompts": 1_265,
+    "rewards": 3_860,
+    "stages": 2_670,
+    "trainer": 5_230,
     "weight_sync": 3_365,
 }
 LONG_FUNCTIONS = {"generator/paged_kernels.py": "a kernel is one function"}

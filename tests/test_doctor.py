@@ -33,7 +33,13 @@ def test_a_good_machine_and_a_poor_one() -> None:
     poor_hardware = Hardware(**HARDWARE.to_dict() | {"num_cores": 1, "shm_free_bytes": None, "gpus": ()})
     poor = {
         f.name: f
-        for f in features(poor_hardware, holds | {"network": False}, {"dev": ["pytest"]}, no_processes="no pidfd")
+        for f in features(
+            poor_hardware,
+            holds | {"network": False},
+            {"dev": ["pytest"]},
+            no_processes="no pidfd",
+            has_equal_bits=False,
+        )
     }
     assert [name for name, feature in poor.items() if feature.works] == ["training on the CPU"]
     assert "not isolated here: network" in poor["verifiers that evaluate model text"].why

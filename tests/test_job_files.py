@@ -369,6 +369,19 @@ def test_a_vllm_replica_has_the_gpus_of_its_own_tensor_parallelism() -> None:
         slurm_files(config(overrides), Path("/f"), working_dir=Path("/w"), gpus_per_node=2)
 
 
+def test_a_teacher_in_vllm_has_the_gpus_of_its_tensor_parallelism() -> None:
+    vllm = {"engine_args": {"tensor_parallel_size": 4}}
+    teacher = {"path": "t", "coef": 0.1, "executor": "own", "top_k": 4, "engine": "vllm", "vllm": vllm}
+    overrides: dict[str, Any] = {"teacher": teacher}
+    assert "teacher.sbatch" not in run_files("slurm", overrides), "the trainer has no GPUs: it stays"
+    overrides["trainer"] = {"device": "cuda"}
+    script = run_files("slurm", overrides)["teacher.sbatch"]
+    assert sbatch_options(script)["gres"] == "gpu:4"
+    assert sbatch_options(script)["nodes"] == "1"
+    with pytest.raises(ConfigError, match="vLLM runs on one machine"):
+        run_files("slurm", overrides, gpus_per_node=2)
+
+
 def test_a_numbered_gpu_is_refused() -> None:
     with pytest.raises(ConfigError, match="sees its own GPUs only"):
         run_files("slurm", {"generator": {"device": "cuda:1"}})

@@ -180,9 +180,11 @@ def _check_new(
 ) -> None:
     """Raise ConfigError for names that nobody knows, and where vLLM is to generate here, and there is none."""
     check_named(config, given=functions, environments=environments, has_own_prompts=has_own_prompts)
-    is_here = cluster is None or "generator" not in cluster.remote
-    if is_here and "rl" in config.stages and config.generator.engine == "vllm":
-        interpreter(config.generator)
+    remote = set() if cluster is None else set(cluster.remote)
+    for section in ("generator", "teacher"):
+        part = vars(config)[section]
+        if section not in remote and "rl" in config.stages and part.engine == "vllm":
+            interpreter(part.vllm, section)
 
 
 def _unknown_arguments(names: Sequence[str]) -> ConfigError:

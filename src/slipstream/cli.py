@@ -27,7 +27,7 @@ from rich.text import Text
 
 from slipstream.core.config import RunConfig
 from slipstream.core.disk import replace_file
-from slipstream.core.errors import ConfigError, SlipstreamError, did_you_mean
+from slipstream.core.errors import ConfigError, SlipstreamError
 from slipstream.core.fields import Precision
 from slipstream.core.interrupts import SIGNALS, Interrupted, Interrupts, in_words
 from slipstream.core.plain import shortened, wrong_path, wrong_text
@@ -69,10 +69,8 @@ def _command(name: str, rest: Sequence[str]) -> Callable[[Sequence[str]], int]:
     if wrong := next(filter(None, map(wrong_text, [name, *rest])), None):
         raise ConfigError("an argument is no text", got=wrong, allowed="UTF-8")
     if name not in COMMANDS:
-        raise ConfigError(
-            f"unknown command '{name}'",
-            allowed=", ".join(COMMANDS),
-            hint=did_you_mean(name, COMMANDS) or "a command comes first: `slipstream run RECIPE ...`",
+        raise ConfigError.unknown(
+            f"unknown command '{name}'", name, COMMANDS, hint="a command comes first: `slipstream run RECIPE ...`"
         )
     return COMMANDS[name]
 
@@ -456,7 +454,7 @@ def simulate_command(argv: Sequence[str]) -> int:
     options = parse(SimulateOptions, argv, simulate_command, shown=_shown_of_run, only=DIALS)
     if options.run is None:
         raise ConfigError("a run is needed", allowed="the folder of a finished run", hint="`slipstream run` makes one")
-    from slipstream.plan.turns import Turns
+    from slipstream.plan.lengths import Turns
     from slipstream.plan.what_if import show, what_if
 
     short = {"replicas": options.generators, "num_slots": options.slots}
@@ -521,11 +519,8 @@ def plan_command(argv: Sequence[str]) -> int:
     options = vars(parse(PlanOptions, argv, plan_command)).copy()
     as_json, out = options.pop("json"), options.pop("out")
     if options["model"] is None:
-        raise ConfigError(
-            "a model is needed",
-            allowed="a name (llama-3.1-8b), a Hugging Face folder or config.json, a recipe, the folder of a run",
-            hint="try `slipstream plan llama-3.1-8b --gpus 16`",
-        )
+        allowed = "a name (llama-3.1-8b), a Hugging Face folder or config.json, a recipe, the folder of a run"
+        raise ConfigError("a model is needed", allowed=allowed, hint="try `slipstream plan llama-3.1-8b --gpus 16`")
     from slipstream.plan.answer import answer, check_writable, show
     from slipstream.plan.question import Question
 

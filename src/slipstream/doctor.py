@@ -14,6 +14,7 @@ from rich.text import Text
 
 from slipstream.controller.placement import why_no_processes
 from slipstream.jail.isolation import REQUIRED_FOR_UNSAFE, WITHOUT
+from slipstream.models.linear import keeps_bits
 from slipstream.observe.hardware import Hardware, describe
 from slipstream.observe.summary import Versions, versions
 from slipstream.rewards.checks import isolation_report
@@ -55,14 +56,22 @@ def examine() -> Findings:
         hardware=hardware,
         isolation=isolation,
         extras=extras,
-        features=features(hardware, isolation, extras, no_processes=why_no_processes()),
+        features=features(hardware, isolation, extras, no_processes=why_no_processes(), has_equal_bits=keeps_bits()),
     )
 
 
 def features(
-    hardware: Hardware, isolation: Mapping[str, bool], extras: Mapping[str, list[str]], *, no_processes: str = ""
+    hardware: Hardware,
+    isolation: Mapping[str, bool],
+    extras: Mapping[str, list[str]],
+    *,
+    no_processes: str = "",
+    has_equal_bits: bool = True,
 ) -> tuple[Feature, ...]:
-    """Return what works here, judged by what was found; `no_processes` is why executors have no processes."""
+    """Return what works here, judged by what was found.
+
+    `no_processes` is why executors have no processes, `has_equal_bits` what `keeps_bits` found.
+    """
     shm_bytes, gpus = hardware.shm_free_bytes or 0, ", ".join(hardware.gpus)
     open_barriers = sorted(name for name in REQUIRED_FOR_UNSAFE if not isolation[name])
     found = [
@@ -76,6 +85,11 @@ def features(
             "overlap of generation and training",
             hardware.num_cores >= 2 and not no_processes,
             f"{hardware.num_cores} cores; each side needs one of its own, and a process",
+        ),
+        Feature(
+            "synchronous runs with the bits of a plain loop",
+            has_equal_bits,
+            "the same product in all batches" if has_equal_bits else "this torch rounds a row by the batch it is in",
         ),
         Feature(
             "weight sync through shared memory",

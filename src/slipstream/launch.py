@@ -90,11 +90,8 @@ def cluster_of(
         raise ConfigError("not an address to listen at", got=listen, allowed="HOST:PORT; port 0 takes any free one")
     host, port = found
     if numeric_address(host).is_unspecified:
-        raise ConfigError(
-            "the controller needs an address that the groups can reach",
-            got=listen,
-            allowed="an address or name of this machine in their network",
-        )
+        what = "the controller needs an address that the groups can reach"
+        raise ConfigError(what, got=listen, allowed="an address or name of this machine in their network")
     there = Listen(host, port, address_file)
     check_listening(there)  # before a key is made
     return Cluster(there, run_keys(key_file, makes_file=True), ALWAYS_REMOTE | set(also_remote))
@@ -105,10 +102,8 @@ def run_keys(key_file: Path | None, *, makes_file: bool = False) -> RunKeys:
     if key_file is None:
         keys = RunKeys.take()
         if keys is None:
-            raise ConfigError(
-                "a run on several machines needs a key",
-                allowed=f"--key-file PATH (the controller makes it, mode 0600), or ${RUN_KEY_VARIABLE}",
-            )
+            allowed = f"--key-file PATH (the controller makes it, mode 0600), or ${RUN_KEY_VARIABLE}"
+            raise ConfigError("a run on several machines needs a key", allowed=allowed)
         return keys
     if makes_file and not key_file.exists():
         keys = RunKeys.new()
@@ -126,27 +121,20 @@ def torchrun(job: Job) -> tuple[list[str], dict[str, str], RunKeys]:
     keys = run_keys(job.key_file)
     numeric_address(job.address)
     if job.nnodes < 1 or not 0 <= job.node_rank < job.nnodes:
-        raise ConfigError(
-            "a group's machines are counted from 0",
-            got=f"--nnodes {job.nnodes} --node-rank {job.node_rank}",
-            allowed="--nnodes: 1 or more, --node-rank: below it",
-        )
+        got = f"--nnodes {job.nnodes} --node-rank {job.node_rank}"
+        allowed = "--nnodes: 1 or more, --node-rank: below it"
+        raise ConfigError("a group's machines are counted from 0", got=got, allowed=allowed)
     if (job.nnodes > 1) != (job.rendezvous is not None):
-        raise ConfigError(
-            "machines of one group meet at a rendezvous",
-            got=f"--nnodes {job.nnodes}, --rendezvous {job.rendezvous}",
-            allowed="both, or neither",
-        )
+        got = f"--nnodes {job.nnodes}, --rendezvous {job.rendezvous}"
+        raise ConfigError("machines of one group meet at a rendezvous", got=got, allowed="both, or neither")
     if job.rendezvous is not None and parse_address(job.rendezvous) is None:
         raise ConfigError("not an address to meet at", got=job.rendezvous, allowed="--rendezvous HOST:PORT")
     spec = read_spec(attend(job.controller, timeout_s=JOIN_TIMEOUT_S), keys, timeout_s=JOIN_TIMEOUT_S)
     node = spec.node(job.group)
     if node.ranks % job.nnodes:
-        raise ConfigError(
-            "the ranks of the group do not divide over its machines",
-            got=f"{node.ranks} ranks of '{node.name}', --nnodes {job.nnodes}",
-            allowed="--nnodes: a divisor of the ranks",
-        )
+        what = "the ranks of the group do not divide over its machines"
+        got = f"{node.ranks} ranks of '{node.name}', --nnodes {job.nnodes}"
+        raise ConfigError(what, got=got, allowed="--nnodes: a divisor of the ranks")
     node.fetch(_say)
     per_machine = node.ranks // job.nnodes
     threads = max(1, num_cores() // per_machine) if job.threads is None else job.threads
@@ -216,17 +204,13 @@ def join(job: Job) -> None:
                 interrupts.check()
     except ChildFailedError as error:
         interrupts.check()  # the controller had ended before
-        raise SlipstreamError(
-            f"'{job.group}' has failed once more than --max-restarts {job.max_restarts} allows",
-            got=f"exit codes {sorted({failure.exitcode for failure in error.failures.values()})}",
-            hint="what its processes have said is above",
-        ) from error
+        what = f"'{job.group}' has failed once more than --max-restarts {job.max_restarts} allows"
+        got = f"exit codes {sorted({failure.exitcode for failure in error.failures.values()})}"
+        raise SlipstreamError(what, got=got, hint="what its processes have said is above") from error
     except RendezvousError as error:
-        raise SlipstreamError(
-            f"the machines of '{job.group}' could not meet",
-            got=str(error) or type(error).__name__,
-            hint="who can reach the port of the rendezvous can keep them from it: see docs/cluster.md, Security",
-        ) from error
+        what = f"the machines of '{job.group}' could not meet"
+        hint = "who can reach the port of the rendezvous can keep them from it: see docs/cluster.md, Security"
+        raise SlipstreamError(what, got=str(error) or type(error).__name__, hint=hint) from error
 
 
 def _leaving(job: Job, interrupts: Interrupts) -> contextlib.AbstractContextManager[None]:

@@ -31,18 +31,8 @@ from slipstream.core.keys import RunKeys
 from slipstream.core.peer_messages import Failed, Joined, Leaving, Left, PeerJoined, PeerLost
 from slipstream.core.recipes import resolve
 from slipstream.core.run_log import ScheduleConfig
-from slipstream.core.service_messages import Checkpoint, Counters, Noted, Ready
-from slipstream.core.types import (
-    Admit,
-    CompletionFinished,
-    GroupScored,
-    Message,
-    Prompt,
-    StepDone,
-    Stop,
-    Swapped,
-    TrainStep,
-)
+from slipstream.core.service_messages import Admit, Checkpoint, Counters, Noted, Ready
+from slipstream.core.types import CompletionFinished, GroupScored, Message, Prompt, StepDone, Stop, Swapped, TrainStep
 
 PROMPT = Prompt(prompt_id="0", text="", tokens=np.zeros(1, np.int32), task="t")
 TIMEOUT_S = 30.0

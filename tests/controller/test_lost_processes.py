@@ -23,8 +23,8 @@ from slipstream.core.clock import VirtualClock
 from slipstream.core.errors import ExecutorDied, ExecutorLost
 from slipstream.core.peer_messages import Failed, Joined, PeerJoined, PeerLost
 from slipstream.core.recipes import resolve
-from slipstream.core.service_messages import Counters, Ready
-from slipstream.core.types import Admit, CompletionFinished, Message, Prompt, ReplicaLost, StepDone
+from slipstream.core.service_messages import Admit, Counters, Ready
+from slipstream.core.types import CompletionFinished, Message, Prompt, ReplicaLost, StepDone
 from slipstream.observe.timeline import Instant, Timeline
 
 DEADLINE_S, LEASE_S = 60.0, 20.0

@@ -67,3 +67,12 @@ def test_who_loads_a_model_trains_or_waits_for_vllm_may_be_silent_for_longer(
     }
     assert {patience.of(node, is_ready=False) for node in nodes.values()} == {patience.start_s} == {start_s}
     assert [patience.of(node, is_ready=True) for node in nodes.values()] == [generator_s, 10.0, 90.0]
+
+
+def test_a_teacher_that_waits_for_vllm_may_be_silent_for_longer() -> None:
+    vllm = {"start_timeout_s": 200.0, "silence_timeout_s": 30.0}
+    teacher = {"path": "t", "coef": 0.1, "executor": "own", "top_k": 4, "engine": "vllm", "vllm": vllm}
+    patience = Patience(resolve("quickstart", {"lease_s": 10.0, "deadline_s": 90.0, "teacher": teacher}))
+    assert patience.start_s == 230.0
+    waits = [patience.of(Node(name, dict), is_ready=True) for name in ("teacher", "trainer")]  # type: ignore[arg-type]
+    assert waits == [230.0, 90.0]

@@ -13,6 +13,7 @@ from slipstream.core.channel import connect_local
 from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import config_toml, resolve
 from slipstream.core.sections import ModelConfig
+from slipstream.generator.vllm.settings import check_settings
 from slipstream.models.hf import save_model
 from slipstream.models.initialise import new_model
 from slipstream.models.tokenizer import PRINTABLE, char_tokenizer
@@ -20,7 +21,9 @@ from slipstream.stages.order import check_order
 from slipstream.trainer.loss_checks import check_loss
 
 DISTILL = {"name": "distill"}
+ALONE = ("trainer", "generator", "teacher")
 OWN = {"path": "teacher", "executor": "own", "top_k": 8}
+SERVED = OWN | {"engine": "vllm"}
 SMALL: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2}
 
 
@@ -39,6 +42,13 @@ SMALL: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_layers
         ({"teacher": {"path": "t", "executor": "own"}, "loss": DISTILL}, "a whole vocabulary is too much"),
         ({"teacher": OWN | {"ranks": 2}, "loss": DISTILL, "host": "inline"}, "processes of their own"),
         ({"teacher": OWN | {"precision": "bfloat16"}, "loss": DISTILL}, "on a CPU the teacher computes"),
+        ({"teacher": {"path": "t", "engine": "vllm", "top_k": 8}, "loss": DISTILL}, "not in the trainer"),
+        ({"teacher": SERVED | {"top_k": None}, "loss": DISTILL}, "a whole vocabulary is too much"),
+        ({"teacher": SERVED | {"ranks": 2}, "loss": DISTILL}, "vLLM computes on what it was built for"),
+        ({"teacher": SERVED | {"device": "cuda"}, "loss": DISTILL}, "vLLM computes on what it was built for"),
+        ({"teacher": SERVED | {"vllm": {"transfer": "nccl"}}, "loss": DISTILL}, "none are sent"),
+        ({"teacher": SERVED | {"vllm": {"dtype": "int8"}}, "loss": DISTILL}, "teacher.vllm.dtype"),
+        ({"teacher": {"engine": "vllm", "executor": "own", "top_k": 8}}, "no teacher to learn from"),
         ({"teacher": {"path": "t", "coef": 0.1}, "completions_per_group": 1}, "at least two completions"),
         (
             {"teacher": {"path": "t"}, "loss": DISTILL | {"advantages": "leave_one_out"}, "completions_per_group": 1},
@@ -93,6 +103,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A teacher with heads that vLLM takes on a CPU."""
+    path, tokenizer = tmp_path_factory.mktemp("wide"), char_tokenizer(None)
+    sizes = ModelConfig(**SMALL | {"hidden_size": 64}, max_positions=64)
+    save_model(new_model(sizes, len(tokenizer), 0, eos_token_id=1, pad_token_id=0), path, tokenizer)
+    return path
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
@@ -113,6 +132,52 @@ def test_what_is_asked_of_it(name: str, changes: dict[str, Any], message: str | 
         return
     with pytest.raises(ConfigError, match=message):
         check_teacher(config)
+
+
+@pytest.mark.parametrize("name", ["max_logprobs", "enable_prefix_caching", "max_model_len", "logprobs_mode"])
+def test_arguments_of_its_vllm_that_are_ours(name: str) -> None:
+    teacher = SERVED | {"vllm": {"engine_args": {name: 1}}}
+    with pytest.raises(ConfigError, match=rf"set by Slipstream\n.*teacher.vllm.engine_args with {name}"):
+        check_settings(resolve("quickstart", {"loss": DISTILL, "teacher": teacher}))
+
+
+def python_that(path: Path, finds: str) -> str:
+    """An interpreter that finds vllm, does not, or cannot be run at all."""
+    path.write_text("not a program" if finds == "cannot run" else f"#!/bin/sh\nexit {int(finds != 'vllm')}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("python", "vllm", "message"),
+    [
+        ("vllm", {}, None),
+        ("vllm", {"max_model_len": 20}, "teacher.vllm.max_model_len is too short"),
+        ("nothing", {}, r"no environment with vLLM\n.*teacher.vllm.python = '.*', which finds no vllm"),
+        ("cannot run", {}, r"no environment with vLLM\n.*teacher.vllm.python = '.*: .*Exec format"),
+        (None, {}, r"no environment with vLLM\n.*teacher.vllm.python = '.*nowhere', from"),
+    ],
+)
+def test_its_vllm_is_looked_for_before_anything_starts(
+    python: str | None, vllm: dict[str, Any], message: str | None, wide: Path, tmp_path: Path
+) -> None:
+    given = str(tmp_path / "nowhere") if python is None else python_that(tmp_path / "python", python)
+    teacher = SERVED | {"path": str(wide), "vllm": {"python": given} | vllm}
+    config = resolve("quickstart", {"loss": DISTILL, "teacher": teacher})
+    if message is None:
+        check(config)
+        check(resolve("quickstart", {"loss": DISTILL, "teacher": teacher | {"vllm": {"python": "x"}}}), remote=ALONE)
+        return
+    with pytest.raises(ConfigError, match=message):
+        check(config)
+
+
+def test_heads_that_vllm_has_no_attention_for(folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))  # without nvidia-smi
+    vllm = {"python": python_that(tmp_path / "python", "vllm")}
+    teacher = SERVED | {"path": str(folders / "same"), "vllm": vllm}
+    with pytest.raises(ConfigError, match=r"no attention for heads of this size\n.*16 dim"):
+        check(resolve("quickstart", {"loss": DISTILL, "teacher": teacher}))
 
 
 def test_a_teacher_is_looked_for(folders: Path) -> None:

@@ -16,8 +16,8 @@ from slipstream.core.channel_spec import ChannelSpec, Kind
 from slipstream.core.errors import ChannelClosed, ChannelError, ChannelTimeout
 from slipstream.core.ports import Inbox, Outbox
 from slipstream.core.ranks import Dealt
-from slipstream.core.service_messages import CheckpointSaved, Exported
-from slipstream.core.types import Admit, Completion, Message, Prompt, Rollout, Stop
+from slipstream.core.service_messages import Admit, CheckpointSaved, Exported
+from slipstream.core.types import Completion, Message, Prompt, Rollout, Stop
 
 Connector = Callable[[Sequence[ChannelSpec]], dict[str, Ports]]
 

@@ -28,7 +28,7 @@ PROMPT = types.Prompt(
     prompt_id="p", text="q", tokens=np.arange(5, dtype=np.int32), task="t", columns={"a": [1, {"b": 2}]}
 )
 SEEDS = [
-    wire.encode(types.Admit(ordinal=3, replica=0, num_samples=2, prompt=PROMPT)),
+    wire.encode(service_messages.Admit(ordinal=3, replica=0, num_samples=2, prompt=PROMPT)),
     wire.encode(service_messages.CheckpointSaved(step=3, path="p")),
     wire.encode(types.Stop()),
 ]

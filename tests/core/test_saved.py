@@ -11,7 +11,8 @@ import pytest
 from slipstream.core import wire
 from slipstream.core.errors import CheckpointError
 from slipstream.core.saved import load_messages, rollouts_dir, save_messages, saved_partials, saved_rollouts
-from slipstream.core.types import Completion, Partial, Prompt, Rollout, Segment, VersionSpan
+from slipstream.core.types import Completion, Prompt, Rollout, Segment, VersionSpan
+from slipstream.core.unfinished_messages import Partial
 
 PROMPT = Prompt(
     prompt_id="p", text="3 + 4 =", tokens=np.arange(5, dtype=np.int32), task="sum", columns={"a": [1, None]}

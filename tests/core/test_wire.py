@@ -107,7 +107,7 @@ def test_decoded_arrays_are_writable_and_own_their_memory() -> None:
 
 
 def test_all_core_messages_are_known() -> None:
-    assert {types.Admit, types.Completion, peer_messages.WeightsReleased, types.Stop} <= set(wire.MESSAGES)
+    assert {service_messages.Admit, types.Completion, peer_messages.WeightsReleased, types.Stop} <= set(wire.MESSAGES)
     assert types.Message not in wire.MESSAGES
 
 
@@ -122,7 +122,7 @@ def test_garbage_is_a_channel_error(data: bytes) -> None:
 @given(st.data())
 def test_a_damaged_message_decodes_or_is_a_channel_error(data: st.DataObject) -> None:
     prompt = types.Prompt(prompt_id="p", text="t", tokens=np.arange(5, dtype=np.int32), task="x", columns={"a": [1]})
-    good = bytearray(wire.encode(types.Admit(ordinal=3, replica=0, prompt=prompt, num_samples=2)))
+    good = bytearray(wire.encode(service_messages.Admit(ordinal=3, replica=0, prompt=prompt, num_samples=2)))
     for _ in range(data.draw(st.integers(1, 3))):
         good[data.draw(st.integers(0, len(good) - 1))] = data.draw(st.integers(0, 255))
     cut = data.draw(st.integers(0, len(good)))
@@ -164,6 +164,6 @@ def test_values_without_a_wire_form_are_refused(value: object) -> None:
 
 
 def test_unknown_type_name_lists_what_is_known() -> None:
-    assert wire.message_types(["Admit", "Stop"]) == (types.Admit, types.Stop)
+    assert wire.message_types(["Admit", "Stop"]) == (service_messages.Admit, types.Stop)
     with pytest.raises(ChannelError, match="did you mean 'Admit'"):
         wire.message_types(["Admitt"])

@@ -16,7 +16,8 @@ from slipstream.core import wire
 from slipstream.core.errors import ChannelClosed
 from slipstream.core.saved import prompt_crc32
 from slipstream.core.turn_messages import Observation, TurnSampled
-from slipstream.core.types import Message, PartialEpisode, Prompt, Segment, VersionSpan
+from slipstream.core.types import Message, Prompt, Segment, VersionSpan
+from slipstream.core.unfinished_messages import PartialEpisode
 from slipstream.environments.answers import LastWord, Lost, Said
 from slipstream.environments.episodes import EpisodeTable, Finish, Open, Shut, Sources, Take
 from slipstream.environments.known_episode import EpisodeLimits, Key

@@ -18,7 +18,8 @@ from episode_world import LIMITS, PROMPT, PlainNumbers, World, prompt
 from slipstream.core.clock import VirtualClock
 from slipstream.core.saved import load_messages, save_messages
 from slipstream.core.turn_messages import Observation, TurnSampled
-from slipstream.core.types import EpisodeRecord, PartialEpisode, Segment, VersionSpan
+from slipstream.core.types import EpisodeRecord, Segment, VersionSpan
+from slipstream.core.unfinished_messages import PartialEpisode
 from slipstream.environments.answers import LastWord, Lost, Said
 from slipstream.environments.calculator import Calculator
 from slipstream.environments.episodes import EpisodeTable, Finish, Open, Sources, Take

@@ -42,6 +42,13 @@ def scripted(position: int) -> int:
     return FIRST_TOKEN + position % NUM_TOKENS
 
 
+def scripted_logprobs(tokens: list[int], vocab_size: int) -> Any:
+    """float64 [T, V] of what comes behind each token: a function of it, its place and all before."""
+    states = np.array(tokens) + 0.1 * np.arange(len(tokens)) + 0.01 * np.cumsum(tokens)
+    logits = 3 * np.sin(np.outer(1 + states, 1 + np.arange(vocab_size)))
+    return logits - np.log(np.exp(logits).sum(1, keepdims=True))
+
+
 class Script:
     """Tokens that count up, and one logprob for all of them."""
 
@@ -51,6 +58,9 @@ class Script:
             self.weight = float(next(tensor for name, tensor in sorted(tensors.items()) if "lora_B" in name)[0, 0])
         else:
             self.weight = float(load_file(Path(folder) / "model.safetensors")["model.norm.weight"][0])
+
+    def logprobs(self, tokens: list[int]) -> Any:
+        return scripted_logprobs(tokens, FAKE["vocab_size"])
 
     def next(self, request: SimpleNamespace) -> tuple[int, float]:
         return scripted(len(request.tokens)), -self.weight
@@ -104,7 +114,7 @@ class FakeLLM:
         self.folder, self.model = model, MODEL(model)
         self.adapters: dict[int, Any] = {}
         self.max_loras = max_loras
-        self.num_tokens = 0
+        self.num_tokens = self.num_open = self.num_predicted = 0
         self.blocks: dict[tuple[str, tuple[int, ...]], Any] = {}  # the weights that made the last block of a prefix
         self.salts: dict[str, Any] = {}  # the weights that each part of the prefix cache was filled by
         self.halts: list[int] = FAKE.get("halts", [])
@@ -171,6 +181,9 @@ class FakeLLM:
         model = self.model_of(lora_request)
         salt, weight = prompt["cache_salt"], model.weight
         assert self.salts.setdefault(salt, weight) == weight, "a cache of other weights"
+        if "flat_logprobs" in vars(sampling_params):
+            yield SimpleNamespace(outputs=[], prompt_logprobs=await self.predicted(tokens, sampling_params))
+            return
         if "prompt_logprobs" in vars(sampling_params):
             forced = zip(tokens[1:], model.forced(tokens), strict=True)
             yield SimpleNamespace(
@@ -204,6 +217,27 @@ class FakeLLM:
                 yield SimpleNamespace(outputs=[self.completion(request, token, logprob, reason)], **said)
         finally:
             self.requests.pop(request_id, None)
+
+    async def predicted(self, tokens: list[int], params: SimpleNamespace) -> Any:
+        """A prompt's own tokens and the likeliest ones, flat; with "fails_at" the n-th prompt meets a fault, once."""
+        self.num_open += 1
+        self.num_predicted += 1
+        assert self.num_open <= FAKE.get("rooms", 64), "more at once than there are rooms"
+        if self.num_predicted >= FAKE.get("fails_at", 1 << 30) and not Path(FAKE["once"]).exists():
+            Path(FAKE["once"]).touch()
+            if FAKE["fault"] == "dies":
+                os.kill(os.getpid(), 9)
+            await asyncio.sleep(3600)
+        await asyncio.sleep(STEP_S)
+        flat = SimpleNamespace(token_ids=[], logprobs=[], start_indices=[0], end_indices=[0])
+        for row, token in zip(self.model.logprobs(tokens), tokens[1:], strict=False):
+            best = np.argsort(-row, kind="stable")[: params.prompt_logprobs]
+            flat.start_indices.append(len(flat.token_ids))
+            flat.token_ids += [FAKE.get("first_token", token), *best.tolist()]
+            flat.logprobs += [float(row[token]), *row[best].tolist()]
+            flat.end_indices.append(len(flat.token_ids))
+        self.num_open -= 1
+        return flat
 
     def completion(self, request: SimpleNamespace, token: int, logprob: float, reason: str | None) -> Any:
         return SimpleNamespace(
@@ -325,6 +359,11 @@ def spoiled(frame: Any) -> Any:
         return worker.protocol.Updated(push=frame.push - 1, pause_s=frame.pause_s)
     if FAKE.get("answers_others") and isinstance(frame, worker.protocol.Probed):
         return worker.protocol.Probed(id=frame.id - 1, logprobs=frame.logprobs)
+    if "predicts" in FAKE and isinstance(frame, worker.protocol.Predicted):
+        changed = {"id": {"id": 1 << 20}, "short": {"tokens": frame.tokens[4:]}}
+        changed["nan"] = {"logprobs": b"\xff" * len(frame.logprobs)}
+        changed["token"] = {"tokens": b"\x7f" * len(frame.tokens)}
+        return worker.msgspec.structs.replace(frame, **changed[FAKE["predicts"]])
     return frame
 
 

@@ -77,10 +77,6 @@ class ScriptedGenerator:
         return len(self._waiting)
 
     @property
-    def num_free_rows(self) -> int:
-        return self._num_slots - len(self._playing)
-
-    @property
     def is_idle(self) -> bool:
         return not self._playing and not self._waiting
 

@@ -43,7 +43,7 @@ def test_the_youngest_are_preempted_and_go_before_what_has_not_started() -> None
     engine.submit([Request(i, 0, random_prompt(5, seed=i), max_new_tokens=4 + i) for i in range(5)])
     engine.step()
     engine.preempt(2)
-    assert (engine.num_live, engine.num_waiting, engine.num_free_rows) == (3, 2, 2)
+    assert (engine.num_live, engine.num_waiting, engine._runner.num_rows - engine._rows.num_live) == (3, 2, 2)
     assert engine.step() == []
     assert [r.ordinal for r in engine.export_live()] == [0, 1, 2]
     assert (engine.num_live, engine.num_waiting) == (0, 2)

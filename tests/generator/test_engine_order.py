@@ -177,12 +177,12 @@ def test_a_shortage_lasts_until_a_row_is_given_back() -> None:
         engine.submit(batch)
         while not engine.stats.preemptions:
             engine.step()
-        assert (engine.num_live, engine.num_free_rows) == (3, 1)
+        assert (engine.num_live, engine._runner.num_rows - engine._rows.num_live) == (3, 1)
         if is_disturbed:  # by somebody else than the shortage
             engine.preempt(1)
-            assert (engine.num_free_rows, runner.num_free_pages) == (2, 3)
+            assert (engine._runner.num_rows - engine._rows.num_live, runner.num_free_pages) == (2, 3)
             engine.step()
-            assert engine.num_free_rows == 1
+            assert engine._runner.num_rows - engine._rows.num_live == 1
         found = drain(engine)
         assert engine.stats.preemptions <= 3
         assert engine.stats.prefilled_tokens <= 3 * 9 + (3 + is_disturbed) * 38

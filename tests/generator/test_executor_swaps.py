@@ -17,9 +17,10 @@ from slipstream.core.clock import VirtualClock
 from slipstream.core.config import RunConfig
 from slipstream.core.executor import Context
 from slipstream.core.saved import prompt_crc32
-from slipstream.core.service_messages import CompletionsFinished, Evaluate, Waiting
+from slipstream.core.service_messages import Admit, CompletionsFinished, Evaluate, Waiting
 from slipstream.core.turn_messages import Observation, TurnSampled
-from slipstream.core.types import Admit, Completion, EpisodeRecord, Partial, Prompt, Segment, Swapped, VersionSpan
+from slipstream.core.types import Completion, EpisodeRecord, Prompt, Segment, Swapped, VersionSpan
+from slipstream.core.unfinished_messages import Partial
 from slipstream.core.weights import Swap
 from slipstream.generator.backend import Pin
 from slipstream.generator.executor import Generator

@@ -44,7 +44,7 @@ def paged_runner(engine: Engine) -> PagedRunner:
 
 
 def assert_nothing_is_held(engine: Engine) -> None:
-    assert (engine.num_parked, engine.num_parked_tokens, engine.num_live, engine.num_waiting) == (0, 0, 0, 0)
+    assert (len(engine._parked), engine._parked.num_tokens, engine.num_live, engine.num_waiting) == (0, 0, 0, 0)
     assert not engine._parked._waiting
     assert not engine._parked._lost
     assert not engine._prefixes._wanted
@@ -112,8 +112,8 @@ def test_episodes_say_what_a_plain_forward_says(
 
     def look(engine: Engine) -> None:
         parked = engine._parked._parked
-        assert engine.num_parked_tokens == sum(len(each.tokens) for each in parked.values())
-        assert parked_tokens is None or engine.num_parked_tokens <= parked_tokens
+        assert engine._parked.num_tokens == sum(len(each.tokens) for each in parked.values())
+        assert parked_tokens is None or engine._parked.num_tokens <= parked_tokens
         assert all(each.storage.num_tokens == len(each.tokens) for each in parked.values())
         if is_paged:
             paged_runner(engine)._pages.check()
@@ -250,7 +250,7 @@ def parked_session(engine: Engine, ordinal: int, num_prompt: int, max_new_tokens
 def test_sessions_idle_longest_are_evicted_first_and_counted(is_paged: bool) -> None:
     engine = new_engine(is_paged, parked_tokens=40)
     later = [parked_session(engine, ordinal, 10) for ordinal in range(4)]  # 12 tokens each
-    assert (engine.num_parked, engine.num_parked_tokens, engine.stats.evicted_sessions) == (3, 36, 1)
+    assert (len(engine._parked), engine._parked.num_tokens, engine.stats.evicted_sessions) == (3, 36, 1)
     assert [session.ordinal for session in engine._parked._parked] == [1, 2, 3]
     run(engine, [later[1]])  # was not evicted
     assert (engine.stats.parked_hit_tokens, engine.stats.parked_missed_tokens) == (12, 0)
@@ -259,7 +259,7 @@ def test_sessions_idle_longest_are_evicted_first_and_counted(is_paged: bool) -> 
     assert engine.stats.prefilled_tokens - before == 12 + 4
     assert (engine.stats.parked_hit_tokens, engine.stats.parked_missed_tokens) == (12, 12)
     assert engine.stats.re_prefilled_tokens == 12, "what is new is not made again"
-    assert engine.num_parked == 2
+    assert len(engine._parked) == 2
 
 
 @BOTH
@@ -280,7 +280,7 @@ def test_a_session_whose_next_turn_waits_is_not_idle(is_paged: bool) -> None:
     later = [parked_session(engine, ordinal, 10) for ordinal in range(2)]
     engine.submit([later[0]])
     assert not engine._parked.make_room(Request(9, 0, random_prompt(3), 1).session, 20)
-    assert engine.num_parked == 2, "not even both would do"
+    assert len(engine._parked) == 2, "not even both would do"
     assert engine._parked.make_room(Request(9, 0, random_prompt(3), 1).session, 15)
     assert [session.ordinal for session in engine._parked._parked] == [0]
     drain(engine)
@@ -295,7 +295,7 @@ def test_nobody_evicts_a_session_whose_extension_is_being_prefilled() -> None:
     idle = parked_session(engine, 1, 10)
     engine.submit([replace(script.request([turn]), parks=False)])
     engine.step()
-    assert (engine.num_parked, engine.num_live) == (1, 0)  # 22 of 52 tokens were there, 8 more are
+    assert (len(engine._parked), engine.num_live) == (1, 0)  # 22 of 52 tokens were there, 8 more are
     assert paged_runner(engine).num_free_pages == 8 - 4 - 1
     engine.submit([Request(2, 0, random_prompt(50, seed=2), max_new_tokens=30)])
     finished = drain(engine)
@@ -318,9 +318,9 @@ def test_when_memory_is_short_prefixes_go_before_sessions_and_sessions_before_ro
     engine.submit([Request(1, 0, random_prompt(5, seed=1), max_new_tokens=80)])
     held = []
     while not engine.is_idle:
-        held.append((len(engine._prefixes._entries), engine.num_parked))
+        held.append((len(engine._prefixes._entries), len(engine._parked)))
         engine.step()
-    held.append((len(engine._prefixes._entries), engine.num_parked))
+    held.append((len(engine._prefixes._entries), len(engine._parked)))
     order = [pair for index, pair in enumerate(held) if index == 0 or pair != held[index - 1]]
     assert order == [(1, 1), (2, 1), (0, 1), (0, 0)]  # the first prefix shares its pages, and frees none
     assert engine.stats.preemptions == 0
@@ -345,7 +345,7 @@ def test_of_waiting_turns_the_last_loses_its_keys_first() -> None:
     later = [parked_session(engine, ordinal, 20) for ordinal in range(3)]  # 6 pages of 7
     engine.submit([Request(9, 0, random_prompt(3), max_new_tokens=60), *later])
     engine.step()
-    while engine.num_parked > 1:
+    while len(engine._parked) > 1:
         engine.step()
     assert [session.ordinal for session in engine._parked._parked] == [0]
     found = drain(engine)
@@ -358,7 +358,7 @@ def test_sessions_that_fill_the_memory_and_wait_make_room_for_the_first() -> Non
     """Nothing is live, every page but one is parked, and every session waits: the first one starts all the same."""
     engine = new_engine(True, num_rows=3, num_pages=7)
     later = [parked_session(engine, ordinal, 28 + 2 * ordinal) for ordinal in range(3)]  # 2, 2 and 3 pages
-    assert engine.num_parked_tokens == 30 + 32 + 34
+    assert engine._parked.num_tokens == 30 + 32 + 34
     assert paged_runner(engine).num_free_pages == 0
     found = run(engine, later)
     assert len(found) == 3
@@ -448,9 +448,9 @@ def test_an_episode_that_begins_again_drops_the_keys(is_paged: bool) -> None:
     engine = new_engine(is_paged)
     parked_session(engine, 0, 10)
     engine.submit([Script(0, 10, (4,)).request([])])
-    assert engine.num_parked == 0
+    assert len(engine._parked) == 0
     drain(engine)
-    assert engine.num_parked == 1
+    assert len(engine._parked) == 1
     engine.release(Session(0, 0, 0))
     assert_nothing_is_held(engine)
 
@@ -481,7 +481,7 @@ def test_a_turn_that_is_released_goes_on_and_does_not_park(is_paged: bool, num_s
     for _ in range(num_steps):
         engine.step()
     engine.release(Session(0, 0, 0))
-    assert engine.num_parked == 0
+    assert len(engine._parked) == 0
     (found,) = drain(engine).values()
     check_turn(MODEL, found, seed=SEED)
     assert engine.stats.parked_hit_tokens == (12 if num_steps else 0)
@@ -504,7 +504,7 @@ def test_parked_keys_age_as_those_of_rows_do(is_paged: bool, how: KvOnUpdate) ->
     (turn,) = run(engine, [script.request([])]).values()
     swapped(engine, 1, how, 1)
     is_kept = how != "recompute"
-    assert engine.num_parked == is_kept
+    assert len(engine._parked) == is_kept
     engine.submit([script.request([turn])])
     engine.step()
     (row,) = engine._rows.live_rows
@@ -513,7 +513,7 @@ def test_parked_keys_age_as_those_of_rows_do(is_paged: bool, how: KvOnUpdate) ->
     assert second.version_spans == (VersionSpan(start=0, version=1),)
     assert engine.stats.parked_missed_tokens == engine.num_re_prefilled == (0 if is_kept else 12)
     swapped(engine, 2, how, 1)
-    assert engine.num_parked == (how == "keep"), (
+    assert len(engine._parked) == (how == "keep"), (
         "its oldest key is two versions old, or one that must not be old at all"
     )
     (third,) = run(engine, [script.request([turn, second])]).values()
@@ -532,7 +532,7 @@ def test_a_swap_while_an_extension_is_being_prefilled(is_paged: bool, how: KvOnU
     (turn,) = run(engine, [script.request([])]).values()
     engine.submit([script.request([turn])])
     engine.step()
-    assert (engine.num_parked, engine.num_live) == (0, 0)
+    assert (len(engine._parked), engine.num_live) == (0, 0)
     swapped(engine, 1, how, 0)
     engine.step()
     (second,) = drain(engine).values()

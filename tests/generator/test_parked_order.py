@@ -62,7 +62,7 @@ class Play:
                 assert (0, finished.ordinal, 0) not in self.engine._parked, "its last turn does not park"
         assert self.engine.num_live + self.engine.num_waiting == len(self.asked)
         if self.most_tokens is not None:
-            assert self.engine.num_parked_tokens <= self.most_tokens
+            assert self.engine._parked.num_tokens <= self.most_tokens
 
     def answer(self, count: int) -> None:
         self.engine.submit(self.answers[:count])
@@ -168,11 +168,11 @@ def test_every_turn_finishes_once_with_its_own_text(
         stats = engine.stats
         assert stats.parked_missed_tokens <= stats.re_prefilled_tokens <= stats.prefilled_tokens
         if engine is play.engine:
-            assert engine.num_parked == 0
+            assert len(engine._parked) == 0
         engine._queue._queue.clear()  # those that went elsewhere before they had begun
         for script in SCRIPTS:
             engine.release(Session(0, script.ordinal, 0))
-        assert (engine.num_parked, engine.num_parked_tokens) == (0, 0)
+        assert (len(engine._parked), engine._parked.num_tokens) == (0, 0)
         if isinstance(engine._runner, PagedRunner):
             for key in list(engine._prefixes._entries):
                 engine._prefixes._forget(key)

@@ -13,7 +13,8 @@ from engine_kit import new_engine, random_model, random_prompt, requests, run
 from slipstream.core.clock import VirtualClock
 from slipstream.core.recipes import resolve
 from slipstream.core.saved import Saver, load_messages, prompt_crc32
-from slipstream.core.types import Completion, EpisodeRecord, Partial, PartialEpisode, Prompt, Segment, VersionSpan
+from slipstream.core.types import Completion, EpisodeRecord, Prompt, Segment, VersionSpan
+from slipstream.core.unfinished_messages import Partial, PartialEpisode
 from slipstream.generator.completions import completion_of_episode
 from slipstream.generator.episodes import ended_before
 from slipstream.generator.partials import Continued, partial_of, partial_of_finished

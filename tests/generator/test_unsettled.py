@@ -11,8 +11,8 @@ import pytest
 from ports import Port
 from test_executor_swaps import Node
 
-from slipstream.core.service_messages import CompletionsFinished, Evaluate, Settled
-from slipstream.core.types import Admit, Completion, Prompt, Segment
+from slipstream.core.service_messages import Admit, CompletionsFinished, Evaluate, Settled
+from slipstream.core.types import Completion, Prompt, Segment
 from slipstream.generator.unsettled import Unsettled
 
 PROMPT = Prompt(prompt_id="p", text="x", tokens=np.zeros(1, np.int32), task="t")

@@ -71,8 +71,8 @@ def vllm(model: Transformer, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         model,
         WeightFolder(1 << 20),
         Launch(
-            command=[str(interpreter(CONFIG.generator)), str(WORKER)],
-            environment=environment(CONFIG, num_threads=1),
+            command=[str(interpreter(CONFIG.generator.vllm)), str(WORKER)],
+            environment=environment(CONFIG.generator.vllm, num_threads=1),
             log_path=Path(tmp_path_factory.mktemp("vllm")) / "vllm.log",
         ),
         spec_of(CONFIG, max_len=MAX_LEN, stop_token_ids=[STOP]),

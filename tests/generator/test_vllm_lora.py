@@ -61,8 +61,8 @@ def vllm(
         copy.deepcopy(model),
         WeightFolder(1 << 20),
         Launch(
-            command=[str(interpreter(config.generator)), str(WORKER)],
-            environment=environment(config, num_threads=1),
+            command=[str(interpreter(config.generator.vllm)), str(WORKER)],
+            environment=environment(config.generator.vllm, num_threads=1),
             log_path=Path(tmp_path_factory.mktemp("vllm")) / "vllm.log",
         ),
         spec_of(config, max_len=MAX_LEN, stop_token_ids=[STOP], shapes=shapes_of(model)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ SMALL: dict[str, Any] = {
     "trainer": {"optimizer": {"lr": 5e-3}, "checkpoint_every": 2},
     "eval": {"every": 0, "num_prompts": 8, "num_slots": 8},
 }
+FAKE = Path(__file__).parents[1] / "generator" / "fake_vllm.py"
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_layers": 2}
 
 
@@ -67,8 +69,18 @@ def test_every_group_was_trained_on(run: Path) -> None:
     assert {line["step"] for line in rollouts} == set(range(SMALL["steps"]))
 
 
-def test_a_teacher_in_an_executor_of_its_own_teaches_the_same_without_any_reward(run: Path, tmp_path: Path) -> None:
-    own = distilled(tmp_path / "own", top_k=8, executor="own", rewards={"terms": []})
+@pytest.mark.parametrize("engine", ["native", pytest.param("vllm", marks=pytest.mark.slow)])
+def test_a_teacher_in_an_executor_of_its_own_teaches_the_same_without_any_reward(
+    engine: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of vLLM there is the worker, over a make-believe vLLM of our own model, which dies once."""
+    python, once = tmp_path / "python", tmp_path / "once"
+    python.write_text(f'#!/bin/sh\n[ "$1" = -c ] || exec {sys.executable} {FAKE} "$2"\n')
+    python.chmod(0o755)
+    monkeypatch.setenv("FAKE", json.dumps({"samples": True, "fails_at": 40, "fault": "dies", "once": str(once)}))
+    served = {"engine": engine, "vllm": {"python": str(python)}}
+    own = distilled(tmp_path / "own", top_k=8, executor="own", rewards={"terms": []}, **served)
+    assert once.exists() == (engine == "vllm")
     for mine, other in zip(steps_of(own), steps_of(run), strict=True):
         for metric in ("loss", "grad_norm", "teacher_kl", "teacher_agreement", "tokens_trained"):
             assert mine[metric] == pytest.approx(other[metric], rel=1e-3, abs=1e-5), metric

@@ -13,7 +13,7 @@ from test_endings import await_steps, start
 from test_resume import AHEAD, SYNC, cut_off, events, small
 
 import slipstream
-from slipstream.controller import controller
+from slipstream.controller import held_out
 from slipstream.core.errors import ConfigError
 from slipstream.core.held_out import Measured
 from slipstream.core.run_log import read_metrics
@@ -25,12 +25,12 @@ __all__ = ["small"]
 def rewards(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The mean rewards of the evaluations to come: the greedy one of the first version, the sampled one, others."""
     values: list[float] = []
-    measure = controller.measured
+    measure = held_out.measured
 
     def measured(scores: Any, name: Any) -> Measured:
         return Measured(reward=values.pop(0)) if values else measure(scores, name)
 
-    monkeypatch.setattr(controller, "measured", measured)
+    monkeypatch.setattr(held_out, "measured", measured)
     return values
 
 

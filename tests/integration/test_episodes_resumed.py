@@ -15,7 +15,7 @@ from test_resume import AHEAD, STEPS, Cut, after_step, cut_off, events, small
 import slipstream
 from slipstream.core.run_log import RolloutLine, read_rollouts
 from slipstream.core.saved import load_messages
-from slipstream.core.types import Partial, PartialEpisode
+from slipstream.core.unfinished_messages import Partial, PartialEpisode
 
 SOURCE = Path(__file__).with_name("turn_environments.py")
 BETWEEN = AHEAD | {"weight_update": "between_batches"}

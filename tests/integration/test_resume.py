@@ -171,11 +171,11 @@ def test_a_resume_of_a_run_that_was_evaluated_to_the_end_evaluates_only_what_is_
     cut_at, small, tmp_path, monkeypatch
 ):
     """Killed between the checkpoint of the last step, which has the first `cut_at` last accuracies, and the end."""
-    run, checkpoint, evaluated = tmp_path / "run", Controller._checkpoint, Controller._evaluated
+    run, checkpoint, handle = tmp_path / "run", Controller._checkpoint, Controller._handle
 
     def counted(self: Controller, message: Any) -> None:
         before = len(self.tally.unevaluated(STEPS))
-        evaluated(self, message)
+        handle(self, message)
         now = len(self.tally.unevaluated(STEPS))
         if now < before and now == 2 - cut_at:
             self.cut_at = None
@@ -184,7 +184,7 @@ def test_a_resume_of_a_run_that_was_evaluated_to_the_end_evaluates_only_what_is_
             raise Cut
 
     with monkeypatch.context() as patch:
-        patch.setattr(Controller, "_evaluated", counted)
+        patch.setattr(Controller, "_handle", counted)
         with pytest.raises(Cut):
             slipstream.run("quickstart", overrides=small | AHEAD, out=run, display=False)
     resumed = slipstream.run("quickstart", resume=run, display=False)

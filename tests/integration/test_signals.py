@@ -19,6 +19,7 @@ from processes import children, command_line, is_alive
 
 import slipstream
 from slipstream.controller.controller import Controller
+from slipstream.controller.held_out import HeldOut
 from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import config_toml, resolve
 from slipstream.core.run_lock import LOCK_FILE, holding
@@ -200,7 +201,7 @@ def test_ctrl_c_says_what_is_finished_and_how_to_go_on(
 ) -> None:
     """Ctrl-C is told of once; at the last evaluation that is left out, and a resume makes it."""
     inline = tiny | {"host": "inline", "steps": 3, "warm_start": {"steps": 0}, "eval": {"num_prompts": 4}}
-    decide, evaluate = Controller._decide, Controller._evaluate
+    decide, evaluate = Controller._decide, HeldOut.evaluate
 
     def interrupting(self: Controller, *events: Any) -> None:
         decide(self, *events)
@@ -208,14 +209,14 @@ def test_ctrl_c_says_what_is_finished_and_how_to_go_on(
         if self.interrupts.number is None and self.schedule.steps_done == 1 and when == now:
             signal.raise_signal(signal.SIGINT)
 
-    def evaluating(self: Controller, temperatures: Any) -> None:
+    def evaluating(self: HeldOut, temperatures: Any) -> None:
         evaluate(self, temperatures)
-        if when == "at the last evaluation" and self.schedule.is_finished:
+        if when == "at the last evaluation" and self._schedule.is_finished:
             signal.raise_signal(signal.SIGINT)
 
     with monkeypatch.context() as patch:
         patch.setattr(Controller, "_decide", interrupting)
-        patch.setattr(Controller, "_evaluate", evaluating)
+        patch.setattr(HeldOut, "evaluate", evaluating)
         result = slipstream.run("quickstart", overrides=inline, out=tmp_path / "a run")
     assert result.status == "interrupted"
     lines = capsys.readouterr().out.splitlines()

@@ -76,3 +76,11 @@ def test_other_types_and_builds_fall_back(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(module, "_onednn", None)
     layer = Linear(32, 16)
     assert torch.equal(layer(x.float()), F.linear(x.float(), layer.weight, layer.bias))
+
+
+@needs_onednn
+def test_a_product_that_depends_on_its_batch_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert module.keeps_bits()
+    by_batch = lambda x, weight: F.linear(x, weight) * (1 + 1e-6 * (len(x) > 64))  # noqa: E731
+    monkeypatch.setattr(module, "linear", by_batch)
+    assert not module.keeps_bits()

@@ -214,9 +214,9 @@ def test_failures_that_a_step_tells_of_after_they_have_rung_ring_no_more():
 
 def test_failures_stop_the_run_where_that_is_asked_for(tmp_path):
     watchman = Watchman(HealthConfig(stop_on=["failed_rewards"]), tmp_path)
-    assert watchman.failed(0, 15, 20, "it died") == []
+    assert watchman.tell(watchman.health.failed(0, 15, 20, "it died")) == []
     with pytest.raises(AlarmError, match="'failed_rewards' began at step 0") as caught:
-        watchman.failed(0, 17, 20, "it died")
+        watchman.tell(watchman.health.failed(0, 17, 20, "it died"))
     watchman.close()
     assert "17 of 20 completions so far, the last: it died" in str(caught.value)
 
@@ -301,9 +301,9 @@ def test_an_alarm_that_is_to_end_the_run_does_and_is_on_file_and_told(tmp_path):
     series, told = list(sick_series("poisoned", 0)), []
     watchman = Watchman(HealthConfig(stop_on=["poisoned"]), tmp_path, sinks=[told.append])
     for metrics in series[: ONSET + 3]:
-        assert watchman.watch(metrics) == []
+        assert watchman.tell(watchman.health.update(metrics)) == []
     with pytest.raises(AlarmError, match=f"'poisoned' began at step {ONSET + 3}"):
-        watchman.watch(series[ONSET + 3])
+        watchman.tell(watchman.health.update(series[ONSET + 3]))
     watchman.close()
     assert [alarm.name for alarm in read_alarms(tmp_path / "alarms.jsonl")] == ["poisoned"]
     assert told == read_alarms(tmp_path / "alarms.jsonl")
@@ -314,12 +314,12 @@ def test_after_a_resume_the_steps_on_file_ring_no_more(tmp_path):
     first = Watchman(HealthConfig(), tmp_path)
     metrics = MetricsWriter(tmp_path / "metrics.jsonl")
     for line in series[:110]:
-        first.watch(line)
+        first.tell(first.health.update(line))
         metrics.write(step=line["step"], version=line["step"] + 1, wall_s=0.0, metrics=line)
     metrics.close()
     first.close()
     second = Watchman(HealthConfig(), tmp_path)
-    rung = [alarm.event for line in series[110:] for alarm in second.watch(line)]
+    rung = [alarm.event for line in series[110:] for alarm in second.tell(second.health.update(line))]
     second.close()
     assert rung == ["ended"]
     assert [alarm.event for alarm in read_alarms(tmp_path / "alarms.jsonl")] == ["began", "ended"]

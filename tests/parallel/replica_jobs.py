@@ -38,9 +38,9 @@ from slipstream.core.peer_messages import Wake
 from slipstream.core.rank_group import RankGroup
 from slipstream.core.ranks import rank_name
 from slipstream.core.sections import ModelConfig
-from slipstream.core.service_messages import Evaluate
+from slipstream.core.service_messages import Admit, Evaluate
 from slipstream.core.spans import Spans
-from slipstream.core.types import Admit, Completion, Message, Prompt, Stop
+from slipstream.core.types import Completion, Message, Prompt, Stop
 from slipstream.core.weights import FlatWeights, Swap
 from slipstream.generator.executor import Generator
 from slipstream.generator.lockstep import Agreement

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.core.errors import ConfigError
-from slipstream.plan.collectives import all_gather_s, all_reduce_s, last_host_task_s
-from slipstream.plan.hardware import DEVICES, cluster
+from slipstream.plan.hardware import DEVICES, all_gather_s, all_reduce_s, cluster, last_host_task_s
 
 H100, A100 = cluster("h100", 1024), cluster("A100", 64)
 MIB = 1024**2

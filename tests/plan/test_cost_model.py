@@ -14,10 +14,9 @@ from theory import Side, Theory, eta_g, eta_t
 
 from slipstream.batching.balance import balanced_permutation
 from slipstream.core.errors import ConfigError
-from slipstream.plan.collectives import all_reduce_s
 from slipstream.plan.cost_model import CostModel
 from slipstream.plan.counts import adapters_of
-from slipstream.plan.hardware import DEVICES, GpuCluster, cluster
+from slipstream.plan.hardware import DEVICES, GpuCluster, all_reduce_s, cluster
 from slipstream.plan.layouts import (
     AsynchronousPlan,
     Efficiency,

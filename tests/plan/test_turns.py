@@ -17,6 +17,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.run_log import EpisodeLine, RolloutLine, ScheduleConfig
 from slipstream.plan.answer import answer
 from slipstream.plan.calibrate import generator_dials
+from slipstream.plan.lengths import MOST, Turns, WithTurns, recorded_turns
 from slipstream.plan.question import question_of
 from slipstream.plan.simulated_generator import Replica
 from slipstream.plan.simulated_run import (
@@ -29,7 +30,6 @@ from slipstream.plan.simulated_run import (
     SimulatedTurn,
 )
 from slipstream.plan.simulator import Simulation, simulate
-from slipstream.plan.turns import MOST, Turns, WithTurns, recorded_turns
 
 P, G, LENGTH = 4, 2, 12
 DECODE_S, TRAIN_S, PREFILL_S = 0.1, 3.0, 0.01

@@ -89,10 +89,8 @@ def normalise_then_sum(
     """
     num_parts = parts.shape[-1] if parts.ndim else 0
     if parts.ndim != 2 or weights.shape != (num_parts,) or group_ids.shape != parts.shape[:1]:
-        raise ShapeError(
-            "rewards are combined from one column per weight and one row per group id",
-            got=f"parts {tuple(parts.shape)}, weights {tuple(weights.shape)}, group ids {tuple(group_ids.shape)}",
-        )
+        got = f"parts {tuple(parts.shape)}, weights {tuple(weights.shape)}, group ids {tuple(group_ids.shape)}"
+        raise ShapeError("rewards are combined from one column per weight and one row per group id", got=got)
     total = parts.new_zeros(len(parts))
     for column, weight in zip(parts.unbind(dim=1), weights, strict=True):
         applies = ~column.isnan()

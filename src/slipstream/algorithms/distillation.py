@@ -30,10 +30,8 @@ def divergences(policy: Tensor, teacher: Tensor, alpha: float) -> Tensor:
     `alpha` goes to the second, and as it goes to 1, divided by 1 - `alpha`, to the first.
     """
     if policy.shape != teacher.shape or policy.ndim != 2:
-        raise ShapeError(
-            "policy and teacher need logprobs of the same outcomes",
-            got=f"{tuple(policy.shape)} and {tuple(teacher.shape)}",
-        )
+        what = "policy and teacher need logprobs of the same outcomes"
+        raise ShapeError(what, got=f"{tuple(policy.shape)} and {tuple(teacher.shape)}")
     if alpha == 1.0:
         return _kl(policy, teacher)
     if alpha == 0.0:

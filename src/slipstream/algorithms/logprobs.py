@@ -105,10 +105,8 @@ def kept_token_logprobs(logits: Tensor, targets: Tensor, kept: Tensor, temperatu
     Identity: equals `token_logprobs` where S_t is the whole vocabulary.
     """
     if not logits.shape[:1] == targets.shape == kept.shape[:1]:
-        raise ShapeError(
-            "one target and one kept set are needed per row of logits",
-            got=f"{tuple(logits.shape)}, {tuple(targets.shape)} and {tuple(kept.shape)}",
-        )
+        got = f"{tuple(logits.shape)}, {tuple(targets.shape)} and {tuple(kept.shape)}"
+        raise ShapeError("one target and one kept set are needed per row of logits", got=got)
     chosen = torch.cat([targets.unsqueeze(1), kept.clamp(min=0)], dim=1)  # one gather: one gradient of [N, V]
     scaled = logits.gather(1, chosen).float()
     if temperature != 1.0:

@@ -19,10 +19,8 @@ def segment_sum(values: Tensor, mask: Tensor, segment_ids: Tensor) -> Tensor:
     Identity: the result of a sequence does not depend on what else is packed with it.
     """
     if values.shape != segment_ids.shape or mask.shape != segment_ids.shape or values.ndim != 1:
-        raise ShapeError(
-            "values, mask and segment ids of the same tokens are needed",
-            got=f"{tuple(values.shape)}, {tuple(mask.shape)} and {tuple(segment_ids.shape)}",
-        )
+        got = f"{tuple(values.shape)}, {tuple(mask.shape)} and {tuple(segment_ids.shape)}"
+        raise ShapeError("values, mask and segment ids of the same tokens are needed", got=got)
     if bool((segment_ids[1:] < segment_ids[:-1]).any()):
         raise ShapeError("segment ids must ascend: each sequence one contiguous piece", got=segment_ids.tolist())
     lengths = torch.bincount(segment_ids)

@@ -38,27 +38,19 @@ class GroupBuffer(Generic[AnySample]):
         """Keep `item`; False for a duplicate, which is dropped."""
         ordinal, sample = item.ordinal, item.sample
         if not 0 <= sample < self._completions_per_group:
-            raise SlipstreamError(
-                f"rollout of group {ordinal} has a sample number outside its group",
-                got=sample,
-                allowed=f"0..{self._completions_per_group - 1}",
-            )
+            what = f"rollout of group {ordinal} has a sample number outside its group"
+            raise SlipstreamError(what, got=sample, allowed=f"0..{self._completions_per_group - 1}")
         if self._expects is not None and not self._expects(ordinal, sample):
-            raise SlipstreamError(
-                "a rollout came to a rank that does not train it",
-                got=f"sample {sample} of group {ordinal}",
-                allowed=f"samples {list(self._expected(ordinal))} of this group",
-            )
+            what = "a rollout came to a rank that does not train it"
+            allowed = f"samples {list(self._expected(ordinal))} of this group"
+            raise SlipstreamError(what, got=f"sample {sample} of group {ordinal}", allowed=allowed)
         samples = self._waiting.get(ordinal, {})
         if ordinal < self._retired_below or ordinal in self._retired or sample in samples:
             self.num_duplicates += 1
             return False
         if not samples and len(self._waiting) == self._max_groups:
-            raise SlipstreamError(
-                "the group buffer is full: more groups were admitted than the schedule allows",
-                got=f"group {ordinal} on top of {len(self._waiting)}",
-                allowed=self._max_groups,
-            )
+            what = "the group buffer is full: more groups were admitted than the schedule allows"
+            raise SlipstreamError(what, got=f"group {ordinal} on top of {len(self._waiting)}", allowed=self._max_groups)
         self._waiting.setdefault(ordinal, {})[sample] = item
         return True
 

@@ -22,12 +22,9 @@ def split_minibatches(
     Dealt like cards, so that each part has old and new groups alike. ConfigError if a part would be empty.
     """
     if num_minibatches > len(groups):
-        raise ConfigError(
-            "a minibatch needs at least one group",
-            got=f"minibatches = {num_minibatches} with {len(groups)} groups",
-            allowed=f"1..{len(groups)}",
-            hint="lower trainer.minibatches or raise groups_per_step",
-        )
+        got = f"minibatches = {num_minibatches} with {len(groups)} groups"
+        hint = "lower trainer.minibatches or raise groups_per_step"
+        raise ConfigError("a minibatch needs at least one group", got=got, allowed=f"1..{len(groups)}", hint=hint)
     canonical = sorted(groups, key=lambda group: group.ordinal)
     if order is not None:
         canonical = [canonical[index] for index in order]

@@ -25,6 +25,7 @@ from slipstream.environments.checks import Given, Schemas
 from slipstream.environments.executor import Environments
 from slipstream.generator.episodes import ENVIRONMENTS
 from slipstream.generator.executor import Generator
+from slipstream.generator.vllm.reader import VLLMReader
 from slipstream.models.build import build_tokenizer
 from slipstream.prompts import PromptSet, build_prompts, demonstrations, task_table
 from slipstream.rewards.executor import Rewards
@@ -90,7 +91,9 @@ def make_reference(config: RunConfig, *, is_resumed: bool = False) -> ReferenceP
 
 def make_teacher(config: RunConfig) -> TeacherModel:
     """The executor of the teacher, the last station before the trainer."""
-    return TeacherModel(config=config, batching=collate)
+    return TeacherModel(
+        config=config, batching=collate, new_reader=VLLMReader if config.teacher.engine == "vllm" else None
+    )
 
 
 def nodes(

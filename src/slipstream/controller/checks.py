@@ -13,6 +13,7 @@ from slipstream.core.plain import shortened
 from slipstream.environments.checks import Given, check_environments
 from slipstream.generator.device import check_device
 from slipstream.generator.vllm.backend import check_vllm
+from slipstream.generator.vllm.reader import check_reader
 from slipstream.models.build import build_tokenizer, check_division, max_positions
 from slipstream.models.config import config_from_hf
 from slipstream.models.device import check_gpus
@@ -63,6 +64,8 @@ def check(
     check_loss(config)
     check_checkpoints(config, readers(config))
     check_teacher(config)
+    if "teacher" in here:
+        check_reader(config)
     check_following(config)
     check_environments(config, environments)
     if config.needs_functions:
@@ -74,6 +77,8 @@ def check_room(config: RunConfig, *, remote: Collection[str] = ()) -> None:
     here = computing_groups(config) - set(remote)
     if "generator" in here:
         check_vllm(config)
+    if "teacher" in here:
+        check_reader(config)
     check_sizes(config, check_policy(config), here)
 
 
@@ -113,12 +118,9 @@ def check_checkpoints(config: RunConfig, named: Sequence[Reader]) -> None:
         if has_tokenizer(tokens):
             rehearse_tokenizer(tokens)
         if has_tokenizer(tokens) and not vocabulary <= load_tokenizer(tokens).get_vocab().items():
-            raise ConfigError(
-                f"{what} and the policy have different tokenizers",
-                got=path,
-                allowed="a model with the policy's tokens, under the same ids",
-                hint="it reads the tokens that were sampled, not their text",
-            )
+            allowed = "a model with the policy's tokens, under the same ids"
+            hint = "it reads the tokens that were sampled, not their text"
+            raise ConfigError(f"{what} and the policy have different tokenizers", got=path, allowed=allowed, hint=hint)
         if vocab_size < len(policy):
             raise ConfigError(
                 f"{what} has a smaller vocabulary than the policy",
@@ -169,23 +171,18 @@ def check_teacher(config: RunConfig) -> None:
     _check_token_table(tokenizer, Path(teacher.path))
     longest = config.longest_sequence(max_positions(config))
     if (positions := config_from_hf(read_hf_config(Path(teacher.path))).max_positions) < longest:
-        raise ConfigError(
-            "the teacher does not read as far as the policy writes",
-            got=f"{positions} positions in {teacher.path}, sequences of up to {longest} tokens",
-            hint="lower prompts.max_prompt_tokens (longer prompts are dropped) or generator.max_new_tokens",
-        )
+        got = f"{positions} positions in {teacher.path}, sequences of up to {longest} tokens"
+        hint = "lower prompts.max_prompt_tokens (longer prompts are dropped) or generator.max_new_tokens"
+        raise ConfigError("the teacher does not read as far as the policy writes", got=got, hint=hint)
     if teacher.executor == "trainer":
         check_division(config.model.model_copy(update={"path": teacher.path}), config.trainer.tensor_parallel)
 
 
 def _check_token_table(tokenizer: Tokenizer, path: Path) -> None:
     if not has_tokenizer(path):
-        raise ConfigError(
-            "the teacher has no tokenizer: nothing says that its token ids are the policy's",
-            got=path,
-            allowed="a folder with tokenizer.json",
-            hint="copy the tokenizer of the model that it was trained from",
-        )
+        what = "the teacher has no tokenizer: nothing says that its token ids are the policy's"
+        hint = "copy the tokenizer of the model that it was trained from"
+        raise ConfigError(what, got=path, allowed="a folder with tokenizer.json", hint=hint)
     ours, theirs = tokenizer.get_vocab(), load_tokenizer(path).get_vocab()
     if ours == theirs:
         return

@@ -12,18 +12,15 @@ message and each decision (`controller/observers.py`).
 from __future__ import annotations
 
 import contextlib
-import os
-import shutil
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
-from slipstream.controller.best import BestModel, EarlyStopping
 from slipstream.controller.callbacks import Callbacks
-from slipstream.controller.evaluations import GREEDY, EvaluationDone, PendingEvaluations, Request
 from slipstream.controller.executors import Executors
+from slipstream.controller.held_out import HeldOut
 from slipstream.controller.ledger import Ledger
 from slipstream.controller.meeting import Cluster
 from slipstream.controller.observers import Observers
@@ -31,33 +28,15 @@ from slipstream.controller.pipeline import CONTROLLER, Pipeline, RunInput, repli
 from slipstream.controller.schedule import SchedulingPolicy
 from slipstream.controller.tally import Tally
 from slipstream.controller.waiting import WaitReasons
-from slipstream.core.channel import make_transport_dir
+from slipstream.core import service_messages as messages
 from slipstream.core.clock import WallClock
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import SlipstreamError
-from slipstream.core.held_out import measured
 from slipstream.core.interrupts import Interrupts
 from slipstream.core.peer_messages import Leaving, Left
 from slipstream.core.run_log import Command, Event
-from slipstream.core.scratch import claim, cleanup, sweep
-from slipstream.core.service_messages import (
-    Checkpoint,
-    CheckpointSaved,
-    CompletionsFinished,
-    Counters,
-    EvalScored,
-    Evaluating,
-    Export,
-    Exported,
-    Noted,
-    Progress,
-    Publish,
-    Published,
-    Ready,
-    Settled,
-)
+from slipstream.core.scratch import run_scratch
 from slipstream.core.types import (
-    Admit,
     CompletionFinished,
     GroupScored,
     Message,
@@ -72,6 +51,9 @@ from slipstream.core.types import (
 )
 from slipstream.observe.recorder import EventRecorder
 from slipstream.observe.timeline import TIME_PREFIX, Timeline, timeline_path
+
+OBSERVED = (messages.Counters, messages.Noted, messages.Progress, messages.Published, messages.Ready, Left)
+"""Messages on which the controller does nothing; that a child has ended (`Left`), the operating system reports."""
 
 
 class Controller:
@@ -109,11 +91,7 @@ class Controller:
             spans=self.timeline,
             restarts=self.tally.restarts,
         )
-        self.evaluations = PendingEvaluations(every=config.eval.every, steps=config.steps)
-        self.early_stopping, self.best = EarlyStopping(config.eval), BestModel(self.run_dir, config.eval)
-        for known in self.tally.evaluations.values():
-            if known.greedy is not None:
-                self.early_stopping.take(known.greedy)
+        self.held_out = HeldOut(config, self.run_dir, work.held_out, schedule, observers, self.executors.send)
         self.callbacks = Callbacks() if callbacks is None else callbacks
         self.waits = WaitReasons()
         self.partials = dict(work.partials)
@@ -147,65 +125,52 @@ class Controller:
         return self.tally
 
     def _run(self) -> None:
-        with self.timeline.span("start_up"):
-            if left := sweep():
-                self.observers.note(f"removed {len(left)} files and folders that runs left behind which were killed")
-            transport_dir = make_transport_dir()
-            run_id, owner = transport_dir.name, claim(transport_dir)
-        try:
+        with contextlib.ExitStack() as ends:
             with self.timeline.span("start_up"):
+                transport_dir = ends.enter_context(run_scratch(self.observers.note))
+                ends.callback(self._shut_down)
                 self.observers.take(self.events.record(self.schedule.began(), []))
-                self.executors.launch(transport_dir, run_id, self.cluster)
+                self.executors.launch(transport_dir, transport_dir.name, self.cluster)
                 if self.work.warm_start is not None:
                     self.executors.send("trainer", self.work.warm_start)
-            self._stop_early(self.early_stopping.cause or self.tally.stopped_because)  # of a run that goes on
-            done, is_over = self.schedule.steps_done, self.schedule.is_finished
-            self._train(() if is_over else self.evaluations.first(done, self.tally.evaluations))
+            self._stop_early(self.held_out.early_stopping.cause or self.tally.stopped_because)  # of a run that goes on
+            self._train()
             if self.schedule.versions:
                 self._finish()
             if self.callbacks.error is not None:
                 raise self.callbacks.error
             self.tally.status = "interrupted" if self.is_interrupted else "done"
-        finally:
-            self._shut_down()
-            shutil.rmtree(transport_dir, ignore_errors=True)
-            cleanup(run_id)
-            os.close(owner)
 
-    def _train(self, first: Sequence[float]) -> None:
-        """Evaluate at the `first` temperatures, and go on to the last step.
-
-        An interrupt before the first version leaves nothing to save.
-        """
-        self._export_candidate(self.schedule.steps_done)
+    def _train(self) -> None:
+        """Evaluate where that is due, and go on to the last step."""
+        first = self.held_out.first()
+        self.held_out.export_candidate(self.schedule.steps_done)
         self._unless_interrupted(lambda: not self.executors.missing, "all executors to be ready")
-        num_replicas = sum(replica_of(node.name) is not None for node in self.pipeline.nodes)
-        self._unless_interrupted(
-            lambda: len(self.schedule.versions) == num_replicas, "generators to hold the first version"
-        )
+        count = sum(replica_of(node.name) is not None for node in self.pipeline.nodes)
+        self._unless_interrupted(lambda: len(self.schedule.versions) == count, "generators to hold the first version")
         if not self.is_interrupted:
-            self._evaluate(first)
+            self.held_out.evaluate(first)
         self._unless_interrupted(lambda: self.schedule.is_finished, "training")
         if self.is_interrupted:
-            self._tell_of_interrupt()  # before the schedule hears of it, which then has no next step
+            self._tell_of_interrupt()  # before the `Stop`, after which the schedule has no next step
             self._decide(Stop())
             self._run_until(lambda: not self.schedule.training, "the current step")
 
     def _finish(self) -> None:
         last, versions = self.schedule.steps_done, self.schedule.versions
         if self.schedule.stopped_because is not None:
-            self.executors.send("trainer", Publish())
+            self.executors.send("trainer", messages.Publish())
         self._unless_interrupted(lambda: bool(versions) and min(versions.values()) >= last, "the last version")
         if not self.is_interrupted:  # else a resume evaluates; it restores the scores that there are
-            self._evaluate(self.tally.unevaluated(last))
-        self._unless_interrupted(lambda: not self.evaluations, "the last evaluation")
+            self.held_out.evaluate(self.tally.unevaluated(last))
+        self._unless_interrupted(lambda: not self.held_out.pending, "the last evaluation")
         self._tell_of_interrupt()
         self._checkpoint()
-        if (command := self.best.last(last)) is not None:
+        if (command := self.held_out.best.last(last)) is not None:
             self.executors.send("trainer", command)
-        self.executors.send("trainer", Export(path=str(self.run_dir / "model")))
+        self.executors.send("trainer", messages.Export(path=str(self.run_dir / "model")))
         self._run_until(lambda: self.checkpointed == last and self.is_exported, "checkpoint and export")
-        for version in self.best.missed:
+        for version in self.held_out.best.missed:
             self.observers.note(f"version {version} was better, and is not kept: its replica was lost")
 
     def _tell_of_interrupt(self) -> None:
@@ -237,60 +202,45 @@ class Controller:
             with self.executors.together(), self.timeline.span("schedule"):
                 while (message := self.executors.receive()) is not None:
                     self._handle(message)
-                self.ledger.flush()  # before anybody hears of what was decided
+                self.ledger.flush()  # before any message that was decided on leaves
                 self.events.flush()
             if not self.executors.work() and not is_done():
                 self.executors.sleep(self.timeline.idle)
-                self._check_deadline(what, started_s)
-
-    def _check_deadline(self, what: str, started_s: float) -> None:
-        silent_s = self.clock.now_s() - max(started_s, self.executors.heard_s)
-        if silent_s <= self.config.deadline_s or self.executors.accuse_the_silent():
-            return
-        missing = self.executors.missing
-        got = f"not ready: {', '.join(missing)}" if missing else f"the trainer waits for {self.schedule.waits_for()}"
-        raise SlipstreamError(
-            f"nothing happened for {silent_s:.0f} s while waiting for {what}",
-            got=got,
-            allowed=f"deadline_s = {self.config.deadline_s:g}",
-            hint=f"see {self.run_dir / 'logs'}; raise deadline_s if a single step takes longer",
-        )
+                self.executors.check_deadline(what, self.clock.now_s() - started_s, self.schedule.waits_for())
 
     def _handle(self, message: Message) -> None:
-        if isinstance(message, StepDone):  # committed before anybody is told
+        if isinstance(message, StepDone):  # committed before any other process or observer is told
             self.ledger.trained(self.schedule.training, step=message.step)
             times = {f"{TIME_PREFIX}{state}": seconds for state, seconds in self.timeline.totals().items()}
-            self.observers.take(Counters(executor=CONTROLLER, values=times))
+            self.observers.take(messages.Counters(executor=CONTROLLER, values=times))
         self.observers.take(message)
         match message:
-            case CompletionsFinished(finished=(_, *_)):
-                self._decide(*message.finished)
+            case messages.CompletionsFinished(finished=(_, *_) as finished):
+                self._decide(*finished)
             case CompletionFinished() | Swapped() | StepDone():
                 self._decide(message)
             case GroupScored(ordinal=ordinal):
                 if (replica := self.holder_of.pop(ordinal, None)) is not None:
-                    self.executors.send(f"generator-{replica}", Settled(ordinals=(ordinal,)))
+                    self.executors.send(f"generator-{replica}", messages.Settled(ordinals=(ordinal,)))
                 self._decide(message)
             case ReplicaLost():
                 self.holder_of = {o: replica for o, replica in self.holder_of.items() if replica != message.replica}
                 self._decide(message)
-            case EvalScored():
-                self._evaluated(message)
-            case CheckpointSaved(step=step):
+            case messages.EvalScored():
+                self.held_out.scored(message)
+                self._stop_early(self.held_out.early_stopping.cause)
+            case messages.CheckpointSaved(step=step):
                 self.checkpointed = step
-            case Evaluating():
-                self.evaluations.began(message)
-                self.best.began(self.evaluations.may_be_of)
-            case Exported(path=path) if path == str(self.run_dir / "model"):
+            case messages.Evaluating():
+                self.held_out.began(message)
+            case messages.Exported(path=path) if path == str(self.run_dir / "model"):
                 self.is_exported = True
-            case Exported(path=path):
-                self.best.exported(path)
+            case messages.Exported(path=path):
+                self.held_out.best.exported(path)
             case Leaving(executor=executor):
                 self.observers.note(f"{executor} was told to end: a checkpoint follows the current step")
                 self.is_checkpoint_wanted = True
-            case Counters() | Noted() | Progress() | Published() | Ready() | Left() | CompletionsFinished():
-                pass  # for observers, or empty; of a child's end the system tells
-            case _:
+            case _ if not isinstance(message, (*OBSERVED, messages.CompletionsFinished)):  # one that is empty
                 raise TypeError(f"the controller does not take {type(message).__name__}")
 
     def _decide(self, *events: Event) -> None:
@@ -302,18 +252,18 @@ class Controller:
                 self.events.record(event, [], error=error.what)
                 raise
             self.observers.take(self.events.record(event, commands))
-            temperatures = self.evaluations.next(event)
+            temperatures = self.held_out.pending.next(event)
             if isinstance(event, StepDone):
                 self._save_if_due()  # before the next step: the checkpoint has the weights between the two
-                self._export_candidate(event.version)
+                self.held_out.export_candidate(event.version)
             for command in commands:
                 self._carry_out(command)
         for executor, waiting in self.waits.changed(event, self.schedule):
             self.executors.send(executor, waiting)
         if isinstance(event, Swapped | ReplicaLost):
-            self._ask(self.evaluations.ask_again(self.schedule.versions))
+            self.held_out.ask_again()
         if temperatures:
-            self._evaluate(temperatures)
+            self.held_out.evaluate(temperatures)
 
     def _carry_out(self, command: Command) -> None:
         match command:
@@ -321,7 +271,7 @@ class Controller:
                 is_again = ordinal in self.ledger.states
                 self.ledger.admit(ordinal)
                 self.holder_of[ordinal] = replica
-                admit = Admit(
+                admit = messages.Admit(
                     ordinal=ordinal,
                     replica=replica,
                     prompt=self.work.prompt_of(ordinal),
@@ -349,8 +299,7 @@ class Controller:
     def _checkpoint(self) -> None:
         """Save one consistent cut: policy and optimizer by the trainer, the schedule's state beside them.
 
-        The lines of this process's files that belong to it are on the disk before the trainer hears of it: a checkpoint
-        that is there has its lines.
+        The lines of this process's files that belong to it are on the disk before the trainer gets the command.
         """
         step, num_events = self.schedule.steps_done, self.events.num_events
         if self.cut_at == (step, num_events):
@@ -358,7 +307,7 @@ class Controller:
         self.cut_at, self.checkpointed = (step, num_events), None
         for writer in (self.ledger, self.events, self.observers):
             writer.sync()
-        command = Checkpoint(
+        command = messages.Checkpoint(
             step=step,
             path=str(self.run_dir / "checkpoints" / f"step_{step}"),
             schedule=msgspec.to_builtins(self.schedule.snapshot()),
@@ -370,42 +319,13 @@ class Controller:
         for executor in ("trainer", *environments, *(f"generator-{replica}" for replica in self.schedule.versions)):
             self.executors.send(executor, command)
 
-    # Evaluations
-
-    def _evaluate(self, temperatures: Sequence[float]) -> None:
-        """Ask for answers to the held-out prompts."""
-        prompts = self.work.held_out[: self.config.eval.num_prompts]
-        self._ask(self.evaluations.begin(prompts, temperatures, self.schedule.versions))
-
-    def _ask(self, requests: Sequence[Request]) -> None:
-        for replica, request in requests:
-            self.executors.send(f"generator-{replica}", request)
-
-    def _evaluated(self, message: EvalScored) -> None:
-        evaluation = self.evaluations.scored(message)
-        if evaluation is None:
-            return
-        if evaluation.replica is not None:
-            self.executors.send(f"generator-{evaluation.replica}", Settled(eval_ids=(evaluation.eval_id,)))
-        found = measured(evaluation.scores, self.config.eval.measure)
-        version = message.version if evaluation.version is None else evaluation.version
-        self.observers.take(EvaluationDone(version, evaluation.temperature, found, evaluation.scores))
-        if evaluation.temperature == GREEDY:
-            self.best.evaluated(version, found)
-            self.early_stopping.take(found)
-            self._stop_early(self.early_stopping.cause)
-
-    def _export_candidate(self, version: int) -> None:
-        """Have the trainer export `version`, its present one, where it may be evaluated and become the best."""
-        is_published = version % self.config.publish_every == 0
-        if is_published and self.evaluations.may_be_of(version) and (command := self.best.candidate(version)):
-            self.executors.send("trainer", command)
+    # An early end
 
     def _stop_early(self, cause: StopCause | None) -> None:
         """End the run after the current step where there is a `cause`."""
         if cause is None or self.schedule.is_finished or self.schedule.is_stopping:
             return
-        why = "a callback ends it" if cause == "callback" else self.early_stopping.in_words()
+        why = "a callback ends it" if cause == "callback" else self.held_out.early_stopping.in_words()
         self.observers.note(f"the run ends after the current step: {why}")
         self._decide(Stop(because=cause))
 
@@ -420,21 +340,17 @@ class Controller:
     def _shut_down(self) -> None:
         with contextlib.ExitStack() as ends:  # each is closed whatever the others do
             ends.callback(self.executors.close)
-            ends.callback(self.best.clear)
+            ends.callback(self.held_out.best.clear)
             for writer in (self.observers, self.events, self.ledger, self.timeline):
                 ends.callback(writer.close)
             ends.callback(self._note_end)
             ends.enter_context(self.timeline.span("shut_down"))
             has_nothing_to_save = self.is_interrupted and not self.schedule.versions
             self.executors.end(
-                self._hear_last_words,
+                lambda last: self.tally.take(last) if isinstance(last, messages.Counters) else None,
                 is_failed=self.tally.status == "failed" or has_nothing_to_save,
                 is_at_once=self.interrupts.is_at_once,
             )
-
-    def _hear_last_words(self, message: Message) -> None:
-        if isinstance(message, Counters):
-            self.tally.take(message)
 
     def _note_end(self) -> None:
         self.tally.ended_s = self.clock.now_s()

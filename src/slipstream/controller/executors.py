@@ -210,6 +210,22 @@ class Executors:
         ends += [WAKE_EVERY_S, self._membership.wait_s(), self._restarts.wait_s()]
         wait(inboxes, self._ports.outputs.values(), fds, min(ends), asleep=asleep)
 
+    def check_deadline(self, what: str, waited_s: float, waits_for: str) -> None:
+        """Raise SlipstreamError where there was no event for `deadline_s` of `waited_s`, and no process is to blame.
+
+        The controller waits for `what`, the trainer for `waits_for`.
+        """
+        silent_s = min(waited_s, self._clock.now_s() - self.heard_s)
+        if silent_s <= self.config.deadline_s or self.accuse_the_silent():
+            return
+        missing = self.missing
+        raise SlipstreamError(
+            f"nothing happened for {silent_s:.0f} s while waiting for {what}",
+            got=f"not ready: {', '.join(missing)}" if missing else f"the trainer waits for {waits_for}",
+            allowed=f"deadline_s = {self.config.deadline_s:g}",
+            hint=f"see {self.run_dir / 'logs'}; raise deadline_s if a single step takes longer",
+        )
+
     def accuse_the_silent(self) -> bool:
         """The run does not go on: shut out the process that is silent for longest, at least a lease; else False."""
         name = self._membership.most_silent()

@@ -200,12 +200,8 @@ def check_listening(listen: Listen) -> None:
         server.close()
     file = listen.address_file
     if file is not None and (file.is_dir() or not os.access(file.absolute().parent, os.W_OK)):
-        raise ConfigError(
-            "the controller's address cannot be written there",
-            got=str(file),
-            allowed="a file in an existing folder",
-            hint="see --address-file",
-        )
+        what = "the controller's address cannot be written there"
+        raise ConfigError(what, got=str(file), allowed="a file in an existing folder", hint="see --address-file")
 
 
 def _bound(listen: Listen) -> socket.socket:
@@ -240,11 +236,8 @@ def attend(controller: str, *, timeout_s: float, whom: str = "controller") -> St
         except DistError as error:
             if time.monotonic() < deadline_s:
                 continue
-            raise SlipstreamError(
-                f"no {whom} answered for {timeout_s:g} s",
-                got=f"{host}:{port}",
-                hint="is its `slipstream launch ... --group ...` running, and does it listen there?",
-            ) from error
+            hint = "is its `slipstream launch ... --group ...` running, and does it listen there?"
+            raise SlipstreamError(f"no {whom} answered for {timeout_s:g} s", got=f"{host}:{port}", hint=hint) from error
         store.set_timeout(timedelta(seconds=timeout_s))
         return store
 
@@ -264,11 +257,8 @@ def read_address(controller: str, *, timeout_s: float) -> tuple[str, int]:
     path, deadline_s = Path(controller), time.monotonic() + timeout_s
     while not path.exists():  # on a network file system nothing tells that a file has appeared
         if time.monotonic() > deadline_s:
-            raise SlipstreamError(
-                f"no address of a controller for {timeout_s:g} s",
-                got=controller,
-                allowed="HOST:PORT, or the file that the controller writes (--address-file)",
-            )
+            allowed = "HOST:PORT, or the file that the controller writes (--address-file)"
+            raise SlipstreamError(f"no address of a controller for {timeout_s:g} s", got=controller, allowed=allowed)
         time.sleep(WAIT_FOR_FILE_S)
     found = parse_address(path.read_text())
     if found is None:

@@ -143,15 +143,15 @@ class Alarms:
         self._watchman, self._tally, self._vitals = watchman, tally, vitals
 
     def take(self, news: object) -> list[Alarm]:
+        health, found, step = self._watchman.health, list[Alarm](), self._tally.steps_done
         match news:
             case StepWritten(line=line):
-                return self._watchman.watch(line)
+                found = health.update(line)
             case GroupScored(failure=str() as failure):
-                count, num_scored = self._tally.failed_completions, self._tally.scored_completions
-                return self._watchman.failed(self._tally.steps_done, count, num_scored, failure)
+                found = health.failed(step, self._tally.failed_completions, self._tally.scored_completions, failure)
             case GroupScored(has_signal=False) if count := self._vitals.num_equal:
-                return self._watchman.without_signal(self._tally.steps_done, count, self._vitals.equal_rewards)
-        return []
+                found = health.without_signal(step, count, self._vitals.equal_rewards)
+        return self._watchman.tell(found) if found else []
 
 
 class Screen:

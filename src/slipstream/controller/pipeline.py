@@ -22,7 +22,8 @@ from slipstream.core.errors import ConfigError, did_you_mean
 from slipstream.core.executor import Executor
 from slipstream.core.ranks import RANK_MARK, rank_name, split_rank_name
 from slipstream.core.service_messages import WarmStart
-from slipstream.core.types import Prompt, Unfinished
+from slipstream.core.types import Prompt
+from slipstream.core.unfinished_messages import Unfinished
 from slipstream.models.hub import with_folders
 
 CONTROLLER = "controller"
@@ -67,11 +68,8 @@ class Node:
 
     def __post_init__(self) -> None:
         if self.host == "inline" and self.ranks > 1:
-            raise ConfigError(
-                "several ranks need processes of their own",
-                got=f"{self.ranks} ranks of '{self.name}' with host = 'inline'",
-                allowed="host = 'process'",
-            )
+            got = f"{self.ranks} ranks of '{self.name}' with host = 'inline'"
+            raise ConfigError("several ranks need processes of their own", got=got, allowed="host = 'process'")
 
     @property
     def members(self) -> tuple[str, ...]:
@@ -134,12 +132,9 @@ def import_path(factory: Callable[..., Any]) -> str:
         return f"{factory.__module__}:{name}"
     path = sys.modules["__main__"].__dict__.get("__file__")
     if path is None:
-        raise ConfigError(
-            "an executor defined in a notebook cell cannot be imported by another process",
-            got=name,
-            allowed="a class or function of a module or script",
-            hint="move it to a file, or use host = 'inline'",
-        )
+        what = "an executor defined in a notebook cell cannot be imported by another process"
+        allowed = "a class or function of a module or script"
+        raise ConfigError(what, got=name, allowed=allowed, hint="move it to a file, or use host = 'inline'")
     return f"{Path(path).resolve()}:{name}"
 
 
@@ -185,11 +180,11 @@ class Pipeline:
             for port in (channel.source, channel.target):
                 executor = port.split(".")[0]
                 if executor not in names:
-                    raise ConfigError(
+                    raise ConfigError.unknown(
                         f"channel '{channel.name}' names an executor that is not in the pipeline",
+                        executor,
+                        names,
                         got=port,
-                        allowed=", ".join(names),
-                        hint=did_you_mean(executor, names),
                     )
 
     @property

@@ -16,6 +16,11 @@ from slipstream.core.types import Swapped
 DROPPED_PER_GROUP = 64  # so many groups in a row without signal, per group of a step, end the run
 
 
+def _num_undropped(policy: SchedulingPolicy) -> int:
+    """Return the number of groups ever admitted, less those known to be dropped."""
+    return policy.next_ordinal - len(policy.dropped)
+
+
 class DropStale(SchedulingPolicy):
     """Train on what is finished, in finish order; discard what has become staler than k.
 
@@ -64,7 +69,7 @@ class ArealAdmission(SchedulingPolicy):
     def _may_start(self, ordinal: int, _version: int, /) -> bool:
         newest = max(self.versions.values())
         limit = (self.config.max_staleness + newest + 1) * self.config.groups_per_step
-        return ordinal < self.next_ordinal or self.num_undropped < limit
+        return ordinal < self.next_ordinal or _num_undropped(self) < limit
 
     def _next_batch(self) -> list[int] | None:
         return self._oldest_batch()
@@ -133,7 +138,7 @@ class SampleBudget(SchedulingPolicy):
         return super().apply(event)
 
     def _may_start(self, ordinal: int, _version: int, /) -> bool:
-        return ordinal < self.next_ordinal or self.num_undropped - self.handed_at_sync < self.budget
+        return ordinal < self.next_ordinal or _num_undropped(self) - self.handed_at_sync < self.budget
 
     def _next_batch(self) -> list[int]:
         return list(self.ready)[: self.config.groups_per_step]

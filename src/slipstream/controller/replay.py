@@ -41,11 +41,8 @@ def events_file(path: Path) -> Path:
     """`events.jsonl` of a run's folder or of an `attempt_<n>/` in it; a file is itself. ConfigError without one."""
     found = path / "events.jsonl" if path.is_dir() else path
     if not found.exists():
-        raise ConfigError(
-            "there are no events to replay",
-            got=path,
-            allowed="the folder of a run, of an attempt_<n> in it, or an events.jsonl",
-        )
+        allowed = "the folder of a run, of an attempt_<n> in it, or an events.jsonl"
+        raise ConfigError("there are no events to replay", got=path, allowed=allowed)
     return found
 
 
@@ -77,12 +74,9 @@ def replay(path: str | Path) -> Replay:
             audit.begin(number, line, event)
             continue
         if audit is None:
-            raise ConfigError(
-                "the log does not say what it began with",
-                got=f"a first line with {type(event).__name__} in {result.path}",
-                allowed="ScheduleBegan",
-                hint="it was cut at its head, or comes from an older version",
-            )
+            got = f"a first line with {type(event).__name__} in {result.path}"
+            hint = "it was cut at its head, or comes from an older version"
+            raise ConfigError("the log does not say what it began with", got=got, allowed="ScheduleBegan", hint=hint)
         if is_gap and schedule is not None:
             audit.check(number, line)  # which says that the numbers are wrong
             schedule = None
@@ -97,11 +91,8 @@ def replay(path: str | Path) -> Replay:
             break
         result.ended_with = line.error
     if not result.policies:
-        raise ConfigError(
-            "the log is empty",
-            got=result.path,
-            hint="the run ended before its first decision, or the file was cut",
-        )
+        hint = "the run ended before its first decision, or the file was cut"
+        raise ConfigError("the log is empty", got=result.path, hint=hint)
     if audit is not None and result.divergence is None and audit.steps_done < steps_done:
         result.missing.append(f"line {number} is the last, {steps_done - audit.steps_done} steps before the ledger's")
     return result
@@ -135,11 +126,8 @@ def _read(path: Path) -> Iterator[tuple[int, Decision]]:
 
 def _build(number: int, began: ScheduleBegan, path: Path) -> SchedulingPolicy:
     if began.policy not in POLICIES:
-        raise ConfigError(
-            f"line {number} names an unknown scheduling policy in {path}",
-            got=began.policy,
-            allowed=", ".join(POLICIES),
-        )
+        what = f"line {number} names an unknown scheduling policy in {path}"
+        raise ConfigError(what, got=began.policy, allowed=", ".join(POLICIES))
     return make_policy(began.policy, began.config, began.snapshot)
 
 

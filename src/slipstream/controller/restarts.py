@@ -56,17 +56,19 @@ class Patience:
     """The seconds that children may work without a message, and `start_s` for one that is started again to join."""
 
     def __init__(self, config: RunConfig) -> None:
-        generator = config.generator
+        generator, teacher = config.generator, config.teacher
         vllm_s = generator.vllm.start_timeout_s + generator.vllm.answer_timeout_s if generator.engine == "vllm" else 0.0
         self._lease_s = config.lease_s
         self._generator_s = max(config.lease_s, vllm_s)  # its longest wait for vLLM in a step
-        self._trainer_s = max(config.lease_s, config.deadline_s)
-        self.start_s = max(self._trainer_s, self._generator_s)
+        self._trainer_s = self._teacher_s = max(config.lease_s, config.deadline_s)
+        if config.has_own_teacher and teacher.engine == "vllm":
+            self._teacher_s = max(self._trainer_s, teacher.vllm.start_timeout_s + teacher.vllm.silence_timeout_s)
+        self.start_s = max(self._teacher_s, self._generator_s)
 
     def of(self, node: Node, *, is_ready: bool) -> float:
         """Return those of a process of `node`: more than a lease where it loads a model, trains, or waits for vLLM."""
         if not is_ready:
             return self.start_s
         if not node.is_replaceable:
-            return self._trainer_s
+            return self._teacher_s if node.name == "teacher" else self._trainer_s
         return self._lease_s if replica_of(node.name) is None else self._generator_s

@@ -6,10 +6,10 @@
         +------- readmit            +-> skipped  (no signal)
                                     +-> failed   (all its completions failed in scoring)
 
-Pure: events in, commands out. No clock, no I/O, no tensors: the controller feeds it real events, tests random ones, and
-a recorded log replays a run. `SchedulingPolicy` is the state machine. A policy adds decisions: which group may start on
-which version, which scored groups the next step trains, and which it discards. `Schedule`, at the end, is ours, with
-the two rules below; `controller/policies.py` has those of other systems.
+Pure: events in, commands out; the controller feeds it real events, tests random ones, and a recorded log replays a run.
+`SchedulingPolicy` is the state machine. A policy decides which group may start on which version, which scored groups
+the next step trains, and which it discards. `Schedule`, at the end, is ours, with the two rules below;
+`controller/policies.py` has those of other systems.
 
 Notation
 --------
@@ -34,12 +34,12 @@ Let v be the version of the replica at the admission of the copy of o that a tok
 falls while it lives, and no row began before, so the token is of v or later, and n - v <= k by the admission rule.
 Nothing here asks whether o was admitted once: when a replica is lost and o starts again elsewhere, each copy passed the
 rule with the v and d of its own admission, and the count above holds for each such d, as drops are never taken back. So
-it does not matter which copy is scored, or how samples of several copies mix. What the schedule believes of a replica
-lags behind the truth, in the safe direction: a command travels while the version rises.
+it does not matter which copy is scored, or how samples of several copies mix. The schedule's version of a replica may
+lag behind the real one, in the safe direction: a command travels while the version rises.
 
 A restore forgets all events after the snapshot, drops included. Unfinished groups that it brings back were admitted
 before the snapshot. Finished groups that it brings back were scored before it (`Snapshot.scored`), or their own oldest
-version passes the admission rule with the drops that the snapshot knows (`trainer/inbox.py`).
+version passes the admission rule with the drops of the snapshot (`trainer/inbox.py`).
 
 *In order, and soon.* o is trained at most k steps after the step that was next when o was admitted, since v was not
 above that one: no ordinal starves. At most W - 1 younger groups overtake it.
@@ -57,7 +57,7 @@ them are ready, because P ready ones below o make a batch that the training rule
     floor((o - d + W - 1) / P) - v  <=  n + floor((P + W - 2) / P) - (n - m + 1)  <=  k
 
 by the condition on W. An empty replica has room for G, and the place o - d is below the run's `steps` P places, so o is
-admitted: somebody has work after all. As each group is sampled and scored once per loss at most and each step trained
+admitted: a replica has work after all. As each group is sampled and scored once per loss at most and each step trained
 once, the run ends. (A reward that never gives signal ends it with an error, `max_dropped_in_a_row`.)
 
 *For a larger W every run of m or more steps deadlocks.* At version 0 the places 0 .. (k + 1) P - W are open: at most m
@@ -66,8 +66,7 @@ P - 1 undropped groups. They make at most m - 1 steps, and version m, which alon
 *Nothing finished is discarded.* Only places below `steps` P are admitted, so at most `steps` P undropped groups ever
 are, and a run that is done has trained them all, each once: a group leaves `ready` for one step only.
 
-`tests/controller/test_schedule.py` drives this with random interleavings, and `benchmarks/exploration.py` goes through
-all interleavings of small instances.
+`tests/controller/test_schedule.py` tries random interleavings, `benchmarks/exploration.py` all of small instances.
 """
 
 from __future__ import annotations
@@ -117,11 +116,8 @@ class SchedulingPolicy(ABC):
 
     def __init__(self, config: ScheduleConfig) -> None:
         self.config = config
-        self.next_ordinal = 0
-        self.steps_done = 0
+        self.next_ordinal = self.steps_done = self.num_failed = self.dropped_in_a_row = 0
         self.dropped: list[int] = []  # ascending: without signal, failed or stale; they are never trained
-        self.num_failed = 0
-        self.dropped_in_a_row = 0
         self._replicas = Replicas()
         self.in_flight: dict[int, InFlight] = {}  # admitted, not scored
         self.ready: dict[int, int] = {}  # scored, not yet handed to the trainer -> oldest version; in finish order
@@ -167,13 +163,8 @@ class SchedulingPolicy(ABC):
         is_ended = self.stopped_because is not None and not self.training
         return is_ended or self.steps_done >= self.config.steps
 
-    @property
-    def num_undropped(self) -> int:
-        """Return the number of groups ever admitted, less those known to be dropped."""
-        return self.next_ordinal - len(self.dropped)
-
     def place(self, ordinal: int) -> int:
-        """Return the most undropped groups that may lie below `ordinal`, as far as drops are known."""
+        """Return how many groups below `ordinal` may be trained, as far as drops are known."""
         return place_of(ordinal, self.dropped)
 
     def waits_for(self) -> WaitReason:
@@ -181,24 +172,18 @@ class SchedulingPolicy(ABC):
         if self.training or self.is_finished:
             return "nothing"
         oldest = self._oldest_in_flight()
-        if oldest is not None and self.in_flight[oldest].unfinished == 0:
+        if oldest is not None and not self.in_flight[oldest].unfinished:
             return "rewards"
         return "straggler" if len(self.ready) >= self.config.groups_per_step else "generation"
 
     def held_back(self) -> frozenset[int]:
-        """Return the versions held by replicas on which no further group may start, whatever room there is.
-
-        Asked while there are steps to be trained.
-        """
-        ordinal = self.readmit[0] if self.readmit else self.next_ordinal
+        """Return the held versions on which no further group may start, whatever room there is; before the end."""
+        ordinal = next(iter(self.readmit), self.next_ordinal)
         return frozenset(version for version in self._replicas.held if not self._may_start(ordinal, version))
 
     def oldest_unfinished(self) -> int | None:
         """Return the lowest ordinal that is admitted and not scored, if there is one."""
-        oldest = self._oldest_in_flight()
-        if self.readmit and (oldest is None or self.readmit[0] < oldest):
-            return self.readmit[0]
-        return oldest
+        return min((o for o in (self._oldest_in_flight(), *self.readmit[:1]) if o is not None), default=None)
 
     def _oldest_in_flight(self) -> int | None:
         admitted = self._admitted
@@ -218,21 +203,18 @@ class SchedulingPolicy(ABC):
                 self._finished(event)
             case GroupScored():
                 commands += self._scored(event)
+            case StepDone() if self.training and event.step == self.steps_done:
+                self.steps_done, self.training = self.steps_done + 1, ()
             case StepDone():
-                if not self.training or event.step != self.steps_done:
-                    begun = f"step {self.steps_done}" if self.training else "none is in training"
-                    raise ScheduleError("a step was done that was not begun", got=f"step {event.step}", allowed=begun)
-                self.steps_done += 1
-                self.training = ()
+                begun = f"step {self.steps_done}" if self.training else "none is in training"
+                raise ScheduleError("a step was done that was not begun", got=f"step {event.step}", allowed=begun)
             case ReplicaLost():
                 self._lose(event.replica)
             case Stop():
                 self.is_stopping = True
                 self.stopped_because = event.because or self.stopped_because
         if not self.is_stopping:
-            commands += self._discard()
-            commands += self._train()
-            commands += self._admit()
+            commands += [*self._discard(), *self._train(), *self._admit()]
         return commands
 
     def _finished(self, event: CompletionFinished) -> None:
@@ -243,12 +225,8 @@ class SchedulingPolicy(ABC):
             self._replicas.give(group.replica, -1)
 
     def _scored(self, event: GroupScored) -> list[Command]:
-        """Make the group ready, or drop it. It may be one to be readmitted, whose replica was lost, or of a checkpoint.
-
-        A second copy of it that is being sampled already is forgotten: the trainer drops its rollouts as duplicates.
-        """
-        group = self.in_flight.pop(event.ordinal, None)
-        if group is not None:
+        """Make the group ready, or drop it; also one that is sampled again, whose second copy the trainer will drop."""
+        if (group := self.in_flight.pop(event.ordinal, None)) is not None:
             if group.unfinished:
                 self._replicas.give(group.replica, -group.unfinished)
         elif event.ordinal in self.readmit:
@@ -269,33 +247,24 @@ class SchedulingPolicy(ABC):
         return [Skip(ordinals=(event.ordinal,), cause="failed" if has_failed else "no_signal")]
 
     def _nothing_to_train(self, event: GroupScored) -> SlipstreamError:
-        got = f"{self.dropped_in_a_row} groups in a row without a signal, the last with"
-        allowed = f"at most {self.config.max_dropped_in_a_row}"
         if event.num_failed >= self.config.completions_per_group:
-            return SlipstreamError(
-                "there is nothing to train on: every completion of a group fails",
-                got=f"{got} {event.num_failed} failures, the first: {event.failure}",
-                allowed=allowed,
-                hint="rollouts.jsonl has the `failure` of each",
-            )
-        return SlipstreamError(
-            "the reward gives no signal: every completion of a group gets the same reward",
-            got=f"{got} mean reward {event.mean_reward:.3g}",
-            allowed=allowed,
-            hint="look at rollouts.jsonl and the reward; a warm start, an easier task or more completions per "
-            "group help; loss.skip_no_signal = false trains on them anyway",
-        )
+            what = "there is nothing to train on: every completion of a group fails"
+            last = f"{event.num_failed} failures, the first: {event.failure}"
+            hint = "rollouts.jsonl has the `failure` of each"
+        else:
+            what = "the reward gives no signal: every completion of a group gets the same reward"
+            last = f"mean reward {event.mean_reward:.3g}"
+            hint = "look at rollouts.jsonl and the reward; a warm start, an easier task or more completions per "
+            hint += "group help; loss.skip_no_signal = false trains on them anyway"
+        got = f"{self.dropped_in_a_row} groups in a row without a signal, the last with {last}"
+        return SlipstreamError(what, got=got, allowed=f"at most {self.config.max_dropped_in_a_row}", hint=hint)
 
     def _lose(self, replica: int) -> None:
-        """Regenerate all that is not scored: completions that the replica had finished may be lost on their way.
-
-        Where they are not, the first copy is scored, and the trainer drops the rollouts of the second as duplicates.
-        """
+        """Regenerate all that is not scored: completions that the replica had finished may be lost on their way."""
         if replica in self.versions:
             self._replicas.remove(replica)
         lost = [o for o, group in self.in_flight.items() if group.replica == replica]
-        for ordinal in lost:
-            del self.in_flight[ordinal]
+        self.in_flight = {o: group for o, group in self.in_flight.items() if group.replica != replica}
         self.readmit = sorted(self.readmit + lost)
 
     def _discard(self) -> list[Command]:
@@ -306,9 +275,8 @@ class SchedulingPolicy(ABC):
         return [Skip(ordinals=tuple(sorted(stale)), cause="stale")] if stale else []
 
     def _train(self) -> list[Command]:
-        if self.training or self.is_finished or len(self.ready) < self.config.groups_per_step:
-            return []
-        batch = self._next_batch()
+        is_possible = not self.training and not self.is_finished and len(self.ready) >= self.config.groups_per_step
+        batch = self._next_batch() if is_possible else None
         if batch is None:
             return []
         for ordinal in batch:
@@ -323,11 +291,9 @@ class SchedulingPolicy(ABC):
 
     def _oldest_batch(self, window: int | None = None) -> list[int] | None:
         """Return the oldest P ready groups; with a `window`, if nothing unfinished is that many ordinals older."""
-        last = self._ready_in_order[self.config.groups_per_step - 1]
-        oldest_unfinished = None if window is None else self.oldest_unfinished()
-        if window is None or oldest_unfinished is None or last < oldest_unfinished + window:
-            return self._ready_in_order[: self.config.groups_per_step]
-        return None
+        batch = self._ready_in_order[: self.config.groups_per_step]
+        oldest = None if window is None else self.oldest_unfinished()
+        return batch if window is None or oldest is None or batch[-1] < oldest + window else None
 
     def _admit(self) -> list[Command]:
         """Start groups in order, each on the least loaded replica that has room and is fresh enough for it."""
@@ -352,8 +318,8 @@ class SchedulingPolicy(ABC):
 
     def began(self) -> ScheduleBegan:
         """Return what a log of this schedule's decisions begins with. Called before the first event."""
-        is_restored = self.next_ordinal > 0
-        return ScheduleBegan(policy=self.name, config=self.config, snapshot=self.snapshot() if is_restored else None)
+        restored = self.snapshot() if self.next_ordinal else None
+        return ScheduleBegan(policy=self.name, config=self.config, snapshot=restored)
 
     def snapshot(self) -> Snapshot:
         """Return the state after the last step that is done. What was not trained is regenerated after `restore`."""
@@ -370,12 +336,9 @@ class SchedulingPolicy(ABC):
     @classmethod
     def restore(cls, config: ScheduleConfig, snapshot: Snapshot) -> Self:
         schedule = cls(config)
-        schedule.next_ordinal = snapshot.next_ordinal
-        schedule.steps_done = snapshot.steps_done
-        schedule.dropped = list(snapshot.dropped)
-        schedule.dropped_in_a_row = snapshot.dropped_in_a_row
-        schedule.num_failed = snapshot.num_failed
-        schedule.readmit = list(snapshot.readmit)
+        schedule.next_ordinal, schedule.steps_done = snapshot.next_ordinal, snapshot.steps_done
+        schedule.dropped, schedule.readmit = list(snapshot.dropped), list(snapshot.readmit)
+        schedule.dropped_in_a_row, schedule.num_failed = snapshot.dropped_in_a_row, snapshot.num_failed
         return schedule
 
 
@@ -396,13 +359,8 @@ class Schedule(SchedulingPolicy):
 
     def is_admissible(self, place: int, version: int) -> bool:
         """Apply the admission rule alone (`core/staleness.py` has its formula)."""
-        config = self.config
-        return version >= oldest_version(
-            place,
-            groups_per_step=config.groups_per_step,
-            reorder_window=config.reorder_window,
-            max_staleness=config.max_staleness,
-        )
+        size, window, most = self.config.groups_per_step, self.config.reorder_window, self.config.max_staleness
+        return version >= oldest_version(place, groups_per_step=size, reorder_window=window, max_staleness=most)
 
     def _next_batch(self) -> list[int] | None:
         """Apply the training rule."""

@@ -103,12 +103,9 @@ class StoreAddresses:
     ) -> None:
         self._host = numeric_address(host)
         if keys is None and not self._host.is_loopback:
-            raise ConfigError(
-                "without keys, sockets may listen on loopback only",
-                got=f"{host} ({self._host})",
-                allowed=LOOPBACK,
-                hint="give all processes of the run one key: a file of mode 0600 or SLIPSTREAM_RUN_KEY",
-            )
+            what = "without keys, sockets may listen on loopback only"
+            hint = "give all processes of the run one key: a file of mode 0600 or SLIPSTREAM_RUN_KEY"
+            raise ConfigError(what, got=f"{host} ({self._host})", allowed=LOOPBACK, hint=hint)
         if self._host.is_unspecified or self._host.is_multicast:
             raise ConfigError("not an address that others can reach", got=host, allowed="an address of this machine")
         self.keys = keys
@@ -150,11 +147,8 @@ class StoreAddresses:
         content = _decoded(told, _Announcement)
         bound = content.ports.get(port)
         if not bound:
-            raise ChannelError(
-                f"'{executor}' does not listen at '{port}'",
-                got=", ".join(content.ports),
-                hint="all processes of a run need the same channels",
-            )
+            hint = "all processes of a run need the same channels"
+            raise ChannelError(f"'{executor}' does not listen at '{port}'", got=", ".join(content.ports), hint=hint)
         is_here = bool(self._machine) and content.machine == self._machine
         at = next((address for address in bound if address.startswith("ipc:" if is_here else "tcp:")), None)
         if at is None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from slipstream.core.addresses import AddressBook, LocalAddresses
 from slipstream.core.channel_spec import ROUTES, ChannelSpec, Kind, Route, executor_of
 from slipstream.core.clock import WallClock
-from slipstream.core.errors import ChannelClosed, ChannelError, did_you_mean
+from slipstream.core.errors import ChannelClosed, ChannelError
 from slipstream.core.lease import Lease
 from slipstream.core.links import poll
 from slipstream.core.ports import Inbox, Outbox, Turn
@@ -257,14 +257,8 @@ def _check(
     for port, fan_out in fan_outs.items():
         kinds = {(spec.kind, spec.route) for spec in fan_out}
         if len(kinds) > 1 or (fan_out[0].kind is Kind.GATHER and len(fan_out) > 1):
-            raise ChannelError(
-                f"the channels from '{port}' do not fit together",
-                got=", ".join(f"{spec.name}: {spec.kind}" for spec in fan_out),
-                allowed="one kind and route per port; GATHER has one target",
-            )
+            what = f"the channels from '{port}' do not fit together"
+            allowed = "one kind and route per port; GATHER has one target"
+            raise ChannelError(what, got=", ".join(f"{spec.name}: {spec.kind}" for spec in fan_out), allowed=allowed)
         if fan_out[0].kind is Kind.SCATTER and fan_out[0].route not in routes:
-            raise ChannelError(
-                f"unknown route '{fan_out[0].route}'",
-                allowed=", ".join(routes),
-                hint=did_you_mean(fan_out[0].route, routes),
-            )
+            raise ChannelError.unknown(f"unknown route '{fan_out[0].route}'", fan_out[0].route, routes)

@@ -9,8 +9,9 @@ from functools import partial
 
 from slipstream.core.errors import ChannelError
 from slipstream.core.ranks import Dealt, data_parallel_rank
+from slipstream.core.service_messages import Admit
 from slipstream.core.turn_messages import Observation
-from slipstream.core.types import Admit, Completion, Message, Rollout
+from slipstream.core.types import Completion, Message, Rollout
 
 Route = Callable[[Message, int], int | None]
 """Return which of so many targets gets a message; None: all of them."""
@@ -53,11 +54,9 @@ class ChannelSpec:
         if not self.name or len(self.name.encode()) > 255:
             raise ChannelError("a channel needs a name", got=self.name, allowed="1..255 bytes")
         if self.capacity < 1 or self.deadline_s < 0 or self.max_bytes < 1:
-            raise ChannelError(
-                f"channel '{self.name}' cannot work",
-                got=f"capacity {self.capacity}, deadline_s {self.deadline_s}, max_bytes {self.max_bytes}",
-                allowed="capacity >= 1, deadline_s >= 0, max_bytes >= 1",
-            )
+            got = f"capacity {self.capacity}, deadline_s {self.deadline_s}, max_bytes {self.max_bytes}"
+            allowed = "capacity >= 1, deadline_s >= 0, max_bytes >= 1"
+            raise ChannelError(f"channel '{self.name}' cannot work", got=got, allowed=allowed)
 
 
 def executor_of(port: str) -> str:

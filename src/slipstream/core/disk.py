@@ -70,11 +70,9 @@ def check_in_place(path: Path, descriptor: int) -> None:
     """
     if is_in_place(path, descriptor):
         return
-    raise DiskError(
-        f"{path.name} was removed, moved or replaced while the run wrote to it",
-        got=f"{path} is {_whereabouts(descriptor)}",
-        hint="a run's folder stays where it is and as it is until the run has ended",
-    )
+    what = f"{path.name} was removed, moved or replaced while the run wrote to it"
+    hint = "a run's folder stays where it is and as it is until the run has ended"
+    raise DiskError(what, got=f"{path} is {_whereabouts(descriptor)}", hint=hint)
 
 
 def _whereabouts(descriptor: int) -> str:

@@ -78,11 +78,9 @@ class ChatEndpoint:
 
     def __post_init__(self) -> None:
         if not _is_plain_address(self.base_url):
-            raise ConfigError(
-                "a judge's base_url is the bare address of an API",
-                allowed="http://host:port/v1 or https://host/v1",
-                hint="a key belongs into the environment variable that api_key_env names",
-            )
+            what = "a judge's base_url is the bare address of an API"
+            hint = "a key belongs into the environment variable that api_key_env names"
+            raise ConfigError(what, allowed="http://host:port/v1 or https://host/v1", hint=hint)
         self.api_key()
 
     async def chat(self, body: bytes, deadline_s: float) -> ChatCompletion:

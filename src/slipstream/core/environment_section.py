@@ -163,19 +163,15 @@ class EnvironmentConfig(NamedEnvironment):
             )
         for place, choice in enumerate(self.choices):
             if len(choice.forms) != 1:
-                raise ConfigError(
-                    "a choice is one environment",
-                    got=f"environment.choices.{place}, '{choice.name}', with {' and '.join(choice.forms) or 'none'}",
-                    allowed="one of class, agent, program, verifiers",
-                )
+                got = f"environment.choices.{place}, '{choice.name}', with {' and '.join(choice.forms) or 'none'}"
+                allowed = "one of class, agent, program, verifiers"
+                raise ConfigError("a choice is one environment", got=got, allowed=allowed)
         named: list[NamedEnvironment] = [self, *self.choices]
         lost = next((one for one in named if one.parameters and not one.takes_parameters), None)
         if lost is not None:
-            raise ConfigError(
-                "environment.parameters belong to environment.class or environment.verifiers",
-                got=f"parameters {', '.join(lost.parameters)} without a class",
-                allowed="environment.class with environment.parameters",
-            )
+            what = "environment.parameters belong to environment.class or environment.verifiers"
+            got = f"parameters {', '.join(lost.parameters)} without a class"
+            raise ConfigError(what, got=got, allowed="environment.class with environment.parameters")
         return self
 
     @model_validator(mode="after")
@@ -184,23 +180,17 @@ class EnvironmentConfig(NamedEnvironment):
         if repeated := sorted({name for name in names if names.count(name) > 1}):
             raise ConfigError("environments need names of their own", got=f"{', '.join(repeated)} more than once")
         if self.network == "none" and self.has_agents:
-            raise ConfigError(
-                "an agent speaks to the policy over a network",
-                got="environment.network = 'none' with an agent",
-                allowed="'gateway', which reaches nothing but the policy, or 'host'",
-            )
+            what = "an agent speaks to the policy over a network"
+            allowed = "'gateway', which reaches nothing but the policy, or 'host'"
+            raise ConfigError(what, got="environment.network = 'none' with an agent", allowed=allowed)
         if self.column is not None and not self.choices:
-            raise ConfigError(
-                "environment.column names a column that chooses among environments",
-                got=f"column = '{self.column}' without choices",
-                allowed="[[environment.choices]] with environment.column",
-            )
+            what = "environment.column names a column that chooses among environments"
+            allowed = "[[environment.choices]] with environment.column"
+            raise ConfigError(what, got=f"column = '{self.column}' without choices", allowed=allowed)
         if self.observation.count("{content}") != 1:
-            raise ConfigError(
-                "environment.observation says where the message goes",
-                got=repr(self.observation),
-                allowed="a text with one {content}, such as '\\n{content}\\n'",
-            )
+            what = "environment.observation says where the message goes"
+            allowed = "a text with one {content}, such as '\\n{content}\\n'"
+            raise ConfigError(what, got=repr(self.observation), allowed=allowed)
         wrong = next((name for name in self.variables if not name or "=" in name or "\0" in name), None)
         if wrong is not None:
             raise ConfigError("no environment variable has such a name", got=f"environment.variables: {wrong!r}")
@@ -213,24 +203,17 @@ def check_episodes(config: RunConfig) -> None:
     if not environment.is_set:  # one may be handed over from Python later: `environments.build.check_environments`
         return
     if generator.segment_tokens is not None:
-        raise ConfigError(
-            "an episode is not cut into segments: a version waits for its end, or comes in flight",
-            got="generator.segment_tokens with [environment]",
-            allowed="one of them",
-            hint="weight_update = 'in_flight' swaps between any two tokens",
-        )
+        what = "an episode is not cut into segments: a version waits for its end, or comes in flight"
+        hint = "weight_update = 'in_flight' swaps between any two tokens"
+        raise ConfigError(what, got="generator.segment_tokens with [environment]", allowed="one of them", hint=hint)
     if ENVIRONMENT in config.rewards.part_names:
-        raise ConfigError(
-            "the environment's own reward has this name among the parts of a reward",
-            got=f"a reward function or a reward model with the name '{ENVIRONMENT}' beside [environment]",
-            allowed="another name",
-        )
+        what = "the environment's own reward has this name among the parts of a reward"
+        got = f"a reward function or a reward model with the name '{ENVIRONMENT}' beside [environment]"
+        raise ConfigError(what, got=got, allowed="another name")
     if config.loss.advantages == "greedy_baseline":
-        raise ConfigError(
-            "ReMax's greedy baseline is of one turn",
-            got="loss.advantages = 'greedy_baseline' with [environment]",
-            allowed="another estimator, such as 'leave_one_out'",
-        )
+        got = "loss.advantages = 'greedy_baseline' with [environment]"
+        allowed = "another estimator, such as 'leave_one_out'"
+        raise ConfigError("ReMax's greedy baseline is of one turn", got=got, allowed=allowed)
     if environment.max_episode_tokens is not None and environment.max_episode_tokens < generator.max_new_tokens:
         raise ConfigError(
             "an episode has room for a turn",

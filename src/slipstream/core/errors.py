@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Self
 
 _MAX_SHOWN = 210  # characters of the beginning and of the end of a part
 
@@ -42,6 +42,14 @@ class SlipstreamError(Exception):
         if hint is not None:
             lines.append(f"  hint:    {_in_part(hint)}")
         super().__init__("\n".join(lines))
+
+    @classmethod
+    def unknown(
+        cls, what: str, word: str, known: Iterable[str], *, got: object = None, none: str = "", hint: str | None = None
+    ) -> Self:
+        """Return the error of a `word` that is none of `known` (`none`: there are none), with the nearest as a hint."""
+        names = list(known)
+        return cls(what, got=got, allowed=", ".join(names) or none, hint=did_you_mean(word, names) or hint)
 
 
 def reason(error: BaseException) -> str:

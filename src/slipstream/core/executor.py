@@ -1,8 +1,7 @@
-"""The contract of a node of the loop: `init`, `step`, `save_checkpoint`, `close`, and named typed ports.
+"""A node of the loop: named typed ports, and `init`, `step`, `save_checkpoint`, `close`.
 
-An executor never knows where its peers run. A *host* (`controller/host.py`) gives it its ports, calls `step` while it
-makes progress and sleeps on its ports when it does not; the same code runs inline, in a process of its own, or under
-torchrun.
+An executor does not depend on where its peers run. A *host* (`controller/host.py`) gives it its ports, calls `step`
+while it makes progress and sleeps on its ports when it does not: inline, in a process of its own, or under torchrun.
 """
 
 from __future__ import annotations
@@ -27,24 +26,19 @@ class Sender(Protocol):
 
     def put(self, message: Message) -> None:
         """Hand `message` over; blocks while the channel is full, at most until its deadline (ChannelTimeout)."""
-        ...
 
     def has_room_for(self, message: Message) -> bool:
         """Whether `put` would not block. After a no, the host calls `step` again when there is room."""
-        ...
 
     @property
-    def targets(self) -> frozenset[str]:
-        """The executors it leads to."""
-        ...
+    def targets(self) -> frozenset[str]: ...  # the executors it leads to
 
 
 class Receiver(Protocol):
     """The reading end of a channel."""
 
     def get_nowait(self) -> Message | None:
-        """The oldest waiting message, or None. From here on the caller owns it: it is not sent again."""
-        ...
+        """Return the oldest waiting message, or None. From here on the caller owns it: it is not sent again."""
 
 
 @dataclass
@@ -68,25 +62,19 @@ class Context:
 
 
 def takes_stop(context: Context) -> bool:
-    """Whether the executor was told to stop since the last call, for one that takes no other command.
-
-    Rank 0 hears it from the controller and passes it on to its group's other ranks.
-    """
-    is_told = False
-    while (command := context.inputs["commands"].get_nowait()) is not None:
-        if not isinstance(command, Stop):
-            continue
-        is_told = True
-        if context.group.is_leader and context.group.world > 1:
-            context.outputs["relay"].put(command)
-    return is_told
+    """Return whether `Stop`, the only command that is taken, has come since the last call; rank 0 passes it on."""
+    commands = iter(context.inputs["commands"].get_nowait, None)
+    stops = [command for command in commands if isinstance(command, Stop)]
+    if context.group.is_leader and context.group.world > 1:
+        for stop in stops:
+            context.outputs["relay"].put(stop)
+    return bool(stops)
 
 
 class Executor(abc.ABC):
-    """A node of the loop. Subclasses are final: one level deep.
+    """A node of the loop. Subclasses are final: one level deep. Construction is cheap and touches no device.
 
-    `inputs` and `outputs` name the ports. Every executor also has the input `commands` and the output `events`, which
-    the controller connects. Construction is cheap and must not touch devices; `init` does the work.
+    Beside the ports that it names, each has the input `commands` and the output `events`, which lead to the controller.
     """
 
     inputs: ClassVar[tuple[str, ...]] = ()

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from slipstream.core.config import RunConfig
-from slipstream.core.errors import ConfigError, did_you_mean
+from slipstream.core.errors import ConfigError
 from slipstream.core.observe_sections import HOOKS
 from slipstream.core.user_code import defined, imported
 
@@ -59,20 +59,14 @@ def given_callbacks(given: object) -> Hooks:
     found: dict[str, list[Callable[[Any], Any]]] = {hook: [] for hook in HOOKS}
     for one in given if isinstance(given, list | tuple) else [] if given is None else [given]:
         if isinstance(one, Mapping) and (unknown := [name for name in one if name not in HOOKS]):
-            raise ConfigError(
-                "callbacks has an unknown name",
-                got=", ".join(map(str, unknown)),
-                allowed=", ".join(HOOKS),
-                hint=did_you_mean(str(unknown[0]), HOOKS),
+            raise ConfigError.unknown(
+                "callbacks has an unknown name", str(unknown[0]), HOOKS, got=", ".join(map(str, unknown))
             )
         has = one.get if isinstance(one, Mapping) else lambda name, one=one: getattr(one, name, None)
         hooks: dict[str, Any] = {name: function for name in HOOKS if (function := has(name)) is not None}
         if isinstance(one, type) or not hooks or not all(map(callable, hooks.values())):
-            raise ConfigError(
-                "callbacks has what is no callback",
-                got=repr(one)[:100],
-                allowed=f"an object with methods {', '.join(HOOKS)} (one or more), or a mapping of these to functions",
-            )
+            allowed = f"an object with methods {', '.join(HOOKS)} (one or more), or a mapping of these to functions"
+            raise ConfigError("callbacks has what is no callback", got=repr(one)[:100], allowed=allowed)
         for name, function in hooks.items():
             found[name].append(function)
     return found

@@ -119,11 +119,9 @@ class RunKeys:
         """
         mark, text = sealed[:_MARK_CHARS], sealed[_MARK_CHARS:]
         if not hmac.compare_digest(mark.encode(), self._mark(text, place).encode()):
-            raise ConfigError(
-                "this text was not sealed with the key of the run",
-                got="a mark made with another key, or a text that was changed",
-                hint="all processes of a run need its key; is this the address of another run?",
-            )
+            got = "a mark made with another key, or a text that was changed"
+            hint = "all processes of a run need its key; is this the address of another run?"
+            raise ConfigError("this text was not sealed with the key of the run", got=got, hint=hint)
         return text
 
     def _mark(self, text: str, place: str) -> str:
@@ -141,11 +139,9 @@ class RunKeys:
         try:
             return cls(bytes.fromhex(text.decode("ascii").strip()))
         except ValueError:  # also ConfigError; the error must not quote the text
-            raise ConfigError(
-                f"the run key in {where} is malformed",
-                got=f"{len(text.strip())} characters",
-                allowed=f"{2 * _SECRET_BYTES} hexadecimal digits",
-            ) from None
+            what = f"the run key in {where} is malformed"
+            allowed = f"{2 * _SECRET_BYTES} hexadecimal digits"
+            raise ConfigError(what, got=f"{len(text.strip())} characters", allowed=allowed) from None
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, RunKeys) and hmac.compare_digest(self.__secret, other.__secret)

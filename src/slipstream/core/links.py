@@ -234,11 +234,8 @@ class ZmqLink(Link):
         self.check_open()
         payload = wire.encode(message)
         if len(payload) > self.spec.max_bytes:
-            raise ChannelError(
-                f"a {type(message).__name__} is too large for channel '{self.spec.name}'",
-                got=f"{len(payload)} bytes",
-                allowed=f"{self.spec.max_bytes} bytes",
-            )
+            what = f"a {type(message).__name__} is too large for channel '{self.spec.name}'"
+            raise ChannelError(what, got=f"{len(payload)} bytes", allowed=f"{self.spec.max_bytes} bytes")
         if self._held_bytes + len(payload) > self._most_together:
             self.release()
         self.sequence += 1
@@ -374,12 +371,9 @@ class Listener:
                 self.bound.append(endpoint.rstrip(b"\0").decode())
         except zmq.ZMQError as error:
             self.close()
-            raise ChannelError(
-                f"port '{port}' cannot listen",
-                got=error.strerror,
-                allowed="a free address of this machine",
-                hint=address,
-            ) from error
+            what = f"port '{port}' cannot listen"
+            allowed = "a free address of this machine"
+            raise ChannelError(what, got=error.strerror, allowed=allowed, hint=address) from error
 
     def look(self) -> None:
         """Count what became of connections."""

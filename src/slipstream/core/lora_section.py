@@ -51,12 +51,9 @@ class LoraConfig(Section):
     @model_validator(mode="after")
     def _check_fields(self) -> Self:
         if self.dropout:
-            raise ConfigError(
-                "adapters are trained without dropout",
-                got=f"model.lora.dropout = {self.dropout:g}",
-                allowed="0",
-                hint="the trainer's logprobs would not be those that the generator sampled with",
-            )
+            got = f"model.lora.dropout = {self.dropout:g}"
+            hint = "the trainer's logprobs would not be those that the generator sampled with"
+            raise ConfigError("adapters are trained without dropout", got=got, allowed="0", hint=hint)
         shape = {"alpha": self.alpha, "targets": self.targets, "use_rslora": self.use_rslora}
         given = [f"model.lora.{name} = {value}" for name, value in shape.items() if value]
         if self.path is not None and (given or self.rank is not None):

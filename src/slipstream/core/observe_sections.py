@@ -89,11 +89,9 @@ class HealthConfig(Section):
     @model_validator(mode="after")
     def _check_stops(self) -> Self:
         if self.stop_on and not self.alarms:
-            raise ConfigError(
-                "no alarm can end a run that watches for none",
-                got=f"health.alarms = false with stop_on = {self.stop_on}",
-                hint="leave health.alarms on, or stop_on empty",
-            )
+            what = "no alarm can end a run that watches for none"
+            got = f"health.alarms = false with stop_on = {self.stop_on}"
+            raise ConfigError(what, got=got, hint="leave health.alarms on, or stop_on empty")
         return self
 
 

@@ -236,11 +236,8 @@ class NewCollector(Protocol):
 def check_kept_sets(tokens: np.ndarray, kept_tokens: np.ndarray, kept_counts: np.ndarray) -> None:
     """Raise ShapeError unless each of `tokens` int [T] is one of its set; the sets follow one another."""
     if len(kept_counts) != len(tokens) or int(kept_counts.sum()) != len(kept_tokens):
-        raise ShapeError(
-            "kept sets do not fit their tokens",
-            got=f"{len(kept_counts)} sets with {int(kept_counts.sum())} tokens in all, {len(kept_tokens)} given",
-            allowed=f"{len(tokens)} sets",
-        )
+        got = f"{len(kept_counts)} sets with {int(kept_counts.sum())} tokens in all, {len(kept_tokens)} given"
+        raise ShapeError("kept sets do not fit their tokens", got=got, allowed=f"{len(tokens)} sets")
     owners = np.repeat(np.arange(len(tokens)), kept_counts)
     num_found = np.bincount(owners[kept_tokens == tokens[owners]], minlength=len(tokens))
     if np.any(num_found != 1):

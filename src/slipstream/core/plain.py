@@ -89,3 +89,12 @@ def shown(value: object) -> str:
 def shortened(text: str, limit: int) -> str:
     """Return `text`, cut to `limit` characters and with their number in all where it is longer."""
     return text if len(text) <= limit else f"{text[:limit]} ... ({len(text):,} characters)"
+
+
+def flat(tables: Mapping[str, Any], separator: str = ".", prefix: str = "") -> dict[str, Any]:
+    """Return nested tables as one, names joined by `separator`; empty ones are left out."""
+    found: dict[str, Any] = {}
+    for name, value in tables.items():
+        is_table = isinstance(value, Mapping)
+        found |= flat(value, separator, f"{prefix}{name}{separator}") if is_table else {prefix + name: value}
+    return found

@@ -103,19 +103,13 @@ def read_toml(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"'{path}' cannot be read", got=error.strerror, allowed="a TOML file") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"'{path}' cannot be read",
-            got=f"bytes that are not UTF-8, from byte {error.start}",
-            allowed="a TOML file in UTF-8",
-            hint="save it as UTF-8, without a byte order mark",
-        ) from error
+        got = f"bytes that are not UTF-8, from byte {error.start}"
+        hint = "save it as UTF-8, without a byte order mark"
+        raise ConfigError(f"'{path}' cannot be read", got=got, allowed="a TOML file in UTF-8", hint=hint) from error
     if text.startswith("\ufeff"):
-        raise ConfigError(
-            f"'{path}' cannot be read",
-            got="a byte order mark at its start",
-            allowed="a TOML file in UTF-8 without one",
-            hint="save it as 'UTF-8', not as 'UTF-8 with BOM'",
-        )
+        allowed = "a TOML file in UTF-8 without one"
+        hint = "save it as 'UTF-8', not as 'UTF-8 with BOM'"
+        raise ConfigError(f"'{path}' cannot be read", got="a byte order mark at its start", allowed=allowed, hint=hint)
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # TOMLDecodeError, and integers of thousands of digits
@@ -210,12 +204,9 @@ def resumed_config(run_dir: Path, overrides: Mapping[str, Any] | None = None) ->
     saved, config = resolve(tables), resolve(tables, overrides)
     changed = [field for field in field_paths() if value_at(saved, field) != value_at(config, field)]
     if refused := [field for field in changed if field not in RESUMED_WITH]:
-        raise ConfigError(
-            "a resumed run keeps its configuration",
-            got=", ".join(refused),
-            allowed=f"--resume alone, or with {', '.join(RESUMED_WITH)}",
-            hint=f"a new run goes on from its policy with model.path = '{run_dir / 'model'}'",
-        )
+        allowed = f"--resume alone, or with {', '.join(RESUMED_WITH)}"
+        hint = f"a new run goes on from its policy with model.path = '{run_dir / 'model'}'"
+        raise ConfigError("a resumed run keeps its configuration", got=", ".join(refused), allowed=allowed, hint=hint)
     return config
 
 

@@ -29,7 +29,8 @@ from safetensors.numpy import save
 from slipstream.core.background import start_thread
 from slipstream.core.disk import disk_errors, replace_file
 from slipstream.core.errors import CheckpointError, DiskError
-from slipstream.core.types import Message, PartialEpisode, Rollout, Unfinished
+from slipstream.core.types import Message, Rollout
+from slipstream.core.unfinished_messages import PartialEpisode, Unfinished
 
 M = TypeVar("M", bound=Message)
 SUFFIX = ".safetensors"

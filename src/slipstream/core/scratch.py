@@ -15,6 +15,7 @@ import shutil
 import stat
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from slipstream.core.errors import WeightSyncError
@@ -52,6 +53,24 @@ def claim(folder: Path) -> int:
     descriptor = hold(path, create=True)
     path.rename(folder / _OWNER)  # so the file is locked whenever it has this name
     return descriptor
+
+
+@contextlib.contextmanager
+def run_scratch(note: Callable[[str], None]) -> Iterator[Path]:
+    """Make the private folder of a run, whose name is the run's id; at its end remove that, and all that has the id.
+
+    Files of runs that were killed are removed first; `note` is told their number.
+    """
+    if left := sweep():
+        note(f"removed {len(left)} files and folders that runs left behind which were killed")
+    folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
+    owner = claim(folder)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        cleanup(folder.name)
+        os.close(owner)
 
 
 def make_claimed(kind: str) -> tuple[Path, int]:

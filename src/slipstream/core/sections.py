@@ -62,11 +62,9 @@ class SchedulingConfig(Section):
         for name, policy in (("staleness_threshold", "sample_budget"), ("queue_groups", "finish_order")):
             value = vars(self)[name]
             if (value is not None) != (self.policy == policy):
-                raise ConfigError(
-                    f"schedule.{name} belongs to the policy '{policy}'",
-                    got=f"schedule.{name} = {value} with schedule.policy = '{self.policy}'",
-                    allowed=f"schedule.{name} with schedule.policy = '{policy}', or neither",
-                )
+                got = f"schedule.{name} = {value} with schedule.policy = '{self.policy}'"
+                allowed = f"schedule.{name} with schedule.policy = '{policy}', or neither"
+                raise ConfigError(f"schedule.{name} belongs to the policy '{policy}'", got=got, allowed=allowed)
         return self
 
 
@@ -112,11 +110,9 @@ class ModelConfig(Section):
     def check_heads(self) -> None:
         """Raise ConfigError for sizes that a fresh model cannot have; a checkpoint has its own."""
         if self.hidden_size % self.num_heads or self.num_heads % self.num_kv_heads:
-            raise ConfigError(
-                "head sizes do not divide",
-                got=f"hidden_size {self.hidden_size}, heads {self.num_heads}, kv heads {self.num_kv_heads}",
-                allowed="hidden_size % num_heads == 0 and num_heads % num_kv_heads == 0",
-            )
+            got = f"hidden_size {self.hidden_size}, heads {self.num_heads}, kv heads {self.num_kv_heads}"
+            allowed = "hidden_size % num_heads == 0 and num_heads % num_kv_heads == 0"
+            raise ConfigError("head sizes do not divide", got=got, allowed=allowed)
 
 
 class TaskConfig(Section):
@@ -181,16 +177,14 @@ class PromptsConfig(Section):
     @model_validator(mode="after")
     def _check_column(self) -> Self:
         if (self.too_long == "shorten") != (self.shorten_column is not None):
-            raise ConfigError(
-                "shortening prompts takes the column to shorten",
-                got=f"too_long = '{self.too_long}', shorten_column = {self.shorten_column!r}",
-                allowed="too_long = 'shorten' with a shorten_column, or neither",
-            )
+            got = f"too_long = '{self.too_long}', shorten_column = {self.shorten_column!r}"
+            allowed = "too_long = 'shorten' with a shorten_column, or neither"
+            raise ConfigError("shortening prompts takes the column to shorten", got=got, allowed=allowed)
         return self
 
 
 class VLLMConfig(Section):
-    """vLLM as the generator's engine (`generator.engine = "vllm"`), a process in an environment of its own."""
+    """vLLM as the engine of a generator or a teacher (`engine = "vllm"`), a process in an environment of its own."""
 
     python: FilePath = Field(
         ".venv-vllm/bin/python",
@@ -216,7 +210,7 @@ class VLLMConfig(Section):
         120.0, description="Longest wait for weights to be loaded, or a probe to be computed, in seconds."
     )
     silence_timeout_s: Seconds = Field(
-        60.0, description="Longest time without a token while completions are due, in seconds."
+        60.0, description="Longest time without a token, or a teacher's answer, while any are due, in seconds."
     )
     max_restarts: NonNegative = Field(
         1, description="Processes that may die or fall silent and be replaced, in a run; completions go on behind that."
@@ -468,11 +462,8 @@ class JudgeTerm(Section):
                 f"judge '{self.name}': score_min must be below score_max", got=f"{self.score_min:g}, {self.score_max:g}"
             )
         if taken := sorted(_RESERVED & self.params.keys()):
-            raise ConfigError(
-                f"judge '{self.name}': params may not hold these",
-                got=", ".join(taken),
-                hint="they are fields, or fixed",
-            )
+            what = f"judge '{self.name}': params may not hold these"
+            raise ConfigError(what, got=", ".join(taken), hint="they are fields, or fixed")
         for one, other in (("prompt", "prompt_file"), ("pattern", "json_field")):
             if None not in (getattr(self, one), getattr(self, other)):
                 raise ConfigError(f"judge '{self.name}' has {one} and {other}", allowed="one of them")
@@ -568,11 +559,9 @@ class RewardsConfig(Section):
         names = self.part_names
         repeated = next((name for name in names[len(self.terms) :] if names.count(name) > 1), None)
         if repeated is not None:
-            raise ConfigError(
-                "reward models and judges need names of their own",
-                got=f"'{repeated}' more than once",
-                hint="set name in rewards.models and rewards.judges: metrics and rollouts show each part under it",
-            )
+            what = "reward models and judges need names of their own"
+            hint = "set name in rewards.models and rewards.judges: metrics and rollouts show each part under it"
+            raise ConfigError(what, got=f"'{repeated}' more than once", hint=hint)
         return self
 
     @property
@@ -607,11 +596,8 @@ class RewardsConfig(Section):
     def check_terms(self, samples_per_group: int) -> None:
         """Raise ConfigError for terms that give RL no reward, or more rewards than a worker's answer can have."""
         if self.weighted and all(term.at_least is not None for term in self.weighted):
-            raise ConfigError(
-                "constraints alone are no reward",
-                got="rewards.terms and rewards.models that all have at_least",
-                allowed="one term without it",
-            )
+            got = "rewards.terms and rewards.models that all have at_least"
+            raise ConfigError("constraints alone are no reward", got=got, allowed="one term without it")
         num_scores = samples_per_group * sum(term.per == "group" for term in self.terms)
         if num_scores > MAX_GROUP_SCORES:
             raise ConfigError(

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from slipstream.core.types import CompletionFinished, EpisodeRecord, Message, Prompt, Rollout
+from slipstream.core.unfinished_messages import Unfinished
 
 WaitReason = Literal["generation", "rewards", "straggler", "nothing", "trainer", "prompt"]
 
@@ -32,6 +33,20 @@ class Evaluating(Message):
 
 
 # Controller -> generator
+
+
+class Admit(Message):
+    """Start group `ordinal` on `replica`: `num_samples` completions of `prompt`, some perhaps from `partials` on.
+
+    `is_again`: it was admitted before, and lost.
+    """
+
+    ordinal: int
+    replica: int
+    prompt: Prompt
+    num_samples: int
+    partials: tuple[Unfinished, ...] = ()
+    is_again: bool = False
 
 
 class Evaluate(Message):

@@ -164,17 +164,12 @@ class DpoConfig(Section):
         for name, loss in owners.items():
             value = vars(self)[name]
             if self.loss != loss and value != type(self).model_fields[name].default:
-                raise ConfigError(
-                    f"dpo.{name} belongs to another loss",
-                    got=f"dpo.{name} = {value:g} with dpo.loss = '{self.loss}'",
-                    allowed=f"dpo.loss = '{loss}'",
-                )
+                got = f"dpo.{name} = {value:g} with dpo.loss = '{self.loss}'"
+                raise ConfigError(f"dpo.{name} belongs to another loss", got=got, allowed=f"dpo.loss = '{loss}'")
         if self.loss == "simpo" and self.reference is not None:
-            raise ConfigError(
-                "SimPO compares the policy with no reference",
-                got=f"dpo.reference = '{self.reference}' with dpo.loss = 'simpo'",
-                allowed="no dpo.reference, or another loss",
-            )
+            what = "SimPO compares the policy with no reference"
+            got = f"dpo.reference = '{self.reference}' with dpo.loss = 'simpo'"
+            raise ConfigError(what, got=got, allowed="no dpo.reference, or another loss")
         return self
 
 
@@ -283,16 +278,11 @@ class EvalConfig(Section):
             f"eval.{name} = {value}" for name in ("stop_at", "patience") if (value := getattr(self, name)) is not None
         ]
         if asked and not self.every:
-            raise ConfigError(
-                "nothing is evaluated before the end of the run",
-                got=f"{', '.join(asked)} with eval.every = 0",
-                allowed="eval.every of 1 or more: the steps between two evaluations",
-            )
+            what = "nothing is evaluated before the end of the run"
+            allowed = "eval.every of 1 or more: the steps between two evaluations"
+            raise ConfigError(what, got=f"{', '.join(asked)} with eval.every = 0", allowed=allowed)
         if self.stop_at is not None and self.stop_at > 1 and self.goes_by == "accuracy":
-            raise ConfigError(
-                "an accuracy is a share, which never reaches this",
-                got=f"eval.stop_at = {self.stop_at:g}",
-                allowed="at most 1",
-                hint="eval.metric = 'reward' goes by the mean reward",
-            )
+            what = "an accuracy is a share, which never reaches this"
+            hint = "eval.metric = 'reward' goes by the mean reward"
+            raise ConfigError(what, got=f"eval.stop_at = {self.stop_at:g}", allowed="at most 1", hint=hint)
         return self

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from slipstream.core.errors import ConfigError
 from slipstream.core.fields import Count, Device, FilePath, Fraction, NonNegativeFloat, Positive, PositiveFloat, Section
+from slipstream.core.sections import VLLMConfig
 
 DISTILL = "distill"
 """The loss that is the divergence from the teacher alone."""
@@ -51,11 +52,17 @@ class TeacherConfig(Section):
     precision: Literal["float32", "bfloat16"] = Field(
         "float32", description="What an own executor keeps and computes the teacher in on a GPU."
     )
+    engine: Literal["native", "vllm"] = Field(
+        "native", description="What an own executor reads the teacher with: itself, or vLLM beside it (docs/vllm.md)."
+    )
+    vllm: VLLMConfig = Field(default_factory=VLLMConfig, description="vLLM, with engine = 'vllm'.")
 
     @model_validator(mode="after")
     def _check_executor(self) -> Self:
         own = {"ranks": self.ranks, "device": self.device, "precision": self.precision}
         changed = [name for name, value in own.items() if value != type(self).model_fields[name].default]
+        if self.engine == "vllm":
+            self._check_vllm([f"teacher.{name} = {own[name]!r}" for name in changed])
         if self.executor == "trainer" and changed:
             raise ConfigError(
                 "the trainer reads the teacher as it trains: on its ranks, its device, in its precision",
@@ -70,6 +77,27 @@ class TeacherConfig(Section):
                 hint="teacher.top_k = 64; the metric teacher_top_k_mass tells how much of the teacher that is",
             )
         return self
+
+    def _check_vllm(self, changed: list[str]) -> None:
+        if self.executor != "own":
+            raise ConfigError(
+                "vLLM holds the teacher beside an executor of its own, not in the trainer",
+                got=f"teacher.executor = '{self.executor}' with teacher.engine = 'vllm'",
+                allowed="teacher.executor = 'own', with teacher.top_k, or teacher.engine = 'native'",
+            )
+        if changed:
+            raise ConfigError(
+                "ranks, device and precision are the native teacher's: vLLM computes on what it was built for",
+                got=", ".join(changed) + " with teacher.engine = 'vllm'",
+                allowed="their defaults",
+                hint="teacher.vllm.dtype, teacher.vllm.engine_args = { tensor_parallel_size = 2 }",
+            )
+        if self.vllm.transfer != "reload":
+            raise ConfigError(
+                "a teacher's weights do not change: none are sent to vLLM",
+                got=f"teacher.vllm.transfer = '{self.vllm.transfer}'",
+                allowed="'reload', the default",
+            )
 
     @property
     def given(self) -> list[str]:

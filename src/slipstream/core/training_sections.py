@@ -101,17 +101,13 @@ class LossConfig(Section):
     @model_validator(mode="after")
     def _check_rewards(self) -> Self:
         if self.several_rewards == "normalise_then_sum" and self.advantages != "group_normalised":
-            raise ConfigError(
-                "normalised rewards are summed to advantages, which leaves nothing to another estimator",
-                got=f"several_rewards = 'normalise_then_sum' with advantages = '{self.advantages}'",
-                allowed="advantages = 'group_normalised'",
-            )
+            what = "normalised rewards are summed to advantages, which leaves nothing to another estimator"
+            got = f"several_rewards = 'normalise_then_sum' with advantages = '{self.advantages}'"
+            raise ConfigError(what, got=got, allowed="advantages = 'group_normalised'")
         if self.truncated == "subtract" and self.truncation_reward >= 0:
-            raise ConfigError(
-                "a truncated completion is to lose by it",
-                got=f"loss.truncated = 'subtract' with truncation_reward = {self.truncation_reward:g}",
-                allowed="truncation_reward < 0, which is added to its reward",
-            )
+            got = f"loss.truncated = 'subtract' with truncation_reward = {self.truncation_reward:g}"
+            allowed = "truncation_reward < 0, which is added to its reward"
+            raise ConfigError("a truncated completion is to lose by it", got=got, allowed=allowed)
         return self
 
 
@@ -172,11 +168,9 @@ class KLConfig(Section):
     @model_validator(mode="after")
     def _check_following(self) -> Self:
         if self.sync_every is not None and self.executor == "own":
-            raise ConfigError(
-                "a reference that follows the policy does so between two steps, in the trainer",
-                got=f"kl.sync_every = {self.sync_every} with kl.executor = 'own'",
-                allowed="kl.executor = 'trainer'",
-            )
+            what = "a reference that follows the policy does so between two steps, in the trainer"
+            got = f"kl.sync_every = {self.sync_every} with kl.executor = 'own'"
+            raise ConfigError(what, got=got, allowed="kl.executor = 'trainer'")
         return self
 
     @model_validator(mode="after")
@@ -189,11 +183,9 @@ class KLConfig(Section):
                 hint="set kl.estimator = 'k3' (GRPO)",
             )
         if self.corrected and self.place == "reward":
-            raise ConfigError(
-                "a penalty in the reward has no gradient that a ratio could correct",
-                got="kl.corrected = true with kl.place = 'reward'",
-                allowed="kl.place = 'loss', with k2 or k3",
-            )
+            what = "a penalty in the reward has no gradient that a ratio could correct"
+            got = "kl.corrected = true with kl.place = 'reward'"
+            raise ConfigError(what, got=got, allowed="kl.place = 'loss', with k2 or k3")
         if self.target is not None and not self.coef:
             raise ConfigError("an adaptive KL coefficient needs a start", got="kl.coef = 0", hint="N starts at 0.15")
         return self
@@ -300,11 +292,9 @@ class TrainerConfig(Section):
     @model_validator(mode="after")
     def _check_ranks(self) -> Self:
         if self.ranks % self.tensor_parallel:
-            raise ConfigError(
-                "the trainer's ranks do not divide into tensor-parallel groups",
-                got=f"trainer.ranks = {self.ranks}, trainer.tensor_parallel = {self.tensor_parallel}",
-                allowed="trainer.ranks: a multiple of trainer.tensor_parallel",
-            )
+            what = "the trainer's ranks do not divide into tensor-parallel groups"
+            got = f"trainer.ranks = {self.ranks}, trainer.tensor_parallel = {self.tensor_parallel}"
+            raise ConfigError(what, got=got, allowed="trainer.ranks: a multiple of trainer.tensor_parallel")
         return self
 
 
@@ -321,11 +311,8 @@ def check_training(config: RunConfig) -> None:
 
 def _check_batch(config: RunConfig) -> None:
     if config.trainer.minibatches > config.groups_per_step:
-        raise ConfigError(
-            "a minibatch must hold at least one group",
-            got=f"minibatches = {config.trainer.minibatches}, groups_per_step = {config.groups_per_step}",
-            allowed="minibatches <= groups_per_step",
-        )
+        got = f"minibatches = {config.trainer.minibatches}, groups_per_step = {config.groups_per_step}"
+        raise ConfigError("a minibatch must hold at least one group", got=got, allowed="minibatches <= groups_per_step")
     if config.rereads_behaviour and config.staleness_bound != 0:
         raise ConfigError(
             "behaviour logprobs at another temperature than that of sampling are read by the policy that sampled, "
@@ -376,21 +363,17 @@ def _check_sum(config: RunConfig) -> None:
         or (config.kl.coef > 0 and config.kl.place == "reward")
     )
     if config.loss.several_rewards == "normalise_then_sum" and adjusts_reward:
-        raise ConfigError(
-            "normalised rewards have no sum that a constraint, a truncation or a KL penalty could change",
-            got="several_rewards = 'normalise_then_sum' with at_least, loss.truncated or kl in the reward",
-            allowed="several_rewards = 'sum_then_normalise'",
-        )
+        what = "normalised rewards have no sum that a constraint, a truncation or a KL penalty could change"
+        got = "several_rewards = 'normalise_then_sum' with at_least, loss.truncated or kl in the reward"
+        raise ConfigError(what, got=got, allowed="several_rewards = 'sum_then_normalise'")
 
 
 def _check_horizon(config: RunConfig) -> None:
     least = 0.2 * config.completions_per_step
     if config.kl.target is not None and config.kl.horizon <= least:
-        raise ConfigError(
-            "one step could take the whole KL coefficient away: it falls by up to 0.2 * completions / horizon",
-            got=f"kl.horizon = {config.kl.horizon:g} with {config.completions_per_step} completions per step",
-            allowed=f"above {least:g}",
-        )
+        what = "one step could take the whole KL coefficient away: it falls by up to 0.2 * completions / horizon"
+        got = f"kl.horizon = {config.kl.horizon:g} with {config.completions_per_step} completions per step"
+        raise ConfigError(what, got=got, allowed=f"above {least:g}")
 
 
 def _check_ends(config: RunConfig) -> None:
@@ -410,11 +393,9 @@ def _check_whitening(config: RunConfig) -> None:
     if loss.whiten_parts == 1:
         return
     if loss.whiten_advantages == "no" and not (config.has_critic and config.critic.whiten_rewards):
-        raise ConfigError(
-            "there is nothing to whiten in parts",
-            got=f"loss.whiten_parts = {loss.whiten_parts} without whitening",
-            allowed="loss.whiten_advantages = 'batch' or 'minibatch', or critic.whiten_rewards with 'gae'",
-        )
+        got = f"loss.whiten_parts = {loss.whiten_parts} without whitening"
+        allowed = "loss.whiten_advantages = 'batch' or 'minibatch', or critic.whiten_rewards with 'gae'"
+        raise ConfigError("there is nothing to whiten in parts", got=got, allowed=allowed)
     per_group = {"all": config.completions_per_group, "best": 1, "best_and_worst": 2}[loss.select]
     minibatches = config.trainer.minibatches if loss.whiten_advantages == "minibatch" else 1
     smallest = config.groups_per_step // minibatches * per_group // loss.whiten_parts

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from slipstream.core.types import EpisodeRecord, FinishReason, Message, PartialEpisode, Prompt, Segment
+from slipstream.core.types import EpisodeRecord, FinishReason, Message, Prompt, Segment
+from slipstream.core.unfinished_messages import PartialEpisode
 
 
 class TurnSampled(Message, frozen=True):

@@ -1,7 +1,7 @@
-"""The messages of the loop, frozen msgspec structs with numpy arrays: data, commands and events.
+"""The messages of the loop, frozen msgspec structs with numpy arrays: its data, and the schedule's commands and events.
 
-With those around the loop (`core/service_messages.py`) and between processes that do one thing together
-(`core/peer_messages.py`) that is all that crosses a channel.
+All that crosses a channel is here, in `service_messages.py` (around the loop), `turn_messages.py` (episodes),
+`unfinished_messages.py` (of a checkpoint) or `peer_messages.py` (of processes that do one thing together).
 
 The wire form is msgpack, in which arrays are raw buffers (`core/wire.py`). Legend: T sampled or given tokens of one
 completion, Tp prompt tokens, G completions per prompt, P groups per step.
@@ -19,7 +19,7 @@ FinishReason = Literal["stop", "length", "deadline"]
 Purpose = Literal["train", "eval"]
 SkipCause = Literal["no_signal", "failed", "stale"]
 StopCause = Literal["stop_at", "patience", "callback"]
-"""Why a run ends before its last step, though nobody interrupts it."""
+"""The reason of a run that ends before its last step without being interrupted."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -53,10 +53,9 @@ class Segment(Message):
     """A run of completion tokens that were either all sampled or all given (a tool's answer, a user's turn).
 
     Sampled segments carry one behaviour logprob per token and the versions that sampled them; given ones neither.
-    Where sampling was cut to a part of the vocabulary and `generator.keep_sets` asks for it, `kept_tokens` are the
-    tokens that each token was drawn from, ascending, one set behind the other, and `kept_counts` the sizes of the sets.
-    `begins` marks a given segment that begins another branch of its episode: its tokens are the branch's whole context,
-    and nothing before them is attended to.
+    `kept_tokens` (`generator.keep_sets`) are the tokens that each token was drawn from, ascending, one set behind the
+    other, and `kept_counts` the sizes of the sets. A given segment that `begins` another branch of its episode is the
+    branch's whole context: nothing before it is attended to.
     """
 
     tokens: np.ndarray  # int32 [T]
@@ -72,13 +71,13 @@ class Segment(Message):
 
 
 class EpisodeRecord(Message):
-    """The environments' knowledge of an episode that is over.
+    """The environment's record of an episode that is over.
 
-    `messages` are the chat behind the prompt, turns of the policy and what the environment said, as people and rewards
-    read it; the tokens are the completion's. `reward` is the environment's own, None without one, and `turn_rewards`
-    its parts by turn (None: nothing was said). `failure` is there where the environment failed too often.
-    `branches` are the chats of further branches, each from its beginning: `messages` are those of the first one. Of
-    each, `contexts` counts the messages before its first turn. A resume brought `num_restored` of the tokens.
+    `messages` are the chat behind the prompt, as people and rewards read it; the tokens are the completion's. `reward`
+    is the environment's own, None without one, and `turn_rewards` its parts by turn (None: nothing was said). `failure`
+    is there where the environment failed too often. `branches` are the chats of further branches, each from its
+    beginning, and `contexts` counts the messages of each before its first turn. A resume brought `num_restored` of the
+    tokens.
     """
 
     messages: list[dict[str, Any]] = []
@@ -100,8 +99,9 @@ class Completion(Message):
 
     `purpose = "eval"` completions belong to evaluation `eval_id`; their `ordinal` counts its prompts and they are never
     admitted, trained or entered in the ledger. With an environment the segments are the turns of an episode and what
-    was said between them, and `episode` is there. The trunk, behind `prompt`, comes first; then one further branch
-    after the other, each from a segment that `begins` it. What a branch shares with another is sampled in one of them.
+    was said between them. The trunk, behind `prompt`, comes first; then one further branch after the other, each from a
+    segment that `begins` it. What a branch shares with another is sampled in one of them. Versions are those of sampled
+    tokens, -1 where there are none.
     """
 
     ordinal: int
@@ -119,12 +119,12 @@ class Completion(Message):
 
     @property
     def tokens(self) -> np.ndarray:
-        """int32 [T]: all segments', sampled and given."""
+        """int32 [T]: all of them, sampled and given."""
         return np.concatenate([segment.tokens for segment in self.segments])
 
     @property
     def trunk_tokens(self) -> np.ndarray:
-        """int32: those of the segments before any further branch; rewards that read tokens read these."""
+        """int32: those before any further branch, which rewards read."""
         trunk = itertools.takewhile(lambda segment: not segment.begins, self.segments)
         return np.concatenate([np.zeros(0, dtype=np.int32), *(segment.tokens for segment in trunk)])
 
@@ -142,20 +142,15 @@ class Completion(Message):
 
     @property
     def min_version(self) -> int:
-        """Return that of the sampled tokens; -1 where there are none."""
         return min((span.version for s in self.segments for span in s.version_spans), default=-1)
 
     @property
     def max_version(self) -> int:
-        """Return that of the sampled tokens; -1 where there are none."""
         return max((span.version for s in self.segments for span in s.version_spans), default=-1)
 
 
 class Rollout(Message):
-    """A completion with its reward; where scoring failed, `failure` says why and `reward` is the configured one.
-
-    `reference_logprobs` are there where the reference policy has an executor of its own (`kl.executor`).
-    """
+    """A completion with its reward; where scoring failed, `failure` says why and `reward` is the configured one."""
 
     completion: Completion
     reward: float
@@ -164,7 +159,7 @@ class Rollout(Message):
     logged: dict[str, float] = {}  # by reward functions: for metrics.jsonl, and, below, for its line of rollouts.jsonl
     extra: dict[str, str | bool | int | float | None] = {}
     scored_s: float = 0.0
-    reference_logprobs: np.ndarray | None = None  # float32 [sampled tokens]
+    reference_logprobs: np.ndarray | None = None  # float32 [sampled tokens], by `kl.executor`
     teacher_tokens: np.ndarray | None = None  # int32 [sampled tokens, K]: likeliest by `teacher.executor`, ascending
     teacher_logprobs: np.ndarray | None = None  # float32 [sampled tokens, K + 1]: theirs, that of all others
 
@@ -217,57 +212,7 @@ class RolloutHead(Message):
     episode: EpisodeHead | None = None
 
 
-class Partial(Message):
-    """The unfinished completion `sample` of group `ordinal` at a checkpoint: T >= 1 sampled tokens.
-
-    `prompt_crc32` is that of the prompt's tokens, as bytes: what was sampled after another prompt is of no use.
-    `finish_reason` is there where the completion had ended.
-    """
-
-    ordinal: int
-    sample: int
-    prompt_crc32: int
-    segment: Segment
-    finish_reason: FinishReason | None = None
-
-    @property
-    def versions(self) -> frozenset[int]:
-        return frozenset(span.version for span in self.segment.version_spans)
-
-
-class PartialEpisode(Message):
-    """The episode `sample` of group `ordinal` at a checkpoint: one turn or more, and what is known of it.
-
-    `segments` are those behind the prompt, and behind `prompt` where the environment has spoken first; what was given
-    last may be one of them. `prompt_crc32` is that of the row's tokens, as in `Partial`. `state` is the environment's
-    own, as JSON, at its last answer; a turn that has no reward in the `record` is still to be answered. Without a
-    `state` the episode is over, and waited for its verdict.
-    """
-
-    ordinal: int
-    sample: int
-    prompt_crc32: int
-    segments: tuple[Segment, ...]
-    record: EpisodeRecord
-    prompt: Prompt | None = None
-    state: str | None = None
-    charges: int = 0
-    finish_reason: FinishReason = "stop"
-
-    @property
-    def versions(self) -> frozenset[int]:
-        return frozenset(span.version for segment in self.segments for span in segment.version_spans)
-
-    @property
-    def num_tokens(self) -> int:
-        """Return the number of tokens behind the prompt."""
-        return sum(len(segment.tokens) for segment in self.segments)
-
-
-Unfinished = Partial | PartialEpisode
-
-
-# Commands of the schedule (`controller/schedule.py`), and as the controller sends them
+# Commands of the schedule (`controller/schedule.py`)
 
 
 class StartGroup(Message):
@@ -275,20 +220,6 @@ class StartGroup(Message):
 
     ordinal: int
     replica: int
-
-
-class Admit(Message):
-    """Start group `ordinal` on `replica`: `num_samples` completions of `prompt`, some perhaps from `partials` on.
-
-    `is_again`: it was admitted before, and lost.
-    """
-
-    ordinal: int
-    replica: int
-    prompt: Prompt
-    num_samples: int
-    partials: tuple[Unfinished, ...] = ()
-    is_again: bool = False
 
 
 class TrainStep(Message):
@@ -332,20 +263,16 @@ class CompletionFinished(Message):
 
 
 class GroupScored(Message):
-    """All G rollouts of a group lie in the trainer's buffer. `has_signal` is False when all its rewards are equal.
-
-    Of its `num_failed` failed rollouts, `num_poisoned` have completions that are impossible (`core/vetting.py`).
-    `failure` is the first one's.
-    """
+    """All G rollouts of a group lie in the trainer's buffer. `has_signal` is False when all its rewards are equal."""
 
     ordinal: int
     has_signal: bool
     mean_reward: float
-    num_failed: int
+    num_failed: int  # rollouts
     min_version: int
     max_version: int
-    num_poisoned: int = 0
-    failure: str | None = None
+    num_poisoned: int = 0  # of the failed ones: their completions are impossible (`core/vetting.py`)
+    failure: str | None = None  # the first one's
 
 
 class StepDone(Message):

@@ -113,11 +113,8 @@ def defined(path: str, *, what: str, kind: str = "function") -> tuple[Path, ast.
         if "*" in bound:
             return None
         known = [key for key, node in bound.items() if not key.startswith("_") and not _is_plain_value(node)]
-        raise ConfigError(
-            f"'{location}' has no {kind} '{name}'",
-            got=path,
-            allowed=", ".join(known) or "a file with functions",
-            hint=did_you_mean(name, known),
+        raise ConfigError.unknown(
+            f"'{location}' has no {kind} '{name}'", name, known, got=path, none="a file with functions"
         )
     if _is_plain_value(bound[name]):
         raise ConfigError(

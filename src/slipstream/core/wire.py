@@ -15,13 +15,13 @@ from typing import Any, Union
 import msgspec
 import numpy as np
 
-from slipstream.core import peer_messages, service_messages, turn_messages, types
-from slipstream.core.errors import ChannelError, did_you_mean
+from slipstream.core import peer_messages, service_messages, turn_messages, types, unfinished_messages
+from slipstream.core.errors import ChannelError
 from slipstream.core.types import Message
 
 MessageTypes = tuple[type[Message], ...]
 
-MODULES = (types.__name__, turn_messages.__name__, service_messages.__name__, peer_messages.__name__)
+MODULES = tuple(m.__name__ for m in (types, unfinished_messages, turn_messages, service_messages, peer_messages))
 MESSAGES: MessageTypes = tuple(kind for kind in Message.__subclasses__() if kind.__module__ in MODULES)
 
 _ARRAY_CODE = 1  # msgpack extension type of an array
@@ -64,9 +64,7 @@ def message_types(names: Iterable[str]) -> MessageTypes:
     found = []
     for name in names:
         if name not in known:
-            raise ChannelError(
-                f"unknown message type '{name}'", allowed=", ".join(sorted(known)), hint=did_you_mean(name, known)
-            )
+            raise ChannelError.unknown(f"unknown message type '{name}'", name, sorted(known))
         found.append(known[name])
     return tuple(found) or MESSAGES
 

@@ -120,11 +120,9 @@ def call_parser(tool_format: str, tokenizer: Tokenizer, tools: Schemas | None) -
     if form == "auto":
         form = detect_format(str(tokenizer.chat_template or "")) or (None if tokenizer.chat_template else "json_tags")
     if form is None:
-        raise ConfigError(
-            "how this model writes calls of tools cannot be told from its chat template",
-            got=tokenizer.name_or_path or "its template",
-            allowed="environment.tool_format = 'hermes', 'llama3', 'smollm' or 'json_tags' (of `serve`: --tool-format)",
-        )
+        what = "how this model writes calls of tools cannot be told from its chat template"
+        allowed = "environment.tool_format = 'hermes', 'llama3', 'smollm' or 'json_tags' (of `serve`: --tool-format)"
+        raise ConfigError(what, got=tokenizer.name_or_path or "its template", allowed=allowed)
     chosen = form
 
     def read(text: str) -> dict[str, Any]:

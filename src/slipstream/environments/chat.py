@@ -212,11 +212,9 @@ class TemplateChat(Chat):
     ) -> None:
         templates = tokenizer.chat_template
         if not templates:
-            raise ConfigError(
-                "a chat needs a tokenizer with a chat template",
-                got=str(tokenizer.name_or_path) or "a tokenizer without one",
-                hint="use an instruction-tuned checkpoint, or PlainChat",
-            )
+            what = "a chat needs a tokenizer with a chat template"
+            hint = "use an instruction-tuned checkpoint, or PlainChat"
+            raise ConfigError(what, got=str(tokenizer.name_or_path) or "a tokenizer without one", hint=hint)
         speller = Speller(tokenizer, templates if isinstance(templates, str) else "\n".join(templates.values()))
         super().__init__(tokenizer, speller, stop_ids=stop_ids, parse=parse)
         self.tools = tools
@@ -244,11 +242,8 @@ class TemplateChat(Chat):
         if not messages:
             return prompt
         if prompt.messages is None:
-            raise ConfigError(
-                "an environment that speaks first needs prompts that are chats",
-                got="a prompt of plain text",
-                hint="set prompts.chat = true",
-            )
+            what = "an environment that speaks first needs prompts that are chats"
+            raise ConfigError(what, got="a prompt of plain text", hint="set prompts.chat = true")
         said = checked(messages)
         pattern = pattern_of(said)
         before = prompt.messages
@@ -351,11 +346,8 @@ class TemplateChat(Chat):
         [before] = self.render([history], add_generation_prompt=False)
         [text] = self.render([[*history, *messages]])
         if not text.startswith(before) or not before.endswith(self.closing) or _CALLED in text[len(before) :]:
-            raise ConfigError(
-                "the chat template changes an assistant's message when a tool's message follows it",
-                got=text[-200:],
-                allowed=before[-200:],
-            )
+            what = "the chat template changes an assistant's message when a tool's message follows it"
+            raise ConfigError(what, got=text[-200:], allowed=before[-200:])
         return self.closing + text[len(before) :]
 
     def _kept(self, key: Hashable, make: Callable[[], list[Piece]]) -> Form:

@@ -50,11 +50,9 @@ def _verifiers_source(name: str, parameters: Mapping[str, Any], verifiers_python
     """Return the program that plays an environment of verifiers. ConfigError where there is no verifiers."""
     python = os.path.expanduser(verifiers_python)
     if not os.path.isfile(python):
-        raise ConfigError(
-            "environment.verifiers needs a Python that has verifiers",
-            got=f"environment.verifiers_python = '{verifiers_python}', which is not there",
-            hint="in a checkout `make verifiers-env` makes it, in .venv-verifiers; or give the path of your own",
-        )
+        got = f"environment.verifiers_python = '{verifiers_python}', which is not there"
+        hint = "in a checkout `make verifiers-env` makes it, in .venv-verifiers; or give the path of your own"
+        raise ConfigError("environment.verifiers needs a Python that has verifiers", got=got, hint=hint)
     program = Path(__file__).with_name("verifiers_program.py")
     told = ["--environment", name, "--parameters", json.dumps(dict(parameters))]
     return make_source("lines", command=[python, str(program), *told, "--path", os.getcwd()])
@@ -99,22 +97,18 @@ def check_environments(config: RunConfig, given: Given | None) -> None:
         sources_of(config)
         _check_variables(environment.variables)
     if environment.tools and not config.rewards.weighted:
-        raise ConfigError(
-            "tools give no reward",
-            got="environment.tools, and neither rewards.terms nor rewards.models",
-            allowed="a reward, such as your own function in rewards.terms",
-        )
+        got = "environment.tools, and neither rewards.terms nor rewards.models"
+        allowed = "a reward, such as your own function in rewards.terms"
+        raise ConfigError("tools give no reward", got=got, allowed=allowed)
     _check_stages(config)
 
 
 def _check_stages(config: RunConfig) -> None:
     """Raise ConfigError for stages that cannot be where there is an environment."""
     if "preferences" in config.stages:
-        raise ConfigError(
-            "this stage samples completions of one turn",
-            got="stage 'preferences' with [environment]",
-            allowed="sft, dpo, reward_model, rl and evaluate",
-        )
+        what = "this stage samples completions of one turn"
+        allowed = "sft, dpo, reward_model, rl and evaluate"
+        raise ConfigError(what, got="stage 'preferences' with [environment]", allowed=allowed)
     if "evaluate" not in config.stages:
         return
     if is_from_python(config):
@@ -125,11 +119,8 @@ def _check_stages(config: RunConfig) -> None:
             hint="slipstream.evaluate_model(run, environment=...) measures them when the run is done",
         )
     if config.judge.is_given:
-        raise ConfigError(
-            "a judge compares completions of one turn with references, and an episode has none",
-            got="[judge] and the stage 'evaluate' with [environment]",
-            allowed="one of them",
-        )
+        what = "a judge compares completions of one turn with references, and an episode has none"
+        raise ConfigError(what, got="[judge] and the stage 'evaluate' with [environment]", allowed="one of them")
 
 
 def _check_variables(names: Sequence[str]) -> None:
@@ -147,14 +138,10 @@ def _check_one_turn(config: RunConfig) -> None:
     """Raise ConfigError for fields that only episodes of several turns have a use for."""
     for name in ("sessions", "parked_tokens", "weight_update_at"):
         if (value := vars(config.generator)[name]) not in (None, "episode"):
-            raise ConfigError(
-                f"generator.{name} is about episodes of several turns",
-                got=f"generator.{name} = {value} without an environment",
-                allowed=f"generator.{name} with [environment]",
-            )
+            what = f"generator.{name} is about episodes of several turns"
+            got = f"generator.{name} = {value} without an environment"
+            raise ConfigError(what, got=got, allowed=f"generator.{name} with [environment]")
     if config.loss.credit == "turn":
-        raise ConfigError(
-            "loss.credit is about episodes of several turns",
-            got="loss.credit = 'turn' without an environment",
-            allowed="loss.credit = 'turn' with [environment]",
-        )
+        what = "loss.credit is about episodes of several turns"
+        got = "loss.credit = 'turn' without an environment"
+        raise ConfigError(what, got=got, allowed="loss.credit = 'turn' with [environment]")

@@ -25,9 +25,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from slipstream.core.config import RunConfig
-from slipstream.core.errors import ConfigError, did_you_mean
+from slipstream.core.errors import ConfigError
 from slipstream.core.turn_messages import Observation, TurnSampled
-from slipstream.core.types import EpisodeRecord, PartialEpisode, Prompt
+from slipstream.core.types import EpisodeRecord, Prompt
+from slipstream.core.unfinished_messages import PartialEpisode
 from slipstream.environments.answers import Answer, Asked, LastWord, Lost, Said
 from slipstream.environments.asking import admitted, reply_to
 from slipstream.environments.asks import Refused, TurnReply
@@ -339,11 +340,11 @@ class Sources:
             return
         for prompt in prompts:
             if (name := prompt.columns.get(self.column)) not in self.names:
-                raise ConfigError(
+                raise ConfigError.unknown(
                     f"a row's column '{self.column}' names no environment",
+                    str(name),
+                    self.names,
                     got=repr(name) if self.column in prompt.columns else f"columns {', '.join(sorted(prompt.columns))}",
-                    allowed=", ".join(self.names),
-                    hint=did_you_mean(str(name), self.names),
                 )
 
 

@@ -61,22 +61,16 @@ def _checked(message: Mapping[str, Any], roles: Sequence[str] = ROLES) -> ChatMe
         raise ConfigError("a message is a mapping", got=type(message).__name__, allowed="{'role': ..., 'content': ...}")
     found = {key: value for key, value in message.items() if value is not None}
     if not isinstance(found.get("content"), str) or found.get("role") not in roles:
-        raise ConfigError(
-            "a message needs a role and a text",
-            got=clip(message),
-            allowed=f"role: {', '.join(roles)}; content: a string",
-        )
+        allowed = f"role: {', '.join(roles)}; content: a string"
+        raise ConfigError("a message needs a role and a text", got=clip(message), allowed=allowed)
     if unknown := found.keys() - {"role", *FIELDS}:
         raise ConfigError("a message has an unknown field", got=clip(unknown), allowed="role, content, "
                           "name, tool_call_id")  # fmt: skip
     for key in ("name", "tool_call_id"):
         text = found.get(key, "-")
         if not isinstance(text, str) or not re.fullmatch(r"[A-Za-z0-9_.:/-]+", text) or len(text) > MAX_NAME:
-            raise ConfigError(
-                f"a message's {key} is no plain name",
-                got=clip(text),
-                allowed=f"1..{MAX_NAME} letters, digits, '_', '.', ':', '/' and '-'",
-            )
+            allowed = f"1..{MAX_NAME} letters, digits, '_', '.', ':', '/' and '-'"
+            raise ConfigError(f"a message's {key} is no plain name", got=clip(text), allowed=allowed)
     return found | {"content": found["content"].encode("utf-8", "replace").decode()}  # lone surrogates have no bytes
 
 

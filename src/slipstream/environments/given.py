@@ -48,12 +48,9 @@ def with_given_environment(
     if not there:
         return config, None
     if (environment is not None or agent is not None) and len(there) > 1:
-        raise ConfigError(
-            "an episode has one environment",
-            got=" and ".join(there),
-            allowed="environment, or agent, or tools with environment_factory, or one of these",
-            hint="a class of your own may have tools: see slipstream.environments.tools.ToolEnvironment",
-        )
+        allowed = "environment, or agent, or tools with environment_factory, or one of these"
+        hint = "a class of your own may have tools: see slipstream.environments.tools.ToolEnvironment"
+        raise ConfigError("an episode has one environment", got=" and ".join(there), allowed=allowed, hint=hint)
     over, makers = (
         _agent(config, agent) if agent is not None else _tables(config, environment, tools, environment_factory)
     )
@@ -95,11 +92,8 @@ def _tables(
         return {"tools": listed}, {}
     functions = [tool for tool in listed if not isinstance(tool, str)]
     if len(functions) < len(listed):
-        raise ConfigError(
-            "tools are functions, or paths of functions",
-            got="some of each",
-            allowed="one kind: functions run in this process, and those of paths in a sandbox",
-        )
+        allowed = "one kind: functions run in this process, and those of paths in a sandbox"
+        raise ConfigError("tools are functions, or paths of functions", got="some of each", allowed=allowed)
     if functions:
         by_name(functions)  # their hints and docstrings
     if factory is None:

@@ -203,11 +203,9 @@ class EpisodeHost:
         try:
             listener = listen_on_loopback()
         except OSError as error:
-            raise ConfigError(
-                "agents ask for their turns at 127.0.0.1, and there is no network for that",
-                got=error,
-                allowed="environment.network = 'gateway', with namespaces (see `slipstream doctor`), or 'host'",
-            ) from error
+            what = "agents ask for their turns at 127.0.0.1, and there is no network for that"
+            allowed = "environment.network = 'gateway', with namespaces (see `slipstream doctor`), or 'host'"
+            raise ConfigError(what, got=error, allowed=allowed) from error
         self._gateway = GatewayServer(app, listener, limits=limits)
         await self._gateway.start()
 
@@ -217,11 +215,8 @@ class EpisodeHost:
             try:
                 await agent.start()
             except EnvironmentFault as error:
-                raise ConfigError(
-                    "an agent cannot be started",
-                    got=error,
-                    hint="it runs without the network and most environment variables: see environment.variables",
-                ) from error
+                hint = "it runs without the network and most environment variables: see environment.variables"
+                raise ConfigError("an agent cannot be started", got=error, hint=hint) from error
 
     @property
     def _agents(self) -> list[Agent]:

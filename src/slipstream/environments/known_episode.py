@@ -10,7 +10,8 @@ import msgspec
 from slipstream.core.config import RunConfig
 from slipstream.core.saved import prompt_crc32
 from slipstream.core.turn_messages import Observation, with_branches
-from slipstream.core.types import EpisodeRecord, PartialEpisode, Prompt, Segment
+from slipstream.core.types import EpisodeRecord, Prompt, Segment
+from slipstream.core.unfinished_messages import PartialEpisode
 from slipstream.environments.chat import Chat
 from slipstream.environments.protocol import ChatMessage, episode_reward
 from slipstream.environments.transcript import Branch, no_tokens

@@ -86,11 +86,7 @@ def make_source(
     does not show is left to `load`.
     """
     if kind not in get_args(Kind):
-        raise ConfigError(
-            f"unknown kind of environment '{kind}'",
-            allowed=", ".join(get_args(Kind)),
-            hint=did_you_mean(kind, get_args(Kind)),
-        )
+        raise ConfigError.unknown(f"unknown kind of environment '{kind}'", kind, get_args(Kind))
     if kind in ("program", "lines"):
         words = _checked_command(command)
         scripts = {word: Path(word).read_text("utf-8", "replace") for word in words if word.endswith(".py")}
@@ -106,24 +102,17 @@ def make_source(
 def _check_parts(kind: str, path: str, tools: Sequence[str], params: Mapping[str, Any] | None) -> None:
     """Raise ConfigError for parts that environments of this kind do not have, or lack."""
     if kind == "tools" and (path or params or not tools):
-        raise ConfigError(
-            "an environment of kind 'tools' has functions, and nothing else",
-            got=f"path = {path!r}, tools = {list(tools)}, params = {dict(params or {})}",
-            allowed="tools = ['file.py:function', ...]",
-        )
+        what = "an environment of kind 'tools' has functions, and nothing else"
+        got = f"path = {path!r}, tools = {list(tools)}, params = {dict(params or {})}"
+        raise ConfigError(what, got=got, allowed="tools = ['file.py:function', ...]")
     if kind != "tools" and not path:
         raise ConfigError(f"an environment of kind '{kind}' has a path", allowed=f"{_FORMS}, or {', '.join(SHIPPED)}")
     if kind in ("class", "agent") and tools:
-        raise ConfigError(
-            f"an environment of kind '{kind}' has no tools beside it",
-            got=list(tools),
-            hint="kind = 'factory' is a TRL environment, kind = 'tools' are functions alone",
-        )
+        hint = "kind = 'factory' is a TRL environment, kind = 'tools' are functions alone"
+        raise ConfigError(f"an environment of kind '{kind}' has no tools beside it", got=list(tools), hint=hint)
     if kind in ("factory", "agent") and path in SHIPPED:
-        raise ConfigError(
-            f"'{path}' is no {'agent' if kind == 'agent' else 'TRL environment'}",
-            allowed=f"kind = 'class' for {', '.join(SHIPPED)}",
-        )
+        what = f"'{path}' is no {'agent' if kind == 'agent' else 'TRL environment'}"
+        raise ConfigError(what, allowed=f"kind = 'class' for {', '.join(SHIPPED)}")
 
 
 def _checked(path: str, kind: str, texts: dict[str, str]) -> str:
@@ -281,11 +270,9 @@ def agent_of(function: Callable[..., Any], name: str) -> Agent:
     try:
         inspect.signature(function).bind({}, "", "")
     except TypeError as error:
-        raise ConfigError(
-            f"agent '{name}' cannot be called: {error}",
-            got=f"{getattr(function, '__name__', name)}{inspect.signature(function)}",
-            allowed="async def run(row, base_url, api_key) -> float | None",
-        ) from error
+        got = f"{getattr(function, '__name__', name)}{inspect.signature(function)}"
+        allowed = "async def run(row, base_url, api_key) -> float | None"
+        raise ConfigError(f"agent '{name}' cannot be called: {error}", got=got, allowed=allowed) from error
     except ValueError:  # written in C
         pass
     return FunctionAgent(function)
@@ -319,19 +306,15 @@ def _check_params(made: Callable[..., Any], source: EnvironmentSource) -> None:
     if not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
         for name in source.params:
             if name not in parameters:
-                raise ConfigError(
-                    f"environment '{source.path}' has no parameter '{name}'",
-                    allowed=", ".join(parameters) or "no parameters",
-                    hint=did_you_mean(name, parameters),
+                raise ConfigError.unknown(
+                    f"environment '{source.path}' has no parameter '{name}'", name, parameters, none="no parameters"
                 )
     try:
         inspect.signature(made).bind(**source.params)
     except TypeError as error:
-        raise ConfigError(
-            f"environment '{source.path}' cannot be made: {error}",
-            got=f"params = {source.params}",
-            allowed=", ".join(map(str, parameters.values())),
-        ) from error
+        what = f"environment '{source.path}' cannot be made: {error}"
+        got = f"params = {source.params}"
+        raise ConfigError(what, got=got, allowed=", ".join(map(str, parameters.values()))) from error
 
 
 def _probe(make: MakeEnvironment, path: str) -> FactoryEnvironment:

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from slipstream.core.errors import ConfigError, did_you_mean
+from slipstream.core.errors import ConfigError
 from slipstream.core.plain import wrong_with
 from slipstream.environments.protocol import ChatMessage
 
@@ -97,9 +97,7 @@ def parse(
 def check_format(format: str, tags: tuple[str, str] = TAGS) -> None:
     """Raise ConfigError for a format that there is not, and for tags without characters."""
     if format not in FORMATS:
-        raise ConfigError(
-            f"unknown format of tool calls '{format}'", allowed=", ".join(FORMATS), hint=did_you_mean(format, FORMATS)
-        )
+        raise ConfigError.unknown(f"unknown format of tool calls '{format}'", format, FORMATS)
     if not all(tags) or tags[0] == tags[1]:
         raise ConfigError("the tags around a tool call are two different texts", got=tags)
 

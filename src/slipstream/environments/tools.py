@@ -80,11 +80,8 @@ def _checked_name(function: Any) -> str:
     if not callable(function):
         raise ConfigError(f"a tool is a function, not {_brief(function)}", allowed=_EXAMPLE)
     if not inspect.isroutine(function):
-        raise ConfigError(
-            f"a tool is a function, and {_brief(function)} is none",
-            allowed=_EXAMPLE,
-            hint="wrap it in a function; a class whose methods are tools is environment_factory= of slipstream.run",
-        )
+        hint = "wrap it in a function; a class whose methods are tools is environment_factory= of slipstream.run"
+        raise ConfigError(f"a tool is a function, and {_brief(function)} is none", allowed=_EXAMPLE, hint=hint)
     if function.__name__ == "<lambda>":
         raise _refused(function, "a lambda", "has no name for the model to call it by")
     return str(function.__name__)

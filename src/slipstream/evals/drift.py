@@ -149,10 +149,8 @@ def perplexity(logprobs: Sequence[np.ndarray], num_predicted: Sequence[int]) -> 
     Identities: a prompt of one token makes both equal; a uniform model gives the size of its vocabulary.
     """
     if len(logprobs) != len(num_predicted) or not all(len(own) for own in logprobs):
-        raise ShapeError(
-            "perplexity needs at least one token per completion, and the length of each text",
-            got=f"{[len(own) for own in logprobs][:8]} tokens, {len(num_predicted)} lengths",
-        )
+        what = "perplexity needs at least one token per completion, and the length of each text"
+        raise ShapeError(what, got=f"{[len(own) for own in logprobs][:8]} tokens, {len(num_predicted)} lengths")
     nll = np.array([-own.sum(dtype=np.float64) for own in logprobs])
     with np.errstate(over="ignore"):
         per_response = np.exp(nll / np.array([len(own) for own in logprobs]))
@@ -224,16 +222,10 @@ def _check(model: Transformer, sample: DriftSample, index: int) -> None:
             )
     longest = max(np.diff([*sample.starts, len(sample.prompt_tokens) + len(sample.tokens)])) - 1
     if longest > model.config.max_positions:
-        raise ConfigError(
-            f"sample {index} is longer than the model reads",
-            got=f"{longest} tokens to read",
-            allowed=f"at most {model.config.max_positions}",
-        )
+        what = f"sample {index} is longer than the model reads"
+        raise ConfigError(what, got=f"{longest} tokens to read", allowed=f"at most {model.config.max_positions}")
     largest = max(int(sample.prompt_tokens.max()), int(sample.tokens.max(initial=0)))
     if largest >= model.config.vocab_size:
-        raise ConfigError(
-            f"sample {index} is not in the model's vocabulary",
-            got=f"token {largest}",
-            allowed=f"below {model.config.vocab_size}",
-            hint="policy and reference must share a tokenizer",
-        )
+        what = f"sample {index} is not in the model's vocabulary"
+        hint = "policy and reference must share a tokenizer"
+        raise ConfigError(what, got=f"token {largest}", allowed=f"below {model.config.vocab_size}", hint=hint)

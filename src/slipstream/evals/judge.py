@@ -70,10 +70,8 @@ class EndpointJudge:
     def __post_init__(self) -> None:
         ChatEndpoint(self.base_url, self.api_key_env)
         if self.deadline_s <= 0 or self.num_attempts < 1 or self.backoff_s < 0:
-            raise ConfigError(
-                "a judge needs time and at least one attempt",
-                got=f"deadline_s = {self.deadline_s}, num_attempts = {self.num_attempts}, backoff_s = {self.backoff_s}",
-            )
+            got = f"deadline_s = {self.deadline_s}, num_attempts = {self.num_attempts}, backoff_s = {self.backoff_s}"
+            raise ConfigError("a judge needs time and at least one attempt", got=got)
 
     async def __call__(self, prompt: str, a: str, b: str) -> Verdict:
         """Which of the answers `a` and `b` to `prompt` is better.

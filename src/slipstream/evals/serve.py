@@ -149,11 +149,9 @@ def serve(
     _check_texts(name=name, template=template, tool_format=tool_format)
     address = _resolved(host, port)
     if key is None and not ipaddress.ip_address(address[1][0].partition("%")[0]).is_loopback:
-        raise ConfigError(
-            "others than this machine's users are served only with an API key",
-            got=f"host = '{host}' without a key",
-            allowed="127.0.0.1, or the environment variable that holds a key: --api-key NAME",
-        )
+        what = "others than this machine's users are served only with an API key"
+        allowed = "127.0.0.1, or the environment variable that holds a key: --api-key NAME"
+        raise ConfigError(what, got=f"host = '{host}' without a key", allowed=allowed)
     folder, stops, known_as, variables = served_target(model, tell=tell)
     listener = _listening(address, port)
     try:

@@ -59,10 +59,8 @@ class LengthStatistics:
 def length_statistics(num_tokens: Sequence[int], finish_reasons: Sequence[str]) -> LengthStatistics:
     """Statistics of `num_tokens`; every reason but "stop" counts as truncated. ConfigError without completions."""
     if not len(num_tokens) or len(num_tokens) != len(finish_reasons):
-        raise ConfigError(
-            "length statistics need completions, each with the reason it ended",
-            got=f"{len(num_tokens)} lengths and {len(finish_reasons)} reasons",
-        )
+        what = "length statistics need completions, each with the reason it ended"
+        raise ConfigError(what, got=f"{len(num_tokens)} lengths and {len(finish_reasons)} reasons")
     p50, p95 = np.percentile(num_tokens, [50, 95])
     return LengthStatistics(
         mean=float(np.mean(num_tokens)),
@@ -89,11 +87,9 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     Identities: k = 1 gives c / n; k = n gives 1 where c > 0.
     """
     if not 0 <= num_correct <= num_samples or not 1 <= k <= num_samples:
-        raise ConfigError(
-            "pass@k needs at least k samples",
-            got=f"k = {k}, {num_correct} correct of {num_samples}",
-            allowed="1 <= k <= samples, 0 <= correct <= samples",
-        )
+        got = f"k = {k}, {num_correct} correct of {num_samples}"
+        allowed = "1 <= k <= samples, 0 <= correct <= samples"
+        raise ConfigError("pass@k needs at least k samples", got=got, allowed=allowed)
     all_wrong = 1.0
     for i in range(num_samples - num_correct + 1, num_samples + 1):
         all_wrong *= max(0.0, 1 - k / i)

@@ -40,7 +40,7 @@ def eval_target(
     # The checkpoint has its adapters, and gets no new ones.
     over = {"model": {"path": str(checkpoint), "revision": None, "lora": LoraConfig().model_dump()}}
     config = resolve(tables, merge(nested(overrides or {}), over))
-    check_settings(config.generator)
+    check_settings(config)
     run_dir = _run_of(path)
     if run_dir is not None:
         config = with_stage_paths(config, run_dir)

@@ -168,10 +168,8 @@ async def judge_pairs(
     Ends when: every comparison has its judgement.
     """
     if max_concurrency < 1 or not 0 <= max_failed_share <= 1:
-        raise ConfigError(
-            "judging needs a concurrency of at least 1, and a share that may fail in 0..1",
-            got=f"max_concurrency = {max_concurrency}, max_failed_share = {max_failed_share}",
-        )
+        what = "judging needs a concurrency of at least 1, and a share that may fail in 0..1"
+        raise ConfigError(what, got=f"max_concurrency = {max_concurrency}, max_failed_share = {max_failed_share}")
     judgements: list[Judgement | None] = [None] * len(comparisons)
     num_failed = 0
 

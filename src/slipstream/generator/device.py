@@ -57,11 +57,9 @@ def check_device(config: RunConfig) -> None:
         for rank in range(generator.tensor_parallel)
     }
     if len(devices) > 1 and config.host == "inline":
-        raise ConfigError(
-            "replicas that share a process share a GPU",
-            got=f"host = 'inline' with {generator.replicas} replicas on {len(devices)} GPUs",
-            allowed="generator.device = 'cuda:0', or host = 'process'",
-        )
+        got = f"host = 'inline' with {generator.replicas} replicas on {len(devices)} GPUs"
+        allowed = "generator.device = 'cuda:0', or host = 'process'"
+        raise ConfigError("replicas that share a process share a GPU", got=got, allowed=allowed)
     for device in sorted(devices, key=str):
         check_precision(generator.precision, device)
 

@@ -2,32 +2,28 @@
 
 One step gives free rows to waiting requests whose prompts are prefilled, decodes ONE token for every live row, samples,
 and retires the rows that finished. Prompts are prefilled within a token budget, once for their group, in the pass that
-decodes or in one of their own, as suits the runner. The engine knows nothing of processes, channels or configuration.
-Its driver replaces the weights between two steps and calls `set_version`. The model is the `Runner`'s.
+decodes or in one of their own, as suits the `Runner`, which has the model. The engine has no processes, channels or
+configuration.
 
 The prefill covers all tokens but the last; that one is the first the row decodes. So every sampled token comes out of
-the same decode path, a completion's first one and a resumed one's included, and a prefix is keys and values only.
+the same decode path, also a resumed completion's, and a prefix is keys and values only.
 
 A sequence may leave its row unfinished: exported, preempted for want of memory, or because its cache is to be made anew
-under new weights. In all three cases it becomes a request that carries what it has generated, goes before everything
-that has not started, and continues with the same noise. Its prefilled keys differ from decoded ones in rounding only,
-and are made by the present weights.
+under new weights. It becomes a request that carries what it has generated, goes before everything that has not started,
+and continues with the same noise. Its keys are made again by the present weights, equal up to rounding.
 
-A request may be one turn of an episode (`Request.num_before`). Its row is freed at its end, but its keys may stay,
-parked (`parked.py`), and the next turn begins with them: it prefills what came since, from the last sampled token on,
-and all but the last token of that, as ever. Parked sessions are treated as live rows when the version changes, and are
-given up before any row is when memory is short. A fork (`Request.branch`) begins with parked keys of other branches.
+A request may be one turn of an episode (`Request.num_before`). Its keys may stay, parked (`parked.py`), and the next
+turn prefills only what came since; a fork (`Request.branch`) begins with parked keys of other branches. Parked sessions
+are treated as live rows when the version changes, and are given up before any row is when memory is short.
 
-On a CPU a completion's tokens and logprobs depend, bit for bit, on nothing but its request and the weights: not on its
-neighbours, row, the number of rows or the budget (conditions and evidence: `kv_cache.py`, `noise.py`). Those of a later
-turn, and of a fork, depend besides on whether keys were parked, in rounding only.
+On a CPU a completion's tokens and logprobs depend, bit for bit, on nothing but its request and the weights (conditions
+and evidence: `kv_cache.py`, `noise.py`); those of later turns and forks besides on what was parked, in rounding only.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -37,7 +33,7 @@ from slipstream.core.errors import ConfigError, NonFiniteError
 from slipstream.core.spans import NoSpans
 from slipstream.generator.parked import ParkedKeys, ParkedSessions
 from slipstream.generator.prefixes import PrefixKey, PrefixTable
-from slipstream.generator.request_queue import QueuedRequest, RequestQueue, row_states
+from slipstream.generator.request_queue import RequestQueue, row_states
 from slipstream.generator.requests import (
     Finished,
     KvOnUpdate,
@@ -45,7 +41,6 @@ from slipstream.generator.requests import (
     Session,
     StateSpans,
     check_request,
-    extended_spans,
     in_order,
 )
 from slipstream.generator.rows import Rows
@@ -60,17 +55,15 @@ ROWS_PER_REQUEST_AHEAD = 8
 
 
 class Engine:
-    """Decodes up to `runner.num_rows` completions at a time (see the module's docstring).
+    """Decodes up to `runner.num_rows` completions at a time; `seed` is the run's.
 
     `prefill_tokens` bounds the prompt tokens of one step, so that admission never stalls decoding for long; one chunk
-    (`PREFILL_CHUNK`) is always made. `prefix_cache_tokens` bounds what is kept of prompts that nobody waits for any
-    more, until the version changes; `parked_tokens` bounds what is kept of episodes between their turns (None: no
-    bound). `seed` is the run's.
+    (`PREFILL_CHUNK`) is always made. `prefix_cache_tokens` bounds what is kept of prompts that no request
+    waits for, until the version changes; `parked_tokens` bounds what is kept of episodes between their turns (None: no
+    bound). With `residents`, the model's weights, versions stay side by side (`version_table.py`).
 
     The driver's loop: `submit` whenever there are requests; `step` until `is_idle`; between two steps `set_version`,
     `pause_admission`, `preempt`, `withdraw` or `export_live`; `release` when an episode with parked keys has ended.
-
-    With `residents`, the model's weights, versions stay side by side (`version_table.py`).
     """
 
     def __init__(
@@ -88,10 +81,8 @@ class Engine:
         clock: Clock | None = None,
         residents: ResidentVersions | None = None,
     ) -> None:
-        self.version = version
-        self.stats = EngineStats()
-        self._runner = runner
-        self._seed = seed
+        self.version, self.max_len, self.stats = version, runner.max_len, EngineStats()
+        self._runner, self._seed = runner, seed
         self._prefill_tokens, self._prefill_chunk = prefill_tokens, prefill_chunk
         self._spans: StateSpans = spans if spans is not None else NoSpans()
         self._clock = clock if clock is not None else WallClock()
@@ -100,15 +91,10 @@ class Engine:
         self._prefixes = PrefixTable(runner, prefix_cache_tokens, self._parked)
         self._rows = Rows.empty(runner.num_rows, runner.max_len)
         self._versions = VersionTable(residents, lambda: self._rows.versions | self._queue.versions, version)
-        self._queue = RequestQueue(self._prefixes, runner.num_rows, self._versions.bound_to)
-
-    @property
-    def max_len(self) -> int:
-        return self._runner.max_len
+        self._queue = RequestQueue(self._prefixes, runner.num_rows, self.stats, self._versions.bound_to)
 
     @property
     def num_live(self) -> int:
-        """Completions that have begun here and are not finished; those that wait to get back into a row included."""
         return self._rows.num_live + self._queue.num_left
 
     @property
@@ -117,12 +103,7 @@ class Engine:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that have not begun here."""
         return len(self._queue) - self._queue.num_left
-
-    @property
-    def num_free_rows(self) -> int:
-        return self._runner.num_rows - self._rows.num_live
 
     @property
     def is_idle(self) -> bool:
@@ -143,18 +124,7 @@ class Engine:
 
     @property
     def versions_in_use(self) -> set[int]:
-        """With `residents`: those that rows, waiting requests and open episodes go on with."""
         return self._versions.in_use
-
-    @property
-    def num_parked(self) -> int:
-        """Sessions whose keys are kept for their next turn; not those whose next turn has begun to be prefilled."""
-        return len(self._parked)
-
-    @property
-    def num_parked_tokens(self) -> int:
-        """Tokens of these sessions."""
-        return self._parked.num_tokens
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue `requests` in this order; resumed ones go before everything that has not started.
@@ -188,10 +158,9 @@ class Engine:
     def set_version(self, version: int, *, kv_on_update: KvOnUpdate = "keep", max_kv_age: int = 0) -> None:
         """The model's weights are `version` from here on; call between two steps, after they were replaced.
 
-        Tokens and behaviour logprobs stay. Live sequences keep the keys and values that old weights made
-        ("keep"), or those who hold any key older than `max_kv_age` versions ("recompute": 0) leave their rows and are
-        prefilled again within the budget of the next steps, so that the others go on meanwhile. Parked sessions stay
-        or are forgotten by the same rule, and those are prefilled again at their next turn. Shared prefixes are
+        Tokens and behaviour logprobs stay. Live sequences keep the keys and values that old weights made ("keep"), or
+        those with any key older than `max_kv_age` versions ("recompute": 0) leave their rows and are prefilled again
+        within the budget of the next steps. Parked sessions stay or are forgotten by the same rule. Shared prefixes are
         forgotten in every case. With `residents` all that has begun keeps its version, and so its keys.
         """
         self.version = version
@@ -199,13 +168,10 @@ class Engine:
             return self._prefixes.clear(None, keeps_versions=True)
         oldest = {"keep": None, "recompute": version}.get(kv_on_update, version - max_kv_age)
         self._prefixes.clear(oldest)
-        rows = self._rows.live_rows
-        for row in rows:
-            live = self._rows.live_at(row)
-            live.version_spans = extended_spans(live.version_spans, start=int(self._rows.num_new[row]), version=version)
+        self._rows.go_on_with(version)
         if oldest is not None:
             self._parked.forget_older(oldest)
-            stale = [row for row in rows if self._rows.live_at(row).kv_version < oldest]
+            stale = [row for row in self._rows.live_rows if self._rows.live_at(row).kv_version < oldest]
             self.stats.recomputed_caches += len(stale)
             self._requeue(stale)
 
@@ -225,35 +191,28 @@ class Engine:
         return in_order([*self._queue.take(lambda entry: entry.was_live), *self._leave(self._rows.live_rows)])
 
     def withdraw(self, is_unwanted: Callable[[Request], bool]) -> list[Request]:
-        """Take out the requests for which this holds, waiting or live; with what they have sampled, as `submit` takes
-        them."""
+        """Take out the requests for which this holds, waiting or live, resumable by `submit`."""
         rows = [row for row in self._rows.live_rows if is_unwanted(self._rows.live_at(row).request)]
         return in_order([*self._queue.take(lambda entry: is_unwanted(entry.request)), *self._leave(rows)])
 
     # Turns
 
     def release(self, session: Session) -> None:
-        """The episode has ended: forget its parked keys, if there are any. A turn that is not finished goes on, but
-        will not park."""
+        """The episode has ended: forget its parked keys. A turn that is not finished goes on, but will not park."""
         self._parked.drop(session)
         self._versions.release(session)
         self._queue.stop_parking(session)
-        for row in self._rows.live_rows:
-            live = self._rows.live_at(row)
-            if live.request.session == session:
-                live.request = replace(live.request, parks=False)
+        self._rows.stop_parking(session)
 
     def let_go_on(self, session: Session) -> None:
         """An episode has begun: its other branches wait for no pause, which may wait for the episode's end."""
         self._queue.let_go_on(session)
 
     def _park(self, row: int) -> bool:
-        """Free a row whose turn has finished and park its keys; False, doing nothing, if it does not or has no room."""
+        """Free a row whose turn has finished and park its keys; False, doing nothing, if it may not or has no room."""
         live = self._rows.live_at(row)
-        if not live.request.parks:
-            return False
-        tokens = self._rows.known_tokens(row)[:-1]
-        if not self._parked.make_room(live.request.session, len(tokens)):
+        tokens = self._rows.known_tokens(row)[:-1] if live.request.parks else None
+        if tokens is None or not self._parked.make_room(live.request.session, len(tokens)):
             return False
         self._parked.put(live.request.session, ParkedKeys(tokens, self._runner.park_row(row), live.kv_version))
         self._rows.close([row])
@@ -281,13 +240,13 @@ class Engine:
     def _prefill_alone(self) -> bool:
         """Prefill for free rows in a pass of its own, where decoding takes no chunks or there is nothing to decode.
 
-        Whether there was anything to prefill.
+        Return whether there was anything to prefill.
         """
         is_any_live = bool(self._rows.is_live.any())
         if is_any_live and self._runner.joins_prefill:
             return False
         before = self.stats.re_prefilled_tokens
-        chunks = self._choose_chunks(self.num_free_rows)
+        chunks = self._choose_chunks(self._runner.num_rows - self._rows.num_live)
         if chunks:
             num_tokens, num_again = sum(len(chunk.tokens) for chunk in chunks), self.stats.re_prefilled_tokens - before
             with self._spans.span("re_prefill" if 2 * num_again > num_tokens else "prefill"):
@@ -298,37 +257,28 @@ class Engine:
         return bool(chunks)
 
     def _chunks_beside(self) -> Sequence[Chunk]:
-        """Choose what the pass that decodes prefills: for rows that are free or at their last token, and some more.
-
-        Rows that end on a stop token cannot be predicted, and stay empty if no prompt is stored by then.
-        """
+        """Choose what the pass that decodes prefills: for rows that are free or at their last token, and some more."""
         if not self._runner.joins_prefill:
             return ()
-        rows = self._rows
+        rows = self._rows  # those that end on a stop token cannot be predicted
         num_free_soon = int(np.count_nonzero(~rows.is_live | (rows.num_new + 1 >= rows.max_new)))
         return self._choose_chunks(num_free_soon + -(-self._runner.num_rows // ROWS_PER_REQUEST_AHEAD))
 
     def _choose_chunks(self, num_wanted: int) -> list[Chunk]:
-        chunks, num_again, num_missed = self._queue.choose_chunks(
+        return self._queue.choose_chunks(
             num_wanted,
             newest=self.version,
             budget_tokens=self._prefill_tokens,
             chunk_tokens=self._prefill_chunk,
             even_wanted=not self._rows.is_live.any(),
         )
-        self.stats.prefilled_tokens += sum(len(chunk.tokens) for chunk in chunks)
-        self.stats.re_prefilled_tokens += num_again
-        self.stats.parked_missed_tokens += num_missed
-        return chunks
 
     def _admit(self) -> None:
-        """Move requests whose prompts are stored into free rows, oldest first, lowest row first."""
+        """Start requests whose prompts are stored, oldest first, lowest row first; without memory they stay queued."""
         free = np.flatnonzero(~self._rows.is_live).tolist()
-        if ready := list(itertools.islice(self._queue.ready(), len(free))):
-            self._place(ready, free)
-
-    def _place(self, ready: list[QueuedRequest], free: list[int]) -> None:
-        """Start `ready` in the first of the `free` rows, those of one prefix together; without memory they stay."""
+        ready = list(itertools.islice(self._queue.ready(), len(free)))
+        if not ready:
+            return
         members_of: dict[PrefixKey, list[int]] = {}
         for index, entry in enumerate(ready):
             members_of.setdefault(entry.key, []).append(index)
@@ -337,15 +287,13 @@ class Engine:
         now_s = self._clock.now_s()
         for key, members in members_of.items():
             prefix = self._prefixes[key] if key else None
-            storage = None if prefix is None else prefix.storage
-            oldest = None if prefix is None else prefix.kv_version
+            storage, oldest = (None, None) if prefix is None else (prefix.storage, prefix.kv_version)
             rows = [free[index] for index in members]
             num_open = self._open_rows(rows, storage, states.take(members), members_of)
             for row, index in zip(rows[:num_open], members, strict=False):
-                request = ready[index].request
                 version = ready[index].version_or(self.version)
                 kv_version = version if oldest is None else oldest
-                self._rows.start(row, request, version=version, kv_version=kv_version, now_s=now_s)
+                self._rows.start(row, ready[index].request, version=version, kv_version=kv_version, now_s=now_s)
             started.update(members[:num_open])
             self._prefixes.unwant(key, num_open)
             if prefix is not None and num_open:
@@ -375,8 +323,7 @@ class Engine:
     # Decoding
 
     def _make_room(self) -> None:
-        """Give every live row room for one more token: evict stored prefixes first, then parked sessions, then preempt
-        the youngest rows.
+        """Give every live row room for one more token, from prefixes, then parked sessions, then the youngest rows.
 
         A preempted request is the first in the queue, and no other passes it: it starts again once a row frees memory.
         """

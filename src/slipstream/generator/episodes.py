@@ -19,7 +19,8 @@ import numpy as np
 from slipstream.core.errors import ChannelClosed
 from slipstream.core.executor import Sender
 from slipstream.core.turn_messages import Observation, TurnSampled, with_branches
-from slipstream.core.types import EpisodeRecord, FinishReason, PartialEpisode, Prompt, Segment, VersionSpan
+from slipstream.core.types import EpisodeRecord, FinishReason, Prompt, Segment, VersionSpan
+from slipstream.core.unfinished_messages import PartialEpisode
 from slipstream.generator.requests import Finished, Request, segment_of
 
 ENVIRONMENTS = "environments"

@@ -18,6 +18,7 @@ from slipstream.core.executor import Context, Executor
 from slipstream.core.peer_messages import EnvironmentsLost, Wake
 from slipstream.core.saved import SUFFIX, Saver, rollouts_dir
 from slipstream.core.service_messages import (
+    Admit,
     Checkpoint,
     Counters,
     Evaluate,
@@ -27,7 +28,7 @@ from slipstream.core.service_messages import (
     Waiting,
 )
 from slipstream.core.turn_messages import Observation
-from slipstream.core.types import Admit, Message, Stop
+from slipstream.core.types import Message, Stop
 from slipstream.generator.backend import Backend
 from slipstream.generator.backends import BACKENDS, Setting
 from slipstream.generator.completions import TRAIN_STREAM, request_of

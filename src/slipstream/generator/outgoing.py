@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from slipstream.core.config import RunConfig
 from slipstream.core.executor import Context
-from slipstream.core.service_messages import CompletionsFinished, Settled
-from slipstream.core.types import Admit, Completion, CompletionFinished, Prompt
+from slipstream.core.service_messages import Admit, CompletionsFinished, Settled
+from slipstream.core.types import Completion, CompletionFinished, Prompt
 from slipstream.generator.completions import completion_of, completion_of_episode
 from slipstream.generator.episodes import EndedEpisode
 from slipstream.generator.requests import Finished

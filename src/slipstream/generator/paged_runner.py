@@ -104,12 +104,9 @@ class _DeviceRows:
 def _check_current(device: torch.device) -> None:
     """Raise ConfigError for a CUDA device that is not the current one."""
     if device.type == "cuda" and device.index != torch.cuda.current_device():
-        raise ConfigError(
-            "kernels and graphs run on the current CUDA device, and the model lies on another",
-            got=str(device),
-            allowed=f"cuda:{torch.cuda.current_device()}",
-            hint="call torch.cuda.set_device first",
-        )
+        what = "kernels and graphs run on the current CUDA device, and the model lies on another"
+        allowed = f"cuda:{torch.cuda.current_device()}"
+        raise ConfigError(what, got=str(device), allowed=allowed, hint="call torch.cuda.set_device first")
 
 
 class PagedRunner:

@@ -131,7 +131,7 @@ class ParkedSessions:
             self._parked.move_to_end(session)
 
     def unwant(self, session: Session, count: int) -> None:
-        """So many fewer."""
+        """Count `count` requests of `session` fewer that wait."""
         self._waiting[session] -= count
         if self._waiting[session] == 0:
             del self._waiting[session]

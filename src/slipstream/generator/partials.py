@@ -16,7 +16,8 @@ from slipstream.core.clock import Clock
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.saved import prompt_crc32
-from slipstream.core.types import Completion, Partial, PartialEpisode, Prompt, Unfinished
+from slipstream.core.types import Completion, Prompt
+from slipstream.core.unfinished_messages import Partial, PartialEpisode, Unfinished
 from slipstream.generator.requests import Finished, KeptSets, Request, Resume, check_request, segment_of
 
 log = logging.getLogger(__name__)

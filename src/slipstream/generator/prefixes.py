@@ -85,7 +85,7 @@ class PrefixTable:
             self._parked.want(key.session)
 
     def unwant(self, key: PrefixKey, count: int = 1) -> None:
-        """So many fewer; `trim` when done."""
+        """Count `count` requests fewer that wait for `key`; call `trim` afterwards."""
         if isinstance(key, TurnKey):
             self._parked.unwant(key.session, count)
         self._wanted[key] -= count

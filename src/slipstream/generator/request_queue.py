@@ -6,7 +6,6 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 
@@ -14,6 +13,7 @@ from slipstream.generator.noise import noise_keys
 from slipstream.generator.prefixes import PrefixKey, PrefixTable, StoredPrefix, TurnKey, VersionKey
 from slipstream.generator.requests import Request, Session
 from slipstream.generator.runner import Chunk, RowStates
+from slipstream.generator.stats import EngineStats
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,14 +65,6 @@ class QueuedRequest:
         return self.has_begun or (also_turns and self.request.goes_on)
 
 
-class Chosen(NamedTuple):
-    """Chunks; how many of their tokens are not computed for the first time, and of these, of turns to begin."""
-
-    chunks: list[Chunk]
-    num_again: int
-    num_missed: int
-
-
 class RequestQueue:
     """Waiting requests in their order: those that were live here, then resumed ones and further turns, then new ones.
 
@@ -82,9 +74,9 @@ class RequestQueue:
     """
 
     def __init__(
-        self, prefixes: PrefixTable, num_rows: int, bound_to: Callable[[Request], int | None] = lambda _: None
+        self, prefixes: PrefixTable, num_rows: int, stats: EngineStats, bound_to: Callable[[Request], int | None]
     ) -> None:
-        self._prefixes, self._num_rows, self._bound_to = prefixes, num_rows, bound_to
+        self._prefixes, self._num_rows, self._stats, self._bound_to = prefixes, num_rows, stats, bound_to
         self._queue: deque[QueuedRequest] = deque()
         self.num_left = 0
         """Requests in the queue that were live here."""
@@ -182,7 +174,7 @@ class RequestQueue:
 
     def choose_chunks(
         self, num_wanted: int, *, newest: int, budget_tokens: int, chunk_tokens: int, even_wanted: bool
-    ) -> Chosen:
+    ) -> list[Chunk]:
         """Choose the next chunk of each prompt, oldest first, until `num_wanted` requests can start or the budget is
         spent. `newest` is the version of those that are bound to none.
 
@@ -192,7 +184,7 @@ class RequestQueue:
         """
         chunks: list[Chunk] = []
         prefixes: dict[PrefixKey, StoredPrefix] = {}
-        num_ready = num_again = num_missed = 0
+        num_ready = 0
         for entry in self.candidates():
             if num_ready == num_wanted or budget_tokens <= 0:
                 break
@@ -208,17 +200,18 @@ class RequestQueue:
                     if budget_tokens >= 0 or not chunks:
                         prefix.num_done += len(chunk.tokens)
                         chunks.append(chunk)
-                        again = self._num_again(entry, prefix, chunk)
-                        num_again += again
-                        num_missed += again if entry.request.num_before and not entry.has_begun else 0
+                        self._count(entry, prefix, chunk)
             num_ready += self._is_ready(entry)
-        return Chosen(chunks, num_again, num_missed)
+        return chunks
 
-    def _num_again(self, entry: QueuedRequest, prefix: StoredPrefix, chunk: Chunk) -> int:
-        """Count the tokens of `chunk` whose keys and values have been made before."""
-        if entry.is_again or self._prefixes.was_forgotten(entry.key):
-            return len(chunk.tokens)
-        return min(max(0, prefix.num_lost - chunk.start), len(chunk.tokens))
+    def _count(self, entry: QueuedRequest, prefix: StoredPrefix, chunk: Chunk) -> None:
+        """Count the tokens of `chunk`, and those whose keys and values have been made before."""
+        num_again = len(chunk.tokens)
+        if not entry.is_again and not self._prefixes.was_forgotten(entry.key):
+            num_again = min(max(0, prefix.num_lost - chunk.start), num_again)
+        self._stats.prefilled_tokens += len(chunk.tokens)
+        self._stats.re_prefilled_tokens += num_again
+        self._stats.parked_missed_tokens += num_again if entry.request.num_before and not entry.has_begun else 0
 
     def _is_ready(self, entry: QueuedRequest) -> bool:
         return not entry.key or self._prefixes[entry.key].is_complete

@@ -240,27 +240,21 @@ def check_request(request: Request, *, max_len: int) -> None:
     if num_prompt == 0:
         raise ConfigError("a prompt needs at least one token", got=f"ordinal {request.ordinal} with an empty prompt")
     if not 0 <= request.num_before < num_prompt:
-        raise ConfigError(
-            "an episode begins with a prompt of at least one token",
-            got=f"num_before = {request.num_before} of {num_prompt} prompt tokens",
-            allowed=f"0..{num_prompt - 1}",
-        )
+        what = "an episode begins with a prompt of at least one token"
+        got = f"num_before = {request.num_before} of {num_prompt} prompt tokens"
+        raise ConfigError(what, got=got, allowed=f"0..{num_prompt - 1}")
     if request.max_new_tokens < 1:
         raise ConfigError("max_new_tokens must be positive", got=request.max_new_tokens)
     if not (0 <= request.temperature < math.inf):
         raise ConfigError("temperature must not be negative", got=request.temperature, hint="0 means greedy")
     if request.top_k < 0 or not 0 < request.top_p <= 1 or not 0 <= request.min_p <= 1:
-        raise ConfigError(
-            "sampling cannot be cut like this",
-            got=f"top_k = {request.top_k}, top_p = {request.top_p}, min_p = {request.min_p}",
-            allowed="top_k >= 0, 0 < top_p <= 1, 0 <= min_p <= 1",
-        )
+        got = f"top_k = {request.top_k}, top_p = {request.top_p}, min_p = {request.min_p}"
+        allowed = "top_k >= 0, 0 < top_p <= 1, 0 <= min_p <= 1"
+        raise ConfigError("sampling cannot be cut like this", got=got, allowed=allowed)
     if request.keep_sets and (request.top_k < 1 or request.temperature == 0):
-        raise ConfigError(
-            "the tokens that a token was drawn from are kept only where top_k bounds them",
-            got=f"keep_sets with top_k = {request.top_k}, temperature = {request.temperature}",
-            allowed="top_k >= 1 and temperature > 0",
-        )
+        what = "the tokens that a token was drawn from are kept only where top_k bounds them"
+        got = f"keep_sets with top_k = {request.top_k}, temperature = {request.temperature}"
+        raise ConfigError(what, got=got, allowed="top_k >= 1 and temperature > 0")
     if request.time_limit_s is not None and not request.time_limit_s > 0:
         raise ConfigError("a time limit must be positive", got=f"{request.time_limit_s} s")
     if num_prompt + request.max_new_tokens > max_len:
@@ -277,10 +271,8 @@ def check_request(request: Request, *, max_len: int) -> None:
 def _check_resume(request: Request, resume: Resume) -> None:
     num_tokens = len(resume.tokens)
     if num_tokens >= request.max_new_tokens:
-        raise ConfigError(
-            f"ordinal {request.ordinal} sample {request.sample} is already complete",
-            got=f"{num_tokens} tokens of at most {request.max_new_tokens}",
-        )
+        what = f"ordinal {request.ordinal} sample {request.sample} is already complete"
+        raise ConfigError(what, got=f"{num_tokens} tokens of at most {request.max_new_tokens}")
     starts = [span.start for span in resume.version_spans]
     num_kept = 0 if resume.kept is None else len(resume.kept.counts)
     if (

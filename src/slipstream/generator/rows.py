@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 
 from slipstream.core.types import FinishReason, VersionSpan
-from slipstream.generator.requests import Finished, KeptSets, Request, Resume, extended_spans
+from slipstream.generator.requests import Finished, KeptSets, Request, Resume, Session, extended_spans
 
 
 @dataclass(eq=False)
@@ -87,6 +87,19 @@ class Rows:
         self.ends_s[row] = np.inf if request.time_limit_s is None else started_s + request.time_limit_s
         self.starts[row] = self.num_starts
         self.num_starts += 1
+
+    def go_on_with(self, version: int) -> None:
+        """Note that the next token of every live row is sampled by `version`."""
+        for row in self.live_rows:
+            live = self.live_at(row)
+            live.version_spans = extended_spans(live.version_spans, start=int(self.num_new[row]), version=version)
+
+    def stop_parking(self, session: Session) -> None:
+        """Let the live rows of `session` no longer park."""
+        for row in self.live_rows:
+            live = self.live_at(row)
+            if live.request.session == session:
+                live.request = replace(live.request, parks=False)
 
     def known_tokens(self, row: int) -> np.ndarray:
         """int32 [n]: the prompt in `row`, and what it has sampled behind it."""

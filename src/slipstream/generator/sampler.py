@@ -86,11 +86,9 @@ class SamplingPlan:
         is_greedy = temperatures == 0.0
         is_cut = ~is_greedy & ((top_k > 0) | (top_p < 1.0) | (min_p > 0.0))
         if np.any(keep_sets & ((top_k < 1) | is_greedy)):
-            raise ConfigError(
-                "the tokens that a token was drawn from are kept only where top_k bounds them",
-                got="keep_sets with top_k = 0 or temperature 0",
-                allowed="top_k >= 1 and temperature > 0",
-            )
+            what = "the tokens that a token was drawn from are kept only where top_k bounds them"
+            got = "keep_sets with top_k = 0 or temperature 0"
+            raise ConfigError(what, got=got, allowed="top_k >= 1 and temperature > 0")
         bounds = top_k[is_cut]
         return SamplingPlan(
             has_greedy=bool(is_greedy.any()),

@@ -56,12 +56,9 @@ def _for_slurm(config: RunConfig, options: Any, folder: Path) -> dict[str, str]:
 
 def _for_kubernetes(config: RunConfig, options: Any, folder: Path) -> dict[str, str]:
     if (given := options.resume or options.out) is not None:
-        raise ConfigError(
-            "on Kubernetes a run has its place on the volume claim",
-            got=f"{given}",
-            allowed=f"{VOLUME_DIR}/runs/{folder.name}, which is gone on with where it is a run",
-            hint="leave --out and --resume away",
-        )
+        what = "on Kubernetes a run has its place on the volume claim"
+        allowed = f"{VOLUME_DIR}/runs/{folder.name}, which is gone on with where it is a run"
+        raise ConfigError(what, got=f"{given}", allowed=allowed, hint="leave --out and --resume away")
     return kubernetes_files(
         config,
         folder.name,

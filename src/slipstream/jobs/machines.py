@@ -9,6 +9,7 @@ from typing import NamedTuple
 from slipstream.controller.placement import check_remote
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
+from slipstream.core.sections import VLLMConfig
 
 CONTROLLER_RESTARTS = 3
 """Times a run that failed goes on from its last checkpoint by itself. A mistake in it would come back each time."""
@@ -71,7 +72,12 @@ def lay_out(config: RunConfig, remote: Collection[str] | None = None, *, ranks_p
         rewards.models
     )
     scorers += [Scorer("reference", kl.ranks, kl.device, "kl.ranks")] * (kl.executor == "own")
-    scorers += [Scorer("teacher", teacher.ranks, teacher.device, "teacher.ranks")] * config.has_own_teacher
+    is_served = teacher.engine == "vllm"
+    scorers += [
+        Scorer("teacher", _vllm_size(teacher.vllm), trainer.device, "teacher.vllm.engine_args.tensor_parallel_size")
+        if is_served
+        else Scorer("teacher", teacher.ranks, teacher.device, "teacher.ranks")
+    ] * config.has_own_teacher
     own = {scorer.name for scorer in scorers if scorer.device == "cuda"} if remote is None else set(remote)
     check_remote(config, own)
     leaving = [scorer for scorer in scorers if scorer.name in own]
@@ -79,7 +85,12 @@ def lay_out(config: RunConfig, remote: Collection[str] | None = None, *, ranks_p
     groups = [
         GroupJob("trainer", machines(trainer.ranks, trainer.tensor_parallel, trainer.device, ranks_per_node)),
         GroupJob("generator", _generator_machines(config, ranks_per_node), config.generator.replicas),
-        *(GroupJob(each.name, machines(each.ranks, 1, each.device, ranks_per_node)) for each in leaving),
+        *(
+            GroupJob(each.name, _vllm_machine(config, "teacher", teacher.vllm, ranks_per_node))
+            if each.name == "teacher" and is_served
+            else GroupJob(each.name, machines(each.ranks, 1, each.device, ranks_per_node))
+            for each in leaving
+        ),
     ]
     told = [scorer.name for scorer in leaving]
     for scorer in staying:
@@ -116,27 +127,31 @@ def machines(ranks: int, tensor_parallel: int, device: str, ranks_per_node: int 
 
 
 def _generator_machines(config: RunConfig, ranks_per_node: int) -> Machines:
-    """Return the machines of each generator replica. ConfigError for 'cuda:N', and for a vLLM that fits on none.
-
-    The configuration does not know what vLLM was built for: its replicas get GPUs where the trainer has them, as many
-    as vLLM's own `tensor_parallel_size`.
-    """
+    """Return the machines of each generator replica. ConfigError for 'cuda:N', and for a vLLM that fits on none."""
     generator = config.generator
     if ":" in generator.device:
-        raise ConfigError(
-            "on a cluster each replica sees its own GPUs only",
-            got=f"generator.device = '{generator.device}'",
-            allowed="'cuda' or 'cpu'",
-        )
+        what = "on a cluster each replica sees its own GPUs only"
+        raise ConfigError(what, got=f"generator.device = '{generator.device}'", allowed="'cuda' or 'cpu'")
     if generator.engine != "vllm":
         return machines(generator.tensor_parallel, generator.tensor_parallel, generator.device, ranks_per_node)
-    size = int(generator.vllm.engine_args.get("tensor_parallel_size", 1))
+    return _vllm_machine(config, "generator", generator.vllm, ranks_per_node)
+
+
+def _vllm_size(vllm: VLLMConfig) -> int:
+    return int(vllm.engine_args.get("tensor_parallel_size", 1))
+
+
+def _vllm_machine(config: RunConfig, section: str, vllm: VLLMConfig, ranks_per_node: int) -> Machines:
+    """Return the machine of a vLLM of `section`. ConfigError for one that fits on none.
+
+    The configuration does not know what vLLM was built for: it gets GPUs where the trainer has them, as many as its own
+    `tensor_parallel_size`.
+    """
+    size = _vllm_size(vllm)
     if size > ranks_per_node:
-        raise ConfigError(
-            "a replica of vLLM runs on one machine",
-            got=f"generator.vllm.engine_args.tensor_parallel_size = {size}",
-            allowed=f"at most {ranks_per_node}, the GPUs of a machine",
-        )
+        got = f"{section}.vllm.engine_args.tensor_parallel_size = {size}"
+        allowed = f"at most {ranks_per_node}, the GPUs of a machine"
+        raise ConfigError("a replica of vLLM runs on one machine", got=got, allowed=allowed)
     return Machines(1, 1, size if config.trainer.device == "cuda" else 0, size * CPUS_PER_RANK)
 
 

@@ -152,7 +152,7 @@ def _wall_s(path: Path) -> float | None:
 
 
 def _window(files: Sequence[Path], wall_s: float | None) -> tuple[float, float]:
-    """From the first record, the controller's where it has one, to the end of the run, or to the last record so far."""
+    """Return the time from the first record, of the controller if it has one, to the run's end or last record."""
     first_ns: dict[str, int] = {}
     last_ns = 0
     for path in files:
@@ -167,7 +167,7 @@ def _window(files: Sequence[Path], wall_s: float | None) -> tuple[float, float]:
 
 
 def _config(run_dir: Path) -> RunConfig | None:
-    """None where there is none, or where this version does not understand it: shares need no configuration."""
+    """Return the run's configuration; None without one that this version can read: shares need none."""
     path = run_dir / "config.toml"
     try:
         return resolve(path) if path.is_file() else None

@@ -44,7 +44,7 @@ def read_attempts(run_dir: Path) -> list[Attempt]:
 
 
 def _zero_ns(folder: Path) -> int | None:
-    """By the first line of the first process that says so: the controller, where there is one."""
+    """Return `zero_ns` of the first process that has one: the controller, where there is one."""
     for path in process_files(folder):
         for _, first in intact_lines(path, ProcessStart):
             return first.zero_ns or None

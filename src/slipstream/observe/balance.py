@@ -49,7 +49,7 @@ class Side:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """By state, of all of them together."""
+        """Seconds by state of all its processes together."""
         return totals_of(self.processes.values())
 
     @property
@@ -282,21 +282,15 @@ def _split_in_words(split: Split) -> str:
 
 
 def _dial(loop: Loop, dials: Dials, trainer: Side, generator: Side, bottleneck: Bottleneck) -> Dial | None:
-    match bottleneck:
-        case "turns":
-            return _more_overlap(dials)
-        case "rewards":
-            return _more_scoring(loop, dials, trainer)
-        case "environments":
-            return _more_episodes(dials)
-        case "stragglers":
-            return _more_room(dials)
-        case "generation":
-            return _less_beside(dials, generator) or _more_updates(dials, trainer)
-        case "training":
-            return _more_samples(dials, generator)
-        case _:
-            return None
+    dial_of: dict[Bottleneck, Callable[[], Dial | None]] = {
+        "turns": lambda: _more_overlap(dials),
+        "rewards": lambda: _more_scoring(loop, dials, trainer),
+        "environments": lambda: _more_episodes(dials),
+        "stragglers": lambda: _more_room(dials),
+        "generation": lambda: _less_beside(dials, generator) or _more_updates(dials, trainer),
+        "training": lambda: _more_samples(dials, generator),
+    }
+    return dial_of[bottleneck]() if bottleneck in dial_of else None
 
 
 def _change(field: str, now: float | str, suggested: float | str, effect: str, *, was: str | None = None) -> Dial:
@@ -306,7 +300,7 @@ def _change(field: str, now: float | str, suggested: float | str, effect: str, *
 
 
 def _more_overlap(dials: Dials) -> Dial:
-    """Versions that are skipped count in the bound: publishing more often costs no staleness."""
+    """Suggest to publish more often, at the same bound as skipped versions count in it, else a wider bound."""
     if dials.publish_every > 1:
         return _change("publish_every", dials.publish_every, 1, "would let them overlap more at the same bound")
     now, more = dials.max_staleness, " more" if dials.max_staleness else ""
@@ -330,7 +324,7 @@ def _less_beside(dials: Dials, generator: Side) -> Dial | None:
 
 
 def _more_scoring(loop: Loop, dials: Dials, trainer: Side) -> Dial | None:
-    """Scoring has to be as much faster as the step would be without waiting for it. None without workers."""
+    """Suggest scoring that is as much faster as the step would be without waiting for it. None without workers."""
     factor = 1 / max(1 - trainer.share("wait_rewards"), 0.05)
     models, functions = loop.sides.get("reward_models"), loop.sides.get("rewards")
     by_models = models is not None and (functions is None or models.share("score") > functions.share("score"))
@@ -362,7 +356,7 @@ def _more_room(dials: Dials) -> Dial:
 
 
 def _more_updates(dials: Dials, trainer: Side) -> Dial | None:
-    """T: as many epochs as fit into the time that the trainer waits."""
+    """Suggest as many epochs (T) as fit into the time that the trainer waits."""
     updates, now = trainer.share("forward_backward", "optimizer"), dials.epochs
     suggested = int(now * min(1 + trainer.idle / updates if updates > 0 else 1.0, MOST_CHANGE))
     if suggested <= now:
@@ -372,16 +366,13 @@ def _more_updates(dials: Dials, trainer: Side) -> Dial | None:
 
 
 def _more_samples(dials: Dials, generator: Side) -> Dial | None:
-    """K: as many completions as generators could sample without waiting; the best and the worst are trained."""
+    """Suggest as many completions (K) as generators could sample without waiting; best and worst are trained."""
     now = dials.completions_per_group
     suggested = int(now * min(1 / max(1 - generator.idle, 0.05), MOST_CHANGE))
     if suggested <= now:
         return None
-    selecting = effect = ""
+    was, effect = f" (K; now {now})", "would use idle generators"
     if dials.select == "all":
-        selecting, effect = (
-            " with loss.select = 'best_and_worst'",
-            "; two of each group are trained on, the rest is not",
-        )
-    was = f" (K; now {now}){selecting}"
-    return _change("completions_per_group", now, suggested, f"would use idle generators{effect}", was=was)
+        was += " with loss.select = 'best_and_worst'"
+        effect += "; two of each group are trained on, the rest is not"
+    return _change("completions_per_group", now, suggested, effect, was=was)

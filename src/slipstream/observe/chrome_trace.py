@@ -174,7 +174,7 @@ class _Track:
         return {"ph": "i", "s": "t", **self.place, "name": name, "args": args}
 
     def keep(self, longer_than_ns: int) -> int:
-        """Only slices longer than that are drawn and found, and those of versions. How many are not."""
+        """Keep the slices that are longer than that, and those of versions; return how many are left out."""
         starts, ends = np.array(self.starts_ns, np.int64), np.array(self.ends_ns, np.int64)
         self.is_kept = ends - starts > longer_than_ns
         self.is_kept[self.of_versions] = True
@@ -192,7 +192,7 @@ class _Track:
 
 
 def _read_tracks(attempts: Sequence[Attempt]) -> dict[str, _Track]:
-    """By name, in the order of the loop, by which they are numbered from 1."""
+    """Return the tracks by name, numbered from 1 in the order of the loop."""
     files: dict[str, list[tuple[Path, Attempt]]] = {}
     for attempt in attempts:
         for path in timeline.process_files(attempt.folder):
@@ -262,7 +262,7 @@ class _Arrows:
         self.num_ends_left_out = 0
 
     def add_group(self, path: GroupPath) -> None:
-        """From its admission to its end: the ranks of the last station are dealt completions one by one."""
+        """Add the arrow of a group; the ranks of the last station are dealt its completions one by one."""
         points = []
         if path.admitted_ns is not None:
             points.append((_CONTROLLER, path.admitted_ns))
@@ -282,7 +282,7 @@ class _Arrows:
             self._add("group", f"group {path.ordinal}, step {path.step}", points)
 
     def add_versions(self) -> None:
-        """From the end of the newest publish of a version before it was taken, to each rank that took it."""
+        """Add arrows from the end of the newest publish of a version before it was taken to each rank that took it."""
         given = self._tracks[_TRAINER].given if _TRAINER in self._tracks else {}
         for track in self._tracks.values():
             for attempt, version, taken_ns in track.taken:

@@ -31,8 +31,6 @@ from slipstream.observe.summary import Summary
 from slipstream.observe.timeline import TIME_PREFIX, UNLABELLED
 from slipstream.observe.transcript import TranscriptPart, beginning
 
-__all__ = ["TIME_PREFIX", "Display", "Sample", "config_summary", "duration", "printable", "sparkline"]
-
 REFRESHES_PER_S = 4.0
 LINE_EVERY_S = 2.0
 MAX_PARTS = 12  # of an episode's transcript
@@ -363,7 +361,7 @@ def printable(text: str, limit: int = 160) -> str:
 
 
 def _said(answer: str | None, turns: Sequence[TranscriptPart] | None) -> str:
-    """An answer on one line, or who said what in an episode, a line each."""
+    """Return an answer on one line, or the messages of an episode, a line each."""
     return printable(answer or "") if turns is None else as_lines(turns)
 
 

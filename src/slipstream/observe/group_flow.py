@@ -16,6 +16,7 @@ from slipstream.core.jsonl import intact_lines
 from slipstream.core.run_log import Decision, LoopState, Phase, RolloutTimes, ScheduleBegan, intact_decisions
 from slipstream.core.types import Skip, StartGroup, StepDone, Swapped
 from slipstream.observe.attempts import Attempt
+from slipstream.observe.timeline import to_ns
 
 T = TypeVar("T")
 
@@ -62,7 +63,7 @@ def read_group_flow(
     drops: dict[int, list[int]] = defaultdict(list)
     loop = _LoopCurves()
     for attempt, line in _decisions(attempts):
-        time_ns = _ns(line.time_s) + attempt.shift_ns
+        time_ns = to_ns(line.time_s) + attempt.shift_ns
         for command in line.commands:
             if isinstance(command, StartGroup) and command.ordinal % stride == 0:
                 admissions[command.ordinal, command.replica].append(time_ns)
@@ -112,7 +113,7 @@ def _read_paths(attempts: Sequence[Attempt], max_groups: int) -> tuple[list[Grou
 
 def _add(paths: dict[tuple[int, int | None, int], GroupPath], line: RolloutTimes, attempt: Attempt) -> None:
     started_ns, finished_ns, scored_ns = (
-        _ns(seconds) + attempt.shift_ns for seconds in (line.started_s, line.finished_s, line.scored_s)
+        to_ns(seconds) + attempt.shift_ns for seconds in (line.started_s, line.finished_s, line.scored_s)
     )
     group = line.ordinal, line.replica, attempt.number, line.step
     new = GroupPath(*group, started_ns, finished_ns, scored_ns, last_sample=line.sample)
@@ -201,7 +202,3 @@ class _Thinned(Generic[T]):
             every, self.points = self.points, []
             for point in every:
                 self.add(*point)
-
-
-def _ns(seconds: float) -> int:
-    return round(seconds * 1e9)

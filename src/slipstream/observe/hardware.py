@@ -37,8 +37,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
         }
 
     def to_dict(self) -> dict[str, Any]:
-        built: dict[str, Any] = msgspec.to_builtins(self)
-        return built
+        return dict(msgspec.to_builtins(self))
 
 
 def describe() -> Hardware:

@@ -206,36 +206,23 @@ class Watchman:
     ) -> None:
         self._config = config
         self._sinks = sinks
-        self._health = Health(config, silent=silent)
+        self.health = Health(config, silent=silent)
         self._run_dir = run_dir
         for line in read_metrics(run_dir / "metrics.jsonl"):
-            self._health.update(line)
+            self.health.update(line)
         self._writer = JsonlWriter(run_dir / ALARMS_FILE)
 
-    def watch(self, metrics: Mapping[str, Any]) -> list[Alarm]:
-        """The alarms that began or ended with a step. AlarmError for one that is to end the run."""
-        return self._tell(self._health.update(metrics))
-
-    def failed(self, step: int, count: int, num_scored: int, failure: str) -> list[Alarm]:
-        """Return the alarms as completions fail to be scored, perhaps before any step is done (`Health.failed`)."""
-        return self._tell(self._health.failed(step, count, num_scored, failure))
-
-    def without_signal(self, step: int, count: int, rewards: tuple[float, float]) -> list[Alarm]:
-        """Return the alarm of groups in a row without signal, perhaps before any step is done."""
-        return self._tell(self._health.without_signal(step, count, rewards))
-
-    def _tell(self, alarms: list[Alarm]) -> list[Alarm]:
+    def tell(self, alarms: list[Alarm]) -> list[Alarm]:
+        """Write alarms of `health`, give them to the sinks, and return them. AlarmError for one that ends the run."""
         self._writer.write(*alarms)
         for alarm in alarms:
             for sink in self._sinks:
                 sink(alarm)
         for alarm in alarms:
             if alarm.event == "began" and alarm.name in self._config.stop_on:
-                raise AlarmError(
-                    f"the alarm '{alarm.name}' began at step {alarm.step}, on which health.stop_on ends the run",
-                    got=f"{alarm.value:.3g}, threshold {alarm.threshold:g}",
-                    hint=f"{alarm.text} See {self._run_dir / ALARMS_FILE}",
-                )
+                what = f"the alarm '{alarm.name}' began at step {alarm.step}, on which health.stop_on ends the run"
+                got = f"{alarm.value:.3g}, threshold {alarm.threshold:g}"
+                raise AlarmError(what, got=got, hint=f"{alarm.text} See {self._run_dir / ALARMS_FILE}")
         return alarms
 
     def close(self) -> None:
@@ -243,7 +230,7 @@ class Watchman:
 
 
 def in_a_line(alarm: Alarm) -> str:
-    """For a log."""
+    """Return the line of an alarm for a log."""
     if alarm.event == "ended":
         return f"alarm ended at step {alarm.step}: {alarm.name} ({alarm.value:.3g}, threshold {alarm.threshold:g})"
     return f"{alarm.severity} at step {alarm.step}: {alarm.name}. {alarm.text}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -39,7 +39,7 @@ class SideWork:
             return
         start_ns, end_ns = self._window
         inside = [one for one in slices if one.end_ns > start_ns and one.start_ns < end_ns]
-        self._activity[side].append(_cumulative(inside, ACTIVE[side]))
+        self._activity[side].append(work_curve(inside, ACTIVE[side].__contains__))
         pieces = [
             (one.start_ns, one.end_ns, one.state_ns * 1e-9, one.count, one.units)
             for one in inside
@@ -99,13 +99,11 @@ def _share(curves: Sequence[tuple[np.ndarray, np.ndarray]], start_ns: np.ndarray
     return shares
 
 
-def _cumulative(slices: Iterable[Slice], states: Collection[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Nanoseconds in `states` up to each of these times, a polygon: within a slice they are spread evenly."""
+def work_curve(slices: Iterable[Slice], is_work: Callable[[str], bool]) -> tuple[np.ndarray, np.ndarray]:
+    """Nanoseconds in the states of work up to each of these times, a polygon: within a slice they are spread evenly."""
     times, done = [0.0], [0.0]
     for one in sorted(slices, key=lambda piece: piece.start_ns):
-        inside = sum(ns for state, ns in one.also.items() if state in states)
-        if one.state in states:
-            inside += one.state_ns
+        inside = sum(ns for state, ns in one.also.items() if is_work(state)) + one.state_ns * is_work(one.state)
         if inside:
             times += [float(one.start_ns), float(one.end_ns)]
             done += [done[-1], done[-1] + inside]

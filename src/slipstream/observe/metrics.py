@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.core.jsonl import JsonlWriter, finite
+from slipstream.core.plain import flat
 from slipstream.core.run_log import Metrics
 
 LEAST_S = 0.01
@@ -56,12 +57,6 @@ class MetricsWriter:
         self._writer.close()
 
 
-def flatten(metrics: Mapping[str, Any], prefix: str = "") -> Metrics:
+def flatten(metrics: Mapping[str, Any]) -> Metrics:
     """`{"a": {"b": 1}}` as `{"a/b": 1}`, with None for nan and inf."""
-    flat: Metrics = {}
-    for name, value in metrics.items():
-        if isinstance(value, Mapping):
-            flat |= flatten(value, f"{prefix}{name}/")
-        else:
-            flat[prefix + name] = finite(value)
-    return flat
+    return {name: finite(value) for name, value in flat(metrics, "/").items()}

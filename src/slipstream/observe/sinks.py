@@ -12,13 +12,14 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 import msgspec
 
 from slipstream.core.interrupts import leave_to_the_run
+from slipstream.core.plain import flat
 from slipstream.observe.catalogue import described
 
 NICENESS = 10
@@ -62,9 +63,14 @@ class AlarmLine(msgspec.Struct, frozen=True, kw_only=True, tag="alarm"):
     is_warning: bool
     text: str
 
+    @property
+    def as_metrics(self) -> MetricsLine:
+        values = {f"alarm/{self.name}": float(self.has_begun)}
+        return MetricsLine(step=self.step, day_s=self.day_s, values=values)
+
 
 class End(msgspec.Struct, frozen=True, kw_only=True, tag="end"):
-    """The run's last word: what it came to, flat."""
+    """The last line: the run's status and its summary, flat."""
 
     status: str
     summary: dict[str, Any]
@@ -81,7 +87,7 @@ class Sink(Protocol):
     def alarm(self, line: AlarmLine) -> None: ...
 
     def close(self, end: End | None) -> None:
-        """Return when everything is where it belongs. None: the run was killed."""
+        """Finish; return when everything is written or sent. `end` is None where the run was killed."""
         ...
 
 
@@ -119,8 +125,7 @@ class TensorBoard:
 
     def alarm(self, line: AlarmLine) -> None:
         self._add_text(f"alarms/{line.name}", line.text, line.step, line.day_s)
-        values = {f"alarm/{line.name}": float(line.has_begun)}
-        self.metrics(MetricsLine(step=line.step, day_s=line.day_s, values=values))
+        self.metrics(line.as_metrics)
 
     def close(self, end: End | None) -> None:
         if end is not None:
@@ -172,7 +177,7 @@ class WeightsAndBiases:
         self._run.log({"step": line.step} | line.values)
 
     def alarm(self, line: AlarmLine) -> None:
-        self._run.log({"step": line.step, f"alarm/{line.name}": float(line.has_begun)})
+        self.metrics(line.as_metrics)
         _alert(self._run, self._levels, line)
 
     def close(self, end: End | None) -> None:
@@ -204,7 +209,7 @@ class Trackio:
         self._run.log(line.values, step=line.step)
 
     def alarm(self, line: AlarmLine) -> None:
-        self._run.log({f"alarm/{line.name}": float(line.has_begun)}, step=line.step)
+        self.metrics(line.as_metrics)
         _alert(self._run, self._levels, line)
 
     def close(self, end: End | None) -> None:
@@ -239,7 +244,8 @@ class MLflow:
         tags = {"slipstream_run": begin.run_id, **dict.fromkeys(begin.tags, "true")}
         tags |= {} if begin.group is None else {"group": begin.group}
         self._run = self._client.create_run(at, run_name=begin.name, tags=tags).info.run_id
-        leaves = [Param(name, str(value)[:MAX_PARAM_CHARS]) for name, value in _leaves(begin.config)]
+        given = {name: value for name, value in flat(begin.config).items() if value is not None}
+        leaves = [Param(name, str(value)[:MAX_PARAM_CHARS]) for name, value in given.items()]
         for start in range(0, len(leaves), MAX_PARAMS):
             self._client.log_batch(self._run, params=leaves[start : start + MAX_PARAMS])
         self._client.log_dict(self._run, begin.config, "config.json")
@@ -250,8 +256,7 @@ class MLflow:
         self._client.log_batch(self._run, metrics=points)
 
     def alarm(self, line: AlarmLine) -> None:
-        values = {f"alarm/{line.name}": float(line.has_begun)}
-        self.metrics(MetricsLine(step=line.step, day_s=line.day_s, values=values))
+        self.metrics(line.as_metrics)
         if line.has_begun:
             self._client.set_tag(self._run, f"alarm.{line.name}", line.text)
 
@@ -260,14 +265,6 @@ class MLflow:
             self._client.log_dict(self._run, {"status": end.status} | end.summary, "summary.json")
         statuses = {"done": "FINISHED", "failed": "FAILED"}
         self._client.set_terminated(self._run, "KILLED" if end is None else statuses.get(end.status, "KILLED"))
-
-
-def _leaves(tables: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in tables.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{name}.")
-        elif value is not None:
-            yield prefix + name, value
 
 
 def _alert(run: Any, levels: Any, line: AlarmLine) -> None:

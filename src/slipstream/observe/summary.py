@@ -26,6 +26,9 @@ Status = Literal["running", "done", "failed", "interrupted"]
 ACCOUNTING_TOLERANCE_S = 1e-3
 
 
+_MEASURES = ("reward", "reward_parts", "accuracy", "reward_error")  # of `Measured`
+
+
 class Evaluation(msgspec.Struct, frozen=True):
     """The scores of one policy version's answers to held-out prompts: greedy ones, and `sampled_` at temperature 1.
 
@@ -46,27 +49,20 @@ class Evaluation(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, greedy: Measured, sampled: Measured, num_prompts: int) -> Evaluation:
-        return cls(
-            accuracy=greedy.accuracy,
-            sampled_accuracy=sampled.accuracy,
-            num_prompts=num_prompts,
-            reward=greedy.reward,
-            sampled_reward=sampled.reward,
-            reward_parts=greedy.reward_parts,
-            sampled_reward_parts=sampled.reward_parts,
-            reward_error=greedy.reward_error,
-            sampled_reward_error=sampled.reward_error,
-        )
+        both = {"": greedy, "sampled_": sampled}
+        found = {prefix + name: getattr(one, name) for prefix, one in both.items() for name in _MEASURES}
+        return cls(num_prompts=num_prompts, **found)
 
     @property
     def greedy(self) -> Measured:
-        return Measured(self.reward, self.reward_parts, self.accuracy, self.reward_error)
+        return self._measured("")
 
     @property
     def sampled(self) -> Measured:
-        return Measured(
-            self.sampled_reward, self.sampled_reward_parts, self.sampled_accuracy, self.sampled_reward_error
-        )
+        return self._measured("sampled_")
+
+    def _measured(self, prefix: str) -> Measured:
+        return Measured(**{name: getattr(self, prefix + name) for name in _MEASURES})
 
 
 class Evaluations(msgspec.Struct, frozen=True):

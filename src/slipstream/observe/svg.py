@@ -272,7 +272,7 @@ def _line_strips(series: Sequence[Series], across: Scale, label: str, height: fl
 
 
 def _about(series: Sequence[Series], x: Axis) -> str:
-    """For who cannot see it: where each line begins and ends."""
+    """Describe a chart in words: where each line begins and ends."""
 
     def told(one: Series) -> str:
         ends = (f"{number(y)} at {x.label} {number(at)}" for at, y in (one.points[0], one.points[-1]))
@@ -380,7 +380,7 @@ def line_legend(series: Sequence[Series], limits: Iterable[str] = ()) -> str:
 
 
 def empty(reason: str) -> str:
-    """In place of a plot that would have nothing in it."""
+    """Return the paragraph in place of a plot without data."""
     return f'<p class="empty">{escape(reason)}</p>'
 
 

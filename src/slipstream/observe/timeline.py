@@ -22,7 +22,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Annotated, Any
 
 import msgspec
@@ -66,7 +65,7 @@ class ProcessStart(msgspec.Struct, frozen=True, omit_defaults=True, tag="process
 
 
 class ProcessEnd(msgspec.Struct, frozen=True, omit_defaults=True, tag="end", tag_field="kind"):
-    """The process has said all: one that was killed has not. Its CPU seconds since its `ProcessStart`.
+    """The last record of a process, which one that was killed lacks, with its CPU seconds since `ProcessStart`.
 
     `cpu_ns` of all its threads; of these `main_ns` of the one that this timeline is of, and `background_ns` of those
     beside it that are no part of a team (`core/background.py`). For `kept_ns` that one could have run and had no core,
@@ -104,7 +103,7 @@ class Slice(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag="slic
 
 
 class Instant(msgspec.Struct, frozen=True, omit_defaults=True, tag="instant", tag_field="kind"):
-    """Something happened: a swap, a publish."""
+    """An event without a length: a swap, a publish."""
 
     name: str
     time_ns: Nanoseconds
@@ -140,9 +139,7 @@ class _Frame:
         timeline._since_s = now_s
         timeline._stack.append(self)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         timeline = self._timeline
         timeline._cut(timeline._now_s())
         timeline._stack.pop()
@@ -191,9 +188,9 @@ class Timeline:
         self._last_count = self._last_units = 0
         self._is_closed = False
         self._cpu_s = _cpu_s()
-        zero_ns = time.time_ns() - _ns(start_s)
+        zero_ns = time.time_ns() - to_ns(start_s)
         self._buffer.append(
-            ProcessStart(process, os.getpid(), _ns(start_s), threads, threads_alone, device, within, zero_ns)
+            ProcessStart(process, os.getpid(), to_ns(start_s), threads, threads_alone, device, within, zero_ns)
         )
 
     def span(self, state: str, **args: Any) -> AbstractContextManager[None]:
@@ -201,7 +198,7 @@ class Timeline:
         return _Frame(self, state, args)
 
     def did(self, units: int) -> None:
-        """The innermost open span has done one piece of its work, of `units` tokens."""
+        """Count one piece of work, of `units` tokens, for the innermost open span."""
         self._count += 1
         self._units += units
 
@@ -224,16 +221,16 @@ class Timeline:
         """The process was in `state` from `since_s` until now, before this timeline existed (its imports)."""
         now_s = self._now_s()
         self._release_last()
-        self._buffer.append(Slice(state, _ns(since_s), _ns(now_s)))
+        self._buffer.append(Slice(state, to_ns(since_s), to_ns(now_s)))
         self._totals_s[state] = self._totals_s.get(state, 0.0) + (now_s - since_s)
 
     def instant(self, name: str, **args: Any) -> None:
         """Mark that `name` happened now."""
-        self._buffer.append(Instant(name, _ns(self._now_s()), args))
+        self._buffer.append(Instant(name, to_ns(self._now_s()), args))
 
     def counter(self, name: str, **values: float) -> None:
         """Record the present values of a quantity, drawn as a curve."""
-        self._buffer.append(Counter(name, _ns(self._now_s()), values))
+        self._buffer.append(Counter(name, to_ns(self._now_s()), values))
 
     def totals(self) -> dict[str, float]:
         """Seconds spent in each state so far, without `unlabelled`; cheap, for the live display."""
@@ -262,12 +259,12 @@ class Timeline:
         if self._is_closed:
             return
         self._is_closed = True
-        used = [_ns(now - before) for now, before in zip(_cpu_s(), self._cpu_s, strict=True)]
+        used = [to_ns(now - before) for now, before in zip(_cpu_s(), self._cpu_s, strict=True)]
         ended_s = self._now_s()  # also of the open span: nothing is read or written in between
         if self._stack:
             self._cut(ended_s)
         self._release_last()
-        self._buffer.append(ProcessEnd(_ns(ended_s), *used))
+        self._buffer.append(ProcessEnd(to_ns(ended_s), *used))
         self._write()
         self._stop_writing()
 
@@ -308,8 +305,8 @@ class Timeline:
         """The line of the last slice: of the state that it had work or arguments of, else of the longest one."""
         if not self._last_state:
             return
-        start_ns, end_ns, gap_ns = _ns(self._last_start_s), _ns(self._last_end_s), _ns(self._last_gap_s)
-        also = {state: _ns(seconds) for state, seconds in self._last_also_s.items()}
+        start_ns, end_ns, gap_ns = to_ns(self._last_start_s), to_ns(self._last_end_s), to_ns(self._last_gap_s)
+        also = {state: to_ns(seconds) for state, seconds in self._last_also_s.items()}
         state = self._last_state
         if also and not self._last_count and not self._last_args:
             also[state] = end_ns - start_ns - gap_ns - sum(also.values())
@@ -357,7 +354,7 @@ def kept_s() -> float:
         return 0.0
 
 
-def _ns(seconds: float) -> int:
+def to_ns(seconds: float) -> int:
     return round(seconds * 1e9)
 
 
@@ -367,7 +364,7 @@ def account(records: Sequence[Record], start_s: float, end_s: float, *, is_over:
     `absent` and `lost` are as in `presence`. A slice that the window cuts gives what other states took of it in
     proportion.
     """
-    start_ns, end_ns = _ns(start_s), _ns(end_s)
+    start_ns, end_ns = to_ns(start_s), to_ns(end_s)
     if end_ns < start_ns:
         raise ValueError(f"the window ends before it starts: {start_s} s to {end_s} s")
     return account_windows(presence(records, start_ns, end_ns, is_over=is_over), [start_ns, end_ns])[0]
@@ -446,7 +443,7 @@ def gone(lives: Sequence[Life], start_ns: int, end_ns: int, *, is_over: bool = F
 
 
 def times_ns(record: Record) -> tuple[int, int]:
-    """When it began and ended, the same for what has no length."""
+    """Return when a record began and ended, the same time for one without a length."""
     return (record.start_ns, record.end_ns) if isinstance(record, Slice) else (record.time_ns, record.time_ns)
 
 

@@ -123,7 +123,7 @@ class TokenRecorder:
             self.close()
 
     def _thin(self) -> bool:
-        """Whether that made it smaller."""
+        """Drop every second group of the file; return whether it is smaller."""
         assert self._writer is not None
         self._writer.close()
         self.every *= 2

@@ -46,7 +46,7 @@ _USER_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 
 
 def check_trackers(config: TrackersConfig) -> None:
-    """ConfigError for a tracker whose package is not installed."""
+    """Raise ConfigError for a tracker whose package is not installed."""
     for name in config.names:
         if importlib.util.find_spec(name) is None:
             raise ConfigError(
@@ -169,7 +169,7 @@ class Feed:
             self._lose("it did not come to an end in time")
 
     def kill(self) -> None:
-        """End it and whatever it has started."""
+        """End the tracker's process and all that it has started."""
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)

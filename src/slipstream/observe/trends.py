@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from statistics import fmean, median
 from typing import Any
 
@@ -49,22 +50,17 @@ class History:
         return [name for name in self._recent if name.startswith(prefix) and name.endswith(suffix)]
 
 
-def level(history: History, name: str, count: int) -> float | None:
-    """The median of the last `count` values: half of them must be high for it to be."""
+def _of_last(reduce: Callable[[list[float]], float], history: History, name: str, count: int) -> float | None:
     values = history.last(name, count)
-    return None if values is None else median(values)
+    return None if values is None else reduce(values)
 
 
-def mean(history: History, name: str, count: int) -> float | None:
-    """The mean of the last `count` values, for shares of few things, whose median is often 0."""
-    values = history.last(name, count)
-    return None if values is None else fmean(values)
-
-
-def lowest(history: History, name: str, count: int) -> float | None:
-    """The smallest of the last `count` values: high only if all of them are."""
-    values = history.last(name, count)
-    return None if values is None else min(values)
+level = partial(_of_last, median)
+"""The median of the last `count` values: half of them must be high for it to be."""
+mean = partial(_of_last, fmean)
+"""The mean of the last `count` values, for shares of few things, whose median is often 0."""
+lowest = partial(_of_last, min)
+"""The smallest of the last `count` values: high only if all of them are."""
 
 
 def total(history: History, name: str, count: int) -> float | None:

@@ -234,11 +234,9 @@ def answer(question: Question) -> Answer:
         )
     bound = MOST_STALENESS if question.max_staleness is None else question.max_staleness
     if bound < 1 or question.rows < 1:
-        raise ConfigError(
-            "a plan has rows, and some staleness",
-            got=f"--max-staleness {bound}, --rows {question.rows}",
-            allowed="1 or more; staleness 0 is the synchronous configuration beside them",
-        )
+        got = f"--max-staleness {bound}, --rows {question.rows}"
+        allowed = "1 or more; staleness 0 is the synchronous configuration beside them"
+        raise ConfigError("a plan has rows, and some staleness", got=got, allowed=allowed)
     workload, assumed = workload_of(question, subject)
     longest = max_new_tokens(question, subject, workload.lengths)
     base = base_tables(subject, workload, longest, reward_model=question.reward_model)
@@ -268,16 +266,11 @@ def _cpu_machine(
     config = resolve(base)
     on_gpu = [f"{name}.device" for name in ("trainer", "generator") if vars(config)[name].device != "cpu"]
     if on_gpu:
-        raise ConfigError(
-            "a recipe for GPUs cannot be planned on a CPU",
-            got=", ".join(on_gpu),
-            allowed="--gpus N, or a recipe for the CPU",
-        )
+        what = "a recipe for GPUs cannot be planned on a CPU"
+        raise ConfigError(what, got=", ".join(on_gpu), allowed="--gpus N, or a recipe for the CPU")
     if config.generator.engine != "native" or config.generator.precision != "float32":
-        raise ConfigError(
-            "the curves are those of the native engine in float32",
-            got=f"generator.engine = '{config.generator.engine}', precision = '{config.generator.precision}'",
-        )
+        got = f"generator.engine = '{config.generator.engine}', precision = '{config.generator.precision}'"
+        raise ConfigError("the curves are those of the native engine in float32", got=got)
     times: Times
     if measured is not None:
         times, cores = Curves(measured_model(measured, subject.shape)), num_cores()
@@ -296,11 +289,9 @@ def _cost_model(
     if measured is None:
         return CostModel(subject.shape, cluster, workload)
     if measured.device != "cuda":
-        raise ConfigError(
-            "curves of a CPU say nothing of GPUs",
-            got=f"a file measured on {measured.device} with a cluster of {cluster.device.name}",
-            allowed="--measured without --gpus, or curves measured on GPUs (docs/planning.md)",
-        )
+        got = f"a file measured on {measured.device} with a cluster of {cluster.device.name}"
+        allowed = "--measured without --gpus, or curves measured on GPUs (docs/planning.md)"
+        raise ConfigError("curves of a CPU say nothing of GPUs", got=got, allowed=allowed)
     return CalibratedCostModel(subject.shape, cluster, workload, measured_model(measured, subject.shape))
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from slipstream.controller.pipeline import replica_of
 from slipstream.controller.placement import place
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
@@ -25,10 +26,9 @@ from slipstream.core.types import CompletionFinished, Swapped
 from slipstream.observe.states import DECODES, kind
 from slipstream.observe.timeline import Instant, Slice
 from slipstream.plan.fits import Fit, Pieces, RunProcesses, cores_of, fit, fit_background, seconds_in
-from slipstream.plan.lengths import queued
+from slipstream.plan.lengths import queued, recorded_turns
 from slipstream.plan.recorded import RecordedRun, RecordedWorkload
 from slipstream.plan.simulated_run import Batch, Costs
-from slipstream.plan.turns import recorded_turns
 
 SLOT_ROWS = 8  # rows of the slot engine's decode steps, on a CPU, are a multiple of it (`generator/kv_cache.py`)
 LONG_CONTEXT = 128  # tokens of a sequence from which on the keys and values that a step reads count
@@ -184,10 +184,6 @@ def _fit_decode(machines: Sequence[RunProcesses]) -> Fit:
     return fit(terms, machines[0].cores, parts)
 
 
-def _replica(process: str) -> int:
-    return int(process.partition("-")[2].partition("@")[0])
-
-
 def _prefilled(machine: RunProcesses, process: str, passes: Sequence[Slice], multiple: int) -> np.ndarray:
     """float64 [N]: prompt tokens, padding included, that each of `passes` has prefilled.
 
@@ -196,7 +192,7 @@ def _prefilled(machine: RunProcesses, process: str, passes: Sequence[Slice], mul
     """
     first: dict[int, tuple[float, int]] = {}
     for line in machine.run.rollouts:
-        if line.replica == _replica(process) and line.started_s < first.get(line.ordinal, (np.inf, 0))[0]:
+        if line.replica == replica_of(process) and line.started_s < first.get(line.ordinal, (np.inf, 0))[0]:
             first[line.ordinal] = line.started_s, len(line.prompt)
     tokens = np.zeros(len(passes))
     if not first:
@@ -218,7 +214,7 @@ def _prefilled(machine: RunProcesses, process: str, passes: Sequence[Slice], mul
 
 def _context(run: RecordedRun, process: str, times_s: np.ndarray) -> np.ndarray:
     """float64 [N]: tokens that the live rows of `process` have together at these times."""
-    lines = [line for line in run.rollouts if line.replica == _replica(process) and line.finished_s > line.started_s]
+    lines = [line for line in run.rollouts if line.replica == replica_of(process) and line.finished_s > line.started_s]
     started, finished = np.array([(line.started_s, line.finished_s) for line in lines]).reshape(-1, 2).T
     slope = np.array([line.num_tokens for line in lines]) / (finished - started)
     constant = np.array([len(line.prompt) for line in lines]) - slope * started
@@ -294,7 +290,7 @@ def _of_generator(machine: RunProcesses, name: str, beside: float) -> dict[str, 
     run, slices = machine.run, machine.slices[name]
     start_s, end_s = run.loop_s
     busy, turns = _turns(slices)
-    own = [line for line in run.rollouts if line.replica == _replica(name) and start_s <= line.finished_s <= end_s]
+    own = [line for line in run.rollouts if line.replica == replica_of(name) and start_s <= line.finished_s <= end_s]
     sent = sum(max(1, len(recorded_turns(line))) for line in own)
     evaluated = sum(one.units for one in slices if one.state == "evaluate") / _mean_length(run)
     swaps = sum(1 for r in run.timelines[name] if isinstance(r, Instant) and r.name == "swapped" and r.args["version"])

@@ -15,9 +15,8 @@ from statistics import NormalDist
 from slipstream.core.errors import ConfigError
 from slipstream.core.fields import Precision
 from slipstream.models.config import MAX_LOGITS, TransformerConfig
-from slipstream.plan.collectives import all_gather_s, all_reduce_s, last_host_task_s
 from slipstream.plan.counts import BYTES, COMPUTED_BYTES, Adapters, counts_of
-from slipstream.plan.hardware import GpuCluster
+from slipstream.plan.hardware import GpuCluster, all_gather_s, all_reduce_s, last_host_task_s
 from slipstream.plan.layouts import (
     AsynchronousPlan,
     Efficiency,
@@ -118,10 +117,8 @@ class CostModel:
         layout = replace(layout, slots=min(layout.slots, math.ceil(mine)))
         lengths, even = self.workload.lengths, self._full(layout, mine)
         profile = slowest_replica(lengths.completions, self.workload.rollouts, layout.replicas, layout.slots)
-        decoding = sum(
-            steps * self.decode_step(layout, live=live, context=self.context).total for live, steps in profile
-        )
-        parts = even + Parts({"straggler": max(0.0, decoding - even.without("prefill").total)})
+        each = (steps * self.decode_step(layout, live=live, context=self.context).total for live, steps in profile)
+        parts = even + Parts({"straggler": max(0.0, sum(each) - even.without("prefill").total)})
         waits_s = self.workload.turns.slowest_s(self.workload.rollouts)
         return parts + Parts({"environment": waits_s}) if waits_s else parts
 
@@ -167,9 +164,8 @@ class CostModel:
             sides["reference"] = self.scoring(self.model, plan.reference)
         if self.workload.reward_model is not None:
             if plan.reward_model is None:
-                raise ConfigError(
-                    "a reward model needs devices", got="no layout of it", allowed="AsynchronousPlan(reward_model=...)"
-                )
+                allowed = "AsynchronousPlan(reward_model=...)"
+                raise ConfigError("a reward model needs devices", got="no layout of it", allowed=allowed)
             sides["reward_model"] = self.scoring(self.workload.reward_model, plan.reward_model)
         return StepTime.of(max(parts.total for parts in sides.values()), sides)
 
@@ -177,14 +173,10 @@ class CostModel:
         """Generation, then training, on the same devices; reward model and reference take their turn there too."""
         trainer, generator = plan.trainer, plan.generator
         if trainer.devices != generator.devices:
-            raise ConfigError(
-                "a co-located plan has all executors on the same devices",
-                got=f"{trainer.devices} for the trainer, {generator.devices} for the generator",
-            )
-        training = self.training_turn(trainer, plan.frees)
-        generating = self.generating_turn(generator)
-        sides = {"trainer": training, "generator": generating}
-        return StepTime.of(training.total + generating.total, sides)
+            got = f"{trainer.devices} for the trainer, {generator.devices} for the generator"
+            raise ConfigError("a co-located plan has all executors on the same devices", got=got)
+        sides = {"trainer": self.training_turn(trainer, plan.frees), "generator": self.generating_turn(generator)}
+        return StepTime.of(sum(side.total for side in sides.values()), sides)
 
     def training_turn(self, layout: TrainerLayout, frees: Frees) -> Parts:
         """Seconds of all that a co-located plan does besides generating, on the trainer's devices."""

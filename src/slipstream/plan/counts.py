@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
 
-from slipstream.core.errors import ConfigError, did_you_mean
+from slipstream.core.errors import ConfigError
 from slipstream.core.fields import Precision
 from slipstream.models.config import TransformerConfig, local_config
 
@@ -170,7 +170,7 @@ def adapters_of(model: TransformerConfig, rank: int, targets: Collection[str] = 
         meant = {one[0]: one[1:] for one in every if f".{one[0]}".endswith(f".{target}")}
         if not meant:
             what = "model.lora.targets names no linear layer"
-            raise ConfigError(what, got=target, allowed=", ".join(allowed), hint=did_you_mean(target, allowed))
+            raise ConfigError.unknown(what, target, allowed, got=target)
         chosen |= meant
     sizes = {name: rank * (columns + rows) for name, (_, columns, rows) in chosen.items()}
     kernels = len(chosen) + 2 * len({linear for linear, *_ in chosen.values()})

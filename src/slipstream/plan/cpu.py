@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from slipstream.controller.placement import place
 from slipstream.core.config import RunConfig
@@ -264,16 +265,10 @@ def _in_float32(
     trainer_cores: int, microbatch: int, cores: int, replica_cores: int, slots: int, *, recompute: bool = True
 ) -> AsynchronousPlan:
     """Return the layout with one trainer rank on its cores, and replicas that divide theirs."""
-    return AsynchronousPlan(
-        trainer=TrainerLayout(
-            devices=trainer_cores,
-            tensor_parallel=trainer_cores,
-            microbatch=microbatch,
-            precision="float32",
-            recompute=recompute,
-        ),
-        generator=GeneratorLayout(devices=cores, tensor_parallel=replica_cores, slots=slots, precision="float32"),
-    )
+    alone: dict[str, Any] = {"devices": trainer_cores, "tensor_parallel": trainer_cores, "precision": "float32"}
+    trainer = TrainerLayout(**alone, microbatch=microbatch, recompute=recompute)
+    generator = GeneratorLayout(devices=cores, tensor_parallel=replica_cores, slots=slots, precision="float32")
+    return AsynchronousPlan(trainer=trainer, generator=generator)
 
 
 def plan_for_cpu(machine: CpuMachine, *, max_staleness: int = 8, num_rows: int = 3) -> Plan:

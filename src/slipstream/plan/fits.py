@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from slipstream.observe.balance import COMPUTING
+from slipstream.observe.interference import work_curve
 from slipstream.observe.states import kind, side_of
 from slipstream.observe.timeline import Slice
 from slipstream.plan.event_loop import BACKGROUND_SHARE, thread_speed
@@ -67,7 +68,7 @@ class RunProcesses:
         }
         processes = run.accounting.processes
         self.threads = {name: one.threads for name, one in processes.items() if side_of(name) in COMPUTING}
-        self.busy = {name: _work_curve(self.slices[name]) for name in self.threads}
+        self.busy = {name: work_curve(self.slices[name], lambda state: kind(state) == "work") for name in self.threads}
         [self.trainer, *_] = (name for name in self.threads if side_of(name) == "trainer")
         self.generators = [name for name in self.threads if side_of(name) == "generator"]
 
@@ -128,18 +129,6 @@ def seconds_in(one: Slice, states: Sequence[str]) -> float:
     """Return the seconds of a slice in `states`."""
     ns = one.state_ns if one.state in states else 0
     return 1e-9 * (ns + sum(also for state, also in one.also.items() if state in states))
-
-
-def _work_curve(slices: Sequence[Slice]) -> tuple[np.ndarray, np.ndarray]:
-    """Nanoseconds of work up to each of these times, a polygon."""
-    times, done = [0.0], [0.0]
-    for one in slices:
-        work = one.state_ns if kind(one.state) == "work" else 0
-        work += sum(ns for state, ns in one.also.items() if kind(state) == "work")
-        if work:
-            times += [float(one.start_ns), float(one.end_ns)]
-            done += [done[-1], done[-1] + work]
-    return np.array(times), np.array(done)
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ from typing import Any, Literal
 from slipstream.core.fields import Precision
 from slipstream.models.config import TransformerConfig
 from slipstream.plan.counts import NO_ADAPTERS, Adapters
-from slipstream.plan.lengths import LengthSample
-from slipstream.plan.turns import AS_RECORDED, Turns
+from slipstream.plan.lengths import AS_RECORDED, LengthSample, Turns
 
 
 @dataclass(frozen=True)

@@ -26,11 +26,11 @@ from slipstream.core.fields import Precision
 from slipstream.core.run_log import ScheduleConfig
 from slipstream.plan.cost_model import CostModel
 from slipstream.plan.layouts import AsynchronousPlan, Frees, SynchronousPlan, Workload
+from slipstream.plan.lengths import WithTurns
 from slipstream.plan.reasons import against_synchronous, constraints, limits, losses, misfit_line, staleness
 from slipstream.plan.search import Found, Misfit, Search, Space, default_space, generator_layouts, trainer_layouts
 from slipstream.plan.simulated_run import Batch, Costs, MadeUp, Simulated, SimulatedSetup, SimulatedWorkload
 from slipstream.plan.simulator import simulate
-from slipstream.plan.turns import WithTurns
 
 STALENESS = (1, 2, 4, 8, 16)  # bounds that are tried, up to the largest one allowed
 CLOSE = 1.02  # step times within this factor of the best one are as good

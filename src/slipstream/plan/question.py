@@ -25,8 +25,7 @@ from slipstream.models.tokenizer import CharTokenizer
 from slipstream.plan.counts import NO_ADAPTERS, Adapters, adapters_of
 from slipstream.plan.hardware import IN_GB, GpuCluster, device_fields, device_named
 from slipstream.plan.layouts import Workload
-from slipstream.plan.lengths import LengthSample, lengths_of_run, lengths_with_tail
-from slipstream.plan.turns import Turns
+from slipstream.plan.lengths import LengthSample, Turns, lengths_of_run, lengths_with_tail
 
 GROUPS, GROUP_SIZE = 512, 4  # a batch where none is given: LlamaRL's (section 8)
 PROMPT_TOKENS, COMPLETION_TOKENS = 512.0, 1024.0  # mean lengths where none are given
@@ -94,11 +93,8 @@ class Question:
                 raise ConfigError(f"{_flag(name)} is out of range", got=shown(value), allowed=f"1..{most}")
         completions = (self.groups_per_step or GROUPS) * (self.completions_per_group or GROUP_SIZE)
         if completions > MAX_SIMULATED:
-            raise ConfigError(
-                "a step has more completions than are simulated",
-                got=f"--groups-per-step x --completions-per-group = {completions:,}",
-                allowed=f"{MAX_SIMULATED:,}",
-            )
+            got = f"--groups-per-step x --completions-per-group = {completions:,}"
+            raise ConfigError("a step has more completions than are simulated", got=got, allowed=f"{MAX_SIMULATED:,}")
 
 
 def _flag(name: str) -> str:
@@ -136,11 +132,8 @@ def subject_of(named: str) -> Subject:
     if hub_id(named) is not None:
         return Subject(name=path.name, shape=_shape_named(named, "MODEL"), path=named)
     known = [*ARCHITECTURES, *(recipe.name for recipe in list_recipes())]
-    raise ConfigError(
-        f"'{named}' is no model that is known",
-        allowed=f"{', '.join(known)}; a Hugging Face folder, config.json or hub id; a .toml file; the folder of a run",
-        hint=did_you_mean(named.lower(), known),
-    )
+    allowed = f"{', '.join(known)}; a Hugging Face folder, config.json or hub id; a .toml file; the folder of a run"
+    raise ConfigError(f"'{named}' is no model that is known", allowed=allowed, hint=did_you_mean(named.lower(), known))
 
 
 def _shape_named(path: str, field: str) -> TransformerConfig:
@@ -158,13 +151,8 @@ def _subject_of_recipe(name: str, tables: Mapping[str, Any]) -> Subject:
     return Subject(name=name, shape=shape, path=path, recipe=tables, config=config)
 
 
-_BY_FLAG = {
-    "gpus": "gpus",
-    "gpu": "gpu",
-    "gpus_per_node": "gpus_per_node",
-    "network": "network_bandwidth_gb_s",
-    "price": "usd_per_gpu_hour",
-}
+_BY_FLAG = {name: name for name in ("gpus", "gpu", "gpus_per_node")}
+_BY_FLAG |= {"network": "network_bandwidth_gb_s", "price": "usd_per_gpu_hour"}
 """Fields of a question -> those of a cluster's file."""
 _CLUSTER_KEYS = ("gpus", "gpu", "gpus_per_node", "usd_per_gpu_hour", "name", "tflops", *IN_GB)
 
@@ -190,11 +178,7 @@ def cluster_of_file(path: Path) -> GpuCluster:
     table = read_toml(path)
     for key in table:
         if key not in _CLUSTER_KEYS:
-            raise ConfigError(
-                f"unknown field '{key}' in '{path}'",
-                allowed=", ".join(_CLUSTER_KEYS),
-                hint=did_you_mean(key, _CLUSTER_KEYS),
-            )
+            raise ConfigError.unknown(f"unknown field '{key}' in '{path}'", key, _CLUSTER_KEYS)
     count = table.get("gpus")
     if not isinstance(count, int) or isinstance(count, bool):
         raise ConfigError(f"'{path}' does not say how many GPUs there are", got=repr(count), allowed="gpus = N")
@@ -273,19 +257,13 @@ def _reward_model(question: Question, config: RunConfig | None) -> TransformerCo
     if config is None or not config.rewards.models:
         return None
     if len(config.rewards.models) > 1:
-        raise ConfigError(
-            "a plan knows of one reward model",
-            got=f"{len(config.rewards.models)} in rewards.models",
-            hint="plan with the largest: --reward-model NAME",
-        )
+        got = f"{len(config.rewards.models)} in rewards.models"
+        hint = "plan with the largest: --reward-model NAME"
+        raise ConfigError("a plan knows of one reward model", got=got, hint=hint)
     path = config.rewards.models[0].path
     if hub_id(path) is None and not (Path(path) / "config.json").is_file():
-        raise ConfigError(
-            "the shape of the reward model is not known",
-            got=path,
-            allowed="a folder with config.json",
-            hint="--reward-model NAME gives one",
-        )
+        what = "the shape of the reward model is not known"
+        raise ConfigError(what, got=path, allowed="a folder with config.json", hint="--reward-model NAME gives one")
     return _shape_named(path, "rewards.models.path")
 
 
@@ -293,11 +271,8 @@ def _adapters(question: Question, subject: Subject) -> Adapters:
     """Return the adapters of the question's rank, else of the recipe's."""
     given = LoraConfig() if subject.config is None else subject.config.model.lora
     if given.path is not None:
-        raise ConfigError(
-            "a plan takes the rank of adapters",
-            got=f"model.lora.path = {given.path}",
-            allowed="model.lora.rank and targets in its place, those of that adapter",
-        )
+        allowed = "model.lora.rank and targets in its place, those of that adapter"
+        raise ConfigError("a plan takes the rank of adapters", got=f"model.lora.path = {given.path}", allowed=allowed)
     rank = question.lora_rank or given.rank
     return NO_ADAPTERS if rank is None else adapters_of(subject.shape, rank, given.targets)
 
@@ -357,6 +332,6 @@ def question_of(**given: Any) -> Question:
     known = [field.name for field in fields(Question)]
     for name in given:
         if name not in known:
-            raise ConfigError(f"unknown argument '{name}'", allowed=", ".join(known), hint=did_you_mean(name, known))
+            raise ConfigError.unknown(f"unknown argument '{name}'", name, known)
     paths = {name: Path(given[name]) for name in ("cluster", "measured", "lengths") if given.get(name) is not None}
     return Question(**given | paths)

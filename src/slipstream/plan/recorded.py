@@ -25,8 +25,8 @@ from slipstream.core.training_sections import GROUP_RELATIVE
 from slipstream.core.types import CompletionFinished
 from slipstream.observe.accounting import RunAccounting, read_accounting
 from slipstream.observe.timeline import Record, process_files, read_timeline
+from slipstream.plan.lengths import recorded_turns
 from slipstream.plan.simulated_run import GroupWork, RunOutcome, SimulatedTurn, for_environments
-from slipstream.plan.turns import recorded_turns
 
 NEARBY_STEPS = 2
 """Groups of so many steps before and after are of the same time of training: lengths change as a policy learns."""
@@ -79,24 +79,16 @@ def read_run(path: Path) -> RecordedRun:
         raise no_run(path, "config.toml")
     config = resolve(config_path)
     if config.host != "process":
-        raise ConfigError(
-            "executors of one process take turns: there is nothing to schedule",
-            got=f"host = '{config.host}' in {config_path}",
-            allowed="a run with host = 'process'",
-        )
+        what = "executors of one process take turns: there is nothing to schedule"
+        raise ConfigError(what, got=f"host = '{config.host}' in {config_path}", allowed="a run with host = 'process'")
     accounting = read_accounting(path)
     if accounting.loop is None or len(accounting.steps) < 2:
-        raise ConfigError(
-            "a run is simulated from what its steps took, and this one has done too few",
-            got=f"{len(accounting.steps)} steps in {path}",
-            allowed="2 steps or more",
-        )
+        what = "a run is simulated from what its steps took, and this one has done too few"
+        raise ConfigError(what, got=f"{len(accounting.steps)} steps in {path}", allowed="2 steps or more")
     if lost := num_missing(path / "events.jsonl"):
-        raise ConfigError(
-            "a run is simulated from all of its events, and lines of this one are lost",
-            got=f"{lost} events are missing in {path / 'events.jsonl'}",
-            hint="`slipstream replay` says where",
-        )
+        what = "a run is simulated from all of its events, and lines of this one are lost"
+        got = f"{lost} events are missing in {path / 'events.jsonl'}"
+        raise ConfigError(what, got=got, hint="`slipstream replay` says where")
     return RecordedRun(
         path=path,
         config=config,
@@ -155,7 +147,7 @@ def learning_exponent(runs: Sequence[RecordedRun]) -> float:
 
     Runs of one n do not tell; then, and beside what they tell, it is about `USUAL_EXPONENT`.
     """
-    sizes = [_samples_per_step(run) for run in runs]
+    sizes = [run.config.completions_per_step for run in runs]
     if len(set(sizes)) == 1:
         return USUAL_EXPONENT
     steps, signals = [], []
@@ -177,10 +169,6 @@ def learning_exponent(runs: Sequence[RecordedRun]) -> float:
         return found + ((exponent - USUAL_EXPONENT) / EXPONENT_ERROR) ** 2
 
     return float(min(EXPONENTS.tolist(), key=misfit))
-
-
-def _samples_per_step(run: RecordedRun) -> int:
-    return run.config.groups_per_step * run.config.samples_per_group
 
 
 def prompt_tokens_per_char(run: RecordedRun) -> float:
@@ -216,7 +204,7 @@ class RecordedWorkload:
         self._by_step: dict[int, list[RecordedGroup]] = defaultdict(list)  # by the step of this run that is as far
         exponent = learning_exponent(runs)
         for run, groups in zip(runs, recorded, strict=True):
-            pace = (_samples_per_step(run) / (groups_per_step * samples)) ** exponent
+            pace = (run.config.completions_per_step / (groups_per_step * samples)) ** exponent
             for group in groups:
                 self._by_step[round(group.step * pace)].append(group)
         self._last_step = max(self._by_step)
@@ -236,28 +224,18 @@ class RecordedWorkload:
     def held_out(self, version: int) -> Sequence[GroupWork]:
         rng = np.random.default_rng((self._seed, 1 << 40, version))
         drawn = [self._drawn(rng, version) for _ in range(self._num_held_out)]
-        per_char = self._per_char
-        return [
-            GroupWork(max(1, round(group.prompt_chars * per_char)), (int(rng.choice(group.lengths)),))
-            for group in drawn
-        ]
+        return [GroupWork(self._prompt_tokens(group), (int(rng.choice(group.lengths)),)) for group in drawn]
 
     def _drawn(self, rng: np.random.Generator, step: int) -> RecordedGroup:
-        nearby = self.nearby(step)
-        return nearby[int(rng.integers(len(nearby)))]
-
-    def nearby(self, step: int) -> list[RecordedGroup]:
-        """Recorded groups of about that step."""
-        middle = min(max(step, 0), self._last_step)
-        reach = NEARBY_STEPS
-        while not (found := [g for s in range(middle - reach, middle + reach + 1) for g in self._by_step.get(s, ())]):
+        middle, reach = min(max(step, 0), self._last_step), NEARBY_STEPS
+        while not (near := [g for s in range(middle - reach, middle + reach + 1) for g in self._by_step.get(s, ())]):
             reach *= 2
-        return found
+        return near[int(rng.integers(len(near)))]
+
+    def _prompt_tokens(self, group: RecordedGroup) -> int:
+        return max(1, round(group.prompt_chars * self._per_char))
 
     def _work(self, group: RecordedGroup, picks: Sequence[int], has_signal: bool) -> GroupWork:
-        return GroupWork(
-            max(1, round(group.prompt_chars * self._per_char)),
-            tuple(group.lengths[pick] for pick in picks),
-            has_signal,
-            tuple(group.turns[pick] for pick in picks) if group.turns else (),
-        )
+        lengths = tuple(group.lengths[pick] for pick in picks)
+        turns = tuple(group.turns[pick] for pick in picks) if group.turns else ()
+        return GroupWork(self._prompt_tokens(group), lengths, has_signal, turns)

@@ -110,14 +110,8 @@ def trainer_layouts(workload: Workload, space: Space, devices: int, degree: int)
     ):
         is_same = once and shards == 1 and False in space.reduce_once  # one rank has nothing to sum
         if size <= largest and not is_same:
-            yield TrainerLayout(
-                devices=devices,
-                tensor_parallel=degree,
-                microbatch=size,
-                precision=precision,
-                recompute=recompute,
-                reduce_once=once,
-            )
+            place: dict[str, Any] = {"devices": devices, "tensor_parallel": degree, "precision": precision}
+            yield TrainerLayout(**place, microbatch=size, recompute=recompute, reduce_once=once)
 
 
 def generator_layouts(space: Space, devices: int, degree: int, precision: Precision) -> Iterator[GeneratorLayout]:
@@ -231,7 +225,7 @@ class Found:
         return self.plan
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Misfit:
     """An executor of which no layout with this degree fits on `devices` or fewer; it does from `fits_from` on, if ever.
 
@@ -345,13 +339,12 @@ class Search:
 
     def _list(self, executor: str, signature: Signature) -> list[Choice]:
         """Time every layout that fits; of the most devices on which none does, remember the closest one."""
-        match executor:
-            case "trainer":
-                degree, listed = signature.trainer_parallel, self._trainers(signature)
-            case "generator":
-                degree, listed = signature.generator_parallel, self._generators(signature)
-            case _:
-                degree, listed = 1, self._scorers(executor)
+        if executor == "trainer":
+            degree, listed = signature.trainer_parallel, self._trainers(signature)
+        elif executor == "generator":
+            degree, listed = signature.generator_parallel, self._generators(signature)
+        else:
+            degree, listed = 1, self._scorers(executor)
         layouts, memory, times = listed
         choices: list[Choice] = []
         closest: tuple[Parts, Any] | None = None
@@ -366,15 +359,9 @@ class Search:
         if closest is not None:
             held, layout = closest
             fits_from = [choice.devices for choice in choices if choice.devices > layout.devices]
-            misfit = Misfit(
-                executor=executor,
-                tensor_parallel=degree,
-                precision=layout.precision if executor != "trainer" else signature.precision,
-                devices=layout.devices,
-                memory=held,
-                fits_from=min(fits_from, default=None),
-            )
-            self.misfits.append(misfit)
+            precision = signature.precision if executor == "trainer" else layout.precision
+            least = min(fits_from, default=None)
+            self.misfits.append(Misfit(executor, degree, precision, layout.devices, held, least))
         return choices
 
     def _trainers(self, signature: Signature) -> _Layouts:
@@ -424,6 +411,5 @@ def executors(plan: AsynchronousPlan | SynchronousPlan) -> dict[str, Layout]:
 
 def signature_of(plan: AsynchronousPlan) -> Signature:
     """Return the signature that `plan` is the best of, if it came out of a search."""
-    reference = plan.reference is not None
-    generator = plan.generator
-    return Signature(plan.trainer.tensor_parallel, generator.tensor_parallel, generator.precision, reference)
+    degree, generator = plan.trainer.tensor_parallel, plan.generator
+    return Signature(degree, generator.tensor_parallel, generator.precision, plan.reference is not None)

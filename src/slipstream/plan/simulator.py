@@ -21,7 +21,7 @@ from __future__ import annotations
 import gc
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -267,10 +267,8 @@ class Simulation:
             last = min(self._last, policy.config.steps)
             while policy.steps_done < last:
                 if not step():
-                    raise ScheduleError(
-                        "the schedule is stuck: nothing can happen any more",
-                        got=f"after step {policy.steps_done} the trainer waits for {policy.waits_for()}",
-                    )
+                    got = f"after step {policy.steps_done} the trainer waits for {policy.waits_for()}"
+                    raise ScheduleError("the schedule is stuck: nothing can happen any more", got=got)
         finally:
             if self._recorder is not None:
                 self._recorder.close()
@@ -317,7 +315,9 @@ class Simulation:
     def scored(self, ordinals: Sequence[int]) -> None:
         """Send word of groups that are scored and beside the trainer."""
         for ordinal in ordinals:
-            self.tell(_scored(ordinal, self._groups[ordinal], self._tokens[ordinal]))
+            work, versions = self._groups[ordinal], self._tokens[ordinal]
+            scored = partial(GroupScored, ordinal=ordinal, has_signal=work.has_signal, mean_reward=0.5, num_failed=0)
+            self.tell(scored(min_version=min(versions), max_version=max(versions)))
 
     def began(self, command: TrainStep) -> Batch:
         """Note that the trainer begins a step; return the tokens that it reads."""
@@ -430,14 +430,3 @@ class Simulation:
         result.wall_s, result.num_jumps = self.loop.time_s - self._origin_s, self.loop.num_events
         result.slot_s = len(self.replicas) * self.setup.slots * result.wall_s
         return result
-
-
-def _scored(ordinal: int, work: GroupWork, versions: Collection[int]) -> GroupScored:
-    return GroupScored(
-        ordinal=ordinal,
-        has_signal=work.has_signal,
-        mean_reward=0.5,
-        num_failed=0,
-        min_version=min(versions),
-        max_version=max(versions),
-    )

@@ -25,14 +25,14 @@ from slipstream.controller.schedule import SchedulingPolicy
 from slipstream.core.config import PRESETS, RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.fields import MAX_WAIT_S
-from slipstream.core.plain import shown
+from slipstream.core.plain import flat, shown
 from slipstream.core.recipes import merge, nested, resolve
 from slipstream.generator.vllm.settings import check_settings
 from slipstream.plan.calibrate import Calibration, calibrate, generator_dials, row_multiple
+from slipstream.plan.lengths import AS_RECORDED, Turns, WithTurns
 from slipstream.plan.recorded import RecordedRun, measured, read_run
 from slipstream.plan.simulated_run import FOR_ENVIRONMENTS, RunOutcome, SimulatedSetup, SimulatedWorkload
 from slipstream.plan.simulator import simulate
-from slipstream.plan.turns import AS_RECORDED, Turns, WithTurns
 
 SEEDS, MAX_SEEDS = 3, 1000  # simulations of each run, whose mean is returned
 _DIALS = {
@@ -114,9 +114,7 @@ def what_if(
         reward_s=reward_s,
         measured=measured(runs[0]),
         as_it_was=predict(calibration, config, seeds=seeds),
-        changed=predict(
-            calibration, changed, reward_s=reward_s, turns=turns, sessions=sessions, seeds=seeds, events=events
-        ),
+        changed=predict(calibration, changed, reward_s, turns, sessions, seeds=seeds, events=events),
         turns=turns,
     )
 
@@ -128,26 +126,23 @@ def as_simulated(run: RecordedRun) -> RunConfig:
 
 def changed_config(config: RunConfig, tables: Mapping[str, Any]) -> RunConfig:
     """Return `config` with overrides that can be simulated. ConfigError for others."""
-    unknown = [name for name in _flat(tables) if name not in DIALS]
+    unknown = [name for name in flat(tables) if name not in DIALS]
     if unknown:
-        raise ConfigError(
-            "a run's files do not say what this would change",
-            got=", ".join(unknown),
-            allowed=", ".join(DIALS),
-            hint="a run with it would: `slipstream run`; for another model, `slipstream plan`",
-        )
+        what = "a run's files do not say what this would change"
+        hint = "a run with it would: `slipstream run`; for another model, `slipstream plan`"
+        raise ConfigError(what, got=", ".join(unknown), allowed=", ".join(DIALS), hint=hint)
     changed = resolve(merge(config.model_dump(), tables))
-    check_settings(changed.generator)
+    check_settings(changed)
     return changed
 
 
 def predict(
     calibration: Calibration,
     config: RunConfig,
-    *,
     reward_s: float | None = None,
     turns: Turns = AS_RECORDED,
     sessions: int | None = None,
+    *,
     seeds: int = SEEDS,
     events: Path | None = None,
 ) -> RunOutcome:
@@ -208,21 +203,17 @@ def mean_outcome(outcomes: Sequence[RunOutcome]) -> RunOutcome:
     )
 
 
+ENVIRONMENTS = "for environments"  # a row of runs that wait for some
 ROWS: tuple[tuple[str, Callable[[RunOutcome], str]], ...] = (
     ("step time", lambda outcome: f"{outcome.step_s:.3g} s"),
     ("trained", lambda outcome: f"{outcome.trained_tokens_per_s:,.0f} tokens/s"),
     ("generated", lambda outcome: f"{outcome.generated_tokens_per_s:,.0f} tokens/s"),
     ("trainer waits", lambda outcome: f"{outcome.idle['trainer']:.1%}"),
     ("generators wait", lambda outcome: f"{outcome.idle['generator']:.1%}"),
+    (ENVIRONMENTS, lambda outcome: f"{outcome.idle.get(FOR_ENVIRONMENTS, 0.0):.1%}"),
     ("staleness, mean", lambda outcome: f"{outcome.staleness_mean:.2f} steps"),
     ("staleness, most", lambda outcome: f"{outcome.staleness_max} steps"),
 )
-
-AFTER_GENERATORS = 5
-
-
-def _for_environments(outcome: RunOutcome) -> str:
-    return f"{outcome.idle.get(FOR_ENVIRONMENTS, 0.0):.1%}"
 
 
 def show(found: WhatIf, console: Console) -> None:
@@ -232,18 +223,17 @@ def show(found: WhatIf, console: Console) -> None:
         del columns["what if"]
     console.print(f"{found.run}: {found.measured.steps} steps measured", highlight=False, soft_wrap=True)
     if found.is_changed:
-        words = [f"{name} = {value}" for name, value in _flat(found.overrides).items()]
+        words = [f"{name} = {value}" for name, value in flat(found.overrides).items()]
         words += [] if found.reward_s is None else [f"reward = {found.reward_s:g} s a completion"]
         words += [f"{name} = {value:g}" for name, value in asdict(found.turns).items() if value is not None]
         console.print(f"what if: {', '.join(words)}", highlight=False, soft_wrap=True, markup=False)
     table = Table("", *columns, show_edge=False)
     for column in table.columns[1:]:
         column.justify = "right"
-    rows = ROWS
-    if any(FOR_ENVIRONMENTS in outcome.idle for outcome in columns.values()):
-        rows = (*ROWS[:AFTER_GENERATORS], ("for environments", _for_environments), *ROWS[AFTER_GENERATORS:])
-    for name, text in rows:
-        table.add_row(name, *(text(outcome) for outcome in columns.values()))
+    has_environments = any(FOR_ENVIRONMENTS in outcome.idle for outcome in columns.values())
+    for name, text in ROWS:
+        if name != ENVIRONMENTS or has_environments:
+            table.add_row(name, *(text(outcome) for outcome in columns.values()))
     for lag in sorted({lag for outcome in columns.values() for lag in outcome.staleness}):
         table.add_row(f"tokens {lag} stale", *(_share(outcome, lag) for outcome in columns.values()))
     console.print(table)
@@ -271,10 +261,3 @@ def _share(outcome: RunOutcome, lag: int) -> str:
     total = sum(outcome.staleness.values())
     share = outcome.staleness.get(lag, 0) / total if total else 0.0
     return f"{'█' * round(BAR * share)} {share:4.0%}"
-
-
-def _flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in tables.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
-    return flat

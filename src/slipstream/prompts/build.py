@@ -205,12 +205,9 @@ def demonstrations(
     completion ends with the tokenizer's EOS.
     """
     if tokenizer.eos_token_id is None:
-        raise ConfigError(
-            "demonstrations end with an EOS token",
-            got="a tokenizer without one",
-            allowed="a tokenizer with eos_token",
-            hint="set it in tokenizer_config.json, or warm_start.steps = 0",
-        )
+        what = "demonstrations end with an EOS token"
+        hint = "set it in tokenizer_config.json, or warm_start.steps = 0"
+        raise ConfigError(what, got="a tokenizer without one", allowed="a tokenizer with eos_token", hint=hint)
     templates = [
         Template(kind.template, field=f"warm_start.demonstrations[{i}].template")
         for i, kind in enumerate(config.demonstrations)
@@ -333,12 +330,9 @@ def _check_num_eval(config: PromptsConfig, source: str, available: int, collecto
             f"dataset '{source}' has no rows", got="nothing to read in it", allowed="one prompt a row, at least"
         )
     if collector.num_too_long and collector.num_too_long + collector.num_duplicates == collector.num_candidates:
-        raise ConfigError(
-            f"all prompts of dataset '{source}' are over prompts.max_prompt_tokens",
-            got=str(collector),
-            allowed=f"at most {config.max_prompt_tokens} tokens",
-            hint="raise prompts.max_prompt_tokens, or see prompts.too_long",
-        )
+        what = f"all prompts of dataset '{source}' are over prompts.max_prompt_tokens"
+        hint = "raise prompts.max_prompt_tokens, or see prompts.too_long"
+        raise ConfigError(what, got=str(collector), allowed=f"at most {config.max_prompt_tokens} tokens", hint=hint)
     if available < config.num_eval:
         raise ConfigError(
             f"dataset '{source}' cannot supply enough distinct held-out prompts",

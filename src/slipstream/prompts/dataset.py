@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from slipstream.core.errors import ConfigError, did_you_mean
+from slipstream.core.errors import ConfigError
 from slipstream.core.sections import PromptsConfig
 from slipstream.models.hub import reached_for_dataset
 from slipstream.prompts.rows import PromptRow, to_json_types
@@ -41,12 +41,9 @@ def check_source(source: str) -> None:
         raise ConfigError("unknown kind of dataset file", got=source, allowed=f"{', '.join(KINDS)} or a folder")
     is_local = path.is_absolute() or source.startswith((".", "~")) or path.suffix or source.count("/") > 1
     if not path.exists() and is_local:
-        raise ConfigError(
-            "dataset not found",
-            got=source,
-            allowed="an existing file or folder, or a hub id 'owner/name'",
-            hint=f"relative paths are from {Path.cwd()}; `slipstream recipes` tells what a shipped recipe needs",
-        )
+        allowed = "an existing file or folder, or a hub id 'owner/name'"
+        hint = f"relative paths are from {Path.cwd()}; `slipstream recipes` tells what a shipped recipe needs"
+        raise ConfigError("dataset not found", got=source, allowed=allowed, hint=hint)
 
 
 def check_first(source: str, config: PromptsConfig) -> None:
@@ -107,12 +104,9 @@ def _jsonl(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
             where = f"{path}, line {number}"
             if len(line) > MAX_LINE_BYTES:
                 length = len(line) + _rest_of_line(file)
-                raise ConfigError(
-                    f"{where} is too long",
-                    got=f"{length:,} bytes: {line[:60]!r} ...",
-                    allowed=f"{MAX_LINE_BYTES:,} bytes",
-                    hint="is it one object a line? a JSON array in one line is not",
-                )
+                got = f"{length:,} bytes: {line[:60]!r} ..."
+                hint = "is it one object a line? a JSON array in one line is not"
+                raise ConfigError(f"{where} is too long", got=got, allowed=f"{MAX_LINE_BYTES:,} bytes", hint=hint)
             try:
                 record = json.loads(line.decode("utf-8"))
             except UnicodeDecodeError as error:
@@ -120,11 +114,9 @@ def _jsonl(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
                     f"{where} is not UTF-8", got=f"{line[max(0, error.start - 20) : error.end + 20]!r}", allowed="UTF-8"
                 ) from error
             except (ValueError, RecursionError) as error:
-                raise ConfigError(
-                    f"{where} is not JSON: {'nested too deep' if isinstance(error, RecursionError) else error}",
-                    got=f"{line[:60]!r}",
-                    allowed='one object a line, such as {"prompt": "...", "answer": "..."}',
-                ) from error
+                what = f"{where} is not JSON: {'nested too deep' if isinstance(error, RecursionError) else error}"
+                allowed = 'one object a line, such as {"prompt": "...", "answer": "..."}'
+                raise ConfigError(what, got=f"{line[:60]!r}", allowed=allowed) from error
             if not isinstance(record, dict):
                 raise ConfigError(
                     f"{where} is not a JSON object", got=type(record).__name__, allowed="one object a line"
@@ -161,11 +153,9 @@ def _folder(path: Path, name: str | None, split: str, *, is_streamed: bool) -> I
     for _, folders, files in os.walk(path):
         found += len(folders) + len(files)
         if found > MAX_ENTRIES:
-            raise ConfigError(
-                f"the folder '{path}' has too many files to be searched for data",
-                got=f"more than {MAX_ENTRIES:,} files and folders",
-                hint="name the folder of the dataset itself, or one file of it",
-            )
+            what = f"the folder '{path}' has too many files to be searched for data"
+            hint = "name the folder of the dataset itself, or one file of it"
+            raise ConfigError(what, got=f"more than {MAX_ENTRIES:,} files and folders", hint=hint)
     return _load(str(path), name, split, is_streamed=is_streamed)
 
 
@@ -186,10 +176,8 @@ def _load(source: str, name: str | None, split: str, *, is_streamed: bool) -> It
 
 def _split(loaded: Mapping[str, Any], split: str, *, source: str) -> Iterable[Mapping[str, Any]]:
     if split not in loaded:
-        raise ConfigError(
-            f"dataset '{source}' has no split '{split}'",
-            allowed=", ".join(loaded),
-            hint=did_you_mean(split, loaded) or "see prompts.dataset_split",
+        raise ConfigError.unknown(
+            f"dataset '{source}' has no split '{split}'", split, loaded, hint="see prompts.dataset_split"
         )
     records: Iterable[Mapping[str, Any]] = loaded[split]
     return records
@@ -198,10 +186,12 @@ def _split(loaded: Mapping[str, Any], split: str, *, source: str) -> Iterable[Ma
 def row_of(record: Mapping[str, Any], config: PromptsConfig, *, template: Template, where: str) -> PromptRow | None:
     """The row of `record`, or None for one without the two periods that `between_periods` asks for."""
     if config.prompt_column not in record:
-        raise ConfigError(
+        raise ConfigError.unknown(
             f"{where} has no column '{config.prompt_column}'",
-            allowed=", ".join(record) or "an object with columns",
-            hint=did_you_mean(config.prompt_column, record) or "see prompts.prompt_column",
+            config.prompt_column,
+            record,
+            none="an object with columns",
+            hint="see prompts.prompt_column",
         )
     columns = to_json_types(dict(record), where=where)
     prompt = columns.pop(config.prompt_column)
@@ -233,24 +223,16 @@ def between_periods(text: str) -> str | None:
 
 def _messages(prompt: Any, *, where: str) -> list[dict[str, Any]]:
     if not isinstance(prompt, list) or not prompt:
-        raise ConfigError(
-            f"{where}: the prompt is neither text nor a chat",
-            got=type(prompt).__name__,
-            allowed="a string, or a list of messages",
-            hint="see prompts.prompt_column",
-        )
+        what = f"{where}: the prompt is neither text nor a chat"
+        allowed = "a string, or a list of messages"
+        raise ConfigError(what, got=type(prompt).__name__, allowed=allowed, hint="see prompts.prompt_column")
     for message in prompt:
         if not (
             isinstance(message, dict) and message.get("role") in _ROLES and isinstance(message.get("content"), str)
         ):
-            raise ConfigError(
-                f"{where}: a chat message is malformed",
-                got=message,
-                allowed=f"{{'role': one of {sorted(_ROLES)}, 'content': text}}",
-            )
+            allowed = f"{{'role': one of {sorted(_ROLES)}, 'content': text}}"
+            raise ConfigError(f"{where}: a chat message is malformed", got=message, allowed=allowed)
     if prompt[-1]["role"] == "assistant":
-        raise ConfigError(
-            f"{where}: the chat ends with the assistant's answer",
-            hint="a prompt ends before the answer; put the reference into the answer column",
-        )
+        hint = "a prompt ends before the answer; put the reference into the answer column"
+        raise ConfigError(f"{where}: the chat ends with the assistant's answer", hint=hint)
     return prompt

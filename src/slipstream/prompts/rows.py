@@ -69,12 +69,9 @@ def to_json_types(value: Any, *, where: str) -> Any:
     except RecursionError:
         wrong = "lists and objects nested without end"
     if wrong is not None:
-        raise ConfigError(
-            f"{where} holds a value that cannot be written again",
-            got=wrong,
-            allowed=f"Unicode text, integers of 64 bits, {MAX_DEPTH} levels of lists and objects",
-            hint="repair or drop the record",
-        )
+        what = f"{where} holds a value that cannot be written again"
+        allowed = f"Unicode text, integers of 64 bits, {MAX_DEPTH} levels of lists and objects"
+        raise ConfigError(what, got=wrong, allowed=allowed, hint="repair or drop the record")
     return plain
 
 
@@ -95,9 +92,6 @@ def _to_json_types(value: Any, *, where: str) -> Any:
         return value.isoformat()
     if hasattr(value, "tolist"):  # numpy scalars and arrays
         return _to_json_types(value.tolist(), where=where)
-    raise ConfigError(
-        f"{where} holds a value that is not JSON",
-        got=type(value).__name__,
-        allowed="null, booleans, numbers, strings, lists and objects",
-        hint="drop or convert the column before training",
-    )
+    allowed = "null, booleans, numbers, strings, lists and objects"
+    hint = "drop or convert the column before training"
+    raise ConfigError(f"{where} holds a value that is not JSON", got=type(value).__name__, allowed=allowed, hint=hint)

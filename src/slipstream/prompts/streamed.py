@@ -80,11 +80,9 @@ class StreamedPrompts:
             try:
                 batch = self._ahead.result(READ_WITHIN_S)
             except TimeoutError as error:
-                raise SlipstreamError(
-                    "the next rows of the data set have not come",
-                    got=f"nothing within {READ_WITHIN_S:g} s, after {self._next} prompts",
-                    hint="is its source reachable? A resume goes on with the same prompt",
-                ) from error
+                got = f"nothing within {READ_WITHIN_S:g} s, after {self._next} prompts"
+                hint = "is its source reachable? A resume goes on with the same prompt"
+                raise SlipstreamError("the next rows of the data set have not come", got=got, hint=hint) from error
             self._waiting = [] if batch is None else batch[::-1]
             self._ahead = None if batch is None else self._reader.submit(next, self._rows, None)
         return self._waiting.pop() if self._waiting else None

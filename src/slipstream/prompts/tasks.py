@@ -153,11 +153,9 @@ class TaskSource:
         check_task_names([self._task])
         reserved = sorted({"seed", "size"} & self._task.params.keys())
         if reserved:
-            raise ConfigError(
-                f"task '{self._task.name}': {', '.join(reserved)} cannot be a parameter",
-                got=self._task.params,
-                hint="use the run's seed, prompts.num_train and prompts.num_eval",
-            )
+            what = f"task '{self._task.name}': {', '.join(reserved)} cannot be a parameter"
+            hint = "use the run's seed, prompts.num_train and prompts.num_eval"
+            raise ConfigError(what, got=self._task.params, hint=hint)
         create = OWN_TASKS.get(self._task.name) or partial(reasoning_gym.create_dataset, self._task.name)
         try:
             return create(seed=self._next_seed, size=size, **self._task.params)

@@ -32,11 +32,9 @@ class Template:
             raise ConfigError(f"{field} is not a template", got=repr(text), allowed="'{column}' and '{{'") from error
         for _, name, spec, conversion in pieces:
             if name is not None and (not name.isidentifier() or spec or conversion):
-                raise ConfigError(
-                    f"{field} uses a placeholder that is not a plain column name",
-                    got=f"{{{name}}}" if not (spec or conversion) else repr(text),
-                    allowed="'{column}'; literal braces are written '{{' and '}}'",
-                )
+                what = f"{field} uses a placeholder that is not a plain column name"
+                allowed = "'{column}'; literal braces are written '{{' and '}}'"
+                raise ConfigError(what, got=f"{{{name}}}" if not (spec or conversion) else repr(text), allowed=allowed)
         self._pieces = [(literal, name) for literal, name, _, _ in pieces]
 
     @property
@@ -51,11 +49,12 @@ class Template:
             if name is None:
                 continue
             if name not in columns:
-                raise ConfigError(
+                raise ConfigError.unknown(
                     f"{self._field} names a column that the row does not have",
+                    name,
+                    sorted(columns),
                     got=name,
-                    allowed=", ".join(sorted(columns)),
-                    hint=did_you_mean(name, columns) or self._over_these(columns),
+                    hint=self._over_these(columns),
                 )
             parts.append(str(columns[name]))
         return "".join(parts)
@@ -91,12 +90,9 @@ class Encoder:
                 variables=config.chat_template_kwargs,
             )
         if config.system is not None and not config.chat:
-            raise ConfigError(
-                "prompts.system needs a chat template",
-                got="system with chat = false",
-                allowed="chat = true",
-                hint="set prompts.chat = true, or put the text into prompts.template",
-            )
+            what = "prompts.system needs a chat template"
+            hint = "set prompts.chat = true, or put the text into prompts.template"
+            raise ConfigError(what, got="system with chat = false", allowed="chat = true", hint=hint)
 
     def messages(self, row: PromptRow) -> list[dict[str, Any]] | None:
         """The chat of `row`: its own, or its text as a user message under `chat`; the system message in front."""
@@ -179,9 +175,7 @@ class Encoder:
 
     def _render_chats(self, chats: Sequence[list[dict[str, Any]]]) -> list[str]:
         if self._renderer is None:
-            raise ConfigError(
-                "chat prompts need a tokenizer with a chat template",
-                got="a tokenizer without one",
-                hint="use an instruction-tuned checkpoint, or prompts.chat = false",
-            )
+            what = "chat prompts need a tokenizer with a chat template"
+            hint = "use an instruction-tuned checkpoint, or prompts.chat = false"
+            raise ConfigError(what, got="a tokenizer without one", hint=hint)
         return self._renderer.render(chats, tools=self._tools)

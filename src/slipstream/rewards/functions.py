@@ -79,11 +79,9 @@ def pattern_of(pattern: str | None, function: str, timeout_s: float) -> Pattern 
     if pattern is None:
         return None
     if not isinstance(pattern, str) or len(pattern) > MAX_PATTERN or _repetitions(pattern) > MAX_REPETITIONS:
-        raise ConfigError(
-            f"the pattern of reward '{function}' is too large to be compiled",
-            got=shown(pattern),
-            allowed=f"up to {MAX_PATTERN:,} characters, whose counts {{n}} multiply to {MAX_REPETITIONS:,} at most",
-        )
+        what = f"the pattern of reward '{function}' is too large to be compiled"
+        allowed = f"up to {MAX_PATTERN:,} characters, whose counts {{n}} multiply to {MAX_REPETITIONS:,} at most"
+        raise ConfigError(what, got=shown(pattern), allowed=allowed)
     try:
         compiled = regex.compile(pattern, regex.DOTALL)
     except (regex.error, RecursionError, OverflowError) as error:
@@ -223,11 +221,9 @@ def length_shaping(
     (arXiv:2503.14476, equation 13): 0 up to max - buffer, falling linearly to -1 at max, -1 beyond.
     """
     if (target_tokens is None) == (max_tokens is None):
-        raise ConfigError(
-            "reward 'length' needs exactly one of its parameters",
-            got=f"target_tokens = {target_tokens}, max_tokens = {max_tokens}",
-            allowed="target_tokens, or max_tokens with buffer_tokens",
-        )
+        what = "reward 'length' needs exactly one of its parameters"
+        got = f"target_tokens = {target_tokens}, max_tokens = {max_tokens}"
+        raise ConfigError(what, got=got, allowed="target_tokens, or max_tokens with buffer_tokens")
     if target_tokens is not None:
         if target_tokens <= 0:
             raise ConfigError("target_tokens must be positive", got=target_tokens)
@@ -262,26 +258,17 @@ def check_term(term: Term) -> None:
     """ConfigError unless `term` names a built-in with parameters it takes, or has the form of an import path."""
     if ":" in term.function:
         if term.params:
-            raise ConfigError(
-                "parameters are for built-in rewards",
-                got=f"{term.function} with {term.params}",
-                hint="bind them in code",
-            )
+            what = "parameters are for built-in rewards"
+            raise ConfigError(what, got=f"{term.function} with {term.params}", hint="bind them in code")
         location = term.function.rpartition(":")[0]
         if location.endswith(".py") and not Path(location).expanduser().is_file():
-            raise ConfigError(
-                f"reward function '{term.function}': there is no such file",
-                got=location,
-                allowed="'module:function' or 'path/to/file.py:function'",
-            )
+            what = f"reward function '{term.function}': there is no such file"
+            raise ConfigError(what, got=location, allowed="'module:function' or 'path/to/file.py:function'")
         check_function(term.function)
         return
     if term.per == "group" and term.function in BUILTINS:
-        raise ConfigError(
-            f"reward '{term.function}' scores each completion by itself",
-            got="per = 'group'",
-            allowed="per = 'completion'; 'group' is for functions of your own",
-        )
+        what = f"reward '{term.function}' scores each completion by itself"
+        raise ConfigError(what, got="per = 'group'", allowed="per = 'completion'; 'group' is for functions of your own")
     if term.function not in BUILTINS:
         raise ConfigError(
             f"unknown reward function '{term.function}'",
@@ -292,18 +279,11 @@ def check_term(term: Term) -> None:
     allowed = parameters.keys() - _PROVIDED
     for name in term.params:
         if name not in allowed:
-            raise ConfigError(
-                f"reward '{term.function}' has no parameter '{name}'",
-                allowed=", ".join(sorted(allowed)),
-                hint=did_you_mean(name, allowed),
-            )
+            raise ConfigError.unknown(f"reward '{term.function}' has no parameter '{name}'", name, sorted(allowed))
     required = {name for name in allowed if parameters[name].default is inspect.Parameter.empty}
     if missing := required - term.params.keys():
-        raise ConfigError(
-            f"reward '{term.function}' needs the parameter '{missing.pop()}'",
-            allowed=", ".join(sorted(allowed)),
-            hint="see params of rewards.terms",
-        )
+        what = f"reward '{term.function}' needs the parameter '{missing.pop()}'"
+        raise ConfigError(what, allowed=", ".join(sorted(allowed)), hint="see params of rewards.terms")
     if term.function not in ("task", "math"):  # those import; the others check the values of their parameters
         try:
             BUILTINS[term.function](**term.params, **_provided(term, {}, None, 1.0))

@@ -71,11 +71,8 @@ def _tables(listed: Sequence[Any]) -> tuple[list[dict[str, Any]], Functions]:
             functions[name] = function
             table["function"] = FROM_PYTHON + name
         elif not isinstance(function, str):
-            raise ConfigError(
-                f"reward {index} is no function",
-                got=repr(function),
-                allowed="a function, a name as in rewards.terms ('length', 'file.py:function'), or a table of either",
-            )
+            allowed = "a function, a name as in rewards.terms ('length', 'file.py:function'), or a table of either"
+            raise ConfigError(f"reward {index} is no function", got=repr(function), allowed=allowed)
         tables.append(table)
     return tables, functions
 

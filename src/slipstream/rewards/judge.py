@@ -21,7 +21,7 @@ import msgspec
 import regex
 
 from slipstream.core.endpoint import MAX_BACKOFF_S, AttemptFailed, ChatEndpoint, RequestRefused, marked
-from slipstream.core.errors import ConfigError, did_you_mean
+from slipstream.core.errors import ConfigError
 from slipstream.core.sections import JudgeTerm, RewardsConfig
 from slipstream.core.types import Prompt
 from slipstream.rewards.awaited import NoScore, Seat
@@ -231,11 +231,9 @@ def _template_of(term: JudgeTerm) -> str:
                 f"the prompt_file of judge '{term.name}' cannot be read", got=f"{path}: {error}"
             ) from error
     if not OF_COMPLETION & set(placeholders(template)):
-        raise ConfigError(
-            f"the {where} of judge '{term.name}' does not show the completion",
-            got=f"placeholders {', '.join(placeholders(template)) or 'none'}",
-            allowed="{completion}, or {messages} for all turns",
-        )
+        what = f"the {where} of judge '{term.name}' does not show the completion"
+        got = f"placeholders {', '.join(placeholders(template)) or 'none'}"
+        raise ConfigError(what, got=got, allowed="{completion}, or {messages} for all turns")
     return template
 
 
@@ -247,9 +245,10 @@ def check_templates(config: RewardsConfig, prompts: Sequence[Prompt]) -> None:
     for term in config.judges if prompts else ():
         for name in placeholders(_template_of(term)):
             if name not in allowed:
-                raise ConfigError(
+                raise ConfigError.unknown(
                     f"the template of judge '{term.name}' names a column that no row has",
+                    name,
+                    sorted(allowed),
                     got=f"{{{name}}}",
-                    allowed=", ".join(sorted(allowed)),
-                    hint=did_you_mean(name, allowed) or "to write it as it is, put a space behind its brace",
+                    hint="to write it as it is, put a space behind its brace",
                 )

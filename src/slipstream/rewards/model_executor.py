@@ -62,11 +62,9 @@ class ModelScorer:
         ]
         for name, model in self._models:
             if model.config.max_positions < max_tokens:
-                raise ConfigError(
-                    f"reward model '{name}' does not read prompts and completions of this run",
-                    got=f"at most {model.config.max_positions} tokens",
-                    allowed=f"at least {max_tokens} (prompts.max_prompt_tokens + generator.max_new_tokens)",
-                )
+                what = f"reward model '{name}' does not read prompts and completions of this run"
+                allowed = f"at least {max_tokens} (prompts.max_prompt_tokens + generator.max_new_tokens)"
+                raise ConfigError(what, got=f"at most {model.config.max_positions} tokens", allowed=allowed)
 
     @property
     def vocab_size(self) -> int:

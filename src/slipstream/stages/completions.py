@@ -104,11 +104,8 @@ def split_by_prompt(
 def build_judge(config: JudgeConfig) -> Judge:
     """Return the function or the model behind an endpoint that judges. ConfigError unless exactly one is given."""
     if (config.function is None) == (config.base_url is None):
-        raise ConfigError(
-            "a judge is a function or an endpoint",
-            got=f"function = {config.function!r}, base_url = {config.base_url!r}",
-            allowed="one of the two",
-        )
+        got = f"function = {config.function!r}, base_url = {config.base_url!r}"
+        raise ConfigError("a judge is a function or an endpoint", got=got, allowed="one of the two")
     if config.function is not None:
         try:
             found = resolve_import(config.function)

@@ -42,7 +42,7 @@ def resolve(
 
 def check_conflicts(config: RunConfig) -> None:
     """Raise ConfigError for what vLLM or a stage asks of the rest; the sections' own conflicts have been raised."""
-    check_settings(config.generator)
+    check_settings(config)
     check_order(config)
 
 

@@ -14,11 +14,8 @@ def check_order(config: RunConfig) -> None:
     _check_paths(config)
     _check_shape(config)
     if "reward_model" in stages and "preferences" not in stages and config.reward_model.preferences is None:
-        raise ConfigError(
-            "a reward model needs preferences",
-            got=f"stages = {stages}",
-            allowed="the stage 'preferences' before it, or reward_model.preferences",
-        )
+        allowed = "the stage 'preferences' before it, or reward_model.preferences"
+        raise ConfigError("a reward model needs preferences", got=f"stages = {stages}", allowed=allowed)
     if "dpo" in stages:
         _check_dpo(config)
     if "preferences" in stages:
@@ -27,11 +24,9 @@ def check_order(config: RunConfig) -> None:
         raise ConfigError("the stage evaluate measures what rl has changed, or dpo", got=f"stages = {stages}")
     asked, held_out = config.evaluation.num_prompts, config.prompts.num_eval
     if "evaluate" in stages and asked > held_out:
-        raise ConfigError(
-            "the stage evaluate asks for more prompts than are held out",
-            got=f"evaluation.num_prompts = {asked}, prompts.num_eval = {held_out}",
-            allowed="evaluation.num_prompts <= prompts.num_eval",
-        )
+        what = "the stage evaluate asks for more prompts than are held out"
+        got = f"evaluation.num_prompts = {asked}, prompts.num_eval = {held_out}"
+        raise ConfigError(what, got=got, allowed="evaluation.num_prompts <= prompts.num_eval")
 
 
 def _check_paths(config: RunConfig) -> None:
@@ -56,44 +51,31 @@ def _check_paths(config: RunConfig) -> None:
             allowed = " or ".join(f"'{STAGE_PREFIX}{maker}'" for maker in makers)
             raise ConfigError(f"no stage makes what {field} needs", got=path, allowed=allowed or "a folder")
         if stage not in config.stages:
-            raise ConfigError(
-                f"{field} names a stage that this run does not go through",
-                got=f"{path} with stages = {config.stages}",
-                hint=f"add '{stage}' to stages before '{user}', or give the folder of its checkpoint",
-            )
+            what = f"{field} names a stage that this run does not go through"
+            hint = f"add '{stage}' to stages before '{user}', or give the folder of its checkpoint"
+            raise ConfigError(what, got=f"{path} with stages = {config.stages}", hint=hint)
 
 
 def _check_dpo(config: RunConfig) -> None:
     """Raise ConfigError where the stage `dpo` has no pairs, nothing to start from, or is to start from itself."""
     stages, dpo = config.stages, config.dpo
     if dpo.preferences is None and "preferences" not in stages:
-        raise ConfigError(
-            "the stage dpo needs preferences",
-            got=f"stages = {stages}",
-            allowed="the stage 'preferences' before it, or dpo.preferences",
-        )
+        allowed = "the stage 'preferences' before it, or dpo.preferences"
+        raise ConfigError("the stage dpo needs preferences", got=f"stages = {stages}", allowed=allowed)
     if dpo.preferences is None and config.reward_model.candidates != 2:
-        raise ConfigError(
-            "the stage dpo learns from pairs",
-            got=f"reward_model.candidates = {config.reward_model.candidates}",
-            allowed="2, or dpo.preferences",
-        )
+        got = f"reward_model.candidates = {config.reward_model.candidates}"
+        raise ConfigError("the stage dpo learns from pairs", got=got, allowed="2, or dpo.preferences")
     if stage_of(config.model.path) == "dpo":
         paths = {"dpo.path": dpo.path}
         if "preferences" in stages:
             paths["preferences.path"] = config.preferences.path
         for field in (field for field, path in paths.items() if path is None):
-            raise ConfigError(
-                f"{field} is model.path where it is not given, and that checkpoint is made from what it reads",
-                got=f"no {field} with model.path = '{config.model.path}'",
-                allowed="the checkpoint before, such as 'stage:sft'",
-            )
+            what = f"{field} is model.path where it is not given, and that checkpoint is made from what it reads"
+            got = f"no {field} with model.path = '{config.model.path}'"
+            raise ConfigError(what, got=got, allowed="the checkpoint before, such as 'stage:sft'")
     if "evaluate" in stages and "rl" not in stages and (dpo.path or config.model.path) is None:
-        raise ConfigError(
-            "the stage evaluate compares two checkpoints, and dpo would start from a fresh model",
-            got="no dpo.path and no model.path",
-            allowed="one of them, such as 'stage:sft'",
-        )
+        what = "the stage evaluate compares two checkpoints, and dpo would start from a fresh model"
+        raise ConfigError(what, got="no dpo.path and no model.path", allowed="one of them, such as 'stage:sft'")
 
 
 def _check_shape(config: RunConfig) -> None:
@@ -113,33 +95,20 @@ def _check_shape(config: RunConfig) -> None:
 def _check_labels(config: RunConfig) -> None:
     preferences, candidates = config.preferences, config.reward_model.candidates
     if candidates == 1:
-        raise ConfigError(
-            "the stage preferences compares completions and rates none",
-            got="reward_model.candidates = 1",
-            allowed="2 or 4, or reward_model.preferences with ratings and no stage preferences",
-        )
+        what = "the stage preferences compares completions and rates none"
+        allowed = "2 or 4, or reward_model.preferences with ratings and no stage preferences"
+        raise ConfigError(what, got="reward_model.candidates = 1", allowed=allowed)
     if preferences.labels == "judge" and not config.judge.is_given:
-        raise ConfigError(
-            "preferences.labels = 'judge' needs a judge",
-            got="no judge.function and no judge.base_url",
-            allowed="one of them",
-        )
+        what = "preferences.labels = 'judge' needs a judge"
+        raise ConfigError(what, got="no judge.function and no judge.base_url", allowed="one of them")
     if preferences.labels == "judge" and candidates != 2:
-        raise ConfigError(
-            "a judge compares two completions",
-            got=f"reward_model.candidates = {candidates}",
-            allowed="2, or preferences.labels = 'gold'",
-        )
+        got = f"reward_model.candidates = {candidates}"
+        raise ConfigError("a judge compares two completions", got=got, allowed="2, or preferences.labels = 'gold'")
     if preferences.labels == "gold" and any(stage_of(term.path) for term in config.gold_rewards.models):
-        raise ConfigError(
-            "preferences would be labelled by the reward model that is trained on them",
-            got="no [gold], and rewards.models of a stage",
-            allowed="gold.terms or gold.models",
-        )
+        what = "preferences would be labelled by the reward model that is trained on them"
+        raise ConfigError(what, got="no [gold], and rewards.models of a stage", allowed="gold.terms or gold.models")
     sampled = preferences.samples_per_prompt + preferences.with_reference
     if sampled < candidates:
-        raise ConfigError(
-            "too few completions of a prompt to compare",
-            got=f"{sampled} with reward_model.candidates = {candidates}",
-            hint="raise preferences.samples_per_prompt",
-        )
+        what = "too few completions of a prompt to compare"
+        got = f"{sampled} with reward_model.candidates = {candidates}"
+        raise ConfigError(what, got=got, hint="raise preferences.samples_per_prompt")

@@ -58,11 +58,8 @@ def read_lines(path: Path, tokenizer: Tokenizer) -> tuple[list[Preference], list
         int(tokens.max(initial=0)) for one in [*train, *held_out] for tokens in (one.prompt_tokens, *one.candidates)
     )
     if largest >= len(tokenizer):
-        raise ConfigError(
-            f"the preferences in {path} are tokens of another tokenizer",
-            got=f"token {largest}",
-            allowed=f"below {len(tokenizer)}, those of model.path",
-        )
+        what = f"the preferences in {path} are tokens of another tokenizer"
+        raise ConfigError(what, got=f"token {largest}", allowed=f"below {len(tokenizer)}, those of model.path")
     return train, held_out
 
 
@@ -119,11 +116,8 @@ def read_pairs(config: RunConfig, run_dir: Path, tokenizer: Tokenizer, *, max_po
     train, held_out = parts
     told = FoundPreferences(train, held_out, num_equal, num_too_long + every - num_fitting)
     if not told.train:
-        raise ConfigError(
-            f"'{source or path}' has no preferences to train on",
-            got=str(told),
-            hint="see dpo.held_out, prompts.max_prompt_tokens and rewards.truncate_token",
-        )
+        hint = "see dpo.held_out, prompts.max_prompt_tokens and rewards.truncate_token"
+        raise ConfigError(f"'{source or path}' has no preferences to train on", got=str(told), hint=hint)
     if is_kto:
         _check_labelled(told.train)
     return told
@@ -136,11 +130,8 @@ def _length(preference: Preference) -> int:
 def _is_equal(preference: Preference, source: str | Path) -> bool:
     """Tell whether a pair compares nothing. ConfigError for more than two completions."""
     if len(preference.candidates) > 2:
-        raise ConfigError(
-            f"the stage dpo learns from pairs, and '{source}' has other preferences",
-            got=f"{len(preference.candidates)} candidates",
-            allowed="2",
-        )
+        what = f"the stage dpo learns from pairs, and '{source}' has other preferences"
+        raise ConfigError(what, got=f"{len(preference.candidates)} candidates", allowed="2")
     return len(preference.candidates) == 2 and np.array_equal(*preference.candidates)
 
 
@@ -156,18 +147,12 @@ def _check_labelled(train: Sequence[Preference]) -> None:
     """Raise ConfigError unless there are completions of both labels, and of more prompts than one."""
     num_desirable = sum(one.rating == 1.0 for one in train)
     if num_desirable in (0, len(train)):
-        raise ConfigError(
-            "KTO learns from desirable and undesirable completions",
-            got=f"{num_desirable} desirable of {len(train)}",
-            allowed="some of both",
-        )
+        what = "KTO learns from desirable and undesirable completions"
+        raise ConfigError(what, got=f"{num_desirable} desirable of {len(train)}", allowed="some of both")
     if len({one.prompt_tokens.tobytes() for one in train}) == 1:
-        raise ConfigError(
-            "KTO compares with completions of other prompts",
-            got="one prompt alone to train on",
-            allowed="at least two prompts",
-            hint="dpo.loss = 'sigmoid', 'ipo' and 'simpo' learn from pairs of one prompt",
-        )
+        what = "KTO compares with completions of other prompts"
+        hint = "dpo.loss = 'sigmoid', 'ipo' and 'simpo' learn from pairs of one prompt"
+        raise ConfigError(what, got="one prompt alone to train on", allowed="at least two prompts", hint=hint)
 
 
 def _from_dataset(config: RunConfig, source: str, tokenizer: Tokenizer) -> tuple[list[Preference], int]:

@@ -74,11 +74,9 @@ def run_preferences(config: RunConfig, run_dir: Path, progress: StageProgress) -
     with times.span("score"):
         lines = labelled(scored, config)
     if not lines:
-        raise ConfigError(
-            "no completion is better than another: there are no preferences",
-            got=f"{len(scored)} prompts",
-            hint="raise preferences.temperature or samples_per_prompt, or look at what labels them",
-        )
+        what = "no completion is better than another: there are no preferences"
+        hint = "raise preferences.temperature or samples_per_prompt, or look at what labels them"
+        raise ConfigError(what, got=f"{len(scored)} prompts", hint=hint)
     with times.span("record"):
         writer = JsonlWriter(folder / FILE)
         writer.write(*lines)

@@ -35,7 +35,7 @@ from slipstream.core.disk import disk_errors, sync, sync_files
 from slipstream.core.jsonl import cut_jsonl
 from slipstream.core.run_log import DecisionHead, MetricsHead, RolloutFate
 from slipstream.core.saved import saved_partials
-from slipstream.core.types import Unfinished
+from slipstream.core.unfinished_messages import Unfinished
 from slipstream.trainer.checkpoint_folder import Found, settle
 
 FILES = ("metrics.jsonl", "events.jsonl", "rollouts.jsonl", "tokens.jsonl", "alarms.jsonl", "ledger.jsonl")

@@ -102,11 +102,8 @@ def _check_lengths(preferences: Sequence[Preference], max_positions: int) -> Non
     """Raise ConfigError for a preference that is longer than the model reads."""
     longest = max(len(one.prompt_tokens) + max(map(len, one.candidates)) for one in preferences)
     if longest > max_positions:
-        raise ConfigError(
-            "a preference is longer than the reward model reads",
-            got=f"{longest} tokens",
-            allowed=f"at most {max_positions}",
-        )
+        what = "a preference is longer than the reward model reads"
+        raise ConfigError(what, got=f"{longest} tokens", allowed=f"at most {max_positions}")
 
 
 def read_preferences(
@@ -167,11 +164,8 @@ def _from_dataset(
     )
     progress.note(f"preferences: {len(train)} to train on, {told}")
     if not train:
-        raise ConfigError(
-            f"'{source}' has no preferences to train on",
-            got=told,
-            hint="see preferences.held_out, prompts.max_prompt_tokens and rewards.truncate_token",
-        )
+        hint = "see preferences.held_out, prompts.max_prompt_tokens and rewards.truncate_token"
+        raise ConfigError(f"'{source}' has no preferences to train on", got=told, hint=hint)
     return train, held_out
 
 

@@ -37,7 +37,7 @@ from slipstream.core.interrupts import Interrupted, Interrupts
 from slipstream.core.recipes import resolve, save_config, with_stage_paths
 from slipstream.core.run_log import Snapshot, read_metrics
 from slipstream.core.staleness import oldest_version, place_of
-from slipstream.core.types import Unfinished
+from slipstream.core.unfinished_messages import Unfinished
 from slipstream.environments.checks import Given
 from slipstream.environments.rehearsal import Rehearsal
 from slipstream.models.build import build_tokenizer
@@ -353,11 +353,9 @@ def extension(before: RunConfig, config: RunConfig, cut: Snapshot) -> list[str]:
         return []
     least = max(cut.steps_done, math.ceil((cut.next_ordinal - len(cut.dropped)) / config.groups_per_step))
     if config.steps < least:
-        raise ConfigError(
-            "the run has gone further than that",
-            got=f"steps = {config.steps}, after {cut.steps_done} steps",
-            allowed=f"at least {least}: what is trained, or sampled for the next steps",
-        )
+        got = f"steps = {config.steps}, after {cut.steps_done} steps"
+        allowed = f"at least {least}: what is trained, or sampled for the next steps"
+        raise ConfigError("the run has gone further than that", got=got, allowed=allowed)
     notes = [f"steps: {config.steps}, which were {before.steps}"]
     at = cut.steps_done * config.updates_per_step
     optimizers = {"trainer": config.trainer.optimizer} | (
@@ -431,21 +429,14 @@ def _checked_checkpoint(config: RunConfig, run_dir: Path) -> Found:
         _check_lines(run_dir / name)
     checkpoint, damages = newest_whole(run_dir / "checkpoints")
     if checkpoint is None and damages:
-        raise ConfigError(
-            damages[0].what,
-            got=damages[0].got,
-            allowed=damages[0].allowed,
-            hint=f"no other checkpoint is whole: without {run_dir / 'checkpoints'} the run begins anew",
-        )
+        hint = f"no other checkpoint is whole: without {run_dir / 'checkpoints'} the run begins anew"
+        raise ConfigError(damages[0].what, got=damages[0].got, allowed=damages[0].allowed, hint=hint)
     if checkpoint is None:
         return None, damages
     if (found := read_manifest(checkpoint).format) not in FORMATS:
-        raise ConfigError(
-            f"checkpoint {checkpoint} has an unknown format",
-            got=found,
-            allowed=", ".join(map(str, FORMATS)),
-            hint="was it written by a newer Slipstream?",
-        )
+        what = f"checkpoint {checkpoint} has an unknown format"
+        hint = "was it written by a newer Slipstream?"
+        raise ConfigError(what, got=found, allowed=", ".join(map(str, FORMATS)), hint=hint)
     try:
         _check_content(checkpoint, config, run_dir)
     except CheckpointError as error:
@@ -464,12 +455,9 @@ def _check_content(checkpoint: Path, config: RunConfig, run_dir: Path) -> None:
             hint=f"was {run_dir / 'config.toml'} changed? a resumed run keeps its configuration",
         )
     if not (run_dir / "ledger.jsonl").is_file():
-        raise ConfigError(
-            f"'{run_dir}' is no whole run: it has a checkpoint, and no ledger",
-            got="no ledger.jsonl",
-            allowed="ledger.jsonl beside checkpoints",
-            hint="a run's folder is moved or copied as a whole",
-        )
+        what = f"'{run_dir}' is no whole run: it has a checkpoint, and no ledger"
+        hint = "a run's folder is moved or copied as a whole"
+        raise ConfigError(what, got="no ledger.jsonl", allowed="ledger.jsonl beside checkpoints", hint=hint)
     check_fits(run_dir / "ledger.jsonl", read_cut(checkpoint).schedule)
 
 

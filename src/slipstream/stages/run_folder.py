@@ -44,12 +44,9 @@ def folder_of(run_dir: Path, *, is_named: bool) -> Iterator[Path]:
             raise OSError(errno.EROFS, "it cannot be written to")
     except OSError as error:
         _remove(new)
-        raise ConfigError(
-            f"the run's directory '{run_dir}' cannot be made",
-            got=error.strerror,
-            allowed="a folder that this user can make and write to",
-            hint="choose another one with --out",
-        ) from error
+        what = f"the run's directory '{run_dir}' cannot be made"
+        allowed = "a folder that this user can make and write to"
+        raise ConfigError(what, got=error.strerror, allowed=allowed, hint="choose another one with --out") from error
     try:
         with holding(run_dir):
             _check_unused(run_dir)  # once more: another run may have come and gone
@@ -96,12 +93,9 @@ def _check_unused(run_dir: Path) -> None:
             "the run's directory is a file", got=str(run_dir), allowed="a new or empty directory", hint="see --out"
         )
     if is_used:
-        raise ConfigError(
-            "the run's directory is not empty",
-            got=str(run_dir),
-            allowed="a new or empty directory",
-            hint=f"choose another --out, or continue that run with --resume {run_dir}",
-        )
+        what = "the run's directory is not empty"
+        hint = f"choose another --out, or continue that run with --resume {run_dir}"
+        raise ConfigError(what, got=str(run_dir), allowed="a new or empty directory", hint=hint)
 
 
 def check_goes_on(config: RunConfig, run_dir: Path) -> None:
@@ -128,11 +122,8 @@ def is_rl_done(config: RunConfig, run_dir: Path) -> bool:
     if summary is None or summary.status != "done" or not has_checkpoint(run_dir / "model"):
         return False
     if summary.steps > config.steps:
-        raise ConfigError(
-            "the run has gone further than that",
-            got=f"steps = {config.steps}, after {summary.steps} steps",
-            allowed=f"at least {summary.steps}",
-        )
+        got = f"steps = {config.steps}, after {summary.steps} steps"
+        raise ConfigError("the run has gone further than that", got=got, allowed=f"at least {summary.steps}")
     if summary.stopped_because is None:
         return summary.steps == config.steps
     if summary.stopped_because == "callback":
@@ -156,9 +147,5 @@ def _summarised(run_dir: Path) -> Summary | None:
     try:
         return read_summary(run_dir / "summary.json")
     except SlipstreamError as error:
-        raise ConfigError(
-            error.what,
-            got=error.got,
-            allowed="what the run has written",
-            hint="without that file the run goes on from its last checkpoint",
-        ) from error
+        hint = "without that file the run goes on from its last checkpoint"
+        raise ConfigError(error.what, got=error.got, allowed="what the run has written", hint=hint) from error

@@ -102,11 +102,8 @@ def _split(
         raise ConfigError("there are no demonstrations that fit the model", got=f"{num_too_long}, all too long")
     train, held_out = split_by_prompt(fitting, lambda pair: pair[0], share=sft.held_out, seed=config.seed)
     if not train:
-        raise ConfigError(
-            "there are no demonstrations to train on",
-            got=f"{len(fitting)} with sft.held_out = {sft.held_out:g}",
-            hint="lower sft.held_out",
-        )
+        got = f"{len(fitting)} with sft.held_out = {sft.held_out:g}"
+        raise ConfigError("there are no demonstrations to train on", got=got, hint="lower sft.held_out")
     if sft.loss_on == "all":
         train, held_out = ([_all_learned(*pair) for pair in part] for part in (train, held_out))
     dropped = f", {num_too_long} dropped as too long" if num_too_long else ""
@@ -145,11 +142,8 @@ def _prompts_of_dataset(config: RunConfig, tokenizer: Tokenizer) -> tuple[list[P
             record = _split_chat(record, sft, where=where)
         row = row_of(record, reading, template=template, where=where)
         if row is not None and row.answer is None:
-            raise ConfigError(
-                f"{where} has no completion to learn",
-                got=", ".join(record),
-                allowed=f"a column '{sft.completion_column}', or chats in '{sft.messages_column}'",
-            )
+            allowed = f"a column '{sft.completion_column}', or chats in '{sft.messages_column}'"
+            raise ConfigError(f"{where} has no completion to learn", got=", ".join(record), allowed=allowed)
         if row is not None:
             rows.append(row)
         if len(rows) >= sft.num_demonstrations:

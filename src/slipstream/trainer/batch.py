@@ -49,10 +49,8 @@ def train_sequence(completion: Completion) -> TrainSequence:
     """
     prompt, segments = completion.prompt.tokens, completion.segments
     if not len(prompt):
-        raise ShapeError(
-            "a prompt needs at least one token for the first completion token to be predicted from",
-            got=f"an empty prompt ({completion.prompt.prompt_id})",
-        )
+        what = "a prompt needs at least one token for the first completion token to be predicted from"
+        raise ShapeError(what, got=f"an empty prompt ({completion.prompt.prompt_id})")
     mask = _behind(prompt, [np.full(len(segment.tokens), segment.is_sampled) for segment in segments], bool)
     behaviour = [
         np.zeros(len(segment.tokens)) if segment.behaviour_logprobs is None else segment.behaviour_logprobs
@@ -76,10 +74,8 @@ def _starts(completion: Completion) -> tuple[int, ...]:
     for segment in completion.segments:
         if segment.begins:
             if segment.is_sampled or not len(segment.tokens):
-                raise ShapeError(
-                    "a branch begins with given tokens, its context",
-                    got=f"a {'sampled' if segment.is_sampled else 'given'} segment of {len(segment.tokens)} tokens",
-                )
+                got = f"a {'sampled' if segment.is_sampled else 'given'} segment of {len(segment.tokens)} tokens"
+                raise ShapeError("a branch begins with given tokens, its context", got=got)
             starts.append(end)
         end += len(segment.tokens)
     return tuple(starts)
@@ -102,10 +98,8 @@ def _kept_sets(completion: Completion) -> dict[str, np.ndarray]:
     if not carrying:
         return {}
     if len(carrying) < len(sampled):
-        raise ShapeError(
-            "some sampled tokens of a completion have kept sets and others have none",
-            got=f"{len(carrying)} of {len(sampled)} segments (ordinal {completion.ordinal})",
-        )
+        got = f"{len(carrying)} of {len(sampled)} segments (ordinal {completion.ordinal})"
+        raise ShapeError("some sampled tokens of a completion have kept sets and others have none", got=got)
     tokens: list[np.ndarray] = []
     counts: list[np.ndarray] = []
     for segment in completion.segments:

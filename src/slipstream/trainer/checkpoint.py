@@ -227,11 +227,8 @@ class Checkpoints:
         for name, entry in files.items():
             file = partial / name
             if not file.is_file() or file.stat().st_size != entry["bytes"]:
-                raise CheckpointError(
-                    f"another rank wrote {name}, and it is not here",
-                    got=partial,
-                    hint="the run's directory must be on a file system that all of the trainer's machines share",
-                )
+                hint = "the run's directory must be on a file system that all of the trainer's machines share"
+                raise CheckpointError(f"another rank wrote {name}, and it is not here", got=partial, hint=hint)
         for name, content in ((INDEX, index_of(self._givers)), ("state.json", state)):
             file = partial / name
             file.write_text(json.dumps(content))

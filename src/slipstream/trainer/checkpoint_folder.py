@@ -157,11 +157,8 @@ def read_manifest(path: Path) -> Manifest:
     for name in manifest.files:
         is_plain = name.isprintable() and len(name) <= 255 and name not in ("", "..") and name == Path(name).name
         if not is_plain or (path / name).is_symlink():
-            raise CheckpointError(
-                f"the manifest of checkpoint {path} names what is not its own",
-                got=clip(name),
-                allowed="files beside it",
-            )
+            what = f"the manifest of checkpoint {path} names what is not its own"
+            raise CheckpointError(what, got=clip(name), allowed="files beside it")
     return manifest
 
 

@@ -33,11 +33,9 @@ def check_loss(config: RunConfig) -> None:
             hint=sentence_of_value("loss.name", config.loss.name),
         )
     if config.loss.select not in loss.selects:
-        raise ConfigError(
-            f"loss '{config.loss.name}' looks at no advantage: which completions it trains on must say it all",
-            got=f"loss.select = '{config.loss.select}'",
-            allowed=" or ".join(f"loss.select = '{select}'" for select in loss.selects),
-        )
+        what = f"loss '{config.loss.name}' looks at no advantage: which completions it trains on must say it all"
+        got = f"loss.select = '{config.loss.select}'"
+        raise ConfigError(what, got=got, allowed=" or ".join(f"loss.select = '{select}'" for select in loss.selects))
     takers = [f"loss '{config.loss.name}'"] * bool({"behaviour_logprobs", "proximal_logprobs"} & set(loss.requires))
     takers += ["trainer.ess_scaling"] * (config.trainer.ess_scaling != "no")
     if takers and config.generator.truncates and not config.generator.keep_sets:
@@ -49,11 +47,8 @@ def check_loss(config: RunConfig) -> None:
             hint="losses without ratios, such as 'reinforce', may be trained on such samples as they are",
         )
     if loss.atom == "pair" and config.loss.advantages == "greedy_baseline":
-        raise ConfigError(
-            f"loss '{config.loss.name}' has no use for a baseline: a greedy completion would be sampled for nothing",
-            got="loss.advantages = 'greedy_baseline'",
-            allowed="any other",
-        )
+        what = f"loss '{config.loss.name}' has no use for a baseline: a greedy completion would be sampled for nothing"
+        raise ConfigError(what, got="loss.advantages = 'greedy_baseline'", allowed="any other")
     _check_teacher(config)
     _check_beside(config, loss)
 
@@ -75,11 +70,8 @@ def _check_teacher(config: RunConfig) -> None:
             allowed="loss.name = 'distill' with teacher.coef = 0, or another loss with teacher.coef > 0",
         )
     if is_alone and config.loss.advantages in ("gae", "greedy_baseline"):
-        raise ConfigError(
-            "loss 'distill' takes no advantages: a critic, or a greedy completion, would be computed for nothing",
-            got=f"loss.advantages = '{config.loss.advantages}'",
-            allowed="any other",
-        )
+        what = "loss 'distill' takes no advantages: a critic, or a greedy completion, would be computed for nothing"
+        raise ConfigError(what, got=f"loss.advantages = '{config.loss.advantages}'", allowed="any other")
 
 
 def _check_beside(config: RunConfig, loss: Loss) -> None:
@@ -91,17 +83,13 @@ def _check_beside(config: RunConfig, loss: Loss) -> None:
             allowed=" or ".join(f"loss.advantages = '{name}'" for name in loss.advantages) + ", not whitened",
         )
     if config.has_critic and config.critic.vtrace and "behaviour_logprobs" not in loss.requires:
-        raise ConfigError(
-            f"V-trace leaves the importance ratio of the action to the loss, and '{config.loss.name}' has none",
-            got=f"critic.vtrace with loss.name = '{config.loss.name}'",
-            allowed="a loss with ratios, e.g. 'aipo' or 'ppo'",
-        )
+        what = f"V-trace leaves the importance ratio of the action to the loss, and '{config.loss.name}' has none"
+        got = f"critic.vtrace with loss.name = '{config.loss.name}'"
+        raise ConfigError(what, got=got, allowed="a loss with ratios, e.g. 'aipo' or 'ppo'")
     if config.kl.coef and config.kl.place == "reward" and "advantages" not in loss.requires:
-        raise ConfigError(
-            f"loss '{config.loss.name}' takes no advantages: a KL penalty in the reward would change nothing",
-            got="kl.place = 'reward'",
-            allowed="kl.place = 'loss' with kl.estimator = 'k2' or 'k3', or kl.coef = 0",
-        )
+        what = f"loss '{config.loss.name}' takes no advantages: a KL penalty in the reward would change nothing"
+        allowed = "kl.place = 'loss' with kl.estimator = 'k2' or 'k3', or kl.coef = 0"
+        raise ConfigError(what, got="kl.place = 'reward'", allowed=allowed)
     if config.kl.sync_every is not None and "reference_logprobs" not in needed_columns(config):
         raise ConfigError(
             "nothing compares the policy with the reference that is to follow it",
@@ -109,17 +97,12 @@ def _check_beside(config: RunConfig, loss: Loss) -> None:
             allowed="kl.coef > 0, or a loss that compares with the reference, e.g. 'online_dpo'",
         )
     if config.kl.executor == "own" and "reference_logprobs" not in needed_columns(config):
-        raise ConfigError(
-            "an executor of the reference would compute what nobody takes",
-            got=f"kl.executor = 'own' with kl.coef = 0 and loss.name = '{config.loss.name}'",
-            allowed="kl.coef > 0, or a loss that compares with the reference, e.g. 'online_dpo'",
-        )
+        got = f"kl.executor = 'own' with kl.coef = 0 and loss.name = '{config.loss.name}'"
+        allowed = "kl.coef > 0, or a loss that compares with the reference, e.g. 'online_dpo'"
+        raise ConfigError("an executor of the reference would compute what nobody takes", got=got, allowed=allowed)
     if loss.unit != "token" and config.loss.reduction != "token":
-        raise ConfigError(
-            f"loss '{config.loss.name}' is of whole completions: there are no tokens to reduce",
-            got=f"loss.reduction = '{config.loss.reduction}'",
-            allowed="the default",
-        )
+        what = f"loss '{config.loss.name}' is of whole completions: there are no tokens to reduce"
+        raise ConfigError(what, got=f"loss.reduction = '{config.loss.reduction}'", allowed="the default")
     if config.loss.credit == "turn" and (loss.unit != "token" or "advantages" not in loss.requires):
         raise ConfigError(
             f"loss '{config.loss.name}' is of whole completions, or takes no advantages: turns have none of their own",
@@ -127,8 +110,5 @@ def _check_beside(config: RunConfig, loss: Loss) -> None:
             allowed="a token loss with it, e.g. 'aipo' or 'grpo'",
         )
     if loss.unit != "token" and config.has_critic:
-        raise ConfigError(
-            f"loss '{config.loss.name}' is of whole completions, a critic's advantages are of tokens",
-            got="loss.advantages = 'gae'",
-            allowed="a token loss with it, e.g. 'ppo'",
-        )
+        what = f"loss '{config.loss.name}' is of whole completions, a critic's advantages are of tokens"
+        raise ConfigError(what, got="loss.advantages = 'gae'", allowed="a token loss with it, e.g. 'ppo'")

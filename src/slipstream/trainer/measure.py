@@ -220,11 +220,9 @@ def brought(rollouts: Iterable[Rollout], sequences: Sequence[TrainSequence]) -> 
     for sequence in sequences:
         logprobs = found[sequence.key]
         if logprobs is None or logprobs.shape != (sequence.num_targets,):
-            raise ShapeError(
-                "a rollout has to bring the reference's logprobs of its sampled tokens (kl.executor = 'own')",
-                got=f"{'none' if logprobs is None else logprobs.shape} for (ordinal, sample) {sequence.key}",
-                allowed=(sequence.num_targets,),
-            )
+            what = "a rollout has to bring the reference's logprobs of its sampled tokens (kl.executor = 'own')"
+            got = f"{'none' if logprobs is None else logprobs.shape} for (ordinal, sample) {sequence.key}"
+            raise ShapeError(what, got=got, allowed=(sequence.num_targets,))
         columns[sequence.key] = logprobs
     return columns
 

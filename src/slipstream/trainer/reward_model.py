@@ -183,35 +183,25 @@ def _check(preferences: Sequence[Preference], config: RewardModelConfig, samples
     if not preferences:
         raise ConfigError("a reward model needs preferences", got="none", allowed="at least one")
     if config.normalise != "none" and not samples:
-        raise ConfigError(
-            "there is nothing to normalise the reward model on",
-            got=f"no samples with reward_model.normalise = '{config.normalise}'",
-            hint="pass samples, or set reward_model.normalise = 'none'",
-        )
+        got = f"no samples with reward_model.normalise = '{config.normalise}'"
+        hint = "pass samples, or set reward_model.normalise = 'none'"
+        raise ConfigError("there is nothing to normalise the reward model on", got=got, hint=hint)
     _check_labels(preferences, config.candidates)
 
 
 def _check_labels(preferences: Sequence[Preference], num_candidates: int) -> None:
     for index, preference in enumerate(preferences):
         if len(preference.candidates) != num_candidates:
-            raise ConfigError(
-                f"preference {index} has another number of candidates",
-                got=len(preference.candidates),
-                allowed=num_candidates,
-                hint="set reward_model.candidates to what the data has",
-            )
+            what = f"preference {index} has another number of candidates"
+            hint = "set reward_model.candidates to what the data has"
+            raise ConfigError(what, got=len(preference.candidates), allowed=num_candidates, hint=hint)
         if (preference.rating is not None and math.isfinite(preference.rating)) != (num_candidates == 1):
-            raise ConfigError(
-                f"preference {index} is not labelled as its candidates are",
-                got=f"rating = {preference.rating} with {num_candidates} candidates",
-                allowed="a finite rating of one candidate, and none of several",
-            )
+            what = f"preference {index} is not labelled as its candidates are"
+            got = f"rating = {preference.rating} with {num_candidates} candidates"
+            raise ConfigError(what, got=got, allowed="a finite rating of one candidate, and none of several")
         if not 0 <= preference.best < num_candidates:
-            raise ConfigError(
-                f"preference {index} chooses a candidate that is not there",
-                got=f"best = {preference.best}",
-                allowed=f"0..{num_candidates - 1}",
-            )
+            what = f"preference {index} chooses a candidate that is not there"
+            raise ConfigError(what, got=f"best = {preference.best}", allowed=f"0..{num_candidates - 1}")
         if not len(preference.prompt_tokens) or not all(map(len, preference.candidates)):
             raise ShapeError(f"preference {index} has an empty prompt or candidate")
 
@@ -295,11 +285,9 @@ def normalise(
     if not (math.isfinite(mean) and math.isfinite(std)):
         raise NonFiniteError("the reward model's scores are not finite", got=f"mean {mean}, standard deviation {std}")
     if np.ptp(scores) == 0.0:
-        raise ConfigError(
-            "the reward model cannot be normalised: all samples score the same",
-            got=f"{mean:g} for {len(samples)} samples",
-            hint="a head that starts at zero, or samples that are all equal? take head_init = 'reward'",
-        )
+        what = "the reward model cannot be normalised: all samples score the same"
+        hint = "a head that starts at zero, or samples that are all equal? take head_init = 'reward'"
+        raise ConfigError(what, got=f"{mean:g} for {len(samples)} samples", hint=hint)
     gain = target_std / std
     found = Normalisation(mean, std, gain, bias=target_mean - gain * mean)
     with torch.no_grad():

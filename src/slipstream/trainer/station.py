@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 from slipstream.core.config import RunConfig
 from slipstream.core.executor import Context, takes_stop
 from slipstream.core.types import Rollout
 from slipstream.core.vetting import Limits, vetted
-from slipstream.models.transformer import Transformer
+from slipstream.models.config import TransformerConfig
 
-Reading = Callable[[Transformer, Sequence[Rollout]], list[Rollout]]
-"""A model and rollouts -> the rollouts, with what the model says of them."""
+Reading = Callable[[Any, Sequence[Rollout]], list[Rollout]]
+"""What `load` made and rollouts -> the rollouts, with what it says of them. It waits for one in another process."""
+
+
+class Shaped(Protocol):
+    """A model, here or in another process: `config` bounds what it may be given."""
+
+    config: TransformerConfig
 
 
 class Station:
@@ -24,11 +31,11 @@ class Station:
     """
 
     def __init__(
-        self, context: Context, config: RunConfig, *, state: str, load: Callable[[], Transformer], read: Reading
+        self, context: Context, config: RunConfig, *, state: str, load: Callable[[], Shaped], read: Reading
     ) -> None:
         self._context, self._config, self._state = context, config, state
         self._load, self._read = load, read
-        self._model: Transformer | None = None
+        self._model: Shaped | None = None
         self._is_stopping = self.is_finished = False
 
     def load_now(self) -> None:
@@ -75,7 +82,7 @@ def _num_tokens(rollout: Rollout) -> int:
     return len(rollout.completion.prompt.tokens) + rollout.completion.num_tokens
 
 
-def limits_of(model: Transformer, config: RunConfig) -> Limits:
+def limits_of(model: Shaped, config: RunConfig) -> Limits:
     """Return the limits that a rollout must keep before a frozen model may read its tokens."""
     return Limits(
         vocab_size=model.config.vocab_size,

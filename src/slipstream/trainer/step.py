@@ -1,4 +1,4 @@
-"""One training step: select, measure, prepare; then minibatches x epochs updates; then its metrics."""
+"""One training step: prepare the batch, make minibatches x epochs updates, summarise them as metrics."""
 
 from __future__ import annotations
 
@@ -40,19 +40,18 @@ def train_on_batch(
     """Train step `step` on `groups`: the policy goes from version `step` to `step + 1`. Return its metrics.
 
     Reference and proximal logprobs, values and advantages are measured once per batch, at consumption: stale
-    completions are judged by the policy and critic that train on them. `epochs` passes over `minibatches` updates
-    follow. The first update measures how far the policy is from the behaviour policy before any weight of this step
-    changed (`logprob_diff_max/lag_<n>`: completions sampled wholly under the version n steps back; rounding only at
-    lag 0). `tokens_read` counts the rows of all microbatches of the first pass, a prompt once per microbatch;
-    `tokens_trained` its targets. `tokens` collects logprobs and advantages of the groups it samples; `spans` gets the
-    time by state (on CUDA as this thread sees it, which waits for the device at each loss and gradient norm). Raises
-    StalenessError when a token breaks the bound, and NonFiniteError before an update with a loss or gradient that is
-    not finite.
+    completions are judged by the policy and critic that train on them. The first update measures how far the policy is
+    from the behaviour policy before any weight changed (`logprob_diff_max/lag_<n>`: completions sampled wholly under
+    the version n steps back; rounding only at lag 0). `tokens_read` counts the rows of all microbatches of the first
+    pass, a prompt once per microbatch; `tokens_trained` its targets. `tokens` collects logprobs and advantages of the
+    groups it samples; `spans` gets the time by state (on CUDA as this thread sees it, which waits for the device at
+    each loss and gradient norm). Raises StalenessError when a token breaks the bound, and NonFiniteError before an
+    update with a loss or gradient that is not finite.
 
-    With several data-parallel `ranks`, all of them call it: each with its own rollouts in `groups`, and with the
-    `heads` of all rollouts in canonical order (None: `groups` are all there are). `optimizer` then adds up gradients
-    over ranks; every loss is divided by a count over all of them. Metrics are those of all ranks, `train_s` this one's;
-    the paddings are means over ranks, by their microbatches. Errors are raised on every rank or on none.
+    With several data-parallel `ranks`, all call it: each with its own rollouts in `groups`, and the `heads` of all
+    rollouts in canonical order (None: `groups` are all there are). `optimizer` then adds up gradients over ranks; every
+    loss is divided by a count over all of them. Metrics are those of all ranks, `train_s` this one's; the paddings are
+    means over ranks, by their microbatches. Errors are raised on every rank or on none.
     Identity: the updates are those of one rank with all rollouts, up to rounding.
     """
     started_s = time.perf_counter()
@@ -65,21 +64,17 @@ def train_on_batch(
     made = [one for update in updates if (one := updater.make(update)) is not None]
     metrics = batch.metrics | episode_metrics(selection.trainable) | training_metrics(made, optimizer, at)
     metrics["train_s"] = time.perf_counter() - started_s
-    return (
-        metrics | published_metrics(metrics, groups, model.config.eos_token_ids, at) if config.has_critic else metrics
-    )
+    if config.has_critic:
+        metrics |= published_metrics(metrics, groups, model.config.eos_token_ids, at)
+    return metrics
 
 
 def _updates(
     groups: Sequence[ScoredGroup], batch: PreparedBatch, atom_size: int, step: StepContext
 ) -> Iterator[PlannedUpdate]:
-    """Yield the updates of a step: `epochs` passes over `minibatches`, dealt anew in each pass where that is asked for.
-
-    All ranks iterate together.
-    """
+    """Yield `epochs` passes over `minibatches`, dealt anew in each if that is asked for. All ranks iterate together."""
     trainer = step.config.trainer
-    minibatches: list[list[PackedMicrobatch]] = []
-    totals: list[Totals] = []
+    minibatches, totals = list[list[PackedMicrobatch]](), list[Totals]()
     for epoch in range(trainer.epochs):
         if epoch == 0 or trainer.shuffle:
             order = order_of_groups(step.config, step.number, epoch, len(groups))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -16,9 +17,10 @@ from slipstream.core.packed import Batching
 from slipstream.core.service_messages import Ready
 from slipstream.core.types import Rollout
 from slipstream.models.build import build_policy, build_tokenizer
+from slipstream.models.config import TransformerConfig
 from slipstream.models.device import DTYPES, scoring_device
 from slipstream.models.packed import at_targets
-from slipstream.models.tokenizer import Tokenizer
+from slipstream.models.tokenizer import Tokenizer, vocabulary_size
 from slipstream.models.transformer import Transformer
 from slipstream.trainer.batch import train_sequence
 from slipstream.trainer.measure import per_sequence, rows_at_once
@@ -26,22 +28,41 @@ from slipstream.trainer.station import Station
 from slipstream.trainer.teacher import Teacher
 
 
+class Reader(Protocol):
+    """A teacher in a process of its own, of which `close` is the end: vLLM's (`generator/vllm/reader.py`)."""
+
+    config: TransformerConfig
+
+    def likeliest(self, contexts: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[tuple[np.ndarray, np.ndarray]]: ...
+
+    def close(self) -> None: ...
+
+
 class TeacherModel(Executor):
-    """Gives rollouts `teacher_tokens` and `teacher_logprobs`; the loop is that of `Station`."""
+    """Gives rollouts `teacher_tokens` and `teacher_logprobs`; the loop is that of `Station`.
+
+    With `new_reader` the teacher is in the process that it starts, for so many tokens and at a temperature.
+    """
 
     inputs = ("rollouts",)
     outputs = ("measured",)
 
-    def __init__(self, *, config: RunConfig, batching: Batching) -> None:
+    def __init__(
+        self, *, config: RunConfig, batching: Batching, new_reader: Callable[..., Reader] | None = None
+    ) -> None:
         self._config = config
         self._batching = batching
+        self._new_reader = new_reader
+        self._reader: Reader | None = None
 
     def init(self, context: Context) -> None:
         self._context = context
         torch.set_num_threads(context.num_threads)
         self._tokenizer = build_tokenizer(self._config.model)
         read = partial(taught, config=self._config, tokenizer=self._tokenizer, batching=self._batching)
-        self._station = Station(context, self._config, state="teacher", load=self._load, read=read)
+        by = partial(read_by, top_k=self._config.teacher.top_k or 0)
+        load, read = (self._load, read) if self._new_reader is None else (self._start, by)
+        self._station = Station(context, self._config, state="teacher", load=load, read=read)
         self._station.load_now()
         context.spans.set_idle_state("wait_rollouts")
         context.outputs["events"].put(Ready(executor=context.name))
@@ -53,6 +74,21 @@ class TeacherModel(Executor):
     @property
     def is_finished(self) -> bool:
         return self._station.is_finished
+
+    def close(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
+
+    def _start(self) -> Reader:
+        assert self._new_reader is not None
+        asked = self._config.teacher.temperature
+        self._reader = self._new_reader(
+            self._config,
+            self._context,
+            num_tokens=vocabulary_size(self._tokenizer),
+            temperature=self._config.logprob_temperature if asked is None else asked,
+        )
+        return self._reader
 
     def _load(self) -> Transformer:
         teacher = self._config.teacher
@@ -87,3 +123,17 @@ def taught(
         msgspec.structs.replace(rollout, teacher_tokens=tokens[sequence.key], teacher_logprobs=logprobs[sequence.key])
         for rollout, sequence in zip(rollouts, sequences, strict=True)
     ]
+
+
+def read_by(reader: Reader, rollouts: Sequence[Rollout], *, top_k: int) -> list[Rollout]:
+    """`rollouts` as `taught` gives them, by a teacher in a process of its own, which gets each branch alone."""
+    sequences = [train_sequence(rollout.completion) for rollout in rollouts]
+    parts = [(one.tokens, start, trained) for one in sequences for start, trained in one.contexts]
+    contexts = [(tokens[start : trained[-1] + 1], trained - start) for tokens, start, trained in parts]
+    found, measured = iter(reader.likeliest(contexts)), []
+    for rollout, sequence in zip(rollouts, sequences, strict=True):
+        read = [(np.zeros((0, top_k), np.int32), np.zeros((0, top_k + 1), np.float32))]
+        read += [next(found) for _ in sequence.contexts]
+        tokens, logprobs = (np.concatenate(column) for column in zip(*read, strict=True))
+        measured.append(msgspec.structs.replace(rollout, teacher_tokens=tokens, teacher_logprobs=logprobs))
+    return measured

@@ -20,11 +20,9 @@ def choice_loss(inputs: LossInputs, *, num_candidates: float) -> tuple[Tensor, M
     """
     scores, labels = inputs.need("scores"), inputs.need("labels")
     if len(scores) != len(labels) * num_candidates:
-        raise ShapeError(
-            "a choice is one label and its candidates' scores",
-            got=f"{len(labels)} labels and {len(scores)} scores",
-            allowed=f"{num_candidates:g} scores per label",
-        )
+        what = "a choice is one label and its candidates' scores"
+        got = f"{len(labels)} labels and {len(scores)} scores"
+        raise ShapeError(what, got=got, allowed=f"{num_candidates:g} scores per label")
     candidates = scores.view(len(labels), int(num_candidates))
     loss = F.cross_entropy(candidates, labels, reduction="sum") / inputs.num_units
     candidates = candidates.detach()

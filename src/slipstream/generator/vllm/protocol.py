@@ -1,4 +1,4 @@
-"""Messages between the client (`engine.py`) and the process that runs vLLM (`worker.py`): msgpack over ZeroMQ.
+"""Messages between the client (`engine.py`, `reader.py`) and the process of vLLM (`worker.py`): msgpack over ZeroMQ.
 
 Both sides load this file, so it imports nothing but msgspec. The worker does so by path: Slipstream is not installed in
 its environment, nor is vLLM in ours.
@@ -71,6 +71,16 @@ class Probe(Frame):
     tokens: list[int]
 
 
+class Predict(Frame):
+    """Tell the `count` likeliest tokens at each of `places`, indices of `tokens`, given those before it, and the
+    logprobs of these and of the token that is there; answered by `Predicted`, in any order."""
+
+    id: int
+    tokens: list[int]
+    places: list[int]
+    count: int
+
+
 class EndWorker(Frame):
     """End in good order."""
 
@@ -121,6 +131,14 @@ class Probed(Frame):
     logprobs: list[float]
 
 
+class Predicted(Frame):
+    """int32 and float32 [places, 1 + count], as bytes: the token that is there, then the likeliest, from the first."""
+
+    id: int
+    tokens: bytes
+    logprobs: bytes
+
+
 class WorkerFailed(Frame):
     """The worker ends: what it was doing, and the error."""
 
@@ -146,8 +164,8 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     side_by_side: bool = False
 
 
-ToWorker = Submit | Abort | Update | Probe | EndWorker
-ToClient = Started | Tokens | Aborted | Updated | Probed | WorkerFailed
+ToWorker = Submit | Abort | Update | Probe | Predict | EndWorker
+ToClient = Started | Tokens | Aborted | Updated | Probed | Predicted | WorkerFailed
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode

@@ -1,13 +1,15 @@
-"""Checks of `[generator]` for vLLM: what it cannot do is refused before a run starts, without torch or vLLM."""
+"""Checks of what is asked of vLLM: what it cannot do is refused before a run starts, without torch or vLLM."""
 
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
+from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
-from slipstream.core.sections import GeneratorConfig
+from slipstream.core.sections import GeneratorConfig, VLLMConfig
 
 OWN_ARGS = frozenset(
     {
@@ -30,37 +32,67 @@ OWN_ARGS = frozenset(
     }
 )
 """Engine arguments that `backend.py` and `worker.py` set themselves."""
+TEACHER_ARGS = OWN_ARGS | {"max_logprobs", "enable_prefix_caching"}
+"""Those of a teacher's vLLM (`reader.py`)."""
+FOREIGN_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+"""Variables by which vLLM's interpreter would find the packages of ours."""
+LOOK_S = 60.0
 MIN_TEMPERATURE = 0.01
 """vLLM raises lower ones to it, with a warning in its log (`SamplingParams`, 0.32); 0 is greedy."""
 
 
-def check_settings(generator: GeneratorConfig) -> None:
-    """Raise ConfigError for fields of `generator` that vLLM has no counterpart for, where it is the engine."""
-    ours = sorted(OWN_ARGS & generator.vllm.engine_args.keys())
-    if ours:
-        raise ConfigError(
-            "some arguments of vLLM are set by Slipstream",
-            got=f"generator.vllm.engine_args with {', '.join(ours)}",
-            hint="[generator], [eval] and [generator.vllm] have fields for them",
-        )
+def check_settings(config: RunConfig) -> None:
+    """Raise ConfigError for arguments of vLLM that are not the user's to give, and for fields of `[generator]` that it
+    has no counterpart for, where it is the engine."""
+    generator = config.generator
+    for section, settings, args, others in (
+        ("generator", generator.vllm, OWN_ARGS, ", [eval]"),
+        ("teacher", config.teacher.vllm, TEACHER_ARGS, ""),
+    ):
+        if ours := sorted(args & settings.engine_args.keys()):
+            raise ConfigError(
+                "some arguments of vLLM are set by Slipstream",
+                got=f"{section}.vllm.engine_args with {', '.join(ours)}",
+                hint=f"[{section}]{others} and [{section}.vllm] have fields for them",
+            )
     if generator.engine == "vllm":
         _check_memory(generator)
         _check_sampling(generator)
 
 
-def interpreter(generator: GeneratorConfig) -> Path:
+def interpreter(settings: VLLMConfig, section: str = "generator") -> Path:
     """Return the Python of vLLM's environment. Raises ConfigError where there is none."""
     if not sys.platform.startswith("linux"):
-        raise ConfigError("generator.engine = 'vllm' needs Linux", got=sys.platform)
-    path = Path(generator.vllm.python)
+        raise ConfigError(f"{section}.engine = 'vllm' needs Linux", got=sys.platform)
+    path = Path(settings.python)
     if not os.access(path, os.X_OK) or path.is_dir():
-        raise ConfigError(
-            "there is no environment with vLLM",
-            got=f"generator.vllm.python = '{path}', from {Path.cwd()}",
-            allowed="a Python interpreter that can import vllm",
-            hint="in a checkout, `make vllm-env` makes .venv-vllm; elsewhere, name an interpreter that has vllm",
-        )
+        raise _no_environment(f"{section}.vllm.python = '{path}', from {Path.cwd()}")
     return path.absolute()  # not resolved: a link into an environment is what makes it one
+
+
+def check_imports(settings: VLLMConfig, section: str) -> None:
+    """Raise ConfigError for an interpreter that does not find vLLM, which is looked for without being loaded."""
+    python = interpreter(settings, section)
+    look = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+    kept = {name: value for name, value in os.environ.items() if name not in FOREIGN_VARIABLES}
+    try:
+        # In its own folder: one named vllm in ours would pass for it.
+        looked = subprocess.run(
+            [str(python), "-c", look], env=kept, cwd=python.parent, timeout=LOOK_S, capture_output=True, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise _no_environment(f"{section}.vllm.python = '{python}': {error}") from error
+    if looked.returncode:
+        raise _no_environment(f"{section}.vllm.python = '{python}', which finds no vllm")
+
+
+def _no_environment(got: str) -> ConfigError:
+    return ConfigError(
+        "there is no environment with vLLM",
+        got=got,
+        allowed="a Python interpreter that can import vllm",
+        hint="in a checkout, `make vllm-env` makes .venv-vllm; elsewhere, name an interpreter that has vllm",
+    )
 
 
 def _check_memory(generator: GeneratorConfig) -> None:

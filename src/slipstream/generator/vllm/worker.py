@@ -23,6 +23,7 @@ import sys
 import threading
 import time
 import traceback
+from array import array
 from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -144,6 +145,7 @@ class Worker:
         self._stop_token_ids, self._sampling, self._transfer = stop_token_ids, sampling, transfer
         self._adapters = adapters
         self._running: dict[int, Running] = {}
+        self._predicting: set[asyncio.Task[None]] = set()
         self._outbox: list[Any] = []  # frames and deltas, in order; no more deltas than tokens that were asked for
         self._has_news = asyncio.Event()
         self._num_outputs = 0
@@ -162,6 +164,7 @@ class Worker:
             obeying,
             watcher,
             *(running.task for running in self._running.values() if running.task is not None),
+            *self._predicting,
         ]
         for task in tasks:
             task.cancel()
@@ -181,6 +184,9 @@ class Worker:
                     self._put(protocol.Updated(push=update.push, pause_s=await self._update(update)))
                 case protocol.Probe(id=probe_id, tokens=tokens):
                     self._put(protocol.Probed(id=probe_id, logprobs=await self._probe(probe_id, tokens)))
+                case protocol.Predict() as asked:
+                    self._predicting.add(task := self._watched(self._predict(asked)))
+                    task.add_done_callback(self._predicting.discard)
                 case protocol.EndWorker():
                     return
 
@@ -295,14 +301,30 @@ class Worker:
             num_quiet = num_quiet + 1 if self._num_outputs == before else 0
 
     async def _probe(self, probe_id: int, tokens: list[int]) -> list[float]:
-        """Logprobs of tokens 1 .. T-1, by a prefill that reads no cache."""
-        params = self._sampling(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-        prompt = {"prompt_token_ids": tokens, "cache_salt": f"probe {probe_id}"}
-        found: list[float] = []
-        async for output in self._llm.generate(prompt, params, f"probe-{probe_id}", **self._adapters.named(self._push)):
+        """Logprobs of tokens 1 .. T-1."""
+        entries = (await self._forced(f"probe {probe_id}", tokens, prompt_logprobs=0))[1:]
+        return [entry[token].logprob for token, entry in zip(tokens[1:], entries, strict=True)]
+
+    async def _predict(self, asked: protocol.Predict) -> None:
+        """Answer `asked`: rows of vLLM's flat lists, each the prompt's own token and then the likeliest, by rank."""
+        found = await self._forced(f"predict {asked.id}", asked.tokens, prompt_logprobs=asked.count, flat_logprobs=True)
+        tokens, logprobs = array("i"), array("f")
+        for place in asked.places:
+            start, end = found.start_indices[place], found.end_indices[place]
+            if end - start != asked.count + 1 or found.token_ids[start] != asked.tokens[place]:
+                raise RuntimeError(f"vLLM's logprobs of a prompt are not those of token {place} of it")
+            tokens.extend(found.token_ids[start:end])
+            logprobs.extend(found.logprobs[start:end])
+        self._put(protocol.Predicted(id=asked.id, tokens=tokens.tobytes(), logprobs=logprobs.tobytes()))
+
+    async def _forced(self, name: str, tokens: list[int], **wanted: Any) -> Any:
+        """Return vLLM's logprobs of a prompt, by a prefill that reads no cache."""
+        params = self._sampling(temperature=0.0, max_tokens=1, **wanted)
+        prompt = {"prompt_token_ids": tokens, "cache_salt": name}
+        found: Any = None
+        async for output in self._llm.generate(prompt, params, name, **self._adapters.named(self._push)):
             if output.prompt_logprobs:
-                entries = output.prompt_logprobs[1:]
-                found = [entry[token].logprob for token, entry in zip(tokens[1:], entries, strict=True)]
+                found = output.prompt_logprobs
         return found
 
     # Sending

@@ -204,7 +204,7 @@ def against_kl(runs: Sequence[EvaluatedRun]) -> str:
 
 
 def spots_of(runs: Sequence[EvaluatedRun]) -> list[Spot]:
-    """The moments at which both were measured."""
+    """The moments at which win rate and KL were both measured, as points."""
     spots = []
     for name, hue, found in runs:
         for moment in MOMENTS:

@@ -169,7 +169,7 @@ def _clocks(runs: Sequence[Compared], title: str, name: str, label: str) -> str:
 
 
 def _evaluation(runs: Sequence[Compared]) -> str:
-    """Nothing where no run has both a win rate and a KL."""
+    """The part about evaluations; empty where no run has both a win rate and a KL."""
     evaluated = [(one.name, one.hue, one.run.evaluation) for one in runs if one.run.evaluation is not None]
     if not (spots := spots_of(evaluated)):
         return ""
@@ -293,7 +293,7 @@ class Racer:
         return max(value for _, value in self.points)
 
     def time_to(self, reward: float) -> float:
-        """When it first was there; infinite for a reward that it never had."""
+        """Return the seconds until `reward` was first reached; infinite where it never was."""
         return next((seconds for seconds, value in self.points if value >= reward), math.inf)
 
 
@@ -322,7 +322,7 @@ def faster(runs: Mapping[str, RunData]) -> list[str]:
 
 
 def _racer(run: RunData) -> Racer | None:
-    """None for a run whose times, or whose noise, are not known."""
+    """Return the racer of a run; None where its times, or its noise, are not known."""
     raw, window = run.history.points("reward", "time"), run.history.window
     if len(raw) < LEAST_TREND or run.num_attempts > 1:
         return None
@@ -356,7 +356,7 @@ def _best(line: OutcomeRow, known: Sequence[Estimate]) -> Estimate | None:
 
 
 def _rate(run: RunData, which: Literal["generated", "trained"]) -> Estimate | None:
-    """Its error is that of the mean of the steps' rates."""
+    """Return tokens a second; the error is that of the mean of the steps' rates."""
     if run.summary is None or not run.history.steps:
         return None
     speed = run.summary.throughput

@@ -116,7 +116,7 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class RunTimes:
-    """Where the seconds went. `whole`: each process from start to end. `balance` is None where it is not known yet.
+    """The seconds of a run by process and state. `whole`: from start to end. `balance`: None where it is not known yet.
 
     Exact times are read from every decision and every slice (`observe/accounting.py`), tens of megabytes a second.
     """
@@ -286,14 +286,12 @@ class Compared:
 
 
 def check_run(run_dir: Path) -> None:
-    """ConfigError where `run_dir` is no folder of a run, or of one that has not come to RL, nor to its end without."""
+    """Raise ConfigError where `run_dir` is no folder of a run that has come to RL, or to its end without RL."""
     if any((run_dir / name).is_file() for name in ("metrics.jsonl", "summary.json")):
         return
     if (run_dir / "config.toml").is_file():
-        raise ConfigError(
-            f"'{run_dir}' has nothing to report yet: it has no metrics.jsonl",
-            hint="RL has not begun, or is not among the stages of this run, which are not done",
-        )
+        hint = "RL has not begun, or is not among the stages of this run, which are not done"
+        raise ConfigError(f"'{run_dir}' has nothing to report yet: it has no metrics.jsonl", hint=hint)
     raise no_run(run_dir, "metrics.jsonl")
 
 
@@ -325,7 +323,7 @@ def read_run(run_dir: Path) -> RunData:
 
 
 def _trained_samples(run_dir: Path) -> list[Sample]:
-    """Where no held-out samples were saved: completions of the first and of the last training steps."""
+    """Return completions of the first and last training steps, for runs without held-out samples."""
     lines = [
         line
         for line in sample_jsonl(run_dir / "rollouts.jsonl", RolloutLine, most_bytes=1 << 22)
@@ -364,7 +362,7 @@ def _earlier_s(run_dir: Path) -> float | None:
 
 
 def _read_times(run_dir: Path, history: MetricsHistory, summary: Summary | None) -> RunTimes:
-    """Exact ones where that is quick, else those that processes reported, and what `summary.json` kept."""
+    """Return exact times where that is quick, else those that processes reported and `summary.json` kept."""
     if accounting_bytes(run_dir) > EXACT_BYTES:
         spans = list(_reported(history))
         if summary is None:
@@ -377,7 +375,7 @@ def _read_times(run_dir: Path, history: MetricsHistory, summary: Summary | None)
 
 
 def _reported(history: MetricsHistory) -> Iterator[StepTimes]:
-    """From the second step on: the first report tells of everything since the start of the process."""
+    """Yield reported times from the second step on: the first report has everything since the process started."""
     for before, line in pairwise(history.steps):
         seconds: dict[str, dict[str, float]] = {}
         for name, value in line.items():

@@ -113,7 +113,7 @@ def items(lines: Iterable[str], *, kind: str = "") -> str:
 
 
 def text(value: str) -> str:
-    """On one line, control characters spelled out, cut, escaped."""
+    """Return `value` on one line, cut and escaped, control characters spelled out."""
     return escape(printable(value, limit=MAX_TEXT))
 
 

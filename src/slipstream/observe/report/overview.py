@@ -274,7 +274,7 @@ def wasted(run: RunData) -> str:
 
 
 def rang(run: RunData) -> str:
-    """That none rang says something where all could have."""
+    """Name the alarms that rang; that none did is said only where all of them could have."""
     if names := sorted({alarm.name for alarm in run.alarms}):
         return f"Alarms that rang: {', '.join(names)}."
     is_watched = run.config.get("health", {}).get("alarms", True) and len(run.history.steps) >= WATCHED_STEPS
@@ -285,7 +285,7 @@ def rang(run: RunData) -> str:
 
 
 def go_on(run: RunData) -> str:
-    """Only with a checkpoint to go on from, and not where the same numbers would end it again."""
+    """Suggest a resume, where there is a checkpoint and no update that would fail again."""
     has_checkpoint = any(re.fullmatch(r"step_\d+", path.name) for path in (run.path / "checkpoints").glob("step_*"))
     is_refused = any(run.path.glob("refused_step_*.json"))
     is_over = status_of(run) not in ("failed", "interrupted", "not finished")

@@ -410,7 +410,7 @@ def _setup(run: data.RunData, hardware: Hardware | None) -> str:
 
 
 def lost(run: data.RunData, name: str) -> str:
-    """That lines of a file are gone, which were cut off or deleted before the run went on; nothing, where none are."""
+    """Say how many lines of a file are missing, cut off or deleted before the run went on; empty where none are."""
     num_lost, what = 0, "steps"
     if name == "metrics.jsonl" and run.history.steps:
         steps = {int(line["step"]) for line in run.history.steps}

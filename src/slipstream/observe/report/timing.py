@@ -173,7 +173,7 @@ def read_row(path: Path, start_s: float, end_s: float) -> blocks.GanttRow:
 
 
 def _bar(record: Slice) -> blocks.Bar:
-    """In the state that took most of it: a slice may hold others that are too short for lines of their own."""
+    """Return the bar of a slice, in the state that took most of it; its detail names the shorter ones."""
     states = {record.state: record.state_ns} | record.also
     most = max(states, key=lambda state: states[state])
     others = [f"{in_words(state)} {ns * 1e-6:.1f} ms of it" for state, ns in states.items() if state != most]

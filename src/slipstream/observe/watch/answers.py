@@ -227,7 +227,7 @@ def curves_answer(index: RunIndex, query: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _axis(name: str, points: list[list[float]]) -> list[float]:
-    """Where the axis of metric `name` begins and ends, at one place for zeros alone."""
+    """Return the ends of the axis of metric `name`, at one place for zeros alone."""
     known, values = described(name), [value for _, _, *ends in points for value in ends]
     ends = axis_ends(min(values), max(values), is_amount=known is not None and known[1].is_amount)
     return [_short(end) for end in ends]
@@ -303,7 +303,7 @@ def _episode(line: EpisodeLine) -> dict[str, Any]:
 
 
 def _run_s(index: RunIndex, raw_s: float) -> float | None:
-    """On the run's time; None where no attempt was then."""
+    """Return `raw_s` on the run's time; None where no attempt was under way."""
     for stretch in reversed(index.events.stretches):
         if stretch.start_s <= stretch.run_s(raw_s) <= stretch.end_s:
             return round(stretch.run_s(raw_s), 3)

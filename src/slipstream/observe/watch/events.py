@@ -118,7 +118,7 @@ class EventIndex(LineIndex[Decision]):
         return stretch.end_s
 
     def _count_phases(self, time_s: float) -> None:
-        """The loop has been as it is since the event before."""
+        """Add the time since the event before to the phases of the groups."""
         waited_s, self._last_s = time_s - self._last_s, time_s
         for phase, count in self.loop.counts.items():
             self._group_seconds[phase] += count * waited_s
@@ -183,7 +183,7 @@ class EventIndex(LineIndex[Decision]):
         return found
 
     def step_at(self, time_s: float) -> int:
-        """The last step that had begun by then; -1 before the first."""
+        """Return the last step that had begun by `time_s`; -1 before the first."""
         return bisect.bisect_right(self.step_starts, time_s) - 1
 
 

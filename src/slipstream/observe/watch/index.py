@@ -179,7 +179,7 @@ class RunIndex:
         return sum(index.num_damaged for index in self.indexes)
 
     def _told_s(self) -> float:
-        """Up to when the processes of the present attempt have told what they did."""
+        """Return the time up to which the processes of the present attempt have reported."""
         if not self.events.stretches:
             return 0.0
         stretch = self.events.stretches[-1]

@@ -106,7 +106,7 @@ class RolloutIndex(LineIndex[_Head]):
 
 
 class TokenIndex(LineIndex[TokenHead]):
-    """Where the tokens of which groups are."""
+    """The places of groups in `tokens.jsonl`."""
 
     kind = TokenHead
 

@@ -188,12 +188,9 @@ def _bound(owner: Watch, port: int) -> _Server:
     except OSError as error:
         if error.errno not in (errno.EADDRINUSE, errno.EACCES):
             raise
-        raise ConfigError(
-            f"port {port} cannot be listened at",
-            got=error.strerror,
-            allowed="a port that nobody listens at",
-            hint="choose another one with --port; 0 takes one that is free",
-        ) from error
+        what = f"port {port} cannot be listened at"
+        hint = "choose another one with --port; 0 takes one that is free"
+        raise ConfigError(what, got=error.strerror, allowed="a port that nobody listens at", hint=hint) from error
     except OverflowError as error:
         raise ConfigError("there is no such port", got=port, allowed="0..65535") from error
 

@@ -26,7 +26,7 @@ _ANCHOR_BYTES = 64
 
 @dataclass
 class Tail:
-    """Where a reader is in `path`, which need not exist yet."""
+    """The position of a reader in `path`, which need not exist yet."""
 
     path: Path
     offset: int = 0

@@ -66,7 +66,7 @@ class TimelineIndex(LineIndex[Record]):
         return [one for one in takewhile(lambda one: one.start_ns < end_ns, found) if one.end_ns > start_ns]
 
     def _offset_before(self, time_ns: int) -> int:
-        """Where a line begins before which everything had ended by then."""
+        """Return the start of a line before which everything had ended by `time_ns`."""
         index = bisect.bisect_right(self._marks, (time_ns, 1 << 62)) - 1
         return self._marks[index][1] if index >= 0 else 0
 
