@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slipstream.models.config import TransformerConfig
 from slipstream.models.linear import Linear, linear
 
 ROWS = 8
@@ -153,15 +154,14 @@ class Router(nn.Module):
 class Experts(nn.Module):
     """Router and experts of a layer. `loads` int64 [E] counts the tokens of each expert in passes with gradients."""
 
-    def __init__(
-        self, hidden: int, width: int, num_experts: int, per_token: int, *, normalises: bool, activation: Any
-    ) -> None:
+    def __init__(self, config: TransformerConfig, activation: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.num_experts, self.per_token, self.normalises = num_experts, per_token, normalises
-        self.router = Router(num_experts, hidden)
-        self.up = ExpertsLinear(num_experts, hidden, 2 * width)
-        self.down = ExpertsLinear(num_experts, width, hidden)
-        self.activation = activation
+        self.num_experts, self.per_token = config.num_experts, config.experts_per_token
+        self.normalises, self.activation = config.normalises_gates, activation
+        hidden, width = config.hidden_size, config.expert_width
+        self.router = Router(self.num_experts, hidden)
+        self.up = ExpertsLinear(self.num_experts, hidden, 2 * width)
+        self.down = ExpertsLinear(self.num_experts, width, hidden)
         self.loads: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:

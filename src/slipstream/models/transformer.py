@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from slipstream.models.config import TransformerConfig
+from slipstream.models.experts import Experts
 from slipstream.models.linear import Linear, linear
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -173,6 +174,8 @@ def _norm(config: TransformerConfig, size: int) -> nn.Module:
 class Layer(nn.Module):
     """Attention and MLP around the residual stream. `qkv` stacks the rows of q, k, v; `up` those of gate and up.
 
+    In a sparse layer `experts` stands in for `up` and `down`.
+
     `config` counts the heads and the inner width of this rank; `attend` and `mlp` give its share of a sum over ranks.
     """
 
@@ -187,9 +190,12 @@ class Layer(nn.Module):
             self.q_norm = _norm(config, config.head_dim)
             self.k_norm = _norm(config, config.head_dim)
         self.mlp_norm = _norm(config, hidden)
-        self.up = _linear(hidden, 2 * inner if config.gated_mlp else inner, config.mlp_bias)
-        self.down = _linear(inner, hidden, config.mlp_bias and ranks.counts_once)
         self.activation = ACTIVATIONS[config.activation]
+        if config.is_sparse(index):
+            self.experts = Experts(config, self.activation)
+        else:
+            self.up = _linear(hidden, 2 * inner if config.gated_mlp else inner, config.mlp_bias)
+            self.down = _linear(inner, hidden, config.mlp_bias and ranks.counts_once)
         self.recomputes = False  # whether the backward pass runs the layer again, instead of keeping what is in it
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, attention: Attention) -> Tensor:
@@ -228,8 +234,11 @@ class Layer(nn.Module):
         return qk[:, :heads], qk[:, heads:], v
 
     def mlp(self, x: Tensor) -> Tensor:
-        """Position-wise MLP of normalised x [N, hidden] -> [N, hidden]."""
+        """Position-wise MLP, or mixture of experts, of normalised x [N, hidden] -> [N, hidden]."""
         x = self.ranks.fork(x)
+        if self.config.is_sparse(self.index):
+            mixed: Tensor = self.experts(x)
+            return mixed
         if self.config.gated_mlp:
             gate, up = self.up(x).chunk(2, -1)
             inner = self.activation(gate) * up
