@@ -135,7 +135,7 @@ class ExpertsLinear(Linear):
 
     def forward(self, x: Tensor, groups: Groups) -> Tensor:  # type: ignore[override]
         """x [P, in_features], sorted by expert -> [P, out_features of one]."""
-        return grouped_product(x, self.weight.view(self.num_experts, -1, self.in_features), groups)
+        return grouped_product(x, self.weight.unflatten(0, (self.num_experts, -1)), groups)
 
 
 class Router(nn.Module):
@@ -170,7 +170,7 @@ class Experts(nn.Module):
         groups = group(chosen, self.num_experts, on_device=multiplies_groups(x.device, x.dtype))
         gate, up = self.up(x.index_select(0, groups.source), groups).chunk(2, -1)
         out = self.down(self.activation(gate) * up, groups)
-        parts = out.index_select(0, groups.places.flatten()).view(*chosen.shape, -1)
+        parts = out.index_select(0, groups.places.flatten()).view(*chosen.shape, out.shape[1])
         total = parts[:, 0] * gates[:, :1]
         for choice in range(1, self.per_token):
             total = total + parts[:, choice] * gates[:, choice : choice + 1]
