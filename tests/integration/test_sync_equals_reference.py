@@ -150,6 +150,19 @@ def test_inline_two_replicas_in_processes_and_reference_give_the_same_weights(ti
     assert process.summary["staleness"]["max"] == 0
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_a_mixture_of_experts_gives_the_weights_of_the_loop(family, tiny, sync_tables, tmp_path):
+    """In which a group alone in its engine meets other tokens at its experts than in a crowd."""
+    tables = tiny | sync_tables | {"steps": 3, "host": "inline", "warm_start": tiny["warm_start"] | {"steps": 20}}
+    tables["model"] = tiny["model"] | {"family": family, "num_experts": 4}
+    reference_run(resolve("quickstart", tables), tmp_path / "reference")
+    run = slipstream.run("quickstart", overrides=tables, out=tmp_path / "run", display=False)
+    assert_equal(run.out / "model", tmp_path / "reference")
+    lines = [line for line in read_metrics(run.out / "metrics.jsonl") if "loss" in line]
+    assert all(1 <= line["expert_load_max"] <= 2 for line in lines)
+    assert all(line["logprob_diff_max/lag_0"] < 1e-5 for line in lines)
+
+
 @pytest.mark.slow
 def test_a_reference_that_follows_the_policy_is_that_of_the_loop(tiny, sync_tables, tmp_path):
     tables = tiny | sync_tables | {"steps": 6, "host": "inline", "warm_start": tiny["warm_start"] | {"steps": 20}}

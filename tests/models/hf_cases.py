@@ -57,6 +57,8 @@ def oracle(case: str) -> transformers.PreTrainedModel:
     """The case's transformers model with every parameter, biases and norms too, moved away from its default."""
     torch.manual_seed(sorted(CASES).index(case))
     model = transformers.AutoModelForCausalLM.from_config(CASES[case], attn_implementation="eager").eval()
+    if model.config.model_type in ("qwen3_moe", "mixtral"):
+        model.set_experts_implementation("eager")  # the loop over experts, which multiplies float64, too
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))

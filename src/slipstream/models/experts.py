@@ -152,7 +152,7 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """Router and experts of a layer. `loads` int64 [E] counts the tokens of each expert in passes with gradients."""
+    """Router and experts of a layer. `loads` int64 [E]: each expert's tokens in the last pass with gradients."""
 
     def __init__(self, config: TransformerConfig, activation: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -185,5 +185,15 @@ class Experts(nn.Module):
             with torch.no_grad():
                 counts = torch.zeros(self.num_experts, dtype=torch.int64, device=x.device)
                 counts.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen.flatten()))
-                self.loads = counts if self.loads is None else self.loads + counts
+                self.loads = counts
         return gates, chosen
+
+
+def busiest_load(model: nn.Module) -> Tensor:
+    """Tokens of the busiest expert over those of an average one, in the layer of `model` where that is the most.
+
+    Of the last pass with gradients; 1 when all are equal, at most E / k, 0 without tokens. Float64, a scalar.
+    """
+    found = [module.loads for module in model.modules() if isinstance(module, Experts) and module.loads is not None]
+    loads = torch.stack(found).double()
+    return (loads.amax(1) / loads.mean(1).clamp_min(1e-9)).amax()
