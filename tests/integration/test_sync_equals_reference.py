@@ -150,7 +150,7 @@ def test_inline_two_replicas_in_processes_and_reference_give_the_same_weights(ti
     assert process.summary["staleness"]["max"] == 0
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("mixtral", marks=pytest.mark.slow)])
 def test_a_mixture_of_experts_gives_the_weights_of_the_loop(family, tiny, sync_tables, tmp_path):
     """In which a group alone in its engine meets other tokens at its experts than in a crowd."""
     tables = tiny | sync_tables | {"steps": 3, "host": "inline", "warm_start": tiny["warm_start"] | {"steps": 20}}

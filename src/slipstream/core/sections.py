@@ -87,7 +87,8 @@ class ModelConfig(Section):
     hidden_size: Positive = Field(128, description="Width of the residual stream.")
     intermediate_size: Positive = Field(512, description="Width of the MLP.")
     num_experts: Annotated[int, Field(ge=0, le=4096, strict=True)] = Field(
-        0, description="Experts of each layer's MLP, in the families qwen3_moe and mixtral (docs/experts.md); 0: one MLP."
+        0,
+        description="Experts of each layer's MLP, in the families qwen3_moe and mixtral (docs/experts.md); 0: one MLP.",
     )
     experts_per_token: Count = Field(2, description="Experts that a token goes through; with num_experts.")
     expert_width: Positive | None = Field(None, description="Width of an expert; null: intermediate_size.")

@@ -392,10 +392,7 @@ def new_config(
 ) -> TransformerConfig:
     """The decoder that `config` describes, with its family's usual norms, biases and activation."""
     is_gpt = config.family in ("gpt2", "gpt_neox")
-    mixture = {}
-    if config.num_experts:
-        mixture["num_experts"], mixture["experts_per_token"] = config.num_experts, config.experts_per_token
-        mixture["expert_width"] = config.expert_width or config.intermediate_size
+    is_mixture = config.num_experts > 0
     return TransformerConfig(
         family=config.family,
         vocab_size=vocab_size,
@@ -414,5 +411,7 @@ def new_config(
         parallel_residual=config.family == "gpt_neox",
         eos_token_ids=() if eos_token_id is None else (eos_token_id,),
         pad_token_id=pad_token_id,
-        **mixture,
+        num_experts=config.num_experts,
+        experts_per_token=config.experts_per_token if is_mixture else 0,
+        expert_width=(config.expert_width or config.intermediate_size) if is_mixture else 0,
     )

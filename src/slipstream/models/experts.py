@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,7 +61,9 @@ def group(chosen: Tensor, num_experts: int, *, on_device: bool = False) -> Group
     flat = chosen.flatten()
     order = flat.argsort(stable=True)
     ranks = torch.arange(len(flat), device=flat.device)
-    counts = torch.zeros(num_experts, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
+    counts = torch.zeros(num_experts, dtype=torch.int64, device=flat.device).scatter_add_(
+        0, flat, torch.ones_like(flat)
+    )
     token = order // chosen.shape[1]
     if on_device:
         places = torch.empty_like(flat).scatter_(0, order, ranks)
@@ -102,7 +105,7 @@ class _Grouped(torch.autograd.Function):
         dx = _multiply(grad, weight.transpose(1, 2), ctx.sizes) if needs_x else None
         if not needs_weight:
             return dx, None, None
-        pieces = zip(grad.split(ctx.sizes), x.split(ctx.sizes), strict=True)
+        pieces = zip(torch.split(grad, ctx.sizes), torch.split(x, ctx.sizes), strict=True)
         dw = torch.zeros_like(weight)
         for expert, (dy, rows) in enumerate(pieces):
             if len(rows):
@@ -112,7 +115,7 @@ class _Grouped(torch.autograd.Function):
 
 def _multiply(x: Tensor, weight: Tensor, sizes: Sequence[int]) -> Tensor:
     with torch.no_grad():
-        products = [lambda rows, w=w: linear(rows, w) for w in weight.unbind()]  # type: ignore[misc]
+        products = [partial(linear, weight=one) for one in weight.unbind()]
         return each_expert(x, sizes, products, weight.shape[1])
 
 
@@ -135,7 +138,7 @@ class ExpertsLinear(Linear):
 
     def forward(self, x: Tensor, groups: Groups) -> Tensor:  # type: ignore[override]
         """x [P, in_features], sorted by expert -> [P, out_features of one]."""
-        return grouped_product(x, self.weight.unflatten(0, (self.num_experts, -1)), groups)
+        return grouped_product(x, torch.unflatten(self.weight, 0, (self.num_experts, -1)), groups)
 
 
 class Router(nn.Module):
@@ -174,7 +177,8 @@ class Experts(nn.Module):
         total = parts[:, 0] * gates[:, :1]
         for choice in range(1, self.per_token):
             total = total + parts[:, choice] * gates[:, choice : choice + 1]
-        return total.to(x.dtype)
+        out = total.to(x.dtype)
+        return out
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Gates float32 [N, k], differentiable, and chosen experts int64 [N, k], by falling probability."""

@@ -27,9 +27,9 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.fields import Precision
 from slipstream.core.peer_messages import Holding
 from slipstream.core.rank_group import RankGroup
+from slipstream.models.config import TransformerConfig
 from slipstream.models.experts import ExpertsLinear, Groups, multiplies_groups
 from slipstream.models.linear import Linear
-from slipstream.models.config import TransformerConfig
 from slipstream.models.lora import (
     HEAD,
     AdapterShape,
@@ -163,9 +163,8 @@ def _hollow_out(model: Transformer, activations: torch.dtype) -> None:
     for name, module in list(model.named_modules()):
         if isinstance(module, Linear):
             parent, _, attribute = name.rpartition(".")
-            is_mixture = isinstance(module, ExpertsLinear)
-            served = ServedExperts(module.num_experts) if is_mixture else ServedLinear()
-            setattr(model.get_submodule(parent), attribute, served)
+            experts = module.num_experts if isinstance(module, ExpertsLinear) else 0
+            setattr(model.get_submodule(parent), attribute, ServedExperts(experts) if experts else ServedLinear())
     if model.config.tie_embeddings and HEAD in dict(model.named_children()):
         del model.head  # it has an adapter alone
     model.served_head = None
