@@ -174,11 +174,10 @@ class Experts(nn.Module):
         gate, up = self.up(x.index_select(0, groups.source), groups).chunk(2, -1)
         out = self.down(self.activation(gate) * up, groups)
         parts = out.index_select(0, groups.places.flatten()).view(*chosen.shape, out.shape[1])
-        total = parts[:, 0] * gates[:, :1]
+        total: Tensor = parts[:, 0] * gates[:, :1]
         for choice in range(1, self.per_token):
             total = total + parts[:, choice] * gates[:, choice : choice + 1]
-        out = total.to(x.dtype)
-        return out
+        return total.to(x.dtype)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Gates float32 [N, k], differentiable, and chosen experts int64 [N, k], by falling probability."""
