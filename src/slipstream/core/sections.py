@@ -280,6 +280,11 @@ class GeneratorConfig(Section):
         description="Record the tokens each token was drawn from, and take the trainer's logprobs over them: what "
         "losses with importance ratios need where top_k, top_p or min_p cut. Takes top_k = 1..512.",
     )
+    routing_replay: bool = Field(
+        False,
+        description="Of a mixture of experts: record the experts that the engine chooses for every token, and have the "
+        "trainer's forward passes of the policy go through the same ones (docs/experts.md). Without an environment.",
+    )
     segment_tokens: Positive | None = Field(
         None, description="Export and resume completions every so many tokens when a newer version waits."
     )

@@ -416,7 +416,7 @@ class Engine:
         self._spans.did(len(live_rows))
         now_s = self._clock.now_s()
         ended = rows.ended(live_rows, (tokens[:, None] == self._stop_ids).any(1), now_s)
-        finished = [rows.finished(row, reason, now_s) for row, reason in ended]
+        finished = [rows.finished(row, reason, now_s, self._runner.routes(row)) for row, reason in ended]
         if finished:
             self._close([row for row, _ in ended if not self._park(row)])
             self._versions.let_go()

@@ -120,6 +120,7 @@ class Finished:
     started_s: float
     finished_s: float
     kept: KeptSets | None = None
+    routes: np.ndarray | None = None  # as in `Segment`
 
     @property
     def ordinal(self) -> int:
@@ -139,6 +140,7 @@ def segment_of(sampled: Resume | Finished) -> Segment:
         version_spans=sampled.version_spans,
         kept_tokens=None if kept is None else kept.tokens,
         kept_counts=None if kept is None else kept.counts,
+        routes=sampled.routes if isinstance(sampled, Finished) else None,
     )
 
 

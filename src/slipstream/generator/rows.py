@@ -124,7 +124,7 @@ class Rows:
         )
         return live.request.resumed_with(resume)
 
-    def finished(self, row: int, reason: FinishReason, now_s: float) -> Finished:
+    def finished(self, row: int, reason: FinishReason, now_s: float, routes: np.ndarray | None = None) -> Finished:
         """Return the completion in `row`, which has ended for `reason`."""
         live, num_new = self.live_at(row), self.num_new[row]
         return Finished(
@@ -136,6 +136,7 @@ class Rows:
             started_s=live.started_s,
             finished_s=now_s,
             kept=None if live.kept is None else KeptSets.of_rows(live.kept),
+            routes=routes,
         )
 
     def close(self, rows: list[int]) -> None:

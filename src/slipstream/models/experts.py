@@ -25,6 +25,8 @@ from torch import Tensor, nn
 from slipstream.models.config import TransformerConfig
 from slipstream.models.linear import Linear, linear
 
+Choose = Callable[[Tensor], Tensor]
+"""Chosen experts int64 [N, k] -> those that are computed with."""
 ROWS = 8
 """An expert's rows on a CPU are a multiple of this."""
 
@@ -37,6 +39,16 @@ def multiplies_groups(device: torch.device, dtype: torch.dtype) -> bool:
         and hasattr(torch, "_grouped_mm")
         and torch.cuda.get_device_capability(device) >= (9, 0)
     )
+
+
+def route_type(num_experts: int) -> torch.dtype:
+    """Return the type in which chosen experts are recorded; its largest number stands for "not known"."""
+    return torch.uint8 if num_experts < torch.iinfo(torch.uint8).max else torch.int16
+
+
+def replayed(recorded: Tensor, chosen: Tensor) -> Tensor:
+    """Return the `recorded` experts [N, k] where they are known, elsewhere those `chosen`, int64 [N, k]."""
+    return torch.where(recorded < torch.iinfo(recorded.dtype).max, recorded.long(), chosen)
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,9 +179,9 @@ class Experts(nn.Module):
         self.down = ExpertsLinear(self.num_experts, width, hidden)
         self.loads: Tensor | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [N, hidden] -> [N, hidden]."""
-        gates, chosen = self.route(x)
+    def forward(self, x: Tensor, choose: Choose | None = None) -> Tensor:
+        """x [N, hidden] -> [N, hidden], by the experts that `choose` makes of those that the router would."""
+        gates, chosen = self.route(x, choose)
         groups = group(chosen, self.num_experts, on_device=multiplies_groups(x.device, x.dtype))
         gate, up = self.up(x.index_select(0, groups.source), groups).chunk(2, -1)
         out = self.down(self.activation(gate) * up, groups)
@@ -179,9 +191,13 @@ class Experts(nn.Module):
             total = total + parts[:, choice] * gates[:, choice : choice + 1]
         return total.to(x.dtype)
 
-    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def route(self, x: Tensor, choose: Choose | None = None) -> tuple[Tensor, Tensor]:
         """Gates float32 [N, k], differentiable, and chosen experts int64 [N, k], by falling probability."""
-        gates, chosen = self.router(x).topk(self.per_token, -1)
+        probabilities = self.router(x)
+        chosen = probabilities.topk(self.per_token, -1).indices
+        if choose is not None:
+            chosen = choose(chosen)
+        gates = probabilities.gather(-1, chosen)
         if self.normalises:
             gates = gates / gates.sum(-1, keepdim=True)
         if torch.is_grad_enabled():

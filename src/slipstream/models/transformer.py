@@ -30,7 +30,10 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Attention(Protocol):
-    """Scaled dot-product attention of one layer; decides what each token sees and keeps whatever cache it needs."""
+    """Scaled dot-product attention of one layer; decides what each token sees and keeps whatever cache it needs.
+
+    One with a method `route` (layer, chosen experts int64 [N, k]) -> int64 [N, k] records or replaces the experts too.
+    """
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [N, H, D], k and v [N, Hkv, D], both rotated already -> [N, H, D]; the scale is D ** -0.5.
@@ -212,9 +215,9 @@ class Layer(nn.Module):
         if len(attended) < len(x):
             x = x[: len(attended)]
         if self.config.parallel_residual:
-            return join(x, attended, self.mlp(self.mlp_norm(x)))
+            return join(x, attended, self.mlp(self.mlp_norm(x), attention))
         x = join(x, attended)
-        return join(x, self.mlp(self.mlp_norm(x)))
+        return join(x, self.mlp(self.mlp_norm(x), attention))
 
     def attend(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, attention: Attention) -> Tensor:
         """Self-attention of normalised x [N, hidden] -> [N, hidden]."""
@@ -233,11 +236,12 @@ class Layer(nn.Module):
             qk = rotate(qk, *rope)
         return qk[:, :heads], qk[:, heads:], v
 
-    def mlp(self, x: Tensor) -> Tensor:
+    def mlp(self, x: Tensor, attention: Attention) -> Tensor:
         """Position-wise MLP, or mixture of experts, of normalised x [N, hidden] -> [N, hidden]."""
         x = self.ranks.fork(x)
         if self.config.is_sparse(self.index):
-            mixed: Tensor = self.experts(x)
+            route = getattr(attention, "route", None)
+            mixed: Tensor = self.experts(x, None if route is None else partial(route, self.index))
             return mixed
         if self.config.gated_mlp:
             gate, up = self.up(x).chunk(2, -1)

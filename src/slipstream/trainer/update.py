@@ -198,7 +198,7 @@ class Updater:
     def _forward_backward(self, microbatch: PackedMicrobatch, totals: Totals) -> _Read:
         """Add the gradients of one microbatch."""
         critic = self._critic
-        states = at_targets(self._model, microbatch)
+        states = at_targets(self._model, microbatch, replays=True)
         columns = microbatch.tensors(states.device)
         logprobs, entropies, *compared = microbatch_logprobs(
             self._model,
