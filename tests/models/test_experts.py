@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -12,12 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
+from slipstream.batching.collate import collate
 from slipstream.core.errors import ConfigError
+from slipstream.core.packed import TrainSequence
 from slipstream.core.sections import ModelConfig
 from slipstream.models import experts as module
+from slipstream.models.attention import PackedAttention
 from slipstream.models.config import TransformerConfig, config_from_hf, config_to_hf, local_config, new_config
-from slipstream.models.experts import ROWS, Experts, group
+from slipstream.models.experts import ROWS, Experts, group, replayed, route_type
 from slipstream.models.layout import layout
+from slipstream.models.packed import at_targets
 from slipstream.models.transformer import ACTIVATIONS, Transformer
 
 CONFIG = config_from_hf(CASES["qwen3_moe"].to_dict())
@@ -37,14 +42,18 @@ def states(num_tokens: int, dtype: torch.dtype = torch.float32, seed: int = 1) -
     return torch.randn(num_tokens, CONFIG.hidden_size, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def by_loop(experts: Experts, x: torch.Tensor) -> torch.Tensor:
-    """Every token through every expert, weighted by its gate; no sorting, no grouping."""
+def by_loop(experts: Experts, x: torch.Tensor, given: torch.Tensor | None = None) -> torch.Tensor:
+    """Every token through each of its experts, weighted by its gate; no sorting, no grouping."""
     probabilities = (x @ experts.router.weight.T).softmax(-1)
     up = experts.up.weight.view(experts.num_experts, -1, x.shape[1])
     down = experts.down.weight.view(experts.num_experts, x.shape[1], -1)
     out = []
-    for row, chances in zip(x, probabilities, strict=True):
-        ranked = sorted(range(len(chances)), key=chances.tolist().__getitem__, reverse=True)[: experts.per_token]
+    for index, (row, chances) in enumerate(zip(x, probabilities, strict=True)):
+        ranked = (
+            given[index].tolist()
+            if given is not None
+            else sorted(range(len(chances)), key=chances.tolist().__getitem__, reverse=True)[: experts.per_token]
+        )
         total = sum(chances[e] for e in ranked) if experts.normalises else 1.0
         parts = []
         for expert in ranked:
@@ -101,6 +110,72 @@ def test_outputs_and_gradients_are_those_of_a_loop(num_tokens: int, k: int, norm
         results.append((out, *grads))
     for ours, expected in zip(*results, strict=True):
         torch.testing.assert_close(ours, expected, atol=1e-9, rtol=1e-9)
+
+
+def test_given_experts_are_gone_through_with_gates_of_their_own() -> None:
+    """Routing replay: uint8 experts where they are known, the router's own choice elsewhere; gradients by the router."""
+    experts, x = mixture(dtype=torch.float64), states(20, torch.float64).requires_grad_()
+    _, own = experts.route(x)
+    recorded = torch.stack([torch.randperm(6, generator=torch.Generator().manual_seed(n))[:3] for n in range(20)])
+    recorded[::4] = 255
+    expected = torch.where(recorded == 255, own, recorded)
+    assert not torch.equal(expected, own)
+    results = []
+    for out in (
+        experts(x, lambda chosen: replayed(recorded.to(route_type(6)), chosen)),
+        by_loop(experts, x, given=expected),
+    ):
+        inputs = [x, *experts.parameters()]
+        grads = torch.autograd.grad((out * states(20, torch.float64, 5)).sum(), inputs)
+        results.append((out, *grads))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-9, rtol=1e-9)
+    assert (route_type(254), route_type(255)) == (torch.uint8, torch.int16)
+
+
+def test_a_microbatch_replays_what_its_sequences_have_recorded() -> None:
+    """Two completions share a prompt's rows; each alone, in a pass that is told its experts one by one, is the oracle."""
+    model, generator = Transformer(CONFIG), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    prompt, sequences = np.arange(1, 8, dtype=np.int32), []
+    of_prompt = rng_routes(0, len(prompt))
+    for sample, length in enumerate((5, 9)):
+        tokens = np.concatenate([prompt, np.arange(10, 10 + length, dtype=np.int32)])
+        mask = np.arange(len(tokens)) >= len(prompt)
+        sequence = TrainSequence.read_only((3, sample), tokens, mask)
+        routes = np.concatenate([of_prompt, rng_routes(sample + 1, length - 1)])
+        sequences.append(dataclasses.replace(sequence, routes=routes))
+    [microbatch] = collate(sequences, 1000)
+    assert microbatch.routes is not None
+    assert len(microbatch.routes) == microbatch.num_tokens == 7 + 4 + 8
+    with torch.no_grad():
+        got = at_targets(model, microbatch, replays=True).split([5, 9])
+        for sequence, found in zip(sequences, got, strict=True):
+            assert sequence.routes is not None
+            inputs = torch.from_numpy(sequence.tokens[:-1]).long()
+            told = Told([len(inputs)], torch.from_numpy(sequence.routes).long())
+            alone = model(inputs, torch.arange(len(inputs)), told)[len(prompt) - 1 :]
+            torch.testing.assert_close(found, alone, atol=1e-5, rtol=1e-5)
+        assert not torch.allclose(torch.cat(got), at_targets(model, microbatch), atol=1e-3), "a teacher does not replay"
+
+
+def rng_routes(seed: int, count: int) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    return np.stack([[rng.permutation(6)[:3] for _ in range(CONFIG.num_layers)] for _ in range(count)]).astype(np.uint8)
+
+
+class Told(PackedAttention):
+    """Answers with the experts it was told, [N, L, k]."""
+
+    def __init__(self, lengths: list[int], experts: torch.Tensor) -> None:
+        super().__init__(lengths)
+        self.experts = experts
+
+    def route(self, layer: int, chosen: torch.Tensor) -> torch.Tensor:
+        assert chosen.shape == self.experts[:, layer].shape
+        return self.experts[:, layer]
 
 
 def test_float64_equals_transformers() -> None:

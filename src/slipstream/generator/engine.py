@@ -217,7 +217,8 @@ class Engine:
     def begun(self) -> list[Request]:
         """Every completion that has tokens, as `submit` could resume it elsewhere; here it goes on undisturbed."""
         requests = [entry.request for entry in self._queue if entry.request.resume is not None]
-        requests += [self._rows.resumable(row) for row in self._rows.live_rows if self._rows.num_new[row] > 0]
+        begun = [row for row in self._rows.live_rows if self._rows.num_new[row] > 0]
+        requests += [self._rows.resumable(row, self._runner.routes(row)) for row in begun]
         return in_order(requests)
 
     def export_live(self) -> list[Request]:
@@ -267,7 +268,7 @@ class Engine:
 
     def _leave(self, rows: list[int]) -> list[Request]:
         """Close `rows`; return the requests that continue them."""
-        requests = [self._rows.resumable(row) for row in rows]
+        requests = [self._rows.resumable(row, self._runner.routes(row)) for row in rows]
         self._close(rows)
         return requests
 

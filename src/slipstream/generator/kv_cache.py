@@ -225,7 +225,9 @@ class PrefillAttention:
         self._keys = torch.empty(shape)
         self._values = torch.empty(shape)
         like = prefixes[0].routes
-        self._routes = None if like is None else like.new_full((num_layers, shape[2], like.shape[-1]), torch.iinfo(like.dtype).max)
+        self._routes = (
+            None if like is None else like.new_full((num_layers, shape[2], like.shape[-1]), torch.iinfo(like.dtype).max)
+        )
         self._rows = np.concatenate([[0], np.cumsum(padded_lengths)]).tolist()
         self._runs: list[tuple[int, int, int]] = []  # (first chunk, number of chunks, padded length)
         for index, (start, length) in enumerate(zip(starts, padded_lengths, strict=True)):

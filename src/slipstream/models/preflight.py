@@ -46,7 +46,8 @@ def check_policy(config: RunConfig, *, is_sampled: bool = True) -> TransformerCo
     if config.generator.routing_replay and (config.environment.is_set or not shape.num_experts):
         raise ConfigError(
             "routing is replayed for completions of mixtures of experts",
-            got="generator.routing_replay with " + ("an environment" if shape.num_experts else "a model without experts"),
+            got="generator.routing_replay with "
+            + ("an environment" if shape.num_experts else "a model without experts"),
             allowed="a mixture of experts, and no environment",
         )
     if shape.num_experts:
