@@ -55,8 +55,8 @@ class Segment(Message):
     Sampled segments carry one behaviour logprob per token and the versions that sampled them; given ones neither.
     Where sampling was cut to a part of the vocabulary and `generator.keep_sets` asks for it, `kept_tokens` are the
     tokens that each token was drawn from, ascending, one set behind the other, and `kept_counts` the sizes of the sets.
-    With `generator.routing_replay` `routes` are the experts that the engine chose for all tokens up to the last but one,
-    the prompt's included; the largest number of the type stands for "not known".
+    With `generator.routing_replay` `routes` are the experts that the engine chose for all tokens but the last, those of
+    the prompt included; the largest number of the type stands for "not known".
     `begins` marks a given segment that begins another branch of its episode: its tokens are the branch's whole context,
     and nothing before them is attended to.
     """

@@ -40,6 +40,11 @@ def unknown_routes(shape: Sequence[int], recorded: tuple[int, int], device: torc
     return torch.full((*shape, per_token), torch.iinfo(dtype).max, dtype=dtype, device=device)
 
 
+def unknown_like(routes: Tensor | None, shape: Sequence[int]) -> Tensor | None:
+    """Room for the experts of other tokens, as `unknown_routes` gives it; None where none are recorded."""
+    return None if routes is None else routes.new_full((*shape, routes.shape[-1]), torch.iinfo(routes.dtype).max)
+
+
 @dataclass(frozen=True, eq=False)
 class PrefixKV:
     """Keys and values of the first `num_tokens` tokens of a sequence: each [L, Hkv, num_tokens, D].
@@ -224,10 +229,7 @@ class PrefillAttention:
         shape = (num_layers, num_kv_heads, sum(padded_lengths), head_dim)
         self._keys = torch.empty(shape)
         self._values = torch.empty(shape)
-        like = prefixes[0].routes
-        self._routes = (
-            None if like is None else like.new_full((num_layers, shape[2], like.shape[-1]), torch.iinfo(like.dtype).max)
-        )
+        self._routes = unknown_like(prefixes[0].routes, (num_layers, shape[2]))
         self._rows = np.concatenate([[0], np.cumsum(padded_lengths)]).tolist()
         self._runs: list[tuple[int, int, int]] = []  # (first chunk, number of chunks, padded length)
         for index, (start, length) in enumerate(zip(starts, padded_lengths, strict=True)):

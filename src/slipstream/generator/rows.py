@@ -113,7 +113,7 @@ class Rows:
         return ended
 
     def resumable(self, row: int, routes: np.ndarray | None = None) -> Request:
-        """Return the request that continues the completion in `row`, here or elsewhere; `routes` are those of the row."""
+        """Return the request that continues the completion in `row`, which has `routes`, here or elsewhere."""
         live, num_new = self.live_at(row), int(self.num_new[row])
         resume = Resume(
             tokens=self.tokens[row, :num_new].copy(),

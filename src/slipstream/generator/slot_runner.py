@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from slipstream.generator.arrangement import LENGTH_MULTIPLE, ROW_MULTIPLE, SlotSpan, round_up, spans, swaps
-from slipstream.generator.kv_cache import DecodeAttention, JoinedAttention, PrefillAttention, PrefixKV, SlotKV
+from slipstream.generator.kv_cache import (
+    DecodeAttention,
+    JoinedAttention,
+    PrefillAttention,
+    PrefixKV,
+    SlotKV,
+    unknown_like,
+)
 from slipstream.generator.noise import uniform
 from slipstream.generator.runner import CLOSED, Chunk, Decoded, Prefix, ResidentVersions, RowStates, check_room
 from slipstream.generator.sampler import SamplingPlan, SamplingRows, sample_tokens
@@ -64,9 +71,7 @@ class SlotRunner:
     def open_prefix(self, num_tokens: int) -> PrefixKV:
         layers, _, heads, _, head_dim = self._kv.keys.shape
         shape = (layers, heads, num_tokens, head_dim)
-        like = self._kv.routes
-        unknown = None if like is None else (layers, 1, num_tokens, like.shape[-1])
-        routes = None if unknown is None else like.new_full(unknown, torch.iinfo(like.dtype).max)
+        routes = unknown_like(self._kv.routes, (layers, 1, num_tokens))
         return PrefixKV(torch.empty(shape), torch.empty(shape), routes)
 
     def extend_prefix(self, prefix: Prefix, num_tokens: int) -> PrefixKV:

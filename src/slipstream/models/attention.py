@@ -119,9 +119,9 @@ class PackedAttention:
     is taken from the first, and its key and value get the gradients of all.
 
     Sequences of similar length are gathered into right-padded batches for `scaled_dot_product_attention(is_causal)`,
-    which needs no mask: padding lies after every real query. `routes` [R, L, k]: the experts that the first R rows go
-    through in each layer, as far as they are known (`experts.replayed`). The index tensors are computed once, here, follow the
-    tokens to their device, and serve every layer. Identity: packed, shared or not, equals each sequence alone.
+    which needs no mask: padding lies after every real query. The index tensors are computed once, here, follow the
+    tokens to their device, and serve every layer. `routes` [R, L, k] are the experts that the first R rows go through
+    in each layer, as far as they are known (`experts.replayed`). Identity: packed, shared or not, equals each sequence alone.
     """
 
     def __init__(self, lengths: Sequence[int], rows: Tensor | None = None, routes: Tensor | None = None) -> None:
