@@ -49,11 +49,8 @@ def by_loop(experts: Experts, x: torch.Tensor, given: torch.Tensor | None = None
     down = experts.down.weight.view(experts.num_experts, x.shape[1], -1)
     out = []
     for index, (row, chances) in enumerate(zip(x, probabilities, strict=True)):
-        ranked = (
-            given[index].tolist()
-            if given is not None
-            else sorted(range(len(chances)), key=chances.tolist().__getitem__, reverse=True)[: experts.per_token]
-        )
+        ranked = sorted(range(len(chances)), key=chances.tolist().__getitem__, reverse=True)[: experts.per_token]
+        ranked = ranked if given is None else given[index].tolist()
         total = sum(chances[e] for e in ranked) if experts.normalises else 1.0
         parts = []
         for expert in ranked:
@@ -113,7 +110,7 @@ def test_outputs_and_gradients_are_those_of_a_loop(num_tokens: int, k: int, norm
 
 
 def test_given_experts_are_gone_through_with_gates_of_their_own() -> None:
-    """Routing replay: uint8 experts where they are known, the router's own choice elsewhere; gradients by the router."""
+    """Routing replay: recorded experts where they are known, the router's choice elsewhere; gradients by the router."""
     experts, x = mixture(dtype=torch.float64), states(20, torch.float64).requires_grad_()
     _, own = experts.route(x)
     recorded = torch.stack([torch.randperm(6, generator=torch.Generator().manual_seed(n))[:3] for n in range(20)])
@@ -134,7 +131,7 @@ def test_given_experts_are_gone_through_with_gates_of_their_own() -> None:
 
 
 def test_a_microbatch_replays_what_its_sequences_have_recorded() -> None:
-    """Two completions share a prompt's rows; each alone, in a pass that is told its experts one by one, is the oracle."""
+    """Two completions share a prompt's rows; each alone, in a pass that is told its experts, is the oracle."""
     model, generator = Transformer(CONFIG), torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -151,8 +148,9 @@ def test_a_microbatch_replays_what_its_sequences_have_recorded() -> None:
     assert microbatch.routes is not None
     assert len(microbatch.routes) == microbatch.num_tokens == 7 + 4 + 8
     with torch.no_grad():
-        got = at_targets(model, microbatch, replays=True).split([5, 9])
-        for sequence, found in zip(sequences, got, strict=True):
+        assert microbatch.keys == ((3, 1), (3, 0))
+        got = at_targets(model, microbatch, replays=True).split([9, 5])
+        for sequence, found in zip(sequences[::-1], got, strict=True):
             assert sequence.routes is not None
             inputs = torch.from_numpy(sequence.tokens[:-1]).long()
             told = Told([len(inputs)], torch.from_numpy(sequence.routes).long())

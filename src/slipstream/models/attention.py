@@ -121,7 +121,8 @@ class PackedAttention:
     Sequences of similar length are gathered into right-padded batches for `scaled_dot_product_attention(is_causal)`,
     which needs no mask: padding lies after every real query. The index tensors are computed once, here, follow the
     tokens to their device, and serve every layer. `routes` [R, L, k] are the experts that the first R rows go through
-    in each layer, as far as they are known (`experts.replayed`). Identity: packed, shared or not, equals each sequence alone.
+    in each layer, as far as they are known (`experts.replayed`).
+    Identity: packed, shared or not, equals each sequence alone.
     """
 
     def __init__(self, lengths: Sequence[int], rows: Tensor | None = None, routes: Tensor | None = None) -> None:
