@@ -151,8 +151,8 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 80_578
-MAX_LINES_OF_SPINE = 1_868
+MAX_LINES = 81_320
+MAX_LINES_OF_SPINE = 1_872
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
     "core/types.py",
@@ -164,21 +164,21 @@ SPINE = (
 )
 MAX_LINES_OF_FOLDER = {
     "algorithms": 2_215,
-    "batching": 365,
+    "batching": 368,
     "controller": 5_925,
-    "core": 10_525,
+    "core": 10_585,
     "environments": 8_124,
     "evals": 2_759,
-    "generator": 7_900,
+    "generator": 8_050,
     "jail": 1_050,
     "jobs": 500,
-    "models": 6_835,
+    "models": 7_280,
     "observe": 9_815,
-    "plan": 6_380,
+    "plan": 6_445,
     "prompts": 1_305,
     "rewards": 3_885,
     "stages": 2_760,
-    "trainer": 5_220,
+    "trainer": 5_230,
     "weight_sync": 3_365,
 }
 LONG_FUNCTIONS = {"generator/paged_kernels.py": "a kernel is one function"}

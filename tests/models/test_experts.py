@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 from slipstream.batching.collate import collate
 from slipstream.core.errors import ConfigError
 from slipstream.core.packed import TrainSequence
+from slipstream.core.recipes import resolve
 from slipstream.core.sections import ModelConfig
 from slipstream.models import experts as module
 from slipstream.models.attention import PackedAttention
@@ -23,6 +25,7 @@ from slipstream.models.config import TransformerConfig, config_from_hf, config_t
 from slipstream.models.experts import ROWS, Experts, group, replayed, route_type
 from slipstream.models.layout import layout
 from slipstream.models.packed import at_targets
+from slipstream.models.preflight import check_policy
 from slipstream.models.transformer import ACTIVATIONS, Transformer
 
 CONFIG = config_from_hf(CASES["qwen3_moe"].to_dict())
@@ -274,3 +277,27 @@ def test_layers_of_experts_are_not_divided_over_ranks() -> None:
     assert local_config(config, 1) == config
     with pytest.raises(ConfigError, match="2 tensor-parallel ranks for 4 experts"):
         local_config(config, 2)
+
+
+MIXTURE = {"family": "qwen3_moe", "num_experts": 4}
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ({"model": MIXTURE, "generator": {"precision": "fp8"}}, "generator.precision = 'fp8'"),
+        ({"model": MIXTURE, "generator": {"engine": "vllm"}}, "generator.engine = 'vllm'"),
+        ({"model": MIXTURE, "generator": {"tensor_parallel": 2}}, "generator.tensor_parallel = 2"),
+        ({"model": MIXTURE, "trainer": {"ranks": 2, "tensor_parallel": 2}}, "trainer.tensor_parallel = 2"),
+        (
+            {"model": MIXTURE | {"lora": {"rank": 2, "base_precision": "int8"}}, "generator": {"precision": "int8"}},
+            "model.lora.base_precision = 'int8'",
+        ),
+        ({"model": MIXTURE | {"lora": {"rank": 2, "targets": ["up_proj"]}}}, "allowed: q_proj, k_proj, v_proj, o_proj"),
+        ({"generator": {"routing_replay": True}}, "a model without experts"),
+    ],
+)
+def test_what_mixtures_do_not_run_with(tables: dict[str, object], message: str) -> None:
+    config = resolve("quickstart", {"warm_start": {"steps": 0}, "kl": {"coef": 0.0}, **tables})
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check_policy(config)
