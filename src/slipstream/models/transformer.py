@@ -236,7 +236,7 @@ class Layer(nn.Module):
             qk = rotate(qk, *rope)
         return qk[:, :heads], qk[:, heads:], v
 
-    def mlp(self, x: Tensor, attention: Attention) -> Tensor:
+    def mlp(self, x: Tensor, attention: Attention | None = None) -> Tensor:
         """Position-wise MLP, or mixture of experts, of normalised x [N, hidden] -> [N, hidden]."""
         x = self.ranks.fork(x)
         if self.config.is_sparse(self.index):
