@@ -151,7 +151,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 80_340
+MAX_LINES = 81_080
 MAX_LINES_OF_SPINE = 1_600
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -164,21 +164,21 @@ SPINE = (
 )
 MAX_LINES_OF_FOLDER = {
     "algorithms": 2_225,
-    "batching": 355,
+    "batching": 360,
     "controller": 5_895,
-    "core": 10_460,
+    "core": 10_520,
     "environments": 8_065,
     "evals": 2_600,
-    "generator": 8_150,
+    "generator": 8_300,
     "jail": 1_060,
     "jobs": 510,
-    "models": 6_845,
+    "models": 7_290,
     "observe": 9_760,
-    "plan": 6_220,
+    "plan": 6_290,
     "prompts": 1_265,
     "rewards": 3_860,
     "stages": 2_670,
-    "trainer": 5_230,
+    "trainer": 5_235,
     "weight_sync": 3_365,
 }
 LONG_FUNCTIONS = {"generator/paged_kernels.py": "a kernel is one function"}

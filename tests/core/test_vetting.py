@@ -364,3 +364,42 @@ def test_an_episode_that_failed_before_its_first_turn_says_why():
     for episode in (None, EpisodeRecord()):
         [fault] = completion_faults([with_completion(sound(), segments=nothing, episode=episode).completion], LIMITS)
         assert "no token was sampled" in fault
+
+
+def routed(shape=(8, 4, 2), dtype=np.uint8, value=5):
+    """One segment of six tokens behind a prompt of three, with the experts of the first eight."""
+    [first, _, _] = sound().completion.segments
+    segment = msgspec.structs.replace(
+        first,
+        tokens=ints(*range(6)),
+        behaviour_logprobs=floats(*[-1.0] * 6),
+        routes=np.full(shape, value, dtype=dtype),
+    )
+    return with_completion(sound(), segments=(segment,))
+
+
+@pytest.mark.parametrize(
+    ("rollout", "fault"),
+    [
+        (routed(), None),
+        (routed(value=255), None),
+        (routed(dtype=np.int16, value=np.iinfo(np.int16).max), None),
+        (routed(value=6), "expert 6 of 6"),
+        (routed(dtype=np.int16, value=-1), "expert -1 of 6"),
+        (routed(shape=(9, 4, 2)), "experts of tokens of shape"),
+        (routed(shape=(8, 4)), "experts of tokens of shape"),
+        (routed(dtype=np.float32), "experts of tokens of shape"),
+    ],
+)
+def test_recorded_experts(rollout, fault):
+    limits = Limits(vocab_size=VOCAB, routed=(4, 2, 6))
+    [found] = completion_faults([rollout.completion], limits)
+    assert (found is None) if fault is None else found.startswith(fault)
+    assert "nobody asked for" in completion_faults([rollout.completion], Limits(routed=(0, 0, 0)))[0]
+    assert completion_faults([rollout.completion], Limits()) == [None]
+
+
+def test_experts_that_are_missing():
+    [segment] = routed().completion.segments
+    bare = with_completion(sound(), segments=(msgspec.structs.replace(segment, routes=None),))
+    assert "experts of tokens" in completion_faults([bare.completion], Limits(routed=(4, 2, 6)))[0]

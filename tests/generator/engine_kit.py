@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torch import nn
@@ -39,6 +41,14 @@ def random_model(
     )
     model = Transformer(config)
     fill(model, seed, scale=scale)
+    return model
+
+
+def random_mixture(seed: int = 0) -> Transformer:
+    """`random_model` with 8 experts in each layer, 3 for each token."""
+    experts = {"num_experts": 8, "experts_per_token": 3, "expert_width": 24}
+    model = Transformer(replace(random_model().config, family="qwen3_moe", qk_norm=True, **experts))
+    fill(model, seed)
     return model
 
 

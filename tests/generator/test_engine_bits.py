@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from covering import covering
-from engine_kit import assert_same_bits, drain, new_engine, random_model, random_prompt, requests, run
+from engine_kit import assert_same_bits, drain, new_engine, random_mixture, random_model, random_prompt, requests, run
 
 from slipstream.generator.arrangement import SlotSpan, round_up
 from slipstream.generator.kv_cache import DecodeAttention, SlotKV
@@ -16,9 +16,10 @@ from slipstream.generator.requests import Request
 from slipstream.models.linear import linear
 
 
-@pytest.mark.parametrize(("num_threads", "num_kv_heads"), covering([1, 2], [4, 1]), indirect=["num_threads"])
+@pytest.mark.parametrize(("num_threads", "num_kv_heads"), covering([1, 2], [4, 1, 0]), indirect=["num_threads"])
 def test_alone_crowd_and_any_number_of_slots(num_threads: int, num_kv_heads: int) -> None:
-    model = random_model(num_kv_heads=num_kv_heads)
+    """Also in a mixture of experts (0), which multiplies rows of the same expert together."""
+    model = random_model(num_kv_heads=num_kv_heads) if num_kv_heads else random_mixture()
     batch = requests(6, 4)
     crowd = run(new_engine(model, num_slots=24), batch)
     for num_slots, prefill_tokens in ((1, 8), (5, 2048), (8, 40), (13, 64)):

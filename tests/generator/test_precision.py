@@ -6,12 +6,13 @@ import copy
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from engine_kit import assert_same_bits, drain, new_engine, random_model, random_prompt, requests, run
+from engine_kit import assert_same_bits, drain, new_engine, random_mixture, random_model, random_prompt, requests, run
 
 from slipstream.algorithms.logprobs import probe_logprobs
 from slipstream.core.errors import ConfigError, ShapeError
@@ -55,7 +56,26 @@ def dequantized(model: Transformer, precision: str) -> Transformer:
 @pytest.mark.parametrize("in_place", [False, True])
 def test_logprobs_equal_those_of_the_dequantised_weights(precision: str, tolerance: float, in_place: bool) -> None:
     """The oracle multiplies in float64; fp8 rounds activations to 3 bits of mantissa, hence its tolerance."""
-    model = random_model(scale=0.1)
+    check_logprobs(random_model(scale=0.1), precision, tolerance, in_place=in_place)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize(("precision", "tolerance"), [("float32", 1e-5), ("bfloat16", 0.05), ("int8", 0.05)])
+def test_mixtures_of_experts_do_so_too(precision: str, tolerance: float, in_place: bool) -> None:
+    """With a router that is sure of itself, as rounding may otherwise choose other experts."""
+    model = random_mixture()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.mul_(1.0 if parameter.ndim == 1 else 8.0 if "router" in name else 0.6)
+    check_logprobs(model, precision, tolerance, in_place=in_place)
+
+
+def test_mixtures_of_experts_do_not_generate_in_fp8() -> None:
+    with pytest.raises(ConfigError, match="fp8"):
+        served(random_mixture(), "fp8")
+
+
+def check_logprobs(model: Transformer, precision: str, tolerance: float, *, in_place: bool) -> None:
     text = random_prompt(60)
     clone, _ = served(model, precision, in_place=in_place)
     oracle = dequantized(model, precision)
@@ -76,8 +96,9 @@ def _causal(_layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> t
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
 
 
-def test_float32_gives_the_bits_of_the_plain_model(num_threads: int) -> None:
-    model = random_model()
+@pytest.mark.parametrize("new_model", [random_model, random_mixture])
+def test_float32_gives_the_bits_of_the_plain_model(num_threads: int, new_model: Callable[[], Transformer]) -> None:
+    model = new_model()
     clone, _ = served(model, "float32")
     batch = requests(4, 4)
     plain = run(new_engine(model), batch)
@@ -172,9 +193,9 @@ def test_without_amx_they_are() -> None:
     assert f"{2 * len(PRECISIONS)} passed" in told.stdout, told.stdout
 
 
-@pytest.mark.parametrize("precision", REDUCED)
+@pytest.mark.parametrize("precision", [*REDUCED, "experts"])
 def test_company_and_slots_change_no_bit(num_threads: int, precision: str) -> None:
-    model, _ = served(random_model(), precision)
+    model, _ = served(random_mixture(), "int8") if precision == "experts" else served(random_model(), precision)
     batch = requests(4, 4, max_new_tokens=20)
     crowd = run(new_engine(model, num_slots=24), batch)
     for num_slots, prefill_tokens in ((1, 8), (13, 64)):

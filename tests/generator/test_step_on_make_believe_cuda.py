@@ -192,6 +192,18 @@ def test_fp8_matrices_are_multiplied_as_they_are(family: str, cuda: None) -> Non
         assert (logits.shape, logits.dtype) == ((3, 2050), torch.float32)
 
 
+@pytest.mark.parametrize("records", [False, True])
+def test_a_step_of_a_mixture_of_experts_stays_on_the_device(records: bool, cuda: None) -> None:
+    """Its rows are sorted by expert, and their experts recorded, without a number that the host has to see."""
+    mixture = replace(CONFIG, family="qwen3_moe", qk_norm=True, num_experts=8, experts_per_token=2, expert_width=16)
+    model, _ = served_model(mixture, "bfloat16")
+    runner = PagedRunner(model, num_rows=8, max_len=64, attend=attend, records_routes=records)
+    with NoCopies():
+        output = runner._step(runner._shape(8, 48, PLANS[0]))
+    assert (output.shape, output.dtype) == ((8, 2), torch.int32)
+    assert (runner._kv.routes is not None) == records
+
+
 def test_sizes_that_fp8_cannot_multiply_are_bfloat16(cuda: None) -> None:
     model, _ = served_model(replace(CONFIG, intermediate_size=40), "fp8")
     assert model.layers[0].qkv.product._weight.dtype == FP8

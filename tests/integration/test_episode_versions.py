@@ -79,8 +79,8 @@ def heard(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> He
     found = Heard()
 
     class Noted(NativeBackend):
-        def _new_engine(self, *args: Any) -> Any:
-            engine = super()._new_engine(*args)
+        def _new_engine(self, *args: Any, **options: Any) -> Any:
+            engine = super()._new_engine(*args, **options)
             found.engines.append(engine)
             return engine
 

@@ -39,8 +39,8 @@ def paged_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> list[PagedRunner]:
     runners: list[PagedRunner] = []
 
     class Noted(NativeBackend):
-        def _new_engine(self, *args: Any) -> Any:
-            engine = super()._new_engine(*args)
+        def _new_engine(self, *args: Any, **options: Any) -> Any:
+            engine = super()._new_engine(*args, **options)
             assert isinstance(engine._runner, PagedRunner)
             runners.append(engine._runner)
             return engine

@@ -91,6 +91,7 @@ def sample_group(
         seed=config.seed,
         stop_token_ids=[tokenizer.eos_token_id],
         version=step,
+        records_routes=config.generator.routing_replay,
     )
     engine.submit(
         [
@@ -109,7 +110,14 @@ def sample_group(
             ordinal=ordinal,
             sample=item.sample,
             prompt=prompt,
-            segments=(Segment(tokens=item.tokens, behaviour_logprobs=item.logprobs, version_spans=item.version_spans),),
+            segments=(
+                Segment(
+                    tokens=item.tokens,
+                    behaviour_logprobs=item.logprobs,
+                    version_spans=item.version_spans,
+                    routes=item.routes,
+                ),
+            ),
             text=text,
             finish_reason=item.finish_reason,
         )
@@ -148,6 +156,27 @@ def test_inline_two_replicas_in_processes_and_reference_give_the_same_weights(ti
     process = slipstream.run("quickstart", overrides=two, out=tmp_path / "process", display=False)
     assert_equal(process.out / "model", tmp_path / "reference")
     assert process.summary["staleness"]["max"] == 0
+
+
+@pytest.mark.parametrize(
+    ("family", "is_replayed"),
+    [
+        ("qwen3_moe", True),
+        pytest.param("qwen3_moe", False, marks=pytest.mark.slow),
+        pytest.param("mixtral", False, marks=pytest.mark.slow),
+    ],
+)
+def test_a_mixture_of_experts_gives_the_weights_of_the_loop(family, is_replayed, tiny, sync_tables, tmp_path):
+    """In which a group alone in its engine meets other tokens at its experts than in a crowd."""
+    tables = tiny | sync_tables | {"steps": 2, "host": "inline", "warm_start": tiny["warm_start"] | {"steps": 10}}
+    tables["model"] = tiny["model"] | {"family": family, "num_experts": 4}
+    tables["generator"] = tiny["generator"] | {"routing_replay": is_replayed}
+    reference_run(resolve("quickstart", tables), tmp_path / "reference")
+    run = slipstream.run("quickstart", overrides=tables, out=tmp_path / "run", display=False)
+    assert_equal(run.out / "model", tmp_path / "reference")
+    lines = [line for line in read_metrics(run.out / "metrics.jsonl") if "loss" in line]
+    assert all(1 <= line["expert_load_max"] <= 2 for line in lines)
+    assert all(line["logprob_diff_max/lag_0"] < 1e-5 for line in lines)
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from slipstream.core.errors import ConfigError
 from slipstream.core.sections import ModelConfig
 from slipstream.models.attention import PackedAttention
+from slipstream.models.config import MIXTURES
 from slipstream.models.hf import load_model, logical_tensors, save_model
 from slipstream.models.initialise import new_model
 from slipstream.models.tokenizer import char_tokenizer, load_tokenizer
@@ -40,7 +41,7 @@ def test_transformers_loads_what_we_save(case, checkpoint, tmp_path):
         torch.testing.assert_close(their_logits(tmp_path), theirs(TOKENS[None]).logits[0], atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("case", ["llama_biased", "gpt_neox", "gpt2"])
+@pytest.mark.parametrize("case", ["llama_biased", "qwen3_moe_mixed", "mixtral", "gpt_neox", "gpt2"])
 def test_logical_tensors_are_the_checkpoint(case, checkpoint):
     _, folder = checkpoint(case)
     stored = load_file(folder / "model.safetensors")
@@ -49,10 +50,11 @@ def test_logical_tensors_are_the_checkpoint(case, checkpoint):
     assert all(torch.equal(ours[name], stored[name]) for name in stored)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gpt_neox", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gpt_neox", "gpt2"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_fresh_models_survive_transformers(family, tied, tmp_path):
-    config = ModelConfig(family=family, max_positions=32, tie_embeddings=tied, **FRESH)
+    experts = {"num_experts": 4} if family in MIXTURES else {}
+    config = ModelConfig(family=family, max_positions=32, tie_embeddings=tied, **FRESH, **experts)
     model = new_model(config, vocab_size=VOCAB_SIZE, seed=5, eos_token_id=1, pad_token_id=0)
     save_model(model, tmp_path)
     torch.testing.assert_close(their_logits(tmp_path), logits(model), atol=1e-5, rtol=0)

@@ -38,6 +38,7 @@ TOLERANCE = 1e-4
 """As for whole models in test_families.py: both sides compute norms, rotations and logits in float32."""
 TARGETS = {
     "llama": (["q_proj", "v_proj"], ["k_proj", "o_proj", "up_proj"], "all-linear", ["gate_proj", "lm_head"]),
+    "experts": (["q_proj", "v_proj"], ["k_proj"], ["q_proj", "k_proj", "v_proj", "o_proj"], ["o_proj", "lm_head"]),
     "gpt_neox": (["query_key_value"], ["dense", "dense_4h_to_h"], "all-linear", ["query_key_value", "lm_head"]),
     "gpt2": (["c_attn"], ["c_proj"], ["c_attn", "c_proj", "c_fc"], ["c_attn", "lm_head"]),
 }
@@ -45,6 +46,8 @@ CONFIG = ModelConfig(hidden_size=16, intermediate_size=24, num_layers=2, num_hea
 
 
 def targets_of(case: str):
+    if "moe" in case or case == "mixtral":
+        return TARGETS["experts"]
     return TARGETS["gpt_neox" if "neox" in case else "gpt2" if "gpt2" in case else "llama"]
 
 
@@ -134,7 +137,7 @@ def test_losses_and_gradients_are_peft_s_in_float32(case, checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize("targets", [[], ["lm_head"], ["down_proj", "c_proj", "dense"]])
-@pytest.mark.parametrize("case", ["llama_tied", "qwen2", "qwen3", "gpt_neox", "gpt2", "gpt2_untied"])
+@pytest.mark.parametrize("case", ["llama_tied", "qwen2", "qwen3", "qwen3_moe", "gpt_neox", "gpt2", "gpt2_untied"])
 def test_peft_reads_what_is_written_here_and_a_merged_model_is_the_same(case, targets, checkpoint, tmp_path):
     _, folder = checkpoint(case)
     names = {piece.target for fused in linear_layers(load_model(folder).config).values() for piece in fused.pieces}

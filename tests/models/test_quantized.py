@@ -28,9 +28,10 @@ def packed(model: Transformer, precision: str) -> tuple[WeightLayout, torch.Tens
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize(("family", "tie_embeddings"), [("llama", True), ("llama", False), ("gpt2", True)])
+@pytest.mark.parametrize(("family", "tie_embeddings"), [("llama", True), ("mixtral", False), ("gpt2", True)])
 def test_every_weight_comes_back_within_its_bound(precision: str, family: str, tie_embeddings: bool) -> None:
-    model = tiny(family=family, tie_embeddings=tie_embeddings, num_kv_heads=2)
+    num_experts = 4 if family == "mixtral" else 0
+    model = tiny(family=family, tie_embeddings=tie_embeddings, num_kv_heads=2, num_experts=num_experts)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel())))

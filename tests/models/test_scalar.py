@@ -25,7 +25,8 @@ from slipstream.models.scalar import (
 )
 from slipstream.models.tokenizer import char_tokenizer
 
-FAMILIES = ["llama_tied", "llama_biased", "mistral", "qwen2", "qwen3", "gpt_neox", "gpt2", "gpt2_untied"]
+FAMILIES = ["llama_tied", "llama_biased", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gpt_neox", "gpt2"]
+FAMILIES.append("gpt2_untied")
 LENGTHS = [9, 1, 23, 14]
 WIDE = {"hidden_size": 768, "intermediate_size": 8, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1}
 TINY = {"hidden_size": 16, "intermediate_size": 24, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1}

@@ -61,7 +61,7 @@ def round_base(model, precision):
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [case for case in CASES if "moe" not in case and case != "mixtral"])
 def test_loss_and_gradients_are_peft_s_beside_the_rounded_model(case, precision, checkpoint, tmp_path, in_float32):
     theirs = wrapped(case, targets_of(case)[3])
     ours = ours_of(theirs, checkpoint(case)[1], tmp_path)

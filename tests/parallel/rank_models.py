@@ -45,6 +45,9 @@ CONFIGS = {
     "gpt2_untied": replace(LLAMA, family="gpt2", **_GPT, rotary_fraction=0.0, activation="gelu_tanh"),
 }
 
+MIXTURE = replace(CONFIGS["qwen3"], family="qwen3_moe", num_experts=5, experts_per_token=2, expert_width=24)
+"""Experts in every layer, which tensor parallelism does not divide."""
+
 
 @torch.no_grad()
 def whole_model(config: TransformerConfig, seed: int = 0) -> Transformer:

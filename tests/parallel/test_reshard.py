@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from rank_models import CONFIGS
+from rank_models import CONFIGS, MIXTURE
 from rank_pool import RankPool
 from reshard_jobs import DEADLINE_S, Trainer, links_of, some_news, specs, train, transport_of, version_of
 
@@ -222,6 +222,12 @@ def test_versions_that_stay_on_devices(ranks: RankPool, precision: Precision, is
     deliver(ranks, CONFIGS["llama"], [2], precision, data_parallel=2, is_linked=is_linked, on_device=True)
     how = {"data_parallel": 2, "tensor_parallel": 2, "is_linked": is_linked, "on_device": True}
     deliver(ranks, CONFIGS["gpt2" if precision == "int8" else "qwen3"], [1], precision, **how)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8"])
+def test_a_mixture_of_experts_from_two_ranks_to_two_replicas(ranks: RankPool, precision: Precision) -> None:
+    """Ranks of FSDP2 cut through the middle of the third of five experts."""
+    deliver(ranks, MIXTURE, [1, 1], precision, data_parallel=2)
 
 
 def test_uneven_and_replicated_shards(ranks: RankPool) -> None:

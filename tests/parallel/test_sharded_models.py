@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import sharded_jobs
 import torch
-from rank_models import CONFIGS, whole_model
+from rank_models import CONFIGS, MIXTURE, whole_model
 from rank_pool import RankPool
 from sharded_jobs import Layout, assembled
 from test_sharded import LAYOUTS, SETTINGS, alone, relative
@@ -43,6 +43,23 @@ def test_a_fresh_model_has_the_same_numbers_in_every_division(ranks: RankPool, l
     held = assembled(ranks.run(sharded_jobs.fresh, config, 5, SOME[layout], world=SOME[layout].world))
     for name, tensor in logical_tensors(whole).items():
         np.testing.assert_array_equal(held[name], tensor.detach().numpy())
+
+
+@pytest.mark.parametrize(
+    ("layout", "gradient_error", "weight_error"),
+    [
+        (Layout(2, 1), 3e-6, 1e-5),
+        (Layout(2, 1, reduce_once=True, recomputes=True), 3e-6, 1e-5),
+        (Layout(2, 1, precision="bfloat16"), 0.1, 3e-3),  # rounding may send tokens to other experts
+    ],
+)
+def test_data_parallel_ranks_train_a_mixture_of_experts(
+    ranks: RankPool, layout: Layout, gradient_error: float, weight_error: float
+) -> None:
+    one = sharded_jobs.train_alone(MIXTURE, SETTINGS, 3)
+    by_rank = ranks.run(sharded_jobs.train, MIXTURE, layout, SETTINGS, 3, world=layout.world)
+    assert relative(assembled([seen.first_gradient for seen in by_rank]), one.first_gradient) < gradient_error
+    assert relative(assembled([seen.weights for seen in by_rank]), one.weights) < weight_error
 
 
 @pytest.mark.parametrize("case", ["llama_tied", "gpt2"])

@@ -42,6 +42,12 @@ CONFIGS = {
     "gpt2": replace(LLAMA, family="gpt2", **GPT, rotary_fraction=0.0, tie_embeddings=True),
 }
 
+EXPERTS = {"num_experts": 6, "experts_per_token": 2, "expert_width": 24}
+MIXTURES = {
+    "qwen3_moe": replace(LLAMA, family="qwen3_moe", qk_norm=True, **EXPERTS),
+    "mixtral": replace(LLAMA, family="mixtral", tie_embeddings=True, **EXPERTS),
+}
+
 
 class FirstOf(OneRank):
     """The first of `world` ranks, whose rows of the head are the most there are."""
@@ -103,6 +109,52 @@ def test_operations_of_the_products_are_twice_their_weights(case: str) -> None:
 )
 def test_published_sizes(name: str, billions: float) -> None:
     assert Counts(ARCHITECTURES[name]).params == pytest.approx(billions * 1e9, rel=1e-3)
+
+
+@pytest.mark.parametrize("case", MIXTURES)
+def test_counts_of_a_mixture_of_experts_are_those_of_the_module(case: str) -> None:
+    config = MIXTURES[case]
+    counts, model = Counts(config), share(config, 1)
+    assert counts.params == sum(parameter.numel() for parameter in model.parameters())
+    idle = 4 / 6 * sum(p.numel() for name, p in model.named_parameters() if "experts" in name and "router" not in name)
+    assert counts.active_params == counts.params - idle
+    for precision in ("float32", "bfloat16", "int8"):
+        layout = WeightLayout(model, precision)
+        assert 0 <= layout.num_bytes - counts.served_bytes(precision) <= 2 * 64 * len(layout.stored)
+    found = adapters_of(config, 3)
+    pieces = [piece.name for piece in matrices(config) if piece.name != "lm_head"]
+    shapes = shapes_for(config, pieces, rank=3, alpha=1.0, use_rslora=False)
+    assert found.params == sum(
+        shape.rank * (len(shape.pieces) * shape.in_features + sum(shape.rows)) for shape in shapes.values()
+    )
+    with pytest.raises(ConfigError, match="not divided"):
+        _ = Counts(config, 2).params
+    with pytest.raises(ConfigError, match="1 of 3 layers without"):
+        _ = Counts(replace(config, dense_layers=(0,))).params
+
+
+def test_operations_of_a_mixture_are_those_of_the_experts_that_a_token_has() -> None:
+    """Counted by torch in a forward pass in float64, where 8 tokens of one kind have the same 2 experts."""
+    config, tokens = MIXTURES["qwen3_moe"], 8
+    counts, model = Counts(config), Transformer(config).double()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    ids = torch.zeros(tokens, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(ids, ids, lambda layer, q, k, v: q)
+    assert counter.get_total_flops() == 2 * tokens * config.num_layers * counts.active_matrix
+
+
+def test_experts_that_tokens_touch() -> None:
+    """Against a simulation, in whole experts."""
+    counts = Counts(MIXTURES["mixtral"])
+    one = counts.touched_matrix(1)
+    assert one == pytest.approx(counts.active_matrix - 6 * 32)
+    draws = torch.rand(4000, 5, 6, generator=torch.Generator().manual_seed(0)).topk(2, -1).indices
+    seen = torch.zeros(4000, 6).scatter_(1, draws.flatten(1), 1.0).sum(1).mean()
+    expert = 3 * 32 * 24
+    assert (counts.touched_matrix(5) - one) / expert == pytest.approx(float(seen) - 2, abs=0.05)
+    assert counts.touched_matrix(10_000) == pytest.approx(counts.layer_matrix)
 
 
 def test_shapes_that_no_rank_can_share_are_refused() -> None:

@@ -147,6 +147,7 @@ def _pack(readings: Sequence[Reading]) -> PackedMicrobatch:
     optional = _optional_of(sequences)
     tokens: list[np.ndarray] = []
     positions: list[np.ndarray] = []
+    routes: list[np.ndarray] = []
     rows: list[np.ndarray] = []  # of each context, and so below
     target_index: list[np.ndarray] = []
     prompt_rows: dict[tuple[int, bytes], np.ndarray] = {}
@@ -162,6 +163,8 @@ def _pack(readings: Sequence[Reading]) -> PackedMicrobatch:
             added = np.arange(num_rows, num_rows + length - first, dtype=np.int64)
             rows.append(np.concatenate([known, added]) if first else added)
             tokens.append(one.sequence.tokens[start + first : start + length])
+            if one.sequence.routes is not None:
+                routes.append(one.sequence.routes[start + first : start + length])
             positions.append(np.arange(first, length, dtype=np.int64))
             target_index.append(rows[-1][trained - start - 1])
             num_rows += len(added)
@@ -188,6 +191,7 @@ def _pack(readings: Sequence[Reading]) -> PackedMicrobatch:
         kept_counts=of_targets("kept_counts", np.int64) if "kept_counts" in optional else None,
         teacher_tokens=_joined(sequences, "teacher_tokens", np.int64),
         teacher_logprobs=_joined(sequences, "teacher_logprobs", np.float32),
+        routes=np.concatenate(routes) if routes else None,
         **{name: of_targets(name, np.float32) for name in OPTIONAL_COLUMNS if name in optional},
     )
 
@@ -200,7 +204,7 @@ def _joined(sequences: Sequence[TrainSequence], name: str, dtype: type) -> np.nd
 
 def _optional_of(sequences: Sequence[TrainSequence]) -> tuple[str, ...]:
     """Return the names of the optional columns that the sequences carry: all of them the same ones."""
-    names = (*OPTIONAL_COLUMNS, "kept_tokens", "kept_counts", "teacher_tokens", "teacher_logprobs")
+    names = (*OPTIONAL_COLUMNS, "kept_tokens", "kept_counts", "teacher_tokens", "teacher_logprobs", "routes")
     carried = {tuple(name for name in names if vars(sequence)[name] is not None) for sequence in sequences}
     if len(carried) > 1:
         raise ShapeError("sequences of a batch carry different columns", got=" and ".join(map(str, sorted(carried))))

@@ -47,6 +47,7 @@ class TrainSequence:
     kept_counts: np.ndarray | None = None
     teacher_tokens: np.ndarray | None = None  # int32 [targets, K]
     teacher_logprobs: np.ndarray | None = None  # float32 [targets, K + 1]
+    routes: np.ndarray | None = None  # [T - 1, layers, k]: the engine's experts (`types.Segment`)
     starts: tuple[int, ...] = (0,)
 
     @classmethod
@@ -120,6 +121,7 @@ class PackedMicrobatch:
     kept_counts: np.ndarray | None = None
     teacher_tokens: np.ndarray | None = None  # int64 [M, K]
     teacher_logprobs: np.ndarray | None = None  # float32 [M, K + 1]
+    routes: np.ndarray | None = None  # [N, layers, k]: the engine's experts (`types.Segment`)
 
     @property
     def kept_sets(self) -> np.ndarray | None:

@@ -79,11 +79,17 @@ class ModelConfig(Section):
     revision: str | None = Field(
         None, description="Branch, tag or commit of a hub id `path`; the run saves the commit, behind an @ in `path`."
     )
-    family: Literal["llama", "qwen2", "qwen3", "gpt_neox", "gpt2"] = Field(
+    family: Literal["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gpt_neox", "gpt2"] = Field(
         "llama", description="Architecture of a fresh model (llama also covers Mistral and SmolLM)."
     )
     hidden_size: Positive = Field(128, description="Width of the residual stream.")
     intermediate_size: Positive = Field(512, description="Width of the MLP.")
+    num_experts: Annotated[int, Field(ge=0, le=4096, strict=True)] = Field(
+        0,
+        description="Experts of each layer's MLP, in the families qwen3_moe and mixtral (docs/experts.md); 0: one MLP.",
+    )
+    experts_per_token: Count = Field(2, description="Experts that a token goes through; with num_experts.")
+    expert_width: Positive | None = Field(None, description="Width of an expert; null: intermediate_size.")
     num_layers: Count = Field(3, description="Decoder layers.")
     num_heads: Count = Field(4, description="Query heads.")
     num_kv_heads: Count = Field(4, description="Key and value heads; divides num_heads.")
@@ -113,6 +119,24 @@ class ModelConfig(Section):
             got = f"hidden_size {self.hidden_size}, heads {self.num_heads}, kv heads {self.num_kv_heads}"
             allowed = "hidden_size % num_heads == 0 and num_heads % num_kv_heads == 0"
             raise ConfigError("head sizes do not divide", got=got, allowed=allowed)
+        if (self.num_experts > 0) != (self.family in ("qwen3_moe", "mixtral")):
+            raise ConfigError(
+                "model.num_experts belongs to the families of mixtures of experts, and they to it",
+                got=f"model.num_experts = {self.num_experts} with model.family = '{self.family}'",
+                allowed="num_experts > 0 with 'qwen3_moe' or 'mixtral', 0 with every other family",
+            )
+        if self.num_experts and self.experts_per_token > self.num_experts:
+            raise ConfigError(
+                "a token cannot go through more experts than there are",
+                got=f"model.experts_per_token = {self.experts_per_token}",
+                allowed=f"1..{self.num_experts} (model.num_experts)",
+            )
+        if self.family == "mixtral" and self.expert_width not in (None, self.intermediate_size):
+            raise ConfigError(
+                "experts of the family mixtral are intermediate_size wide",
+                got=f"model.expert_width = {self.expert_width}",
+                allowed=f"{self.intermediate_size} or null",
+            )
 
 
 class TaskConfig(Section):
@@ -249,6 +273,11 @@ class GeneratorConfig(Section):
         False,
         description="Record the tokens each token was drawn from, and take the trainer's logprobs over them: what "
         "losses with importance ratios need where top_k, top_p or min_p cut. Takes top_k = 1..512.",
+    )
+    routing_replay: bool = Field(
+        False,
+        description="Of a mixture of experts: record the experts that the engine chooses for every token, and have the "
+        "trainer's forward passes of the policy go through the same ones (docs/experts.md). Without an environment.",
     )
     segment_tokens: Positive | None = Field(
         None, description="Export and resume completions every so many tokens when a newer version waits."

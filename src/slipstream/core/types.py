@@ -29,8 +29,8 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class Prompt(Message):
     """A question: its text, its tokens and the columns a reward needs.
 
-    `prompt_id` is unique within a data split. `messages` is set for chat prompts, whose `text` is the rendered
-    template. `columns` are the dataset's other fields (JSON types only), `answer` among them where there is one.
+    `prompt_id` is unique in a data split. The `text` of chats is their `messages` rendered by the template. `columns`
+    are the data set's other fields (JSON types only), with `answer` where there is one.
     """
 
     prompt_id: str
@@ -53,9 +53,9 @@ class Segment(Message):
     """A run of completion tokens that were either all sampled or all given (a tool's answer, a user's turn).
 
     Sampled segments carry one behaviour logprob per token and the versions that sampled them; given ones neither.
-    `kept_tokens` (`generator.keep_sets`) are the tokens that each token was drawn from, ascending, one set behind the
-    other, and `kept_counts` the sizes of the sets. A given segment that `begins` another branch of its episode is the
-    branch's whole context: nothing before it is attended to.
+    `kept_tokens` (`generator.keep_sets`) are the tokens that each was drawn from, ascending, set behind set, of
+    `kept_counts` tokens. `routes` (`generator.routing_replay`) are the experts of all tokens but the last, the prompt's
+    first; the type's largest number is "not known". A given segment that `begins` another branch is its whole context.
     """
 
     tokens: np.ndarray  # int32 [T]
@@ -63,6 +63,7 @@ class Segment(Message):
     version_spans: tuple[VersionSpan, ...] = ()
     kept_tokens: np.ndarray | None = None  # int32 [sum of counts]
     kept_counts: np.ndarray | None = None  # int32 [T], each at least 1
+    routes: np.ndarray | None = None  # uint8 or int16 [Tp + T - 1, layers, experts per token]
     begins: bool = False
 
     @property
@@ -75,9 +76,8 @@ class EpisodeRecord(Message):
 
     `messages` are the chat behind the prompt, as people and rewards read it; the tokens are the completion's. `reward`
     is the environment's own, None without one, and `turn_rewards` its parts by turn (None: nothing was said). `failure`
-    is there where the environment failed too often. `branches` are the chats of further branches, each from its
-    beginning, and `contexts` counts the messages of each before its first turn. A resume brought `num_restored` of the
-    tokens.
+    is there where the environment failed too often. `branches` are the chats of further branches, from their beginnings,
+    and `contexts` counts the messages of each before its first turn. A resume brought `num_restored` tokens.
     """
 
     messages: list[dict[str, Any]] = []
@@ -97,11 +97,10 @@ class EpisodeRecord(Message):
 class Completion(Message):
     """A completion of a prompt: `sample` of G for group `ordinal`.
 
-    `purpose = "eval"` completions belong to evaluation `eval_id`; their `ordinal` counts its prompts and they are never
-    admitted, trained or entered in the ledger. With an environment the segments are the turns of an episode and what
-    was said between them. The trunk, behind `prompt`, comes first; then one further branch after the other, each from a
-    segment that `begins` it. What a branch shares with another is sampled in one of them. Versions are those of sampled
-    tokens, -1 where there are none.
+    `purpose = "eval"` completions belong to evaluation `eval_id`; their `ordinal` counts its prompts, and they are never
+    trained or entered in the ledger. With an environment the segments are the turns of an episode and what was said
+    between them: the trunk behind `prompt` first, then one further branch after the other, each from a segment that
+    `begins` it. What branches share is sampled in one of them. Versions are of sampled tokens, -1 where there are none.
     """
 
     ordinal: int

@@ -43,6 +43,7 @@ class Limits:
     has the set it was drawn from, or none has; of the first `num_trained` samples of a group at least, since a greedy
     baseline behind them is drawn from no set.
     Each sampled token has `teacher_top_k` tokens of a teacher, which one without an executor of its own does not send.
+    `routed`, layers, experts of a token, all experts: a completion of one segment has those of its tokens; all 0: none.
     `may_be_given`: a text of which nothing was sampled is welcome, a reference that is to be scored.
     """
 
@@ -56,10 +57,19 @@ class Limits:
     teacher_top_k: int | None = None
     may_be_given: bool = False
     failure_reward: float = 0.0
+    routed: tuple[int, int, int] | None = None
 
     @classmethod
-    def of(cls, config: RunConfig, *, vocab_size: int, max_positions: int, brings_reference: bool) -> Limits:
-        """Return the limits of a run's trainer; `vocab_size` and `max_positions` are its policy's."""
+    def of(
+        cls,
+        config: RunConfig,
+        *,
+        vocab_size: int,
+        max_positions: int,
+        brings_reference: bool,
+        routed: tuple[int, int, int] | None = None,
+    ) -> Limits:
+        """Return the limits of a run's trainer; `vocab_size`, `max_positions` and `routed` are its policy's."""
         return cls(
             vocab_size=vocab_size,
             max_new_tokens=config.longest_completion,
@@ -69,6 +79,7 @@ class Limits:
             brings_reference=brings_reference,
             teacher_top_k=config.teacher.top_k if config.has_own_teacher else None,
             failure_reward=config.rewards.failure_reward,
+            routed=routed if config.generator.routing_replay and routed is not None else (0, 0, 0),
         )
 
 
@@ -194,8 +205,26 @@ def _form_fault(completion: Completion, limits: Limits, newest_version: int | No
         return f"{num_sampled} sampled tokens, at most {limits.max_new_tokens} were asked for"
     if (fault := _length_fault(lengths, limits)) is not None:
         return fault
+    if (fault := _routes_fault(completion, limits.routed)) is not None:
+        return fault
     is_trained = limits.num_trained is None or completion.sample < limits.num_trained
     return _kept_fault(completion, limits.keeps_sets) if is_trained and (has_kept or limits.keeps_sets) else None
+
+
+def _routes_fault(completion: Completion, routed: tuple[int, int, int] | None) -> str | None:
+    """Return what cannot be about the recorded experts, of a completion whose segments are sound."""
+    found = [segment.routes for segment in completion.segments if segment.routes is not None]
+    if routed is None:
+        return None
+    if not routed[0] or len(completion.segments) != 1:
+        return "experts of tokens that nobody asked for" if found else None
+    layers, per_token, num_experts = routed
+    shape = (len(completion.prompt.tokens) + len(completion.segments[0].tokens) - 1, layers, per_token)
+    if not found or found[0].shape != shape or found[0].dtype not in (np.uint8, np.int16):
+        return f"experts of tokens of shape {[list(one.shape) for one in found]}, expected {list(shape)}"
+    [routes] = found
+    is_possible = (routes >= 0) & (routes < num_experts) | (routes == np.iinfo(routes.dtype).max)
+    return None if is_possible.all() else f"expert {routes[~is_possible][0]} of {num_experts}"
 
 
 def _length_fault(lengths: Sequence[int], limits: Limits) -> str | None:

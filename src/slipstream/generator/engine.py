@@ -23,7 +23,7 @@ and evidence: `kv_cache.py`, `noise.py`); those of later turns and forks besides
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -183,8 +183,7 @@ class Engine:
     def begun(self) -> list[Request]:
         """Every completion that has tokens, as `submit` could resume it elsewhere; here it goes on undisturbed."""
         requests = [entry.request for entry in self._queue if entry.request.resume is not None]
-        requests += [self._rows.resumable(row) for row in self._rows.live_rows if self._rows.num_new[row] > 0]
-        return in_order(requests)
+        return in_order(requests + self._resumable(row for row in self._rows.live_rows if self._rows.num_new[row] > 0))
 
     def export_live(self) -> list[Request]:
         """Take every live completion out, resumable by `submit` here or elsewhere; by ordinal and sample."""
@@ -226,9 +225,12 @@ class Engine:
 
     def _leave(self, rows: list[int]) -> list[Request]:
         """Close `rows`; return the requests that continue them."""
-        requests = [self._rows.resumable(row) for row in rows]
+        requests = self._resumable(rows)
         self._close(rows)
         return requests
+
+    def _resumable(self, rows: Iterable[int]) -> list[Request]:
+        return [self._rows.resumable(row, self._runner.routes(row)) for row in rows]
 
     def _requeue(self, rows: list[int]) -> None:
         """Let the sequences in `rows` wait, before all others, oldest first."""
@@ -363,7 +365,7 @@ class Engine:
         self._spans.did(len(live_rows))
         now_s = self._clock.now_s()
         ended = rows.ended(live_rows, (tokens[:, None] == self._stop_ids).any(1), now_s)
-        finished = [rows.finished(row, reason, now_s) for row, reason in ended]
+        finished = [rows.finished(row, reason, now_s, self._runner.routes(row)) for row, reason in ended]
         if finished:
             self._close([row for row, _ in ended if not self._park(row)])
             self._versions.let_go()

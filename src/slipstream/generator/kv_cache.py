@@ -27,17 +27,39 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.generator.arrangement import LENGTH_MULTIPLE, ROW_MULTIPLE, SlotSpan, round_up
+from slipstream.models.experts import route_type
 
 POSITION_BLOCK = 128
 MIN_BUCKETED_HEAD_DIM = 16
 
 
+def unknown_routes(shape: Sequence[int], recorded: tuple[int, int], device: torch.device | None = None) -> Tensor:
+    """Room for the experts of tokens, [*shape, k], none of which is known; `recorded` are k and all there are."""
+    per_token, num_experts = recorded
+    dtype = route_type(num_experts)
+    return torch.full((*shape, per_token), torch.iinfo(dtype).max, dtype=dtype, device=device)
+
+
+def unknown_like(routes: Tensor | None, shape: Sequence[int]) -> Tensor | None:
+    """Room for the experts of other tokens, as `unknown_routes` gives it; None where none are recorded."""
+    return None if routes is None else routes.new_full((*shape, routes.shape[-1]), torch.iinfo(routes.dtype).max)
+
+
 @dataclass(frozen=True, eq=False)
 class PrefixKV:
-    """Keys and values of the first `num_tokens` tokens of a sequence: each [L, Hkv, num_tokens, D]."""
+    """Keys and values of the first `num_tokens` tokens of a sequence: each [L, Hkv, num_tokens, D].
+
+    `routes` [L, 1, num_tokens, k]: their experts, where those are recorded.
+    """
 
     keys: Tensor
     values: Tensor
+    routes: Tensor | None = None
+
+    @property
+    def stored(self) -> list[Tensor]:
+        """All that there is."""
+        return [self.keys, self.values, *([] if self.routes is None else [self.routes])]
 
     @property
     def num_tokens(self) -> int:
@@ -47,11 +69,21 @@ class PrefixKV:
 class SlotKV:
     """A fixed number of slots, each with room for `max_len` positions: keys and values float32 [L, S, Hkv, Tmax, D].
 
+    With `recorded` (experts per token, their number) also `routes` [L, S, 1, Tmax, k], the experts of each position.
     Heads lie outside positions, so that one batched GEMM per layer reads them in place. S and Tmax are rounded up to
     the multiples above; the buffers start as zeros because unused slots take part in decode steps as padding.
     """
 
-    def __init__(self, *, num_layers: int, num_slots: int, num_kv_heads: int, max_len: int, head_dim: int) -> None:
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_slots: int,
+        num_kv_heads: int,
+        max_len: int,
+        head_dim: int,
+        recorded: tuple[int, int] | None = None,
+    ) -> None:
         self.num_slots = round_up(num_slots, ROW_MULTIPLE)
         self.max_len = round_up(max_len, LENGTH_MULTIPLE)
         self.num_kv_heads = num_kv_heads
@@ -59,6 +91,8 @@ class SlotKV:
         shape = (num_layers, self.num_slots, num_kv_heads, self.max_len, head_dim)
         self.keys = torch.zeros(shape)
         self.values = torch.zeros(shape)
+        self.routes = None if recorded is None else unknown_routes((*shape[:2], 1, self.max_len), recorded)
+        self._stored = PrefixKV(self.keys, self.values, self.routes).stored
 
     @property
     def num_bytes(self) -> int:
@@ -67,18 +101,18 @@ class SlotKV:
     def write_prefix(self, slots: Sequence[int], prefix: PrefixKV) -> None:
         """Copy `prefix` to the start of every slot in `slots`."""
         index = torch.tensor(slots)
-        for stored, given in ((self.keys, prefix.keys), (self.values, prefix.values)):
+        for stored, given in zip(self._stored, prefix.stored, strict=True):
             stored[:, :, :, : prefix.num_tokens].index_copy_(
                 1, index, given.unsqueeze(1).expand(-1, len(slots), -1, -1, -1)
             )
 
     def read_prefix(self, slot: int, num_tokens: int) -> PrefixKV:
         """Return a copy of the first `num_tokens` positions of `slot`."""
-        return PrefixKV(*(stored[:, slot, :, :num_tokens].clone() for stored in (self.keys, self.values)))
+        return PrefixKV(*(stored[:, slot, :, :num_tokens].clone() for stored in self._stored))
 
     def swap(self, one: int, other: int, lengths: tuple[int, int]) -> None:
         """Exchange the first `lengths` positions of two slots; 0 for one that nobody reads."""
-        for stored in (self.keys, self.values):
+        for stored in self._stored:
             kept = stored[:, one, :, : lengths[0]].clone()
             stored[:, one, :, : lengths[1]] = stored[:, other, :, : lengths[1]]
             stored[:, other, :, : lengths[0]] = kept
@@ -120,6 +154,7 @@ class DecodeAttention:
         self._values = [layer.view(rows, kv.max_len, kv.head_dim) for layer in kv.values]
         self._flat_keys = [layer.view(-1, kv.head_dim) for layer in kv.keys]
         self._flat_values = [layer.view(-1, kv.head_dim) for layer in kv.values]
+        self._slot_starts = torch.arange(kv.num_slots) * kv.max_len
 
     def open_slots(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
         """Let `slots[i]` attend to its first `lengths[i]` positions (and to those later steps add)."""
@@ -139,6 +174,7 @@ class DecodeAttention:
         """
         num_slots, heads = len(positions), self._kv.num_kv_heads
         self._num_slots, self._num_rows = num_slots, num_slots * heads
+        self._places = self._slot_starts[:num_slots] + positions
         self._targets = (self._row_starts[:num_slots] + positions.unsqueeze(1)).view(-1)
         self._mask.view(-1).index_fill_(0, self._targets, 0.0)
         self._parts = []
@@ -169,6 +205,12 @@ class DecodeAttention:
                 attended.baddbmm_(part.weights[..., block], values[:, block])
         return out.view(self._num_slots, -1, head_dim)
 
+    def route(self, layer: int, chosen: Tensor) -> Tensor:
+        """Record the experts [B, k] of the new tokens, if they are to be."""
+        if (routes := self._kv.routes) is not None:
+            routes[layer].view(-1, chosen.shape[1]).index_copy_(0, self._places, chosen.to(routes.dtype))
+        return chosen
+
 
 class PrefillAttention:
     """Causal attention of several chunks, each behind the part of its own sequence that is stored already.
@@ -187,6 +229,7 @@ class PrefillAttention:
         shape = (num_layers, num_kv_heads, sum(padded_lengths), head_dim)
         self._keys = torch.empty(shape)
         self._values = torch.empty(shape)
+        self._routes = unknown_like(prefixes[0].routes, (num_layers, shape[2]))
         self._rows = np.concatenate([[0], np.cumsum(padded_lengths)]).tolist()
         self._runs: list[tuple[int, int, int]] = []  # (first chunk, number of chunks, padded length)
         for index, (start, length) in enumerate(zip(starts, padded_lengths, strict=True)):
@@ -229,6 +272,14 @@ class PrefillAttention:
         ):
             prefix.keys[:, :, start : start + count] = self._keys[:, :, row : row + count]
             prefix.values[:, :, start : start + count] = self._values[:, :, row : row + count]
+            if prefix.routes is not None and self._routes is not None:
+                prefix.routes[:, 0, start : start + count] = self._routes[:, row : row + count]
+
+    def route(self, layer: int, chosen: Tensor) -> Tensor:
+        """Record the experts [N, k] of the chunks' tokens, if they are to be."""
+        if self._routes is not None:
+            self._routes[layer] = chosen
+        return chosen
 
 
 class JoinedAttention:
@@ -245,3 +296,10 @@ class JoinedAttention:
         decoded = self._decode(layer, q[rows], k[rows], v[rows])
         prefilled = self._prefill(layer, q[rest], k[rest], v[rest])
         return decoded if layer == self._prefill.last_layer else torch.cat((decoded, prefilled))
+
+    def route(self, layer: int, chosen: Tensor) -> Tensor:
+        """Record the experts of both, if they are to be."""
+        self._decode.route(layer, chosen[: self._num_rows])
+        if layer != self._prefill.last_layer:
+            self._prefill.route(layer, chosen[self._num_rows :])
+        return chosen

@@ -45,12 +45,14 @@ def native_engine(
     spans: StateSpans | None = None,
     clock: Clock | None = None,
     residents: ResidentVersions | None = None,
+    records_routes: bool = False,
 ) -> Engine:
     """An engine with the runner that suits the model's device. `max_len` bounds prompt + completion in tokens.
 
     `is_paged`: pages or slots; None: pages where the model is on CUDA. `kv_bytes` bounds the keys and values in pages;
     without, every slot has room for `max_len`, as it always has outside of pages, and `parked_tokens` besides.
-    `residents`, the weights of `model`, keep versions side by side; slots only.
+    `residents`, the weights of `model`, keep versions side by side; slots only. `records_routes`: every completion
+    comes with the experts of its tokens.
     """
     outside = [token for token in stop_token_ids if not 0 <= token < model.config.vocab_size]
     if outside:
@@ -59,9 +61,18 @@ def native_engine(
     runner: Runner
     if model.cos.device.type == "cuda" if is_paged is None else is_paged:
         assert residents is None, "captured steps read one version, where it lies"
-        runner = PagedRunner(model, num_rows=num_slots, max_len=max_len, kv_bytes=kv_bytes, parked_tokens=parked_tokens)
+        runner = PagedRunner(
+            model,
+            num_rows=num_slots,
+            max_len=max_len,
+            kv_bytes=kv_bytes,
+            parked_tokens=parked_tokens,
+            records_routes=records_routes,
+        )
     else:
-        runner = SlotRunner(model, num_rows=num_slots, max_len=max_len, residents=residents)
+        runner = SlotRunner(
+            model, num_rows=num_slots, max_len=max_len, residents=residents, records_routes=records_routes
+        )
     return Engine(
         runner,
         seed=seed,
@@ -141,7 +152,9 @@ class NativeBackend(Backend):
         )
         self.max_len = config.longest_sequence(self._model.config.max_positions)
         residents = self.weights if self.num_versions > 1 else None
-        self.engine: Engine = self._new_engine(self._model, config.generator.num_slots, spans, seed, residents)
+        self.engine: Engine = self._new_engine(
+            self._model, config.generator.num_slots, spans, seed, residents, records=config.generator.routing_replay
+        )
         self._pins: list[Pin] = []
 
     def probe(self, tokens: np.ndarray) -> np.ndarray:
@@ -205,9 +218,12 @@ class NativeBackend(Backend):
         spans: StateSpans,
         seed: int,
         residents: ResidentVersions | None = None,
+        *,
+        records: bool = False,
     ) -> Engine:
         return native_engine(
             model,
+            records_routes=records,
             num_slots=num_slots,
             max_len=self.max_len,
             seed=seed,

@@ -111,6 +111,10 @@ class PagedDecodeAttention:
         self._kv.write(layer, self._slots, k, v)
         return self._attend(q, self._kv.keys[layer], self._kv.values[layer], self._blocks, self._lengths)
 
+    def route(self, layer: int, chosen: Tensor) -> Tensor:
+        """Record the experts [B, k] of the new tokens, if they are to be."""
+        return self._kv.record(layer, self._slots, chosen)
+
 
 class PagedPrefillAttention:
     """Chunks of several prefixes, packed: stores keys and values at `slots` int64 [N] and attends causally.
@@ -140,6 +144,8 @@ class PagedPrefillAttention:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self._kv.write(layer, self._slots, k, v)
         if layer == self._last_layer:
+            if (routes := self._kv.routes) is not None:  # of these none are computed
+                routes[layer].flatten(0, 1).index_fill_(0, self._slots, torch.iinfo(routes.dtype).max)
             return q
         mixed = []
         if self._packed is not None:
@@ -153,6 +159,10 @@ class PagedPrefillAttention:
             attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=visible)
             mixed.append(attended.squeeze(0).transpose(0, 1))
         return torch.cat(mixed)
+
+    def route(self, layer: int, chosen: Tensor) -> Tensor:
+        """Record the experts [N, k] of the chunks' tokens, if they are to be."""
+        return self._kv.record(layer, self._slots, chosen)
 
 
 def _power_of_two(number: int) -> int:

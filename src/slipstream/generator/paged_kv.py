@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from slipstream.generator.kv_cache import unknown_routes
+
 PAGE_SIZE = 16
 """Tokens per page. Small: at most this much minus one is wasted per row; a page is still contiguous enough to read."""
 
@@ -14,6 +16,7 @@ PAGE_SIZE = 16
 class PagedKV:
     """Keys and values [L, 1 + pages, page_size, Hkv, D]; page 0 is the trash page (`pages.py`).
 
+    With `recorded` (experts per token, their number) also `routes` [L, 1 + pages, page_size, k], each token's experts.
     They start as zeros: kernels may read what nobody wrote, multiplied by a weight of 0, and 0 times NaN is NaN.
     A *slot* is the place of one token: page * page_size + place in the page.
     """
@@ -28,11 +31,13 @@ class PagedKV:
         page_size: int = PAGE_SIZE,
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
+        recorded: tuple[int, int] | None = None,
     ) -> None:
         shape = (num_layers, 1 + num_pages, page_size, num_kv_heads, head_dim)
         self.page_size = page_size
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.routes = None if recorded is None else unknown_routes(shape[:3], recorded, device)
         self._key_slots = self.keys.flatten(1, 2)
         self._value_slots = self.values.flatten(1, 2)
 
@@ -51,6 +56,12 @@ class PagedKV:
         self._key_slots[layer].index_copy_(0, slots, keys.to(self.keys.dtype))
         self._value_slots[layer].index_copy_(0, slots, values.to(self.values.dtype))
 
+    def record(self, layer: int, slots: Tensor, chosen: Tensor) -> Tensor:
+        """Store the experts `chosen` [N, k], and return them, at `slots`, if they are to be recorded."""
+        if self.routes is not None:
+            self.routes[layer].flatten(0, 1).index_copy_(0, slots, chosen.to(self.routes.dtype))
+        return chosen
+
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [N, Hkv, D] at `slots` int64 [N]."""
         return self._key_slots[layer].index_select(0, slots), self._value_slots[layer].index_select(0, slots)
@@ -58,5 +69,5 @@ class PagedKV:
     def copy_pages(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
         """Copy page `sources[i]` to `destinations[i]` in every layer; no destination is a source."""
         taken, given = torch.tensor([sources, destinations], device=self.keys.device)
-        for stored in (self.keys, self.values):
+        for stored in (self.keys, self.values, *([] if self.routes is None else [self.routes])):
             stored.index_copy_(1, given, stored.index_select(1, taken))

@@ -133,6 +133,7 @@ class PagedRunner:
         kv_dtype: torch.dtype | None = None,
         attend: AttendPages | None = None,
         captures: bool = True,
+        records_routes: bool = False,
     ) -> None:
         config = model.config
         weight = model.final_norm.weight  # of the residual stream's precision, whatever matrices are stored in
@@ -164,6 +165,7 @@ class PagedRunner:
             head_dim=config.head_dim,
             dtype=kv_dtype,
             device=self._device,
+            recorded=(config.experts_per_token, config.num_experts) if records_routes else None,
         )
         self._attend = default_attend(self._device) if attend is None else attend
         self._graphs = StepGraphs(model, self._device, captures=captures)
@@ -266,6 +268,15 @@ class PagedRunner:
 
     def rows_without_room(self) -> list[int]:
         return self._pages.grow()
+
+    @torch.inference_mode()
+    def routes(self, row: int) -> np.ndarray | None:
+        if (routes := self._kv.routes) is None:
+            return None
+        places = np.arange(int(self._pages.lengths[row]))
+        slots = self._pages.blocks[row][places // PAGE_SIZE].astype(np.int64) * PAGE_SIZE + places % PAGE_SIZE
+        found = routes.flatten(1, 2).index_select(1, torch.from_numpy(slots).to(self._device))
+        return found.transpose(0, 1).cpu().numpy()
 
     # Decoding
 

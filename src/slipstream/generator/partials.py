@@ -133,6 +133,7 @@ class Continued:
             started_s=resume.started_s,
             finished_s=resume.started_s,
             kept=resume.kept,
+            routes=resume.routes,
         )
 
     def take(self, ordinal: int, sample: int) -> int:
@@ -146,4 +147,5 @@ class Continued:
         kept = None
         if segment.kept_tokens is not None and segment.kept_counts is not None:
             kept = KeptSets(segment.kept_tokens, segment.kept_counts)
-        return Resume(segment.tokens, segment.behaviour_logprobs, segment.version_spans, self._clock.now_s(), kept)
+        now_s, routes = self._clock.now_s(), segment.routes
+        return Resume(segment.tokens, segment.behaviour_logprobs, segment.version_spans, now_s, kept, routes)

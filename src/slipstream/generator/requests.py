@@ -56,6 +56,7 @@ class Resume:
     version_spans: tuple[VersionSpan, ...]
     started_s: float
     kept: KeptSets | None = None
+    routes: np.ndarray | None = None  # as in `Segment`
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,6 +121,7 @@ class Finished:
     started_s: float
     finished_s: float
     kept: KeptSets | None = None
+    routes: np.ndarray | None = None  # as in `Segment`
 
     @property
     def ordinal(self) -> int:
@@ -139,6 +141,7 @@ def segment_of(sampled: Resume | Finished) -> Segment:
         version_spans=sampled.version_spans,
         kept_tokens=None if kept is None else kept.tokens,
         kept_counts=None if kept is None else kept.counts,
+        routes=sampled.routes,
     )
 
 

@@ -125,8 +125,8 @@ class Rows:
             ended.append((int(rows[index]), "stop" if is_stop[index] else "length" if is_full[index] else "deadline"))
         return ended
 
-    def resumable(self, row: int) -> Request:
-        """Return the request that continues the completion in `row`, here or elsewhere."""
+    def resumable(self, row: int, routes: np.ndarray | None = None) -> Request:
+        """Return the request that continues the completion in `row`, which has `routes`, here or elsewhere."""
         live, num_new = self.live_at(row), int(self.num_new[row])
         resume = Resume(
             tokens=self.tokens[row, :num_new].copy(),
@@ -134,10 +134,11 @@ class Rows:
             version_spans=tuple(span for span in live.version_spans if span.start < num_new),
             started_s=live.started_s,
             kept=None if live.kept is None else KeptSets.of_rows(live.kept),
+            routes=_first_routes(live.request.resume, routes),
         )
         return live.request.resumed_with(resume)
 
-    def finished(self, row: int, reason: FinishReason, now_s: float) -> Finished:
+    def finished(self, row: int, reason: FinishReason, now_s: float, routes: np.ndarray | None = None) -> Finished:
         """Return the completion in `row`, which has ended for `reason`."""
         live, num_new = self.live_at(row), self.num_new[row]
         return Finished(
@@ -149,6 +150,7 @@ class Rows:
             started_s=live.started_s,
             finished_s=now_s,
             kept=None if live.kept is None else KeptSets.of_rows(live.kept),
+            routes=_first_routes(live.request.resume, routes),
         )
 
     def close(self, rows: list[int]) -> None:
@@ -166,3 +168,14 @@ class Rows:
         for source, destination in zip(sources, destinations, strict=True):
             self.live[destination], self.live[source] = self.live[source], None
         self.is_live[sources] = False
+
+
+def _first_routes(resume: Resume | None, routes: np.ndarray | None) -> np.ndarray | None:
+    """Return the `routes` of a row, but of tokens that were sampled before those that they were sampled with.
+
+    Their keys were made again, for which the last layer's experts are not computed.
+    """
+    if routes is not None and resume is not None and resume.routes is not None:
+        first, again = resume.routes, routes[: len(resume.routes)]
+        np.copyto(again, first[: len(again)], where=first[: len(again)] < np.iinfo(first.dtype).max)
+    return routes

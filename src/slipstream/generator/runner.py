@@ -173,6 +173,10 @@ class Runner(Protocol):
         """
         ...
 
+    def routes(self, row: int) -> np.ndarray | None:
+        """The experts of all tokens of this row but its last, [n, L, k] (`models.experts.route_type`), if recorded."""
+        ...
+
     def decode(self, num_rows: int, chunks: Sequence[Chunk] = ()) -> Decoded:
         """One token for every open row; all of them lie below `num_rows`. Advances the rows by that token.
 

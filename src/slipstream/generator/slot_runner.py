@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from slipstream.generator.arrangement import LENGTH_MULTIPLE, ROW_MULTIPLE, SlotSpan, round_up, spans, swaps
-from slipstream.generator.kv_cache import DecodeAttention, JoinedAttention, PrefillAttention, PrefixKV, SlotKV
+from slipstream.generator.kv_cache import (
+    DecodeAttention,
+    JoinedAttention,
+    PrefillAttention,
+    PrefixKV,
+    SlotKV,
+    unknown_like,
+)
 from slipstream.generator.noise import uniform
 from slipstream.generator.runner import CLOSED, Chunk, Decoded, Prefix, ResidentVersions, RowStates, check_room
 from slipstream.generator.sampler import SamplingPlan, SamplingRows, sample_tokens
@@ -28,7 +35,13 @@ class SlotRunner:
     joins_prefill = True
 
     def __init__(
-        self, model: Transformer, *, num_rows: int, max_len: int, residents: ResidentVersions | None = None
+        self,
+        model: Transformer,
+        *,
+        num_rows: int,
+        max_len: int,
+        residents: ResidentVersions | None = None,
+        records_routes: bool = False,
     ) -> None:
         config = model.config
         check_room(config, num_rows=num_rows, max_len=max_len)
@@ -41,6 +54,7 @@ class SlotRunner:
             num_kv_heads=config.num_kv_heads,
             max_len=max_len,
             head_dim=config.head_dim,
+            recorded=(config.experts_per_token, config.num_experts) if records_routes else None,
         )
         self._attention = DecodeAttention(self._kv, num_heads=config.num_heads)
         # Numpy, so that a step costs few small operations. Slots that are not open decode token 0 at position 0 as
@@ -57,15 +71,16 @@ class SlotRunner:
     def open_prefix(self, num_tokens: int) -> PrefixKV:
         layers, _, heads, _, head_dim = self._kv.keys.shape
         shape = (layers, heads, num_tokens, head_dim)
-        return PrefixKV(torch.empty(shape), torch.empty(shape))
+        routes = unknown_like(self._kv.routes, (layers, 1, num_tokens))
+        return PrefixKV(torch.empty(shape), torch.empty(shape), routes)
 
     def extend_prefix(self, prefix: Prefix, num_tokens: int) -> PrefixKV:
         return self.share_prefix(prefix, prefix.num_tokens, num_tokens)[0]
 
     def share_prefix(self, prefix: Prefix, num_shared: int, num_tokens: int) -> tuple[PrefixKV, int]:
         base, other = _own(prefix), self.open_prefix(num_tokens)
-        other.keys[:, :, :num_shared] = base.keys[:, :, :num_shared]
-        other.values[:, :, :num_shared] = base.values[:, :, :num_shared]
+        for here, there in zip(other.stored, base.stored, strict=True):
+            here[:, :, :num_shared] = there[:, :, :num_shared]
         return other, num_shared
 
     def prefill(self, chunks: Sequence[Chunk]) -> None:
@@ -110,6 +125,12 @@ class SlotRunner:
 
     def rows_without_room(self) -> list[int]:
         return []
+
+    def routes(self, row: int) -> np.ndarray | None:
+        if (routes := self._kv.routes) is None:
+            return None
+        slot = int(self._slot_of[row])
+        return routes[:, slot, 0, : int(self._states.positions[slot])].transpose(0, 1).numpy().copy()
 
     def decode(self, num_rows: int, chunks: Sequence[Chunk] = ()) -> Decoded:
         states, rows = self._states, round_up(num_rows, ROW_MULTIPLE)

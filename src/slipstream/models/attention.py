@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.core.errors import ShapeError
+from slipstream.models.experts import replayed
 
 BATCH_OVERHEAD_TOKENS = 32
 """The cost of one more batch, in padded tokens: a larger value gives fewer batches with more padding."""
@@ -119,12 +120,15 @@ class PackedAttention:
 
     Sequences of similar length are gathered into right-padded batches for `scaled_dot_product_attention(is_causal)`,
     which needs no mask: padding lies after every real query. The index tensors are computed once, here, follow the
-    tokens to their device, and serve every layer. Identity: packed, shared or not, equals each sequence alone.
+    tokens to their device, and serve every layer. `routes` [R, L, k] are the experts that the first R rows go through
+    in each layer, as far as they are known (`experts.replayed`).
+    Identity: packed, shared or not, equals each sequence alone.
     """
 
-    def __init__(self, lengths: Sequence[int], rows: Tensor | None = None) -> None:
+    def __init__(self, lengths: Sequence[int], rows: Tensor | None = None, routes: Tensor | None = None) -> None:
         if not lengths or min(lengths) < 1:
             raise ShapeError("every packed sequence needs at least one token", got=list(lengths))
+        self._routes = routes
         self.shapes: list[tuple[int, int]] = []  # (sequences, padded length) of each batch
         size = torch.tensor(lengths)
         begin = size.cumsum(0) - size
@@ -160,3 +164,11 @@ class PackedAttention:
             mixed.append(out.transpose(1, 2).flatten(0, 1))
         unpadded: Tensor = _Unpad.apply(torch.cat(mixed), index.place)  # type: ignore[no-untyped-call]
         return unpadded
+
+    def route(self, layer: int, chosen: Tensor) -> Tensor:
+        """Replay what is known of the experts [N, k] of `layer`."""
+        if self._routes is None:
+            return chosen
+        self._routes = self._routes.to(chosen.device)
+        known = replayed(self._routes[:, layer], chosen[: len(self._routes)])
+        return torch.cat((known, chosen[len(known) :]))

@@ -10,7 +10,9 @@ from slipstream.core.errors import ConfigError, clip
 from slipstream.core.sections import ModelConfig
 from slipstream.models.hf_fields import known_fields
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt_neox", "gpt2")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gpt_neox", "gpt2")
+MIXTURES = ("qwen3_moe", "mixtral")
+"""The families whose layers are mixtures of experts."""
 
 
 MAX_LOGITS = {"cpu": 1 << 26, "cuda": 1 << 28}
@@ -36,7 +38,9 @@ class TransformerConfig:
     """Everything that determines a decoder's computation; `family` is Hugging Face's `model_type`.
 
     `head_dim` is per head, `max_positions` in tokens; `rotary_fraction` is the share of each head that is rotated
-    (0 means learned absolute positions, as in GPT-2).
+    (0 means learned absolute positions, as in GPT-2). With `num_experts` the MLP of every layer but `dense_layers` is a
+    mixture of that many, `expert_width` wide inside, of which a token has `experts_per_token`; with `normalises_gates`
+    their weights add up to 1.
     """
 
     family: str
@@ -64,6 +68,11 @@ class TransformerConfig:
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
     bos_token_id: int | None = None
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_width: int = 0
+    normalises_gates: bool = True
+    dense_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
@@ -76,6 +85,20 @@ class TransformerConfig:
             )
         if self.rotary_dim % 2:
             raise ConfigError("rotated dimensions come in pairs", got=f"{self.rotary_dim} per head", allowed="even")
+        if self.experts_per_token > self.num_experts:
+            raise ConfigError(
+                "a token cannot have more experts than there are",
+                got=f"{self.experts_per_token} of {self.num_experts}",
+                allowed=f"1..{self.num_experts}",
+            )
+
+    def is_sparse(self, layer: int) -> bool:
+        """Tell whether the MLP of `layer` is a mixture of experts."""
+        return self.num_experts > 0 and layer not in self.dense_layers
+
+    @property
+    def num_sparse_layers(self) -> int:
+        return self.num_layers - len(self.dense_layers) if self.num_experts else 0
 
     @property
     def rotary_dim(self) -> int:
@@ -98,6 +121,13 @@ def local_config(config: TransformerConfig, world: int) -> TransformerConfig:
 
     Raises ConfigError, listing the numbers of ranks that are possible.
     """
+    if config.num_experts and world > 1:
+        raise ConfigError(
+            "a mixture of experts is not divided inside of its layers",
+            got=f"{world} tensor-parallel ranks for {config.num_experts} experts",
+            allowed="1",
+            hint="data-parallel ranks (trainer.data_parallel) and replicas of the generator divide the work",
+        )
     if not _divides(config, world):
         raise ConfigError(
             "the model cannot be divided over this number of ranks",
@@ -144,6 +174,7 @@ def config_from_hf(raw: Mapping[str, Any], *, max_positions: int | None = None) 
         )
     try:
         hf: dict[str, Any] = CONFIG_MAPPING[family].from_dict(known_fields(raw)).to_dict()
+        _check_routing(raw, hf)
         config = _from_hf(family, hf)
     except ConfigError:
         raise
@@ -189,7 +220,10 @@ FIELDS = {
     "bos_token_id": "bos_token_id",
 }
 """Our fields and the names that transformers has for them."""
+_ROUTED = {"num_experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"}
 FIELDS_OF_FAMILY = {
+    "qwen3_moe": FIELDS | {"expert_width": "moe_intermediate_size", "normalises_gates": "norm_topk_prob"} | _ROUTED,
+    "mixtral": FIELDS | {"expert_width": "intermediate_size"} | _ROUTED,
     "gpt_neox": FIELDS | {"norm_eps": "layer_norm_eps"},
     "gpt2": FIELDS
     | {
@@ -214,8 +248,28 @@ def usual_parts(family: str) -> dict[str, Any]:
         "mlp_bias": is_gpt,
         "gated_mlp": not is_gpt,
         "layer_norm": is_gpt,
-        "qk_norm": family == "qwen3",
+        "qk_norm": family in ("qwen3", "qwen3_moe"),
     }
+
+
+_KNOWN_ROUTING = (
+    *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
+    *("output_router_logits", "router_aux_loss_coef", "router_jitter_noise"),
+)
+_ROUTING_WORDS = ("expert", "router", "routed", "routing", "moe_", "topk", "n_group", "scoring")
+
+
+def _check_routing(raw: Mapping[str, Any], hf: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a mixture of experts whose config.json asks for what `experts.Experts` does not do."""
+    if raw["model_type"] not in MIXTURES:
+        return
+    odd = [name for name in raw if name not in _KNOWN_ROUTING and any(word in name for word in _ROUTING_WORDS)]
+    if odd := [name for name in odd if raw[name]] or (["router_jitter_noise"] if hf.get("router_jitter_noise") else []):
+        raise ConfigError(
+            "this mixture of experts is not supported",
+            got=", ".join(f"{clip(name)} = {clip(raw[name])}" for name in odd),
+            allowed="experts chosen by the softmax of a router alone, without jitter, groups or shared experts",
+        )
 
 
 def _from_hf(family: str, hf: Mapping[str, Any]) -> TransformerConfig:
@@ -234,6 +288,10 @@ def _from_hf(family: str, hf: Mapping[str, Any]) -> TransformerConfig:
     parts["output_bias"] = parts["qkv_bias"] and family != "qwen2"
     parts["mlp_bias"] = parts["mlp_bias"] or hf.get("mlp_bias", False)
     rope = {"rope_theta": 10_000.0, "partial_rotary_factor": 0.0} if is_gpt2 else hf["rope_parameters"]
+    if family == "qwen3_moe":
+        step, dense = hf["decoder_sparse_step"], hf["mlp_only_layers"]
+        layers = range(given["num_layers"])
+        given["dense_layers"] = tuple(i for i in layers if i in dense or (i + 1) % step)
     return TransformerConfig(
         family=family,
         **given,
@@ -296,6 +354,8 @@ def config_to_hf(config: TransformerConfig) -> dict[str, Any]:
     fields[names["activation"]] = {"gelu_tanh": "gelu_new"}.get(config.activation, config.activation)
     hf: dict[str, Any] = CONFIG_MAPPING[config.family](**fields).to_dict()
     hf["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.family]]
+    if config.family == "qwen3_moe":  # as published; transformers 5 has another name, which older versions ignore
+        hf["num_experts"] = hf.pop("num_local_experts", config.num_experts)
     return hf
 
 
@@ -317,10 +377,13 @@ def _rotary_to_hf(config: TransformerConfig) -> dict[str, Any]:
     if config.family == "qwen2":
         return fields | {"use_sliding_window": False}
     fields["head_dim"] = config.head_dim
-    if config.family == "mistral":
+    if config.family in ("mistral", "mixtral"):
         return fields | {"sliding_window": None}
     if config.family == "qwen3":
         return fields | {"attention_bias": config.qkv_bias, "use_sliding_window": False}
+    if config.family == "qwen3_moe":
+        dense = list(config.dense_layers)
+        return fields | {"attention_bias": config.qkv_bias, "use_sliding_window": False, "mlp_only_layers": dense}
     return fields | {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
 
 
@@ -329,6 +392,7 @@ def new_config(
 ) -> TransformerConfig:
     """The decoder that `config` describes, with its family's usual norms, biases and activation."""
     is_gpt = config.family in ("gpt2", "gpt_neox")
+    is_mixture = config.num_experts > 0
     return TransformerConfig(
         family=config.family,
         vocab_size=vocab_size,
@@ -347,4 +411,7 @@ def new_config(
         parallel_residual=config.family == "gpt_neox",
         eos_token_ids=() if eos_token_id is None else (eos_token_id,),
         pad_token_id=pad_token_id,
+        num_experts=config.num_experts,
+        experts_per_token=config.experts_per_token if is_mixture else 0,
+        expert_width=(config.expert_width or config.intermediate_size) if is_mixture else 0,
     )

@@ -19,6 +19,7 @@ Layers = Annotated[int, Field(ge=1, le=1024)]
 Labels = Annotated[int, Field(ge=0, le=2**16)]
 Heads = Annotated[int, Field(ge=1, le=2**13)]
 Width = Annotated[int, Field(ge=1, le=2**20)]
+Experts = Annotated[int, Field(ge=1, le=2**12)]
 Vocabulary = Annotated[int, Field(ge=1, le=2**24)]
 Positions = Annotated[int, Field(ge=1, le=2**27)]
 Token = Annotated[int, Field(ge=0, le=2**31)]
@@ -89,6 +90,14 @@ class HfFields(_Fields):
     eos_token_id: Tokens = None
     bos_token_id: NoToken | None = None
     pad_token_id: NoToken | None = None
+    num_experts: Experts = 1
+    num_local_experts: Experts = 1
+    num_experts_per_tok: Experts = 1
+    moe_intermediate_size: Width = 1
+    norm_topk_prob: bool = False
+    router_jitter_noise: Share = 0.0
+    decoder_sparse_step: Layers = 1
+    mlp_only_layers: Annotated[list[Annotated[int, Field(ge=0, le=1024)]], Field(max_length=1024)] | None = None
     num_labels: Labels = 1  # nothing is done with it, but a library counts up to it
 
 

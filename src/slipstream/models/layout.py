@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.models.config import TransformerConfig
+from slipstream.models.experts import Experts
 from slipstream.models.transformer import Transformer
 
 
@@ -64,7 +65,7 @@ def _rows(prefix: str, names: list[str], sizes: list[int], linear: nn.Module, un
 
 
 def _llama(model: Transformer) -> Iterator[LogicalTensor]:
-    """Llama, Mistral, Qwen2 and Qwen3."""
+    """Llama, Mistral, Qwen2 and Qwen3, and the mixtures of experts Mixtral and Qwen3-MoE."""
     c: TransformerConfig = model.config
     yield _whole("model.embed_tokens.weight", model.embedding.weight)
     for i, layer in enumerate(model.layers):
@@ -77,11 +78,25 @@ def _llama(model: Transformer) -> Iterator[LogicalTensor]:
             yield from _affine(f"{prefix}.self_attn.k_norm", layer.k_norm)
         yield from _affine(f"{prefix}.self_attn.o_proj", layer.output)
         yield from _affine(f"{prefix}.post_attention_layernorm", layer.mlp_norm)
+        if c.is_sparse(i):
+            yield from _experts(prefix, c, layer.experts)
+            continue
         yield from _rows(f"{prefix}.mlp", ["gate_proj", "up_proj"], [c.intermediate_size] * 2, layer.up)
         yield from _affine(f"{prefix}.mlp.down_proj", layer.down)
     yield from _affine("model.norm", model.final_norm)
     if not c.tie_embeddings:
         yield from _affine("lm_head", model.head)
+
+
+def _experts(prefix: str, config: TransformerConfig, experts: Experts) -> Iterator[LogicalTensor]:
+    is_mixtral = config.family == "mixtral"
+    prefix = f"{prefix}.block_sparse_moe" if is_mixtral else f"{prefix}.mlp"
+    up, down = (["w1", "w3"], "w2") if is_mixtral else (["gate_proj", "up_proj"], "down_proj")
+    yield from _affine(f"{prefix}.gate", experts.router)
+    each = [f"experts.{expert}" for expert in range(config.num_experts)]
+    names = [f"{expert}.{name}" for expert in each for name in up]
+    yield from _rows(prefix, names, [config.expert_width] * len(names), experts.up)
+    yield from _rows(prefix, [f"{expert}.{down}" for expert in each], [config.hidden_size] * len(each), experts.down)
 
 
 def _gpt_neox(model: Transformer) -> Iterator[LogicalTensor]:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from slipstream.core.errors import ConfigError, did_you_mean
 from slipstream.models.config import TransformerConfig
+from slipstream.models.experts import ExpertsLinear
 from slipstream.models.layout import LogicalTensor, layout
 from slipstream.models.linear import Linear, linear
 from slipstream.models.transformer import OneRank, Ranks, Transformer
@@ -82,7 +83,7 @@ def layers_of(config: TransformerConfig, ranks: Ranks) -> dict[str, Fused]:
     linears = {
         module.weight.untyped_storage()._cdata: (name, module)
         for name, module in model.named_modules()
-        if isinstance(module, Linear)
+        if isinstance(module, Linear) and not isinstance(module, ExpertsLinear)
     }
     pieces: dict[str, list[Piece]] = defaultdict(list)
     for tensor in layout(model):

@@ -14,10 +14,11 @@ ROW_MULTIPLE = 64
 """Rows of a microbatch are filled up to a multiple: oneDNN compiles a kernel for every number of rows it meets."""
 
 
-def at_targets(model: nn.Module, microbatch: PackedMicrobatch) -> Tensor:
+def at_targets(model: nn.Module, microbatch: PackedMicrobatch, *, replays: bool = False) -> Tensor:
     """`model(tokens, positions, attention)` [N, ...] at the M rows that the targets are predicted from: [M, ...].
 
     A prompt shared by several completions is read once. Filler rows are one more sequence, which nobody reads.
+    With `replays` tokens go through the experts that the engine chose, where the microbatch knows them.
     """
     num_rows = microbatch.num_tokens
     filler = np.zeros(-num_rows % ROW_MULTIPLE, dtype=np.int64)
@@ -26,10 +27,11 @@ def at_targets(model: nn.Module, microbatch: PackedMicrobatch) -> Tensor:
         lengths = (*lengths, len(filler))
         rows = np.concatenate([rows, num_rows + np.arange(len(filler))])
     device = next(model.parameters()).device
+    routes = torch.from_numpy(microbatch.routes) if replays and microbatch.routes is not None else None
     out = model(
         torch.from_numpy(np.concatenate([microbatch.tokens, filler])).to(device),
         torch.from_numpy(np.concatenate([microbatch.positions, filler])).to(device),
-        PackedAttention(lengths, torch.from_numpy(rows)),
+        PackedAttention(lengths, torch.from_numpy(rows), routes),
     )
     # A shared prompt's last row predicts several targets. The gradient of `out[index]` adds them up by atomic
     # additions, in any order, as soon as there are two threads; that of an embedding has one fixed order.

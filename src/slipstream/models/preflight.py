@@ -43,12 +43,37 @@ def check_policy(config: RunConfig, *, is_sampled: bool = True) -> TransformerCo
     else:
         shape = checked
         check_vocabulary(tokenizer, shape, Path(path))
+    if config.generator.routing_replay and (config.environment.is_set or not shape.num_experts):
+        raise ConfigError(
+            "routing is replayed for completions of mixtures of experts",
+            got="generator.routing_replay with "
+            + ("an environment" if shape.num_experts else "a model without experts"),
+            allowed="a mixture of experts, and no environment",
+        )
+    if shape.num_experts:
+        _check_mixture(config)
     if config.model.lora.is_set:
         planned_shapes(config.model.lora, shape)
     if is_sampled:
         _check_lengths(config, shape)
         _check_ends(config, tokenizer, shape)
     return shape
+
+
+def _check_mixture(config: RunConfig) -> None:
+    """Raise ConfigError for what a mixture of experts is not supported with (docs/experts.md)."""
+    generator, base_precision = config.generator, config.model.lora.base_precision
+    for field, got, is_wrong, allowed in (
+        ("generator.engine", generator.engine, generator.engine != "native", "'native'"),
+        ("generator.precision", generator.precision, generator.precision == "fp8", "'float32', 'bfloat16' or 'int8'"),
+        ("model.lora.base_precision", base_precision, base_precision != "float32", "'float32'"),
+        ("generator.tensor_parallel", generator.tensor_parallel, generator.tensor_parallel > 1, "1"),
+        ("trainer.tensor_parallel", config.trainer.tensor_parallel, config.trainer.tensor_parallel > 1, "1"),
+    ):
+        if is_wrong:
+            raise ConfigError(
+                f"a mixture of experts is not supported with this {field}", got=f"{field} = {got!r}", allowed=allowed
+            )
 
 
 def check_checkpoint(path: Path, head: Head) -> TransformerConfig:

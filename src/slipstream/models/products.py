@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from slipstream.models.experts import Groups, each_expert, grouped_product, multiplies_groups
 from slipstream.models.linear import find_onednn, find_onednn_packing
 from slipstream.models.quantized import FP8, LARGEST, StoredWeight
 
@@ -105,6 +106,27 @@ class Fp8Product:
         if self._bias is not None:
             out = out + self._bias
         return out.to(x.dtype)
+
+
+class ExpertsProduct:
+    """The products of E experts, whose weights [E M, K], one behind the other, have `scales` [E M] or none.
+
+    Identity: equals `ExpertsLinear` with the same weights, on a CPU with the same bits.
+    """
+
+    def __init__(self, weight: Tensor, scales: Tensor | None, num_experts: int, *, packs: bool = False) -> None:
+        self._stacked, self._width = weight.view(num_experts, -1, weight.shape[1]), len(weight) // num_experts
+        self._products: list[DenseProduct] = []
+        if not multiplies_groups(weight.device, weight.dtype):
+            of_experts = [None] * num_experts if scales is None else scales.chunk(num_experts)
+            pairs = zip(self._stacked, of_experts, strict=True)
+            self._products = [DenseProduct(one, own, packs=packs) for one, own in pairs]
+            del self._stacked
+
+    def __call__(self, x: Tensor, groups: Groups) -> Tensor:
+        if groups.ends is not None:
+            return grouped_product(x, self._stacked, groups)
+        return each_expert(x, groups.sizes, self._products, self._width)
 
 
 class WideProduct:

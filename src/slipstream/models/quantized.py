@@ -8,7 +8,7 @@ A quantised matrix W [M, K] has one scale per row, an output channel of y = x W^
     int8   scale_m = max_k |W_mk| / 127,  Q = round(W / scale):   |W - scale Q| <= scale / 2
     fp8    scale_m = max_k |W_mk| / 448,  Q = e4m3(W / scale):    |W - scale Q| <= max(|W| / 16, scale / 1024)
 
-Norms, biases and position embeddings stay fp32 in every precision: they are a thousandth of the bytes.
+Norms, biases, position embeddings and routers of experts stay fp32 in every precision: a thousandth of the bytes.
 
 A rank's part of a divided model has a layout of its own, that of its local shapes. Its scales are those of whole rows,
 also where it holds some of a row's columns: so its weights are the numbers that one process would compute with.

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import ctypes
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import cast
 
@@ -27,6 +27,8 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.fields import Precision
 from slipstream.core.peer_messages import Holding
 from slipstream.core.rank_group import RankGroup
+from slipstream.models.config import TransformerConfig
+from slipstream.models.experts import ExpertsLinear, Groups, multiplies_groups
 from slipstream.models.linear import Linear
 from slipstream.models.lora import (
     HEAD,
@@ -36,10 +38,33 @@ from slipstream.models.lora import (
     shapes_of,
     stacked_adapter,
 )
-from slipstream.models.products import PACKS, DenseProduct, Fp8Product, Product, ServedEmbedding, WideProduct, cpu_dtype
+from slipstream.models.products import (
+    PACKS,
+    DenseProduct,
+    ExpertsProduct,
+    Fp8Product,
+    Product,
+    ServedEmbedding,
+    WideProduct,
+    cpu_dtype,
+)
 from slipstream.models.quantized import FP8, StoredWeight, WeightLayout
 from slipstream.models.shards import base_digest
 from slipstream.models.transformer import Transformer
+
+
+class ServedExperts(nn.Module):
+    """Stands in for an `ExpertsLinear`; its products, one for each expert, are exchanged with the weights."""
+
+    product: ExpertsProduct
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+
+    def forward(self, x: Tensor, groups: Groups) -> Tensor:
+        """x [P, in_features], sorted by expert -> [P, out_features of one]."""
+        return self.product(x, groups)
 
 
 class ServedLinear(nn.Module):
@@ -62,7 +87,8 @@ class _Version:
     products: Mapping[str, Product]  # by the linear layer's name
     head: Product
     table: StoredWeight
-    vectors: Mapping[str, Tensor]  # norms and position embeddings
+    vectors: Mapping[str, Tensor]  # norms, routers and position embeddings
+    experts: Mapping[str, ExpertsProduct] = field(default_factory=dict)
     adapters: Mapping[str, tuple[Tensor, Tensor]] | None = None  # A and B by the linear layer's name
 
 
@@ -112,6 +138,7 @@ class _Skeleton:
     def __init__(self, model: Transformer) -> None:
         self.model = model
         self.linears = {name: module for name, module in model.named_modules() if isinstance(module, ServedLinear)}
+        self.experts = {name: module for name, module in model.named_modules() if isinstance(module, ServedExperts)}
         self.embedding = cast(ServedEmbedding, model.embedding)
         self.vectors = dict(model.named_parameters())
 
@@ -123,6 +150,8 @@ class _Skeleton:
     def point_at(self, version: _Version) -> None:
         for name, linear in self.linears.items():
             linear.product = version.products[name]
+        for name, experts in self.experts.items():
+            experts.product = version.experts[name]
         self.embedding.table = version.table
         self.model.served_head = version.head
         for name, vector in version.vectors.items():
@@ -134,7 +163,8 @@ def _hollow_out(model: Transformer, activations: torch.dtype) -> None:
     for name, module in list(model.named_modules()):
         if isinstance(module, Linear):
             parent, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(parent), attribute, ServedLinear())
+            experts = module.num_experts if isinstance(module, ExpertsLinear) else 0
+            setattr(model.get_submodule(parent), attribute, ServedExperts(experts) if experts else ServedLinear())
     if model.config.tie_embeddings and HEAD in dict(model.named_children()):
         del model.head  # it has an adapter alone
     model.served_head = None
@@ -161,6 +191,24 @@ def check_precision(precision: Precision, device: torch.device) -> None:
     if precision == "int8" and device.type != "cpu":
         raise ConfigError(
             "int8 weights are for CPUs", got=f"generator.precision = 'int8' on {device}", allowed="'bfloat16' or 'fp8'"
+        )
+
+
+def check_mixture(config: TransformerConfig, precision: Precision, device: torch.device) -> None:
+    """Raise ConfigError where a mixture of experts of `config` cannot generate at `precision` on `device`."""
+    if not config.num_experts or (device.type == "cpu" and precision != "fp8"):
+        return
+    if precision != "bfloat16":
+        raise ConfigError(
+            "a mixture of experts does not generate at this precision here",
+            got=f"generator.precision = '{precision}' on {device}",
+            allowed="'bfloat16' on a GPU; 'float32', 'bfloat16' or 'int8' on a CPU",
+        )
+    if not multiplies_groups(device, torch.bfloat16):
+        raise ConfigError(
+            "a mixture of experts generates on GPUs with grouped products only",
+            got=torch.cuda.get_device_name(device),
+            allowed="compute capability 9.0 (Hopper) or newer",
         )
 
 
@@ -195,6 +243,7 @@ class ServedWeights:
         base: FrozenBase | None = None,
         keeps_versions: bool = False,
     ) -> None:
+        check_mixture(model.config, precision, model.embedding.weight.device)
         shapes = shapes_of(model)
         digest = base.digest if base is not None else base_digest(model) if shapes else ""
         self._precision, self._layout = precision, WeightLayout(model, precision, base=digest)
@@ -347,7 +396,8 @@ class ServedWeights:
 
     def _packed(self, flat: Tensor) -> _Version:
         """Return a version that stays as it is when `flat` has the next: matrices are packed, the rest is copied."""
-        packed = {f"{name}.weight" for name in self._serving.linears} if PACKS else set()
+        serving = self._serving
+        packed = {f"{name}.weight" for name in (*serving.linears, *serving.experts)} if PACKS else set()
         weights = {
             name: StoredWeight(
                 view.values if name in packed else view.values.clone(),
@@ -386,13 +436,17 @@ class ServedWeights:
             products[name] = self._product(
                 f"{name}.weight", take(f"{name}.weight"), None if bias is None else bias.values, packs
             )
+        experts = {}
+        for name, module in self._serving.experts.items():
+            weight = take(f"{name}.weight")
+            values = self._held(f"{name}.weight", weight)
+            experts[name] = ExpertsProduct(values, weight.scales, module.num_experts, packs=packs)
         table = weights["embedding.weight"]
         head = products.get("head")
         if head is None:
             head = self._product("embedding.weight", self._rows_of_head(table), None, packs)
-        return _Version(
-            products, head, table, {name: self._held(name, weights[name]) for name in self._serving.vectors}
-        )
+        vectors = {name: self._held(name, weights[name]) for name in self._serving.vectors}
+        return _Version(products, head, table, vectors, experts)
 
     def _product(self, name: str, weight: StoredWeight, bias: Tensor | None, packs: bool) -> Product:
         values = self._held(name, weight)

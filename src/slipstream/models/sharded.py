@@ -32,6 +32,7 @@ from slipstream.core.rank_group import RankGroup
 from slipstream.core.sections import ModelConfig
 from slipstream.models.build import build_policy
 from slipstream.models.config import TransformerConfig, config_from_hf, local_config, new_config
+from slipstream.models.experts import Router
 from slipstream.models.flat import FlatParameters
 from slipstream.models.hf import canonical_name, logical_tensors, read_hf_config, weight_files, write_tensor
 from slipstream.models.hub import is_adapter
@@ -133,7 +134,9 @@ def _move_tables(model: Transformer, division: Division) -> None:
 
 
 def _shard(model: Transformer, division: Division) -> None:
-    """`divide`, by FSDP2. Adapters stay whole on every rank: `ShardedParameters` sums their gradients, once."""
+    """`divide`, by FSDP2. Adapters, and routers, whose products are in float32, stay whole on every rank:
+    `ShardedParameters` sums their gradients, once.
+    """
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
     mesh, is_float32 = division.mesh(), division.precision == "float32"
@@ -141,7 +144,7 @@ def _shard(model: Transformer, division: Division) -> None:
     for name, child in model.named_children():
         if name != "layers":
             _bring(child, division)
-    whole = {p for one in model.modules() if isinstance(one, Adapter) for p in one.parameters()}
+    whole = {p for one in model.modules() if isinstance(one, (Adapter, Router)) for p in one.parameters()}
     shard = partial(fully_shard, mesh=mesh, mp_policy=policy, ignored_params=whole)
     for layer in model.layers:
         shard(_bring(layer, division), reshard_after_forward=True)

@@ -34,9 +34,11 @@ def memory_bytes() -> int:
 
 def num_parameters(shape: TransformerConfig) -> int:
     """Count the parameters of matrices and embeddings."""
-    layer = shape.hidden_size * (2 * shape.query_size + 2 * shape.kv_size + 2 * shape.intermediate_size)
+    sparse = shape.num_sparse_layers
+    inner = (shape.num_layers - sparse) * shape.intermediate_size + sparse * shape.num_experts * shape.expert_width
+    attention = shape.num_layers * (shape.query_size + shape.kv_size)
     learned = shape.max_positions if shape.rotary_dim == 0 else 0
-    return (shape.vocab_size + learned) * shape.hidden_size + shape.num_layers * layer
+    return shape.hidden_size * (shape.vocab_size + learned + 2 * attention + 2 * inner)
 
 
 def check_sizes(config: RunConfig, shape: TransformerConfig, here: Collection[str]) -> None:
@@ -82,6 +84,7 @@ def _check_model(shape: TransformerConfig, memory: int, *, trains: bool, lora: L
         memory,
         of=f"{parameters:.3g} parameters x {per_parameter} bytes",
         hint="lower model.hidden_size, model.intermediate_size, model.num_layers"
+        + (" or model.num_experts" if shape.num_experts else "")
         + (" or model.max_positions, which are learned" if shape.rotary_dim == 0 else ""),
     )
     check_tables(
@@ -119,7 +122,8 @@ def _check_work(config: RunConfig, shape: TransformerConfig, memory: int) -> Non
     batches = {"groups_per_step x completions_per_group": rollouts // config.trainer.minibatches}
     if config.warm_start.steps:
         batches["warm_start.batch_size"] = config.warm_start.batch_size
-    kept = 2 * shape.hidden_size if config.trainer.recompute else 4 * shape.hidden_size + 2 * shape.intermediate_size
+    inner = shape.experts_per_token * shape.expert_width if shape.num_experts else shape.intermediate_size
+    kept = 2 * shape.hidden_size if config.trainer.recompute else 4 * shape.hidden_size + 2 * inner
     for field, batch in batches.items():
         tokens = min(config.trainer.microbatch_tokens, batch * longest)
         _fits(

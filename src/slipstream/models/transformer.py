@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from slipstream.models.config import TransformerConfig
+from slipstream.models.experts import Experts
 from slipstream.models.linear import Linear, linear
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -29,7 +30,10 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Attention(Protocol):
-    """Scaled dot-product attention of one layer; decides what each token sees and keeps whatever cache it needs."""
+    """Scaled dot-product attention of one layer; decides what each token sees and keeps whatever cache it needs.
+
+    One with a method `route` (layer, chosen experts int64 [N, k]) -> int64 [N, k] records or replaces the experts too.
+    """
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [N, H, D], k and v [N, Hkv, D], both rotated already -> [N, H, D]; the scale is D ** -0.5.
@@ -173,6 +177,8 @@ def _norm(config: TransformerConfig, size: int) -> nn.Module:
 class Layer(nn.Module):
     """Attention and MLP around the residual stream. `qkv` stacks the rows of q, k, v; `up` those of gate and up.
 
+    In a sparse layer `experts` stands in for `up` and `down`.
+
     `config` counts the heads and the inner width of this rank; `attend` and `mlp` give its share of a sum over ranks.
     """
 
@@ -187,9 +193,12 @@ class Layer(nn.Module):
             self.q_norm = _norm(config, config.head_dim)
             self.k_norm = _norm(config, config.head_dim)
         self.mlp_norm = _norm(config, hidden)
-        self.up = _linear(hidden, 2 * inner if config.gated_mlp else inner, config.mlp_bias)
-        self.down = _linear(inner, hidden, config.mlp_bias and ranks.counts_once)
         self.activation = ACTIVATIONS[config.activation]
+        if config.is_sparse(index):
+            self.experts = Experts(config, self.activation)
+        else:
+            self.up = _linear(hidden, 2 * inner if config.gated_mlp else inner, config.mlp_bias)
+            self.down = _linear(inner, hidden, config.mlp_bias and ranks.counts_once)
         self.recomputes = False  # whether the backward pass runs the layer again, instead of keeping what is in it
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, attention: Attention) -> Tensor:
@@ -206,9 +215,9 @@ class Layer(nn.Module):
         if len(attended) < len(x):
             x = x[: len(attended)]
         if self.config.parallel_residual:
-            return join(x, attended, self.mlp(self.mlp_norm(x)))
+            return join(x, attended, self.mlp(self.mlp_norm(x), attention))
         x = join(x, attended)
-        return join(x, self.mlp(self.mlp_norm(x)))
+        return join(x, self.mlp(self.mlp_norm(x), attention))
 
     def attend(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, attention: Attention) -> Tensor:
         """Self-attention of normalised x [N, hidden] -> [N, hidden]."""
@@ -227,9 +236,13 @@ class Layer(nn.Module):
             qk = rotate(qk, *rope)
         return qk[:, :heads], qk[:, heads:], v
 
-    def mlp(self, x: Tensor) -> Tensor:
-        """Position-wise MLP of normalised x [N, hidden] -> [N, hidden]."""
+    def mlp(self, x: Tensor, attention: Attention | None = None) -> Tensor:
+        """Position-wise MLP, or mixture of experts, of normalised x [N, hidden] -> [N, hidden]."""
         x = self.ranks.fork(x)
+        if self.config.is_sparse(self.index):
+            route = getattr(attention, "route", None)
+            mixed: Tensor = self.experts(x, None if route is None else partial(route, self.index))
+            return mixed
         if self.config.gated_mlp:
             gate, up = self.up(x).chunk(2, -1)
             inner = self.activation(gate) * up

@@ -252,7 +252,8 @@ def answer(question: Question) -> Answer:
         machine = _cpu_machine(subject, measured, base, workload)
         plan = plan_for_cpu(machine, max_staleness=bound, num_rows=question.rows)
     else:
-        model, precisions = _cost_model(subject, cluster, workload, measured), precisions_of(question, cluster)
+        model, has_experts = _cost_model(subject, cluster, workload, measured), subject.shape.num_experts > 0
+        precisions = precisions_of(question, cluster, has_experts=has_experts)
         plan = plan_for_cluster(model, precisions=precisions, max_staleness=bound, num_rows=question.rows)
     found = Answer(subject=subject, plan=plan, cluster=cluster, assumed=assumed, base=base)
     _ = found.refusal
@@ -325,10 +326,12 @@ def show(answer: Answer, console: Console) -> None:
 
 def _heading(answer: Answer) -> list[str]:
     workload, lengths = answer.plan.workload, answer.plan.workload.lengths
-    params = counts_of(answer.subject.shape).params
+    counts = counts_of(answer.subject.shape)
+    params, active = counts.params, counts.active_params
     size = f"{params / 1e9:.3g} B" if params >= 1e9 else f"{params / 1e6:.3g} M"
+    of_a_token = f" ({active / params:.0%} of them active)" if active < params else ""
     lines = [
-        f"{answer.subject.name}, {size} parameters, on {answer.where()}",
+        f"{answer.subject.name}, {size} parameters{of_a_token}, on {answer.where()}",
         f"a step: {workload.groups} prompts x {workload.group_size} completions; prompts of {lengths.prompt_mean:.4g} "
         f"tokens, completions of {lengths.mean:.4g} (p99 {lengths.p99:.4g}, at most {lengths.longest})",
     ]

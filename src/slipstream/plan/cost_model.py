@@ -15,7 +15,7 @@ from statistics import NormalDist
 from slipstream.core.errors import ConfigError
 from slipstream.core.fields import Precision
 from slipstream.models.config import MAX_LOGITS, TransformerConfig
-from slipstream.plan.counts import BYTES, COMPUTED_BYTES, Adapters, counts_of
+from slipstream.plan.counts import BYTES, COMPUTED_BYTES, Adapters, Counts, counts_of
 from slipstream.plan.hardware import GpuCluster, all_gather_s, all_reduce_s, last_host_task_s
 from slipstream.plan.layouts import (
     AsynchronousPlan,
@@ -79,7 +79,7 @@ class CostModel:
         sums, host_s = model.num_layers * counts.joins, self.efficiency.host_task_s
         return Parts(
             {
-                "weights": model.num_layers * self._product(live, counts.layer_matrix, precision)
+                "weights": model.num_layers * self._layer(live, counts, precision)
                 + self._product(live, counts.head_matrix, head_precision)
                 + self._product(live, self.adapters.params, "float32"),
                 "keys_and_values": self._move(live * context * counts.kv_bytes(precision)),
@@ -99,7 +99,7 @@ class CostModel:
         counts, model = counts_of(self.model, layout.tensor_parallel), self.model
         tokens = prompts * self.workload.lengths.prompt_mean
         attention = 2 * PREFILL_CHUNK * self.workload.lengths.prompt_mean * counts.local.query_size
-        layer = self._product(PREFILL_CHUNK, counts.layer_matrix, layout.precision, flops=attention)
+        layer = self._layer(PREFILL_CHUNK, counts, layout.precision, flops=attention)
         nbytes = PREFILL_CHUNK * model.hidden_size * COMPUTED_BYTES[layout.precision]
         layer += counts.joins * self._all_reduce(nbytes, layout.tensor_parallel)
         adapters = self._product(PREFILL_CHUNK, self.adapters.params, "float32")
@@ -317,14 +317,22 @@ class CostModel:
         given = rollouts * self.given / self.workload.lengths.prompt_mean
         return decode.times(steps) + self.prefill(layout, prompts=rollouts / self.workload.group_size + given)
 
-    def _product(self, rows: float, weights: float, precision: Precision, *, flops: float = 0.0) -> float:
+    def _layer(self, rows: float, counts: Counts, precision: Precision, *, flops: float = 0.0) -> float:
+        """Seconds of a layer's products; of its experts those count that the rows meet."""
+        read = counts.touched_matrix(rows)
+        return self._product(rows, counts.active_matrix, precision, flops=flops, read=read)
+
+    def _product(
+        self, rows: float, weights: float, precision: Precision, *, flops: float = 0.0, read: float | None = None
+    ) -> float:
         """Seconds of `rows` times a matrix of `weights`; `flops` come along without bytes of their own.
 
-        Operations and bytes are added in quadrature, so that more rows always cost less each.
+        `read`: so many weights are read, if not each once. Operations and bytes are added in quadrature, so that more
+        rows always cost less each.
         """
         total = 2 * rows * weights + flops
         compute = total / self.cluster.device.flops_of(precision) / self.efficiency.matmul
-        return math.hypot(compute, self._move(weights * BYTES[precision]))
+        return math.hypot(compute, self._move((weights if read is None else read) * BYTES[precision]))
 
     def _move(self, nbytes: float) -> float:
         """Seconds to read or write so much memory."""
@@ -349,7 +357,7 @@ class CostModel:
         counts, ranks = counts_of(self.model, layout.tensor_parallel), layout.tensor_parallel
         tokens = rollouts * self.workload.trained_tokens
         attention = 4 * tokens * self.context * counts.local.query_size
-        product_s = self._product(tokens, counts.layer_matrix, layout.precision, flops=attention)
+        product_s = self._layer(tokens, counts, layout.precision, flops=attention)
         compute_s = passes * layers * product_s
         if is_trained and self.adapters.params:
             frozen_s = product_s - self._product(tokens, 0, layout.precision, flops=attention)

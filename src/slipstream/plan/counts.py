@@ -29,19 +29,59 @@ class Counts:
 
     @cached_property
     def local(self) -> TransformerConfig:
-        """Heads and inner width of the rank. ConfigError when the model cannot be divided so."""
+        """Heads and inner width of the rank. ConfigError when the model cannot be divided so, or has unequal layers."""
+        if self.model.num_experts and self.model.dense_layers:
+            raise ConfigError(
+                "layers with and without experts in one model are not planned",
+                got=f"{len(self.model.dense_layers)} of {self.model.num_layers} layers without",
+                allowed="experts in every layer, or in none",
+            )
         return local_config(self.model, self.ranks)
 
     @cached_property
     def layer_matrix(self) -> int:
         """Weights of a layer's products."""
+        return self._attention_matrix + max(self.model.num_experts, 1) * self._mlp_matrix
+
+    @property
+    def active_matrix(self) -> int:
+        """Those that a token is multiplied by: `layer_matrix`, but for the experts that it does not go through."""
+        if not self.model.num_experts:
+            return self.layer_matrix
+        router = self.model.num_experts * self.model.hidden_size
+        return self._attention_matrix + self.model.experts_per_token * self._mlp_matrix + router
+
+    def touched_matrix(self, rows: float) -> float:
+        """Weights of `layer_matrix` that so many tokens read: their experts, if each of them has k of E at random.
+
+        attention + E (1 - (1 - k / E)^rows) MLP
+        """
+        if not self.model.num_experts:
+            return self.layer_matrix
+        missed: float = (1 - self.model.experts_per_token / self.model.num_experts) ** rows
+        return self._attention_matrix + self.model.num_experts * (1 - missed) * self._mlp_matrix
+
+    @cached_property
+    def _attention_matrix(self) -> int:
         local = self.local
-        attention = local.hidden_size * (local.query_size + 2 * local.kv_size) + local.query_size * local.hidden_size
-        return attention + (3 if local.gated_mlp else 2) * local.hidden_size * local.intermediate_size
+        return local.hidden_size * (local.query_size + 2 * local.kv_size) + local.query_size * local.hidden_size
+
+    @cached_property
+    def _mlp_matrix(self) -> int:
+        """Weights of the MLP, or of one expert."""
+        local = self.local
+        width = local.expert_width if local.num_experts else local.intermediate_size
+        return (3 if local.gated_mlp else 2) * local.hidden_size * width
+
+    @property
+    def inner(self) -> int:
+        """The inner width that a token goes through, of all its experts together."""
+        local = self.local
+        return local.experts_per_token * local.expert_width if local.num_experts else local.intermediate_size
 
     @cached_property
     def layer_vectors(self) -> int:
-        """Norms and biases of a layer; those of `output` and `down` lie on the first rank, which is this one."""
+        """Norms, biases and router of a layer; the biases of `output` and `down` are on the first rank, which it is."""
         local = self.local
         hidden, norms = local.hidden_size, 2 if local.layer_norm else 1
         count = 2 * norms * hidden
@@ -49,7 +89,7 @@ class Counts:
             count += 2 * norms * local.head_dim
         count += (local.query_size + 2 * local.kv_size) * local.qkv_bias + hidden * local.output_bias
         inner = (2 if local.gated_mlp else 1) * local.intermediate_size
-        return count + (inner + hidden) * local.mlp_bias
+        return count + (inner + hidden) * local.mlp_bias + local.num_experts * hidden
 
     @property
     def head_matrix(self) -> int:
@@ -68,6 +108,12 @@ class Counts:
         return self.model.num_layers * self.layer + self.root
 
     @property
+    def active_params(self) -> int:
+        """Those of `params` that take part in a token's pass, the embedding's whole table among them."""
+        idle = (self.model.num_experts - self.model.experts_per_token) * self._mlp_matrix
+        return self.params - self.model.num_layers * idle
+
+    @property
     def layer(self) -> int:
         """All of a layer."""
         return self.layer_matrix + self.layer_vectors
@@ -84,8 +130,9 @@ class Counts:
         table = 2 if precision == "fp8" else matrix
         scale = 4 if matrix == 1 else 0
         local, model = self.local, self.model
-        rows = local.query_size + 2 * local.kv_size + 2 * local.hidden_size
-        rows += (2 if local.gated_mlp else 1) * local.intermediate_size
+        rows = local.query_size + 2 * local.kv_size + local.hidden_size
+        width = local.expert_width if local.num_experts else local.intermediate_size
+        rows += max(local.num_experts, 1) * ((2 if local.gated_mlp else 1) * width + local.hidden_size)
         layer = self.layer_matrix * matrix + rows * scale + self.layer_vectors * 4
         tables = model.vocab_size * model.hidden_size * (table if model.tie_embeddings else looked_up)
         if not model.tie_embeddings:
@@ -108,18 +155,19 @@ class Counts:
         """Activations per token and layer that a backward pass without recomputation keeps.
 
         The residual stream before either norm and behind it (4 hidden), queries, keys, values and what attention gives,
-        and the MLP's inner width: gate, up, and their product.
+        and the MLP's inner width: gate, up, and their product. Of experts also what each gets and gives.
         """
         local = self.local
-        attention = 2 * local.query_size + 2 * local.kv_size
-        return 4 * local.hidden_size + attention + (3 if local.gated_mlp else 2) * local.intermediate_size
+        attention = 2 * local.query_size + 2 * local.kv_size + 2 * local.experts_per_token * local.hidden_size
+        return 4 * local.hidden_size + attention + (3 if local.gated_mlp else 2) * self.inner
 
     @cached_property
     def moved_elements(self) -> int:
         """Activations per token and layer that a forward pass writes and reads again between its products."""
         local = self.local
         heads = 2 * (local.query_size + local.kv_size)  # rotation
-        return 2 * (6 * local.hidden_size + heads + (3 if local.gated_mlp else 2) * local.intermediate_size)
+        hidden = (6 + 2 * local.experts_per_token) * local.hidden_size
+        return 2 * (hidden + heads + (3 if local.gated_mlp else 2) * self.inner)
 
 
 @cache
@@ -178,13 +226,13 @@ def adapters_of(model: TransformerConfig, rank: int, targets: Collection[str] = 
 
 
 def _matrices(model: TransformerConfig) -> Iterator[tuple[str, str, int, int]]:
-    """Yield the matrices that may have an adapter: name, linear layer, columns, rows; the head last."""
+    """Yield the matrices that may have an adapter, no experts: name, linear layer, columns, rows; the head last."""
     prefix, *linears = _LINEARS.get(model.family, _LLAMA).split()
     hidden, inner, query, kv = model.hidden_size, model.intermediate_size, model.query_size, model.kv_size
     up = (inner,) * (1 + model.gated_mlp)
     sizes = ((hidden, (query, kv, kv)), (query, (hidden,)), (hidden, up), (inner, (hidden,)))
     for index in range(model.num_layers):
-        for linear, (columns, rows) in zip(linears, sizes, strict=True):
+        for linear, (columns, rows) in zip(linears[: 2 if model.is_sparse(index) else 4], sizes, strict=False):
             names = linear.split("+")
             for name, num_rows in zip(names, rows if len(names) > 1 else (sum(rows),), strict=True):
                 yield f"{prefix}.{index}.{name}", f"{index}.{linear}", columns, num_rows

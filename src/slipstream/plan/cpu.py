@@ -252,7 +252,7 @@ def _kept_elements(counts: Counts) -> int:
     Beside `Counts.kept_elements`: queries, keys, values and what attention gives once more, padded; and silu's output.
     """
     local = counts.local
-    return counts.kept_elements + 2 * local.query_size + 2 * local.kv_size + local.gated_mlp * local.intermediate_size
+    return counts.kept_elements + 2 * local.query_size + 2 * local.kv_size + local.gated_mlp * counts.inner
 
 
 def _doubled(first: int, last: int) -> list[int]:

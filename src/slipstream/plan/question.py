@@ -315,8 +315,16 @@ def max_new_tokens(question: Question, subject: Subject, lengths: LengthSample) 
     return lengths.longest if config is None else max(config.generator.max_new_tokens, lengths.longest)
 
 
-def precisions_of(question: Question, cluster: GpuCluster) -> tuple[Precision, ...]:
-    """Return the generators' precisions: the question's, or bfloat16, and fp8 where the GPUs have products of it."""
+def precisions_of(question: Question, cluster: GpuCluster, *, has_experts: bool = False) -> tuple[Precision, ...]:
+    """Return the generators' precisions: the question's, or bfloat16, and fp8 where the GPUs have products of it.
+
+    Mixtures of experts generate in bfloat16 alone.
+    """
+    if has_experts:
+        if wrong := set(question.precision or ()) - {"bfloat16"}:
+            what = "a mixture of experts generates on GPUs in bfloat16 alone"
+            raise ConfigError(what, got=", ".join(sorted(wrong)), allowed="bfloat16")
+        return ("bfloat16",)
     if question.precision is None:
         return ("bfloat16", "fp8") if "fp8" in cluster.device.flops else ("bfloat16",)
     for precision in question.precision:

@@ -64,6 +64,7 @@ def train_sequence(completion: Completion) -> TrainSequence:
         advantages=np.zeros(len(mask), dtype=np.float32),
         versions=np.where(mask, _behind(prompt, [token_versions(segments)], np.int32), np.int32(-1)),
         starts=_starts(completion),
+        routes=segments[0].routes if len(segments) == 1 else None,
         **_kept_sets(completion),
     )
 

@@ -95,6 +95,7 @@ class Trainer(Executor):
             vocab_size=model.vocab_size,
             max_positions=model.max_positions,
             brings_reference=brings_reference(config),
+            routed=(model.num_layers, model.experts_per_token, model.num_experts),
         )
         self.inbox = RolloutInbox(
             config,

@@ -97,10 +97,11 @@ def measured_columns(
     its own sequences.
     """
     config = step.config
+    of_policy = reads_logprobs(model, config.logprob_temperature, replays=True)
     readers: dict[str, Read] = {
-        "behaviour_logprobs": reads_logprobs(model, config.logprob_temperature),  # at staleness 0, the only case
+        "behaviour_logprobs": of_policy,  # at staleness 0, the only case
         "reference_logprobs": reads_logprobs(auxiliary.reference, config.logprob_temperature),
-        "proximal_logprobs": reads_logprobs(model, config.logprob_temperature),
+        "proximal_logprobs": of_policy,
         "values": partial(_values, model, auxiliary.critic),
     }
     columns: dict[str, Columns] = {}
@@ -117,19 +118,20 @@ def measured_columns(
     return columns
 
 
-def reads_logprobs(model: Transformer | None, temperature: float) -> Read:
-    """Return the function that reads the logprobs of a microbatch's targets under `model`."""
+def reads_logprobs(model: Transformer | None, temperature: float, *, replays: bool = False) -> Read:
+    """Return the function that reads the logprobs of a microbatch's targets under `model`; `replays`: `at_targets`."""
 
     def read(microbatch: PackedMicrobatch) -> Tensor:
         assert model is not None, "the config needs a reference policy, and none was built"
-        return microbatch_logprobs(model, microbatch, temperature=temperature)[0]
+        states = at_targets(model, microbatch, replays=replays)
+        return microbatch_logprobs(model, microbatch, temperature=temperature, states=states)[0]
 
     return read
 
 
 def _values(model: Transformer, critic: Critic | None, microbatch: PackedMicrobatch) -> Tensor:
     assert critic is not None, "the config needs a critic, and none was built"
-    states = at_targets(model, microbatch) if critic.is_head else torch.empty(0)
+    states = at_targets(model, microbatch, replays=True) if critic.is_head else torch.empty(0)
     return critic.values(microbatch, states)
 
 

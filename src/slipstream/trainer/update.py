@@ -19,6 +19,7 @@ from slipstream.algorithms.ratios import effective_share, step_scale, token_rati
 from slipstream.algorithms.reduce import Mean, Metrics, masked_max, masked_mean, merge_metrics, sum_over_units
 from slipstream.core.errors import NonFiniteError
 from slipstream.core.packed import PackedMicrobatch
+from slipstream.models.experts import busiest_load
 from slipstream.models.packed import at_targets
 from slipstream.models.transformer import Transformer
 from slipstream.trainer.measure import Auxiliary, StepContext, filled, microbatch_logprobs
@@ -197,7 +198,7 @@ class Updater:
     def _forward_backward(self, microbatch: PackedMicrobatch, totals: Totals) -> _Read:
         """Add the gradients of one microbatch."""
         critic = self._critic
-        states = at_targets(self._model, microbatch)
+        states = at_targets(self._model, microbatch, replays=True)
         columns = microbatch.tensors(states.device)
         logprobs, entropies, *compared = microbatch_logprobs(
             self._model,
@@ -223,6 +224,9 @@ class Updater:
             value = float(value_loss.detach())
         loss = float(policy_loss.detach())
         metrics["entropy"] = masked_mean(entropies.detach(), inputs.mask)
+        if self._model.config.num_experts:
+            has_tokens = torch.tensor(int(microbatch.num_tokens > 0))
+            metrics["expert_load_max"] = Mean(busiest_load(self._model), has_tokens)
         if self._config.trainer.ess_scaling != "no":
             metrics |= sequence_weight_metrics(inputs)
         if self._teacher is not None:
