@@ -27,6 +27,9 @@ class ScriptedRunner:
 
     num_rows, max_len, joins_prefill = SLOTS, 10_000, True
 
+    def routes(self, row: int) -> None:
+        return None
+
     def __init__(self, lengths: dict[tuple[int, int], int]) -> None:
         keys = noise_keys(SEED, [(0, *key) for key in lengths])
         self.length_of = dict(zip(keys.tolist(), lengths.values(), strict=True))

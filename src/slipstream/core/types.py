@@ -76,7 +76,7 @@ class EpisodeRecord(Message):
 
     `messages` are the chat behind the prompt, as people and rewards read it; the tokens are the completion's. `reward`
     is the environment's own, None without one, and `turn_rewards` its parts by turn (None: nothing was said). `failure`
-    is there where the environment failed too often. `branches` are the chats of further branches, from their beginnings,
+    is there where the environment failed too often. `branches` are the chats of further branches, from their beginning,
     and `contexts` counts the messages of each before its first turn. A resume brought `num_restored` tokens.
     """
 
@@ -97,7 +97,7 @@ class EpisodeRecord(Message):
 class Completion(Message):
     """A completion of a prompt: `sample` of G for group `ordinal`.
 
-    `purpose = "eval"` completions belong to evaluation `eval_id`; their `ordinal` counts its prompts, and they are never
+    `purpose = "eval"` completions belong to evaluation `eval_id`; their `ordinal` counts its prompts; they are never
     trained or entered in the ledger. With an environment the segments are the turns of an episode and what was said
     between them: the trunk behind `prompt` first, then one further branch after the other, each from a segment that
     `begins` it. What branches share is sampled in one of them. Versions are of sampled tokens, -1 where there are none.
