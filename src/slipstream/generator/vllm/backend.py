@@ -1,10 +1,11 @@
-"""vLLM as the generator's backend: the policy's weights here, decoding in a process of its own."""
+"""vLLM as the generator's backend: decoding in a process of its own, which reads the policy's weights itself."""
 
 from __future__ import annotations
 
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +15,19 @@ import torch
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.executor import Context
-from slipstream.core.peer_messages import Holding
 from slipstream.generator.backend import Backend, Pin
 from slipstream.generator.requests import StateSpans
 from slipstream.generator.vllm import protocol
 from slipstream.generator.vllm.engine import Deadlines, VLLMEngine
-from slipstream.generator.vllm.folder import WeightFolder
+from slipstream.generator.vllm.folder import WeightFolder, save_base, save_config
 from slipstream.generator.vllm.process import Launch
 from slipstream.generator.vllm.settings import interpreter
+from slipstream.generator.vllm.weights import AdapterWeights, SlotWeights
 from slipstream.models.build import build_policy
 from slipstream.models.config import TransformerConfig, config_from_hf, new_config
-from slipstream.models.flat import FlatParameters
 from slipstream.models.hf import read_hf_config
-from slipstream.models.lora import HEAD, AdapterShape, shapes_of
+from slipstream.models.lora import HEAD, AdapterShape, base_of, shapes_of
 from slipstream.models.peft import planned_shapes, with_adapters
-from slipstream.models.quantized import WeightLayout
 from slipstream.models.shards import base_digest
 from slipstream.models.tokenizer import Tokenizer
 
@@ -42,30 +41,8 @@ LORA_RANKS = (8, 16, 32, 64, 128, 256, 512)
 """Ranks that vLLM has room for, of all its versions (`MaxLoRARanks`); it pads adapters of others with zeros."""
 
 
-class VLLMWeights:
-    """Flat parameters whose exchange takes effect in vLLM as well. Implements `core.weights.FlatWeights`."""
-
-    reads_flat = True
-
-    def __init__(self, parameters: FlatParameters, engine: VLLMEngine, holding: Holding) -> None:
-        self._parameters, self._engine = parameters, engine
-        self.flat, self.holding = parameters.flat, holding
-
-    def prepare(self, flat: torch.Tensor) -> None:
-        """Nothing is to be done before `rebind`."""
-
-    def rebind(self, flat: torch.Tensor) -> None:
-        """Have vLLM load `flat` [num_params]. When it cannot, that is an error and the old weights stay bound here."""
-        self._parameters.rebind(flat)
-        try:
-            self._engine.push()
-            self.flat = flat
-        finally:
-            self._parameters.rebind(self.flat)
-
-
 class VLLMBackend(Backend):
-    """The policy's flat weights, and an engine in another process that is given them."""
+    """An engine in another process, and the weights or adapters that it is given."""
 
     engine: VLLMEngine
 
@@ -78,46 +55,73 @@ class VLLMBackend(Backend):
         seed: int,
         stop_token_ids: Sequence[int],
     ) -> None:
-        settings = config.generator.vllm
-        model, _ = build_policy(config.model, seed=config.seed, tokenizer=tokenizer)
-        if config.model.lora.is_set:
-            with_adapters(model, config.model.lora, seed=config.seed)
-        shapes = shapes_of(model)
-        layout = WeightLayout(model, "float32", base=base_digest(model) if shapes else "")
-        parameters = FlatParameters(model)
-        self.max_len = config.longest_sequence(model.config.max_positions)
+        self.max_len = config.longest_sequence(policy_shape(config, tokenizer).max_positions)
         self.num_versions = config.resident_versions
         self._pins: list[Pin] = []
-        num_bytes = sum(parameter.nbytes for parameter in model.parameters() if not parameter.requires_grad)
-        self._folder = WeightFolder(num_bytes + self.num_versions * parameters.flat.nbytes, context.scratch_prefix)
+        if config.model.lora.is_set:
+            self._hold_adapters(config, context, tokenizer)
+        else:
+            self._hold_slots(config, context, tokenizer)
         try:
-            self.engine = VLLMEngine(
-                model,
-                self._folder,
-                Launch(
-                    command=[str(interpreter(config.generator)), str(WORKER)],
-                    environment=environment(config, num_threads=context.num_threads),
-                    log_path=context.run_dir / "logs" / f"{context.name}-vllm.log",
-                ),
-                spec_of(config, max_len=self.max_len, stop_token_ids=stop_token_ids, shapes=shapes),
-                rooms={0: config.generator.num_slots, 1: config.eval.num_slots},
-                max_len=self.max_len,
-                seed=seed,
-                kv_on_update=config.generator.kv_on_update,
-                deadlines=Deadlines(settings.start_timeout_s, settings.answer_timeout_s, settings.silence_timeout_s),
-                max_restarts=settings.max_restarts,
-                probe_tolerance=config.generator.max_probe_error,
-                clock=context.clock,
-            )
+            self.engine = self._start(config, context, seed=seed, stop_token_ids=stop_token_ids)
         except BaseException:
             self._folder.close()
             raise
-        self.weights = VLLMWeights(parameters, self.engine, layout.holding)
+        self.weights.push = self.engine.push
         try:
             self.engine.wait_ready()
         except BaseException:
             self.close()
             raise
+
+    def _hold_slots(self, config: RunConfig, context: Context, tokenizer: Tokenizer) -> None:
+        shape, precision = policy_shape(config, tokenizer), config.generator.precision
+        self._shapes: Mapping[str, AdapterShape] = {}
+        self._vocab_size = shape.vocab_size
+        self.weights: SlotWeights | AdapterWeights = SlotWeights(shape, precision)
+        self._folder = WeightFolder(0, self.weights.write, context.scratch_prefix)
+        self._folder.write_base(partial(save_config, shape, dtype=precision))
+
+    def _hold_adapters(self, config: RunConfig, context: Context, tokenizer: Tokenizer) -> None:
+        """Write the base once, and let go of it: vLLM has it, and a process that replaces another reads it there."""
+        model, _ = build_policy(config.model, seed=config.seed, tokenizer=tokenizer)
+        with_adapters(model, config.model.lora, seed=config.seed)
+        self._shapes, self._vocab_size = shapes_of(model), model.config.vocab_size
+        self.weights = AdapterWeights(model, base_digest(model))
+        frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+        dtype = config.generator.precision
+        num_bytes = sum(one.numel() for one in frozen) * getattr(torch, dtype).itemsize
+        num_bytes += self.num_versions * self.weights.flat.nbytes
+        self._folder = WeightFolder(num_bytes, self.weights.write, context.scratch_prefix)
+        try:
+            self._folder.write_base(partial(save_base, base_of(model), dtype=dtype))
+        except BaseException:
+            self._folder.close()
+            raise
+        for parameter in frozen:
+            parameter.data = parameter.data.new_empty(0)
+
+    def _start(self, config: RunConfig, context: Context, *, seed: int, stop_token_ids: Sequence[int]) -> VLLMEngine:
+        settings = config.generator.vllm
+        return VLLMEngine(
+            self._folder,
+            Launch(
+                command=[str(interpreter(config.generator)), str(WORKER)],
+                environment=environment(config, num_threads=context.num_threads),
+                log_path=context.run_dir / "logs" / f"{context.name}-vllm.log",
+            ),
+            spec_of(config, max_len=self.max_len, stop_token_ids=stop_token_ids, shapes=self._shapes),
+            rooms={0: config.generator.num_slots, 1: config.eval.num_slots},
+            max_len=self.max_len,
+            seed=seed,
+            kv_on_update=config.generator.kv_on_update,
+            deadlines=Deadlines(settings.start_timeout_s, settings.answer_timeout_s, settings.silence_timeout_s),
+            max_restarts=settings.max_restarts,
+            probe_tolerance=config.generator.max_probe_error,
+            vocab_size=self._vocab_size,
+            is_empty=not self._shapes,
+            clock=context.clock,
+        )
 
     def probe(self, tokens: np.ndarray) -> np.ndarray:
         """float32 [T - 1]: logprobs of `tokens` int32 [T] by vLLM, so that a reload is checked where it counts."""
@@ -170,7 +174,7 @@ def spec_of(
     num_seqs = config.generator.num_slots + config.eval.num_slots
     room = model_room(config, max_len)
     arguments: dict[str, Any] = {
-        "dtype": settings.dtype,
+        "dtype": config.generator.precision,
         "enforce_eager": settings.enforce_eager,
         "gpu_memory_utilization": settings.gpu_memory_utilization,
         "max_model_len": room,
@@ -192,6 +196,8 @@ def spec_of(
             # The head must not be among them: its engine dies of a prompt's logprobs beside other rows (0.32).
             "lora_target_modules": sorted({piece.target for shape in shapes.values() for piece in shape.pieces}),
         }
+    else:
+        arguments |= {"load_format": "dummy", "worker_extension_cls": "slot_extension.SlotExtension"}
     return protocol.Spec(
         address="",
         folder="",
@@ -200,8 +206,17 @@ def spec_of(
         stop_token_ids=list(stop_token_ids),
         engine_args=arguments | settings.engine_args,
         transfer=settings.transfer,
+        has_adapters=bool(shapes),
         side_by_side=config.resident_versions > 1,
     )
+
+
+def policy_shape(config: RunConfig, tokenizer: Tokenizer | None = None) -> TransformerConfig:
+    """Return the shape of the policy; without its `tokenizer` that of a fresh one has no vocabulary."""
+    path = config.first_checkpoint
+    if path is not None:
+        return config_from_hf(read_hf_config(Path(path)))
+    return new_config(config.model, vocab_size=1 if tokenizer is None else len(tokenizer))
 
 
 def environment(config: RunConfig, *, num_threads: int) -> dict[str, str]:
@@ -237,11 +252,9 @@ def check_vllm(config: RunConfig) -> None:
     if config.generator.engine != "vllm":
         return
     interpreter(config.generator)
-    model = config.model
-    path = config.first_checkpoint
-    shape = new_config(model, vocab_size=1) if path is None else config_from_hf(read_hf_config(Path(path)))
+    shape = policy_shape(config)
     head_dim, max_positions = shape.head_dim, shape.max_positions
-    if model.lora.is_set:
+    if config.model.lora.is_set:
         check_adapters(config, shape)
     if config.prompts.max_prompt_tokens is not None:  # else asked again when the longest prompt is known
         model_room(config, config.longest_sequence(max_positions))

@@ -64,7 +64,7 @@ class LLM(Protocol):
 Sampling = Callable[..., Any]
 """`vllm.SamplingParams`, by keyword."""
 Transfer = Callable[[str], Any]
-"""Loads the weights in a folder into vLLM; a coroutine function."""
+"""Loads a push into vLLM; a coroutine function."""
 
 
 def features_of(llm: LLM) -> dict[str, bool]:
@@ -347,10 +347,10 @@ class Worker:
 
 
 def reload_from(llm: LLM) -> Transfer:
-    """vLLM reads the safetensors itself and converts them to its kernels' layout, on a CPU and on CUDA (since 0.16)."""
+    """Every rank of vLLM reads what it holds out of shared memory (`slot_extension.py`)."""
 
     async def transfer(path: str) -> None:
-        await llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+        await llm.collective_rpc("load_slipstream_push", args=(path,))
 
     return transfer
 
@@ -387,7 +387,7 @@ def nccl_from(llm: Any, world_size: int) -> Transfer:
     Not tested: it needs two GPUs. After a failure in mid-broadcast the communicator is dead, and so is this process.
     """
     import torch
-    from safetensors import safe_open
+    from slot_extension import read_push
     from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
@@ -395,19 +395,17 @@ def nccl_from(llm: Any, world_size: int) -> Transfer:
 
     device = torch.device("cuda", torch.cuda.device_count() - 1)
 
-    class Folder(WeightSource):  # type: ignore[misc]
+    class Push(WeightSource):  # type: ignore[misc]
         path = ""
 
         def metadata(self) -> list[Any]:
-            return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self]
+            return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in read_push(self.path)]
 
         def __iter__(self) -> Any:
-            for file in sorted(Path(self.path).glob("*.safetensors")):
-                with safe_open(file, framework="pt", device=str(device)) as tensors:
-                    for name in tensors.keys():  # noqa: SIM118 - not a dict
-                        yield name, tensors.get_tensor(name)
+            for name, tensor in read_push(self.path):
+                yield name, tensor.to(device)
 
-    source, client = Folder(), _TransferClient(llm, asyncio.get_running_loop())
+    source, client = Push(), _TransferClient(llm, asyncio.get_running_loop())
     made: list[Any] = []
 
     def send() -> None:
@@ -463,8 +461,8 @@ async def serve(spec: protocol.Spec, make: Callable[[protocol.Spec], Made]) -> i
     try:
         llm, version, sampling, transfer, new_adapter = make(spec)
         adapters = LoadedAdapters(llm, new_adapter, side_by_side=spec.side_by_side)
-        for push, path in spec.adapters.items():
-            await adapters.load(push, path, spec.adapters)
+        for push, path in spec.pushes.items():
+            await (adapters.load(push, path, spec.pushes) if spec.has_adapters else transfer(path))
         what = "serving"
         worker = Worker(
             llm,
