@@ -170,7 +170,7 @@ class FlatWeights(Protocol):
         ...
 
 
-class Place(NamedTuple):
+class SlotPlace(NamedTuple):
     """Where a rank's part of a version lies for other processes to read: in file `path`, from byte `start` on.
 
     As long as it does, `mark` stands at byte `mark_start`.
@@ -190,6 +190,6 @@ class PlacedWeights(FlatWeights, Protocol):
     Where they lie in the trainer's, `flat` only stands for a version.
     """
 
-    def place(self, flat: torch.Tensor, places: Sequence[Place]) -> None:
+    def place(self, flat: torch.Tensor, places: Sequence[SlotPlace]) -> None:
         """The version that `flat` holds or stands for lies verified in `places`, one of each rank of its source."""
         ...

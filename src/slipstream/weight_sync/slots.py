@@ -14,7 +14,7 @@ import torch
 
 from slipstream.core.errors import WeightSyncError
 from slipstream.core.peer_messages import Holding
-from slipstream.core.weights import Place
+from slipstream.core.weights import SlotPlace
 from slipstream.weight_sync.copying import HOST, Checksums, Memory, num_blocks
 
 
@@ -51,7 +51,7 @@ class Slots(Protocol):
 
     def committed(self, slot: int) -> Commit | None: ...
 
-    def place(self, slot: int) -> Place:
+    def place(self, slot: int) -> SlotPlace:
         """Where the version in `slot` lies. Raises WeightSyncError where another process cannot read it."""
         ...
 
@@ -97,7 +97,7 @@ class MemorySlots:
     def committed(self, slot: int) -> Commit | None:
         return self._commits[slot]
 
-    def place(self, slot: int) -> Place:
+    def place(self, slot: int) -> SlotPlace:
         raise WeightSyncError(f"slot {slot} lies in memory of one process", hint="`SharedMemory` is for several")
 
     def close(self) -> None:

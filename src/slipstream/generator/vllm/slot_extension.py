@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 
-class VersionGoneError(RuntimeError):
+class TornVersionError(RuntimeError):
     """What was read is no longer, or not only, the version that it was said to be."""
 
 
@@ -37,10 +37,10 @@ class MappedPart:
         self.data = torch.frombuffer(mapped, dtype=torch.uint8)
 
     def check(self) -> None:
-        """Raise VersionGoneError unless all that was read so far is of the version."""
+        """Raise TornVersionError unless all that was read so far is of the version."""
         found = os.pread(self._file, len(self._mark), self._mark_start)
         if found != self._mark:
-            raise VersionGoneError(f"{self._path} was written while it was read: {found.hex()}, not {self._mark.hex()}")
+            raise TornVersionError(f"{self._path} was written while it was read: {found.hex()}, not {self._mark.hex()}")
 
     def close(self) -> None:
         os.close(self._file)
@@ -54,7 +54,7 @@ class MappedPart:
 def read_push(path: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of the push in file `path` by name; the end is reached only if all of them were of its version.
 
-    Use a tensor before the end. Raises VersionGoneError for a slot that is written meanwhile.
+    Use a tensor before the end. Raises TornVersionError for a slot that is written meanwhile.
     """
     push: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
     parts = [MappedPart(*part) for part in push["parts"]]

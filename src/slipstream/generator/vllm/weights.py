@@ -14,7 +14,7 @@ import torch
 from slipstream.core.errors import WeightSyncError
 from slipstream.core.fields import Precision
 from slipstream.core.peer_messages import Holding
-from slipstream.core.weights import Place
+from slipstream.core.weights import SlotPlace
 from slipstream.generator.vllm.folder import HEADS
 from slipstream.models.config import TransformerConfig
 from slipstream.models.flat import FlatParameters
@@ -36,14 +36,14 @@ class SlotWeights:
         self.flat = torch.zeros(1, dtype=torch.uint8)  # over links a buffer of `holding`
         self.push: Callable[[], None] = lambda: None
         self._config, self._precision = config, precision
-        self._places: dict[int, Sequence[Place]] = {}  # by the address of `flat`
+        self._places: dict[int, Sequence[SlotPlace]] = {}  # by the address of `flat`
 
     @cached_property
     def holding(self) -> Holding:
         with torch.device("meta"):
             return WeightLayout(Transformer(self._config), self._precision).holding
 
-    def place(self, flat: torch.Tensor, places: Sequence[Place]) -> None:
+    def place(self, flat: torch.Tensor, places: Sequence[SlotPlace]) -> None:
         self._places[flat.data_ptr()] = places
 
     def prepare(self, flat: torch.Tensor) -> None:
@@ -66,7 +66,7 @@ class SlotWeights:
         path.write_text(json.dumps(push, separators=(",", ":")), encoding="utf-8")
 
 
-def describe(places: Sequence[Place], config: TransformerConfig) -> dict[str, Any]:
+def describe(places: Sequence[SlotPlace], config: TransformerConfig) -> dict[str, Any]:
     """Return a push: where every tensor of the checkpoint lies, a tied head a second time under a name of its own.
 
     Raises WeightSyncError where `places` do not hold the model of `config`.
