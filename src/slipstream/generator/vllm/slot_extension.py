@@ -74,15 +74,15 @@ def read_push(path: str) -> Iterator[tuple[str, torch.Tensor]]:
 def _tensor(
     parts: list[MappedPart], shape: list[int], dtype: torch.dtype, boxes: list[tuple[Any, ...]]
 ) -> torch.Tensor:
-    views = {}
+    views = []
     for part, offset, start, stop, strides in boxes:
         extent = [end - first for first, end in zip(start, stop, strict=True)]
         view: torch.Tensor = parts[part].view(dtype, offset, extent, strides)
         if extent == shape:
             return view
-        views[tuple(map(slice, start, stop))] = view
+        views.append((tuple(map(slice, start, stop)), view))
     tensor = torch.empty(shape, dtype=dtype)
-    for box, view in views.items():
+    for box, view in views:
         tensor[box] = view
     return tensor
 
