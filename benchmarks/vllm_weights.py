@@ -9,7 +9,7 @@ a checkpoint in float32 for every version, beside two copies in the generator.
 
 `publish to live` is from the beginning of the trainer's staging copy to the end of the swap, probe included, by the
 run's timeline. Private memory counts from what a process had before the first version: of the generator, from what its
-imports take. The last lines are arithmetic.
+imports and tokenizer take. The last lines are arithmetic.
 """
 
 from __future__ import annotations
@@ -38,7 +38,12 @@ SHAPE = {
 }
 VOCAB = 49152
 LARGER = {"8B": 8.0e9, "70B": 70.6e9, "405B": 405.9e9}
-IMPORTS = "import slipstream.generator.executor; print(open('/proc/self/status').read())"
+IMPORTS = """
+import sys, slipstream.controller.process, slipstream.generator.executor
+from slipstream.models.tokenizer import load_tokenizer
+tokenizer = load_tokenizer(sys.argv[1])
+print(open('/proc/self/status').read())
+"""
 RUN = "import json, sys, slipstream; slipstream.run('quickstart', overrides=json.loads(sys.argv[1]), out=sys.argv[2])"
 
 
@@ -185,13 +190,16 @@ def report(out: Path, samples: Samples, options: argparse.Namespace, num_params:
     delays = [(live[version] - staged[version]) / 1e6 for version in sorted(live) if version in staged]
     swaps = [line for line in map(json.loads, (out / "events.jsonl").open()) if line["event"]["type"] == "Swapped"]
     first_s = swaps[0]["time_s"] - swaps[0]["event"]["pause_s"]
-    imports = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True).stdout
+    command = [sys.executable, "-c", IMPORTS, str(out.parent / "model")]
+    imports = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     unit = 2 * num_params
     synced = summary["weight_sync"]
     slot = synced["bytes"] / synced["count"]
     pushes = [number for name, number in samples.pushes.items() if name != "push-0"]
     copied = slot if is_before else 0.0  # from the slot, by the generator
     generator = samples.peak("generator") - anonymous(imports)
+    if os.environ.get("SAMPLES"):
+        Path(os.environ["SAMPLES"]).write_text(json.dumps([first_s, swaps, samples.taken]))
     vllm = samples.peak("vLLM", first_s) - samples.at("vLLM", first_s)
     held = {name: samples.peak(name) for name in ("segments", "pushes")} | {"generator": generator, "vLLM": vllm}
     print(f"{'before' if is_before else 'now'}: {options.precision}, {num_params / 1e6:.1f} M parameters", end=", ")
@@ -202,7 +210,10 @@ def report(out: Path, samples: Samples, options: argparse.Namespace, num_params:
     print(f"held at the most: {sum(held.values()) / unit:.2f} copies:", end=" ")
     print(", ".join(f"{name} {number / unit:.2f}" for name, number in held.items()))
     print(f"publish to live: median {statistics.median(delays[1:]):.2f} s of {len(delays) - 1}", end=" ")
-    print(f"({min(delays[1:]):.2f} to {max(delays[1:]):.2f}); first version {delays[0]:.2f} s", end="; ")
+    print(f"({min(delays[1:]):.2f} to {max(delays[1:]):.2f}); of which staging", end=" ")
+    later = [swap["event"] for swap in swaps[1:]]
+    print(f"{statistics.median(swap['transfer_s'] for swap in later):.2f}, swap", end=" ")
+    print(f"{statistics.median(swap['pause_s'] for swap in later):.2f} s", end="; ")
     print(f"probe errors up to {max(swap['event']['probe_error'] for swap in swaps):.2g} nats")
     arithmetic()
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,7 @@ class FakeWorker(SlotExtension):
         from transformers import AutoConfig, AutoModelForCausalLM
 
         self.model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base)).eval()
+        self.model_config = SimpleNamespace(dtype=self.model.dtype)
         self.loaded: set[str] = set()
 
     def reload_weights(self, weights_iterator: Iterator[tuple[str, torch.Tensor]]) -> None:

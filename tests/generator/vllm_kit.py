@@ -100,7 +100,6 @@ def fake_engine(
         push=0,
         stop_token_ids=list(stop_token_ids),
         engine_args=engine_args or {},
-        transfer="reload",
         has_adapters=bool(shapes_of(model)),
         side_by_side=side_by_side,
     )

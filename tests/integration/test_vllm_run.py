@@ -286,8 +286,6 @@ def test_what_vllm_cannot_run_is_refused_before_anything_starts(tiny: dict[str, 
     refused("cannot probe an adapter of the head", model=HEADS_FOR_VLLM | {"lora": {"rank": 4, "targets": ["lm_head"]}})
     wide = {"hidden_size": 576, "num_heads": 18, "num_kv_heads": 2, "lora": {"rank": 513}}
     refused("no room for adapters of this rank", model=HEADS_FOR_VLLM | wide)
-    nccl = {"python": sys.executable, "transfer": "nccl"}
-    refused("reads adapters from files", model=HEADS_FOR_VLLM | {"lora": {"rank": 4}}, vllm=nccl)
     for name in ("model", "enable_chunked_prefill", "max_loras"):
         refused("some arguments of vLLM are set by Slipstream", vllm={"engine_args": {name: True}})
     refused("engine_args", vllm={"engine_args": {"x": float("nan")}})

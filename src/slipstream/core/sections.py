@@ -205,9 +205,6 @@ class VLLMConfig(Section):
     max_model_len: Positive | None = Field(
         None, description="Longest sequence in vLLM, in tokens; null: the longest prompt and completion, and the probe."
     )
-    transfer: Literal["reload", "nccl"] = Field(
-        "reload", description="vLLM reads weights from shared memory, or they are broadcast by a GPU more (not tested)."
-    )
     start_timeout_s: Seconds = Field(300.0, description="Longest start of the process, in seconds.")
     answer_timeout_s: Seconds = Field(
         120.0, description="Longest wait for weights to be loaded, or a probe to be computed, in seconds."

@@ -205,7 +205,6 @@ def spec_of(
         push=0,
         stop_token_ids=list(stop_token_ids),
         engine_args=arguments | settings.engine_args,
-        transfer=settings.transfer,
         has_adapters=bool(shapes),
         side_by_side=config.resident_versions > 1,
     )
@@ -272,12 +271,10 @@ def check_adapters(config: RunConfig, shape: TransformerConfig) -> None:
     """Raise ConfigError for adapters beside a model of `shape` that vLLM would refuse, or compute otherwise."""
     shapes = planned_shapes(config.model.lora, shape)
     rank = next(iter(shapes.values())).rank
-    transfer = config.generator.vllm.transfer
     for is_refused, what, got, allowed in (
         (shape.family not in LORA_FAMILIES, "vLLM has no adapters for this family", shape.family, LORA_FAMILIES),
         (HEAD in shapes, "vLLM cannot probe an adapter of the head", "lm_head", "all other layers"),
         (rank > LORA_RANKS[-1], "vLLM has no room for adapters of this rank", rank, f"1..{LORA_RANKS[-1]}"),
-        (transfer != "reload", "vLLM reads adapters from files", f"generator.vllm.transfer = '{transfer}'", "'reload'"),
     ):
         if is_refused:
             raise ConfigError(

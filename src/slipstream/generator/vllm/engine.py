@@ -181,6 +181,7 @@ class VLLMEngine:
         self._versions[self._push] = version
         self._held.newest = self._push
         self._table.take(version)
+        self._fill()  # what was there before the first version
 
     def begun(self) -> list[Request]:
         """Every completion that has tokens, as `submit` could resume it elsewhere; here it goes on undisturbed."""

@@ -1,4 +1,4 @@
-"""What vLLM is started with, and pushes on their way to it, in a folder of shared memory."""
+"""A folder in shared memory for vLLM: the model that it is started with, and pushes on their way to it."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ class WorkerFailed(Frame):
 class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The JSON file that a worker is started with: where to connect, and vLLM's engine arguments.
 
-    `folder` is removed by the worker when its parent is gone. `transfer` is 'reload' or 'nccl'. `pushes` are there
+    `folder` is removed by the worker when its parent is gone. `pushes` are there
     from the start: `has_adapters`, they are folders in PEFT's format, else a file (`slot_extension.py`) or none yet.
     `side_by_side`: an update replaces none.
     """
@@ -142,7 +142,6 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     push: int
     stop_token_ids: list[int]
     engine_args: dict[str, Any]
-    transfer: str
     pushes: dict[int, str] = {}
     has_adapters: bool = False
     side_by_side: bool = False

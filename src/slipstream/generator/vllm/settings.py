@@ -21,7 +21,6 @@ OWN_ARGS = frozenset(
         "enable_chunked_prefill",
         "skip_tokenizer_init",
         "logprobs_mode",
-        "weight_transfer_config",
         "load_format",
         "worker_extension_cls",
         "disable_log_stats",

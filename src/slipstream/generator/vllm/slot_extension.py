@@ -8,7 +8,7 @@ A push is a JSON file that the generator writes (`weights.py`):
               indices start..stop of one, whose first number lies at byte `offset` of a part, neighbours `strides` apart
 
 Needs torch alone. A tensor in one box is a view of the slot: what vLLM does not copy of it, another rank's part, is not
-even read. One in several boxes is put together. Numbers become vLLM's type where vLLM copies them.
+even read. One in several boxes is put together, and one of another type than vLLM's is converted: norms and biases.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 
 
 class TornVersionError(RuntimeError):
-    """What was read is no longer, or not only, the version that it was said to be."""
+    """A slot was written while it was read."""
 
 
 class MappedPart:
@@ -88,8 +88,10 @@ def _tensor(
 
 
 class SlotExtension:
-    """What vLLM's workers get besides their own methods."""
+    """A method more for vLLM's workers."""
 
     def load_slipstream_push(self, path: str) -> None:
         """Load the push in file `path`, every rank its part, by vLLM's own reload: one of its layers at a time."""
-        self.reload_weights(weights_iterator=read_push(path))  # type: ignore[attr-defined]
+        worker: Any = self
+        dtype = worker.model_config.dtype
+        worker.reload_weights(weights_iterator=((name, tensor.to(dtype)) for name, tensor in read_push(path)))
