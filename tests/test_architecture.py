@@ -151,7 +151,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 80_578
+MAX_LINES = 80_871
 MAX_LINES_OF_SPINE = 1_868
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -166,10 +166,10 @@ MAX_LINES_OF_FOLDER = {
     "algorithms": 2_215,
     "batching": 365,
     "controller": 5_925,
-    "core": 10_525,
+    "core": 10_537,
     "environments": 8_124,
     "evals": 2_759,
-    "generator": 7_900,
+    "generator": 8_060,
     "jail": 1_050,
     "jobs": 500,
     "models": 6_835,
@@ -179,7 +179,7 @@ MAX_LINES_OF_FOLDER = {
     "rewards": 3_885,
     "stages": 2_760,
     "trainer": 5_220,
-    "weight_sync": 3_365,
+    "weight_sync": 3_473,
 }
 LONG_FUNCTIONS = {"generator/paged_kernels.py": "a kernel is one function"}
 
