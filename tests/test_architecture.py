@@ -151,7 +151,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 80_871
+MAX_LINES = 80_874
 MAX_LINES_OF_SPINE = 1_868
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -169,7 +169,7 @@ MAX_LINES_OF_FOLDER = {
     "core": 10_537,
     "environments": 8_124,
     "evals": 2_759,
-    "generator": 8_060,
+    "generator": 8_063,
     "jail": 1_050,
     "jobs": 500,
     "models": 6_835,

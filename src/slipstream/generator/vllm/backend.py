@@ -26,6 +26,7 @@ from slipstream.generator.vllm.weights import AdapterWeights, SlotWeights
 from slipstream.models.build import build_policy
 from slipstream.models.config import TransformerConfig, config_from_hf, new_config
 from slipstream.models.hf import read_hf_config
+from slipstream.models.hub import is_adapter
 from slipstream.models.lora import HEAD, AdapterShape, base_of, shapes_of
 from slipstream.models.peft import planned_shapes, with_adapters
 from slipstream.models.shards import base_digest
@@ -58,7 +59,8 @@ class VLLMBackend(Backend):
         self.max_len = config.longest_sequence(policy_shape(config, tokenizer).max_positions)
         self.num_versions = config.resident_versions
         self._pins: list[Pin] = []
-        if config.model.lora.is_set:
+        path = config.model.path
+        if config.model.lora.is_set or (path is not None and is_adapter(path)):
             self._hold_adapters(config, context, tokenizer)
         else:
             self._hold_slots(config, context, tokenizer)
@@ -85,7 +87,8 @@ class VLLMBackend(Backend):
     def _hold_adapters(self, config: RunConfig, context: Context, tokenizer: Tokenizer) -> None:
         """Write the base once, and let go of it: vLLM has it, and a process that replaces another reads it there."""
         model, _ = build_policy(config.model, seed=config.seed, tokenizer=tokenizer)
-        with_adapters(model, config.model.lora, seed=config.seed)
+        if config.model.lora.is_set:
+            with_adapters(model, config.model.lora, seed=config.seed)
         self._shapes, self._vocab_size = shapes_of(model), model.config.vocab_size
         self.weights = AdapterWeights(model, base_digest(model))
         frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
