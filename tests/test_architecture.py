@@ -151,7 +151,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 80_874
+MAX_LINES = 80_876
 MAX_LINES_OF_SPINE = 1_868
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -179,7 +179,7 @@ MAX_LINES_OF_FOLDER = {
     "rewards": 3_885,
     "stages": 2_760,
     "trainer": 5_220,
-    "weight_sync": 3_473,
+    "weight_sync": 3_475,
 }
 LONG_FUNCTIONS = {"generator/paged_kernels.py": "a kernel is one function"}
 

@@ -34,30 +34,29 @@ class Segments:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._names: tuple[str, ...] = ()
-        self.sources: list[Slots] = []
+        self._sources: list[Slots] = []
 
-    def find(self, offer: WeightsOffered) -> bool:
-        """Map those of `offer`; whether they are others than before.
+    def find(self, offer: WeightsOffered) -> list[Slots]:
+        """Return those of `offer`, the same list as long as they are the same.
 
         Raises WeightSyncError unless its slot holds the version that is offered.
         """
-        is_new = offer.segments != self._names
-        if is_new:
+        if offer.segments != self._names:
             self.close()  # a new publisher has new segments
-            self.sources = [self._transport.attach(name) for name in offer.segments]
+            self._sources = [self._transport.attach(name) for name in offer.segments]
             self._names = offer.segments
-        for source, checksum in zip(self.sources, offer.checksums, strict=True):
+        for source, checksum in zip(self._sources, offer.checksums, strict=True):
             commit = source.committed(offer.slot)
             if commit is None or commit.version != offer.version:
                 raise WeightSyncError(f"slot {offer.slot} does not hold version {offer.version}", got=commit)
             if commit.checksum != checksum or checksum_of(source.checksums(offer.slot)) != checksum:
                 raise WeightSyncError(f"version {offer.version} is damaged: its checksums are not those offered")
-        return is_new
+        return self._sources
 
     def close(self) -> None:
-        for source in self.sources:
+        for source in self._sources:
             source.close()
-        self._names, self.sources = (), []
+        self._names, self._sources = (), []
 
 
 class SlotReader:
@@ -71,10 +70,10 @@ class SlotReader:
 
     def fetch(self, offer: WeightsOffered, shadow: torch.Tensor) -> None:
         """Verify all of the version, which `shadow` stands for from now on."""
-        self._segments.find(offer)
-        for source in self._segments.sources:
+        sources = self._segments.find(offer)
+        for source in sources:
             verify(source.data(offer.slot), source.checksums(offer.slot))
-        self._weights.place(shadow, [source.place(offer.slot) for source in self._segments.sources])
+        self._weights.place(shadow, [source.place(offer.slot) for source in sources])
 
     def close(self) -> None:
         self._segments.close()
@@ -108,18 +107,21 @@ class SegmentReader:
     def __init__(self, transport: Transport, holding: Holding | None, *, rotation: int = 0) -> None:
         self._memory, self._holding, self._rotation = transport.memory, holding, rotation
         self._segments = Segments(transport)
+        self._sources: list[Slots] | None = None  # that the copies are planned for
         self._copies: list[tuple[Slots, Copies]] = []
 
     def fetch(self, offer: WeightsOffered, shadow: torch.Tensor) -> None:
         """Copy what this rank holds from the slots of all sources, block by block against their checksums."""
         target = self._memory.bytes_of(shadow)
-        if self._segments.find(offer) or not self._copies:
-            self._copies = self._planned(self._segments.sources, len(target), offer.version)
+        sources = self._segments.find(offer)
+        if sources is not self._sources:
+            self._copies, self._sources = self._planned(sources, len(target), offer.version), sources
         for source, copies in self._copies:
             self._memory.gather(copies, source.data(offer.slot), target, source.checksums(offer.slot))
 
     def close(self) -> None:
         self._segments.close()
+        self._sources = None
         self._copies.clear()
 
     def _planned(self, sources: list[Slots], num_bytes: int, version: int) -> list[tuple[Slots, Copies]]:
