@@ -151,7 +151,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 81_080
+MAX_LINES = 81_380
 MAX_LINES_OF_SPINE = 1_600
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -166,10 +166,10 @@ MAX_LINES_OF_FOLDER = {
     "algorithms": 2_225,
     "batching": 360,
     "controller": 5_895,
-    "core": 10_520,
+    "core": 10_535,
     "environments": 8_065,
     "evals": 2_600,
-    "generator": 8_300,
+    "generator": 8_475,
     "jail": 1_060,
     "jobs": 510,
     "models": 7_290,
@@ -179,7 +179,7 @@ MAX_LINES_OF_FOLDER = {
     "rewards": 3_860,
     "stages": 2_670,
     "trainer": 5_235,
-    "weight_sync": 3_365,
+    "weight_sync": 3_475,
 }
 LONG_FUNCTIONS = {"generator/paged_kernels.py": "a kernel is one function"}
 

@@ -46,8 +46,7 @@ SMALL: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_layers
         ({"teacher": SERVED | {"top_k": None}, "loss": DISTILL}, "a whole vocabulary is too much"),
         ({"teacher": SERVED | {"ranks": 2}, "loss": DISTILL}, "vLLM computes on what it was built for"),
         ({"teacher": SERVED | {"device": "cuda"}, "loss": DISTILL}, "vLLM computes on what it was built for"),
-        ({"teacher": SERVED | {"vllm": {"transfer": "nccl"}}, "loss": DISTILL}, "none are sent"),
-        ({"teacher": SERVED | {"vllm": {"dtype": "int8"}}, "loss": DISTILL}, "teacher.vllm.dtype"),
+        ({"teacher": SERVED | {"precision": "int8"}, "loss": DISTILL}, "teacher.precision"),
         ({"teacher": {"engine": "vllm", "executor": "own", "top_k": 8}}, "no teacher to learn from"),
         ({"teacher": {"path": "t", "coef": 0.1}, "completions_per_group": 1}, "at least two completions"),
         (

@@ -35,6 +35,7 @@ _worker = Path(__file__).resolve().parents[2] / "src" / "slipstream" / "generato
 _location = importlib.util.spec_from_file_location("slipstream_vllm_worker", _worker)
 worker = sys.modules["slipstream_vllm_worker"] = importlib.util.module_from_spec(_location)
 _location.loader.exec_module(worker)
+sys.path.append(str(_worker.parent))
 
 
 def scripted(position: int) -> int:
@@ -49,15 +50,23 @@ def scripted_logprobs(tokens: list[int], vocab_size: int) -> Any:
     return logits - np.log(np.exp(logits).sum(1, keepdims=True))
 
 
+def first_number(push: str, tensor: str) -> float:
+    """That of a float32 tensor of a push; without `slot_extension.py`, which needs seconds to import torch."""
+    told = json.loads(Path(push).read_text())
+    [part, offset, *_], *_ = next(boxes for name, _, _, boxes in told["tensors"] if name == tensor)
+    path, _, _, start, _ = told["parts"][part]
+    return float(np.fromfile(path, np.float32, 1, offset=start + offset)[0])
+
+
 class Script:
     """Tokens that count up, and one logprob for all of them."""
 
-    def __init__(self, folder: str, adapter: str = "") -> None:
+    def __init__(self, folder: str, adapter: str = "", push: str = "") -> None:
         if adapter:
             tensors = load_file(Path(adapter) / "adapter_model.safetensors")
             self.weight = float(next(tensor for name, tensor in sorted(tensors.items()) if "lora_B" in name)[0, 0])
-        else:
-            self.weight = float(load_file(Path(folder) / "model.safetensors")["model.norm.weight"][0])
+        elif push:
+            self.weight = first_number(push, "model.norm.weight")
 
     def logprobs(self, tokens: list[int]) -> Any:
         return scripted_logprobs(tokens, FAKE["vocab_size"])
@@ -72,12 +81,24 @@ class Script:
 class OwnModel:
     """Our own model with the weights in a folder, by one forward over the whole sequence for each token."""
 
-    def __init__(self, folder: str, adapter: str = "") -> None:
+    def __init__(self, folder: str, adapter: str = "", push: str = "") -> None:
         sys.path.insert(0, str(_worker.parents[3]))
-        from slipstream.models.hf import load_model
+        from slipstream.models.config import config_from_hf
+        from slipstream.models.hf import load_model, read_hf_config
+        from slipstream.models.layout import layout
         from slipstream.models.peft import load_adapter
+        from slipstream.models.transformer import Transformer
 
-        self.model, self.weight = load_model(Path(folder)), folder + adapter
+        self.weight = folder + adapter + push
+        if push:
+            from slot_extension import read_push
+
+            tensors = dict(read_push(push))
+            self.model = Transformer(config_from_hf(read_hf_config(Path(folder))))
+            for tensor in layout(self.model):
+                tensor.write(tensors[tensor.name])
+            return
+        self.model = load_model(Path(folder))
         if adapter:
             load_adapter(self.model, Path(adapter))
 
@@ -111,7 +132,7 @@ class FakeLLM:
     is_paused = False
 
     def __init__(self, model: str, max_loras: int = 0) -> None:
-        self.folder, self.model = model, MODEL(model)
+        self.folder, self.model = model, MODEL(model) if max_loras else None
         self.adapters: dict[int, Any] = {}
         self.max_loras = max_loras
         self.num_tokens = self.num_open = self.num_predicted = 0
@@ -263,12 +284,15 @@ class FakeLLM:
         del self.adapters[lora_id]
         return True
 
-    async def collective_rpc(self, method: str, kwargs: Any) -> None:
-        assert method == "reload_weights"
+    async def collective_rpc(self, method: str, args: Any) -> None:
+        assert method == "load_slipstream_push"
         assert not self.max_loras, "a base is given once"
-        await self.loading()
-        self.model = MODEL(kwargs["weights_path"])
-        self.loaded()
+        is_first = self.model is None
+        if not is_first:
+            await self.loading()
+        self.model = MODEL(self.folder, push=args[0])
+        if not is_first:
+            self.loaded()
 
     async def loading(self) -> None:
         if FAKE.get("dies_in_update"):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from engine_kit import fill
-from vllm_kit import drive, num_tokens
+from vllm_kit import drive, folder_of, num_tokens
 
 from slipstream.algorithms.logprobs import probe_logprobs
 from slipstream.core.config import RunConfig
@@ -20,7 +20,6 @@ from slipstream.generator.native import native_engine
 from slipstream.generator.requests import Finished, Request
 from slipstream.generator.vllm.backend import WORKER, environment, spec_of
 from slipstream.generator.vllm.engine import Deadlines, VLLMEngine
-from slipstream.generator.vllm.folder import WeightFolder
 from slipstream.generator.vllm.process import Launch
 from slipstream.generator.vllm.settings import interpreter
 from slipstream.models.config import TransformerConfig
@@ -68,8 +67,7 @@ def model() -> Transformer:
 def vllm(model: Transformer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMEngine]:
     """One process for all tests of this file; starting it takes most of their time."""
     engine = VLLMEngine(
-        model,
-        WeightFolder(1 << 20),
+        folder_of(model),
         Launch(
             command=[str(interpreter(CONFIG.generator.vllm)), str(WORKER)],
             environment=environment(CONFIG.generator.vllm, num_threads=1),
@@ -83,6 +81,7 @@ def vllm(model: Transformer, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         deadlines=Deadlines(start_s=400.0, answer_s=120.0, silence_s=120.0),
         max_restarts=0,
         probe_tolerance=TOLERANCE,
+        vocab_size=VOCAB,
     )
     try:
         engine.wait_ready()

@@ -16,14 +16,13 @@ import transformers
 from engine_kit import adapted_model, fill
 from test_vllm_client import LADDER, check
 from test_vllm_turns import first_turn, next_turn
-from vllm_kit import drive, fake_engine, num_tokens, request, set_fake
+from vllm_kit import drive, fake_engine, folder_of, num_tokens, request, set_fake
 
 from slipstream.algorithms.logprobs import probe_logprobs
 from slipstream.core.recipes import resolve
 from slipstream.generator.requests import Finished, Session
 from slipstream.generator.vllm.backend import spec_of
 from slipstream.generator.vllm.engine import VLLMEngine
-from slipstream.generator.vllm.folder import WeightFolder
 from slipstream.models.build import build_policy
 from slipstream.models.config import new_config
 from slipstream.models.hf import load_model
@@ -168,9 +167,9 @@ def test_what_is_written_is_the_policy_for_peft(tmp_path: Path, use_rslora: bool
     fill(model, 1)
     tokens = torch.arange(10)
     expected = probe_logprobs(model, tokens.numpy())
-    folder = WeightFolder(1 << 20)
+    folder = folder_of(model)
     try:
-        base, adapter = folder.write_base(model), folder.write(model, 0)
+        base, adapter = folder.base, folder.write(0)
         assert not shapes_of(load_model(base))
         theirs = transformers.AutoModelForCausalLM.from_pretrained(base)
         theirs = peft.PeftModel.from_pretrained(theirs, adapter).eval()

@@ -1,7 +1,8 @@
-"""The checkpoints that vLLM is given."""
+"""What vLLM is started with, and the folder of its pushes."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from slipstream.core.errors import WeightSyncError
 from slipstream.core.scratch import cleanup, file_prefix
 from slipstream.core.sections import ModelConfig
-from slipstream.generator.vllm.folder import WeightFolder, save_for_vllm
+from slipstream.generator.vllm.folder import WeightFolder, save_base
 from slipstream.models.hf import load_model
 from slipstream.models.initialise import new_model
 from slipstream.models.transformer import Transformer
@@ -37,7 +38,7 @@ def test_a_tied_head_becomes_one_of_its_own(family: str, tied: bool, tmp_path: P
     from transformers import AutoModelForCausalLM
 
     model = fresh(family, tied=tied)
-    save_for_vllm(model, tmp_path / "checkpoint")
+    save_base(model, tmp_path / "checkpoint", "float32")
     loaded = load_model(tmp_path / "checkpoint")
     assert not loaded.config.tie_embeddings
     assert torch.equal(loaded.head.weight, model.embedding.weight if tied else model.head.weight)
@@ -53,9 +54,9 @@ def test_a_tied_head_becomes_one_of_its_own(family: str, tied: bool, tmp_path: P
 
 def test_a_checkpoint_is_there_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = fresh("llama", tied=True)
-    folder = WeightFolder(1 << 20)
+    folder = WeightFolder(1 << 20, partial(save_base, model, dtype="float32"))
     try:
-        first, second = folder.write(model, 0), folder.write(model, 1)
+        first, second = folder.write(0), folder.write(1)
         folder.keep_only([second])
         assert [path.name for path in folder.path.glob("push-*")] == ["push-1"]
         assert not first.exists()
@@ -65,7 +66,7 @@ def test_a_checkpoint_is_there_or_not(tmp_path: Path, monkeypatch: pytest.Monkey
 
         monkeypatch.setattr("slipstream.models.hf.save_file", full)
         with pytest.raises(WeightSyncError, match="no space left"):
-            folder.write(model, 2)
+            folder.write(2)
         assert not (folder.path / "push-2").exists()
     finally:
         folder.close()
@@ -74,7 +75,10 @@ def test_a_checkpoint_is_there_or_not(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_a_killed_runs_folder_is_removed_with_its_segments() -> None:
     prefix = file_prefix("folder-test")
-    folder, other = WeightFolder(1 << 20, prefix), WeightFolder(1 << 20, file_prefix("folder-test2"))
+    folder, other = (
+        WeightFolder(1 << 20, Path.touch, prefix),
+        WeightFolder(1 << 20, Path.touch, file_prefix("folder-test2")),
+    )
     (folder.path / "unfinished").mkdir()
     assert cleanup("folder-test") == [folder.path]
     assert not folder.path.exists()
@@ -84,4 +88,4 @@ def test_a_killed_runs_folder_is_removed_with_its_segments() -> None:
 
 def test_weights_without_room_are_refused() -> None:
     with pytest.raises(WeightSyncError, match="no room"):
-        WeightFolder(1 << 60)
+        WeightFolder(1 << 60, Path.touch)

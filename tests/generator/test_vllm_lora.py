@@ -12,13 +12,12 @@ import pytest
 import torch
 from engine_kit import fill
 from test_vllm import CONFIG, LONG, MAX_LEN, STOP, TOLERANCE, VOCAB, difference, forced_logprobs, requests, small_config
-from vllm_kit import drive, num_tokens
+from vllm_kit import drive, folder_of, num_tokens
 
 from slipstream.algorithms.logprobs import probe_logprobs
 from slipstream.generator.requests import Finished
 from slipstream.generator.vllm.backend import WORKER, environment, spec_of
 from slipstream.generator.vllm.engine import Deadlines, VLLMEngine
-from slipstream.generator.vllm.folder import WeightFolder
 from slipstream.generator.vllm.process import Launch
 from slipstream.generator.vllm.settings import interpreter
 from slipstream.models.lora import install, shapes_for, shapes_of, targeted
@@ -58,8 +57,7 @@ def vllm(
         }
     )
     engine = VLLMEngine(
-        copy.deepcopy(model),
-        WeightFolder(1 << 20),
+        folder_of(copy.deepcopy(model)),
         Launch(
             command=[str(interpreter(config.generator.vllm)), str(WORKER)],
             environment=environment(config.generator.vllm, num_threads=1),
@@ -73,6 +71,7 @@ def vllm(
         deadlines=Deadlines(start_s=400.0, answer_s=120.0, silence_s=120.0),
         max_restarts=0,
         probe_tolerance=TOLERANCE,
+        vocab_size=VOCAB,
     )
     try:
         engine.wait_ready()
@@ -85,7 +84,7 @@ def load(vllm: VLLMEngine, model: Transformer, version: int) -> Transformer:
     """Give vLLM random adapters as large as the base; return the policy with them."""
     policy = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(100 + version)
-    own = dict(vllm._model.named_parameters())
+    own = dict(vllm._folder._save.args[0].named_parameters())  # type: ignore[attr-defined]
     with torch.no_grad():
         for name, parameter in policy.named_parameters():
             if ".adapter." in name:

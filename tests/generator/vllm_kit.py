@@ -9,21 +9,61 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from slipstream.core.fields import Precision
 from slipstream.generator.requests import Finished, Request
 from slipstream.generator.vllm import protocol
 from slipstream.generator.vllm.engine import Deadlines, VLLMEngine
-from slipstream.generator.vllm.folder import WeightFolder
+from slipstream.generator.vllm.folder import WeightFolder, save_base, save_config
 from slipstream.generator.vllm.process import Launch
+from slipstream.generator.vllm.weights import SlotWeights
+from slipstream.models.lora import base_of, shapes_of
+from slipstream.models.peft import save_adapter
+from slipstream.models.quantized import Packer, WeightLayout
 from slipstream.models.transformer import Transformer
+from slipstream.weight_sync.copying import HOST
+from slipstream.weight_sync.segment import SharedMemory
+from slipstream.weight_sync.slots import Commit
 
 FAKE = Path(__file__).with_name("fake_vllm.py")
 QUICK = Deadlines(start_s=20.0, answer_s=10.0, silence_s=10.0)
+
+
+class PublishedModel:
+    """A model as a trainer publishes it: each version is packed to the next of three slots."""
+
+    def __init__(self, model: Transformer, precision: Precision = "float32") -> None:
+        layout = WeightLayout(model, precision)
+        self._packer = Packer(layout, dict(model.named_parameters()))
+        self.slots = SharedMemory("vllm-kit").create(layout.num_bytes, 3, layout.holding)
+        self.weights = SlotWeights(model.config, precision)
+        self.slot = -1
+
+    def write(self, path: Path) -> None:
+        """Publish the model as it is now, and write the push."""
+        self.slot = (self.slot + 1) % 3
+        self.slots.invalidate(self.slot)
+        checksum = HOST.pack(self.slots.data(self.slot), self._packer, self.slots.checksums(self.slot))
+        self.slots.commit(self.slot, Commit(self.slot, checksum))
+        self.weights.place(self.weights.flat, [self.slots.place(self.slot)])
+        self.weights.write(path)
+
+
+def folder_of(model: Transformer, precision: Precision = "float32") -> WeightFolder:
+    """A folder whose pushes are the model, or its adapters, as they are then; with the base."""
+    if shapes_of(model):
+        folder = WeightFolder(1 << 20, partial(save_adapter, model, base=None, digest=""))
+        folder.write_base(partial(save_base, base_of(model), dtype=precision))
+    else:
+        folder = WeightFolder(1 << 20, PublishedModel(model, precision).write)
+        folder.write_base(partial(save_config, model.config, dtype=precision))
+    return folder
 
 
 @contextmanager
@@ -46,6 +86,7 @@ def fake_engine(
         "deadlines": QUICK,
         "max_restarts": 0,
         "probe_tolerance": 1e-3,
+        "vocab_size": model.config.vocab_size,
     }
     launch = Launch(
         command=[sys.executable, str(FAKE)],
@@ -59,12 +100,12 @@ def fake_engine(
         push=0,
         stop_token_ids=list(stop_token_ids),
         engine_args=engine_args or {},
-        transfer="reload",
+        has_adapters=bool(shapes_of(model)),
         side_by_side=side_by_side,
     )
-    folder = WeightFolder(1 << 20)
+    folder = folder_of(model)
     try:
-        engine = VLLMEngine(model, folder, launch, spec, **settings | changes)
+        engine = VLLMEngine(folder, launch, spec, **settings | changes)
         try:
             yield engine
         finally:

@@ -275,7 +275,8 @@ def test_what_vllm_cannot_run_is_refused_before_anything_starts(tiny: dict[str, 
     refused("no environment with vLLM", vllm={"python": str(tmp_path / "python")})
     refused("all of its cache or none", kv_on_update="recompute_if_older_than")
     refused("sets that tokens were drawn from", keep_sets=True, top_k=8)
-    refused("vLLM takes float32 weights", precision="int8")
+    for precision in ("int8", "fp8"):
+        refused("without scales", precision=precision)
     refused("draws its own noise", seeds="per_replica")
     refused("no lower temperature", temperature=0.001)
     refused("min_p before top_p", top_p=0.9, min_p=0.1)
@@ -285,8 +286,6 @@ def test_what_vllm_cannot_run_is_refused_before_anything_starts(tiny: dict[str, 
     refused("cannot probe an adapter of the head", model=HEADS_FOR_VLLM | {"lora": {"rank": 4, "targets": ["lm_head"]}})
     wide = {"hidden_size": 576, "num_heads": 18, "num_kv_heads": 2, "lora": {"rank": 513}}
     refused("no room for adapters of this rank", model=HEADS_FOR_VLLM | wide)
-    nccl = {"python": sys.executable, "transfer": "nccl"}
-    refused("reads adapters from files", model=HEADS_FOR_VLLM | {"lora": {"rank": 4}}, vllm=nccl)
     for name in ("model", "enable_chunked_prefill", "max_loras"):
         refused("some arguments of vLLM are set by Slipstream", vllm={"engine_args": {name: True}})
     refused("engine_args", vllm={"engine_args": {"x": float("nan")}})

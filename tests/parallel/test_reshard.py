@@ -15,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,6 +30,8 @@ from slipstream.core.peer_messages import Holding
 from slipstream.core.scratch import cleanup
 from slipstream.core.service_messages import Export
 from slipstream.core.types import Stop
+from slipstream.generator.vllm.slot_extension import read_push
+from slipstream.generator.vllm.weights import SlotWeights
 from slipstream.models.config import TransformerConfig
 from slipstream.models.hf import logical_tensors
 from slipstream.models.quantized import WeightLayout
@@ -90,7 +93,7 @@ class GeneratorRank:
         self.replica, self.rank, self.world = replica, rank, world
         self.trainer, self.channels = trainer, channels
         self.ports: Ports = connect(channels, f"generator-{replica}@{rank}", Path(trainer.folder), incarnation)
-        self.weights = Weights(WeightLayout(generator_model(trainer.config, rank, world), trainer.precision))
+        self.weights = self.new_weights()
         self.subscriber = Subscriber(
             self.ports.inputs["offers"],
             self.ports.outputs["releases"],
@@ -102,6 +105,10 @@ class GeneratorRank:
         )
         self.probed = -1.0
         self.subscriber.open(self.weights, self._probe, 1e9, is_threaded=True)
+
+    def new_weights(self) -> Any:
+        model = generator_model(self.trainer.config, self.rank, self.world)
+        return Weights(WeightLayout(model, self.trainer.precision))
 
     def _probe(self, tokens: np.ndarray) -> np.ndarray:
         return np.zeros(3, np.float32)
@@ -121,9 +128,47 @@ class GeneratorRank:
         self.ports.close()
 
 
+class ReadingRank(GeneratorRank):
+    """A replica whose weights another program reads where they lie, as vLLM does: here with the same file."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.found: dict[str, torch.Tensor] = {}
+
+    def new_weights(self) -> SlotWeights:
+        weights = SlotWeights(self.trainer.config, self.trainer.precision)
+        weights.push = self._push
+        return weights
+
+    def _push(self) -> None:
+        file = Path(self.trainer.folder) / "push"
+        self.weights.write(file)
+        self.found = {name: tensor.clone() for name, tensor in read_push(str(file))}
+
+    def check(self, version: int) -> None:
+        whole = version_of(self.trainer.config, version)
+        layout = WeightLayout(whole, self.trainer.precision)
+        out = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+        for _ in layout.pack(dict(whole.named_parameters()), out):
+            pass
+        for name, view in layout.views(out).items():
+            whole.get_parameter(name).data = view.values
+        expected = logical_tensors(whole)
+        assert self.found.keys() - expected.keys() == ({"lm_head.weight"} if whole.config.tie_embeddings else set())
+        for name, tensor in expected.items():
+            assert torch.equal(self.found[name], tensor), name
+        if whole.config.tie_embeddings:
+            assert torch.equal(self.found["lm_head.weight"], next(iter(expected.values())))
+
+
 @contextmanager
 def running(
-    pool: RankPool, config: TransformerConfig, replicas: list[int], precision: Precision = "float32", **how
+    pool: RankPool,
+    config: TransformerConfig,
+    replicas: list[int],
+    precision: Precision = "float32",
+    kind: type[GeneratorRank] = GeneratorRank,
+    **how,
 ) -> Iterator[tuple[list[GeneratorRank], Ports, Future]]:
     """A trainer in the pool and all ranks of `replicas` (their worlds) here."""
     folder = make_transport_dir()
@@ -135,9 +180,7 @@ def running(
     with ThreadPoolExecutor(1) as thread:
         outcome = thread.submit(pool.run, train, trainer, every, world=trainer.world)
         try:
-            generators += [
-                GeneratorRank(trainer, channels, replica, rank, replicas[replica]) for replica, rank in every
-            ]
+            generators += [kind(trainer, channels, replica, rank, replicas[replica]) for replica, rank in every]
             yield generators, test, outcome
         finally:
             test.outputs["commands"].put(Stop())
@@ -213,6 +256,15 @@ def test_two_by_two_ranks_to_one(ranks: RankPool, case: str, is_linked: bool) ->
     """FSDP2 over two pairs that share each layer; Mistral's pairs both hold the only key-value head."""
     precision: Precision = "int8" if case in ("qwen3", "gpt2") else "float32"
     deliver(ranks, CONFIGS[case], [1], precision, data_parallel=2, tensor_parallel=2, is_linked=is_linked)
+
+
+@pytest.mark.parametrize("is_linked", [False, True], ids=["memory", "gloo"])
+@pytest.mark.parametrize("case", ["qwen2", "gpt_neox", "gpt2"])
+def test_two_by_two_ranks_to_a_program_that_reads_where_they_lie(ranks: RankPool, case: str, is_linked: bool) -> None:
+    """In the four slots of the trainer's ranks, or over links in those of the generator's own."""
+    precision: Precision = "float32" if case == "gpt2" else "bfloat16"
+    how = {"data_parallel": 2, "tensor_parallel": 2, "is_linked": is_linked, "kind": ReadingRank}
+    deliver(ranks, CONFIGS[case], [1], precision, **how)
 
 
 @pytest.mark.parametrize("is_linked", [False, True], ids=["ipc", "links"])

@@ -15,9 +15,12 @@ from hypothesis import strategies as st
 from slipstream.core.channel import connect_local, wait
 from slipstream.core.channel_spec import ChannelSpec, Kind
 from slipstream.core.errors import WeightSyncError
+from slipstream.core.peer_messages import WeightsOffered
+from slipstream.weight_sync.copying import HOST
 from slipstream.weight_sync.publisher import Publisher, SlotLedger
+from slipstream.weight_sync.reader import SegmentReader
 from slipstream.weight_sync.segment import SharedMemory
-from slipstream.weight_sync.slots import InProcess, Transport
+from slipstream.weight_sync.slots import Commit, InProcess, Transport
 from slipstream.weight_sync.subscriber import Subscriber
 
 TOKENS = np.arange(4, dtype=np.int32)
@@ -374,3 +377,25 @@ def test_a_slot_is_rewritten_only_when_every_living_reader_released_it(data: st.
             ledger.drop_replica(gone[0])
             for _, others in reading.values():
                 others.discard(gone)
+
+
+def test_a_new_publisher_is_read_from_its_own_slots_also_after_a_torn_one() -> None:
+    transport = InProcess()
+    reader = SegmentReader(transport, None)
+    shadow = torch.zeros(8)
+    for value in (1.0, 2.0):
+        slots = transport.create(32, 1)
+        checksum = HOST.copy(slots.data(0), HOST.bytes_of(torch.full((8,), value)), slots.checksums(0))
+        offer = WeightsOffered(
+            version=0,
+            slot=0,
+            segments=(slots.name,),
+            checksums=(checksum,),
+            probe_tokens=TOKENS,
+            probe_logprobs=np.zeros(3, np.float32),
+        )
+        with pytest.raises(WeightSyncError, match="does not hold version 0"):
+            reader.fetch(offer, shadow)
+        slots.commit(0, Commit(0, checksum))
+        reader.fetch(offer, shadow)
+        assert torch.equal(shadow, torch.full((8,), value))

@@ -215,9 +215,6 @@ class VLLMConfig(Section):
         description="Interpreter of vLLM's environment, from the working folder; in a checkout, `make vllm-env` "
         "makes that one.",
     )
-    dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        "float32", description="Precision vLLM computes in; lower ones need a higher generator.probe_tolerance."
-    )
     enforce_eager: bool = Field(True, description="Run vLLM without compiling: a faster start, slower decoding.")
     kv_cache_gb: Positive = Field(1, description="Memory of the KV cache on a CPU, in GiB.")
     gpu_memory_utilization: Annotated[Number, Field(gt=0, le=1)] = Field(
@@ -225,9 +222,6 @@ class VLLMConfig(Section):
     )
     max_model_len: Positive | None = Field(
         None, description="Longest sequence in vLLM, in tokens; null: the longest prompt and completion, and the probe."
-    )
-    transfer: Literal["reload", "nccl"] = Field(
-        "reload", description="Weights by a checkpoint in shared memory, or broadcast from a second GPU (not tested)."
     )
     start_timeout_s: Seconds = Field(300.0, description="Longest start of the process, in seconds.")
     answer_timeout_s: Seconds = Field(

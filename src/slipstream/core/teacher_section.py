@@ -50,7 +50,7 @@ class TeacherConfig(Section):
     )
     device: Device = Field("cpu", description="What an own executor computes on: 'cpu', or 'cuda', a GPU per process.")
     precision: Literal["float32", "bfloat16"] = Field(
-        "float32", description="What an own executor keeps and computes the teacher in on a GPU."
+        "float32", description="What an own executor keeps and computes the teacher in: on a GPU, or in vLLM."
     )
     engine: Literal["native", "vllm"] = Field(
         "native", description="What an own executor reads the teacher with: itself, or vLLM beside it (docs/vllm.md)."
@@ -62,7 +62,7 @@ class TeacherConfig(Section):
         own = {"ranks": self.ranks, "device": self.device, "precision": self.precision}
         changed = [name for name, value in own.items() if value != type(self).model_fields[name].default]
         if self.engine == "vllm":
-            self._check_vllm([f"teacher.{name} = {own[name]!r}" for name in changed])
+            self._check_vllm([f"teacher.{name} = {own[name]!r}" for name in changed if name != "precision"])
         if self.executor == "trainer" and changed:
             raise ConfigError(
                 "the trainer reads the teacher as it trains: on its ranks, its device, in its precision",
@@ -87,16 +87,10 @@ class TeacherConfig(Section):
             )
         if changed:
             raise ConfigError(
-                "ranks, device and precision are the native teacher's: vLLM computes on what it was built for",
+                "ranks and device are the native teacher's: vLLM computes on what it was built for",
                 got=", ".join(changed) + " with teacher.engine = 'vllm'",
                 allowed="their defaults",
-                hint="teacher.vllm.dtype, teacher.vllm.engine_args = { tensor_parallel_size = 2 }",
-            )
-        if self.vllm.transfer != "reload":
-            raise ConfigError(
-                "a teacher's weights do not change: none are sent to vLLM",
-                got=f"teacher.vllm.transfer = '{self.vllm.transfer}'",
-                allowed="'reload', the default",
+                hint="teacher.vllm.engine_args = { tensor_parallel_size = 2 }",
             )
 
     @property

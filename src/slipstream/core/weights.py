@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from slipstream.core.peer_messages import Holding
 from slipstream.core.spans import Spans
@@ -167,4 +167,29 @@ class FlatWeights(Protocol):
 
     def rebind(self, flat: torch.Tensor) -> None:
         """Compute with the weights in `flat` from here on; with the previous tensor, that is undone."""
+        ...
+
+
+class SlotPlace(NamedTuple):
+    """Where a rank's part of a version lies for other processes to read: in file `path`, from byte `start` on.
+
+    As long as it does, `mark` stands at byte `mark_start`.
+    """
+
+    path: str
+    mark_start: int
+    mark: bytes
+    start: int
+    holding: Holding
+
+
+@runtime_checkable
+class PlacedWeights(FlatWeights, Protocol):
+    """Weights that another process reads where they lie: in the trainer's slots, or where a link brings them.
+
+    Where they lie in the trainer's, `flat` only stands for a version.
+    """
+
+    def place(self, flat: torch.Tensor, places: Sequence[SlotPlace]) -> None:
+        """The version that `flat` holds or stands for lies verified in `places`, one of each rank of its source."""
         ...

@@ -99,6 +99,11 @@ def _verify(source: Bytes, checksums: Checksums, touched: set[int], before: int)
         _compare(block, checksum_of(source[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]), checksums)
 
 
+def verify(data: torch.Tensor, checksums: Checksums) -> None:
+    """Raise WeightSyncError for a block of a version that is not what its checksum says."""
+    _verify(data.numpy(), checksums, set(range(len(checksums))), len(checksums))
+
+
 def _compare(block: int, checksum: int, checksums: Checksums) -> None:
     if checksum != int(checksums[block]):
         raise WeightSyncError(

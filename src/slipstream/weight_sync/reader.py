@@ -9,10 +9,11 @@ import torch
 
 from slipstream.core.errors import WeightSyncError
 from slipstream.core.peer_messages import Holding, WeightsOffered
+from slipstream.core.weights import PlacedWeights
 from slipstream.weight_sync.copies import Copies
-from slipstream.weight_sync.copying import checksum_of
+from slipstream.weight_sync.copying import checksum_of, verify
 from slipstream.weight_sync.resharding import make_plan
-from slipstream.weight_sync.slots import Slots, Transport
+from slipstream.weight_sync.slots import Commit, Slots, Transport
 
 
 class Fetch(Protocol):
@@ -27,42 +28,101 @@ class Fetch(Protocol):
         ...
 
 
-class SegmentReader:
-    """Implements `Fetch` over a `Transport`. `rotation` sets receivers apart that find a box with several sources."""
+class Segments:
+    """The segments of the publisher whose versions are offered, mapped by `transport`."""
 
-    def __init__(self, transport: Transport, holding: Holding | None, *, rotation: int = 0) -> None:
-        self._transport, self._holding, self._rotation = transport, holding, rotation
-        self._attached: dict[tuple[str, ...], list[Slots]] = {}
-        self._copies: list[tuple[Slots, Copies]] = []
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._names: tuple[str, ...] = ()
+        self._sources: list[Slots] = []
 
-    def fetch(self, offer: WeightsOffered, shadow: torch.Tensor) -> None:
-        """Copy what this rank holds from the slots of all sources, block by block against their checksums."""
-        memory = self._transport.memory
-        target = memory.bytes_of(shadow)
-        sources = self._attach(offer, len(target))
-        for source, checksum in zip(sources, offer.checksums, strict=True):
+    def find(self, offer: WeightsOffered) -> list[Slots]:
+        """Return those of `offer`, the same list as long as they are the same.
+
+        Raises WeightSyncError unless its slot holds the version that is offered.
+        """
+        if offer.segments != self._names:
+            self.close()  # a new publisher has new segments
+            self._sources = [self._transport.attach(name) for name in offer.segments]
+            self._names = offer.segments
+        for source, checksum in zip(self._sources, offer.checksums, strict=True):
             commit = source.committed(offer.slot)
             if commit is None or commit.version != offer.version:
                 raise WeightSyncError(f"slot {offer.slot} does not hold version {offer.version}", got=commit)
             if commit.checksum != checksum or checksum_of(source.checksums(offer.slot)) != checksum:
                 raise WeightSyncError(f"version {offer.version} is damaged: its checksums are not those offered")
-        for source, copies in self._copies:
-            memory.gather(copies, source.data(offer.slot), target, source.checksums(offer.slot))
+        return self._sources
 
     def close(self) -> None:
-        for sources in self._attached.values():
-            for slots in sources:
-                slots.close()
-        self._attached.clear()
-        self._copies.clear()
+        for source in self._sources:
+            source.close()
+        self._names, self._sources = (), []
 
-    def _attach(self, offer: WeightsOffered, num_bytes: int) -> list[Slots]:
-        names = tuple(offer.segments)
-        if names not in self._attached:
-            self.close()  # a new publisher has new segments
-            self._attached[names] = [self._transport.attach(name) for name in names]
-            self._copies = self._planned(self._attached[names], num_bytes, offer.version)
-        return self._attached[names]
+
+class SlotReader:
+    """Implements `Fetch` for `weights` that are read where they lie: verifies a version, and says where that is.
+
+    The slot is in use until another version is (`Subscriber`).
+    """
+
+    def __init__(self, transport: Transport, weights: PlacedWeights) -> None:
+        self._segments, self._weights = Segments(transport), weights
+
+    def fetch(self, offer: WeightsOffered, shadow: torch.Tensor) -> None:
+        """Verify all of the version, which `shadow` stands for from now on."""
+        sources = self._segments.find(offer)
+        for source in sources:
+            verify(source.data(offer.slot), source.checksums(offer.slot))
+        self._weights.place(shadow, [source.place(offer.slot) for source in sources])
+
+    def close(self) -> None:
+        self._segments.close()
+
+
+class OwnSlots:
+    """Two slots of this process, the `buffers`, for versions that links bring: `weights` are read where they lie."""
+
+    def __init__(self, transport: Transport, weights: PlacedWeights) -> None:
+        assert weights.holding is not None, "a link needs to know"
+        self._slots, self._weights = transport.create(weights.holding.num_bytes, 2, weights.holding), weights
+        for slot in (0, 1):
+            self._slots.invalidate(slot)
+        self.buffers = [self._slots.data(slot) for slot in (0, 1)]
+
+    def fetch(self, link: Fetch, offer: WeightsOffered, buffer: torch.Tensor) -> None:
+        """Bring a version over `link` to one of the buffers, and say that it is there."""
+        slot = [one.data_ptr() for one in self.buffers].index(buffer.data_ptr())
+        self._slots.invalidate(slot)
+        link.fetch(offer, buffer)
+        self._slots.commit(slot, Commit(offer.version, 0))
+        self._weights.place(buffer, [self._slots.place(slot)])
+
+    def close(self) -> None:
+        self._slots.close()
+
+
+class SegmentReader:
+    """Implements `Fetch` over a `Transport`. `rotation` sets receivers apart that find a box with several sources."""
+
+    def __init__(self, transport: Transport, holding: Holding | None, *, rotation: int = 0) -> None:
+        self._memory, self._holding, self._rotation = transport.memory, holding, rotation
+        self._segments = Segments(transport)
+        self._sources: list[Slots] | None = None  # that the copies are planned for
+        self._copies: list[tuple[Slots, Copies]] = []
+
+    def fetch(self, offer: WeightsOffered, shadow: torch.Tensor) -> None:
+        """Copy what this rank holds from the slots of all sources, block by block against their checksums."""
+        target = self._memory.bytes_of(shadow)
+        sources = self._segments.find(offer)
+        if sources is not self._sources:
+            self._copies, self._sources = self._planned(sources, len(target), offer.version), sources
+        for source, copies in self._copies:
+            self._memory.gather(copies, source.data(offer.slot), target, source.checksums(offer.slot))
+
+    def close(self) -> None:
+        self._segments.close()
+        self._sources = None
+        self._copies.clear()
 
     def _planned(self, sources: list[Slots], num_bytes: int, version: int) -> list[tuple[Slots, Copies]]:
         held = [source.holding for source in sources if source.holding is not None]

@@ -29,6 +29,7 @@ from slipstream.core import wire
 from slipstream.core.errors import WeightSyncError
 from slipstream.core.peer_messages import Holding
 from slipstream.core.scratch import file_prefix, hold, scratch_directories
+from slipstream.core.weights import SlotPlace
 from slipstream.weight_sync.copying import HOST, Checksums, Memory, num_blocks
 from slipstream.weight_sync.slots import Commit
 
@@ -104,6 +105,12 @@ class SegmentSlots:
     def committed(self, slot: int) -> Commit | None:
         marker, version, checksum = _RECORD.unpack_from(self._map, self._record(slot))
         return Commit(version, checksum) if marker == _COMMITTED else None
+
+    def place(self, slot: int) -> SlotPlace:
+        if self.handle or self.holding is None:
+            raise WeightSyncError("this segment does not say what lies where in it", got=self.name)
+        record, start = self._record(slot), self._places.data(slot)
+        return SlotPlace(self.name, record, self._map[record : record + _RECORD.size], start, self.holding)
 
     def close(self) -> None:
         """Unlink the file if this process owns it. The mapping goes with the last array that uses it. Idempotent."""

@@ -14,6 +14,7 @@ import torch
 
 from slipstream.core.errors import WeightSyncError
 from slipstream.core.peer_messages import Holding
+from slipstream.core.weights import SlotPlace
 from slipstream.weight_sync.copying import HOST, Checksums, Memory, num_blocks
 
 
@@ -49,6 +50,10 @@ class Slots(Protocol):
         ...
 
     def committed(self, slot: int) -> Commit | None: ...
+
+    def place(self, slot: int) -> SlotPlace:
+        """Where the version in `slot` lies. Raises WeightSyncError where another process cannot read it."""
+        ...
 
     def close(self) -> None: ...
 
@@ -91,6 +96,9 @@ class MemorySlots:
 
     def committed(self, slot: int) -> Commit | None:
         return self._commits[slot]
+
+    def place(self, slot: int) -> SlotPlace:
+        raise WeightSyncError(f"slot {slot} lies in memory of one process", hint="`SharedMemory` is for several")
 
     def close(self) -> None:
         """Nothing to release: the memory goes with its last user."""

@@ -17,11 +17,11 @@ from slipstream.core.executor import Receiver, Sender
 from slipstream.core.links import WakeUp
 from slipstream.core.peer_messages import WeightsLinked, WeightsOffered, WeightsReleased, WeightsWanted
 from slipstream.core.spans import NoSpans, Spans
-from slipstream.core.weights import FlatWeights, Swap
-from slipstream.weight_sync.reader import Fetch, SegmentReader
+from slipstream.core.weights import FlatWeights, PlacedWeights, Swap
+from slipstream.weight_sync.reader import Fetch, OwnSlots, SegmentReader, SlotReader
 from slipstream.weight_sync.relay import Shelf
 from slipstream.weight_sync.slots import Transport
-from slipstream.weight_sync.weight_links import LinkReader, Links, VersionGoneError, give_way
+from slipstream.weight_sync.weight_links import Links, VersionGoneError, give_way
 
 Probe = Callable[[np.ndarray], np.ndarray]
 
@@ -53,6 +53,7 @@ class Staging:
         weights: FlatWeights,
         fetch: Fetch,
         probe: Probe | None,
+        own_slots: OwnSlots | None = None,
     ) -> None:
         self.offer = offer
         self.probe_error: float | None = None
@@ -61,11 +62,15 @@ class Staging:
         self.is_void = False  # the trainer has forgotten that this is being read
         self.transfer_s = 0.0
         self.fetch, self._shadow, self._weights, self._probe = fetch, shadow, weights, probe
+        self._own_slots = own_slots
 
     def run(self) -> None:
         started_s = _CLOCK.now_s()
         try:
-            self.fetch.fetch(self.offer, self._shadow)
+            if self._own_slots is None:
+                self.fetch.fetch(self.offer, self._shadow)
+            else:
+                self._own_slots.fetch(self.fetch, self.offer, self._shadow)
             self._weights.prepare(self._shadow)
             if self._probe is not None:
                 self.probe_error = _probe_error(self._probe, self.offer)
@@ -83,6 +88,9 @@ class Subscriber:
     newest offer counts: an older one that waits is released unread, and one that is staged but not committed gives way
     (`pending_version` is None meanwhile). One thread calls everything here; the staging thread touches the shadow
     buffer alone.
+
+    `PlacedWeights` are read where they lie. Without links nothing is copied: the slots of the live version and of one
+    that is ready are released when another has taken its place, so what reads them may read them again.
 
     One on each rank `rank` of the `world` of a replica, with channels of its own. It maps segments by `transport`; with
     `links` versions come over a link to the trainer, which is asked for again whenever a transfer over it fails.
@@ -114,6 +122,9 @@ class Subscriber:
         self._pending: Staging | None = None
         self._parameters: FlatWeights | None = None
         self._shadow: torch.Tensor | None = None
+        self._own_slots: OwnSlots | None = None
+        self._holds_slots = False
+        self._live: WeightsOffered | None = None  # whose slot is held
 
     def open(
         self,
@@ -137,10 +148,20 @@ class Subscriber:
         self._parameters, self._probe, self._tolerance, self._is_threaded = parameters, probe, tolerance, is_threaded
         self._probes_prepared = probes_prepared
         self._spans = NoSpans() if spans is None else spans
-        flat = parameters.flat
-        is_shared = self._links is None and not parameters.reads_flat  # over links it is sent on from there, too
-        self._shadow = flat if is_shared else torch.empty_like(flat, requires_grad=False, pin_memory=flat.is_pinned())
-        if self._links is None:
+        if isinstance(parameters, PlacedWeights):
+            self._holds_slots = self._links is None
+            if not self._holds_slots:
+                self._own_slots = OwnSlots(self._transport, parameters)
+                parameters.flat, self._shadow = self._own_slots.buffers
+        if self._shadow is None:
+            flat = parameters.flat
+            is_shared = self._links is None and not parameters.reads_flat  # over links it is sent on from there, too
+            self._shadow = (
+                flat if is_shared else torch.empty_like(flat, requires_grad=False, pin_memory=flat.is_pinned())
+            )
+        if isinstance(parameters, PlacedWeights) and self._holds_slots:
+            self._fetch = SlotReader(self._transport, parameters)
+        elif self._links is None:
             rotation = self._replica * self._world + self._rank
             self._fetch = SegmentReader(self._transport, parameters.holding, rotation=rotation)
         elif not is_threaded or parameters.holding is None:
@@ -200,6 +221,8 @@ class Subscriber:
                 self.stats.num_failed_probes += 1
                 if not was_probed:
                     self._parameters.rebind(previous)
+                if self._holds_slots:
+                    self._release(offer)
         if not is_good:
             self.failure = WeightSyncError(
                 f"version {offer.version} does not reproduce the trainer's logprobs; version {self._version} runs on",
@@ -210,6 +233,10 @@ class Subscriber:
         if was_probed:
             self._parameters.rebind(self._shadow)
         self._shadow = previous
+        if self._holds_slots:
+            if self._live is not None:
+                self._release(self._live)
+            self._live = offer
         self._version = offer.version
         self.stats.num_committed += 1
         return Swap(
@@ -228,7 +255,7 @@ class Subscriber:
 
         One that does not end in time is left behind with what it reads and writes: the process is about to end.
         """
-        if isinstance(self._fetch, LinkReader):
+        if self._links is not None and self._fetch is not None:
             self._fetch.close()  # which ends a transfer that waits for the other side
         if self._thread is not None:
             self._thread.join(_CLOSE_DEADLINE_S)
@@ -240,6 +267,8 @@ class Subscriber:
             self._fetch.close()
         if self._links is not None:
             self._links.close()
+        if self._own_slots is not None:
+            self._own_slots.close()
         self._wake.close()
 
     def _take_offers(self) -> bool:
@@ -266,9 +295,10 @@ class Subscriber:
 
     @property
     def _in_hand(self) -> tuple[int, ...]:
-        """Versions that are being read, or are to be read next."""
+        """Versions that are being read, or are to be read next; or whose slots are held."""
         reading = None if self._staging is None or self._staging.is_void else self._staging.offer
-        return tuple(offer.version for offer in (reading, self._waiting) if offer is not None)
+        pending = self._pending.offer if self._pending is not None and self._holds_slots else None
+        return tuple(offer.version for offer in (reading, self._waiting, pending, self._live) if offer is not None)
 
     def _start(self) -> bool:
         if self._waiting is None or self._staging is not None or self._fetch is None:
@@ -278,9 +308,11 @@ class Subscriber:
         offer, self._waiting = self._waiting, None
         if self._pending is not None:
             self.stats.num_passed_over += 1
+            if self._holds_slots:
+                self._release(self._pending.offer)
             self._pending = None
         probe = self._probe if self._probes_prepared else None
-        self._staging = Staging(offer, self._shadow, self._parameters, self._fetch, probe)
+        self._staging = Staging(offer, self._shadow, self._parameters, self._fetch, probe, self._own_slots)
         if self._is_threaded:
             torch.get_num_threads()  # binds this thread to its number, which the other one's would replace else
             self._thread = start_thread(self._stage_aside, args=(self._staging,), name="weight-staging")
@@ -309,7 +341,7 @@ class Subscriber:
             self._thread.join()
             self._thread = None
         staging, self._staging = self._staging, None
-        if not staging.is_void:
+        if not staging.is_void and not (self._holds_slots and staging.error is None):
             self._release(staging.offer)
         if staging.error is None:
             self._pending = staging

@@ -1,10 +1,11 @@
-"""vLLM as the generator's backend: the policy's weights here, decoding in a process of its own."""
+"""vLLM as the generator's backend: decoding in a process of its own, which reads the policy's weights itself."""
 
 from __future__ import annotations
 
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +15,21 @@ import torch
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.executor import Context
-from slipstream.core.peer_messages import Holding
 from slipstream.core.sections import VLLMConfig
 from slipstream.generator.backend import Backend, Pin
 from slipstream.generator.requests import StateSpans
 from slipstream.generator.vllm import protocol
 from slipstream.generator.vllm.engine import Deadlines, VLLMEngine
-from slipstream.generator.vllm.folder import WeightFolder
+from slipstream.generator.vllm.folder import WeightFolder, save_base, save_config
 from slipstream.generator.vllm.process import Launch
 from slipstream.generator.vllm.settings import FOREIGN_VARIABLES, interpreter
+from slipstream.generator.vllm.weights import AdapterWeights, SlotWeights
 from slipstream.models.build import build_policy
 from slipstream.models.config import TransformerConfig, config_from_hf, new_config
-from slipstream.models.flat import FlatParameters
 from slipstream.models.hf import read_hf_config
-from slipstream.models.lora import HEAD, AdapterShape, shapes_of
+from slipstream.models.hub import is_adapter
+from slipstream.models.lora import HEAD, AdapterShape, base_of, shapes_of
 from slipstream.models.peft import planned_shapes, with_adapters
-from slipstream.models.quantized import WeightLayout
 from slipstream.models.shards import base_digest
 from slipstream.models.tokenizer import Tokenizer
 
@@ -43,30 +43,8 @@ LORA_RANKS = (8, 16, 32, 64, 128, 256, 512)
 """Ranks that vLLM has room for, of all its versions (`MaxLoRARanks`); it pads adapters of others with zeros."""
 
 
-class VLLMWeights:
-    """Flat parameters whose exchange takes effect in vLLM as well. Implements `core.weights.FlatWeights`."""
-
-    reads_flat = True
-
-    def __init__(self, parameters: FlatParameters, engine: VLLMEngine, holding: Holding) -> None:
-        self._parameters, self._engine = parameters, engine
-        self.flat, self.holding = parameters.flat, holding
-
-    def prepare(self, flat: torch.Tensor) -> None:
-        """Nothing is to be done before `rebind`."""
-
-    def rebind(self, flat: torch.Tensor) -> None:
-        """Have vLLM load `flat` [num_params]. When it cannot, that is an error and the old weights stay bound here."""
-        self._parameters.rebind(flat)
-        try:
-            self._engine.push()
-            self.flat = flat
-        finally:
-            self._parameters.rebind(self.flat)
-
-
 class VLLMBackend(Backend):
-    """The policy's flat weights, and an engine in another process that is given them."""
+    """An engine in another process, and the weights or adapters that it is given."""
 
     engine: VLLMEngine
 
@@ -79,46 +57,75 @@ class VLLMBackend(Backend):
         seed: int,
         stop_token_ids: Sequence[int],
     ) -> None:
-        settings = config.generator.vllm
-        model, _ = build_policy(config.model, seed=config.seed, tokenizer=tokenizer)
-        if config.model.lora.is_set:
-            with_adapters(model, config.model.lora, seed=config.seed)
-        shapes = shapes_of(model)
-        layout = WeightLayout(model, "float32", base=base_digest(model) if shapes else "")
-        parameters = FlatParameters(model)
-        self.max_len = config.longest_sequence(model.config.max_positions)
+        self.max_len = config.longest_sequence(policy_shape(config, tokenizer).max_positions)
         self.num_versions = config.resident_versions
         self._pins: list[Pin] = []
-        num_bytes = sum(parameter.nbytes for parameter in model.parameters() if not parameter.requires_grad)
-        self._folder = WeightFolder(num_bytes + self.num_versions * parameters.flat.nbytes, context.scratch_prefix)
+        path = config.model.path
+        if config.model.lora.is_set or (path is not None and is_adapter(path)):
+            self._hold_adapters(config, context, tokenizer)
+        else:
+            self._hold_slots(config, context, tokenizer)
         try:
-            self.engine = VLLMEngine(
-                model,
-                self._folder,
-                Launch(
-                    command=[str(interpreter(settings)), str(WORKER)],
-                    environment=environment(settings, num_threads=context.num_threads),
-                    log_path=context.run_dir / "logs" / f"{context.name}-vllm.log",
-                ),
-                spec_of(config, max_len=self.max_len, stop_token_ids=stop_token_ids, shapes=shapes),
-                rooms={0: config.generator.num_slots, 1: config.eval.num_slots},
-                max_len=self.max_len,
-                seed=seed,
-                kv_on_update=config.generator.kv_on_update,
-                deadlines=Deadlines(settings.start_timeout_s, settings.answer_timeout_s, settings.silence_timeout_s),
-                max_restarts=settings.max_restarts,
-                probe_tolerance=config.generator.max_probe_error,
-                clock=context.clock,
-            )
+            self.engine = self._start(config, context, seed=seed, stop_token_ids=stop_token_ids)
         except BaseException:
             self._folder.close()
             raise
-        self.weights = VLLMWeights(parameters, self.engine, layout.holding)
+        self.weights.push = self.engine.push
         try:
             self.engine.wait_ready()
         except BaseException:
             self.close()
             raise
+
+    def _hold_slots(self, config: RunConfig, context: Context, tokenizer: Tokenizer) -> None:
+        shape, precision = policy_shape(config, tokenizer), config.generator.precision
+        self._shapes: Mapping[str, AdapterShape] = {}
+        self._vocab_size = shape.vocab_size
+        self.weights: SlotWeights | AdapterWeights = SlotWeights(shape, precision)
+        self._folder = WeightFolder(0, self.weights.write, context.scratch_prefix)
+        self._folder.write_base(partial(save_config, shape, dtype=precision))
+
+    def _hold_adapters(self, config: RunConfig, context: Context, tokenizer: Tokenizer) -> None:
+        """Write the base once, and let go of it: vLLM has it, and a process that replaces another reads it there."""
+        model, _ = build_policy(config.model, seed=config.seed, tokenizer=tokenizer)
+        if config.model.lora.is_set:
+            with_adapters(model, config.model.lora, seed=config.seed)
+        self._shapes, self._vocab_size = shapes_of(model), model.config.vocab_size
+        self.weights = AdapterWeights(model, base_digest(model))
+        frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+        dtype = config.generator.precision
+        num_bytes = sum(one.numel() for one in frozen) * getattr(torch, dtype).itemsize
+        num_bytes += self.num_versions * self.weights.flat.nbytes
+        self._folder = WeightFolder(num_bytes, self.weights.write, context.scratch_prefix)
+        try:
+            self._folder.write_base(partial(save_base, base_of(model), dtype=dtype))
+        except BaseException:
+            self._folder.close()
+            raise
+        for parameter in frozen:
+            parameter.data = parameter.data.new_empty(0)
+
+    def _start(self, config: RunConfig, context: Context, *, seed: int, stop_token_ids: Sequence[int]) -> VLLMEngine:
+        settings = config.generator.vllm
+        return VLLMEngine(
+            self._folder,
+            Launch(
+                command=[str(interpreter(settings)), str(WORKER)],
+                environment=environment(settings, num_threads=context.num_threads),
+                log_path=context.run_dir / "logs" / f"{context.name}-vllm.log",
+            ),
+            spec_of(config, max_len=self.max_len, stop_token_ids=stop_token_ids, shapes=self._shapes),
+            rooms={0: config.generator.num_slots, 1: config.eval.num_slots},
+            max_len=self.max_len,
+            seed=seed,
+            kv_on_update=config.generator.kv_on_update,
+            deadlines=Deadlines(settings.start_timeout_s, settings.answer_timeout_s, settings.silence_timeout_s),
+            max_restarts=settings.max_restarts,
+            probe_tolerance=config.generator.max_probe_error,
+            vocab_size=self._vocab_size,
+            is_empty=not self._shapes,
+            clock=context.clock,
+        )
 
     def probe(self, tokens: np.ndarray) -> np.ndarray:
         """float32 [T - 1]: logprobs of `tokens` int32 [T] by vLLM, so that a reload is checked where it counts."""
@@ -168,9 +175,13 @@ def spec_of(
     `shapes` are those of the policy's adapters, if it has any.
     """
     settings = config.generator.vllm
-    num_seqs = config.generator.num_slots + config.eval.num_slots
-    room, num_tokens = model_room(settings, max_len), config.generator.prefill_tokens
-    arguments = common_arguments(settings, room=room, num_seqs=num_seqs, num_tokens=num_tokens)
+    arguments = common_arguments(
+        settings,
+        dtype=config.generator.precision,
+        room=model_room(settings, max_len),
+        num_seqs=config.generator.num_slots + config.eval.num_slots,
+        num_tokens=config.generator.prefill_tokens,
+    )
     arguments["logprobs_mode"] = "processed_logprobs"  # after temperature and truncation: what was really sampled from
     if config.environment.is_set:
         arguments["enable_prefix_caching"] = True  # a turn's context is found there; vLLM's default goes by the model
@@ -184,6 +195,8 @@ def spec_of(
             # The head must not be among them: its engine dies of a prompt's logprobs beside other rows (0.32).
             "lora_target_modules": sorted({piece.target for shape in shapes.values() for piece in shape.pieces}),
         }
+    else:
+        arguments |= {"load_format": "dummy", "worker_extension_cls": "slot_extension.SlotExtension"}
     return protocol.Spec(
         address="",
         folder="",
@@ -191,15 +204,15 @@ def spec_of(
         push=0,
         stop_token_ids=list(stop_token_ids),
         engine_args=arguments | settings.engine_args,
-        transfer=settings.transfer,
+        has_adapters=bool(shapes),
         side_by_side=config.resident_versions > 1,
     )
 
 
-def common_arguments(settings: VLLMConfig, *, room: int, num_seqs: int, num_tokens: int) -> dict[str, Any]:
+def common_arguments(settings: VLLMConfig, *, dtype: str, room: int, num_seqs: int, num_tokens: int) -> dict[str, Any]:
     """vLLM's engine arguments for `num_seqs` sequences of `room` tokens at once, and steps of `num_tokens` or so."""
     return {
-        "dtype": settings.dtype,
+        "dtype": dtype,
         "enforce_eager": settings.enforce_eager,
         "gpu_memory_utilization": settings.gpu_memory_utilization,
         "max_model_len": room,
@@ -208,6 +221,14 @@ def common_arguments(settings: VLLMConfig, *, room: int, num_seqs: int, num_toke
         "skip_tokenizer_init": True,  # tokens in, tokens out
         "disable_log_stats": True,
     }
+
+
+def policy_shape(config: RunConfig, tokenizer: Tokenizer | None = None) -> TransformerConfig:
+    """Return the shape of the policy; without its `tokenizer` that of a fresh one has no vocabulary."""
+    path = config.first_checkpoint
+    if path is not None:
+        return config_from_hf(read_hf_config(Path(path)))
+    return new_config(config.model, vocab_size=1 if tokenizer is None else len(tokenizer))
 
 
 def environment(settings: VLLMConfig, *, num_threads: int) -> dict[str, str]:
@@ -241,10 +262,8 @@ def check_vllm(config: RunConfig) -> None:
     if config.generator.engine != "vllm":
         return
     interpreter(config.generator.vllm)
-    model = config.model
-    path = config.first_checkpoint
-    shape = new_config(model, vocab_size=1) if path is None else config_from_hf(read_hf_config(Path(path)))
-    if model.lora.is_set:
+    shape = policy_shape(config)
+    if config.model.lora.is_set:
         check_adapters(config, shape)
     if config.prompts.max_prompt_tokens is not None:  # else asked again when the longest prompt is known
         model_room(config.generator.vllm, config.longest_sequence(shape.max_positions))
@@ -266,12 +285,10 @@ def check_adapters(config: RunConfig, shape: TransformerConfig) -> None:
     """Raise ConfigError for adapters beside a model of `shape` that vLLM would refuse, or compute otherwise."""
     shapes = planned_shapes(config.model.lora, shape)
     rank = next(iter(shapes.values())).rank
-    transfer = config.generator.vllm.transfer
     for is_refused, what, got, allowed in (
         (shape.family not in LORA_FAMILIES, "vLLM has no adapters for this family", shape.family, LORA_FAMILIES),
         (HEAD in shapes, "vLLM cannot probe an adapter of the head", "lm_head", "all other layers"),
         (rank > LORA_RANKS[-1], "vLLM has no room for adapters of this rank", rank, f"1..{LORA_RANKS[-1]}"),
-        (transfer != "reload", "vLLM reads adapters from files", f"generator.vllm.transfer = '{transfer}'", "'reload'"),
     ):
         if is_refused:
             raise ConfigError(

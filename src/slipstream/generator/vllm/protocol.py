@@ -52,7 +52,7 @@ class Abort(Frame):
 
 
 class Update(Frame):
-    """Load the weights in folder `path` between two decode steps; answered by `Updated`.
+    """Load the push at `path` between two decode steps; answered by `Updated`.
 
     `clear_cache` has live jobs compute their keys and values anew, under the new weights. Of several pushes side by
     side those in `beside` stay, and jobs go on under them.
@@ -149,8 +149,9 @@ class WorkerFailed(Frame):
 class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The JSON file that a worker is started with: where to connect, and vLLM's engine arguments.
 
-    `folder` is removed by the worker when its parent is gone. `transfer` is 'reload' or 'nccl'. `adapters` are the
-    folders of pushes, in PEFT's format; without any, `model` is the push. `side_by_side`: an update replaces none.
+    `folder` is removed by the worker when its parent is gone. `pushes` are there
+    from the start: `has_adapters`, they are folders in PEFT's format, else a file (`slot_extension.py`) or none yet.
+    `side_by_side`: an update replaces none.
     """
 
     address: str
@@ -159,8 +160,8 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     push: int
     stop_token_ids: list[int]
     engine_args: dict[str, Any]
-    transfer: str
-    adapters: dict[int, str] = {}
+    pushes: dict[int, str] = {}
+    has_adapters: bool = False
     side_by_side: bool = False
 
 

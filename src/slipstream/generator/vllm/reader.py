@@ -22,7 +22,7 @@ from slipstream.core.errors import ChannelError, ChannelTimeout, ExecutorDied
 from slipstream.core.executor import Context
 from slipstream.generator.vllm import protocol
 from slipstream.generator.vllm.backend import WORKER, check_heads, common_arguments, environment, model_room
-from slipstream.generator.vllm.folder import WeightFolder
+from slipstream.generator.vllm.folder import WeightFolder, save_base
 from slipstream.generator.vllm.process import Launch, WorkerProcess
 from slipstream.generator.vllm.settings import check_imports, interpreter
 from slipstream.models.build import max_positions
@@ -34,7 +34,6 @@ from slipstream.models.transformer import Transformer
 
 ROOMS = 64
 """Sequences in vLLM at once: its process holds their answers, and makes one after the other."""
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _LOG = logging.getLogger(__name__)
 
 
@@ -76,16 +75,22 @@ class VLLMReader:
             environment=environment(settings, num_threads=context.num_threads),
             log_path=context.run_dir / "logs" / f"{context.name}-vllm.log",
         )
-        path, shape = Path(teacher.path), config_from_hf(read_hf_config(Path(teacher.path)))
+        path = source = Path(teacher.path)
+        shape = config_from_hf(read_hf_config(source))
         max_len = config.longest_sequence(max_positions(config))
         self.config = replace(shape, vocab_size=num_tokens, max_positions=max_len)
-        is_written = shape.vocab_size != num_tokens or temperature != 1.0 or is_adapter(path)
-        self._folder = WeightFolder(4 * num_parameters(shape) * is_written, context.scratch_prefix)
+        is_written = shape.vocab_size != num_tokens or temperature != 1.0 or is_adapter(source)
+        dtype = teacher.precision
+
+        def write(folder: Path) -> None:
+            model = cut(load_model(source, dtype=getattr(torch, dtype)), num_tokens)
+            save_base(model, folder, dtype, temperature=temperature)
+
+        num_bytes = getattr(torch, dtype).itemsize * num_parameters(shape) * is_written
+        self._folder = WeightFolder(num_bytes, write, context.scratch_prefix)
         try:
             if is_written:
-                model = cut(load_model(path, dtype=DTYPES[settings.dtype]), num_tokens)
-                path = self._folder.write(model, 0, temperature=temperature)
-                del model
+                path = self._folder.write(0)
             self._spec = _spec(config, path, self._folder.path, max_len=max_len, max_logprobs=self._count)
             self._worker = self._started()
         except BaseException:
@@ -209,7 +214,8 @@ def _spec(config: RunConfig, path: Path, folder: Path, *, max_len: int, max_logp
     """Return the spec of a process that serves the checkpoint in `path`, and removes `folder` at its end."""
     settings = config.teacher.vllm
     room = model_room(settings, max_len, "teacher")
-    arguments = common_arguments(settings, room=room, num_seqs=ROOMS, num_tokens=config.trainer.microbatch_tokens) | {
+    precision, num_tokens = config.teacher.precision, config.trainer.microbatch_tokens
+    arguments = common_arguments(settings, dtype=precision, room=room, num_seqs=ROOMS, num_tokens=num_tokens) | {
         "logprobs_mode": "raw_logprobs",
         "max_logprobs": max_logprobs,
         "enable_prefix_caching": False,  # a prompt's logprobs need every token computed
@@ -221,5 +227,4 @@ def _spec(config: RunConfig, path: Path, folder: Path, *, max_len: int, max_logp
         push=0,
         stop_token_ids=[],
         engine_args=arguments | settings.engine_args,
-        transfer="reload",
     )

@@ -23,7 +23,8 @@ OWN_ARGS = frozenset(
         "enable_chunked_prefill",
         "skip_tokenizer_init",
         "logprobs_mode",
-        "weight_transfer_config",
+        "load_format",
+        "worker_extension_cls",
         "disable_log_stats",
         "enable_lora",
         "max_loras",
@@ -109,12 +110,12 @@ def _check_memory(generator: GeneratorConfig) -> None:
             allowed="generator.parked_tokens = null, the default",
             hint="generator.vllm.kv_cache_gb on a CPU, generator.vllm.gpu_memory_utilization on a GPU",
         )
-    if generator.precision != "float32":
+    if generator.precision not in ("float32", "bfloat16"):
         raise ConfigError(
-            "vLLM takes float32 weights, and computes in the type it is told",
+            "vLLM is given weights as the trainer's slots hold them, without scales",
             got=f"generator.precision = '{generator.precision}' with generator.engine = 'vllm'",
-            allowed="generator.precision = 'float32'",
-            hint="generator.vllm.dtype, generator.vllm.engine_args",
+            allowed="'float32' or 'bfloat16', in which vLLM then computes",
+            hint="generator.engine = 'native' has them all",
         )
     if generator.tensor_parallel > 1:
         raise ConfigError(

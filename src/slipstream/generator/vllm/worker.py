@@ -65,7 +65,7 @@ class LLM(Protocol):
 Sampling = Callable[..., Any]
 """`vllm.SamplingParams`, by keyword."""
 Transfer = Callable[[str], Any]
-"""Loads the weights in a folder into vLLM; a coroutine function."""
+"""Loads a push into vLLM; a coroutine function."""
 
 
 def features_of(llm: LLM) -> dict[str, bool]:
@@ -365,85 +365,11 @@ class Worker:
             self._failure.set_exception(task.exception() or RuntimeError("a task ended"))
 
 
-# Ways to load weights
-
-
 def reload_from(llm: LLM) -> Transfer:
-    """vLLM reads the safetensors itself and converts them to its kernels' layout, on a CPU and on CUDA (since 0.16)."""
+    """Every rank of vLLM reads what it holds out of shared memory (`slot_extension.py`)."""
 
     async def transfer(path: str) -> None:
-        await llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
-
-    return transfer
-
-
-class _TransferClient:
-    """The four calls of vLLM that a broadcast makes, from the thread that broadcasts into vLLM's event loop."""
-
-    def __init__(self, llm: Any, loop: asyncio.AbstractEventLoop) -> None:
-        self._llm, self._loop = llm, loop
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-
-        self._wait(self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info)))
-
-    def start_weight_update(self) -> None:
-        self._wait(self._llm.start_weight_update())
-
-    def update_weights(self, update_info: Any) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        self._wait(self._llm.update_weights(WeightTransferUpdateRequest(update_info=update_info)))
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:  # noqa: ARG002 - we label ourselves
-        self._wait(self._llm.finish_weight_update())
-
-    def _wait(self, call: Any) -> None:
-        asyncio.run_coroutine_threadsafe(call, self._loop).result()
-
-
-def nccl_from(llm: Any, world_size: int) -> Transfer:
-    """Broadcast from the last visible GPU, this process's own, to those of vLLM (its trainer-side interface, >= 0.29).
-
-    Not tested: it needs two GPUs. After a failure in mid-broadcast the communicator is dead, and so is this process.
-    """
-    import torch
-    from safetensors import safe_open
-    from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
-    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
-    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
-    from vllm.utils.network_utils import get_open_port
-
-    device = torch.device("cuda", torch.cuda.device_count() - 1)
-
-    class Folder(WeightSource):  # type: ignore[misc]
-        path = ""
-
-        def metadata(self) -> list[Any]:
-            return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self]
-
-        def __iter__(self) -> Any:
-            for file in sorted(Path(self.path).glob("*.safetensors")):
-                with safe_open(file, framework="pt", device=str(device)) as tensors:
-                    for name in tensors.keys():  # noqa: SIM118 - not a dict
-                        yield name, tensors.get_tensor(name)
-
-    source, client = Folder(), _TransferClient(llm, asyncio.get_running_loop())
-    made: list[Any] = []
-
-    def send() -> None:
-        torch.cuda.set_device(device)
-        if not made:
-            info = NCCLTrainerInitInfo(
-                master_address="127.0.0.1", master_port=get_open_port(), world_size=world_size + 1, rank=0
-            )
-            made.append(WeightTransferTrainerFactory.trainer_init(info, client=client, source=source))
-        made[0].send_weights()
-
-    async def transfer(path: str) -> None:
-        source.path = path
-        await asyncio.to_thread(send)
+        await llm.collective_rpc("load_slipstream_push", args=(path,))
 
     return transfer
 
@@ -485,8 +411,8 @@ async def serve(spec: protocol.Spec, make: Callable[[protocol.Spec], Made]) -> i
     try:
         llm, version, sampling, transfer, new_adapter = make(spec)
         adapters = LoadedAdapters(llm, new_adapter, side_by_side=spec.side_by_side)
-        for push, path in spec.adapters.items():
-            await adapters.load(push, path, spec.adapters)
+        for push, path in spec.pushes.items():
+            await (adapters.load(push, path, spec.pushes) if spec.has_adapters else transfer(path))
         what = "serving"
         worker = Worker(
             llm,
@@ -522,8 +448,6 @@ def make_vllm(spec: protocol.Spec) -> Made:
     if current_platform.is_cpu():
         # After a part of a prompt vLLM winds the request's noise back, and fails where the generator is one of a CPU.
         arguments["enable_chunked_prefill"] = False
-    if spec.transfer == "nccl":
-        arguments["weight_transfer_config"] = {"backend": "nccl"}
     unknown = arguments.keys() - inspect.signature(AsyncEngineArgs).parameters.keys()
     if unknown:
         raise ValueError(f"vLLM {vllm.__version__} does not know the engine arguments {sorted(unknown)}")
@@ -533,9 +457,7 @@ def make_vllm(spec: protocol.Spec) -> Made:
         # vLLM would add the checkpoint's end tokens; which tokens end a completion is the client's to say.
         return SamplingParams(ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA, **keywords)
 
-    world_size = int(arguments.get("tensor_parallel_size", 1))
-    transfer = nccl_from(llm, world_size) if spec.transfer == "nccl" else reload_from(llm)
-    return llm, str(vllm.__version__), sampling, transfer, LoRARequest
+    return llm, str(vllm.__version__), sampling, reload_from(llm), LoRARequest
 
 
 def main(spec_path: str, make: Callable[[protocol.Spec], Made] = make_vllm) -> None:

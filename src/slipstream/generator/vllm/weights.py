@@ -1,0 +1,124 @@
+"""The policy's weights as vLLM gets them: versions that it reads where they lie, or adapters written for it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slipstream.core.errors import WeightSyncError
+from slipstream.core.fields import Precision
+from slipstream.core.peer_messages import Holding
+from slipstream.core.weights import SlotPlace
+from slipstream.generator.vllm.folder import HEADS
+from slipstream.models.config import TransformerConfig
+from slipstream.models.flat import FlatParameters
+from slipstream.models.peft import save_adapter
+from slipstream.models.quantized import WeightLayout
+from slipstream.models.shards import whole_shapes
+from slipstream.models.transformer import Transformer
+
+
+class SlotWeights:
+    """Implements `core.weights.PlacedWeights`: a version is a file that tells vLLM what to read where.
+
+    `push` has vLLM load what `write` writes.
+    """
+
+    reads_flat = True
+
+    def __init__(self, config: TransformerConfig, precision: Precision) -> None:
+        self.flat = torch.zeros(1, dtype=torch.uint8)  # over links a buffer of `holding`
+        self.push: Callable[[], None] = lambda: None
+        self._config, self._precision = config, precision
+        self._places: dict[int, Sequence[SlotPlace]] = {}  # by the address of `flat`
+
+    @cached_property
+    def holding(self) -> Holding:
+        with torch.device("meta"):
+            return WeightLayout(Transformer(self._config), self._precision).holding
+
+    def place(self, flat: torch.Tensor, places: Sequence[SlotPlace]) -> None:
+        self._places[flat.data_ptr()] = places
+
+    def prepare(self, flat: torch.Tensor) -> None:
+        """Nothing is to be done before `rebind`."""
+
+    def rebind(self, flat: torch.Tensor) -> None:
+        """Have vLLM load what `flat` stands for; if it cannot, that is an error, and the old version stays here."""
+        previous, self.flat = self.flat, flat
+        if flat.data_ptr() not in self._places:
+            return  # it was before the first version
+        try:
+            self.push()
+        except BaseException:
+            self.flat = previous
+            raise
+
+    def write(self, path: Path) -> None:
+        """Write the push of the version bound last to file `path`; see `slot_extension.py`."""
+        push = describe(self._places[self.flat.data_ptr()], self._config)
+        path.write_text(json.dumps(push, separators=(",", ":")), encoding="utf-8")
+
+
+def describe(places: Sequence[SlotPlace], config: TransformerConfig) -> dict[str, Any]:
+    """Return a push: where every tensor of the checkpoint lies, a tied head a second time under a name of its own.
+
+    Raises WeightSyncError where `places` do not hold the model of `config`.
+    """
+    shapes = whole_shapes(config)
+    types: dict[str, str] = {}
+    boxes: dict[str, dict[object, list[Any]]] = {name: {} for name in shapes}
+    for part, place in enumerate(places):
+        held = place.holding
+        columns = (held.tensor, held.offset, held.start, held.stop, held.strides)
+        for number, offset, start, stop, strides in zip(*(column.tolist() for column in columns), strict=True):
+            name, shape = held.names[number], held.shapes[number]
+            if shapes.get(name) != shape:
+                raise WeightSyncError(
+                    f"the trainer's {name} is not of vLLM's model", got=list(shape), allowed=shapes.get(name)
+                )
+            types[name], axes = held.types[number], len(shape)
+            box = [part, offset, start[:axes], stop[:axes], strides[:axes]]
+            boxes[name].setdefault((*start, *stop), box)  # ranks may hold the same
+    for name, found in boxes.items():
+        if sum(_volume(start, stop) for _, _, start, stop, _ in found.values()) < math.prod(shapes[name]):
+            raise WeightSyncError("no rank of the trainer holds some of a tensor's numbers", got=name)
+    tensors = [[name, shape, types[name], list(boxes[name].values())] for name, shape in shapes.items()]
+    if config.tie_embeddings:
+        tensors.append([HEADS.get(config.family, "lm_head.weight"), *tensors[0][1:]])  # the embedding is the first
+    parts = [[one.path, one.mark_start, one.mark.hex(), one.start, one.holding.num_bytes] for one in places]
+    return {"parts": parts, "tensors": tensors}
+
+
+def _volume(start: Sequence[int], stop: Sequence[int]) -> int:
+    return math.prod(end - first for first, end in zip(start, stop, strict=True))
+
+
+class AdapterWeights:
+    """Flat adapters whose exchange takes effect in vLLM as well. Implements `core.weights.FlatWeights`."""
+
+    reads_flat = True
+
+    def __init__(self, model: Transformer, digest: str) -> None:
+        self._parameters = FlatParameters(model)
+        self.holding, self.flat = WeightLayout(model, "float32", base=digest).holding, self._parameters.flat
+        self.push: Callable[[], None] = lambda: None
+        self.write = partial(save_adapter, model, base=None, digest="")
+
+    def prepare(self, flat: torch.Tensor) -> None:
+        """Nothing is to be done before `rebind`."""
+
+    def rebind(self, flat: torch.Tensor) -> None:
+        """Have vLLM load `flat` [num_params]. When it cannot, that is an error and the old weights stay bound here."""
+        self._parameters.rebind(flat)
+        try:
+            self.push()
+            self.flat = flat
+        finally:
+            self._parameters.rebind(self.flat)
