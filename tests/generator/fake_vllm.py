@@ -67,6 +67,8 @@ class Script:
             self.weight = float(next(tensor for name, tensor in sorted(tensors.items()) if "lora_B" in name)[0, 0])
         elif push:
             self.weight = first_number(push, "model.norm.weight")
+        else:
+            self.weight = float(load_file(Path(folder) / "model.safetensors")["model.norm.weight"][0])
 
     def logprobs(self, tokens: list[int]) -> Any:
         return scripted_logprobs(tokens, FAKE["vocab_size"])
@@ -132,7 +134,7 @@ class FakeLLM:
     is_paused = False
 
     def __init__(self, model: str, max_loras: int = 0) -> None:
-        self.folder, self.model = model, MODEL(model) if max_loras else None
+        self.folder, self.model = model, MODEL(model) if any(Path(model).glob("*.safetensors")) else None
         self.adapters: dict[int, Any] = {}
         self.max_loras = max_loras
         self.num_tokens = self.num_open = self.num_predicted = 0

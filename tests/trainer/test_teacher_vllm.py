@@ -26,7 +26,7 @@ from slipstream.core.errors import ChannelError, ChannelTimeout, ExecutorDied
 from slipstream.core.types import Rollout
 from slipstream.core.vetting import POISONED
 from slipstream.generator.vllm import reader
-from slipstream.generator.vllm.folder import save_for_vllm
+from slipstream.generator.vllm.folder import save_base
 from slipstream.generator.vllm.reader import VLLMReader, coarse, cut
 from slipstream.models.attention import PackedAttention
 from slipstream.models.hf import save_model
@@ -157,7 +157,7 @@ def test_what_is_written_for_it_is_the_teacher_over_the_tokens_alone(is_tied: bo
     tokens = torch.arange(VOCAB_SIZE).roll(5)
     hidden = model(tokens, torch.arange(VOCAB_SIZE), PackedAttention([VOCAB_SIZE]))
     expected = (model.logits(hidden)[:, :VOCAB_SIZE].double() / 0.6).log_softmax(-1)
-    save_for_vllm(cut(model, VOCAB_SIZE), tmp_path / "written", temperature=0.6)
+    save_base(cut(model, VOCAB_SIZE), tmp_path / "written", "float32", temperature=0.6)
     twin = AutoModelForCausalLM.from_pretrained(tmp_path / "written").double()
     assert twin.config.vocab_size == VOCAB_SIZE
     with torch.no_grad():

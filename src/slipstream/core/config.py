@@ -423,7 +423,8 @@ class RunConfig(Section):
             ("teacher", "the teacher computes"),
         ):
             part = vars(self)[section]
-            if part.precision != "float32" and part.device == "cpu":
+            is_of_vllm = section == "teacher" and self.teacher.engine == "vllm"  # which has a precision on all devices
+            if part.precision != "float32" and part.device == "cpu" and not is_of_vllm:
                 raise ConfigError(
                     f"on a CPU {who} in float32",
                     got=f"{section}.precision = '{part.precision}' with {section}.device = 'cpu'",
