@@ -151,7 +151,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 81_380
+MAX_LINES = 81_390
 MAX_LINES_OF_SPINE = 1_600
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -166,7 +166,7 @@ MAX_LINES_OF_FOLDER = {
     "algorithms": 2_225,
     "batching": 360,
     "controller": 5_895,
-    "core": 10_535,
+    "core": 10_550,
     "environments": 8_065,
     "evals": 2_600,
     "generator": 8_475,

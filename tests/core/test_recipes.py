@@ -17,7 +17,7 @@ from slipstream.algorithms.losses import LOSSES, loss_named
 from slipstream.core import recipes
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
-from slipstream.core.recipes import list_recipes, load_recipe, resolve, save_config
+from slipstream.core.recipes import RETIRED, list_recipes, load_recipe, resolve, save_config
 from slipstream.core.sections import GeneratorConfig, ModelConfig, PromptsConfig, RewardsConfig, RewardTerm, TaskConfig
 from slipstream.core.stage_sections import DemonstrationConfig, WarmStartConfig
 from slipstream.core.training_sections import LossConfig, OptimizerConfig, TrainerConfig
@@ -281,3 +281,10 @@ def test_saved_config_loads_as_the_same(config: RunConfig, tmp_path_factory: pyt
     save_config(config, path)
     assert resolve(path) == config
     assert tomli_w.dumps(tomllib.loads(path.read_text())) == path.read_text()
+
+
+def test_fields_that_are_gone_say_nothing_with_their_defaults() -> None:
+    for path, default in RETIRED.items():
+        assert resolve("quickstart", {path: default}) == resolve("quickstart")
+        with pytest.raises(ConfigError, match=f"unknown field '{path.rpartition('.')[2]}'"):
+            resolve("quickstart", {path: "other"})

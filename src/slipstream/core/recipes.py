@@ -55,6 +55,8 @@ _ALLOWED = {
 }
 
 MAX_TOML_BYTES = 4 * 2**20
+RETIRED: dict[str, object] = {"generator.vllm.dtype": "float32", "generator.vllm.transfer": "reload"}
+"""Fields that are gone, with their defaults, which the config.toml of earlier runs has: with these they say nothing."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,11 @@ def resolve(
 
 
 def _spelled(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `tables` with `environment.class`, and that of its choices, under the name that the schema has for it."""
+    """Return `tables` with `environment.class`, and that of its choices, under the name that the schema has for it.
+
+    Fields of `RETIRED` with their defaults are left out.
+    """
+    tables = _without_retired(tables)
 
     def renamed(table: Any) -> Any:
         if not isinstance(table, Mapping) or "class" not in table or "class_path" in table:
@@ -165,6 +171,14 @@ def _spelled(tables: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(choices := environment.get("choices"), list):
         environment = {**environment, "choices": [renamed(choice) for choice in choices]}
     return {**tables, "environment": environment}
+
+
+def _without_retired(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    return {
+        name: _without_retired(value, f"{prefix}{name}.") if isinstance(value, Mapping) else value
+        for name, value in tables.items()
+        if f"{prefix}{name}" not in RETIRED or RETIRED[f"{prefix}{name}"] != value
+    }
 
 
 def _rewards_itself(tables: Mapping[str, Any]) -> bool:
