@@ -16,6 +16,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 from collections import deque
@@ -168,6 +169,14 @@ def in_words(installed: Sequence[str]) -> str:
     return f"{len(installed)} package{'' if len(installed) == 1 else 's'}" if installed else "no package"
 
 
+def lacking() -> str:
+    """Return what pip lacks here to build a package from its source, in words; nothing where it is all there."""
+    compiler = (sysconfig.get_config_var("CC") or "cc").split()[0]
+    found = {f"C compiler ({compiler})": shutil.which(compiler)}
+    found["Python.h"] = Path(sysconfig.get_path("include"), "Python.h").exists()
+    return " and no ".join(what for what, is_there in found.items() if not is_there)
+
+
 def main() -> int:
     """Create the environment and install into it. The exit code is that of the first command that fails, or 0."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -183,7 +192,13 @@ def main() -> int:
         return 0
     print(f"installing {' '.join(packages)} into {environment}", flush=True)
     command = [str(Path(environment) / "bin" / "python"), "-m", "pip", "install", *PIP_OPTIONS, *packages]
-    return run(command, f"installing {' '.join(packages)}", lambda heard: f"installed {in_words(heard.installed)}")
+    code = run(command, f"installing {' '.join(packages)}", lambda heard: f"installed {in_words(heard.installed)}")
+    if code and (what := lacking()):
+        sys.stderr.write(
+            f"hint: there is no {what} here; pycosat, which reasoning-gym requires, is built from its source. "
+            "On Debian: apt-get install gcc python3-dev\n"
+        )
+    return code
 
 
 if __name__ == "__main__":

@@ -145,3 +145,21 @@ def test_a_terminal_keeps_two_lines(tmp_path: Path) -> None:
     assert visible[0].startswith("installing torch into ")
     assert re.fullmatch(r"installed 2 packages in \d+ s", visible[1])
     assert visible[2:] == [""]
+
+
+def test_a_failure_without_a_compiler_says_what_is_missing(tmp_path: Path) -> None:
+    """With a PATH on which there is none."""
+    environment = fake_environment(tmp_path / "env", out=COLLECTED, err="error: subprocess-exited-with-error\n", code=1)
+    (tmp_path / "cc").symlink_to(sys.executable)
+    shown = "import runpy, sys, sysconfig; sysconfig.get_config_vars()['CC'] = 'cc -pthread'; del sys.argv[0]"
+    command = [sys.executable, "-c", f"{shown}; runpy.run_path(sys.argv[0], run_name='__main__')"]
+    for path, is_missing in ((tmp_path / "env", True), (tmp_path, False)):
+        done = subprocess.run(
+            [*command, str(SCRIPT), str(environment), "-e", "."],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env=os.environ | {"PATH": str(path)},
+        )
+        assert done.returncode == 1
+        assert ("no C compiler (cc)" in done.stderr) == is_missing

@@ -55,8 +55,8 @@ def engine_of(model: Transformer, precision: Precision, ranks: int, logs: Path) 
     return VLLMEngine(
         folder_of(model, precision),
         Launch(
-            command=[str(interpreter(config.generator)), str(WORKER)],
-            environment=environment(config, num_threads=1),
+            command=[str(interpreter(config.generator.vllm)), str(WORKER)],
+            environment=environment(config.generator.vllm, num_threads=1),
             log_path=logs / "vllm.log",
         ),
         spec_of(config, max_len=MAX_LEN, stop_token_ids=[STOP]),
