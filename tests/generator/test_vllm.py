@@ -27,9 +27,9 @@ from slipstream.models.transformer import Transformer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
-VOCAB, MAX_LEN = 4096, 1200
+VOCAB, MAX_LEN = 4096, 3200
 STOP = 3720  # the 8th token of a greedy completion below; rare where tokens are sampled
-LONG = 1000  # tokens: still under way, seconds later, when the test gets to change something
+LONG = 3000  # tokens: still under way, seconds later, when the test gets to change something
 TOLERANCE = 1e-3  # nats
 CONFIG = RunConfig(
     prompts={"tasks": [{"name": "spell_backward"}]},  # type: ignore[arg-type]

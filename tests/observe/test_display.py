@@ -9,6 +9,7 @@ from synthetic_run import make_summary
 from slipstream.core.clock import VirtualClock
 from slipstream.core.config import RunConfig
 from slipstream.core.held_out import Measured
+from slipstream.core.recipes import resolve
 from slipstream.core.sections import PromptsConfig, TaskConfig
 from slipstream.observe.display import MAX_PARTS, Display, config_summary, duration, printable, sparkline
 from slipstream.observe.samples import Sample
@@ -71,7 +72,9 @@ def test_plain_output_is_a_line_now_and_then_without_escape_codes():
     display, clock, out = make_display(is_terminal=False)
     play(display, clock)
     display.samples([Sample(prompt="abc>", answer="cba", before="abc", after="\x1b[31mcba\n")])
-    display.finish(make_summary(model_share=0.625), {"report": Path("runs/q/report.html")})
+    display.finish(
+        make_summary(model_share=0.625), {"report": Path("runs/q/report.html"), "model": Path("runs/q/model")}
+    )
     text = out.getvalue()
     assert "\x1b" not in text
     assert r"\x1b[31mcba\n" in text
@@ -80,10 +83,12 @@ def test_plain_output_is_a_line_now_and_then_without_escape_codes():
     assert 25 <= len(steps) <= 30  # 50 s at a line every 2 s, the first and the last
     assert "reward 0.990" in steps[-1]
     assert "model: 62% of the working time of all processes" in lines
+    assert lines[-1] == "next: slipstream eval runs/q   slipstream serve runs/q   slipstream export runs/q FOLDER"
     assert "trainer waits for generation 34%" in steps[-1]
     assert "left" in steps[1]
     assert "warm start 250/250  loss 0.25" in lines
-    assert "Generation is the bottleneck: the trainer idles 32% of the time, generators 17%." in lines
+    verdict = lines.index("Generation is the bottleneck: the trainer idles 32% of the time, generators 17%.")
+    assert lines[verdict - 1] == "while steps were trained, without start and end:"
     assert "held-out accuracy before: 0.412  reward 0.500" in lines
     assert "held-out accuracy 0.412" in steps[-1]
     assert any("accuracy, greedy" in line and "0.412" in line and "0.934" in line for line in lines)
@@ -230,3 +235,7 @@ def test_why_a_run_ended_early_and_its_best_model_are_said() -> None:
     said = " ".join(out.getvalue().split())
     assert "ended by patience" in said
     assert "best: held-out accuracy 0.500 at step 12" in said
+
+
+def test_staleness_0_is_called_by_its_name():
+    assert config_summary(resolve("quickstart", {"max_staleness": 0}))["mode"].endswith(", synchronous: staleness 0")

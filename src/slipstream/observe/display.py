@@ -47,6 +47,8 @@ def config_summary(config: RunConfig) -> dict[str, str]:
     tasks = ", ".join(task.name for task in config.prompts.tasks) or str(config.prompts.dataset)
     bound = config.staleness_bound
     promise = f"{config.schedule.policy}, no bound" if bound is None else f"staleness <= {bound}"
+    if bound == 0:
+        promise = "synchronous: staleness 0"
     return {
         "recipe": config.recipe,
         "seed": str(config.seed),
@@ -195,6 +197,8 @@ class Display:
             self._say(f"best: held-out {best.metric} {best.value:.3f} at step {best.version}")
         if staleness.histogram:
             self._say(f"staleness mean {staleness.mean:.2f}  max {staleness.max}  bound {self._bound} (steps)")
+        if summary.accounting:
+            self._say("the time of each process, from its start to its end:")
         for process, seconds in summary.accounting.items():
             self._say(f"{process}: " + ", ".join(f"{in_words(s)} {p:.0%}" for s, p in shares(seconds)[:4]))
         if summary.model_share is not None:
@@ -204,9 +208,13 @@ class Display:
             told = "could not be scored, and counted with rewards.failure_reward: see `failure` in rollouts.jsonl"
             self._say(f"{failed} {told}")
         if summary.balance is not None:
+            self._say("while steps were trained, without start and end:")
             self._say(summary.balance.verdict)
         for name, path in files.items():
             self._say(f"{name:<10} {path}")
+        if "model" in files:
+            out = files["model"].parent
+            self._say(f"next: slipstream eval {out}   slipstream serve {out}   slipstream export {out} FOLDER")
 
     def close(self) -> None:
         """Stop drawing and give the terminal back. May be called twice."""
