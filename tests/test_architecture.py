@@ -151,7 +151,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 81_400
+MAX_LINES = 81_540
 MAX_LINES_OF_SPINE = 1_600
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -163,12 +163,12 @@ SPINE = (
     "trainer/step.py",
 )
 MAX_LINES_OF_FOLDER = {
-    "algorithms": 2_225,
+    "algorithms": 2_280,
     "batching": 360,
     "controller": 5_895,
-    "core": 10_550,
+    "core": 10_585,
     "environments": 8_065,
-    "evals": 2_600,
+    "evals": 2_635,
     "generator": 8_475,
     "jail": 1_060,
     "jobs": 510,
@@ -178,7 +178,7 @@ MAX_LINES_OF_FOLDER = {
     "prompts": 1_265,
     "rewards": 3_860,
     "stages": 2_670,
-    "trainer": 5_235,
+    "trainer": 5_240,
     "weight_sync": 3_475,
 }
 LONG_FUNCTIONS = {"generator/paged_kernels.py": "a kernel is one function"}

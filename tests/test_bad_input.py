@@ -1159,6 +1159,12 @@ COMMANDS = [
     refused("run recipe.toml steps=5", "more arguments", "steps=5", "`--steps 5`"),
     refused("run recipe.toml data.train_batch_size=8", "more arguments", "verl's", "`--groups-per-step`"),
     refused("run recipe.toml --loss.params.eps_low 0.1", "'loss.params' is a table: `--loss.params eps_low VALUE`"),
+    refused(
+        "run recipe.toml --loss.params {cap=3.0}",
+        "'--loss.params' cannot be read",
+        "{cap=3.0}",
+        "`--loss.params cap VALUE`",
+    ),
     refused("run recipe.toml --preset.x 1", "unknown flag '--preset.x'"),
     refused("run recipe.toml --foo 1", "unknown flag '--foo'", "--help lists them"),
     refused("run recipe.toml --trainer.optimizer.betas 0.9", "betas' is missing", "2 values"),

@@ -365,7 +365,7 @@ class ServeOptions:
     name: str | None = flag("Name that clients see. Default: the run's folder, the checkpoint's, or the hub id.")
     template: str | None = flag(
         "Template of each message, as '{role}: {content}', in place of the model's chat template. Default where the"
-        " model has none: '{content}'."
+        " model has none: prompts.template of its run where it has one place, else '{content}'."
     )
     chat_template_kwargs: str | None = flag(
         "JSON of further variables of the chat template, as '{\"enable_thinking\": false}'. Default: those of the run."
@@ -388,7 +388,8 @@ def serve_command(argv: Sequence[str]) -> int:
 
     try:
         with serve(model, api_key_env=api_key_env, tell=_say, **options) as served:
-            _say(f"serving {served.name} at {served.base_url} (Ctrl-C ends it)")
+            chats = "the model's chat template" if served.template is None else f"the template {served.template!r}"
+            _say(f"serving {served.name} at {served.base_url}, chats by {chats} (Ctrl-C ends it)")
             served.wait()
     finally:
         gc.freeze()  # the end of the process would look through all that torch has imported, for seconds

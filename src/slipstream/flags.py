@@ -260,6 +260,11 @@ def _refused(lines: Sequence[str], prog: str) -> ConfigError:
     said, helped = next(iter(lines), ""), f"`{prog} --help` lists what there is"
     if (flag := re.match(r"Error parsing (\S+): ", said)) and (found := _NOT_PARSED.search("\n".join(lines))):
         return ConfigError(f"the value of '{flag[1]}' {found[2]}", got=clip(found[1]), allowed=found[3])
+    if (flag := re.match(r"Error parsing (\S+): Could not find valid parse for \w+: \[(.*)\]$", said)) and (
+        name := re.search(r"\w+", flag[2])
+    ):
+        table = f"'{_field_of(flag[1])}' is a table: `{flag[1]} {name[0]} VALUE`"
+        return ConfigError(f"the value of '{flag[1]}' cannot be read", got=clip(flag[2]), hint=table)
     if said.startswith("Missing from ") and len(lines) > 1:
         return ConfigError(f"the argument {lines[1]} is missing", hint=helped)
     if found := re.fullmatch(r"invalid choice '(.*)' for argument '(\S+)'\. Expected one of \((.*)\)\.", said):

@@ -14,6 +14,7 @@ from loss_cases import evaluate, finite_differences, random_inputs
 
 import slipstream
 from slipstream.algorithms.losses import LOSSES, Loss, loss_named
+from slipstream.algorithms.losses.trial import try_loss
 from slipstream.controller.checks import check_loss
 from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import resolve
@@ -23,6 +24,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding
 [OWN] = re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
 PROSE = re.sub(r"^```.*?^```", "", PAGE, flags=re.DOTALL | re.MULTILINE)
 SETTINGS = [textwrap.dedent(block) for block in re.findall(r"(?:^ {4}.*\n|^\n(?= {4}))+", PROSE, flags=re.MULTILINE)]
+ALWAYS = {"policy_logprobs", "advantages", "behaviour_logprobs"}
 UNITS = {"token": "token", "completion": "sequence", "pair": "pair", "choice": "choice"}
 
 
@@ -141,6 +143,36 @@ def test_what_is_no_loss_is_refused(file, entry, message):
     file.write_text(OWN.split("awr = ")[0] + f"awr = {entry}\n")
     with pytest.raises(ConfigError, match=message):
         check_loss(resolve("quickstart", {"loss": {"name": "awr.py:awr"}}))
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        ("inputs.nothing, {}", r"(?s)fails on made-up inputs.*AttributeError.*\(awr.py, line 20\)"),
+        (
+            "inputs.average(inputs.need('values')), {}",
+            r"(?s)which this batch does not carry \(awr.py, line 20\)",
+        ),
+        ("inputs.need('policy_logprobs'), {}", r"Tensor of shape \[10\] and dict"),
+        ("inputs.average(inputs.need('policy_logprobs'))", r"Tensor of shape \[\] alone"),
+        ("1.0, {}", "got:     float and dict"),
+        ("inputs.average(inputs.need('advantages')), {}", "can be differentiated"),
+        ("inputs.average(inputs.need('policy_logprobs')), {'x': 1.0}", "AttributeError.*\n.*metrics of masked_mean"),
+    ],
+)
+def test_a_loss_that_fails_is_told_of_before_the_run(file, returned, message):
+    lines = OWN.splitlines()
+    at = next(index for index, line in enumerate(lines) if line.startswith("    return "))
+    lines[at] = f"    return {returned}"
+    file.write_text("\n".join(lines))
+    with pytest.raises(ConfigError, match=message.replace("line 20", f"line {at + 1}")):
+        check_loss(resolve("quickstart", {"loss": {"name": "awr.py:awr"}}))
+
+
+@pytest.mark.parametrize("name", [name for name, loss in LOSSES.items() if loss.kind == "policy" and not loss.cutoff])
+@pytest.mark.parametrize("reduction", ["token", "sequence", "constant"])
+def test_losses_that_are_right_pass_the_trial(name, reduction):
+    try_loss(LOSSES[name], name, {one for one in LOSSES[name].requires if one not in ALWAYS}, reduction=reduction)
 
 
 @pytest.mark.usefixtures("file")

@@ -296,6 +296,7 @@ def test_an_executor_that_reports_an_error_is_not_tried_again(make: Any) -> None
     with pytest.raises(ExecutorDied, match="'generator-1' failed") as caught:
         hears_failure(run, failed("generator-1", "ShapeError: no", may_follow=False))
     assert "ShapeError: no" in str(caught.value)
+    assert caught.value.hint == f"see {run.executors.run_dir / 'logs' / 'generator-1.log'}"
     assert not isinstance(caught.value, ExecutorLost)
 
 

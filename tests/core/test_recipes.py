@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import string
 import tomllib
 from pathlib import Path
@@ -237,7 +238,9 @@ def test_optional_fields_default_to_none() -> None:
 
 
 texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20)
-paths = st.text(st.characters(exclude_categories=["Cc", "Cs"]), min_size=1, max_size=20)
+paths = st.text(st.characters(exclude_categories=["Cc", "Cs"]), min_size=1, max_size=20).filter(
+    lambda path: not os.path.exists(path)
+)
 folder_names = st.text(st.characters(exclude_categories=["Cc", "Cs"], exclude_characters="/."), min_size=1, max_size=20)
 counts = st.integers(1, 10**6)
 positive = st.floats(1e-9, 1e9)
@@ -281,6 +284,39 @@ def test_saved_config_loads_as_the_same(config: RunConfig, tmp_path_factory: pyt
     save_config(config, path)
     assert resolve(path) == config
     assert tomli_w.dumps(tomllib.loads(path.read_text())) == path.read_text()
+
+
+def test_files_of_a_saved_config_are_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names that are no files here stay as they are, also beside a folder of that name; a resume compares files."""
+    here, run = tmp_path / "here", tmp_path / "run"
+    for folder in (here / "policy", here / "task", run):
+        folder.mkdir(parents=True)
+    (here / "rows.jsonl").touch()
+    monkeypatch.chdir(here)
+    given: dict[str, Any] = {
+        "stages": ["sft", "rl"],
+        "model": {"path": "policy"},
+        "prompts": {"tasks": [], "dataset": "./rows.jsonl", "eval_dataset": "org/rows"},
+        "rewards": {"terms": [{"function": name} for name in ("task", "lib/own.py:f", "package.own:f", "~/own.py:f")]},
+        "environment": {"tools": ["../own.py:add"]},
+        "callbacks": {"on_step": ["own.py:f"]},
+        "loss": {"name": "own.py:loss"},
+        "kl": {"reference": "stage:sft"},
+        "eval": {"measure": None},
+    }
+    save_config(resolve(given), run / "config.toml")
+    saved = resolve(run / "config.toml")
+    assert (saved.model.path, saved.kl.reference) == (str(here / "policy"), "stage:sft")
+    assert (saved.prompts.dataset, saved.prompts.eval_dataset) == (str(here / "rows.jsonl"), "org/rows")
+    functions = [term.function for term in saved.rewards.terms]
+    assert functions == ["task", str(here / "lib" / "own.py:f"), "package.own:f", "~/own.py:f"]
+    assert saved.environment.tools == [str(tmp_path / "own.py:add")]
+    assert (saved.callbacks.on_step, saved.loss.name) == ([str(here / "own.py:f")], str(here / "own.py:loss"))
+    assert recipes.resumed_config(run, {"loss.name": "own.py:loss", "model.path": "policy"}) == saved
+    monkeypatch.chdir(tmp_path)
+    assert recipes.resumed_config(run) == saved
+    with pytest.raises(ConfigError, match=r"(?s)keeps its configuration.*loss\.name"):
+        recipes.resumed_config(run, {"loss.name": "own.py:loss"})
 
 
 def test_fields_that_are_gone_say_nothing_with_their_defaults() -> None:

@@ -349,6 +349,32 @@ def test_variables_of_the_chat_template_are_those_of_the_run_or_given(tmp_path: 
         assert cli.main(["serve", str(tmp_path / "run"), "--chat-template-kwargs", text]) == 2
 
 
+def test_the_template_is_that_of_the_run_unless_one_is_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of a model with a chat template, which comes before it; and `{{` stays a brace."""
+    for run, chats in (("bare", None), ("chats", TEMPLATE)):
+        make_checkpoint(tmp_path / run / "model", template=chats)
+    cases = (
+        ("bare", "{a} {b}", "{content}", "ab"),
+        ("bare", "{{{word}}}>", "{{{content}}}>", "{ab}>"),
+        ("chats", "{word}>", None, "u:ab\na:"),
+    )
+    for run, of_run, used, text in cases:
+        tables = {"prompts": {"dataset": "x.jsonl", "template": of_run}}
+        (tmp_path / run / "config.toml").write_text(tomli_w.dumps(tables))
+        tokenizer = load_tokenizer(tmp_path / run / "model")
+        with slipstream.serve(tmp_path / run) as serving:
+            assert serving.template == used
+            ids = ask(serving, "ab", max_tokens=1).prompt_token_ids
+            assert tokenizer.decode(ids[ids[0] == tokenizer.bos_token_id :]) == text
+    monkeypatch.setattr(Serving, "wait", Serving.close)
+    for run, said in (("bare", "chats by the template '{role}'"), ("chats", "chats by the model's chat template")):
+        more = ["--template", "{role}{content}"] if run == "bare" else []
+        assert cli.main(["serve", str(tmp_path / run), "--port", "0", *more]) == 0
+        assert said.replace("{role}", "{role}{content}") in capsys.readouterr().out
+
+
 # Streams
 
 

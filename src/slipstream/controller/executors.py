@@ -303,7 +303,7 @@ class Executors:
         elif message.may_follow and name in self._children:
             self._suspects.setdefault(name, (message, self._clock.now_s() + CAUSE_DEADLINE_S))
         else:
-            raise _error(message)
+            raise self._error(message)
 
     def _bury(self) -> bool:
         """Handle a child that has ended, causes before consequences; return whether there was one.
@@ -320,8 +320,12 @@ class Executors:
         now_s = self._clock.now_s()
         for message, end_s in self._suspects.values():
             if end_s <= now_s:
-                raise _error(message)
+                raise self._error(message)
         return False
+
+    def _error(self, message: Failed) -> ExecutorDied:
+        log = self.run_dir / "logs" / f"{message.executor}.log"
+        return ExecutorDied(f"'{message.executor}' failed", got=message.error, hint=f"see {log}")
 
     def _drain(self) -> None:
         """Take all messages sent so far before a process is declared lost."""
@@ -469,10 +473,6 @@ class Executors:
                     hear(message)
                 if host.executor.is_finished:
                     break
-
-
-def _error(message: Failed) -> ExecutorDied:
-    return ExecutorDied(f"'{message.executor}' failed", got=message.error, hint=f"see logs/{message.executor}.log")
 
 
 def _indented(tail: str) -> str:

@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from slipstream.core.errors import ConfigError
-from slipstream.core.fields import Count, FilePath, NonNegative, Number, Positive, PositiveFloat, Seconds, Section
+from slipstream.core.fields import (
+    CodePath,
+    Count,
+    FilePath,
+    NonNegative,
+    Number,
+    Positive,
+    PositiveFloat,
+    Seconds,
+    Section,
+)
 
 if TYPE_CHECKING:
     from slipstream.core.config import RunConfig
@@ -21,7 +31,7 @@ ToolFormat = Literal["auto", "hermes", "llama3", "smollm", "json_tags"]
 class NamedEnvironment(Section):
     """An environment by what it is made of: a class, or an agent in one of three forms."""
 
-    class_path: FilePath | None = Field(
+    class_path: CodePath | None = Field(
         None,
         description="The environment's class: 'module:Class' or 'file.py:Class', or 'guess' or "
         "'calculator' (docs/environments.md). Recipes may call this field `class`.",
@@ -29,7 +39,7 @@ class NamedEnvironment(Section):
     parameters: dict[str, Any] = Field(
         default_factory=dict, description="Keywords of the class's constructor, or fields of verifiers' environment."
     )
-    agent: FilePath | None = Field(
+    agent: CodePath | None = Field(
         None,
         description="An agent: 'module:function' or 'file.py:function' with (row, base_url, api_key), which asks for "
         "turns at an endpoint in OpenAI's form and returns a reward or None.",
@@ -71,7 +81,7 @@ class EnvironmentChoice(NamedEnvironment):
 class EnvironmentConfig(NamedEnvironment):
     """The environment that answers between turns: a class, tools, an agent, or several. Without any: one turn."""
 
-    tools: list[FilePath] = Field(
+    tools: list[CodePath] = Field(
         default_factory=list,
         description="Functions that the policy may call, 'module:function' or 'file.py:function', with type hints and "
         "a docstring that describes each argument. Needs a chat template that knows tools.",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer, SerializationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from slipstream.core.plain import wrong_path, wrong_with
@@ -53,6 +54,19 @@ def _path(value: str) -> str:
     return value
 
 
+ABSOLUTE = {"are_paths_absolute": True}
+
+
+def _absolute(value: str, info: SerializationInfo) -> str:
+    is_there = info.context == ABSOLUTE and not value.startswith("stage:") and os.path.exists(value)
+    return os.path.abspath(value) if is_there else value
+
+
+def _absolute_code(value: str, info: SerializationInfo) -> str:
+    is_file = info.context == ABSOLUTE and value.rpartition(":")[0].endswith(".py") and not value.startswith("~")
+    return os.path.abspath(value) if is_file else value
+
+
 Positive = Annotated[int, Field(gt=0, le=MAX_INTEGER, strict=True)]
 NonNegative = Annotated[int, Field(ge=0, le=MAX_INTEGER, strict=True)]
 Count = Annotated[int, Field(gt=0, le=MAX_COUNT, strict=True)]
@@ -65,8 +79,11 @@ Fraction = Annotated[float, Field(ge=0, le=1, strict=True)]
 Seconds = Annotated[float, Field(ge=MIN_WAIT_S, le=MAX_WAIT_S, strict=True)]
 Limit = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=True), AfterValidator(_not_huge)]
 """A limit; inf means that there is none. All other numbers are finite."""
-FilePath = Annotated[str, AfterValidator(_path)]
-"""Path of a file or a folder, a hub id, or a function as 'file.py:function'."""
+FilePath = Annotated[str, AfterValidator(_path), PlainSerializer(_absolute, return_type=str)]
+"""Path of a file or a folder, or a hub id. In a dump with the context ABSOLUTE, one that is there is absolute."""
+CodeName = Annotated[str, PlainSerializer(_absolute_code, return_type=str)]
+CodePath = Annotated[CodeName, AfterValidator(_path)]
+"""A function or a class, as 'file.py:name' or 'module:name'; files are absolute in a dump with the context ABSOLUTE."""
 Device = Annotated[str, Field(pattern=r"^(cpu|cuda)$")]
 FolderName = Annotated[str, Field(max_length=100), AfterValidator(_name)]
 

@@ -7,7 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from slipstream.core.errors import ConfigError
-from slipstream.core.fields import FilePath, NonNegative, Number, Positive, Seconds, Section
+from slipstream.core.fields import CodePath, NonNegative, Number, Positive, Seconds, Section
 
 
 class ObserveConfig(Section):
@@ -34,13 +34,13 @@ class CallbacksConfig(Section):
     They run in the controller's process, outside of any sandbox.
     """
 
-    on_step: list[FilePath] = Field(
+    on_step: list[CodePath] = Field(
         default_factory=list, description="Called with each step that is done: its number, version and metrics."
     )
-    on_eval: list[FilePath] = Field(
+    on_eval: list[CodePath] = Field(
         default_factory=list, description="Called with each evaluation: version, accuracy, mean reward and its parts."
     )
-    on_checkpoint: list[FilePath] = Field(
+    on_checkpoint: list[CodePath] = Field(
         default_factory=list, description="Called with each checkpoint that is on disk: its step and folder."
     )
     timeout_s: Seconds = Field(600.0, description="Longest call, in seconds, before the run ends with an error.")

@@ -23,6 +23,7 @@ from pydantic import BaseModel, ValidationError
 from slipstream.core.config import PRESETS, STAGES, RunConfig, stage_of
 from slipstream.core.disk import replace_file
 from slipstream.core.errors import ConfigError, did_you_mean
+from slipstream.core.fields import ABSOLUTE
 from slipstream.core.files import no_run, read_whole
 from slipstream.core.other_names import leaves, sentence_of_value, sentences
 from slipstream.core.plain import shortened, shown, wrong_path
@@ -215,7 +216,9 @@ def resumed_config(run_dir: Path, overrides: Mapping[str, Any] | None = None) ->
     if not path.is_file():
         raise no_run(run_dir, "config.toml")
     tables = read_toml(path)
-    saved, config = resolve(tables), resolve(tables, overrides)
+    saved, config = (
+        validate(one.model_dump(context=ABSOLUTE)) for one in (resolve(tables), resolve(tables, overrides))
+    )
     changed = [field for field in field_paths() if value_at(saved, field) != value_at(config, field)]
     if refused := [field for field in changed if field not in RESUMED_WITH]:
         allowed = f"--resume alone, or with {', '.join(RESUMED_WITH)}"
@@ -316,9 +319,12 @@ def _join(tables: dict[str, Any], name: str, value: Any, at: str) -> None:
         raise ConfigError(f"'{at}{name}' is given twice", got=f"{shown(tables[name])} and {shown(value)}")
 
 
-def config_toml(config: RunConfig) -> str:
-    """Return every field as TOML, so that `resolve` of it gives an equal config. Unset optional fields are left out."""
-    tables = config.model_dump(mode="python", exclude_none=True)
+def config_toml(config: RunConfig, context: Mapping[str, Any] | None = None) -> str:
+    """Return every field as TOML, so that `resolve` of it gives an equal config. Unset optional fields are left out.
+
+    With the `context` ABSOLUTE paths of files that are here are absolute in it.
+    """
+    tables = config.model_dump(mode="python", exclude_none=True, context=context)
     nulls = list(_nulls_in(config.model_dump(mode="python"), RunConfig, ()))
     if nulls:
         raise ConfigError(
@@ -328,8 +334,8 @@ def config_toml(config: RunConfig) -> str:
 
 
 def save_config(config: RunConfig, path: Path) -> None:
-    """Write `config_toml(config)`, as a whole or not at all."""
-    replace_file(path, config_toml(config).encode())
+    """Write `config_toml(config)` with absolute paths, as a whole or not at all: it is read in other folders, too."""
+    replace_file(path, config_toml(config, ABSOLUTE).encode())
 
 
 def stage_dir(run_dir: Path, stage: str) -> Path:

@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 
 from slipstream.core.errors import ConfigError
 from slipstream.core.fields import (
+    CodePath,
     Count,
     Device,
     FilePath,
@@ -401,7 +402,7 @@ FROM_JUDGE = "judge:"
 class RewardTerm(Section):
     """One reward function of the weighted sum."""
 
-    function: FilePath = Field(
+    function: CodePath = Field(
         description="'task' (the task's own verifier), 'exact_match', 'overlap', 'math', 'regex', 'length', 'code', or "
         "'module:function', 'file.py:function' with TRL's signature. 'python:NAME' stands for a function given to "
         "`slipstream.run`."

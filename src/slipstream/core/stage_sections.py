@@ -10,6 +10,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.fields import (
     MAX_INTEGER,
     MAX_STEPS,
+    CodePath,
     Count,
     Epochs,
     FilePath,
@@ -213,7 +214,7 @@ class RewardModelConfig(Section):
 class JudgeConfig(Section):
     """A judge of two answers: a function, or a model behind an OpenAI-compatible endpoint."""
 
-    function: FilePath | None = Field(
+    function: CodePath | None = Field(
         None, description="'module:function' or 'file.py:function': (prompt, a, b) -> 'a', 'b' or 'tie'; may be async."
     )
     base_url: str | None = Field(None, description="Address of the endpoint, e.g. 'http://localhost:8000/v1'.")

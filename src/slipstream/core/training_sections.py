@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from slipstream.core.errors import ConfigError
 from slipstream.core.fields import (
+    CodeName,
     Count,
     Device,
     Epochs,
@@ -43,7 +44,7 @@ MIN_WHITENED = 8
 class LossConfig(Section):
     """The policy loss, its advantages, and which completions of a group are trained on."""
 
-    name: str = Field(
+    name: CodeName = Field(
         "aipo", description="Key of `algorithms.losses.LOSSES`, of kind 'policy'; or 'file.py:name' of a Loss."
     )
     params: dict[str, Annotated[float, Field(allow_inf_nan=True)] | str] = Field(

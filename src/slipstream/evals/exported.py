@@ -44,7 +44,7 @@ def export(
         )
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError("the folder to write is in use", got=folder, allowed="a new or empty folder")
-    checkpoint, *_ = served_target(model, tell=tell)
+    checkpoint = served_target(model, tell=tell).folder
     check_checkpoint(checkpoint, "language")
     if push_to_hub is not None:
         made_repository(push_to_hub, private=private)

@@ -42,11 +42,14 @@ MakeModel = Callable[[Callable[[Exception], None]], "ServedModel"]
 class Serving:
     """A model that is served from now on, until `close`; also a context manager.
 
-    `base_url` is the address for OpenAI's clients, with /v1 at its end.
+    `base_url` is the address for OpenAI's clients, with /v1 at its end. `template` is that of each message of a chat;
+    None where the model's chat template is used.
     """
 
-    def __init__(self, listener: socket.socket, make: MakeModel, limits: ServeLimits, *, name: str) -> None:
-        self.name = name
+    def __init__(
+        self, listener: socket.socket, make: MakeModel, limits: ServeLimits, template: str | None, *, name: str
+    ) -> None:
+        self.name, self.template = name, template
         host, port = listener.getsockname()[:2]
         self.base_url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
         self._listener, self._make, self._limits = listener, make, limits
@@ -136,8 +139,9 @@ def serve(
     names the environment variable with the key that clients must send; without one everybody who reaches the port may
     ask, so `host` must be loopback then. `slots` requests decode together and `max_waiting` more wait; the next one is
     refused with status 429. `max_len` bounds context and answer in tokens (default: what the model has room for, at
-    most 2,048). Chats go by the model's chat template; `template`, such as "{content}", replaces it, and a
-    model without one has "{content}". `chat_template_kwargs` are further variables of the model's template (default:
+    most 2,048). Chats go by the model's chat template; `template`, such as "{content}", replaces it. A
+    model without one has that of its run's prompts where it has one place, as "{content}>" for "{word}>", else
+    "{content}". `chat_template_kwargs` are further variables of the model's template (default:
     those of its run). `tool_format` is as `environment.tool_format` in a recipe.
 
     ConfigError for bad input.
@@ -152,16 +156,17 @@ def serve(
         what = "others than this machine's users are served only with an API key"
         allowed = "127.0.0.1, or the environment variable that holds a key: --api-key NAME"
         raise ConfigError(what, got=f"host = '{host}' without a key", allowed=allowed)
-    folder, stops, known_as, variables = served_target(model, tell=tell)
+    target = served_target(model, tell=tell)
     listener = _listening(address, port)
     try:
         from slipstream.evals.served import Wanted, loaded
 
         if chat_template_kwargs is not None:
-            variables = dict(chat_template_kwargs)
-        limits = (key, slots, max_waiting, max_len)
-        wanted = Wanted(folder, tuple(stops), name or known_as, *limits, template, tool_format, variables)
-        return Serving(listener, *loaded(wanted), name=wanted.name)
+            target = target._replace(variables=dict(chat_template_kwargs))
+        if name is not None:
+            target = target._replace(name=name)
+        wanted = Wanted(target, key, slots, max_waiting, max_len, template, tool_format)
+        return Serving(listener, *loaded(wanted), name=target.name)
     except BaseException:
         listener.close()
         raise

@@ -11,11 +11,10 @@ import asyncio
 import contextlib
 import secrets
 import threading
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -24,6 +23,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.environments.asks import Ask, Refused, SamplingWishes, Tell, TurnReply
 from slipstream.evals.chat_text import ChatText, ReadAsk
 from slipstream.evals.decoding import DecodeJob, DecodeThread
+from slipstream.evals.target import ServedTarget
 from slipstream.generator.engine import Engine
 from slipstream.generator.native import native_engine
 from slipstream.generator.requests import Finished, Request
@@ -198,26 +198,27 @@ class ServedModel:
 class Wanted:
     """A checkpoint to serve, and how; `evals/serve.py` says what the fields mean."""
 
-    folder: Path
-    stop_ids: tuple[int, ...]
-    name: str
+    target: ServedTarget
     api_key: str | None
     num_slots: int
     max_waiting: int
     max_len: int | None
     template: str | None
     tool_format: str
-    variables: Mapping[str, Any]
 
 
-def loaded(wanted: Wanted) -> tuple[Callable[[Callable[[Exception], None]], ServedModel], ServeLimits]:
-    """Load a checkpoint, and return what makes its endpoint in the loop that is to serve it. ConfigError as `eval`."""
-    shape = check_checkpoint(wanted.folder, "language")
-    tokens = tokenizer_folder(wanted.folder)
+def loaded(wanted: Wanted) -> tuple[Callable[[Callable[[Exception], None]], ServedModel], ServeLimits, str | None]:
+    """Load a checkpoint; return what makes its endpoint in the loop that is to serve it, and the template of messages.
+
+    ConfigError as `eval`.
+    """
+    target = wanted.target
+    shape = check_checkpoint(target.folder, "language")
+    tokens = tokenizer_folder(target.folder)
     if has_tokenizer(tokens):
         rehearse_tokenizer(tokens)
     tokenizer = load_tokenizer(tokens)
-    check_vocabulary(tokenizer, shape, wanted.folder)
+    check_vocabulary(tokenizer, shape, target.folder)
     max_len = min(shape.max_positions, DEFAULT_MAX_LEN) if wanted.max_len is None else wanted.max_len
     if max_len > shape.max_positions:
         raise ConfigError(
@@ -225,16 +226,19 @@ def loaded(wanted: Wanted) -> tuple[Callable[[Callable[[Exception], None]], Serv
         )
     check_slots(shape, "slots", wanted.num_slots, max_len, hint="lower slots or max_len")
     eos = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+    template = wanted.template
+    if template is None and not tokenizer.chat_template:
+        template = target.template or "{content}"
     text = ChatText(
         tokenizer,
-        template=wanted.template,
+        template=template,
         tool_format=wanted.tool_format,
-        stop_ids=list(dict.fromkeys([*eos, *shape.eos_token_ids, *wanted.stop_ids])),
+        stop_ids=list(dict.fromkeys([*eos, *shape.eos_token_ids, *target.stop_ids])),
         num_ids=shape.vocab_size,
-        variables=wanted.variables,
+        variables=target.variables,
     )
     engine = native_engine(
-        load_model(wanted.folder),
+        load_model(target.folder),
         num_slots=wanted.num_slots,
         max_len=max_len,
         seed=0,
@@ -242,9 +246,9 @@ def loaded(wanted: Wanted) -> tuple[Callable[[Callable[[Exception], None]], Serv
     )
     limits = ServeLimits(wanted.num_slots, max_len, wanted.max_waiting)
     make = partial(
-        ServedModel, engine, text, wanted.name, limits=limits, api_key=wanted.api_key, num_ids=shape.vocab_size
+        ServedModel, engine, text, target.name, limits=limits, api_key=wanted.api_key, num_ids=shape.vocab_size
     )
-    return make, limits
+    return make, limits, template
 
 
 class _TextWatch:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from string import Formatter
+from typing import Any, NamedTuple
 
 from slipstream.core.config import RunConfig, stage_of
 from slipstream.core.errors import ConfigError
@@ -49,9 +50,21 @@ def eval_target(
     return checkpoint, config
 
 
-def served_target(path: str | Path, *, tell: Tell | None = None) -> tuple[Path, list[int], str, dict[str, Any]]:
-    """Return the folder of the checkpoint to serve, the stop tokens that its run adds, its name for clients, and the
-    variables of its chat template.
+class ServedTarget(NamedTuple):
+    """The checkpoint to serve, its name for clients, and what its run adds to that.
+
+    `template` is that of a message, where the one of its prompts has a single place.
+    """
+
+    folder: Path
+    name: str
+    stop_ids: tuple[int, ...] = ()
+    variables: Mapping[str, Any] = {}
+    template: str | None = None
+
+
+def served_target(path: str | Path, *, tell: Tell | None = None) -> ServedTarget:
+    """Return what to serve.
 
     `path` is as for `eval_target`, without a recipe. ConfigError where there is no checkpoint.
     """
@@ -61,9 +74,21 @@ def served_target(path: str | Path, *, tell: Tell | None = None) -> tuple[Path, 
     run_dir = _run_of(folder)
     name = str(wanted or (run_dir or checkpoint).resolve().name)
     if run_dir is None:
-        return checkpoint, [], name, {}
+        return ServedTarget(checkpoint, name)
     config = resolve(load_recipe(run_dir / "config.toml"))
-    return checkpoint, list(config.generator.stop_token_ids), name, dict(config.prompts.chat_template_kwargs)
+    prompts, stop_ids = config.prompts, tuple(config.generator.stop_token_ids)
+    return ServedTarget(checkpoint, name, stop_ids, prompts.chat_template_kwargs, _of_messages(prompts.template))
+
+
+def _of_messages(template: str) -> str | None:
+    """Return the template of prompts as one of messages, whose text is the question; None where it has other places."""
+    try:
+        pieces = [(text.replace("{", "{{").replace("}", "}}"), name) for text, name, *_ in Formatter().parse(template)]
+    except ValueError:
+        return None
+    if sum(name is not None for _, name in pieces) != 1:
+        return None
+    return "".join(text + ("" if name is None else "{content}") for text, name in pieces)
 
 
 def _checkpoint_in(path: Path) -> tuple[Path, bool]:

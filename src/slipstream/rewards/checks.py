@@ -56,6 +56,7 @@ def setup_of(config: RewardsConfig, tasks: Mapping[str, TaskConfig]) -> WorkerSe
             "reward 'task' needs reasoning-gym tasks",
             got="prompts from a dataset",
             allowed=", ".join(f"'{name}'" for name in BUILTINS if name != "task") + ", or your own function",
+            hint="'task' is the default of rewards.terms: name another function there",
         )
     return WorkerSetup(
         terms=[term for term in terms if not is_from_python(term)],

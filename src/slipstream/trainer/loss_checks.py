@@ -51,6 +51,12 @@ def check_loss(config: RunConfig) -> None:
         raise ConfigError(what, got="loss.advantages = 'greedy_baseline'", allowed="any other")
     _check_teacher(config)
     _check_beside(config, loss)
+    if ":" in config.loss.name:
+        from slipstream.algorithms.losses.trial import try_loss
+
+        carried = {"reference_logprobs", "proximal_logprobs"} & set(needed_columns(config))
+        carried |= {"teacher_divergences"} if config.teacher.path is not None else set()
+        try_loss(loss, config.loss.name, carried, reduction=config.loss.reduction)
 
 
 def _check_teacher(config: RunConfig) -> None:
