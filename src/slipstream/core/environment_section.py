@@ -10,7 +10,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.fields import (
     CodePath,
     Count,
-    FilePath,
+    Interpreter,
     NonNegative,
     Number,
     Positive,
@@ -86,7 +86,7 @@ class EnvironmentConfig(NamedEnvironment):
         description="Functions that the policy may call, 'module:function' or 'file.py:function', with type hints and "
         "a docstring that describes each argument. Needs a chat template that knows tools.",
     )
-    verifiers_python: FilePath = Field(
+    verifiers_python: Interpreter = Field(
         ".venv-verifiers/bin/python", description="The Python that has verifiers: an environment of its own."
     )
     choices: list[EnvironmentChoice] = Field(

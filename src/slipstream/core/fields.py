@@ -79,6 +79,8 @@ Fraction = Annotated[float, Field(ge=0, le=1, strict=True)]
 Seconds = Annotated[float, Field(ge=MIN_WAIT_S, le=MAX_WAIT_S, strict=True)]
 Limit = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=True), AfterValidator(_not_huge)]
 """A limit; inf means that there is none. All other numbers are finite."""
+Interpreter = Annotated[str, AfterValidator(_path)]
+"""Path of a Python; it stays as it is written, since its default is there or not by machine."""
 FilePath = Annotated[str, AfterValidator(_path), PlainSerializer(_absolute, return_type=str)]
 """Path of a file or a folder, or a hub id. In a dump with the context ABSOLUTE, one that is there is absolute."""
 CodeName = Annotated[str, PlainSerializer(_absolute_code, return_type=str)]

@@ -18,6 +18,7 @@ from slipstream.core.fields import (
     Device,
     FilePath,
     Fraction,
+    Interpreter,
     NonNegative,
     NonNegativeFloat,
     Number,
@@ -211,7 +212,7 @@ class PromptsConfig(Section):
 class VLLMConfig(Section):
     """vLLM as the engine of a generator or a teacher (`engine = "vllm"`), a process in an environment of its own."""
 
-    python: FilePath = Field(
+    python: Interpreter = Field(
         ".venv-vllm/bin/python",
         description="Interpreter of vLLM's environment, from the working folder; in a checkout, `make vllm-env` "
         "makes that one.",
