@@ -151,7 +151,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 81_540
+MAX_LINES = 81_620
 MAX_LINES_OF_SPINE = 1_600
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -166,18 +166,18 @@ MAX_LINES_OF_FOLDER = {
     "algorithms": 2_280,
     "batching": 360,
     "controller": 5_895,
-    "core": 10_590,
-    "environments": 8_065,
+    "core": 10_600,
+    "environments": 8_070,
     "evals": 2_635,
     "generator": 8_475,
     "jail": 1_060,
     "jobs": 510,
-    "models": 7_290,
+    "models": 7_320,
     "observe": 9_770,
     "plan": 6_290,
-    "prompts": 1_265,
+    "prompts": 1_295,
     "rewards": 3_860,
-    "stages": 2_670,
+    "stages": 2_675,
     "trainer": 5_240,
     "weight_sync": 3_475,
 }

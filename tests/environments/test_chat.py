@@ -382,6 +382,13 @@ def test_plain_chat_of_characters() -> None:
     assert chat.message(row([*ids("go"), 1])) == {"role": "assistant", "content": "go"}
 
 
+def test_an_alphabet_has_the_fixed_text_of_observations() -> None:
+    for observation, alphabet in ((">{content}\n", "ab>\n"), ("<eos>{content}", "ab")):
+        build_chat(resolve("guess_mini", {"environment.observation": observation}), CharTokenizer(alphabet), None)
+    with pytest.raises(ConfigError, match=r"^environment.observation has a character"):
+        build_chat(resolve("guess_mini", {"environment.observation": ">{content}"}), CharTokenizer("ab"), None)
+
+
 @given(st.text(alphabet="<eospadunk>|\u00e9", max_size=12))
 def test_plain_chat_never_gives_a_special_token(text: str) -> None:
     chat = PlainChat(CharTokenizer())

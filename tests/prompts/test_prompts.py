@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.sections import PromptsConfig, TaskConfig
 from slipstream.core.stage_sections import DemonstrationConfig, WarmStartConfig
 from slipstream.core.types import Prompt
+from slipstream.models.tokenizer import CharTokenizer
 from slipstream.prompts import PromptStream, build_prompts, count_overlap, dataset, demonstrations, task_table
 from slipstream.prompts.dataset import between_periods
 from slipstream.prompts.rows import normalise_text, to_json_types
@@ -514,3 +516,46 @@ def test_a_template_for_other_data_is_told_what_suits_this_one(field: str, colum
     with pytest.raises(ConfigError, match="names a column that the row does not have") as refused:
         Template("{word}>", field=field).render(columns)
     assert told in str(refused.value.hint)
+
+
+def test_a_fresh_models_alphabet_has_every_character_of_prompts_and_demonstrations(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """It would be <unk> silently; special tokens that a text spells out are themselves."""
+    rows = [{"prompt": text, "answer": "ba"} for text in ("ab", "aé", "cü", "ü")]
+    config = run_config(dataset=write_rows(tmp_path / "d.jsonl", rows), template="{prompt}>", num_eval=1)
+    with pytest.raises(ConfigError, match=r"^a prompt has a character that is not in the alphabet") as refused:
+        build_prompts(config, CharTokenizer("ab>c"))
+    error = refused.value
+    assert "(U+00" in str(error.got)
+    assert "3 texts" in str(error.got)
+    assert error.hint is not None
+    told = tomllib.loads(error.hint.removeprefix("change the text, or model."))["alphabet"]
+    assert sorted(told) == sorted("ab>céü")
+    for one in config, config.model_copy(update={"prompts": config.prompts.model_copy(update={"streaming": True})}):
+        with pytest.raises(ConfigError, match=r"^prompts.template has .*\n.*'>' \(U\+003E\)"):
+            build_prompts(one, CharTokenizer("abcéü"))
+    build_prompts(config, tokenizer)  # a checkpoint's tokenizer has its own way
+    made = build_prompts(config, CharTokenizer(told))
+    kinds = [WarmStartConfig(demonstrations=[{"template": one}]) for one in ("{answer}<eos>b", "{answer}!")]
+    assert len(demonstrations(kinds[0], made.train.prompts, CharTokenizer(told), seed=0)) == 3
+    with pytest.raises(ConfigError, match=r"^warm_start.demonstrations\[0\].template for the prompt '"):
+        demonstrations(kinds[1], made.train.prompts, CharTokenizer(told), seed=0)
+
+
+def test_the_prompt_has_two_names_in_templates_and_no_column_takes_them(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    def texts(rows: list[dict[str, object]], **settings: object) -> set[str]:
+        path = write_rows(tmp_path / "d.jsonl", rows)
+        made = build_prompts(run_config(dataset=path, num_eval=1, **settings), tokenizer)
+        return {prompt.text for prompt in (*made.train.prompts, *made.eval)}
+
+    rows: list[dict[str, object]] = [{"text": "x", "prompt": "p"}, {"text": "y", "prompt": "q"}]
+    assert texts(rows, prompt_column="text", template="{question}{prompt}") == {"xp", "yq"}, "a column of that name"
+    bare = [{"text": row["text"]} for row in rows]
+    assert texts(bare, prompt_column="text", template="{question}{prompt}") == {"xx", "yy"}
+    both = [row | {"question": "z"} for row in bare]
+    with pytest.raises(ConfigError, match=r"line 1 has a column 'question' beside 'text'[\s\S]*rename it, or"):
+        texts(both, prompt_column="text")
+    assert texts(both[:1] + [{"question": "w"}], prompt_column="question") == {"z", "w"}

@@ -84,7 +84,8 @@ class EnvironmentConfig(NamedEnvironment):
     tools: list[CodePath] = Field(
         default_factory=list,
         description="Functions that the policy may call, 'module:function' or 'file.py:function', with type hints and "
-        "a docstring that describes each argument. Needs a chat template that knows tools.",
+        "a docstring that describes each argument. A chat template that knows tools shows them to the model. A model "
+        "without a chat template is not shown them: it knows of calls (tool_format: json_tags) what [warm_start] says.",
     )
     verifiers_python: Interpreter = Field(
         ".venv-verifiers/bin/python", description="The Python that has verifiers: an environment of its own."

@@ -99,7 +99,9 @@ class ModelConfig(Section):
     tie_embeddings: bool = Field(True, description="Share the input embedding with the output head.")
     alphabet: str | None = Field(
         None,
-        description="Characters of a character tokenizer for a fresh model; null takes printable ASCII and newline.",
+        description="Characters of a character tokenizer for a fresh model; null takes printable ASCII and newline. "
+        "Prompts, demonstrations and the fixed text of environment.observation that have another one are refused; in "
+        "any other text it becomes <unk>.",
     )
     lora: LoraConfig = Field(
         default_factory=LoraConfig, description="Adapters of low rank, trained instead of all weights."
@@ -164,7 +166,11 @@ class PromptsConfig(Section):
         "large for memory, or to be read at the start. num_train does not apply, and repeated prompts stay.",
     )
     shuffle_buffer: Positive = Field(2048, description="With streaming: prompts from which the next one is drawn.")
-    prompt_column: str = Field("prompt", description="Column with a string or a list of chat messages.")
+    prompt_column: str = Field(
+        "prompt",
+        description="Column with a string or a list of chat messages. Templates call it {question}, whatever its name, "
+        "and {prompt} unless another column has that name; no other column may be called question.",
+    )
     answer_column: str = Field("answer", description="Column with the reference answer; may be absent from the data.")
     reference: str = Field(
         "{answer}", description="Reference completion from the row's columns, for preferences, win rates and a bias."
@@ -174,7 +180,8 @@ class PromptsConfig(Section):
     )
     template: str = Field(
         "{question}",
-        description="Prompt text from the row's columns, e.g. '{question}\\n' or '{word}>' (metadata are columns too).",
+        description="Prompt text from the row's columns, e.g. '{question}\\n' or '{word}>' (metadata are columns too). "
+        "{question} is the text of prompt_column, or of a task; literal braces are written {{ and }}.",
     )
     chat: bool = Field(False, description="Wrap the prompt as one user message in the tokenizer's chat template.")
     system: str | None = Field(None, description="System message of chat prompts.")

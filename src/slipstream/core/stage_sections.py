@@ -30,7 +30,10 @@ from slipstream.core.training_sections import OptimizerConfig
 class DemonstrationConfig(Section):
     """A kind of demonstration for the warm start: a template over the row's columns and its share."""
 
-    template: str = Field(description="Completion text, e.g. '{answer}' or '{word}'; an EOS token is appended.")
+    template: str = Field(
+        description="Completion text from the row's columns, e.g. '{answer}' or '{word}'; an EOS token is appended. "
+        "Literal braces are written {{ and }}; <eos>, or the tokenizer's own EOS, ends a turn within."
+    )
     weight: PositiveFloat = Field(1.0, description="Share of demonstrations of this kind, relative to the others.")
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from slipstream.core.clock import Clock
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
-from slipstream.environments.chat import Chat, Parse, PlainChat, TemplateChat
+from slipstream.environments.chat import Chat, Parse, PlainChat, TemplateChat, parsed_template
 from slipstream.environments.chat_proof import prove
 from slipstream.environments.checks import Given, Schemas, given_makers, is_from_python, sources_of
 from slipstream.environments.hosting import HostSetup
@@ -20,6 +20,7 @@ from slipstream.environments.transcript import Chats
 from slipstream.environments.workers import EnvironmentPool
 from slipstream.models.build import stop_token_ids
 from slipstream.models.foreign_text import ChatRenderer
+from slipstream.models.tokenizer import check_alphabet
 
 if TYPE_CHECKING:
     from slipstream.models.tokenizer import Tokenizer
@@ -90,6 +91,8 @@ def build_chat(config: RunConfig, tokenizer: Tokenizer, tools: Schemas | None, *
     parse = call_parser(environment.tool_format, tokenizer, tools)
     has_chats = config.prompts.chat or (bool(tokenizer.chat_template) and bool(tools))
     if not has_chats and not (for_agents and tokenizer.chat_template):
+        fixed = "".join(literal for literal, _ in parsed_template(environment.observation))
+        check_alphabet(tokenizer, [("environment.observation", fixed)])
         return PlainChat(tokenizer, environment.observation, stop_ids=stop_ids, parse=parse)
     chat = TemplateChat(
         tokenizer,

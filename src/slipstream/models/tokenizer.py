@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -51,6 +52,7 @@ class CharTokenizer:
         self._alphabet = alphabet
         self._ids = _vocabulary(alphabet)
         self._tokens = list(self._ids)
+        self.alphabet = "".join(self._tokens[len(SPECIAL_TOKENS) :])
 
     @property
     def special_tokens_map(self) -> dict[str, str]:
@@ -68,8 +70,11 @@ class CharTokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:  # noqa: ARG002 - there are none
         """Return the tokens of `text`. None are added; a special token that is spelled out is itself."""
-        pieces = text if "<" not in text else re.findall("|".join((*SPECIAL_TOKENS, r"[\s\S]")), text)
-        return [self._ids.get(piece, self.unk_token_id) for piece in pieces]
+        return [self._ids.get(piece, self.unk_token_id) for piece in _pieces(text)]
+
+    def unknown(self, text: str) -> list[str]:
+        """Return the characters of `text` that the alphabet does not have, each once, in their order."""
+        return [piece for piece in dict.fromkeys(_pieces(text)) if piece not in self._ids]
 
     def decode(
         self,
@@ -89,6 +94,31 @@ class CharTokenizer:
     def save_pretrained(self, save_directory: Path) -> None:
         """Write the files of the tokenizer for transformers."""
         char_tokenizer(self._alphabet).save_pretrained(save_directory)
+
+
+def _pieces(text: str) -> Iterable[str]:
+    return text if "<" not in text else re.findall("|".join((*SPECIAL_TOKENS, r"[\s\S]")), text)
+
+
+def check_alphabet(tokenizer: Tokenizer, texts: Iterable[tuple[str, str]]) -> None:
+    """Raise ConfigError where `texts`, each behind its place, have a character that a fresh model's alphabet lacks.
+
+    It would become <unk> silently. Other tokenizers are not looked at.
+    """
+    if not isinstance(tokenizer, CharTokenizer):
+        return
+    found = [(where, text, unknown) for where, text in texts if (unknown := tokenizer.unknown(text))]
+    if not found:
+        return
+    where, text, (first, *_) = found[0]
+    position, lacking = text.index(first), "".join(dict.fromkeys(one for *_, unknown in found for one in unknown))
+    raise ConfigError(
+        f"{where} has a character that is not in the alphabet of the fresh model",
+        got=f"{first!r} (U+{ord(first):04X}) in {text[max(0, position - 30) : position + 30]!r}"
+        + (f"; {len(found)} texts have such characters, in all {lacking!r}" if len(found) > 1 else ""),
+        allowed=f"the alphabet, {tokenizer.alphabet!r}",
+        hint=f"change the text, or model.alphabet = {json.dumps(tokenizer.alphabet + lacking, ensure_ascii=False)}",
+    )
 
 
 def _vocabulary(alphabet: str | None) -> dict[str, int]:

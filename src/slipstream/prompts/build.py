@@ -13,9 +13,11 @@ import numpy as np
 
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
+from slipstream.core.plain import shortened
 from slipstream.core.sections import PromptsConfig, TaskConfig
 from slipstream.core.stage_sections import WarmStartConfig
 from slipstream.core.types import Prompt
+from slipstream.models.tokenizer import check_alphabet
 from slipstream.prompts.dataset import read_rows
 from slipstream.prompts.rows import PromptRow, row_key, split_hash
 from slipstream.prompts.stream import PromptStream
@@ -116,6 +118,7 @@ def build_prompts(
         train, held_out = _from_tasks(settings, tasks, collector, config.seed)
     else:
         train, held_out = _from_dataset(settings, collector, config.seed)
+    collector.encoder.check([*train, *held_out])
     per_task: dict[str, int] = {}
     for prompt in train:
         per_task[prompt.task] = per_task.get(prompt.task, 0) + 1
@@ -163,13 +166,16 @@ def _streamed(settings: PromptsConfig, collector: _Collector, seed: int) -> Prom
             break
     _check_num_eval(settings, settings.eval_dataset or source, len(held_out), collector)
     held_out = held_out[: settings.num_eval]
+    encoder.check(held_out)
     keys |= {_prompt_key(prompt) for prompt in held_out}
 
     def batches() -> Iterator[list[Prompt]]:
         for rows in _batched(read_rows(source, settings, template=template), _STREAMED):
             shorter = [encoder.shortened(row) for row in rows]
             given = [row for row in shorter if not is_held_out(row_key(row.text, row.messages))]
-            yield [prompt for prompt in encoder.encode(given) if encoder.fits(prompt)]
+            fitting = [prompt for prompt in encoder.encode(given) if encoder.fits(prompt)]
+            encoder.check(fitting)
+            yield fitting
 
     train, most = StreamedPrompts(batches, seed, settings.shuffle_buffer), settings.max_prompt_tokens or 0
     counts = (collector.num_candidates, collector.num_duplicates, collector.num_too_long)
@@ -216,12 +222,14 @@ def demonstrations(
         raise ConfigError("a warm start needs at least one kind of demonstration", hint="see warm_start.demonstrations")
     bounds = list(accumulate(kind.weight for kind in config.demonstrations))
     chosen = prompts[: config.num_demonstrations]
-    texts = []
+    texts, places = [], []
     for prompt in chosen:
         digest = hashlib.blake2b(f"demonstration:{seed}:{prompt.prompt_id}".encode(), digest_size=7).digest()
         position = int.from_bytes(digest, "little") / 2**56 * bounds[-1]
         kind = min(bisect_right(bounds, position), len(bounds) - 1)
         texts.append(templates[kind].render({"answer": prompt.answer, **prompt.columns}))
+        places.append(f"{templates[kind].field} for the prompt {shortened(repr(prompt.text), 60)}")
+    check_alphabet(tokenizer, zip(places, texts, strict=True))
     eos = [tokenizer.eos_token_id]
     completions = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
     return [

@@ -193,6 +193,13 @@ def row_of(record: Mapping[str, Any], config: PromptsConfig, *, template: Templa
             none="an object with columns",
             hint="see prompts.prompt_column",
         )
+    if "question" in record and config.prompt_column != "question":
+        raise ConfigError(
+            f"{where} has a column 'question' beside '{config.prompt_column}', whose text templates call {{question}}",
+            got=f"the columns {', '.join(record)}",
+            allowed="no other column 'question'",
+            hint='rename it, or set prompts.prompt_column = "question" if it is the prompt',
+        )
     columns = to_json_types(dict(record), where=where)
     prompt = columns.pop(config.prompt_column)
     answer = columns.get(config.answer_column)  # rewards may ask for it under either name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import string
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from slipstream.core.plain import shortened
 from slipstream.core.sections import PromptsConfig
 from slipstream.core.types import Prompt
 from slipstream.models.foreign_text import ChatRenderer
+from slipstream.models.tokenizer import check_alphabet
 from slipstream.prompts.rows import PromptRow, row_key, split_hash
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ class Template:
     """`'{word}>'` over a row's columns: plain names only, `{{` and `}}` for braces."""
 
     def __init__(self, text: str, *, field: str) -> None:
-        self._field, self._text = field, text
+        self.field, self._text = field, text
         try:
             pieces = list(string.Formatter().parse(text))
         except ValueError as error:
@@ -38,19 +39,29 @@ class Template:
         self._pieces = [(literal, name) for literal, name, _, _ in pieces]
 
     @property
+    def literals(self) -> str:
+        """Return the text around the placeholders."""
+        return "".join(literal for literal, _ in self._pieces)
+
+    @property
     def columns(self) -> set[str]:
         return {name for _, name in self._pieces if name is not None}
 
     def render(self, columns: Mapping[str, Any]) -> str:
-        """The text with every placeholder replaced by `str` of its column; ConfigError on an unknown column."""
+        """The text with every placeholder replaced by `str` of its column; ConfigError on an unknown column.
+
+        Where no column is called `prompt`, {prompt} is {question}.
+        """
         parts = []
         for literal, name in self._pieces:
             parts.append(literal)
             if name is None:
                 continue
+            if name == "prompt" and name not in columns and "question" in columns:
+                name = "question"
             if name not in columns:
                 raise ConfigError.unknown(
-                    f"{self._field} names a column that the row does not have",
+                    f"{self.field} names a column that the row does not have",
                     name,
                     sorted(columns),
                     got=name,
@@ -61,11 +72,11 @@ class Template:
 
     def _over_these(self, columns: Mapping[str, Any]) -> str | None:
         """Return what to write in place of a template for other data, such as that of a recipe's own tasks."""
-        names = ("question", "prompt") if self._field == "prompts.template" else ("answer",)
+        names = ("question", "prompt") if self.field == "prompts.template" else ("answer",)
         own = next((name for name in names if name in columns), None)
         if own is None:
             return None
-        return f"write {self._field} = '{{{own}}}': {shortened(repr(self._text), 60)} is a template for other data"
+        return f"write {self.field} = '{{{own}}}': {shortened(repr(self._text), 60)} is a template for other data"
 
 
 class Encoder:
@@ -172,6 +183,11 @@ class Encoder:
 
     def fits(self, prompt: Prompt) -> bool:
         return 0 < len(prompt.tokens) <= (self._config.max_prompt_tokens or len(prompt.tokens))
+
+    def check(self, prompts: Iterable[Prompt]) -> None:
+        """Raise ConfigError for a character that the alphabet of a fresh model does not have."""
+        check_alphabet(self._tokenizer, [(self._template.field, self._template.literals)])
+        check_alphabet(self._tokenizer, (("a prompt", prompt.text) for prompt in prompts))
 
     def _render_chats(self, chats: Sequence[list[dict[str, Any]]]) -> list[str]:
         if self._renderer is None:

@@ -406,6 +406,8 @@ def _build(
         work, prompts = build_work(local, is_resumed=is_resumed, tools=rehearsal.tools)
         if private is not None:
             rehearsal.play([*prompts.train.prompts, *prompts.eval], build_tokenizer(local.model))
+        if private is not None and rehearsal.tools and prompts.eval[0].messages is None:
+            tell(config, given, ["tools: prompts without a chat template do not show them; demonstrations alone may"])
     if config.prompts.max_prompt_tokens is None:
         check_room(_with_longest_prompt(local, prompts.report), remote=given.remote)
     return work, prompts

@@ -149,6 +149,7 @@ def _prompts_of_dataset(config: RunConfig, tokenizer: Tokenizer) -> tuple[list[P
         if len(rows) >= sft.num_demonstrations:
             break
     fitting = [prompt for prompt in encoder.encode(rows) if encoder.fits(prompt)]
+    encoder.check(fitting)
     return fitting, len(rows) - len(fitting)
 
 
