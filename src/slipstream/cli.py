@@ -389,7 +389,7 @@ def serve_command(argv: Sequence[str]) -> int:
     try:
         with serve(model, api_key_env=api_key_env, tell=_say, **options) as served:
             chats = "the model's chat template" if served.template is None else f"the template {served.template!r}"
-            _say(f"serving {served.name} at {served.base_url}, chats by {chats} (Ctrl-C ends it)")
+            _say(f"serving {served.name} at {served.base_url} (chats by {chats}; Ctrl-C ends it)")
             served.wait()
     finally:
         gc.freeze()  # the end of the process would look through all that torch has imported, for seconds
