@@ -195,8 +195,8 @@ def main() -> int:
     code = run(command, f"installing {' '.join(packages)}", lambda heard: f"installed {in_words(heard.installed)}")
     if code and (what := lacking()):
         sys.stderr.write(
-            f"hint: there is no {what} here; pycosat, which reasoning-gym requires, is built from its source. "
-            "On Debian: apt-get install gcc python3-dev\n"
+            f"hint: there is no {what} here, so packages that come as source alone cannot be built, such as pycosat, "
+            "which reasoning-gym requires. On Debian: apt-get install gcc python3-dev\n"
         )
     return code
 

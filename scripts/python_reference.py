@@ -60,15 +60,16 @@ def summary(shown: Any) -> str:
     return re.sub(r"\s+", " ", (inspect.getdoc(shown) or "").partition("\n\n")[0])
 
 
+def entry(name: str, shown: Any) -> str:
+    """Return the section of a name, which says whether it is deprecated."""
+    gone = getattr(shown, "__deprecated__", None)
+    told = f"**Deprecated:** {gone}. {summary(shown)}" if gone else summary(shown)
+    return f"## {name}\n\n```py\n{signature(name, shown)}\n```\n\n{told}\n"
+
+
 def reference() -> str:
     """Return the whole page."""
-    parts = [HEAD]
-    for name in slipstream.__all__:
-        shown = getattr(slipstream, name)
-        gone = getattr(shown, "__deprecated__", None)
-        told = f"**Deprecated:** {gone}. {summary(shown)}" if gone else summary(shown)
-        parts.append(f"## {name}\n\n```py\n{signature(name, shown)}\n```\n\n{told}\n")
-    return "\n".join(parts)
+    return "\n".join([HEAD, *(entry(name, getattr(slipstream, name)) for name in slipstream.__all__)])
 
 
 if __name__ == "__main__":

@@ -151,7 +151,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 81_620
+MAX_LINES = 81_630
 MAX_LINES_OF_SPINE = 1_600
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -169,10 +169,10 @@ MAX_LINES_OF_FOLDER = {
     "core": 10_600,
     "environments": 8_070,
     "evals": 2_635,
-    "generator": 8_475,
+    "generator": 8_480,
     "jail": 1_060,
     "jobs": 510,
-    "models": 7_320,
+    "models": 7_325,
     "observe": 9_770,
     "plan": 6_290,
     "prompts": 1_295,

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 from shown import DOCUMENTS, ROOT, Block, anchors, blocks, command_blocks, files_of, links, remarks
+from typing_extensions import deprecated
 
 import slipstream
 from slipstream import cli
@@ -317,3 +318,14 @@ def test_the_recipe_sets_what_the_details_say() -> None:
         for path, text in settings:
             assert value_at(recipe, path) == written(text), f"detail {number}: {path} in stylistic"
     assert count > 40
+
+
+def test_the_python_page_says_what_is_deprecated() -> None:
+    entry = runpy.run_path(str(ROOT / "scripts" / "python_reference.py"))["entry"]
+
+    @deprecated("use `newer`")
+    def older() -> int:
+        """Return a number."""
+        return 1
+
+    assert entry("older", older).endswith("**Deprecated:** use `newer`. Return a number.\n")

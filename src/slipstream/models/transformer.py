@@ -30,16 +30,17 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Attention(Protocol):
-    """Scaled dot-product attention of one layer; decides what each token sees and keeps whatever cache it needs.
-
-    One with a method `route` (layer, chosen experts int64 [N, k]) -> int64 [N, k] records or replaces the experts too.
-    """
+    """Scaled dot-product attention of one layer; decides what each token sees and keeps whatever cache it needs."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [N, H, D], k and v [N, Hkv, D], both rotated already -> [N, H, D]; the scale is D ** -0.5.
 
         Or [M, H, D] of the first M tokens, where nobody needs the others: the layer goes on without them.
         """
+        ...
+
+    def route(self, layer: int, chosen: Tensor) -> Tensor:
+        """Experts that a router chose, int64 [N, k] -> those to go through: recorded ones, or the same, recorded."""
         ...
 
 
@@ -240,8 +241,7 @@ class Layer(nn.Module):
         """Position-wise MLP, or mixture of experts, of normalised x [N, hidden] -> [N, hidden]."""
         x = self.ranks.fork(x)
         if self.config.is_sparse(self.index):
-            route = getattr(attention, "route", None)
-            mixed: Tensor = self.experts(x, None if route is None else partial(route, self.index))
+            mixed: Tensor = self.experts(x, None if attention is None else partial(attention.route, self.index))
             return mixed
         if self.config.gated_mlp:
             gate, up = self.up(x).chunk(2, -1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 from slipstream.core.config import RunConfig
@@ -73,7 +74,11 @@ def interpreter(settings: VLLMConfig, section: str = "generator") -> Path:
 
 def check_imports(settings: VLLMConfig, section: str) -> None:
     """Raise ConfigError for an interpreter that does not find vLLM, which is looked for without being loaded."""
-    python = interpreter(settings, section)
+    _look(interpreter(settings, section), section)
+
+
+@cache  # an error is not kept
+def _look(python: Path, section: str) -> None:
     look = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
     kept = {name: value for name, value in os.environ.items() if name not in FOREIGN_VARIABLES}
     try:
