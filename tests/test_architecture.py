@@ -163,7 +163,7 @@ SPINE = (
     "trainer/step.py",
 )
 MAX_LINES_OF_FOLDER = {
-    "algorithms": 2_280,
+    "algorithms": 2_285,
     "batching": 360,
     "controller": 5_895,
     "core": 10_600,

@@ -82,18 +82,24 @@ def check_logprobs(model: Transformer, precision: str, tolerance: float, *, in_p
     oracle.cos, oracle.signed_sin = model.cos.double(), model.signed_sin.double()
     tokens = torch.from_numpy(text).long()
     positions = torch.arange(len(text) - 1)
-    hidden = oracle(tokens[:-1], positions, _causal)
+    hidden = oracle(tokens[:-1], positions, PlainCausal())
     logits = hidden @ oracle.head.weight.T
     expected = logits.log_softmax(-1).gather(-1, tokens[1:, None])[:, 0].detach().numpy()
     assert np.abs(probe_logprobs(clone, text) - expected).max() < tolerance
 
 
-def _causal(_layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    group = q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
-    hidden = torch.ones(len(q), len(q), dtype=torch.bool).triu(1)
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+class PlainCausal:
+    """Attention of one text by its formula, with the experts that routers choose."""
+
+    def __call__(self, _layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        group = q.shape[1] // k.shape[1]
+        k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
+        hidden = torch.ones(len(q), len(q), dtype=torch.bool).triu(1)
+        return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+
+    def route(self, _layer: int, chosen: torch.Tensor) -> torch.Tensor:
+        return chosen
 
 
 @pytest.mark.parametrize("new_model", [random_model, random_mixture])

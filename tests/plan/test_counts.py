@@ -93,6 +93,16 @@ def test_kv_bytes_are_those_of_a_page(world: int, precision: Precision, dtype: t
     assert Counts(LLAMA, world).kv_bytes(precision) * 16 == page
 
 
+class AttentionWithoutProducts:
+    """Its operations are not counted: what comes out are the queries."""
+
+    def __call__(self, _layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return q
+
+    def route(self, _layer: int, chosen: torch.Tensor) -> torch.Tensor:
+        return chosen
+
+
 @pytest.mark.parametrize("case", CONFIGS)
 def test_operations_of_the_products_are_twice_their_weights(case: str) -> None:
     """Counted by torch in a forward pass whose attention computes nothing."""
@@ -100,7 +110,7 @@ def test_operations_of_the_products_are_twice_their_weights(case: str) -> None:
     counts, model = Counts(config), share(config, 1).to("meta")
     ids = torch.zeros(tokens, dtype=torch.long, device="meta")
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model.logits(model(ids, ids, lambda layer, q, k, v: q))
+        model.logits(model(ids, ids, AttentionWithoutProducts()))
     assert counter.get_total_flops() == 2 * tokens * (config.num_layers * counts.layer_matrix + counts.head_matrix)
 
 
@@ -141,7 +151,7 @@ def test_operations_of_a_mixture_are_those_of_the_experts_that_a_token_has() -> 
         torch.nn.init.normal_(parameter, std=0.1)
     ids = torch.zeros(tokens, dtype=torch.long)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(ids, ids, lambda layer, q, k, v: q)
+        model(ids, ids, AttentionWithoutProducts())
     assert counter.get_total_flops() == 2 * tokens * config.num_layers * counts.active_matrix
 
 

@@ -124,14 +124,19 @@ def probe_logprobs(model: Decoder, tokens: np.ndarray) -> np.ndarray:
     device = next(iter(model.parameters())).device
     sequence = torch.as_tensor(tokens, dtype=torch.int64, device=device)
     positions = torch.arange(len(sequence) - 1, device=device)
-    hidden = model(sequence[:-1], positions, _single_sequence_attention)
+    hidden = model(sequence[:-1], positions, _OneSequence())
     logprobs: np.ndarray = token_logprobs(model.logits(hidden), sequence[1:]).cpu().numpy()
     return logprobs
 
 
-def _single_sequence_attention(_layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention over all rows: q [T, H, D], k and v [T, Hkv, D] -> [T, H, D]."""
-    queries, keys, values = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-    is_grouped = q.shape[1] != k.shape[1]
-    mixed = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=is_grouped)
-    return mixed.squeeze(0).transpose(0, 1)
+class _OneSequence:
+    """Causal attention over all rows: q [T, H, D], k and v [T, Hkv, D] -> [T, H, D]; experts as routers choose."""
+
+    def __call__(self, _layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        queries, keys, values = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+        is_grouped = q.shape[1] != k.shape[1]
+        mixed = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=is_grouped)
+        return mixed.squeeze(0).transpose(0, 1)
+
+    def route(self, _layer: int, chosen: Tensor) -> Tensor:
+        return chosen
