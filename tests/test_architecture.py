@@ -151,7 +151,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 81_630
+MAX_LINES = 81_660
 MAX_LINES_OF_SPINE = 1_600
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -173,7 +173,7 @@ MAX_LINES_OF_FOLDER = {
     "jail": 1_060,
     "jobs": 510,
     "models": 7_325,
-    "observe": 9_770,
+    "observe": 9_765,
     "plan": 6_290,
     "prompts": 1_295,
     "rewards": 3_860,

@@ -171,8 +171,24 @@ def test_help_shows_the_recipes_values(capsys: pytest.CaptureFixture[str]) -> No
     assert run_cli("run", "tiny", "--help") == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "Training steps. (default: 3)" in shown
+    assert "--trainer." not in shown
+    assert "trainer The training step." in shown
+    assert run_cli("run", "tiny", "--help", "trainer", "kl") == 0
+    shown = " ".join(capsys.readouterr().out.split())
     assert "--trainer.optimizer.lr FLOAT" in shown
     assert "Peak learning rate. (default: 0.0001)" in shown
+    assert "--kl.coef FLOAT" in shown
+    assert "--steps INT" not in shown
+    assert "--loss." not in shown
+
+
+@pytest.mark.usefixtures("recipe")
+def test_help_of_all_has_every_field_with_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli("eval", "--help", "all") == 0
+    shown = capsys.readouterr().out
+    assert {f"--{name}" for name in ("steps", "loss.name", "trainer.optimizer.lr", "judge.max-concurrency")} <= set(
+        shown.replace("│", " ").split()
+    )
 
 
 @pytest.mark.usefixtures("recipe")

@@ -59,8 +59,9 @@ def parse(
 ) -> Options:
     """Return the `options` in `argv`; `command` has their description, and is named after the subcommand.
 
-    Of a class `WithFields`, --help prints the values of `shown(argv)`, and `only` these fields have flags. Raises
-    ConfigError for flags that are not there and values that cannot be read, SystemExit (0) for --help.
+    Of a class `WithFields`, --help prints the values of `shown(argv)`, and `only` these fields have flags; of all
+    it lists those of no section, or those of the sections that are named behind it. Raises ConfigError for flags that
+    are not there and values that cannot be read, SystemExit (0) for --help.
     """
     of_class: Any = options
     own = {field.name: field for field in dataclasses.fields(of_class) if field.name != "overrides"}
@@ -70,6 +71,9 @@ def parse(
         known = set(_flag_fields(RunConfig)) if only is None else set(only)
     if not is_help:
         _check_flags(argv, [name for name, field in own.items() if not field.metadata["is_positional"]], known)
+    elif known and only is None:
+        argv, known = _of_sections(argv, known)
+    is_short = is_help and only is None and bool(known) and not any("." in field for field in known)
     kinds = get_type_hints(options)
     fields: list[Any] = [(name, _annotated(kinds[name], field), field) for name, field in own.items()]
     if known:
@@ -78,8 +82,9 @@ def parse(
         fields.append(("overrides", annotated[flags, tyro.conf.arg(name="")], dataclasses.field(default_factory=dict)))
     wanted = dataclasses.make_dataclass(options.__name__, fields, kw_only=True)
     prog = f"slipstream {command.__name__.removesuffix('_command').replace('_', '-')}"
+    described = f"{command.__doc__}\n\n{_list_of_sections()}" if is_short else command.__doc__
     with contextlib.nullcontext() if is_help else _in_our_words(prog):
-        found: Any = tyro.cli(wanted, args=list(argv), prog=prog, description=command.__doc__, registry=_strict())
+        found: Any = tyro.cli(wanted, args=list(argv), prog=prog, description=described, registry=_strict())
     values = vars(found)
     for name, value in values.items():
         for path in value if isinstance(value, tuple) else (value,):
@@ -88,6 +93,27 @@ def parse(
     if known:
         values["overrides"] = as_overrides(values["overrides"])
     return options(**values)
+
+
+def _of_sections(argv: Sequence[str], known: set[str]) -> tuple[list[str], set[str]]:
+    """Return `argv` without the sections that are named behind --help, and the fields in `known` that it lists."""
+    begin = min(index for index, word in enumerate(argv) if word in ("-h", "--help")) + 1
+    sections = {field.partition(".")[0] for field in known if "." in field} | {"all"}
+    asked = {word for word in argv[begin:] if word in sections}
+    rest = [*argv[:begin], *(word for word in argv[begin:] if word not in asked)]
+    if "all" in asked:
+        return rest, known
+    return rest, {field for field in known if (field.partition(".")[0] in asked if asked else "." not in field)}
+
+
+def _list_of_sections() -> str:
+    """Return what follows a help that lists the fields of no section."""
+    sections = {name: info for name, info in RunConfig.model_fields.items() if _is_section(info.annotation)}
+    width = max(map(len, sections))
+    lines = [f"  {name:{width}}  {(info.description or '').partition('. ')[0]}" for name, info in sections.items()]
+    return "\n".join(
+        ["Fields of sections are flags, too. `--help SECTION` lists them, `--help all` lists all:", *lines]
+    )
 
 
 _METAVARS = {int: "INT", float: "FLOAT", Path: "PATH", str: "NAME"}

@@ -3,6 +3,7 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 from synthetic_run import make_summary
 
@@ -94,6 +95,14 @@ def test_plain_output_is_a_line_now_and_then_without_escape_codes():
     assert any("accuracy, greedy" in line and "0.412" in line and "0.934" in line for line in lines)
     assert not any("reward, greedy" in line for line in lines)  # a summary from before there was one
     assert any(line.startswith("report") and "runs/q/report.html" in line for line in lines)
+
+
+def test_a_run_without_a_verdict_has_no_heading_for_one():
+    display, _, out = make_display(is_terminal=False)
+    summary = make_summary()
+    assert summary.balance is not None
+    display.finish(msgspec.structs.replace(summary, balance=msgspec.structs.replace(summary.balance, verdict="")), {})
+    assert "while steps were trained" not in out.getvalue()
 
 
 def test_episodes_are_shown_as_who_said_what_and_steer_nothing():

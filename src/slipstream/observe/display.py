@@ -207,7 +207,7 @@ class Display:
             failed = plural(summary.prompts.failed_completions, "completion")
             told = "could not be scored, and counted with rewards.failure_reward: see `failure` in rollouts.jsonl"
             self._say(f"{failed} {told}")
-        if summary.balance is not None:
+        if summary.balance is not None and summary.balance.verdict:
             self._say("while steps were trained, without start and end:")
             self._say(summary.balance.verdict)
         for name, path in files.items():
@@ -258,8 +258,7 @@ class Display:
         self._live.update(self._picture(), refresh=True)
 
     def _say(self, line: str) -> None:
-        if line:  # there may be no verdict
-            self._print(Text(self._encodable(line)))
+        self._print(Text(self._encodable(line)))
 
     def _print(self, renderable: RenderableType) -> None:
         self._console.print(renderable, soft_wrap=isinstance(renderable, Text), highlight=False)
