@@ -68,6 +68,15 @@ def test_flags_override_the_recipe(calls: list[Any], tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("recipe")
+@pytest.mark.parametrize("value", ["true", "false"])
+def test_a_switch_may_have_its_value_behind_it(calls: list[Any], value: str) -> None:
+    argv = f"run tiny --prompts.chat {value.title()} --health.alarms={value} --steps 7"
+    assert run_cli(*argv.split()) == 0
+    config = calls[0][0]
+    assert (config.prompts.chat, config.health.alarms, config.steps) == (value == "true", value == "true", 7)
+
+
+@pytest.mark.usefixtures("recipe")
 def test_presets_and_lists(calls: list[Any]) -> None:
     argv = "run tiny --preset bounded --max_staleness 4 --generator.segment-tokens 8 --generator.stop-token-ids 5 6"
     assert run_cli(*argv.split(), *["--trainer.optimizer.betas", "0.8", "0.9"]) == 0

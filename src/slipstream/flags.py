@@ -71,6 +71,7 @@ def parse(
         known = set(_flag_fields(RunConfig)) if only is None else set(only)
     if not is_help:
         _check_flags(argv, [name for name, field in own.items() if not field.metadata["is_positional"]], known)
+        argv = _with_switches(argv, known)
     elif known and only is None:
         argv, known = _of_sections(argv, known)
     is_short = is_help and only is None and bool(known) and not any("." in field for field in known)
@@ -203,6 +204,30 @@ def _positive(field: str) -> str:
 def _given(argv: Sequence[str]) -> set[str]:
     """Return the fields that `argv` has flags for: a parser of all of them takes a quarter of a second to make."""
     return {_positive(_field_of(word)) for word in argv if word.startswith("--")}
+
+
+def _with_switches(argv: Sequence[str], known: Collection[str]) -> list[str]:
+    """Return `argv` with '--kl.corrected' for '--kl.corrected true', and '--kl.no-corrected' for '... false'."""
+    words: list[str] = []
+    for word in argv:
+        flag, is_joined, value = word.partition("=")
+        if not is_joined:
+            flag, value = next(reversed(words), ""), word
+        if value.lower() in ("true", "false") and (field := _field_of(flag)) in known and _is_switch(field):
+            section, dot, name = flag.removeprefix("--").rpartition(".")
+            words[len(words) - (not is_joined) :] = [flag if value.lower() == "true" else f"--{section}{dot}no-{name}"]
+        else:
+            words.append(word)
+    return words
+
+
+def _is_switch(field: str) -> bool:
+    model: type[BaseModel] = RunConfig
+    *sections, name = field.split(".")
+    for section in sections:
+        kind: Any = model.model_fields[section].annotation
+        model = kind
+    return model.model_fields[name].annotation is bool
 
 
 def _check_flags(argv: Sequence[str], own: Collection[str], known: Collection[str]) -> None:
