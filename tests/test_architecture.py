@@ -151,7 +151,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 81_680
+MAX_LINES = 81_690
 MAX_LINES_OF_SPINE = 1_600
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -177,7 +177,7 @@ MAX_LINES_OF_FOLDER = {
     "plan": 6_290,
     "prompts": 1_295,
     "rewards": 3_860,
-    "stages": 2_675,
+    "stages": 2_685,
     "trainer": 5_240,
     "weight_sync": 3_475,
 }

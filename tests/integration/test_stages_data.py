@@ -229,6 +229,13 @@ def test_pairs_of_texts_make_a_reward_model(tmp_path: Path) -> None:
     write(tmp_path / "pairs.jsonl", [{"prompt": "a", "chosen": "b"}])
     with pytest.raises(ConfigError, match="line 1 is no preference"):
         slipstream.run(tables, out=tmp_path / "torn", display=False)
+    write(tmp_path / "pairs.jsonl", [*rows, {"prompt": "a", "chosen": "b", "rejected": "caf\u00e9"}])
+    with pytest.raises(ConfigError, match=r"a completion of .* not in the alphabet") as refused:
+        slipstream.run(tables, out=tmp_path / "unknown", display=False)
+    assert "U+00E9" in str(refused.value)
+    write(tmp_path / "pairs.jsonl", [*rows, {"prompt": "a", "chosen": "b", "rejected": "c", "question": "d"}])
+    with pytest.raises(ConfigError, match="a column 'question' beside 'prompt'"):
+        slipstream.run(tables, out=tmp_path / "two", display=False)
 
 
 def test_preferences_in_tokens_of_another_tokenizer_are_refused(tmp_path: Path) -> None:

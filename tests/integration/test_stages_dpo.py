@@ -18,7 +18,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.sections import ModelConfig
 from slipstream.models.hf import save_model
 from slipstream.models.initialise import new_model
-from slipstream.models.tokenizer import char_tokenizer
+from slipstream.models.tokenizer import CharTokenizer, char_tokenizer
 from slipstream.stages.named import resolve
 from slipstream.stages.preference_data import read_pairs
 
@@ -287,6 +287,13 @@ def test_rows_that_are_no_preferences(
     with pytest.raises(ConfigError, match=message):
         slipstream.run(tables, out=tmp_path / "run", display=False)
     assert not (tmp_path / "run" / "dpo").exists()
+
+
+@pytest.mark.parametrize("name", ["prompt", "chosen", "rejected"])
+def test_a_character_that_a_fresh_model_lacks(name: str, policy: Path, tmp_path: Path) -> None:
+    tables = tables_of(policy, tmp_path / "rows.jsonl", [PLAIN, PLAIN | {name: "caf\u00e9"}])
+    with pytest.raises(ConfigError, match="not in the alphabet of the fresh model"):
+        read_pairs(resolve(tables), tmp_path, CharTokenizer(), max_positions=64)
 
 
 @pytest.mark.parametrize(

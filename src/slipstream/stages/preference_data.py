@@ -15,7 +15,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.jsonl import read_jsonl
 from slipstream.core.recipes import stage_dir
 from slipstream.models.build import max_positions
-from slipstream.models.tokenizer import Tokenizer
+from slipstream.models.tokenizer import Tokenizer, check_alphabet
 from slipstream.prompts import prompts_that_fit
 from slipstream.prompts.dataset import read_records, row_of
 from slipstream.prompts.rows import PromptRow
@@ -179,9 +179,12 @@ def _from_dataset(config: RunConfig, source: str, tokenizer: Tokenizer) -> tuple
         ratings.append(float(record["label"]) if is_single else None)
     ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     flat = [text for answers in texts for text in answers]
+    check_alphabet(tokenizer, ((f"a completion of '{source}'", text) for text in flat))
     ids = iter(tokenizer(flat, add_special_tokens=False)["input_ids"] if flat else [])
     found, num_too_long = [], 0
-    for prompt, answers, rating in zip(encoder.encode(rows), texts, ratings, strict=True):
+    prompts = encoder.encode(rows)
+    encoder.check(prompts)
+    for prompt, answers, rating in zip(prompts, texts, ratings, strict=True):
         candidates = [np.asarray(next(ids) + ends, dtype=np.int32) for _ in answers]
         if encoder.fits(prompt):
             cut = tuple(scored_tokens(tokens, config.rewards) for tokens in candidates)

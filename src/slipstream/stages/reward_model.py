@@ -20,9 +20,9 @@ from slipstream.core.recipes import stage_dir
 from slipstream.models.build import build_policy
 from slipstream.models.scalar import load_scalar_model, new_scalar_model, save_scalar_model
 from slipstream.models.scoring import Sample, score
-from slipstream.models.tokenizer import Tokenizer
+from slipstream.models.tokenizer import Tokenizer, check_alphabet
 from slipstream.prompts import build_prompts, prompts_that_fit
-from slipstream.prompts.dataset import read_records
+from slipstream.prompts.dataset import read_records, row_of
 from slipstream.prompts.rows import PromptRow
 from slipstream.prompts.template import Encoder, Template
 from slipstream.stages.completions import (
@@ -126,32 +126,38 @@ def _from_dataset(
     source = config.reward_model.preferences
     assert source is not None
     template = Template(config.prompts.template, field="prompts.template")
-    encoder = Encoder(prompts_that_fit(config), tokenizer)
+    reading = prompts_that_fit(config).model_copy(update={"prompt_column": "prompt", "between_periods": False})
+    encoder = Encoder(reading, tokenizer)
     is_rated = config.reward_model.candidates == 1
-    texts = ("completion",) if is_rated else ("chosen", "rejected")
+    names = ("completion",) if is_rated else ("chosen", "rejected")
     rows: list[PromptRow] = []
     labels: list[tuple[list[str], float | None]] = []
     for where, record in read_records(source, None, config.prompts.dataset_split):
-        is_text = all(isinstance(record.get(name), str) for name in ("prompt", *texts))
+        is_text = all(isinstance(record.get(name), str) for name in ("prompt", *names))
         rating = record.get("rating") if is_rated else None
         if not is_text or (is_rated and (isinstance(rating, bool) or not isinstance(rating, int | float))):
             raise ConfigError(
                 f"{where} is no {'rating' if is_rated else 'preference'}",
                 got=", ".join(record),
-                allowed=f"texts in the columns prompt, {', '.join(texts)}"
+                allowed=f"texts in the columns prompt, {', '.join(names)}"
                 + (", and a number in rating" if is_rated else ""),
             )
-        rows.append(PromptRow(text=template.render({**record, "question": record["prompt"]}), task="dataset"))
-        labels.append(([record[name] for name in texts], rating))
+        row = row_of(record, reading, template=template, where=where)
+        assert row is not None, "between_periods is off"
+        rows.append(row)
+        labels.append(([record[name] for name in names], rating))
     ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
     def tokens(text: str) -> np.ndarray:
         ids = tokenizer.encode(text, add_special_tokens=False) + ends
         return scored_tokens(np.asarray(ids, dtype=np.int32), config.rewards)
 
+    prompts = encoder.encode(rows)
+    encoder.check(prompts)
+    check_alphabet(tokenizer, ((f"a completion of '{source}'", text) for texts, _ in labels for text in texts))
     found = [
         Preference(prompt.tokens, tuple(map(tokens, candidates)), best=0, rating=rating)
-        for prompt, (candidates, rating) in zip(encoder.encode(rows), labels, strict=True)
+        for prompt, (candidates, rating) in zip(prompts, labels, strict=True)
         if encoder.fits(prompt)
     ]
     decided = [one for one in found if is_rated or not np.array_equal(one.candidates[0], one.candidates[1])]
