@@ -12,7 +12,7 @@ INSTALL := $(PYTHON) scripts/install.py .venv -c constraints.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help venv quickstart test test-slow test-promises fuzz test-chaos test-cluster check bench gpu bench-engine vllm-env \
-    verifiers-env test-vllm experiments experiments-all release docs
+    verifiers-env test-vllm experiments experiments-all figures release docs
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -63,6 +63,9 @@ check: .venv/dev ## lint, format and types
 
 docs: .venv/docs ## build the pages as a site in site/, and follow its links
 	$(BIN)/python scripts/build_site.py $(ARGS)
+
+figures: .venv/dev ## train what the pictures of the pages show, and draw them anew, with a Chromium: a quarter of an hour
+	$(BIN)/python scripts/screenshots.py $(ARGS)
 
 bench: .venv/run $(TRL)/installed ## compare a training step with TRL's, side by side
 	$(BIN)/python benchmarks/end_to_end.py $(ARGS)

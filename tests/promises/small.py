@@ -163,6 +163,7 @@ NEEDS = {
         "TRL: `make .venv-trl/installed`", (ROOT / ".venv-trl" / "installed").exists
     ),
     r"record_trl_gae\.py": Needs("TRL 0.11, in an environment of its own"),
+    r"^make figures": Needs("a quarter of an hour", instead="python scripts/screenshots.py --help"),
     r"screenshots\.py": Needs("Chromium", lambda: bool(shutil.which("chromium") or shutil.which("google-chrome"))),
     r"--nnodes|--group (?:controller .*--remote|reward_models|reference|controller --resume)": Needs(
         "other groups beside it: `tests/integration/test_launch_scoring.py`, `make test-cluster`",
