@@ -1,4 +1,4 @@
-"""Job files: run in a shell whose `sbatch`, `srun` and `kubectl` are stand-ins that note what they are asked for.
+"""Job files: run in a shell whose `sbatch`, `kubectl`, `sky` and others are stand-ins that note what they are asked.
 
 Command lines are read by the command's own parser. What the scripts do under a real SLURM is told in docs/cluster.md.
 """
@@ -33,6 +33,7 @@ from slipstream.core.recipes import resolve
 from slipstream.flags import parse
 from slipstream.jobs.kubernetes import kubernetes_files
 from slipstream.jobs.machines import CONTROLLER_RESTARTS, CPUS_PER_RANK, GROUP_RESTARTS, Machines, machines
+from slipstream.jobs.skypilot import skypilot_files
 from slipstream.jobs.slurm import slurm_files
 
 GPUS: dict[str, Any] = {
@@ -44,6 +45,7 @@ SCORING: dict[str, Any] = GPUS | {
     "kl": {"coef": 0.1, "executor": "own", "ranks": 2, "device": "cuda"},
 }
 """The reward models fill two machines of eight GPUs, the reference a part of one."""
+KINDS = ("slurm", "kubernetes", "skypilot")
 WIDE: dict[str, Any] = {"generator": {"replicas": 2, "tensor_parallel": 4}}
 
 # A stand-in notes its call (program, arguments, some of its environment) and then does what its lines say.
@@ -77,6 +79,7 @@ BODIES = {
         "if 'get' in args and 'jobs' in args: print(env.get('ACTIVE', ''), end='')\n"
         "sys.exit('get' in args and args[args.index('get') + 1] in env.get('MISSING', '').split())"
     ),
+    "sky": "print('run-a  RUNNING' if 'queue' in args and env.get('ACTIVE') else '')",
     "scontrol": "",
     "scancel": "",
 }
@@ -159,12 +162,20 @@ def pod_of(job: dict[str, Any]) -> dict[str, Any]:
 def run_files(kind: str, overrides: dict[str, Any], **options: Any) -> dict[str, str]:
     if kind == "slurm":
         return slurm_files(config(overrides), Path("/shared/a b"), working_dir=Path("/home/me"), **options)
+    if kind == "skypilot":
+        return skypilot_files(config(overrides), "run-a", image="r/s:1", accelerator="H100", **options)
     return kubernetes_files(config(overrides), "run-a", image="registry/slipstream:1", namespace="team", **options)
+
+
+def tasks(files: dict[str, str]) -> dict[str, Any]:
+    """Return the tasks of a job group by name."""
+    _, *found = yaml.safe_load_all(files["run.yaml"])
+    return {task["name"]: task for task in found}
 
 
 def controller_remote(kind: str, files: dict[str, str]) -> frozenset[str]:
     """What the controller's command is told to leave to others, beside trainer and generators."""
-    command = files["controller.sbatch" if kind == "slurm" else "controller.yaml"]
+    [command] = [files[name] for name in ("controller.sbatch", "controller.yaml", "run.yaml") if name in files]
     [names] = re.findall(r"--group controller(?: --remote((?: \w+)+))? --listen", command)
     return frozenset(names.split())
 
@@ -180,6 +191,13 @@ def placed(kind: str, files: dict[str, str]) -> list[tuple[str, int]]:
                 replicas = asked.get("array", "").removeprefix("0-")
                 groups = [group] if not replicas else [f"{group}-{n}" for n in range(int(replicas) + 1)]
                 found += [(each, rank) for each in groups for rank in range(int(asked["nodes"]) * int(ranks))]
+        return found
+    if kind == "skypilot":
+        for task in tasks(files).values():
+            if task["name"] != "controller":
+                [(group, threads)] = re.findall(r"--group (\S+) .* --threads (\d+)", task["run"])
+                ranks = int(task["resources"]["cpus"].removesuffix("+")) // int(threads)
+                found += [(group, rank) for rank in range(task["num_nodes"] * ranks)]
         return found
     for (what, _), each in manifests(files).items():
         [container] = pod_of(each)["containers"] if what == "Job" else [{"command": ["sh"]}]
@@ -297,7 +315,7 @@ def test_a_stage_that_scores_on_a_gpu_does_so_on_the_controllers_machine() -> No
         assert sbatch_options(run_files("slurm", overrides)["controller.sbatch"]).get("gres") == gpus, overrides
 
 
-@pytest.mark.parametrize("kind", ["slurm", "kubernetes"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_what_does_not_fit_beside_the_controller_is_told_where_it_would(kind: str, device: str) -> None:
     overrides = SCORING | {"rewards": SCORING["rewards"] | {"device": device}}
@@ -306,7 +324,7 @@ def test_what_does_not_fit_beside_the_controller_is_told_where_it_would(kind: st
     run_files(kind, overrides, remote=["reference", "reward_models"])
 
 
-@pytest.mark.parametrize("kind", ["slurm", "kubernetes"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["reward_models", "reference", "rewards", "controller", "generator-0", "x; y"])
 def test_a_group_that_the_run_does_not_have_gets_no_job(kind: str, name: str) -> None:
     with pytest.raises(ConfigError, match="no such group could join this run"):
@@ -315,7 +333,7 @@ def test_a_group_that_the_run_does_not_have_gets_no_job(kind: str, name: str) ->
 
 @settings(max_examples=40, deadline=None)
 @given(
-    kind=st.sampled_from(["slurm", "kubernetes"]),
+    kind=st.sampled_from(KINDS),
     trainer=st.sampled_from([(1, 1), (12, 4)]),
     generator=st.sampled_from([(1, 1), (3, 2)]),
     reward_models=st.tuples(st.integers(0, 20), st.sampled_from(["cpu", "cuda"])),
@@ -390,7 +408,7 @@ def test_a_numbered_gpu_is_refused() -> None:
 # What holds for all files
 
 
-@pytest.mark.parametrize("kind", ["slurm", "kubernetes"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("overrides", [{}, GPUS, WIDE, SCORING], ids=["cpu", "gpus", "wide", "scoring"])
 def test_files_are_well_formed_and_hold_no_key(kind: str, overrides: dict[str, Any], monkeypatch: Any) -> None:
     key = RunKeys.new().as_environment()
@@ -407,10 +425,10 @@ def test_files_are_well_formed_and_hold_no_key(kind: str, overrides: dict[str, A
             assert checked.returncode == 0, checked.stderr
 
 
-@pytest.mark.parametrize("kind", ["slurm", "kubernetes"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_recipe_is_the_whole_configuration(kind: str) -> None:
     files = run_files(kind, GPUS)
-    text = files["recipe.toml"] if kind == "slurm" else manifests(files)["ConfigMap", "run-a"]["data"]["recipe.toml"]
+    text = files.get("recipe.toml") or manifests(files)["ConfigMap", "run-a"]["data"]["recipe.toml"]
     assert resolve(tomllib.loads(text)) == config(GPUS)
 
 
@@ -744,10 +762,101 @@ def test_an_image_is_needed(image: str | None) -> None:
         kubernetes_files(config(), "run", image=image)
 
 
+# SkyPilot
+
+
+@pytest.mark.parametrize("overrides", [{}, GPUS, SCORING], ids=["cpu", "gpus", "scoring"])
+def test_tasks_find_each_other_by_the_names_of_their_group(overrides: dict[str, Any], cluster: Cluster) -> None:
+    files = run_files("skypilot", overrides)
+    header = next(yaml.safe_load_all(files["run.yaml"]))
+    assert (header["name"], header["execution"], header["primary_tasks"]) == ("run-a", "parallel", ["controller"])
+    commands, expected = [], {}
+    for name, task in tasks(files).items():
+        resources, nodes = task["resources"], task["num_nodes"]
+        assert resources["image_id"] == "docker:r/s:1"
+        assert task["volumes"] == {"/slipstream": "slipstream"}
+        assert task["secrets"] == {"SLIPSTREAM_RUN_KEY": ""}
+        restarts = CONTROLLER_RESTARTS if name == "controller" else GROUP_RESTARTS
+        assert resources["job_recovery"] == {"max_restarts_on_errors": restarts}
+        if name == "controller":
+            continue
+        ranks = {group: number + 1 for group, number in placed("skypilot", {"run.yaml": files["run.yaml"]})}
+        expected[name] = ranks[name.replace("reward-models", "reward_models")] // nodes
+        assert resources.get("accelerators") == (f"H100:{expected[name]}" if overrides else None)
+        ips = "\n".join(f"10.0.0.{index + 1}" for index in range(nodes))
+        for rank in range(nodes):
+            given = {"SKYPILOT_NODE_IPS": ips, "SKYPILOT_NODE_RANK": str(rank), "SKYPILOT_JOBGROUP_NAME": "run-a"}
+            (cluster.root / "script").write_text(task["run"].replace("cd /slipstream\n", ""))
+            assert cluster.run("script", **given) == 0
+            options = parsed(cluster.arguments("slipstream")[-1])
+            commands.append(options)
+            assert options.controller == "controller-0.run-a:29400"
+            assert options.address == f"10.0.0.{rank + 1}"
+            several = (nodes, rank, "10.0.0.1:29500") if nodes > 1 else (None, None, None)
+            assert (options.nnodes, options.node_rank, options.rendezvous) == several
+    scorers = {"reward_models", "reference"} if overrides is SCORING else set()
+    replicas = {f"generator-{replica}" for replica in range(config(overrides).generator.replicas)}
+    assert {options.group for options in commands} == {"trainer"} | replicas | scorers
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_the_controllers_task_goes_on_with_its_run(cluster: Cluster, is_resumed: bool) -> None:
+    controller = tasks(run_files("skypilot", SCORING))["controller"]
+    assert controller["file_mounts"] == {"/tmp/slipstream/recipe.toml": "recipe.toml"}
+    volume = cluster.root / "volume"
+    if is_resumed:
+        (volume / "runs" / "run-a").mkdir(parents=True)
+        (volume / "runs" / "run-a" / "config.toml").write_text("")
+    (volume).mkdir(exist_ok=True)
+    (cluster.root / "script").write_text(
+        controller["run"].replace("/slipstream/runs", f"{volume}/runs").split("\n", 1)[1]
+    )
+    assert cluster.run("script", SKYPILOT_NODE_IPS="10.0.0.7\n10.0.0.8") == 0
+    options = parsed(cluster.arguments("slipstream")[0])
+    run = volume / "runs" / "run-a"
+    assert (options.group, options.listen) == ("controller", "10.0.0.7:29400")
+    assert options.remote == ("reward_models", "reference")
+    expected = (None, None, run) if is_resumed else ("/tmp/slipstream/recipe.toml", run, None)
+    assert (options.recipe, options.out, options.resume) == expected
+
+
+def test_launching_a_job_group_keeps_its_key_out_of_arguments(cluster: Cluster) -> None:
+    cluster.write(run_files("skypilot", GPUS))
+    submit = str(cluster.folder / "submit.sh")
+    assert cluster.run(submit) == 0
+    key = (cluster.folder / "key").read_text()
+    RunKeys.take({"SLIPSTREAM_RUN_KEY": key})
+    assert stat.S_IMODE((cluster.folder / "key").stat().st_mode) == 0o600
+    asked = cluster.calls("sky")
+    assert not any(key in part for arguments, *_ in asked for part in arguments)
+    [(arguments, environment, folder, _)] = [call for call in asked if "launch" in call[0]]
+    assert arguments == ["jobs", "launch", "--yes", "--detach-run", "--secret", "SLIPSTREAM_RUN_KEY", "run.yaml"]
+    assert environment["SLIPSTREAM_RUN_KEY"] == key
+    assert folder == str(cluster.folder)
+    assert cluster.run(submit, ACTIVE="yes") == 1
+    assert (cluster.folder / "key").read_text() == key
+
+
+@pytest.mark.parametrize("name", ["1a", "a-", "a b", "", "a" * 41, "a_b"])
+def test_names_that_skypilot_refuses_are_refused_first(name: str) -> None:
+    with pytest.raises(ConfigError, match="no name that SkyPilot takes"):
+        skypilot_files(config(), name, image="i")
+
+
+def test_skypilot_is_told_which_gpus() -> None:
+    with pytest.raises(ConfigError, match="--accelerator NAME"):
+        skypilot_files(config(GPUS), "a", image="i")
+    for option in ("accelerator", "infra"):
+        with pytest.raises(ConfigError, match=f"--{option} is no name"):
+            skypilot_files(config(), "a", image="i", **{option: "a b"})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="an image is needed"):
+        skypilot_files(config(), "a", image=None)
+
+
 # The command
 
 
-@pytest.mark.parametrize("kind", ["slurm", "kubernetes"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_command_writes_the_files_and_starts_nothing(kind: str, cluster: Cluster, monkeypatch: Any) -> None:
     monkeypatch.chdir(cluster.work)
     monkeypatch.setenv("PATH", f"{cluster.bin}:{os.environ['PATH']}")
@@ -761,6 +870,9 @@ def test_the_command_writes_the_files_and_starts_nothing(kind: str, cluster: Clu
     if kind == "slurm":
         assert resolve(files["recipe.toml"]).trainer.ranks == 2
         assert f"cd '{cluster.work}'" in files["trainer.sbatch"].read_text()
+    elif kind == "skypilot":
+        assert resolve(files["recipe.toml"]).trainer.ranks == 2
+        assert "name: jobs-a\n" in files["run.yaml"].read_text()
     else:
         assert "name: jobs-a-trainer" in files["trainer.yaml"].read_text()
     assert cli.main(argv) == 2, "files that somebody may have changed are not written over"

@@ -178,20 +178,23 @@ class LaunchOptions(RunOptions):
     threads: int | None = flag("Group: compute threads per process. Default: the machine's cores, divided.")
     slurm: Path | None = flag("Folder for the files of SLURM jobs; nothing is started.")
     kubernetes: Path | None = flag("Folder for Kubernetes manifests; nothing is started.")
+    skypilot: Path | None = flag("Folder for a job group of SkyPilot; nothing is started.")
     gpus_per_node: int = flag("Job files: GPUs of a machine.", default=8)
     partition: str | None = flag("SLURM: partition.")
     account: str | None = flag("SLURM: account.")
     time: str = flag("SLURM: time limit.", default="24:00:00")
-    image: str | None = flag("Kubernetes: container image with Slipstream installed.")
+    image: str | None = flag("Kubernetes, SkyPilot: container image with Slipstream installed.")
     namespace: str | None = flag("Kubernetes: namespace. Default: kubectl's present one.")
+    accelerator: str | None = flag("SkyPilot: its name of a machine's GPUs, as H100.")
+    infra: str | None = flag("SkyPilot: where it looks for machines, as kubernetes. Default: anywhere.")
 
 
 def launch_command(argv: Sequence[str]) -> int:
     """Run on several machines: be the controller, be a group that joins it, or write the job files for both."""
     options = parse(LaunchOptions, argv, launch_command, shown=_shown_of_recipe)
-    files = [name for name in ("slurm", "kubernetes") if getattr(options, name) is not None]
+    files = [name for name in ("slurm", "kubernetes", "skypilot") if getattr(options, name) is not None]
     if len(files) + (options.group is not None) != 1:
-        raise ConfigError("launch does one thing", allowed="--group NAME, --slurm DIR or --kubernetes DIR")
+        raise ConfigError("launch does one thing", allowed="--group NAME, or --slurm, --kubernetes or --skypilot DIR")
     if files:
         from slipstream.jobs.files import write_job_files
 

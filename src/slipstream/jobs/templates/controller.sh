@@ -2,6 +2,6 @@ run=/slipstream/runs/@{name}
 if [ -e "$run/config.toml" ]; then
   set -- --resume "$run"
 else
-  set -- /etc/slipstream/recipe.toml --out "$run"
+  set -- @{recipe_file} --out "$run"
 fi
-exec slipstream launch "$@" --group controller@{remote} --listen "$POD_IP:@{port}"
+exec slipstream launch "$@" --group controller@{remote} --listen "@{address}:@{port}"
