@@ -50,7 +50,7 @@ vllm-env: $(VLLM)/installed ## create .venv-vllm with vLLM (docs/vllm.md)
 
 verifiers-env: $(VERIFIERS)/installed ## create .venv-verifiers, for environments by name (docs/environments.md)
 
-test-cluster: .venv/dev ## run on two machines made of network namespaces (Linux, root): ten minutes
+test-cluster: .venv/ray ## run on two machines made of network namespaces (Linux, root): ten minutes
 	$(BIN)/python -m pytest -q -m cluster $(ARGS)
 
 test-vllm: .venv/dev $(VLLM)/installed ## run the tests with a real vLLM: half an hour
@@ -105,6 +105,10 @@ release: .venv/dev ## build sdist and wheel into dist/, check and try them, prin
 .venv/experiments: .venv/pyvenv.cfg pyproject.toml constraints.txt
 	@$(INSTALL) -e '.[experiments]'
 	@touch $@ .venv/run
+
+.venv/ray: .venv/pyvenv.cfg pyproject.toml constraints.txt
+	@$(INSTALL) -e '.[dev,ray]'
+	@touch $@ .venv/run .venv/experiments .venv/dev
 
 .venv/docs: .venv/pyvenv.cfg pyproject.toml constraints.txt
 	@$(INSTALL) -e '.[docs]'

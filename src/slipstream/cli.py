@@ -44,7 +44,7 @@ from slipstream.core.recipes import (
     resumed_config,
 )
 from slipstream.core.run_lock import check_free
-from slipstream.flags import REQUIRED, WithFields, flag, parse
+from slipstream.flags import REQUIRED, WithFields, as_flags, flag, parse
 
 if TYPE_CHECKING:
     from slipstream.launch import Job
@@ -179,7 +179,8 @@ class LaunchOptions(RunOptions):
     slurm: Path | None = flag("Folder for the files of SLURM jobs; nothing is started.")
     kubernetes: Path | None = flag("Folder for Kubernetes manifests; nothing is started.")
     skypilot: Path | None = flag("Folder for a job group of SkyPilot; nothing is started.")
-    gpus_per_node: int = flag("Job files: GPUs of a machine.", default=8)
+    ray: str | None = flag("Address of a Ray cluster that the run goes on: auto, or HOST:PORT.")
+    gpus_per_node: int = flag("Job files, Ray: GPUs of a machine.", default=8)
     partition: str | None = flag("SLURM: partition.")
     account: str | None = flag("SLURM: account.")
     time: str = flag("SLURM: time limit.", default="24:00:00")
@@ -193,13 +194,16 @@ def launch_command(argv: Sequence[str]) -> int:
     """Run on several machines: be the controller, be a group that joins it, or write the job files for both."""
     options = parse(LaunchOptions, argv, launch_command, shown=_shown_of_recipe)
     files = [name for name in ("slurm", "kubernetes", "skypilot") if getattr(options, name) is not None]
-    if len(files) + (options.group is not None) != 1:
-        raise ConfigError("launch does one thing", allowed="--group NAME, or --slurm, --kubernetes or --skypilot DIR")
+    if len(files) + (options.group is not None) + (options.ray is not None) != 1:
+        allowed = "--group NAME, --ray ADDRESS, or --slurm, --kubernetes or --skypilot DIR"
+        raise ConfigError("launch does one thing", allowed=allowed)
     if files:
         from slipstream.jobs.files import write_job_files
 
         _say(write_job_files(_run_config(options), options, files[0]))
         return EXIT_DONE
+    if options.ray is not None:
+        return _exit_code(lambda: _on_ray(_run_config(options), options))
     from slipstream.launch import CONTROLLER_GROUP, cluster_of, join
 
     if options.group == CONTROLLER_GROUP:
@@ -209,6 +213,23 @@ def launch_command(argv: Sequence[str]) -> int:
         return _train(config, options, cluster=cluster)
     join(_job(options))
     return EXIT_DONE
+
+
+def _on_ray(config: RunConfig, options: LaunchOptions) -> int:
+    from slipstream.jobs.on_ray import run_on_ray
+    from slipstream.stages.run_folder import new_run_dir
+
+    assert options.ray is not None, "launch_command asks"
+    out = options.resume or new_run_dir(config.recipe, options.out)
+    return run_on_ray(
+        config,
+        options.ray,
+        out,
+        resumed_with=None if options.resume is None else as_flags(options.overrides),
+        remote=options.remote,
+        gpus_per_node=options.gpus_per_node,
+        say=_say,
+    )
 
 
 def _job(options: LaunchOptions) -> Job:

@@ -173,6 +173,17 @@ def as_overrides(parsed: Mapping[str, Any], model: type[BaseModel] = RunConfig) 
     return tables
 
 
+def as_flags(overrides: Mapping[str, Any], prefix: str = "--") -> list[str]:
+    """Return the flags of overrides that are single values."""
+    return [
+        word
+        for name, value in overrides.items()
+        for word in (
+            as_flags(value, f"{prefix}{name}.") if isinstance(value, Mapping) else [f"{prefix}{name}", str(value)]
+        )
+    ]
+
+
 def _flag_fields(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Yield the dotted paths of all fields that have a flag."""
     for name, info in model.model_fields.items():
