@@ -151,7 +151,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 81_820
+MAX_LINES = 82_180
 MAX_LINES_OF_SPINE = 1_600
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -171,7 +171,7 @@ MAX_LINES_OF_FOLDER = {
     "evals": 2_635,
     "generator": 8_480,
     "jail": 1_060,
-    "jobs": 635,
+    "jobs": 965,
     "models": 7_325,
     "observe": 9_765,
     "plan": 6_290,

@@ -135,7 +135,7 @@ def test_commands_and_flags_exist(document: Path) -> None:
     assert used <= COMMANDS.keys(), f"{document.name} uses {used - COMMANDS.keys()}"
     known = OWN_FLAGS | set(field_paths(RunConfig))
     text = re.sub(
-        r"(?:-m experiments|\bhf (?:download|auth)|\blm_eval|\binspect eval)[^`\n]*", "", SCRIPT_CALL.sub("", text)
+        r"(?:-m experiments|\bray start|\bhf (?:download|auth)|\blm_eval|\binspect eval)[^`\n]*", "", SCRIPT_CALL.sub("", text)
     )
     flags = {flag.replace("-", "_") for flag in re.findall(r"`?--([a-z][a-z._-]*[a-z])", text)} if used else set()
     assert flags <= known, f"{document.name} uses the flags {flags - known}"

@@ -146,7 +146,7 @@ NEEDS = {
     ),
     r"--engine vllm|\.engine vllm": Needs("vLLM: `make test-vllm`", instead="slipstream run --help"),
     r"^make docs|build_site\.py": Needs("a download: `make .venv/docs`", (ROOT / ".venv" / "docs").exists),
-    r"^kubectl|^scancel": Needs("a cluster"),
+    r"^kubectl|^scancel|^ray start|--ray auto": Needs("a cluster"),
     r"^ssh ": Needs("another machine"),
     r"examples/judged\.toml": Needs("a judge beside it: `tests/integration/test_judged_run.py`"),
     r"^wandb|^trackio|^mlflow|^hf ": Needs("a tracker's account"),

@@ -85,6 +85,6 @@ def _for_skypilot(config: RunConfig, options: Any, folder: Path) -> dict[str, st
 
 def _check_place(where: str, options: Any, folder: Path) -> None:
     if (given := options.resume or options.out) is not None:
-        what = f"on {where} a run has its place on the volume"
+        what = f"on {where} a run has its place on the volume claim"
         allowed = f"{VOLUME_DIR}/runs/{folder.name}, which is gone on with where it is a run"
         raise ConfigError(what, got=f"{given}", allowed=allowed, hint="leave --out and --resume away")
