@@ -42,13 +42,17 @@ TARGETS = {
     "gpt_neox": (["query_key_value"], ["dense", "dense_4h_to_h"], "all-linear", ["query_key_value", "lm_head"]),
     "gpt2": (["c_attn"], ["c_proj"], ["c_attn", "c_proj", "c_fc"], ["c_attn", "lm_head"]),
 }
+EMBEDDINGS = {"gpt_neox": "embed_in", "gpt2": "wte"}
+"""Of the others `embed_tokens`."""
 CONFIG = ModelConfig(hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2, num_kv_heads=1, max_positions=32)
 
 
 def targets_of(case: str):
-    if "moe" in case or case == "mixtral":
-        return TARGETS["experts"]
-    return TARGETS["gpt_neox" if "neox" in case else "gpt2" if "gpt2" in case else "llama"]
+    """Targets of five adapters; of the last ones the embedding is one, tied or not, in one of them beside the head."""
+    kind = "gpt_neox" if "neox" in case else "gpt2" if "gpt2" in case else "llama"
+    kind = "experts" if "moe" in case or case == "mixtral" else kind
+    own, embedding = TARGETS[kind], EMBEDDINGS.get(kind, "embed_tokens")
+    return *own, [embedding, own[0][0]], [embedding, "lm_head"]
 
 
 def wrapped(case: str, targets, **fields):
@@ -107,7 +111,7 @@ def in_float64():
     torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize("index", range(4))
+@pytest.mark.parametrize("index", range(6))
 @pytest.mark.parametrize("case", CASES)
 def test_losses_and_gradients_are_peft_s_in_float64(case, index, checkpoint, tmp_path, request):
     theirs = wrapped(case, targets_of(case)[index], use_rslora=index == 1)
@@ -136,7 +140,16 @@ def test_losses_and_gradients_are_peft_s_in_float32(case, checkpoint, tmp_path):
         torch.testing.assert_close(got, grad, atol=1e-6, rtol=1e-3, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("targets", [[], ["lm_head"], ["down_proj", "c_proj", "dense"]])
+@pytest.mark.parametrize(
+    "targets",
+    [
+        [],
+        ["lm_head"],
+        ["down_proj", "c_proj", "dense"],
+        ["embed_tokens", "embed_in", "wte"],
+        ["embed_tokens", "embed_in", "wte", "lm_head"],
+    ],
+)
 @pytest.mark.parametrize("case", ["llama_tied", "qwen2", "qwen3", "qwen3_moe", "gpt_neox", "gpt2", "gpt2_untied"])
 def test_peft_reads_what_is_written_here_and_a_merged_model_is_the_same(case, targets, checkpoint, tmp_path):
     _, folder = checkpoint(case)
@@ -145,7 +158,7 @@ def test_peft_reads_what_is_written_here_and_a_merged_model_is_the_same(case, ta
     ours = with_adapters(load_model(folder), lora, seed=0)
     with torch.no_grad():
         for name, parameter in ours.named_parameters():
-            if name.endswith(".b"):
+            if name.endswith((".b", "embedding.adapter.a")):
                 parameter.copy_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)))
     save_adapter(ours, tmp_path / "adapter", base=folder, digest=base_digest(ours))
     theirs = peft.PeftModel.from_pretrained(oracle(case), tmp_path / "adapter")
@@ -262,7 +275,8 @@ def test_what_does_not_go_together_yet(tables, told):
     ("fields", "told"),
     [
         ({"targets": ["q_prj"]}, "did you mean 'q_proj'"),
-        ({"targets": ["embed_tokens"]}, "embeddings cannot"),
+        ({"targets": ["wpe"]}, "names no layer"),
+        ({"targets": ["wte"]}, "embed_tokens"),
         ({"rank": 17}, r"1..16 \(hidden_size\)"),
     ],
 )

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from slipstream.core.fields import Precision
 from slipstream.models.linear import Linear, linear
-from slipstream.models.products import DenseProduct, ServedEmbedding, cpu_dtype
+from slipstream.models.products import DenseProduct, cpu_dtype, looked_up
 from slipstream.models.quantized import StoredWeight, WeightLayout
 from slipstream.models.shards import base_digest
 from slipstream.models.transformer import Transformer
@@ -86,9 +86,8 @@ class StoredBase:
             if isinstance(module, Linear):
                 module.register_parameter("weight", None)
                 module.product = partial(stored_product, weight=self.weights[f"{name}.weight"], bias=module.bias)
-        embedding = ServedEmbedding(torch.float32)
-        embedding.table = self.weights["embedding.weight"]
-        model.embedding = embedding  # type: ignore[assignment]
+        model.embedding.register_parameter("weight", None)
+        model.embedding.product = partial(looked_up, table=self.weights["embedding.weight"], dtype=torch.float32)
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from slipstream.models.config import TransformerConfig
 from slipstream.models.experts import Experts
-from slipstream.models.linear import Linear, linear
+from slipstream.models.linear import Embedding, Linear, linear
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -166,8 +166,8 @@ def _linear(in_features: int, out_features: int, bias: bool) -> Linear:
     return layer
 
 
-def _embedding(rows: int, width: int) -> nn.Embedding:
-    embedding: nn.Embedding = nn.Embedding.from_pretrained(torch.empty(rows, width), freeze=False)  # type: ignore[no-untyped-call]
+def _embedding(rows: int, width: int) -> Embedding:
+    embedding: Embedding = Embedding.from_pretrained(torch.empty(rows, width), freeze=False)  # type: ignore[no-untyped-call]
     return embedding
 
 
