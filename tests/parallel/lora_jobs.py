@@ -43,7 +43,7 @@ def logits_of(model: Transformer) -> torch.Tensor:
 def scattered(model: Transformer) -> Transformer:
     """B away from zero, which hides what is wrong with A."""
     for name, parameter in model.named_parameters():
-        if name.endswith("adapter.b"):
+        if name.endswith(("adapter.b", "embedding.adapter.a")):
             parameter.copy_(0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))))
     return model
 

@@ -107,6 +107,7 @@ class Embedding(nn.Embedding):
     """`nn.Embedding` whose rows are those of `product` where they are stored elsewhere."""
 
     product: Callable[[Tensor], Tensor] | None = None
+    is_trained = True  # with its own weights, and not with an adapter beside them
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens int64 [N] -> [N, embedding_dim]."""

@@ -261,6 +261,8 @@ class AdaptedLinear(Linear):
 class AdaptedEmbedding(Embedding):
     """An `Embedding` over the weights of `base`, with an adapter beside them."""
 
+    is_trained = False
+
     def __init__(self, base: Embedding, adapter: Adapter) -> None:
         nn.Module.__init__(self)
         for name in base.__constants__:

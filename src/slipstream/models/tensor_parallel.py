@@ -223,7 +223,7 @@ def shared_rows(model: Transformer) -> dict[str, SharedRows]:
         elif module == "adapter":
             layer, is_a = name.split(".")[-3], name.endswith(".a")
             if layer == "embedding":
-                found[name] = SharedRows(rows, everyone, is_partial=model.config.tie_embeddings)
+                found[name] = SharedRows(rows, everyone, is_partial=False)
             elif is_a != (layer in ("output", "down")):  # A before rows that are divided, B behind columns that are
                 found[name] = SharedRows(rows, everyone, is_partial=True)
             elif layer == "qkv" and kv_sharers > 1:

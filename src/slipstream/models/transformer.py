@@ -298,7 +298,7 @@ class Transformer(nn.Module):
     def _embed(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         """The residual stream's start [N, hidden], and what rotates queries and keys in every layer."""
         x: Tensor = self.embedding(tokens)
-        if self.config.tie_embeddings and not self.ranks.counts_once:
+        if self.config.tie_embeddings and not self.ranks.counts_once and x.requires_grad and self.embedding.is_trained:
             x = x.detach()
         if self.config.rotary_dim == 0:
             return x + self.position_embedding(positions), None
