@@ -224,9 +224,17 @@ def test_after_a_warm_start_the_reference_is_version_0(adapted, tmp_path, monkey
 
 
 @pytest.mark.slow
-def test_a_run_beside_a_rounded_base_is_resumed_and_leaves_what_any_run_does(small, adapted, tmp_path, monkeypatch):  # noqa: F811
+@pytest.mark.parametrize("adapters", ["float32", "bfloat16"])
+def test_a_run_beside_a_rounded_base_is_resumed_and_leaves_what_any_run_does(
+    small,  # noqa: F811
+    adapted,
+    adapters,
+    tmp_path,
+    monkeypatch,
+):
     """Its reference shares the rounded base; its files name the float32 numbers, which `base` has."""
-    tables = stored_in(small | {"model": adapted["model"]}, "int8") | SYNC | {"loss": {}, "kl": {"coef": 0.05}}
+    tables = stored_in(small | {"model": adapted["model"]}, "int8", adapters) | SYNC
+    tables |= {"loss": {}, "kl": {"coef": 0.05}}
     tables["warm_start"] = tables["warm_start"] | {"optimizer": {"lr": 1e-2}}
     whole = slipstream.run("quickstart", overrides=tables, out=tmp_path / "whole", display=False)
     lines = [line for line in read_metrics(whole.out / "metrics.jsonl") if "kl_reference" in line]
