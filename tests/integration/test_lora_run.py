@@ -129,6 +129,7 @@ def test_an_asynchronous_run_publishes_adapters_alone(adapted, weight_update, pr
         pytest.param("between_batches", 1, "float32", "float32", marks=pytest.mark.slow),
         pytest.param("in_flight", 2, "float32", "float32", marks=pytest.mark.slow),
         pytest.param("in_flight", 2, "int8", "float32", marks=pytest.mark.slow),
+        pytest.param("in_flight", 2, "int8", "int8", marks=pytest.mark.slow),
         pytest.param("between_batches", 1, "int8", "int8", marks=pytest.mark.slow),
     ],
 )

@@ -169,10 +169,6 @@ def test_files_are_those_of_the_base_in_float32(tmp_path):
     [
         ({"model": {"lora": {"base_precision": "int8"}}}, "need a rank"),
         ({"model": {"lora": {"rank": 2, "base_precision": "fp8"}}}, "base_precision"),
-        (
-            {"model": {"lora": {"rank": 2, "base_precision": "int8"}}, "trainer": {"ranks": 2, "tensor_parallel": 2}},
-            "whole on every rank",
-        ),
     ],
 )
 def test_bases_that_cannot_be(tables, told):

@@ -117,6 +117,18 @@ def test_gradients_of_every_family_are_those_of_one_rank(ranks: RankPool, case: 
     assert relative([gradient for _, gradient in by_rank], one) < 3e-6
 
 
+@pytest.mark.parametrize("precision", ["bfloat16", "int8"])
+@pytest.mark.parametrize(("case", "layout"), covering(["mistral", "qwen3", "gpt_neox", "gpt2"], ["tp2", "tp4"]))
+def test_gradients_beside_a_divided_rounded_base(ranks: RankPool, case: str, layout: str, precision: Precision) -> None:
+    """Its numbers are those of one rank: scales of int8 are those of whole rows, also where a rank has some columns."""
+    norm, one = lora_jobs.gradient_alone(CONFIGS[case], precision)
+    exact, _ = lora_jobs.gradient_alone(CONFIGS[case])
+    assert abs(norm / exact - 1) > 1e-5
+    by_rank = ranks.run(lora_jobs.gradient, CONFIGS[case], LAYOUTS[layout], precision, world=LAYOUTS[layout].world)
+    assert [found for found, _ in by_rank] == pytest.approx([norm] * LAYOUTS[layout].world, rel=1e-5)
+    assert relative([gradient for _, gradient in by_rank], one) < 3e-6
+
+
 @pytest.mark.parametrize("layout", [Layout(2, 1, precision="bfloat16"), Layout(1, 2, precision="bfloat16")], ids=str)
 def test_gradients_beside_a_base_in_bfloat16(ranks: RankPool, layout: Layout) -> None:
     """As on GPUs: A and B are float32, and so are their gradients; products are bfloat16's, also theirs."""

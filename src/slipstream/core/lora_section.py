@@ -97,10 +97,10 @@ def check_lora(config: RunConfig) -> None:
                 allowed="a loss without a critic, and a reference that stays",
                 hint="without model.lora all weights are trained",
             )
-    if config.model.lora.is_rounded and (trainer.tensor_parallel > 1 or trainer.device != "cpu"):
+    if config.model.lora.is_rounded and trainer.device != "cpu":
         raise ConfigError(
-            "a base in fewer bytes lies whole on every rank of the trainer, on CPUs",
+            "the trainer holds a base in fewer bytes on CPUs only",
             got=f"model.lora.base_precision = '{config.model.lora.base_precision}', trainer.device = "
-            f"'{trainer.device}', trainer.tensor_parallel = {trainer.tensor_parallel}",
-            allowed="trainer.device = 'cpu' and trainer.tensor_parallel = 1, or 'float32', which the ranks divide",
+            f"'{trainer.device}'",
+            allowed="trainer.device = 'cpu', or model.lora.base_precision = 'float32'",
         )

@@ -80,8 +80,8 @@ class Base(Protocol):
         """The SHA-256 of the numbers before they were rounded."""
         ...
 
-    def head(self, hidden: Tensor) -> Tensor:
-        """fp32 products [..., V] of hidden [..., hidden] with the head's weights."""
+    def head(self, hidden: Tensor, rows: Callable[[Tensor], Tensor]) -> Tensor:
+        """fp32 products [..., V] of hidden [..., hidden] with the head's weights, or `rows` of those it is tied to."""
         ...
 
     def put_into(self, model: Transformer) -> None:
@@ -324,7 +324,7 @@ class Transformer(nn.Module):
     def head_product(self, hidden: Tensor) -> Tensor:
         """fp32 products [..., vocabulary rows of this rank] of hidden [..., hidden] with the head's own weights."""
         if self.stored_base is not None:
-            return self.stored_base.head(hidden)
+            return self.stored_base.head(hidden, self.ranks.local_vocab)
         tied = self.config.tie_embeddings
         weight = self.ranks.local_vocab(self.embedding.weight) if tied else self.head.weight
         return linear(hidden, weight.float())
