@@ -55,7 +55,7 @@ from slipstream.weight_sync.subscriber import Subscriber
 
 VERSIONS = (1, 2, 4)
 VOCAB = 49152
-KINDS = ("all float32", "all bfloat16", "adapters float32", "adapters bfloat16")
+KINDS = ("all float32", "adapters bfloat16", "adapters float32", "all bfloat16")
 
 
 def adapted(rank: int, precision: AdapterPrecision = "float32") -> Transformer:
@@ -186,26 +186,21 @@ def sync_of(kind: str, rank: int) -> Iterator[Sync]:
 
 
 def measure_versions(rank: int, repeats: int) -> None:
-    """Adapters of each precision beside all weights of each, in turns: a busy machine disturbs both alike."""
-    print(f"\n{'rank ' + str(rank):18} {'MB':>8} {'stage ms':>9} {'live ms':>9}  of all float32: bytes, stage, live")
-    taken: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
-    sizes: dict[str, int] = {}
+    """Versions of each kind beside all weights in float32, in turns: a busy machine disturbs both alike."""
+    print(f"\n{f'rank {rank}':18} {'MB':>8} {'stage ms':>9} {'live ms':>9}   of all float32: bytes, stage, live")
     for kind in KINDS[1:]:
+        taken: list[tuple[float, ...]] = []
         with sync_of(KINDS[0], rank) as whole, sync_of(kind, rank) as other:
             for turn in range(repeats + 2):  # the first touch of each of the two slots and buffers is not counted
-                for name, sync in ((KINDS[0], whole), (kind, other)):
-                    seconds = sync.publish()
-                    taken[name] += [seconds] * (turn >= 2)
-                    sizes[name] = sync.publisher.num_bytes
-    for kind in KINDS:
-        place = KINDS.index(kind)
-        beside = taken[KINDS[0]] if place == 0 else taken[KINDS[0]][(place - 1) * repeats : place * repeats]
-        stage_s, live_s = (statistics.median(column) for column in zip(*taken[kind], strict=True))
-        shares = [f"1/{sizes[KINDS[0]] / sizes[kind]:.1f}"]
-        for column in range(2):
-            ratios = [other[column] / one[column] for other, one in zip(taken[kind], beside, strict=True)]
-            shares.append(f"{statistics.median(ratios):.3f}")
-        print(f"{kind:18} {sizes[kind] / 1e6:8.1f} {stage_s * 1e3:9.1f} {live_s * 1e3:9.1f}  {', '.join(shares)}")
+                seconds = *whole.publish(), *other.publish()
+                taken += [seconds] * (turn >= 2)
+            sizes = whole.publisher.num_bytes, other.publisher.num_bytes
+        ratios = [(turn[2] / turn[0], turn[3] / turn[1]) for turn in taken]
+        medians = [statistics.median(column) for column in zip(*taken, strict=True)]
+        stage, live = (statistics.median(column) for column in zip(*ratios, strict=True))
+        for name, size, (stage_s, live_s) in zip((KINDS[0], kind), sizes, (medians[:2], medians[2:]), strict=True):
+            shares = f"  1/{sizes[0] / size:.1f}  {stage:.3f}  {live:.3f}" if name == kind else ""
+            print(f"{name:18} {size / 1e6:8.1f} {stage_s * 1e3:9.1f} {live_s * 1e3:9.1f} {shares}", flush=True)
 
 
 def main() -> None:

@@ -288,7 +288,7 @@ def check_adapters(config: RunConfig, shape: TransformerConfig) -> None:
     for is_refused, what, got, allowed in (
         (shape.family not in LORA_FAMILIES, "vLLM has no adapters for this family", shape.family, LORA_FAMILIES),
         (HEAD in shapes, "vLLM cannot probe an adapter of the head", "lm_head", "all other layers"),
-        (EMBEDDING in shapes, "vLLM takes no adapter of an embedding", "the embedding", "all other layers"),
+        (EMBEDDING in shapes, "vLLM is given no adapter of an embedding", "the embedding", "all other layers"),
         (rank > LORA_RANKS[-1], "vLLM has no room for adapters of this rank", rank, f"1..{LORA_RANKS[-1]}"),
     ):
         if is_refused:
