@@ -151,7 +151,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 82_180
+MAX_LINES = 82_310
 MAX_LINES_OF_SPINE = 1_600
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -166,15 +166,15 @@ MAX_LINES_OF_FOLDER = {
     "algorithms": 2_285,
     "batching": 360,
     "controller": 5_895,
-    "core": 10_600,
+    "core": 10_610,
     "environments": 8_070,
     "evals": 2_635,
-    "generator": 8_480,
+    "generator": 8_490,
     "jail": 1_060,
     "jobs": 965,
-    "models": 7_325,
+    "models": 7_420,
     "observe": 9_765,
-    "plan": 6_290,
+    "plan": 6_305,
     "prompts": 1_295,
     "rewards": 3_860,
     "stages": 2_685,

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from slipstream.core.lora_section import AdapterPrecision
 from slipstream.generator.engine import Engine
 from slipstream.generator.native import native_engine
 from slipstream.generator.requests import Finished, Request
@@ -63,11 +64,12 @@ def fill(model: Transformer, seed: int, *, scale: float = 0.15) -> None:
                 parameter.normal_(std=scale, generator=generator)
 
 
-def adapted_model(rank: int = 4, seed: int = 0) -> Transformer:
-    """`random_model` with an adapter on every matrix and the head; their numbers come with a version."""
+def adapted_model(rank: int = 4, seed: int = 0, precision: AdapterPrecision = "float32") -> Transformer:
+    """`random_model` with an adapter on every matrix, head and embedding; their numbers come with a version."""
     model = random_model(seed)
     names = [piece.name for piece in matrices(model.config)]
-    install(model, shapes_for(model.config, names, rank=rank, alpha=2.0 * rank, use_rslora=False))
+    scale = {"rank": rank, "alpha": 2.0 * rank, "use_rslora": False}
+    install(model, shapes_for(model.config, names, **scale, precision=precision))  # type: ignore[arg-type]
     for name, parameter in model.named_parameters():
         if ".adapter." in name:
             nn.init.zeros_(parameter)
@@ -76,8 +78,9 @@ def adapted_model(rank: int = 4, seed: int = 0) -> Transformer:
 
 def adapters_of_version(weights: ServedWeights, version: int) -> torch.Tensor:
     """Random adapters, as large as the base, in the bytes of `weights`."""
-    numbers = np.random.default_rng(version).normal(0, 0.15, weights.num_bytes // 4).astype(np.float32)
-    return torch.from_numpy(numbers).view(torch.uint8)
+    dtype = torch.bfloat16 if "bfloat16" in weights.holding.types else torch.float32
+    numbers = np.random.default_rng(version).normal(0, 0.15, weights.num_bytes // dtype.itemsize)
+    return torch.from_numpy(numbers).to(dtype).view(torch.uint8)
 
 
 def take_version(engine: Engine, weights: ServedWeights, version: int) -> None:

@@ -24,6 +24,7 @@ from episode_kit import Script, check_turn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slipstream.core.lora_section import AdapterPrecision
 from slipstream.core.types import VersionSpan
 from slipstream.generator.engine import Engine
 from slipstream.generator.requests import Finished, Request, Session
@@ -33,24 +34,26 @@ from slipstream.models.transformer import Transformer
 Key = tuple[int, int]
 
 
-def engine_with_versions(rank: int = 4, **options: object) -> tuple[Engine, ServedWeights]:
-    model = adapted_model(rank)
+def engine_with_versions(
+    rank: int = 4, precision: AdapterPrecision = "float32", **options: object
+) -> tuple[Engine, ServedWeights]:
+    model = adapted_model(rank, precision=precision)
     weights = ServedWeights(model, "float32", keeps_versions=True)
     engine = new_engine(model, residents=weights, **options)
     take_version(engine, weights, 1)
     return engine, weights
 
 
-def model_of(version: int, rank: int = 4) -> Transformer:
-    model = adapted_model(rank)
+def model_of(version: int, rank: int = 4, precision: AdapterPrecision = "float32") -> Transformer:
+    model = adapted_model(rank, precision=precision)
     weights = ServedWeights(model, "float32")
     weights.rebind(adapters_of_version(weights, version))
     return model
 
 
-@pytest.mark.parametrize("rank", [4, 24])
-def test_rows_of_three_versions_have_the_bits_of_engines_of_one(rank: int) -> None:
-    engine, weights = engine_with_versions(rank, stop_token_ids=[])
+@pytest.mark.parametrize(("rank", "precision"), [(4, "float32"), (24, "float32"), (4, "bfloat16")])
+def test_rows_of_three_versions_have_the_bits_of_engines_of_one(rank: int, precision: AdapterPrecision) -> None:
+    engine, weights = engine_with_versions(rank, precision, stop_token_ids=[])
     batch = requests(6, 3, max_new_tokens=30)  # in groups, whose prompts are prefilled once
     finished: dict[Key, Finished] = {}
     for version in (1, 2, 3):
@@ -65,12 +68,13 @@ def test_rows_of_three_versions_have_the_bits_of_engines_of_one(rank: int) -> No
     texts = defaultdict(set)
     for version in (1, 2, 3):
         part = batch[6 * version - 6 : 6 * version]
-        alone = run(new_engine(model_of(version, rank), stop_token_ids=[]), part)
+        alone = run(new_engine(model_of(version, rank, precision), stop_token_ids=[]), part)
         for key, expected in alone.items():
             assert_same_bits(finished[key], expected)
             assert finished[key].version_spans == (VersionSpan(start=0, version=version),)
         for other in (1, 2, 3):
-            texts[version].add(run(new_engine(model_of(other, rank)), part[:1])[part[0].ordinal, 0].tokens.tobytes())
+            said = run(new_engine(model_of(other, rank, precision)), part[:1])[part[0].ordinal, 0]
+            texts[version].add(said.tokens.tobytes())
     assert all(len(found) == 3 for found in texts.values()), "versions say different things"
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -163,12 +163,17 @@ def test_a_step_stays_on_the_device(family: str, precision: Precision, cuda: Non
             assert (out.shape, out.dtype, out.device) == ((4, 2 + plan.num_kept), torch.int32, CUDA)
 
 
+@pytest.mark.parametrize("adapters", ["float32", "bfloat16"])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "fp8"])
-def test_a_step_beside_adapters_stays_on_the_device(precision: Precision, cuda: None) -> None:
-    """A version is A and B in float32; the base lies there already."""
-    lora = LoraConfig(rank=4, targets=["q_proj", "v_proj", "down_proj", "lm_head"])
-    model, weights = served_model(CONFIG, precision, lora)
-    assert weights.num_bytes == 4 * 4 * (2 * (2 * 32 + 48) + 2 * (32 + 16 + 32) + 32 + 2050)
+def test_a_step_beside_adapters_stays_on_the_device(
+    precision: Precision, adapters: Literal["float32", "bfloat16"], cuda: None
+) -> None:
+    """A version is A and B, also of the embedding; the base lies there already."""
+    targets = ["q_proj", "v_proj", "down_proj", "lm_head", "embed_tokens"]
+    model, weights = served_model(CONFIG, precision, LoraConfig(rank=4, targets=targets, adapter_precision=adapters))
+    item = 4 if adapters == "float32" else 2
+    num_bytes = item * 4 * (2 * (2 * 32 + 48) + 2 * (32 + 16 + 32) + 2 * (32 + 2050))
+    assert num_bytes <= weights.num_bytes < num_bytes + (item == 2) * 64 * 20 + 1
     runner = PagedRunner(model, num_rows=4, max_len=512, attend=attend, captures=False)
     for version in (weights.flat, torch.zeros_like(weights.flat)):
         weights.prepare(version)

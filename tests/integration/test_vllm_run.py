@@ -284,6 +284,8 @@ def test_what_vllm_cannot_run_is_refused_before_anything_starts(tiny: dict[str, 
     refused("no attention for heads of this size", model=HEADS_FOR_VLLM | {"hidden_size": 48})
     refused("no adapters for this family", model=HEADS_FOR_VLLM | {"family": "gpt2", "lora": {"rank": 4}})
     refused("cannot probe an adapter of the head", model=HEADS_FOR_VLLM | {"lora": {"rank": 4, "targets": ["lm_head"]}})
+    embedding = {"lora": {"rank": 4, "targets": ["embed_tokens"]}}
+    refused("given no adapter of an embedding", model=HEADS_FOR_VLLM | embedding)
     wide = {"hidden_size": 576, "num_heads": 18, "num_kv_heads": 2, "lora": {"rank": 513}}
     refused("no room for adapters of this rank", model=HEADS_FOR_VLLM | wide)
     for name in ("model", "enable_chunked_prefill", "max_loras"):

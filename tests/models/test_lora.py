@@ -23,6 +23,7 @@ from slipstream.models.lora import (
     adapter_tensors,
     base_of,
     linear_layers,
+    matrices,
     merged,
     shapes_of,
 )
@@ -42,13 +43,17 @@ TARGETS = {
     "gpt_neox": (["query_key_value"], ["dense", "dense_4h_to_h"], "all-linear", ["query_key_value", "lm_head"]),
     "gpt2": (["c_attn"], ["c_proj"], ["c_attn", "c_proj", "c_fc"], ["c_attn", "lm_head"]),
 }
+EMBEDDINGS = {"gpt_neox": "embed_in", "gpt2": "wte"}
+"""Of the others `embed_tokens`."""
 CONFIG = ModelConfig(hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2, num_kv_heads=1, max_positions=32)
 
 
 def targets_of(case: str):
-    if "moe" in case or case == "mixtral":
-        return TARGETS["experts"]
-    return TARGETS["gpt_neox" if "neox" in case else "gpt2" if "gpt2" in case else "llama"]
+    """Targets of five adapters; of the last ones the embedding is one, tied or not, in one of them beside the head."""
+    kind = "gpt_neox" if "neox" in case else "gpt2" if "gpt2" in case else "llama"
+    kind = "experts" if "moe" in case or case == "mixtral" else kind
+    own, embedding = TARGETS[kind], EMBEDDINGS.get(kind, "embed_tokens")
+    return *own, [embedding, own[0][0]], [embedding, "lm_head"]
 
 
 def wrapped(case: str, targets, **fields):
@@ -107,7 +112,7 @@ def in_float64():
     torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize("index", range(4))
+@pytest.mark.parametrize("index", range(6))
 @pytest.mark.parametrize("case", CASES)
 def test_losses_and_gradients_are_peft_s_in_float64(case, index, checkpoint, tmp_path, request):
     theirs = wrapped(case, targets_of(case)[index], use_rslora=index == 1)
@@ -136,7 +141,16 @@ def test_losses_and_gradients_are_peft_s_in_float32(case, checkpoint, tmp_path):
         torch.testing.assert_close(got, grad, atol=1e-6, rtol=1e-3, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("targets", [[], ["lm_head"], ["down_proj", "c_proj", "dense"]])
+@pytest.mark.parametrize(
+    "targets",
+    [
+        [],
+        ["lm_head"],
+        ["down_proj", "c_proj", "dense"],
+        ["embed_tokens", "embed_in", "wte"],
+        ["embed_tokens", "embed_in", "wte", "lm_head"],
+    ],
+)
 @pytest.mark.parametrize("case", ["llama_tied", "qwen2", "qwen3", "qwen3_moe", "gpt_neox", "gpt2", "gpt2_untied"])
 def test_peft_reads_what_is_written_here_and_a_merged_model_is_the_same(case, targets, checkpoint, tmp_path):
     _, folder = checkpoint(case)
@@ -145,7 +159,7 @@ def test_peft_reads_what_is_written_here_and_a_merged_model_is_the_same(case, ta
     ours = with_adapters(load_model(folder), lora, seed=0)
     with torch.no_grad():
         for name, parameter in ours.named_parameters():
-            if name.endswith(".b"):
+            if name.endswith((".b", "embedding.adapter.a")):
                 parameter.copy_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)))
     save_adapter(ours, tmp_path / "adapter", base=folder, digest=base_digest(ours))
     theirs = peft.PeftModel.from_pretrained(oracle(case), tmp_path / "adapter")
@@ -162,6 +176,39 @@ def test_peft_reads_what_is_written_here_and_a_merged_model_is_the_same(case, ta
     assert not torch.allclose(got, packed_logits(base_of(ours), tokens, positions, [21]), atol=1e-3)
 
 
+@pytest.mark.parametrize("case", ["llama_tied", "qwen3_moe", "gpt_neox", "gpt2"])
+def test_adapters_in_bfloat16_are_peft_s_of_the_rounded_numbers(case, checkpoint, tmp_path):
+    """Losses and gradients, of the files that are written here; they are of other numbers than those that are trained.
+
+    The gradients are those of the rounded numbers: as if none had been rounded.
+    """
+    _, folder = checkpoint(case)
+    fields = {"rank": 3, "targets": [targets_of(case)[0][0], *targets_of(case)[5]]}
+    ours = with_adapters(load_model(folder), LoraConfig(**fields, adapter_precision="bfloat16"), seed=0)
+    exact = with_adapters(load_model(folder), LoraConfig(**fields), seed=0)
+    draw = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for (name, parameter), other in zip(ours.named_parameters(), exact.parameters(), strict=True):
+            if ".adapter." in name:
+                other.copy_(parameter.copy_(0.2 * torch.randn(parameter.shape, generator=draw)))
+    save_adapter(ours, tmp_path / "adapter", base=folder, digest=base_digest(ours))
+    assert {tensor.dtype for tensor in load_file(tmp_path / "adapter" / ADAPTER_WEIGHTS).values()} == {torch.bfloat16}
+    theirs = peft.PeftModel.from_pretrained(oracle(case), tmp_path / "adapter", is_trainable=True)
+    (loss, expected), gradients = losses_and_gradients(ours, theirs)
+    assert loss == pytest.approx(expected, abs=1e-6)
+    for name, (got, grad) in gradients.items():
+        torch.testing.assert_close(got, grad, atol=1e-6, rtol=1e-3, msg=lambda m, n=name: f"{n}: {m}")
+    tokens, positions = packed_inputs([21])
+    with torch.no_grad():
+        got, unrounded, again, whole = (
+            packed_logits(model, tokens, positions, [21])
+            for model in (ours, exact, load_model(tmp_path / "adapter"), merged(ours))
+        )
+    assert torch.equal(got, again)
+    torch.testing.assert_close(whole, got, atol=1e-5, rtol=1e-5)
+    assert (got - unrounded).abs().max() > 1e-3
+
+
 def adapted(seed: int = 0, **fields):
     model = new_model(CONFIG.model_copy(update=fields.pop("model", {})), vocab_size=11, seed=0)
     return with_adapters(model, LoraConfig(**({"rank": 2} | fields)), seed=seed)
@@ -169,7 +216,8 @@ def adapted(seed: int = 0, **fields):
 
 def test_new_adapters_are_drawn_as_peft_does_from_their_names_and_leave_random_state_alone():
     state = torch.get_rng_state()
-    model, other, third = adapted(), adapted(targets=["v_proj", "down_proj", "lm_head"]), adapted(seed=1)
+    other = adapted(targets=["v_proj", "down_proj", "lm_head", "embed_tokens"])
+    model, third = adapted(), adapted(seed=1)
     assert torch.equal(state, torch.get_rng_state())
     tensors = [
         {tensor.name: tensor.read() for _, tensor in adapter_tensors(shapes_of(one), dict(one.named_parameters()))}
@@ -184,12 +232,14 @@ def test_new_adapters_are_drawn_as_peft_does_from_their_names_and_leave_random_s
         assert not torch.equal(tensor, tensors[2][name])
         if name in tensors[1]:
             assert torch.equal(tensor, tensors[1][name]), "the same whatever else has an adapter"
+    assert not tensors[1]["model.embed_tokens.lora_embedding_A"].any()
+    assert 0.7 < tensors[1]["model.embed_tokens.lora_embedding_B"].std() < 1.4, "normal, as PEFT's"
     assert "lm_head.lora_A.weight" in tensors[1]
     assert "lm_head.lora_A.weight" not in tensors[0]
 
 
 def test_a_fresh_adapter_changes_no_bit_and_the_base_has_no_gradients():
-    model = adapted(targets=["q_proj", "down_proj", "lm_head"])
+    model = adapted(targets=["q_proj", "down_proj", "lm_head", "embed_tokens"])
     tokens, positions = torch.arange(9) % 11, torch.arange(9)
     with torch.no_grad():
         expected = packed_logits(base_of(model), tokens, positions, [9])
@@ -197,7 +247,7 @@ def test_a_fresh_adapter_changes_no_bit_and_the_base_has_no_gradients():
     flat = FlatParameters(model)
     flat.zero_grad()
     packed_logits(model, tokens, positions, [9]).sum().backward()
-    assert flat.num_params == 2 * (2 * 16 + 16 * 2 + 2 * 24 + 16 * 2) + 2 * 16 + 11 * 2
+    assert flat.num_params == 2 * (2 * 16 + 16 * 2 + 2 * 24 + 16 * 2) + 2 * (2 * 16 + 11 * 2)
     assert {name for name, p in model.named_parameters() if p.grad is not None} == set(flat.named_views())
     assert flat.grad.any()
 
@@ -205,7 +255,9 @@ def test_a_fresh_adapter_changes_no_bit_and_the_base_has_no_gradients():
 @pytest.mark.parametrize("rank", [1, 3])
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "gpt2"])
 def test_the_boxes_of_adapters_are_every_number_once(family, rank):
-    model = adapted(rank=rank, model={"family": family, "num_kv_heads": 2}, targets=[])
+    config = {"family": family, "num_kv_heads": 2}
+    every = {piece.name for piece in matrices(new_model(CONFIG.model_copy(update=config), 11, 0).config)}
+    model = adapted(rank=rank, model=config, targets=sorted(every))
     numbers, end = {}, 0
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -239,6 +291,7 @@ def test_the_same_bits_for_8_rows_and_for_40():
         ({"rank": 2, "dropout": 0.1}, "without dropout"),
         ({"rank": 2, "path": "x"}, "brings its own"),
         ({"alpha": 3.0}, "need a rank"),
+        ({"adapter_precision": "bfloat16"}, "need a rank"),
     ],
 )
 def test_fields_that_exclude_each_other(fields, told):
@@ -249,7 +302,7 @@ def test_fields_that_exclude_each_other(fields, told):
 @pytest.mark.parametrize(
     ("tables", "told"),
     [
-        ({"trainer": {"device": "cuda"}, "model": {"lora": {"rank": 2, "base_precision": "int8"}}}, "on CPUs"),
+        ({"trainer": {"device": "cuda"}, "model": {"lora": {"rank": 2, "base_precision": "int8"}}}, "on CPUs only"),
         ({"loss": {"advantages": "gae"}}, "loss.advantages = 'gae'"),
     ],
 )
@@ -262,7 +315,8 @@ def test_what_does_not_go_together_yet(tables, told):
     ("fields", "told"),
     [
         ({"targets": ["q_prj"]}, "did you mean 'q_proj'"),
-        ({"targets": ["embed_tokens"]}, "embeddings cannot"),
+        ({"targets": ["wpe"]}, "names no layer"),
+        ({"targets": ["wte"]}, "embed_tokens"),
         ({"rank": 17}, r"1..16 \(hidden_size\)"),
     ],
 )
@@ -278,6 +332,7 @@ def test_adapters_that_a_model_cannot_have(fields, told):
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights"),
+        ({"ensure_weight_tying": True}, "ensure_weight_tying"),
         ({"peft_type": "IA3"}, "peft_type = IA3"),
         ({"r": 4}, "of rank 4"),
         ({"r": 0}, "out of range"),

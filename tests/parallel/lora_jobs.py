@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from slipstream.models.peft import with_adapters
 from slipstream.models.served import ServedWeights
 from slipstream.models.sharded import Division, ShardedParameters, divide, load_sharded, new_sharded
 from slipstream.models.shards import base_digest, load_shard, local_shards, local_tensor
+from slipstream.models.stored_base import store_base
 from slipstream.models.transformer import Transformer
 from slipstream.trainer.optim import AdamW
 from slipstream.trainer.policy import Policy
@@ -43,7 +45,7 @@ def logits_of(model: Transformer) -> torch.Tensor:
 def scattered(model: Transformer) -> Transformer:
     """B away from zero, which hides what is wrong with A."""
     for name, parameter in model.named_parameters():
-        if name.endswith("adapter.b"):
+        if name.endswith(("adapter.b", "embedding.adapter.a")):
             parameter.copy_(0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))))
     return model
 
@@ -55,16 +57,26 @@ def adapted(config: TransformerConfig, *, head: bool = True) -> Transformer:
     return scattered(with_adapters(whole_model(config), lora, seed=0))
 
 
-def gradient_alone(config: TransformerConfig) -> tuple[float, Boxes]:
-    """Norm and gradient of one update on one rank."""
+def beside(model: Transformer, precision: Precision, division: Division) -> AbstractContextManager[object]:
+    """Hold the base at `precision`, and while that lasts multiply in float32 on every CPU, as in `served_logits`."""
+    if precision != "float32":
+        store_base(model, precision, ranks=division.tensor_parallel)
+    return patch("slipstream.models.stored_base.cpu_dtype", lambda _stored: torch.float32)
+
+
+def gradient_alone(config: TransformerConfig, precision: Precision = "float32") -> tuple[float, Boxes]:
+    """Norm and gradient of one update on one rank, beside a base at `precision`."""
     model = adapted(config)
-    flat = FlatParameters(model)
-    optimizer = AdamW(flat, OptimizerConfig(), total_updates=1)
-    update_from(model, optimizer, sequences_of(0, config.vocab_size), Layout(1, 1), RankGroup.alone())
+    with beside(model, precision, Division()):
+        flat = FlatParameters(model)
+        optimizer = AdamW(flat, OptimizerConfig(), total_updates=1)
+        update_from(model, optimizer, sequences_of(0, config.vocab_size), Layout(1, 1), RankGroup.alone())
     return optimizer.finite_grad_norm(), boxes(model, flat.named_grads())
 
 
-def gradient(rank: Rank, config: TransformerConfig, layout: Layout) -> tuple[float, Boxes]:
+def gradient(
+    rank: Rank, config: TransformerConfig, layout: Layout, precision: Precision = "float32"
+) -> tuple[float, Boxes]:
     """This rank's part of it."""
     division, whole = division_of(rank, layout), adapted(config)
     model = Transformer(local_config(config, layout.tensor_parallel), division.ranks_of(config))
@@ -74,9 +86,10 @@ def gradient(rank: Rank, config: TransformerConfig, layout: Layout) -> tuple[flo
     tensors = {tensor.name: tensor.read() for _, tensor in adapter_tensors(shapes_of(whole), parameters)}
     for shard in local_shards(model):
         shard.write(tensors[shard.box.name][shard.box.slices])
-    stored = ShardedParameters(model, division)
-    optimizer = AdamW(stored, OptimizerConfig(), total_updates=1)
-    update_from(model, optimizer, sequences_of(0, config.vocab_size), layout, division.data_parallel)
+    with beside(model, precision, division):
+        stored = ShardedParameters(model, division)
+        optimizer = AdamW(stored, OptimizerConfig(), total_updates=1)
+        update_from(model, optimizer, sequences_of(0, config.vocab_size), layout, division.data_parallel)
     assert all(parameter.grad is None for parameter in model.parameters() if not parameter.requires_grad)
     return optimizer.finite_grad_norm(), boxes(model, stored.named_grads())
 

@@ -42,7 +42,7 @@ pytestmark = [
 ]
 LAYOUTS = {"dp2": Layout(2, 1), "dp4": Layout(4, 1), "tp2": Layout(1, 2), "tp4": Layout(1, 4), "dp2_tp2": Layout(2, 2)}
 TRAINER = {"optimizer": {"lr": 2e-3, "max_grad_norm": 0.7}, "microbatch_tokens": 48, "minibatches": 2}
-TARGETS = ["q_proj", "k_proj", "o_proj", "up_proj", "down_proj", "lm_head"]
+TARGETS = ["q_proj", "k_proj", "o_proj", "up_proj", "down_proj", "lm_head", "embed_tokens"]
 SHAPE = {"hidden_size": 16, "intermediate_size": 24, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
 
 
@@ -55,8 +55,9 @@ def products(model: Transformer) -> Transformer:
         weight.zero_()
     for name, shape in shapes_of(model).items():
         down, up = adapters[f"{name}.adapter.a"].split(shape.rank), adapters[f"{name}.adapter.b"].split(shape.rows)
+        weight = weights[f"{name}.weight"].t() if shape.looks_up else weights[f"{name}.weight"]
         for piece, a, b in zip(shape.pieces, down, up, strict=True):
-            weights[f"{name}.weight"][piece.start : piece.start + len(b)] = b @ a
+            weight[piece.start : piece.start + len(b)] = b @ a
     return found
 
 
@@ -116,6 +117,18 @@ def test_gradients_of_every_family_are_those_of_one_rank(ranks: RankPool, case: 
     assert relative([gradient for _, gradient in by_rank], one) < 3e-6
 
 
+@pytest.mark.parametrize("precision", ["bfloat16", "int8"])
+@pytest.mark.parametrize(("case", "layout"), covering(["mistral", "qwen3", "gpt_neox", "gpt2"], ["tp2", "tp4"]))
+def test_gradients_beside_a_divided_rounded_base(ranks: RankPool, case: str, layout: str, precision: Precision) -> None:
+    """Its numbers are those of one rank: scales of int8 are those of whole rows, also where a rank has some columns."""
+    norm, one = lora_jobs.gradient_alone(CONFIGS[case], precision)
+    exact, _ = lora_jobs.gradient_alone(CONFIGS[case])
+    assert abs(norm / exact - 1) > 1e-5
+    by_rank = ranks.run(lora_jobs.gradient, CONFIGS[case], LAYOUTS[layout], precision, world=LAYOUTS[layout].world)
+    assert [found for found, _ in by_rank] == pytest.approx([norm] * LAYOUTS[layout].world, rel=1e-5)
+    assert relative([gradient for _, gradient in by_rank], one) < 3e-6
+
+
 @pytest.mark.parametrize("layout", [Layout(2, 1, precision="bfloat16"), Layout(1, 2, precision="bfloat16")], ids=str)
 def test_gradients_beside_a_base_in_bfloat16(ranks: RankPool, layout: Layout) -> None:
     """As on GPUs: A and B are float32, and so are their gradients; products are bfloat16's, also theirs."""
@@ -151,11 +164,20 @@ def test_a_run_goes_on_where_it_was_saved_on_other_ranks(
     assert relative([last], training_jobs.train_alone(sections, Span(7)).weights) < 1e-5
 
 
-@pytest.mark.parametrize("precision", ["int8", pytest.param("bfloat16", marks=pytest.mark.slow)])
-def test_a_rounded_base_lies_whole_on_data_parallel_ranks(
-    ranks: RankPool, sections: dict[str, Any], precision: Precision, tmp_path: Path
+@pytest.mark.parametrize(
+    ("precision", "adapters"),
+    [
+        ("int8", "float32"),
+        ("float32", "bfloat16"),
+        pytest.param("bfloat16", "float32", marks=pytest.mark.slow),
+        pytest.param("int8", "bfloat16", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rounded_base_or_adapter_on_data_parallel_ranks(
+    ranks: RankPool, sections: dict[str, Any], precision: Precision, adapters: Precision, tmp_path: Path
 ) -> None:
-    sections["model"]["lora"]["base_precision"] = precision
+    """A rounded base lies whole on each. Checkpoints have the adapters that are updated, exports what is served."""
+    sections["model"]["lora"] |= {"base_precision": precision, "adapter_precision": adapters}
     one = training_jobs.train_alone(sections, Span(5))
     first, then = Span(3, save=tmp_path / "step_3"), Span(5, 3, tmp_path / "step_3", export=tmp_path / "adapter")
     for seen in ranks.run(training_jobs.train, sections, LAYOUTS["dp2"], first, world=2):
@@ -163,8 +185,13 @@ def test_a_rounded_base_lies_whole_on_data_parallel_ranks(
     by_rank = ranks.run(training_jobs.train, sections, LAYOUTS["dp2"], then, world=2)
     assert relative([seen.weights for seen in by_rank], one.weights) < 1e-5
     exported = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    is_rounded = []
     for box, values in by_rank[1].weights:
-        np.testing.assert_array_equal(exported[PREFIX + box.name.removeprefix("policy/")].numpy(), values)
+        found = exported[PREFIX + box.name.removeprefix("policy/")]
+        trained = torch.from_numpy(values)
+        assert torch.equal(found, trained.to(found.dtype))
+        is_rounded.append(not torch.equal(found.float(), trained))
+    assert all(is_rounded) if adapters == "bfloat16" else not any(is_rounded)
 
 
 @pytest.mark.parametrize("layout", ["dp2", "dp2_tp2"])
@@ -252,7 +279,7 @@ def test_what_a_rank_adds_is_its_part_of_what_one_adds(case: str, world: int) ->
     one = adapted(config, head=not config.tie_embeddings)
     whole = {tensor.name: tensor.read() for _, tensor in adapter_tensors(shapes_of(one), dict(one.named_parameters()))}
     added = {name: tensor for name, tensor in logical_tensors(products(one)).items() if tensor.any()}
-    names = {name.removesuffix(".lora_A.weight") + ".weight" for name in whole if "lora_A" in name}
+    names = {name.partition(".lora_")[0] + ".weight" for name in whole}
     assert added.keys() == {name.replace("lm_head", "embed_out") if "neox" in case else name for name in names}
     numbers = dict.fromkeys(added, 0)
     for rank in range(world):

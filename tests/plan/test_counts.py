@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from slipstream.core.errors import ConfigError
 from slipstream.core.fields import Precision
+from slipstream.core.lora_section import AdapterPrecision
 from slipstream.generator.paged_kv import PagedKV
 from slipstream.models.config import TransformerConfig, local_config
 from slipstream.models.lora import Adapter, install, matrices, shapes_for, targeted
@@ -132,8 +133,7 @@ def test_counts_of_a_mixture_of_experts_are_those_of_the_module(case: str) -> No
         layout = WeightLayout(model, precision)
         assert 0 <= layout.num_bytes - counts.served_bytes(precision) <= 2 * 64 * len(layout.stored)
     found = adapters_of(config, 3)
-    pieces = [piece.name for piece in matrices(config) if piece.name != "lm_head"]
-    shapes = shapes_for(config, pieces, rank=3, alpha=1.0, use_rslora=False)
+    shapes = shapes_for(config, targeted(config, []), rank=3, alpha=1.0, use_rslora=False)
     assert found.params == sum(
         shape.rank * (len(shape.pieces) * shape.in_features + sum(shape.rows)) for shape in shapes.values()
     )
@@ -175,22 +175,31 @@ def test_shapes_that_no_rank_can_share_are_refused() -> None:
 # Adapters
 
 
-def adapted(config: TransformerConfig, rank: int, targets: list[str]) -> Transformer:
+def adapted(
+    config: TransformerConfig, rank: int, targets: list[str], precision: AdapterPrecision = "float32"
+) -> Transformer:
     """The policy that a run with `model.lora` trains, without numbers."""
     names = targeted(config, targets)
     model = share(config, 1)
     with torch.device("meta"):
-        return install(model, shapes_for(config, names, rank=rank, alpha=1.0, use_rslora=False)).to("meta")
+        shapes = shapes_for(config, names, rank=rank, alpha=1.0, use_rslora=False, precision=precision)
+        return install(model, shapes).to("meta")
 
 
-@pytest.mark.parametrize("targets", [[], ["lm_head"], ["0.mlp.up_proj", "q_proj"], ["c_proj"], ["dense", "embed_out"]])
+@pytest.mark.parametrize(
+    "targets",
+    [
+        *([], ["lm_head"], ["0.mlp.up_proj", "q_proj"], ["c_proj"], ["dense", "embed_out"]),
+        *(["embed_tokens", "lm_head"], ["wte", "c_fc"], ["embed_in"]),
+    ],
+)
 @pytest.mark.parametrize("case", CONFIGS)
 def test_adapters_are_those_of_the_module(case: str, targets: list[str]) -> None:
     config = CONFIGS[case]
     try:
         model = adapted(config, 4, targets)
     except ConfigError:  # other families' names
-        with pytest.raises(ConfigError, match="names no linear layer"):
+        with pytest.raises(ConfigError, match="names no layer"):
             adapters_of(config, 4, targets)
         return
     found = adapters_of(config, 4, targets)
@@ -201,21 +210,25 @@ def test_adapters_are_those_of_the_module(case: str, targets: list[str]) -> None
     )
     assert found.kernels == sum(len(one.shape.pieces) + 2 for one in layers.values())
     assert found.version_bytes == WeightLayout(model, "bfloat16").num_bytes
+    layout = WeightLayout(adapted(config, 4, targets, "bfloat16"), "int8")
+    padding = layout.num_bytes - adapters_of(config, 4, targets, "bfloat16").version_bytes
+    assert 0 <= padding < 64 * len(layout.stored)
 
 
-@pytest.mark.parametrize("with_head", [False, True])
-def test_weights_beside_adapters_have_no_gradient(with_head: bool) -> None:
+@pytest.mark.parametrize("with_ends", [False, True])
+def test_weights_beside_adapters_have_no_gradient(with_ends: bool) -> None:
     """Operations that torch counts of a forward and backward pass: four of the base's six, all six of the adapters'.
 
     The inputs of the first layer have no gradient: of q, k and v the base's product is left out, and that of their A.
+    With an adapter of the embedding they have one. Its A is looked up.
     """
     config, tokens, rank = LLAMA, 12, 2
-    targets = [piece.target for piece in matrices(config)] if with_head else []
+    targets = [piece.target for piece in matrices(config)] if with_ends else []
     model = adapted(config, rank, targets)
     ids = torch.zeros(tokens, dtype=torch.long, device="meta")
     with FlopCounterMode(display=False) as counter:
         model.logits(model(ids, ids, lambda layer, q, k, v: q + k.sum() + v.sum())).sum().backward()
     counts, found = Counts(config), adapters_of(config, rank, targets)
-    first = config.hidden_size * (config.query_size + 2 * config.kv_size + 3 * rank)
+    first = 0 if with_ends else config.hidden_size * (config.query_size + 2 * config.kv_size + 3 * rank)
     base = config.num_layers * counts.layer_matrix + counts.head_matrix
-    assert counter.get_total_flops() == tokens * (4 * base + 6 * found.params - 2 * first)
+    assert counter.get_total_flops() == tokens * (4 * base + 6 * found.multiplied - 2 * first)

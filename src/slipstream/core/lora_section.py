@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from slipstream.core.config import RunConfig
 
 
+AdapterPrecision = Literal["float32", "bfloat16"]
+
+
 class LoraConfig(Section):
     """Adapters of low rank, which RL trains instead of the model's own weights (docs/lora.md): `rank`, or a `path`."""
 
@@ -23,7 +26,8 @@ class LoraConfig(Section):
     targets: list[str] = Field(
         default_factory=list,
         description="Layers that get an adapter, by the checkpoint's names as PEFT takes them: 'q_proj', 'c_attn', "
-        "'lm_head', 'layers.0.mlp.up_proj'. Empty: every linear layer but the head.",
+        "'lm_head', 'layers.0.mlp.up_proj', and of the embedding of tokens: 'embed_tokens', 'wte', 'embed_in'. Empty: "
+        "every linear layer but the head.",
     )
     use_rslora: bool = Field(False, description="Multiply by alpha / sqrt(r) instead (arXiv:2312.03732).")
     dropout: Annotated[Number, Field(ge=0, lt=1)] = Field(
@@ -33,6 +37,11 @@ class LoraConfig(Section):
         "float32",
         description="Precision in which the trainer holds the frozen model: 4, 2 or 1 bytes per parameter, and the "
         "numbers of a generator with this `generator.precision`; of another one the logprobs differ. CPUs only.",
+    )
+    adapter_precision: AdapterPrecision = Field(
+        "float32",
+        description="Precision of A and B as trainer and generators compute with them, and of versions and files: 4 or "
+        "2 bytes a number. The trainer updates float32 ones, which its checkpoints have.",
     )
     path: FilePath | None = Field(
         None, description="Folder of an adapter in PEFT's format to go on from; excludes the rest, which it brings."
@@ -62,8 +71,8 @@ class LoraConfig(Section):
                 got=", ".join([*([] if self.rank is None else [f"model.lora.rank = {self.rank}"]), *given]),
                 allowed="model.lora.path alone",
             )
-        if self.is_rounded:
-            given.append(f"model.lora.base_precision = '{self.base_precision}'")
+        precisions = {"base_precision": self.base_precision, "adapter_precision": self.adapter_precision}
+        given += [f"model.lora.{name} = '{value}'" for name, value in precisions.items() if value != "float32"]
         if given and not self.is_set:
             raise ConfigError("adapters need a rank", got=", ".join(given), allowed="model.lora.rank, e.g. 16")
         return self
@@ -88,10 +97,10 @@ def check_lora(config: RunConfig) -> None:
                 allowed="a loss without a critic, and a reference that stays",
                 hint="without model.lora all weights are trained",
             )
-    if config.model.lora.is_rounded and (trainer.tensor_parallel > 1 or trainer.device != "cpu"):
+    if config.model.lora.is_rounded and trainer.device != "cpu":
         raise ConfigError(
-            "a base in fewer bytes lies whole on every rank of the trainer, on CPUs",
+            "the trainer holds a base in fewer bytes on CPUs only",
             got=f"model.lora.base_precision = '{config.model.lora.base_precision}', trainer.device = "
-            f"'{trainer.device}', trainer.tensor_parallel = {trainer.tensor_parallel}",
-            allowed="trainer.device = 'cpu' and trainer.tensor_parallel = 1, or 'float32', which the ranks divide",
+            f"'{trainer.device}'",
+            allowed="trainer.device = 'cpu', or model.lora.base_precision = 'float32'",
         )

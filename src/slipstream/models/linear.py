@@ -101,3 +101,14 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """x [N, in_features] -> [N, out_features]."""
         return linear(x, self.weight, self.bias) if self.product is None else self.product(x)
+
+
+class Embedding(nn.Embedding):
+    """`nn.Embedding` whose rows are those of `product` where they are stored elsewhere."""
+
+    product: Callable[[Tensor], Tensor] | None = None
+    is_trained = True  # with its own weights, and not with an adapter beside them
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens int64 [N] -> [N, embedding_dim]."""
+        return super().forward(tokens) if self.product is None else self.product(tokens)

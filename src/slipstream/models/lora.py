@@ -1,10 +1,12 @@
 """Adapters of low rank beside a frozen decoder, the same function in trainer and engine, never merged.
 
     y = W x + b,   and on the rows of each adapted matrix p within it:   y_p += s B_p A_p x
+    y_t = E_t,     and where the embedding of tokens is adapted:         y_t += s B A_{:,t}
 
 Hu et al. (arXiv:2106.09685), section 4.1; s = alpha / r, or alpha / sqrt(r) (rsLoRA, arXiv:2312.03732). The matrices
 that are adapted are those of the checkpoint (q, k and v are rows of one `Linear` here), by the names that PEFT gives
-them. The A's of one linear layer are stacked, so that one product gives all of them.
+them. The A's of one linear layer are stacked, so that one product gives all of them. At the precision bfloat16 both
+sides compute with A and B rounded to it, which is what a version has; the trainer updates float32 ones.
 """
 
 from __future__ import annotations
@@ -19,13 +21,15 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slipstream.core.errors import ConfigError, did_you_mean
+from slipstream.core.errors import ConfigError
+from slipstream.core.lora_section import AdapterPrecision
 from slipstream.models.config import TransformerConfig
 from slipstream.models.experts import ExpertsLinear
 from slipstream.models.layout import LogicalTensor, layout
-from slipstream.models.linear import Linear, linear
+from slipstream.models.linear import Embedding, Linear, linear
 from slipstream.models.transformer import OneRank, Ranks, Transformer
 
 Product = Callable[[Tensor], Tensor]
@@ -33,7 +37,8 @@ HEAD = "head"
 """The head among linear layers, tied or not."""
 HEAD_NAME, OLD_HEAD_NAME = "lm_head", "embed_out"
 """The head as transformers calls it, and called it in GPT-NeoX, whose files still do."""
-EMBEDDINGS = ("embed_tokens", "embed_in", "wte", "wpe")
+EMBEDDING = "embedding"
+"""The embedding of tokens among layers that may have an adapter; a head that is tied to it has none of this one."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class Fused:
-    """A linear layer [out_features, in_features] and the matrices that its rows are, ascending."""
+    """A linear layer [out_features, in_features] and the matrices that its rows are, ascending.
+
+    The embedding of tokens is one from one-hot vectors.
+    """
 
     in_features: int
     out_features: int
@@ -72,7 +80,7 @@ class Fused:
 
 @functools.cache
 def linear_layers(config: TransformerConfig) -> Mapping[str, Fused]:
-    """Return every linear layer of a whole model by its name in it, and the head as `HEAD`."""
+    """Return every layer of a whole model that may have an adapter, by its name in it; the head and embedding last."""
     return layers_of(config, OneRank())
 
 
@@ -86,7 +94,8 @@ def layers_of(config: TransformerConfig, ranks: Ranks) -> dict[str, Fused]:
         if isinstance(module, Linear) and not isinstance(module, ExpertsLinear)
     }
     pieces: dict[str, list[Piece]] = defaultdict(list)
-    for tensor in layout(model):
+    tensors = layout(model)
+    for tensor in tensors:
         owner = linears.get(tensor.view.untyped_storage()._cdata)
         if owner is not None and tensor.name.endswith(".weight"):
             pieces[owner[0]].append(_piece(tensor, owner[1].in_features))
@@ -95,6 +104,8 @@ def layers_of(config: TransformerConfig, ranks: Ranks) -> dict[str, Fused]:
     }
     rows = len(ranks.vocab_rows(config.vocab_size))
     found[HEAD] = Fused(config.hidden_size, rows, (Piece(HEAD_NAME, 0, (rows,), (1,)),))
+    piece = Piece(tensors[0].name.removesuffix(".weight"), 0, (config.hidden_size,), (1,))
+    found[EMBEDDING] = Fused(config.vocab_size, config.hidden_size, (piece,))
     return found
 
 
@@ -115,7 +126,10 @@ def _piece(tensor: LogicalTensor, in_features: int) -> Piece:
 
 @dataclass(frozen=True)
 class AdapterShape:
-    """The adapter of a linear layer: of its `pieces`, ascending, each with A [rank, in_features] and B [rows, rank]."""
+    """The adapter of a linear layer: of its `pieces`, ascending, each with A [rank, in_features] and B [rows, rank].
+
+    One that `looks_up` gets tokens, A's columns. `precision` is that of the numbers that both sides compute with.
+    """
 
     in_features: int
     out_features: int
@@ -123,6 +137,18 @@ class AdapterShape:
     rank: int
     alpha: float
     use_rslora: bool = False
+    looks_up: bool = False
+    precision: AdapterPrecision = "float32"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.precision == "bfloat16" else torch.float32
+
+    def rounded(self, values: Tensor) -> Tensor:
+        """Return the numbers of A or B that are computed with, whose gradient is that of `values`."""
+        if self.precision == "float32":
+            return values
+        return values + (values.to(self.dtype) - values).detach()  # without rounding: the two differ by few bits
 
     @property
     def scaling(self) -> float:
@@ -170,7 +196,7 @@ def adapted_product(
     shape: AdapterShape,
     own: OwnVersion | None = None,
 ) -> Tensor:
-    """Return the adapted layer's y [N, out_features] of x [N, in_features]; see above.
+    """Return the adapted layer's y [N, out_features] of x [N, in_features], or of tokens [N]; see above.
 
     `base` multiplies by W and adds b, `down` by all A's, each of `up` by one B: whatever way the caller multiplies.
     With `own` each A and B is K versions' (`stacked_adapter`), and all but each row's own one are masked: exact zeros.
@@ -193,6 +219,11 @@ def stacked_adapter(shape: AdapterShape, versions: Sequence[tuple[Tensor, Tensor
     return a.flatten(0, 2), torch.cat([b for _, b in versions], 1)
 
 
+def rows_of(table: Tensor) -> Product:
+    """Return the product of one-hot vectors with `table` [V, K]: tokens int64 [N] -> [N, K]."""
+    return partial(F.embedding, weight=table)
+
+
 class Adapter(nn.Module):
     """The trained part of a linear layer: `a` [num_pieces rank, in_features] and `b` [rows of all pieces, rank]."""
 
@@ -203,10 +234,13 @@ class Adapter(nn.Module):
         self.b = nn.Parameter(torch.empty(sum(shape.rows), shape.rank))
 
     def forward(self, x: Tensor, base: Product) -> Tensor:
-        """Add to `base`(x), of x [N, in_features] -> [N, out_features]; products are in the precision of x."""
-        a, b = self.a.to(x.dtype), self.b.to(x.dtype)
+        """Add to `base`(x), of x [N, in_features] -> [N, out_features]; products are in the precision of x, if any."""
+        a, b = self.shape.rounded(self.a), self.shape.rounded(self.b)
+        if not self.shape.looks_up:
+            a, b = a.to(x.dtype), b.to(x.dtype)
+        down = rows_of(a.t()) if self.shape.looks_up else partial(linear, weight=a)
         up = [partial(linear, weight=rows) for rows in torch.split(b, self.shape.rows)]
-        return adapted_product(x, base=base, down=partial(linear, weight=a), up=up, shape=self.shape)
+        return adapted_product(x, base=base, down=down, up=up, shape=self.shape)
 
 
 class AdaptedLinear(Linear):
@@ -224,6 +258,23 @@ class AdaptedLinear(Linear):
         return out
 
 
+class AdaptedEmbedding(Embedding):
+    """An `Embedding` over the weights of `base`, with an adapter beside them."""
+
+    is_trained = False
+
+    def __init__(self, base: Embedding, adapter: Adapter) -> None:
+        nn.Module.__init__(self)
+        for name in base.__constants__:
+            setattr(self, name, getattr(base, name))
+        self.weight, self.adapter = base.weight, adapter
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens int64 [N] -> [N, embedding_dim]."""
+        out: Tensor = self.adapter(tokens, super().forward)
+        return out
+
+
 # Adapters of a model
 
 
@@ -231,6 +282,11 @@ def shapes_of(model: nn.Module) -> dict[str, AdapterShape]:
     """Return the adapters of a model by the names of their linear layers; none if all weights are trained."""
     modules = model.named_modules()
     return {name.removesuffix(".adapter"): module.shape for name, module in modules if isinstance(module, Adapter)}
+
+
+def precision_of(shapes: Mapping[str, AdapterShape]) -> AdapterPrecision:
+    """Return the precision of the adapters, which all have one."""
+    return next(iter(shapes.values())).precision
 
 
 def resized(shapes: Mapping[str, AdapterShape], layers: Mapping[str, Fused]) -> dict[str, AdapterShape]:
@@ -258,6 +314,8 @@ def install(model: Transformer, shapes: Mapping[str, AdapterShape]) -> Transform
                 model.add_module(HEAD, nn.Module())
             model.get_submodule(HEAD).add_module("adapter", adapter)
             model.served_head = partial(adapter, base=model.head_product)
+        elif name == EMBEDDING:
+            model.embedding = AdaptedEmbedding(model.embedding, adapter)
         else:
             parent, _, attribute = name.rpartition(".")
             owner = model.get_submodule(parent)
@@ -295,12 +353,15 @@ def base_of(
 def drawn_adapter(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
     """Return the start of the whole tensor `name`: B is 0, A uniform in 1/sqrt(in_features), as PEFT's.
 
-    An A depends on `seed` and its own name alone. The global random state is left alone.
+    Of an embedding A is 0, B normal. What is drawn depends on `seed` and the tensor's own name alone. The global
+    random state is left alone.
     """
-    if name.endswith(B_SUFFIX):
+    if name.endswith((B_SUFFIX, EMBEDDING_A)):
         return torch.zeros(shape)
     key = hashlib.sha256(f"{seed} {name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(key[:7], "little"))
+    if name.endswith(EMBEDDING_B):
+        return torch.randn(shape, generator=generator)
     bound = 1 / math.sqrt(shape[1])
     return (2 * torch.rand(shape, generator=generator) - 1) * bound
 
@@ -309,28 +370,27 @@ def drawn_adapter(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
 def merged(model: Transformer) -> Transformer:
     """Return a model without adapters that computes what `model` does: W + s B A in place of W, up to rounding.
 
-    A tied head with an adapter is tied no longer.
+    A tied head is tied no longer where it or the embedding has an adapter.
     """
     shapes, tensors = shapes_of(model), dict(model.named_parameters())
-    tied = model.config.tie_embeddings and HEAD not in shapes
+    tied = model.config.tie_embeddings and not shapes.keys() & {HEAD, EMBEDDING}
     whole = Transformer(replace(model.config, tie_embeddings=tied))
     for name, parameter in whole.named_parameters():
         source = "embedding.weight" if name == "head.weight" and model.config.tie_embeddings else name
         parameter.copy_(tensors[source])
     weights = dict(whole.named_parameters())
     for name, shape in shapes.items():
-        weight, first = weights[f"{name}.weight"], 0
-        for number, piece in enumerate(shape.pieces):
-            a = tensors[f"{name}.adapter.a"][number * shape.rank : (number + 1) * shape.rank]
-            b = tensors[f"{name}.adapter.b"][first : first + piece.num_rows]
-            weight[piece.start : piece.start + piece.num_rows] += shape.scaling * (b @ a)
-            first += piece.num_rows
+        weight = weights[f"{name}.weight"].t() if shape.looks_up else weights[f"{name}.weight"]
+        a, b = (shape.rounded(tensors[f"{name}.adapter.{which}"]) for which in "ab")
+        for piece, down, up in zip(shape.pieces, torch.split(a, shape.rank), torch.split(b, shape.rows), strict=True):
+            weight[piece.start : piece.start + piece.num_rows] += shape.scaling * (up @ down)
     return whole
 
 
 # Adapters of a checkpoint
 
 A_SUFFIX, B_SUFFIX = ".lora_A.weight", ".lora_B.weight"
+EMBEDDING_A, EMBEDDING_B = ".lora_embedding_A", ".lora_embedding_B"
 
 
 def adapter_tensors(
@@ -339,13 +399,14 @@ def adapter_tensors(
     """Yield A and B of every piece as PEFT's files have them, and the name of the parameter that each is a view of."""
     for layer, shape in shapes.items():
         a, b = (parameters[f"{layer}.adapter.{which}"].detach() for which in "ab")
+        suffixes = (EMBEDDING_A, EMBEDDING_B) if shape.looks_up else (A_SUFFIX, B_SUFFIX)
         pieces = zip(shape.pieces, torch.split(a, shape.rank), torch.split(b, shape.rows), strict=True)
         for piece, down, rows in pieces:
-            yield f"{layer}.adapter.a", LogicalTensor(piece.name + A_SUFFIX, down, tuple(down.shape))
+            yield f"{layer}.adapter.a", LogicalTensor(piece.name + suffixes[0], down, tuple(down.shape))
             strides = tuple(stride * b.stride(0) for stride in piece.strides)
             up = rows.as_strided((*piece.sizes, shape.rank), (*strides, b.stride(1)))
             b_shape = piece.num_rows, shape.rank
-            yield f"{layer}.adapter.b", LogicalTensor(piece.name + B_SUFFIX, up, b_shape, piece.stacked, piece.unit)
+            yield f"{layer}.adapter.b", LogicalTensor(piece.name + suffixes[1], up, b_shape, piece.stacked, piece.unit)
 
 
 def meta_parameters(shapes: Mapping[str, AdapterShape]) -> dict[str, Tensor]:
@@ -360,14 +421,21 @@ def meta_parameters(shapes: Mapping[str, AdapterShape]) -> dict[str, Tensor]:
 
 
 def shapes_for(
-    config: TransformerConfig, names: Collection[str], *, rank: int, alpha: float, use_rslora: bool
+    config: TransformerConfig,
+    names: Collection[str],
+    *,
+    rank: int,
+    alpha: float,
+    use_rslora: bool,
+    precision: AdapterPrecision = "float32",
 ) -> dict[str, AdapterShape]:
     """Return the adapters of the matrices `names` of a model of `config`."""
     found = {}
     for layer, fused in linear_layers(config).items():
         pieces = tuple(piece for piece in fused.pieces if piece.name in names)
         if pieces:
-            found[layer] = AdapterShape(fused.in_features, fused.out_features, pieces, rank, alpha, use_rslora)
+            sizes, looks_up = (fused.in_features, fused.out_features), layer == EMBEDDING
+            found[layer] = AdapterShape(*sizes, pieces, rank, alpha, use_rslora, looks_up, precision)
     return found
 
 
@@ -383,21 +451,15 @@ def is_named(piece: Piece, target: str) -> bool:
 
 
 def targeted(config: TransformerConfig, targets: Collection[str]) -> list[str]:
-    """Return the names of the matrices that `targets` mean; of none, all but the head.
+    """Return the names of the matrices that `targets` mean; of none, all but the head and the embedding.
 
     ConfigError for a target that means none.
     """
     every = matrices(config)
     if not targets:
-        return [piece.name for piece in every if piece.name != HEAD_NAME]
+        return [piece.name for piece in every[:-2]]
     for target in targets:
         if not any(is_named(piece, target) for piece in every):
             allowed = list(dict.fromkeys(piece.target for piece in every))
-            is_embedding = target.rpartition(".")[2] in EMBEDDINGS
-            raise ConfigError(
-                "embeddings cannot have an adapter" if is_embedding else "model.lora.targets names no linear layer",
-                got=target,
-                allowed=", ".join(allowed),
-                hint="only linear layers and the head are adapted" if is_embedding else did_you_mean(target, allowed),
-            )
+            raise ConfigError.unknown("model.lora.targets names no layer", target, allowed, got=target)
     return [piece.name for piece in every if any(is_named(piece, target) for target in targets)]

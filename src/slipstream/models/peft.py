@@ -17,7 +17,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from slipstream.core.errors import ConfigError, clip
-from slipstream.core.lora_section import LoraConfig
+from slipstream.core.lora_section import AdapterPrecision, LoraConfig
 from slipstream.models.config import TransformerConfig
 from slipstream.models.hf_fields import read_object
 from slipstream.models.hub import ADAPTER_CONFIG, HubId, checkpoint_folder, hub_id_of, is_adapter
@@ -25,6 +25,8 @@ from slipstream.models.layout import LogicalTensor, layout
 from slipstream.models.lora import (
     A_SUFFIX,
     B_SUFFIX,
+    EMBEDDING_A,
+    EMBEDDING_B,
     HEAD_NAME,
     OLD_HEAD_NAME,
     AdapterShape,
@@ -78,6 +80,7 @@ class AdapterFields(BaseModel):
     modules_to_save: Any = None
     layer_replication: Any = None
     trainable_token_indices: Any = None
+    ensure_weight_tying: bool = False
     target_parameters: Any = None
 
 
@@ -99,6 +102,7 @@ def read_fields(path: Path) -> AdapterFields:
             for name in (
                 *("rank_pattern", "alpha_pattern", "use_dora", "use_qalora", "lora_bias"),
                 *("modules_to_save", "layer_replication", "trainable_token_indices", "target_parameters"),
+                "ensure_weight_tying",
             )
         },
     }
@@ -107,7 +111,7 @@ def read_fields(path: Path) -> AdapterFields:
         raise ConfigError(
             f"the adapter in {path} is of a kind that is not supported",
             got=", ".join(given) or f"peft_type = {clip(fields.peft_type, 60)}",
-            allowed="plain LoRA: linear layers of one rank and alpha, the base as it is",
+            allowed="plain LoRA: linear layers and the embedding, of one rank and alpha, the base as it is",
             hint="merge it in PEFT (`merge_and_unload`, `save_pretrained`), and start from that model",
         )
     return fields
@@ -145,12 +149,17 @@ def tokenizer_folder(path: str | Path) -> Path:
     return Path(path) if has_tokenizer(path) else base_folder(path)
 
 
-def stored_shapes(path: Path, config: TransformerConfig) -> dict[str, AdapterShape]:
+def stored_shapes(
+    path: Path, config: TransformerConfig, precision: AdapterPrecision = "float32"
+) -> dict[str, AdapterShape]:
     """Return the adapters in folder `path`, for a base of `config`. ConfigError where they do not fit it."""
     fields = read_fields(path)
     headers = {matrix_name(name): header for name, header in tensor_headers(path / ADAPTER_WEIGHTS).items()}
-    names = {name.removesuffix(suffix) for name in headers for suffix in (A_SUFFIX, B_SUFFIX) if name.endswith(suffix)}
-    shapes = shapes_for(config, names, rank=fields.r, alpha=fields.lora_alpha, use_rslora=fields.use_rslora)
+    suffixes = (A_SUFFIX, B_SUFFIX, EMBEDDING_A, EMBEDDING_B)
+    names = {name.removesuffix(suffix) for name in headers for suffix in suffixes if name.endswith(suffix)}
+    shapes = shapes_for(
+        config, names, rank=fields.r, alpha=fields.lora_alpha, use_rslora=fields.use_rslora, precision=precision
+    )
     wanted = {tensor.name: tensor.shape for _, tensor in adapter_tensors(shapes, meta_parameters(shapes))}
     copies = base_tensors(config)
     problems = [f"unexpected {name}" for name in headers if name not in wanted and base_name(name) not in copies]
@@ -164,7 +173,7 @@ def stored_shapes(path: Path, config: TransformerConfig) -> dict[str, AdapterSha
         raise ConfigError(
             f"the adapter in {path} is not one of this base",
             got="; ".join(map(clip, problems[:MAX_SHOWN])) or "no adapters",
-            allowed=f"A and B of linear layers of this {config.family} model, of rank {fields.r}",
+            allowed=f"A and B of layers of this {config.family} model, of rank {fields.r}",
         )
     return shapes
 
@@ -197,7 +206,7 @@ def planned_shapes(lora: LoraConfig, config: TransformerConfig) -> dict[str, Ada
                 got=lora.path,
                 allowed=f"a folder with {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}",
             )
-        return stored_shapes(Path(lora.path), config)
+        return stored_shapes(Path(lora.path), config, lora.adapter_precision)
     assert lora.rank is not None, "there are adapters"
     if lora.rank > config.hidden_size:
         raise ConfigError(
@@ -207,7 +216,14 @@ def planned_shapes(lora: LoraConfig, config: TransformerConfig) -> dict[str, Ada
         )
     alpha = 2.0 * lora.rank if lora.alpha is None else lora.alpha
     names = targeted(config, lora.targets)
-    return shapes_for(config, names, rank=lora.rank, alpha=alpha, use_rslora=lora.use_rslora)
+    return shapes_for(
+        config,
+        names,
+        rank=lora.rank,
+        alpha=alpha,
+        use_rslora=lora.use_rslora,
+        precision=lora.adapter_precision,
+    )
 
 
 def with_adapters(model: Transformer, lora: LoraConfig, *, seed: int) -> Transformer:
@@ -287,7 +303,8 @@ def save_adapter(
     All ranks that share a model call this together, and those that are `is_writer` write.
     Identity: `peft.PeftModel.from_pretrained(base, path)` computes what `model` does.
     """
-    config, parameters = whole_config(model), dict(whole_parameters(model, of_base=False))
+    config, dtype = whole_config(model), next(iter(shapes_of(model).values())).dtype
+    parameters = {name: whole.to(dtype) for name, whole in whole_parameters(model, of_base=False)}
     if not is_writer:
         return
     path.mkdir(parents=True, exist_ok=True)

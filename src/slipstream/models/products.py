@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from slipstream.models.experts import Groups, each_expert, grouped_product, multiplies_groups
 from slipstream.models.linear import find_onednn, find_onednn_packing
@@ -142,16 +142,7 @@ class WideProduct:
         return out.view(*x.shape[:-1], -1)
 
 
-class ServedEmbedding(nn.Module):
-    """Stands in for the token embedding: looks rows up as they are stored, and dequantises those."""
-
-    table: StoredWeight
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self._dtype = dtype
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """tokens int64 [N] -> [N, hidden] in the type of the residual stream."""
-        rows = self.table.values.index_select(0, tokens).to(self._dtype)
-        return rows if self.table.scales is None else rows * self.table.scales.index_select(0, tokens)[:, None]
+def looked_up(tokens: Tensor, *, table: StoredWeight, dtype: torch.dtype) -> Tensor:
+    """tokens int64 [N] -> their rows of `table` [N, hidden] in `dtype`, which alone are expanded."""
+    rows = table.values.index_select(0, tokens).to(dtype)
+    return rows if table.scales is None else rows * table.scales.index_select(0, tokens)[:, None]

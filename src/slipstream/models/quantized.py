@@ -29,7 +29,7 @@ from slipstream.core.errors import ShapeError
 from slipstream.core.fields import Precision
 from slipstream.core.peer_messages import Holding
 from slipstream.models.linear import Linear
-from slipstream.models.lora import shapes_of
+from slipstream.models.lora import precision_of, shapes_of
 from slipstream.models.shards import Part, local_parts, local_tensor
 from slipstream.models.transformer import Transformer
 
@@ -99,15 +99,16 @@ class WeightLayout:
 
     In the order of `named_parameters`, a tied weight once. float32 has no gaps: its bytes are `FlatParameters.flat`'s.
     Of a rank's part of a model they are the bytes of what that rank stores (`shards.local_parts`). Beside adapters
-    there are two layouts: theirs, float32 at every precision, beside a base with the digest `base`; and that of the
+    there are two layouts: theirs, at a precision of their own, beside a base with the digest `base`; and that of the
     weights that stay (`is_base`), which nobody sends.
     """
 
     def __init__(self, model: Transformer, precision: Precision, *, is_base: bool = False, base: str = "") -> None:
-        adapted = {f"{layer}.adapter.{which}" for layer in shapes_of(model) for which in "ab"}
+        shapes = shapes_of(model)
+        adapted = {f"{layer}.adapter.{which}" for layer in shapes for which in "ab"}
         if adapted and not is_base:
-            precision = "float32"
-        types = _types(model, FORMATS[precision])
+            precision = precision_of(shapes)
+        types = _types(model, FORMATS[precision]) | dict.fromkeys(adapted, FORMATS[precision].matrix)
         self._base = base
         alignment = 1 if precision == "float32" else _ALIGNMENT
         self.precision = precision

@@ -17,7 +17,6 @@ import ctypes
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import cast
 
 import numpy as np
 import torch
@@ -31,10 +30,12 @@ from slipstream.models.config import TransformerConfig
 from slipstream.models.experts import ExpertsLinear, Groups, multiplies_groups
 from slipstream.models.linear import Linear
 from slipstream.models.lora import (
+    EMBEDDING,
     HEAD,
     AdapterShape,
     OwnVersion,
     adapted_product,
+    rows_of,
     shapes_of,
     stacked_adapter,
 )
@@ -44,9 +45,9 @@ from slipstream.models.products import (
     ExpertsProduct,
     Fp8Product,
     Product,
-    ServedEmbedding,
     WideProduct,
     cpu_dtype,
+    looked_up,
 )
 from slipstream.models.quantized import FP8, StoredWeight, WeightLayout
 from slipstream.models.shards import base_digest
@@ -68,12 +69,12 @@ class ServedExperts(nn.Module):
 
 
 class ServedLinear(nn.Module):
-    """Stands in for a `Linear`; its product is exchanged with the weights."""
+    """Stands in for a `Linear`, or the `Embedding` of tokens; its product is exchanged with the weights."""
 
     product: Product
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [N, in_features] -> [N, out_features]."""
+        """x [N, in_features], or int64 [N] -> [N, out_features]."""
         return self.product(x)
 
 
@@ -84,12 +85,11 @@ _EXCHANGED_BYTES = 64 << 20  # at once: what an exchange of buffers takes beside
 class _Version:
     """Everything of one version that the model points at."""
 
-    products: Mapping[str, Product]  # by the linear layer's name
+    products: Mapping[str, Product]  # by the layer's name, of linear ones and `EMBEDDING`
     head: Product
-    table: StoredWeight
     vectors: Mapping[str, Tensor]  # norms, routers and position embeddings
     experts: Mapping[str, ExpertsProduct] = field(default_factory=dict)
-    adapters: Mapping[str, tuple[Tensor, Tensor]] | None = None  # A and B by the linear layer's name
+    adapters: Mapping[str, tuple[Tensor, Tensor]] | None = None  # A and B by the layer's name
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,10 +103,9 @@ class FrozenBase:
     shapes: Mapping[str, AdapterShape]
     version: _Version
 
-    def adapted(self, weights: Mapping[str, StoredWeight], *, packs: bool) -> _Version:
+    def adapted(self, weights: Mapping[str, Tensor], *, packs: bool) -> _Version:
         """Return the base with the adapters in `weights` beside its products."""
-        a, b = ({name: weights[f"{name}.adapter.{which}"].values for name in self.shapes} for which in "ab")
-        adapters = {name: (a[name], b[name]) for name in self.shapes}
+        adapters = {name: (weights[f"{name}.adapter.a"], weights[f"{name}.adapter.b"]) for name in self.shapes}
         return replace(self._beside(adapters, packs=packs), adapters=adapters)
 
     def stacked(self, versions: Sequence[_Version], own: OwnVersion) -> _Version:
@@ -121,10 +120,14 @@ class FrozenBase:
         products = {**self.version.products, HEAD: self.version.head}
         for name, (a, b) in adapters.items():
             shape = self.shapes[name]
+            if shape.looks_up:
+                down: Product = rows_of(a.t().contiguous() if packs else a.t())
+            else:
+                down = DenseProduct(a, packs=packs)
             products[name] = partial(
                 adapted_product,
                 base=products[name],
-                down=DenseProduct(a, packs=packs),
+                down=down,
                 up=[DenseProduct(rows, packs=packs) for rows in torch.split(b, shape.rows)],
                 shape=shape,
                 own=own,
@@ -139,7 +142,6 @@ class _Skeleton:
         self.model = model
         self.linears = {name: module for name, module in model.named_modules() if isinstance(module, ServedLinear)}
         self.experts = {name: module for name, module in model.named_modules() if isinstance(module, ServedExperts)}
-        self.embedding = cast(ServedEmbedding, model.embedding)
         self.vectors = dict(model.named_parameters())
 
     def twin(self) -> _Skeleton:
@@ -152,13 +154,12 @@ class _Skeleton:
             linear.product = version.products[name]
         for name, experts in self.experts.items():
             experts.product = version.experts[name]
-        self.embedding.table = version.table
         self.model.served_head = version.head
         for name, vector in version.vectors.items():
             self.vectors[name].data = vector
 
 
-def _hollow_out(model: Transformer, activations: torch.dtype) -> None:
+def _hollow_out(model: Transformer) -> None:
     """Replace linear layers and embedding by ones that point at weights elsewhere; the model's own are let go."""
     for name, module in list(model.named_modules()):
         if isinstance(module, Linear):
@@ -168,7 +169,7 @@ def _hollow_out(model: Transformer, activations: torch.dtype) -> None:
     if model.config.tie_embeddings and HEAD in dict(model.named_children()):
         del model.head  # it has an adapter alone
     model.served_head = None
-    model.embedding = ServedEmbedding(activations)  # type: ignore[assignment]
+    model.embedding = ServedLinear()  # type: ignore[assignment]
     for parameter in model.parameters():
         parameter.requires_grad_(False)
 
@@ -220,9 +221,10 @@ class ServedWeights:
     and the embedding are replaced; the residual stream is fp32 on a CPU, and on CUDA bfloat16 for all precisions but
     float32.
 
-    With adapters a version is those alone, in float32, beside a `base` at `precision` that stays: made of the model's
-    own weights, or given, so that `model` need not have them. `keeps_versions`: those that `hold` has named stay when
-    another is live, and `select` says which of them each row of the next pass computes with.
+    With adapters a version is those alone, at their own precision and multiplied in float32, beside a `base` at
+    `precision` that stays: made of the model's own weights, or given, so that `model` need not have them.
+    `keeps_versions`: those that `hold` has named stay when another is live, and `select` says which of them each row of
+    the next pass computes with.
 
     `in_place`: copy into stable storage; None: where the model is on CUDA. `on_device`: `flat` lies there, and is this
     storage for all that is computed with as it is stored; a tensor that `rebind` is given changes its contents.
@@ -271,7 +273,7 @@ class ServedWeights:
             self._pack(self._layout, flat, group)
         elif on_device:
             flat = flat.to(self._device)
-        _hollow_out(model, self._activations)
+        _hollow_out(model)
         self._serving = _Skeleton(model)
         self._checking = self._serving.twin()
         self.base = base if frozen is None else FrozenBase(digest, shapes, self._frozen(frozen, group))
@@ -343,7 +345,7 @@ class ServedWeights:
     def serve(self, model: Transformer, pinned: object) -> None:
         """Let another `model` like this one, without weights, compute with what `pinned` returned."""
         if isinstance(pinned, _Version):
-            _hollow_out(model, self._activations)
+            _hollow_out(model)
             _Skeleton(model).point_at(pinned)
             return
         assert isinstance(pinned, Tensor), "nothing else is returned"
@@ -398,6 +400,7 @@ class ServedWeights:
         """Return a version that stays as it is when `flat` has the next: matrices are packed, the rest is copied."""
         serving = self._serving
         packed = {f"{name}.weight" for name in (*serving.linears, *serving.experts)} if PACKS else set()
+        packed.discard("embedding.weight")
         weights = {
             name: StoredWeight(
                 view.values if name in packed else view.values.clone(),
@@ -409,7 +412,9 @@ class ServedWeights:
 
     def _version(self, weights: dict[str, StoredWeight], *, packs: bool) -> _Version:
         """Products and views over `weights`: views of bytes, or of stable storage."""
-        return self._whole(weights, packs) if self.base is None else self.base.adapted(weights, packs=packs)
+        if self.base is None:
+            return self._whole(weights, packs)
+        return self.base.adapted({name: self._held(name, weight) for name, weight in weights.items()}, packs=packs)
 
     @torch.no_grad()
     def _pack(self, layout: WeightLayout, flat: Tensor, group: RankGroup | None) -> None:
@@ -431,7 +436,7 @@ class ServedWeights:
         """`_version` of weights that are all there; those that are packed are taken out."""
         take = weights.pop if packs else weights.__getitem__
         products: dict[str, Product] = {}
-        for name in self._serving.linears:
+        for name in self._serving.linears.keys() - {EMBEDDING}:
             bias = weights.get(f"{name}.bias")
             products[name] = self._product(
                 f"{name}.weight", take(f"{name}.weight"), None if bias is None else bias.values, packs
@@ -442,11 +447,12 @@ class ServedWeights:
             values = self._held(f"{name}.weight", weight)
             experts[name] = ExpertsProduct(values, weight.scales, module.num_experts, packs=packs)
         table = weights["embedding.weight"]
+        products[EMBEDDING] = partial(looked_up, table=table, dtype=self._activations)
         head = products.get("head")
         if head is None:
             head = self._product("embedding.weight", self._rows_of_head(table), None, packs)
         vectors = {name: self._held(name, weights[name]) for name in self._serving.vectors}
-        return _Version(products, head, table, vectors, experts)
+        return _Version(products, head, vectors, experts)
 
     def _product(self, name: str, weight: StoredWeight, bias: Tensor | None, packs: bool) -> Product:
         values = self._held(name, weight)

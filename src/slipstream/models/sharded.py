@@ -37,7 +37,7 @@ from slipstream.models.flat import FlatParameters
 from slipstream.models.hf import canonical_name, logical_tensors, read_hf_config, weight_files, write_tensor
 from slipstream.models.hub import is_adapter
 from slipstream.models.initialise import initialise
-from slipstream.models.lora import Adapter, base_of, install
+from slipstream.models.lora import Adapter, base_of, install, precision_of, shapes_of
 from slipstream.models.peft import (
     base_folder,
     fill_adapters,
@@ -223,7 +223,7 @@ def beside_base(model: Transformer, division: Division, path: Path | None) -> Tr
     Nothing that `model` has gathered may be held. On data-parallel ranks what is returned gathers the base by itself,
     and keeps its embedding and head gathered between its passes.
     """
-    shapes = {} if path is None else stored_shapes(path, whole_config(model))
+    shapes = {} if path is None else stored_shapes(path, whole_config(model), precision_of(shapes_of(model)))
     is_cut = division.uses_fsdp and model.stored_base is None
     found = base_of(model, shapes, partial(divide, division=division) if is_cut else None)
     return (found if path is None else read_adapter(found, path)).requires_grad_(False)

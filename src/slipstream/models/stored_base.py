@@ -8,7 +8,7 @@ outlives a product, in which there are `EXPANDED` of its numbers at a time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from slipstream.core.fields import Precision
+from slipstream.core.rank_group import RankGroup
 from slipstream.models.linear import Linear, linear
-from slipstream.models.products import DenseProduct, ServedEmbedding, cpu_dtype
+from slipstream.models.products import DenseProduct, cpu_dtype, looked_up
 from slipstream.models.quantized import StoredWeight, WeightLayout
 from slipstream.models.shards import base_digest
 from slipstream.models.transformer import Transformer
@@ -75,9 +76,12 @@ class StoredBase:
     digest: str
     weights: Mapping[str, StoredWeight]
 
-    def head(self, hidden: Tensor) -> Tensor:
-        """fp32 products [..., V] of hidden [..., hidden] with the head, its own weights or the embedding's."""
-        return stored_product(hidden, self.weights.get("head.weight", self.weights["embedding.weight"]))
+    def head(self, hidden: Tensor, rows: Callable[[Tensor], Tensor]) -> Tensor:
+        """fp32 products [..., V] of hidden [..., hidden] with the head's own weights, or `rows` of the embedding's."""
+        own, table = self.weights.get("head.weight"), self.weights["embedding.weight"]
+        if own is None:
+            own = StoredWeight(rows(table.values), None if table.scales is None else rows(table.scales))
+        return stored_product(hidden, own)
 
     def put_into(self, model: Transformer) -> None:
         """Let `model` compute with these matrices, in place of parameters of its own, which are released."""
@@ -86,19 +90,20 @@ class StoredBase:
             if isinstance(module, Linear):
                 module.register_parameter("weight", None)
                 module.product = partial(stored_product, weight=self.weights[f"{name}.weight"], bias=module.bias)
-        embedding = ServedEmbedding(torch.float32)
-        embedding.table = self.weights["embedding.weight"]
-        model.embedding = embedding  # type: ignore[assignment]
+        model.embedding.register_parameter("weight", None)
+        model.embedding.product = partial(looked_up, table=self.weights["embedding.weight"], dtype=torch.float32)
 
 
 @torch.no_grad()
-def store_base(model: Transformer, precision: Precision) -> None:
-    """Hold the frozen base of `model`, whole on a CPU, at `precision`. Matrix by matrix: each is released in its turn.
+def store_base(model: Transformer, precision: Precision, *, ranks: RankGroup = RankGroup.alone()) -> None:
+    """Hold the frozen base of `model`, on a CPU, at `precision`. Matrix by matrix: each is released in its turn.
 
+    The tensor-parallel `ranks` that share it call this together: scales are those of whole rows.
     Norms, biases and embeddings of positions stay float32, as at every precision of generators.
     """
     digest, parameters, weights = base_digest(model), dict(model.named_parameters()), dict[str, StoredWeight]()
-    for name, weight in WeightLayout(model, precision, is_base=True).stored_weights(parameters):
+    layout = WeightLayout(model, precision, is_base=True)
+    for name, weight in layout.stored_weights(parameters, over_ranks=ranks.max if ranks.world > 1 else None):
         if weight.values.dtype != torch.float32:
             weights[name] = weight
             parameters[name].data = torch.empty(0)

@@ -222,7 +222,9 @@ def shared_rows(model: Transformer) -> dict[str, SharedRows]:
             found[name] = SharedRows(rows[model.config.query_size :], range(first, first + kv_sharers), is_partial=True)
         elif module == "adapter":
             layer, is_a = name.split(".")[-3], name.endswith(".a")
-            if is_a != (layer in ("output", "down")):  # A before rows that are divided, B behind columns that are
+            if layer == "embedding":
+                found[name] = SharedRows(rows, everyone, is_partial=False)
+            elif is_a != (layer in ("output", "down")):  # A before rows that are divided, B behind columns that are
                 found[name] = SharedRows(rows, everyone, is_partial=True)
             elif layer == "qkv" and kv_sharers > 1:
                 pieces = cast(Adapter, model.get_submodule(name.removesuffix(".b"))).shape.pieces

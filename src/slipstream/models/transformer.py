@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from slipstream.models.config import TransformerConfig
 from slipstream.models.experts import Experts
-from slipstream.models.linear import Linear, linear
+from slipstream.models.linear import Embedding, Linear, linear
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -80,8 +80,8 @@ class Base(Protocol):
         """The SHA-256 of the numbers before they were rounded."""
         ...
 
-    def head(self, hidden: Tensor) -> Tensor:
-        """fp32 products [..., V] of hidden [..., hidden] with the head's weights."""
+    def head(self, hidden: Tensor, rows: Callable[[Tensor], Tensor]) -> Tensor:
+        """fp32 products [..., V] of hidden [..., hidden] with the head's weights, or `rows` of those it is tied to."""
         ...
 
     def put_into(self, model: Transformer) -> None:
@@ -166,8 +166,8 @@ def _linear(in_features: int, out_features: int, bias: bool) -> Linear:
     return layer
 
 
-def _embedding(rows: int, width: int) -> nn.Embedding:
-    embedding: nn.Embedding = nn.Embedding.from_pretrained(torch.empty(rows, width), freeze=False)  # type: ignore[no-untyped-call]
+def _embedding(rows: int, width: int) -> Embedding:
+    embedding: Embedding = Embedding.from_pretrained(torch.empty(rows, width), freeze=False)  # type: ignore[no-untyped-call]
     return embedding
 
 
@@ -298,7 +298,7 @@ class Transformer(nn.Module):
     def _embed(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         """The residual stream's start [N, hidden], and what rotates queries and keys in every layer."""
         x: Tensor = self.embedding(tokens)
-        if self.config.tie_embeddings and not self.ranks.counts_once:
+        if self.config.tie_embeddings and not self.ranks.counts_once and x.requires_grad and self.embedding.is_trained:
             x = x.detach()
         if self.config.rotary_dim == 0:
             return x + self.position_embedding(positions), None
@@ -324,7 +324,7 @@ class Transformer(nn.Module):
     def head_product(self, hidden: Tensor) -> Tensor:
         """fp32 products [..., vocabulary rows of this rank] of hidden [..., hidden] with the head's own weights."""
         if self.stored_base is not None:
-            return self.stored_base.head(hidden)
+            return self.stored_base.head(hidden, self.ranks.local_vocab)
         tied = self.config.tie_embeddings
         weight = self.ranks.local_vocab(self.embedding.weight) if tied else self.head.weight
         return linear(hidden, weight.float())

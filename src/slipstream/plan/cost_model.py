@@ -81,7 +81,7 @@ class CostModel:
             {
                 "weights": model.num_layers * self._layer(live, counts, precision)
                 + self._product(live, counts.head_matrix, head_precision)
-                + self._product(live, self.adapters.params, "float32"),
+                + self._product(live, self.adapters.multiplied, "float32"),
                 "keys_and_values": self._move(live * context * counts.kv_bytes(precision)),
                 "kernels": (model.num_layers * DECODE_KERNELS + self.adapters.kernels + LOGIT_PASSES)
                 * self.efficiency.kernel_s,
@@ -102,7 +102,7 @@ class CostModel:
         layer = self._layer(PREFILL_CHUNK, counts, layout.precision, flops=attention)
         nbytes = PREFILL_CHUNK * model.hidden_size * COMPUTED_BYTES[layout.precision]
         layer += counts.joins * self._all_reduce(nbytes, layout.tensor_parallel)
-        adapters = self._product(PREFILL_CHUNK, self.adapters.params, "float32")
+        adapters = self._product(PREFILL_CHUNK, self.adapters.multiplied, "float32")
         return Parts({"prefill": (model.num_layers * layer + adapters) * tokens / PREFILL_CHUNK})
 
     def generation(self, layout: GeneratorLayout, *, waits_for_longest: bool) -> Parts:
@@ -143,7 +143,7 @@ class CostModel:
         whole = part * generator.tensor_parallel
         params = self._trained(trainer) / trainer.data_parallel
         bandwidth = self.cluster.device.network_bandwidth * self.efficiency.network
-        staged = params * (4 if self.adapters.params else BYTES[generator.precision])
+        staged = params * (self.adapters.item if self.adapters.params else BYTES[generator.precision])
         return Parts(
             {
                 "stage": self._move(4 * params + 2 * staged),  # read float32, write what is sent, read it for checksums
@@ -361,7 +361,7 @@ class CostModel:
         compute_s = passes * layers * product_s
         if is_trained and self.adapters.params:
             frozen_s = product_s - self._product(tokens, 0, layout.precision, flops=attention)
-            adapters_s = self._product(tokens, self.adapters.params - self.adapters.head_params, layout.precision)
+            adapters_s = self._product(tokens, self.adapters.multiplied - self.adapters.head_params, layout.precision)
             compute_s += passes * adapters_s - layers * frozen_s
         moved_s, width = self._move(tokens * counts.moved_elements * element), tokens * self.model.hidden_size * element
         # Forward, again if recomputed, and of each branch's gradient.

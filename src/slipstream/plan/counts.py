@@ -181,17 +181,25 @@ class Adapters:
     """Adapters of low rank beside a model (docs/lora.md): the numbers of all A and B, `head_params` those of the head.
 
     `kernels` start in a decode step, over all layers: in a linear layer one for all A, one for each B, and one that
-    adds. With tensor parallelism every rank is taken to have all of them.
+    adds. Of an embedding A is looked up, of `table_params`. `item` are the bytes of a number in a version, at every
+    precision of the generators. With tensor parallelism every rank is taken to have all of them.
     """
 
     params: int
     head_params: int
     kernels: int
+    table_params: int = 0
+    item: int = 4
+
+    @property
+    def multiplied(self) -> int:
+        """The numbers that take part in products."""
+        return self.params - self.table_params
 
     @property
     def version_bytes(self) -> float:
-        """Bytes of a version, in float32 at every precision of the generators."""
-        return 4.0 * self.params
+        """Bytes of a version."""
+        return float(self.item * self.params)
 
 
 NO_ADAPTERS = Adapters(0, 0, 0)
@@ -203,30 +211,34 @@ _LINEARS = {
     "gpt_neox": "gpt_neox.layers attention.query_key_value attention.dense mlp.dense_h_to_4h mlp.dense_4h_to_h",
 }
 """The names of a layer's matrices in the checkpoint, behind their prefix; with a plus: one linear layer here."""
+_EMBEDDINGS = {"gpt2": "transformer.wte", "gpt_neox": "gpt_neox.embed_in"}
 
 
-def adapters_of(model: TransformerConfig, rank: int, targets: Collection[str] = ()) -> Adapters:
-    """Return the adapters of the matrices that `targets` mean, the ends of their names; of none, all but the head.
+def adapters_of(
+    model: TransformerConfig, rank: int, targets: Collection[str] = (), precision: Precision = "float32"
+) -> Adapters:
+    """Return the adapters of the matrices that `targets` mean, the ends of their names; of none, all linear layers.
 
     ConfigError for a target that means none. Identity: those that `models/lora.py` makes.
     """
     every = list(_matrices(model))
     allowed = list(dict.fromkeys(name.rpartition(".")[2] for name, *_ in every))
-    wanted = [HEAD if target == "embed_out" else target for target in targets] or allowed[:-1]
+    wanted = [HEAD if target == "embed_out" else target for target in targets] or allowed[:-2]
     chosen = dict[str, tuple[str, int, int]]()
     for target in wanted:
         meant = {one[0]: one[1:] for one in every if f".{one[0]}".endswith(f".{target}")}
         if not meant:
-            what = "model.lora.targets names no linear layer"
+            what = "model.lora.targets names no layer"
             raise ConfigError.unknown(what, target, allowed, got=target)
         chosen |= meant
     sizes = {name: rank * (columns + rows) for name, (_, columns, rows) in chosen.items()}
     kernels = len(chosen) + 2 * len({linear for linear, *_ in chosen.values()})
-    return Adapters(sum(sizes.values()), sizes.get(HEAD, 0), kernels)
+    tables = rank * model.vocab_size * (every[-1][0] in chosen)
+    return Adapters(sum(sizes.values()), sizes.get(HEAD, 0), kernels, tables, int(BYTES[precision]))
 
 
 def _matrices(model: TransformerConfig) -> Iterator[tuple[str, str, int, int]]:
-    """Yield the matrices that may have an adapter, no experts: name, linear layer, columns, rows; the head last."""
+    """Yield the matrices that may have an adapter, no experts: name, layer, columns, rows; head and embedding last."""
     prefix, *linears = _LINEARS.get(model.family, _LLAMA).split()
     hidden, inner, query, kv = model.hidden_size, model.intermediate_size, model.query_size, model.kv_size
     up = (inner,) * (1 + model.gated_mlp)
@@ -237,3 +249,5 @@ def _matrices(model: TransformerConfig) -> Iterator[tuple[str, str, int, int]]:
             for name, num_rows in zip(names, rows if len(names) > 1 else (sum(rows),), strict=True):
                 yield f"{prefix}.{index}.{name}", f"{index}.{linear}", columns, num_rows
     yield HEAD, HEAD, hidden, model.vocab_size
+    name = _EMBEDDINGS.get(model.family, "model.embed_tokens")
+    yield name, name, model.vocab_size, hidden

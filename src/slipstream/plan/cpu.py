@@ -153,7 +153,7 @@ class CpuMachine:
         return {"trainer": self._trainer_memory(plan.trainer), "generator": self._generator_memory(plan.generator)}
 
     def _trainer_memory(self, layout: TrainerLayout) -> Parts:
-        counts, adapters, config = counts_of(self.shape), self.workload.adapters.version_bytes, self.config
+        counts, adapters, config = counts_of(self.shape), 4.0 * self.workload.adapters.params, self.config
         rows = layout.microbatch * self.workload.trained_tokens
         base, trained, passing = 4.0 * counts.params, adapters or 4.0 * counts.params, 0.0
         if not adapters:
@@ -163,10 +163,10 @@ class CpuMachine:
         logits = layout.microbatch * self.workload.lengths.mean * self.shape.vocab_size
         layers = 1 if config.trainer.recompute else self.shape.num_layers
         inputs = self.shape.num_layers * self.shape.hidden_size if config.trainer.recompute else 0
-        served = adapters or counts.served_bytes(config.generator.precision)
+        served = self.workload.adapters.version_bytes or counts.served_bytes(config.generator.precision)
         return Parts(
             {
-                "weights": base + adapters,
+                "weights": base + adapters * (2 if self.workload.adapters.item < 4 else 1),  # with those rounded
                 "moments": 2 * trained,
                 "gradients": trained + passing,
                 "activations": 4 * rows * (layers * _kept_elements(counts) + inputs),
@@ -179,23 +179,24 @@ class CpuMachine:
     def _generator_memory(self, layout: GeneratorLayout) -> Parts:
         """A version is packed for products beside what it came in; evaluations share it, with slots of their own."""
         counts, lengths, config = counts_of(self.shape), self.workload.lengths, self.config
-        precision, adapters = config.generator.precision, self.workload.adapters.version_bytes
+        precision, adapters = config.generator.precision, 4.0 * self.workload.adapters.params
         width = 4 if precision == "float32" else 2  # on a CPU with AVX512-BF16
         tables = counts.embedding * (2.0 if precision != "float32" else 4.0)
         if precision == "int8" and self.shape.tie_embeddings:
             tables /= 2
         packed = width * (self.shape.num_layers * counts.layer_matrix + counts.head_matrix) + tables
         versions = config.resident_versions if adapters else 1
-        # A and B are kept as they came, too, and are packed together where versions are side by side.
+        # A and B are kept unpacked, too, both in float32, and are packed together where versions are side by side.
         version = 2 * adapters * (1 + (versions > 1)) or packed
         longest = round_up(math.ceil(lengths.prompt_mean + config.generator.max_new_tokens), LENGTH_MULTIPLE)
         token = 8.0 * self.shape.num_layers * self.shape.kv_size
         cached = config.generator.prefix_cache_tokens
+        arriving = self.workload.adapters.version_bytes or counts.served_bytes(precision)
         replicas, evaluated = layout.replicas, config.eval.num_slots * longest
         return Parts(
             {
                 "weights": replicas * ((packed if adapters else 0) + versions * version),
-                "shadow": replicas * (version + (adapters or counts.served_bytes(precision))),
+                "shadow": replicas * (version + arriving),
                 "keys_and_values": replicas * token * (layout.slots * longest + cached),
                 "evaluation": token * evaluated,
                 "logits": 3 * 4 * replicas * layout.slots * self.shape.vocab_size,

@@ -73,13 +73,13 @@ class Policy:
         self.is_saving = False  # until `saved` has told of the checkpoint
 
     def _build(self) -> Transformer:
-        """Return this rank's part; a base in fewer bytes lies whole on every rank."""
+        """Return this rank's part; a base in fewer bytes lies whole on every data-parallel rank."""
         lora, division = self._config.model.lora, self.division
         if lora.is_rounded:
             division = replace(division, data_parallel=RankGroup.alone())
         model = build_sharded_policy(self._config.model, division, seed=self._config.seed, tokenizer=self.tokenizer)
         if lora.is_rounded:
-            store_base(model, lora.base_precision)
+            store_base(model, lora.base_precision, ranks=division.tensor_parallel)
         return model
 
     @cached_property

@@ -28,7 +28,7 @@ from slipstream.models.build import build_policy
 from slipstream.models.config import TransformerConfig, config_from_hf, new_config
 from slipstream.models.hf import read_hf_config
 from slipstream.models.hub import is_adapter
-from slipstream.models.lora import HEAD, AdapterShape, base_of, shapes_of
+from slipstream.models.lora import EMBEDDING, HEAD, AdapterShape, base_of, shapes_of
 from slipstream.models.peft import planned_shapes, with_adapters
 from slipstream.models.shards import base_digest
 from slipstream.models.tokenizer import Tokenizer
@@ -288,6 +288,7 @@ def check_adapters(config: RunConfig, shape: TransformerConfig) -> None:
     for is_refused, what, got, allowed in (
         (shape.family not in LORA_FAMILIES, "vLLM has no adapters for this family", shape.family, LORA_FAMILIES),
         (HEAD in shapes, "vLLM cannot probe an adapter of the head", "lm_head", "all other layers"),
+        (EMBEDDING in shapes, "vLLM is given no adapter of an embedding", "the embedding", "all other layers"),
         (rank > LORA_RANKS[-1], "vLLM has no room for adapters of this rank", rank, f"1..{LORA_RANKS[-1]}"),
     ):
         if is_refused:

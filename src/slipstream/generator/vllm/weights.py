@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from slipstream.core.peer_messages import Holding
 from slipstream.core.weights import SlotPlace
 from slipstream.generator.vllm.folder import HEADS
 from slipstream.models.config import TransformerConfig
-from slipstream.models.flat import FlatParameters
 from slipstream.models.peft import save_adapter
 from slipstream.models.quantized import WeightLayout
 from slipstream.models.shards import whole_shapes
@@ -106,19 +105,28 @@ class AdapterWeights:
     reads_flat = True
 
     def __init__(self, model: Transformer, digest: str) -> None:
-        self._parameters = FlatParameters(model)
-        self.holding, self.flat = WeightLayout(model, "float32", base=digest).holding, self._parameters.flat
+        self._model, self._layout = model, WeightLayout(model, "float32", base=digest)
+        self.holding, self.flat = self._layout.holding, torch.zeros(self._layout.num_bytes, dtype=torch.uint8)
+        for _ in self._layout.pack(dict(model.named_parameters()), self.flat):
+            pass
         self.push: Callable[[], None] = lambda: None
-        self.write = partial(save_adapter, model, base=None, digest="")
 
     def prepare(self, flat: torch.Tensor) -> None:
         """Nothing is to be done before `rebind`."""
 
     def rebind(self, flat: torch.Tensor) -> None:
-        """Have vLLM load `flat` [num_params]. When it cannot, that is an error and the old weights stay bound here."""
-        self._parameters.rebind(flat)
+        """Have vLLM load `flat` uint8 [num_bytes]. If it cannot, that is an error and the old ones stay bound here."""
+        previous, self.flat = self.flat, flat
         try:
             self.push()
-            self.flat = flat
-        finally:
-            self._parameters.rebind(self.flat)
+        except BaseException:
+            self.flat = previous
+            raise
+
+    @torch.no_grad()
+    def write(self, path: Path) -> None:
+        """Write the version bound last to folder `path`, in PEFT's format."""
+        parameters = dict(self._model.named_parameters())
+        for name, weight in self._layout.views(self.flat).items():
+            parameters[name].copy_(weight.values)
+        save_adapter(self._model, path, base=None, digest="")
