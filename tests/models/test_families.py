@@ -116,7 +116,8 @@ def test_a_new_model_is_saved_without_transformers(tmp_path):
 import sys
 from slipstream.core.sections import ModelConfig
 from slipstream.models.hf import new_model, save_model
-save_model(new_model(ModelConfig(), 99, seed=0), {str(tmp_path)!r})
+from slipstream.models.tokenizer import CharTokenizer
+save_model(new_model(ModelConfig(), 99, seed=0), {str(tmp_path)!r}, CharTokenizer())
 sys.exit("transformers" in sys.modules)"""
     subprocess.run([sys.executable, "-c", script], check=True)
     assert AutoModelForCausalLM.from_pretrained(tmp_path).config.vocab_size == 99
