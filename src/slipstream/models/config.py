@@ -360,7 +360,7 @@ def config_to_hf(config: TransformerConfig) -> dict[str, Any]:
 
 def _defaults(family: str) -> dict[str, Any]:
     tables = tomllib.loads(Path(__file__).with_name("hf_defaults.toml").read_text(encoding="utf-8"))
-    return tables["usual"] | tables[family]
+    return {**tables["usual"], **tables[family]}
 
 
 def _rotary_to_hf(config: TransformerConfig) -> dict[str, Any]:
