@@ -151,7 +151,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 82_310
+MAX_LINES = 82_390
 MAX_LINES_OF_SPINE = 1_600
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -165,17 +165,17 @@ SPINE = (
 MAX_LINES_OF_FOLDER = {
     "algorithms": 2_285,
     "batching": 360,
-    "controller": 5_895,
-    "core": 10_610,
+    "controller": 5_905,
+    "core": 10_640,
     "environments": 8_070,
     "evals": 2_635,
     "generator": 8_490,
     "jail": 1_060,
     "jobs": 965,
-    "models": 7_420,
+    "models": 7_445,
     "observe": 9_765,
     "plan": 6_305,
-    "prompts": 1_295,
+    "prompts": 1_300,
     "rewards": 3_860,
     "stages": 2_685,
     "trainer": 5_240,

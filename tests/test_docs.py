@@ -134,9 +134,8 @@ def test_commands_and_flags_exist(document: Path) -> None:
     used = set(re.findall(r"(?:^\s*|`|: )slipstream ([a-z]+(?:-[a-z]+)?)(?![\w-])", text, flags=re.MULTILINE))
     assert used <= COMMANDS.keys(), f"{document.name} uses {used - COMMANDS.keys()}"
     known = OWN_FLAGS | set(field_paths(RunConfig))
-    text = re.sub(
-        r"(?:-m experiments|\bray start|\bhf (?:download|auth)|\blm_eval|\binspect eval)[^`\n]*", "", SCRIPT_CALL.sub("", text)
-    )
+    others = r"(?:-m experiments|\bray start|\bhf (?:download|auth)|\blm_eval|\binspect eval)[^`\n]*"
+    text = re.sub(others, "", SCRIPT_CALL.sub("", text))
     flags = {flag.replace("-", "_") for flag in re.findall(r"`?--([a-z][a-z._-]*[a-z])", text)} if used else set()
     assert flags <= known, f"{document.name} uses the flags {flags - known}"
     presets = set(re.findall(r"--preset (\w+)", text))

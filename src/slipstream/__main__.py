@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 from slipstream.core.interrupts import end_at_any_signal
 
 TYPE_CHECKING = False
@@ -12,6 +14,7 @@ if TYPE_CHECKING:
 def script() -> NoReturn:
     """Run the command line. Its import takes longer than Python's own start, and has nothing to undo."""
     end_at_any_signal()
+    gc.set_threshold(50_000)  # imports leave hardly any garbage, and looking for it took a tenth of their time
     from slipstream.cli import script
 
     script()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -150,3 +152,11 @@ def test_completions_and_their_rollouts_are_dealt_alike(purpose: Any) -> None:
             for message in (completion, Rollout(completion=completion, reward=0.0)):
                 assert by["samples"](message, 3) == (ordinal + sample) % 3
                 assert by["groups"](message, 3) == ordinal % 3
+
+
+def test_the_controller_imports_no_executor_and_no_report_before_it_needs_one():
+    late = ["generator.executor", "trainer.executor", "trainer.teacher_executor", "observe.report"]
+    script = (
+        f"import sys, slipstream.stages.rl\nprint([name for name in {late} if 'slipstream.' + name in sys.modules])"
+    )
+    assert subprocess.check_output([sys.executable, "-c", script], text=True) == "[]\n"

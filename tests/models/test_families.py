@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import subprocess
+import sys
 
 import pytest
 import torch
 from hf_cases import CASES, VOCAB_SIZE
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from slipstream.core.errors import ConfigError
 from slipstream.models.attention import PackedAttention
@@ -93,6 +98,29 @@ def test_gradients_equal_transformers(case, checkpoint):
 def test_config_round_trip(case):
     config = config_from_hf(CASES[case].to_dict())
     assert config_from_hf(config_to_hf(config)) == config
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_written_config_has_all_fields_that_transformers_would_write(case):
+    ours = config_to_hf(config_from_hf(CASES[case].to_dict()))
+    theirs = type(CASES[case]).from_dict(ours).to_dict()  # it fills in what a file leaves out
+    if case.startswith("qwen3_moe"):
+        theirs["num_experts"] = theirs.pop("num_local_experts")
+    written, full = (json.loads(json.dumps(hf)) for hf in (ours, theirs))
+    assert {k: v for k, v in written.items() if v is not None} == {k: v for k, v in full.items() if v not in (None, "")}
+    assert written["architectures"] == [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[written["model_type"]]]
+
+
+def test_a_new_model_is_saved_without_transformers(tmp_path):
+    script = f"""
+import sys
+from slipstream.core.sections import ModelConfig
+from slipstream.models.hf import new_model, save_model
+from slipstream.models.tokenizer import CharTokenizer
+save_model(new_model(ModelConfig(), 99, seed=0), {str(tmp_path)!r}, CharTokenizer())
+sys.exit("transformers" in sys.modules)"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).config.vocab_size == 99
 
 
 def test_old_spellings_are_understood():

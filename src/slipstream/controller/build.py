@@ -1,4 +1,7 @@
-"""The default pipeline of a config: the only place that knows all nodes, and hands each what it needs of the others."""
+"""The default pipeline of a config: the only place that knows all nodes, and hands each what it needs of the others.
+
+Executors are imported by what makes them: seldom the controller, which describes them to the processes that do.
+"""
 
 from __future__ import annotations
 
@@ -22,36 +25,34 @@ from slipstream.core.executor import Executor
 from slipstream.core.sections import RewardTerm
 from slipstream.core.service_messages import WarmStart
 from slipstream.environments.checks import Given, Schemas
-from slipstream.environments.executor import Environments
 from slipstream.generator.episodes import ENVIRONMENTS
-from slipstream.generator.executor import Generator
-from slipstream.generator.vllm.reader import VLLMReader
 from slipstream.models.build import build_tokenizer
 from slipstream.prompts import PromptSet, build_prompts, demonstrations, task_table
-from slipstream.rewards.executor import Rewards
 from slipstream.rewards.given import Functions
-from slipstream.rewards.model_executor import RewardModels
-from slipstream.trainer.executor import Trainer
-from slipstream.trainer.reference_executor import ReferencePolicy
 from slipstream.trainer.scores import dealt_by
-from slipstream.trainer.teacher_executor import TeacherModel
 
 
-def make_generator(config: RunConfig, replica: int = 0) -> Generator:
+def make_generator(config: RunConfig, replica: int = 0) -> Executor:
     """The generator executor of the default pipeline."""
+    from slipstream.generator.executor import Generator
+
     return Generator(config=config, replica=replica)
 
 
-def make_trainer(config: RunConfig, resume: str | None = None) -> Trainer:
+def make_trainer(config: RunConfig, resume: str | None = None) -> Executor:
     """The trainer executor, with the group buffers and collation beside it."""
+    from slipstream.trainer.executor import Trainer
+
     in_flight = (config.max_staleness + 1) * config.groups_per_step + config.reorder_window
     in_flight += config.schedule.queue_groups or 0
     new_buffer = partial(GroupBuffer, config.samples_per_group, max_groups=16 * in_flight + 1024)
     return Trainer(config=config, new_buffer=new_buffer, batching=collate, resume=resume)
 
 
-def make_rewards(config: RunConfig, functions: Functions | None = None) -> Rewards:
+def make_rewards(config: RunConfig, functions: Functions | None = None) -> Executor:
     """The reward executor: the config's terms in sandboxed workers, the caller's `functions` in this process."""
+    from slipstream.rewards.executor import Rewards
+
     tasks = task_table(config.prompts.tasks)
     return Rewards(
         config=config.rewards,
@@ -62,8 +63,10 @@ def make_rewards(config: RunConfig, functions: Functions | None = None) -> Rewar
     )
 
 
-def make_environments(config: RunConfig, given: Given | None = None) -> Environments:
+def make_environments(config: RunConfig, given: Given | None = None) -> Executor:
     """The executor of environments: in sandboxed workers, those that were `given` from Python in this process."""
+    from slipstream.environments.executor import Environments
+
     return Environments(config=config, given=given)
 
 
@@ -73,8 +76,10 @@ def environment_term(config: RunConfig) -> list[RewardTerm]:
     return [RewardTerm(function=ENVIRONMENT, weight=environment.reward_weight)] if environment.is_set else []
 
 
-def make_reward_models(config: RunConfig) -> RewardModels:
+def make_reward_models(config: RunConfig) -> Executor:
     """The executor of `rewards.models`, behind the functions that score first."""
+    from slipstream.rewards.model_executor import RewardModels
+
     return RewardModels(
         config.rewards,
         terms=[*config.rewards.asked, *environment_term(config)],
@@ -84,13 +89,18 @@ def make_reward_models(config: RunConfig) -> RewardModels:
     )
 
 
-def make_reference(config: RunConfig, *, is_resumed: bool = False) -> ReferencePolicy:
+def make_reference(config: RunConfig, *, is_resumed: bool = False) -> Executor:
     """The executor of the reference policy, behind all that scores."""
+    from slipstream.trainer.reference_executor import ReferencePolicy
+
     return ReferencePolicy(config=config, batching=collate, is_resumed=is_resumed)
 
 
-def make_teacher(config: RunConfig) -> TeacherModel:
+def make_teacher(config: RunConfig) -> Executor:
     """The executor of the teacher, the last station before the trainer."""
+    from slipstream.generator.vllm.reader import VLLMReader
+    from slipstream.trainer.teacher_executor import TeacherModel
+
     return TeacherModel(
         config=config, batching=collate, new_reader=VLLMReader if config.teacher.engine == "vllm" else None
     )

@@ -105,6 +105,7 @@ class Ports:
         """Return the counts of refusals above 0 (`ChannelStats`): 'refused_frames/port' and 'refused_peers/port'."""
         counters = {}
         for end in self._ends:
+            end.pump()
             counters[f"refused_frames/{end.port}"] = float(end.stats.refused)
             counters[f"refused_peers/{end.port}"] = float(end.stats.refused_peers)
         return {name: count for name, count in counters.items() if count}

@@ -47,6 +47,8 @@ _MAX_SOCKETS = 16_384
 """Sockets of a process; each channel has two. ZeroMQ's own limit, 1,023, is reached with 250 replicas. The first socket
 of a process fixes the limit: setting it again changes nothing."""
 
+_EVENTS, _READABLE = int(zmq.EVENTS), int(zmq.POLLIN)  # operations of enumerations take longer than the call itself
+
 _monitor_numbers = itertools.count()
 
 
@@ -403,7 +405,7 @@ class Listener:
 
 def is_readable(socket: zmq.Socket[bytes]) -> bool:
     """True when a frame can be received without waiting."""
-    return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+    return bool(socket.getsockopt(_EVENTS) & _READABLE)  # type: ignore[operator]
 
 
 def poll(pollables: Iterable[Pollable], timeout_s: float | None) -> set[Pollable]:

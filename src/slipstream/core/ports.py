@@ -157,9 +157,11 @@ class Inbox(_End):
         return not self._queue and any(stream.owes(now_s, is_empty=True) for stream in self._owing)
 
     def pump(self) -> None:
-        """Read the frames that have come, and acknowledge what is due."""
+        """Read the frames that have come and the changes of connections, and acknowledge what is due."""
         with self._lock:
             if not self.is_closed:
+                if self._listener is not None:
+                    self._listener.look()
                 self._pump()
 
     def fence(self, executor: str, incarnation: int) -> None:
@@ -215,7 +217,6 @@ class Inbox(_End):
     def _pump(self) -> None:
         if self._listener is None:
             return
-        self._listener.look()
         while (received := self._listener.receive()) is not None:
             self._arrived(*received)
         if not self._queue:

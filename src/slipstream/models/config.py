@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from slipstream.core.errors import ConfigError, clip
@@ -338,25 +341,26 @@ def _rope_scaling(rope: Mapping[str, Any]) -> Llama3RopeScaling | None:
 
 
 def config_to_hf(config: TransformerConfig) -> dict[str, Any]:
-    """The `config.json` of `config`, complete with transformers' defaults and `architectures`.
+    """The `config.json` of `config`, complete with transformers' defaults and `architectures`, without importing it.
 
     Identity: `config_from_hf(config_to_hf(c)) == c`.
     """
-    from transformers import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
     eos: int | list[int] | None = list(config.eos_token_ids) or None
     if len(config.eos_token_ids) == 1:
         eos = config.eos_token_ids[0]
     names = FIELDS_OF_FAMILY.get(config.family, FIELDS)
-    fields: dict[str, Any] = {theirs: getattr(config, ours) for ours, theirs in names.items()}
-    fields |= {"eos_token_id": eos, "dtype": "float32"} | ({} if config.family == "gpt2" else _rotary_to_hf(config))
-    fields[names["activation"]] = {"gelu_tanh": "gelu_new"}.get(config.activation, config.activation)
-    hf: dict[str, Any] = CONFIG_MAPPING[config.family](**fields).to_dict()
-    hf["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.family]]
+    hf = {"model_type": config.family, "transformers_version": version("transformers")} | _defaults(config.family)
+    hf |= {theirs: getattr(config, ours) for ours, theirs in names.items()}
+    hf |= {"eos_token_id": eos, "dtype": "float32"} | ({} if config.family == "gpt2" else _rotary_to_hf(config))
+    hf[names["activation"]] = {"gelu_tanh": "gelu_new"}.get(config.activation, config.activation)
     if config.family == "qwen3_moe":  # as published; transformers 5 has another name, which older versions ignore
-        hf["num_experts"] = hf.pop("num_local_experts", config.num_experts)
+        hf["num_experts"] = hf.pop("num_local_experts")
     return hf
+
+
+def _defaults(family: str) -> dict[str, Any]:
+    tables = tomllib.loads(Path(__file__).with_name("hf_defaults.toml").read_text(encoding="utf-8"))
+    return {**tables["usual"], **tables[family]}
 
 
 def _rotary_to_hf(config: TransformerConfig) -> dict[str, Any]:
@@ -374,13 +378,15 @@ def _rotary_to_hf(config: TransformerConfig) -> dict[str, Any]:
         biases = {"attention_bias": config.qkv_bias, "use_parallel_residual": config.parallel_residual}
         return {"rope_parameters": rope} | biases
     fields: dict[str, Any] = {"rope_parameters": rope, "num_key_value_heads": config.num_kv_heads}
+    if config.family in ("qwen2", "qwen3"):
+        fields |= {"use_sliding_window": False, "layer_types": ["full_attention"] * config.num_layers}
     if config.family == "qwen2":
-        return fields | {"use_sliding_window": False}
+        return fields
     fields["head_dim"] = config.head_dim
     if config.family in ("mistral", "mixtral"):
         return fields | {"sliding_window": None}
     if config.family == "qwen3":
-        return fields | {"attention_bias": config.qkv_bias, "use_sliding_window": False}
+        return fields | {"attention_bias": config.qkv_bias}
     if config.family == "qwen3_moe":
         dense = list(config.dense_layers)
         return fields | {"attention_bias": config.qkv_bias, "use_sliding_window": False, "mlp_only_layers": dense}

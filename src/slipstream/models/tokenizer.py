@@ -92,8 +92,32 @@ class CharTokenizer:
         return dict(self._ids)
 
     def save_pretrained(self, save_directory: Path) -> None:
-        """Write the files of the tokenizer for transformers."""
-        char_tokenizer(self._alphabet).save_pretrained(save_directory)
+        """Write the files of the tokenizer for transformers, whose import would take two seconds."""
+        from tokenizers import AddedToken, processors
+
+        backend = _backend(self._alphabet)
+        backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+        backend.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B:1", special_tokens=[])
+        save_directory.mkdir(parents=True, exist_ok=True)
+        backend.save(str(save_directory / "tokenizer.json"))
+        described = self.special_tokens_map | {
+            "backend": "tokenizers",
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": int(1e30),
+            "padding_side": "left",
+            "tokenizer_class": "TokenizersBackend",
+        }
+        text = json.dumps(described, indent=2, sort_keys=True) + "\n"
+        (save_directory / "tokenizer_config.json").write_text(text, encoding="utf-8")
+
+
+def _backend(alphabet: str | None) -> Any:
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel(_vocabulary(alphabet), unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return tokenizer
 
 
 def _pieces(text: str) -> Iterable[str]:
@@ -140,14 +164,10 @@ def char_tokenizer(alphabet: str | None = None) -> PreTrainedTokenizerFast:
     Ids: <pad> 0, <eos> 1, <unk> 2 (any other character), characters from 3. Nothing is added around a text, and
     `decode(encode(text)) == text` for every text over the alphabet, also after `save_pretrained`.
     """
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = Tokenizer(models.WordLevel(_vocabulary(alphabet), unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=tokenizer,
+        tokenizer_object=_backend(alphabet),
         pad_token="<pad>",
         eos_token="<eos>",
         unk_token="<unk>",

@@ -12,7 +12,7 @@ import hashlib
 import random
 import re
 import string
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from importlib.util import find_spec
@@ -23,6 +23,7 @@ import numpy as np
 
 from slipstream.core.errors import ConfigError, did_you_mean
 from slipstream.core.sections import TaskConfig
+from slipstream.core.task_library import reasoning_gym
 from slipstream.prompts.rows import PromptRow, to_json_types
 from slipstream.prompts.template import Template
 
@@ -77,11 +78,15 @@ OWN_TASKS: dict[str, Callable[..., Any]] = {"posts": Posts}
 """Beside reasoning-gym's, of the same form; rewards other than 'task' score them."""
 
 
+def _datasets() -> Mapping[str, Any]:
+    """Return reasoning-gym's register: a second of imports that runs without tasks do not need."""
+    datasets: Mapping[str, Any] = reasoning_gym().factory.DATASETS
+    return datasets
+
+
 def task_names() -> list[str]:
     """Names of all reasoning-gym datasets, and of our own."""
-    from reasoning_gym.factory import DATASETS  # a second of imports that runs without tasks do not need
-
-    return sorted([*DATASETS, *OWN_TASKS])
+    return sorted([*_datasets(), *OWN_TASKS])
 
 
 def check_task_names(tasks: Sequence[TaskConfig]) -> None:
@@ -148,15 +153,13 @@ class TaskSource:
         return rows
 
     def _create(self, size: int) -> Any:
-        import reasoning_gym
-
         check_task_names([self._task])
         reserved = sorted({"seed", "size"} & self._task.params.keys())
         if reserved:
             what = f"task '{self._task.name}': {', '.join(reserved)} cannot be a parameter"
             hint = "use the run's seed, prompts.num_train and prompts.num_eval"
             raise ConfigError(what, got=self._task.params, hint=hint)
-        create = OWN_TASKS.get(self._task.name) or partial(reasoning_gym.create_dataset, self._task.name)
+        create = OWN_TASKS.get(self._task.name) or partial(reasoning_gym().create_dataset, self._task.name)
         try:
             return create(seed=self._next_seed, size=size, **self._task.params)
         except (TypeError, ValueError, AssertionError) as error:
@@ -186,11 +189,9 @@ class TaskSource:
 
 def _parameters(task: str) -> dict[str, None]:
     """Names of what a reasoning-gym task can be told, in order; none of ours."""
-    from reasoning_gym.factory import DATASETS
-
-    if task not in DATASETS:
+    if task not in (known := _datasets()):
         return {}
-    config = DATASETS[task][1]
+    config = known[task][1]
     return {field.name: None for field in dataclasses.fields(config) if field.name not in ("seed", "size")}
 
 

@@ -21,6 +21,7 @@ import regex  # like `re`, with a deadline
 from slipstream.core.errors import ConfigError, did_you_mean
 from slipstream.core.plain import shown
 from slipstream.core.sections import FROM_PYTHON, RewardModelTerm, RewardTerm
+from slipstream.core.task_library import reasoning_gym
 from slipstream.rewards.calls import Scoring, call_function, import_function
 from slipstream.rewards.code import Programs, Scorer, code_reward
 from slipstream.rewards.protocol import Per, RewardJob, Task, Term
@@ -109,13 +110,11 @@ def task_reward(
     `answer_pattern` extracts the answer (last match, first group; no match scores 0); `binary` gives 1 for a fully
     correct answer and 0 for everything else, without the task's partial credit.
     """
-    import reasoning_gym
-
     pattern = pattern_of(answer_pattern, "task", timeout_s)
     if not tasks:
         raise ConfigError("reward 'task' needs reasoning-gym tasks", got="prompts from a dataset")
     datasets = {
-        key: reasoning_gym.create_dataset(task.name, seed=0, size=1, **task.params) for key, task in tasks.items()
+        key: reasoning_gym().create_dataset(task.name, seed=0, size=1, **task.params) for key, task in tasks.items()
     }
 
     def score(job: RewardJob) -> float:

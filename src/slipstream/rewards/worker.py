@@ -108,6 +108,7 @@ def serve(connection: socket.socket, held: Sequence[str], to_launcher: socket.so
         for body in bodies:
             jobs = decoder.decode(body)
             is_alone = len(jobs) == 1  # else the pool asks again where one fails (`ScoringPool`)
+            to_pool.began_s = time.monotonic()
             for job in jobs:
                 isolation.limit_cpu(2 * setup.timeout_s)
                 network.is_told = False
@@ -126,23 +127,23 @@ class _ToPool:
         self._connection = connection
         self._unsent = bytearray()
         os.register_at_fork(after_in_child=self._unsent.clear)  # what a verifier forks must not answer a second time
-        self._sent_s = 0.0
+        self.began_s = 0.0  # with what has not been answered
 
     def send(self, message: msgspec.Struct) -> None:
         self._unsent += frame(message)
         self.flush()
 
     def answer(self, result: JobResult) -> None:
-        """Send `result` with those that come within `_TOGETHER_S` of each other; `flush` sends the rest."""
+        """Send `result` with those that come within `_TOGETHER_S` of work; `flush` sends the rest."""
         self._unsent += frame(result)
-        if time.monotonic() - self._sent_s >= _TOGETHER_S:
+        if time.monotonic() - self.began_s >= _TOGETHER_S:
             self.flush()
 
     def flush(self) -> None:
         if self._unsent:
             self._connection.sendall(self._unsent)
             self._unsent.clear()
-        self._sent_s = time.monotonic()
+        self.began_s = time.monotonic()
 
 
 def _warm_up(term: Term, scoring: Scoring) -> None:

@@ -22,7 +22,6 @@ from slipstream.models.preflight import check_policy
 from slipstream.models.sizes import check_sizes
 from slipstream.observe.evaluation import EVALUATION_FILE
 from slipstream.observe.hardware import describe
-from slipstream.observe.report import write_report
 from slipstream.observe.summary import Summary, read_summary, write_summary
 from slipstream.observe.trackers import check_trackers
 from slipstream.prompts import PromptSet, build_prompts, task_table
@@ -162,6 +161,8 @@ def run_stages(config: RunConfig, run_dir: Path, given: FromPython) -> dict[str,
                 return told | {"status": "interrupted"}
         told = _publish_evaluation(config, run_dir, given, told) if stage == "evaluate" else read_record(run_dir, stage)
     if "rl" not in config.stages:
+        from slipstream.observe.report import write_report
+
         write_summary(Summary.without_rl(config, run_dir, told.get("evaluation")), run_dir / "summary.json")
         report = write_report(run_dir, describe())
         with watch(config, config.stages[-1], display=given.display) as watcher:
@@ -187,6 +188,8 @@ def _rl(config: RunConfig, run_dir: Path, given: FromPython) -> dict[str, Any]:
 
 def _publish_evaluation(config: RunConfig, run_dir: Path, given: FromPython, told: dict[str, Any]) -> dict[str, Any]:
     """Write the evaluation to the terminal, and where there was RL to summary and report; add it to what was `told`."""
+    from slipstream.observe.report import write_report
+
     found = load_json(run_dir / EVALUATION_FILE, dict[str, Any])
     with watch(config, "evaluate", display=given.display) as watcher:
         watcher.evaluation_table(found)

@@ -47,7 +47,6 @@ from slipstream.observe.chrome_trace import merge_timelines
 from slipstream.observe.evaluation import EVALUATION_FILE
 from slipstream.observe.hardware import describe
 from slipstream.observe.metrics import flatten
-from slipstream.observe.report import write_report
 from slipstream.observe.summary import Data, Summary, read_summary, write_summary
 from slipstream.observe.trackers import Trackers, open_trackers
 from slipstream.prompts import PromptReport, PromptSet, task_table
@@ -305,6 +304,8 @@ def _conclude(tally: Tally, run_dir: Path, screen: Screen | None, trackers: Trac
 
 def _draw(run_dir: Path) -> None:
     """The report shows what is saved already: whatever is wrong with it ends no run, and hides nothing that did."""
+    from slipstream.observe.report import write_report  # the run's start does not wait for it
+
     try:
         write_report(run_dir, describe())
     except DiskError:

@@ -1,0 +1,26 @@
+"""reasoning-gym is imported without matplotlib, and its games of life are what they are with it."""
+
+import subprocess
+import sys
+
+SCRIPT = """
+import sys
+from slipstream.core.task_library import reasoning_gym
+library = reasoning_gym()
+assert "matplotlib" not in sys.modules, "a second of imports"
+later = [library.create_dataset(name, seed=3, size=1)[0] for name in ("game_of_life", "game_of_life_halting")]
+import cellpylib  # the real one by now
+assert cellpylib.init_random and "matplotlib" in sys.modules
+print([(entry["question"], entry["answer"]) for entry in later])
+"""
+PLAIN = """
+import reasoning_gym
+names = ("game_of_life", "game_of_life_halting")
+print([(e["question"], e["answer"]) for e in (reasoning_gym.create_dataset(n, seed=3, size=1)[0] for n in names)])
+"""
+
+
+def test_a_deferred_library_is_the_library_itself():
+    ours, plain = (subprocess.check_output([sys.executable, "-c", script], text=True) for script in (SCRIPT, PLAIN))
+    assert ours == plain
+    assert "game" in ours.lower()
