@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.core.errors import ShapeError
+from slipstream.core.packed import sent
 from slipstream.models.experts import replayed
 
 BATCH_OVERHEAD_TOKENS = 32
@@ -103,8 +104,7 @@ class _Index(NamedTuple):
         return cls(rows[source], places[starts], places, None if len(starts) == len(places) else starts)
 
     def to(self, device: torch.device) -> _Index:
-        starts = None if self.starts is None else self.starts.to(device)
-        return _Index(self.source.to(device), self.place.to(device), self.places.to(device), starts)
+        return _Index(*(None if one is None else sent(one, device) for one in self))  # type: ignore[arg-type]
 
     def pad(self, rows: Tensor, places: Tensor, starts: Tensor | None) -> Tensor:
         padded: Tensor = _Pad.apply(rows, self.source, places, starts)  # type: ignore[no-untyped-call]
@@ -169,6 +169,6 @@ class PackedAttention:
         """Replay what is known of the experts [N, k] of `layer`."""
         if self._routes is None:
             return chosen
-        self._routes = self._routes.to(chosen.device)
+        self._routes = sent(self._routes, chosen.device)
         known = replayed(self._routes[:, layer], chosen[: len(self._routes)])
         return torch.cat((known, chosen[len(known) :]))
