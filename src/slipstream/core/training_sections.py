@@ -257,6 +257,11 @@ class TrainerConfig(Section):
         description="Keep only each layer's input for the backward pass, and run the layer again there: less memory, a "
         "third more work.",
     )
+    varlen: bool = Field(
+        True,
+        description="On a GPU in bfloat16, attend to all sequences of a microbatch in one call of torch's varlen_attn, "
+        "each prompt once, where a small example comes out right; otherwise, and with false, they are padded.",
+    )
     reduce_once: bool = Field(
         False,
         description="Sum gradients over data-parallel ranks once per update, not per microbatch: less traffic, but each"

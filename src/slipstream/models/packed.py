@@ -31,7 +31,7 @@ def at_targets(model: nn.Module, microbatch: PackedMicrobatch, *, replays: bool 
     out = model(
         sent(np.concatenate([microbatch.tokens, filler]), device),
         sent(np.concatenate([microbatch.positions, filler]), device),
-        PackedAttention(lengths, torch.from_numpy(rows), routes),
+        PackedAttention(lengths, torch.from_numpy(rows), routes, varlen=bool(model.varlen)),
     )
     # A shared prompt's last row predicts several targets. The gradient of `out[index]` adds them up by atomic
     # additions, in any order, as soon as there are two threads; that of an embedding has one fixed order.

@@ -73,7 +73,7 @@ class Division:
     `precision` is that of products; parameters, gradients and their sums are float32. With `recomputes` every layer
     keeps only its input for the backward pass and runs again there. With `reduce_once` gradients are summed over
     data-parallel ranks in the last backward pass before an update only; until then each rank has one of all rows.
-    `fixed_order`: see `TensorParallel`.
+    `fixed_order`: see `TensorParallel`; `varlen`: see `PackedAttention`.
     """
 
     data_parallel: RankGroup = field(default_factory=RankGroup.alone)
@@ -83,6 +83,7 @@ class Division:
     recomputes: bool = False
     reduce_once: bool = False
     fixed_order: bool = False
+    varlen: bool = True
 
     @property
     def is_whole(self) -> bool:
@@ -114,6 +115,7 @@ def divide(model: Transformer, division: Division) -> None:
 
     Layer by layer, so that no more than one is on the device as a whole.
     """
+    model.varlen = division.varlen
     for layer in model.layers:
         layer.recomputes = division.recomputes
     if division.uses_fsdp:

@@ -275,6 +275,7 @@ class Transformer(nn.Module):
             self.head = _linear(config.hidden_size, len(ranks.vocab_rows(config.vocab_size)), bias=False)
         self.served_head: Callable[[Tensor], Tensor] | None = None  # what `served.py` or `lora.py` put in place
         self.stored_base: Base | None = None
+        self.varlen = True  # whether packed sequences go to `attention.flash` where that is right
         cos, signed_sin = rope_tables(config)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("signed_sin", signed_sin, persistent=False)

@@ -58,6 +58,7 @@ class Policy:
             precision=config.trainer.precision,
             recomputes=config.trainer.recompute,
             reduce_once=config.trainer.reduce_once,
+            varlen=config.trainer.varlen,
         )
         self.tokenizer = build_tokenizer(config.model)
         self.model = self._build()
