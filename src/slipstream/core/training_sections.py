@@ -257,6 +257,12 @@ class TrainerConfig(Section):
         description="Keep only each layer's input for the backward pass, and run the layer again there: less memory, a "
         "third more work.",
     )
+    compute_copy: bool = Field(
+        True,
+        description="On one GPU in bfloat16, keep the weights in bfloat16, too: the optimizer refreshes them, and "
+        "versions are read from them. 2 bytes a parameter; false casts each layer whenever it runs (FSDP2), as is done "
+        "beside adapters.",
+    )
     varlen: bool = Field(
         True,
         description="On a GPU in bfloat16, attend to all sequences of a microbatch in one call of torch's varlen_attn, "

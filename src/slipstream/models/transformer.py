@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from slipstream.models.compute_copy import ComputeCopy
 from slipstream.models.config import TransformerConfig
 from slipstream.models.experts import Experts
 from slipstream.models.linear import Linear, linear
@@ -275,6 +276,7 @@ class Transformer(nn.Module):
             self.head = _linear(config.hidden_size, len(ranks.vocab_rows(config.vocab_size)), bias=False)
         self.served_head: Callable[[Tensor], Tensor] | None = None  # what `served.py` or `lora.py` put in place
         self.stored_base: Base | None = None
+        self.compute_copy: ComputeCopy | None = None  # what `sharded.divide` puts in the parameters' places
         self.varlen = True  # whether packed sequences go to `attention.flash` where that is right
         cos, signed_sin = rope_tables(config)
         self.register_buffer("cos", cos, persistent=False)
