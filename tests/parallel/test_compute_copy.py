@@ -9,7 +9,8 @@ import pytest
 import sharded_jobs
 import torch
 import torch.distributed as dist
-from rank_models import CONFIGS
+from rank_models import CONFIGS as DENSE
+from rank_models import MIXTURE
 from sharded_jobs import Layout
 from test_sharded import SETTINGS, relative
 
@@ -20,6 +21,8 @@ from slipstream.models.quantized import Packer, WeightLayout
 from slipstream.models.sharded import Division, ShardedParameters
 from slipstream.models.transformer import Transformer
 from slipstream.trainer.optim import AdamW
+
+CONFIGS = {**DENSE, "mixture": MIXTURE}
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +55,7 @@ def assert_same(ours: list[Any], theirs: list[Any]) -> None:
             assert all(mine[name].dtype == torch.float32 and torch.equal(mine[name], other[name]) for name in mine)
 
 
-@pytest.mark.parametrize("case", ["qwen3", "gpt2", "llama_tied"])
+@pytest.mark.parametrize("case", ["qwen3", "gpt2", "llama_tied", "mixture"])
 @pytest.mark.usefixtures("one_rank")
 def test_updates_are_those_of_fsdp(case: str) -> None:
     ours, model, _ = trained(case, 3, copies=True, recomputes=case == "gpt2")

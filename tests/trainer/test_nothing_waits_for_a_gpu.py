@@ -22,7 +22,7 @@ from slipstream.algorithms.losses.table import LOSSES
 from slipstream.batching import collate as batching
 from slipstream.core.training_sections import OptimizerConfig
 from slipstream.models.config import new_config
-from slipstream.models.flat import FlatParameters
+from slipstream.models.sharded import Division, ShardedParameters, divide
 from slipstream.models.transformer import Transformer
 from slipstream.trainer.critic import Critic
 from slipstream.trainer.measure import Auxiliary
@@ -68,9 +68,31 @@ class CopiesToThere(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
+class Products(TorchDispatchMode):
+    """Notes the types of matrix products, and operators of attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.types: set[torch.dtype] = set()
+        self.attention: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm):
+            self.types |= {one.dtype for one in args if isinstance(one, Tensor)}
+        if "attn" in str(func) or "attention" in str(func):
+            self.attention.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+DIVISION = Division(device=META, precision="bfloat16", copies=True)
+"""As one GPU computes."""
+
+
 def model_without_values() -> Transformer:
-    with torch.device("meta"):
-        return Transformer(new_config(TINY, VOCAB_SIZE, eos_token_id=1, pad_token_id=0))
+    with META:
+        model = Transformer(new_config(TINY, VOCAB_SIZE, eos_token_id=1, pad_token_id=0))
+    divide(model, DIVISION)
+    return model
 
 
 def trained(
@@ -82,12 +104,12 @@ def trained(
     model = model_without_values()
     for layer in model.layers:
         layer.recomputes = config.trainer.recompute
-    optimizer = AdamW(FlatParameters(model), OptimizerConfig(), total_updates=UPDATES)
+    optimizer = AdamW(ShardedParameters(model, DIVISION), OptimizerConfig(), total_updates=UPDATES)
     if config.has_teacher:
         auxiliary = Auxiliary(teacher=Teacher(config.teacher, VOCAB_SIZE, 1.0, model_without_values()))
     if config.has_critic:
-        auxiliary = Auxiliary(critic=Critic(config, model))
-    with CopiesToThere():
+        auxiliary = Auxiliary(critic=Critic(config, model, DIVISION))
+    with CopiesToThere(), Products() as products:
         metrics = train_on_batch(
             model,
             optimizer,
@@ -99,10 +121,12 @@ def trained(
             tokens=tokens,
         )
     assert metrics["num_microbatches"] > UPDATES
+    assert products.types == {torch.bfloat16} | ({torch.float32} if config.has_critic or config.has_teacher else set())
+    assert products.attention == {"_varlen_attn", "_varlen_attn_backward"}
     return metrics
 
 
-ALWAYS = {"update.py": UPDATES, "flat.py": UPDATES, "reduce.py": 1}
+ALWAYS = {"update.py": UPDATES, "sharded.py": UPDATES, "reduce.py": 1}
 """An update's losses, and its norm; a step's metrics."""
 
 
@@ -135,7 +159,7 @@ def test_what_stands_beside_the_loss_reads_nothing(
     auxiliary = Auxiliary(reference=model_without_values())
     trained({"loss": {"name": "aipo", "skip_no_signal": False}, **changes}, auxiliary=auxiliary)
     critics = UPDATES if "critic" in changes else 0
-    assert reads == {**ALWAYS, **more, "flat.py": UPDATES + 2 * critics}
+    assert reads == {**ALWAYS, **more, "sharded.py": UPDATES + 2 * critics}
 
 
 def test_sampled_tokens_are_read_behind_the_step(reads: Counter[str]) -> None:
