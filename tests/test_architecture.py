@@ -151,7 +151,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 81_630
+MAX_LINES = 82_030
 MAX_LINES_OF_SPINE = 1_600
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -163,22 +163,22 @@ SPINE = (
     "trainer/step.py",
 )
 MAX_LINES_OF_FOLDER = {
-    "algorithms": 2_285,
+    "algorithms": 2_310,
     "batching": 360,
     "controller": 5_895,
-    "core": 10_600,
+    "core": 10_645,
     "environments": 8_070,
     "evals": 2_635,
     "generator": 8_480,
     "jail": 1_060,
     "jobs": 510,
-    "models": 7_325,
+    "models": 7_590,
     "observe": 9_770,
-    "plan": 6_290,
+    "plan": 6_305,
     "prompts": 1_295,
     "rewards": 3_860,
     "stages": 2_675,
-    "trainer": 5_240,
+    "trainer": 5_290,
     "weight_sync": 3_475,
 }
 LONG_FUNCTIONS = {"generator/paged_kernels.py": "a kernel is one function"}

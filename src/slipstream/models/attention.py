@@ -157,15 +157,17 @@ class _Ends(NamedTuple):
             return None
         source = torch.cat([part for part, one in zip(parts, is_read.tolist(), strict=True) if one])
         index = _Index.of_rows(source, torch.arange(len(source)), torch.arange(len(source)))
-        ends = _bounds(own[is_read]), _bounds(size[is_read])
-        return cls(*ends, int(own.max()), int(size[is_read].max()), num_rows, source, index.places, index.starts)
+        size = size[is_read]
+        most = int(own.max()), int(size.max())
+        return cls(_bounds(own[is_read]), _bounds(size), *most, num_rows, source, index.places, index.starts)
 
     def to(self, device: torch.device) -> _Ends:
         return _Ends(*(sent(one, device) if isinstance(one, Tensor) else one for one in self))  # type: ignore[arg-type]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self.source is not None:
-            k, v = (_Pad.apply(x, self.source, self.places, self.starts) for x in (k, v))  # type: ignore[no-untyped-call]
+            spread = (self.source, self.places, self.starts)
+            k, v = _Pad.apply(k, *spread), _Pad.apply(v, *spread)  # type: ignore[no-untyped-call]
         return flash(q, k, v, self.queries, self.keys, self.most_queries, self.most_keys)
 
 
@@ -181,9 +183,8 @@ def flash(q: Tensor, k: Tensor, v: Tensor, queries: Tensor, keys: Tensor, most_q
     words: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
     if "enable_gqa" in known:
         words["enable_gqa"] = q.shape[1] != k.shape[1]
-    out: Tensor = varlen_attn(
-        q.contiguous(), k.contiguous(), v.contiguous(), queries, keys, most_queries, most_keys, **words
-    )
+    out = varlen_attn(q.contiguous(), k.contiguous(), v.contiguous(), queries, keys, most_queries, most_keys, **words)
+    assert isinstance(out, Tensor)
     return out
 
 
@@ -206,7 +207,7 @@ def flash_is_right(device: torch.device, dtype: torch.dtype, heads: int, kv_head
         for attend, wide in ((ends.to(device).attend, dtype), (padded, torch.float32)):
             with torch.enable_grad():
                 leaf = fused.to(device, dtype).to(wide, copy=True).requires_grad_()
-                out = attend(*leaf.split([heads, kv_heads, kv_heads], 1))
+                out = attend(*torch.split(leaf, [heads, kv_heads, kv_heads], 1))
             found.append((out.detach(), torch.autograd.grad(out.square().sum(), leaf)[0]))
     except (ImportError, RuntimeError, TypeError, ValueError) as error:
         logger.warning("attention pads its sequences: torch %s has no varlen_attn here (%s)", torch.__version__, error)

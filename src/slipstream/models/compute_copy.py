@@ -27,10 +27,10 @@ class ComputeCopy:
             for name, parameter in module.named_parameters(recurse=False)
             if parameter not in whole
         ]
-        self._mains = [parameter for *_, parameter in self._places]
-        self._copies = [nn.Parameter(torch.empty_like(one, dtype=dtype)) for one in self._mains]
+        self._mains: list[Tensor] = [parameter for *_, parameter in self._places]
+        self._copies: list[Tensor] = [nn.Parameter(torch.empty_like(one, dtype=dtype)) for one in self._mains]
         for copy, main in zip(self._copies, self._mains, strict=True):
-            copy.register_post_accumulate_grad_hook(partial(_add, main))
+            copy.register_post_accumulate_grad_hook(partial(_add, main))  # type: ignore[no-untyped-call]
         self._seen: list[int] = []  # the mains' versions when the copies were made
         model.register_forward_pre_hook(lambda *_: self._put_in_place())
 
@@ -56,7 +56,7 @@ class ComputeCopy:
         return {name: copy.detach() for (_, _, name, _), copy in zip(self._places, self._copies, strict=True)}
 
 
-def _add(main: nn.Parameter, copy: Tensor) -> None:
+def _add(main: Tensor, copy: Tensor) -> None:
     """Move the gradient of `copy` into that of `main`."""
     assert copy.grad is not None
     main.grad = copy.grad.float() if main.grad is None else main.grad.add_(copy.grad)

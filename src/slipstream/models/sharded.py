@@ -73,7 +73,8 @@ class Division:
     """The division of a model over this rank and its peers, the two groups of `RankGroup.split`, and how it computes.
 
     `precision` is that of products; parameters, gradients and their sums are float32. With `recomputes` every layer
-    keeps only its input for the backward pass and runs again there. With `reduce_once` gradients are summed over
+    keeps only its input for the backward pass and runs again there, with `keeps_products` without its products. torch
+    compiles layers with the backend `compiles`. With `reduce_once` gradients are summed over
     data-parallel ranks in the last backward pass before an update only; until then each rank has one of all rows.
     `fixed_order`: see `TensorParallel`; `varlen`: see `PackedAttention`. With `copies` one rank that computes in
     another precision than float32 has a `ComputeCopy`, without FSDP2.
@@ -84,6 +85,8 @@ class Division:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     precision: Literal["float32", "bfloat16"] = "float32"
     recomputes: bool = False
+    keeps_products: bool = False
+    compiles: str | None = None
     reduce_once: bool = False
     fixed_order: bool = False
     varlen: bool = True
@@ -126,9 +129,7 @@ def divide(model: Transformer, division: Division) -> None:
 
     Layer by layer, so that no more than one is on the device as a whole.
     """
-    model.varlen = division.varlen
-    for layer in model.layers:
-        layer.recomputes = division.recomputes
+    _prepare(model, division)
     if division.uses_fsdp:
         _shard(model, division)
         return
@@ -136,6 +137,15 @@ def divide(model: Transformer, division: Division) -> None:
     _move_tables(model, division)
     if division.has_copy:
         model.compute_copy = ComputeCopy(model, DTYPES[division.precision])
+
+
+def _prepare(model: Transformer, division: Division) -> None:
+    """Let the model run as `division` says."""
+    model.varlen = division.varlen
+    for layer in model.layers:
+        layer.recomputes, layer.keeps_products = division.recomputes, division.keeps_products
+        if division.compiles is not None:
+            layer.compile_parts(division.compiles)
 
 
 def _bring(module: nn.Module, division: Division) -> nn.Module:
@@ -253,8 +263,7 @@ def build_sharded_policy(config: ModelConfig, division: Division, *, seed: int, 
         model, _ = build_policy(config, seed=seed, tokenizer=tokenizer)
         if config.lora.is_set:
             with_adapters(model, config.lora, seed=seed)
-        for layer in model.layers:
-            layer.recomputes = division.recomputes
+        _prepare(model, division)
         return model
     if config.path is not None:
         return load_sharded(config.path, division, lora=config.lora, seed=seed)
@@ -390,8 +399,10 @@ class ShardedParameters:
     def reshard(self) -> None:
         """Give up all gathered parameters. Call it after writing into views that were taken before a pass of the model:
         the next pass would compute with the old embedding and head."""
-        for one in (*self._fsdp_modules, *self._copies):
-            one.reshard()
+        for module in self._fsdp_modules:
+            module.reshard()
+        for copy in self._copies:
+            copy.reshard()
 
     def zero_grad(self) -> None:
         for local in self._locals.values():

@@ -63,6 +63,8 @@ class Policy:
             device=torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu"),
             precision=config.trainer.precision,
             recomputes=config.trainer.recompute,
+            keeps_products=not config.trainer.recompute_products,
+            compiles="inductor" if config.trainer.compile else None,
             reduce_once=config.trainer.reduce_once,
             varlen=config.trainer.varlen,
             copies=config.trainer.compute_copy,
