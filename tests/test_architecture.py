@@ -151,7 +151,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 82_030
+MAX_LINES = 82_045
 MAX_LINES_OF_SPINE = 1_600
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -172,7 +172,7 @@ MAX_LINES_OF_FOLDER = {
     "generator": 8_480,
     "jail": 1_060,
     "jobs": 510,
-    "models": 7_590,
+    "models": 7_600,
     "observe": 9_770,
     "plan": 6_305,
     "prompts": 1_295,

@@ -10,9 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_attention import dense_attention, shared_rows
+from test_recomputed import LLAMA
 
 from slipstream.models import attention
 from slipstream.models.attention import PackedAttention, _Ends
+from slipstream.models.initialise import initialise
+from slipstream.models.sharded import Division, divide
+from slipstream.models.transformer import Transformer
 
 
 def one_by_one(q, k, v, queries, keys, most_queries, most_keys):
@@ -83,6 +87,30 @@ def test_a_kernel_is_tried_before_it_is_used(alignment, is_right, monkeypatch):
     attention.flash_is_right.cache_clear()
     assert attention.flash_is_right(torch.device("cpu"), torch.bfloat16, 4, 2, 16) == is_right
     attention.flash_is_right.cache_clear()
+
+
+@pytest.mark.parametrize("keeps_products", [False, True])
+def test_the_trial_is_no_part_of_a_layer_that_runs_again(keeps_products, monkeypatch):
+    """The first pass tries the kernel, in the middle of its first layer; the backward pass does not."""
+    monkeypatch.setattr(attention, "flash", one_by_one)
+    monkeypatch.setattr(
+        attention,
+        "takes_flash",
+        lambda q, k: attention.flash_is_right(q.device, torch.bfloat16, q.shape[1], k.shape[1], q.shape[2]),
+    )
+    grads = []
+    for recomputes in (False, True):
+        attention.flash_is_right.cache_clear()
+        model = Transformer(LLAMA)
+        initialise(model, 0)
+        divide(model, Division(recomputes=recomputes, keeps_products=recomputes and keeps_products))
+        rows = torch.tensor([0, 1, 2, 0, 1, 3, 4])
+        states = model(torch.arange(5), torch.tensor([0, 1, 2, 2, 3]), PackedAttention([3, 4], rows, varlen=True))
+        states.square().sum().backward()
+        grads.append([parameter.grad for parameter in model.parameters()])
+        assert attention.flash_is_right.cache_info().misses == 1
+    attention.flash_is_right.cache_clear()
+    assert all(torch.equal(plain, again) for plain, again in zip(*grads, strict=True))
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])

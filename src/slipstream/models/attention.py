@@ -11,6 +11,7 @@ import inspect
 import itertools
 import logging
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -197,7 +198,15 @@ def takes_flash(q: Tensor, k: Tensor) -> bool:
 
 @functools.cache
 def flash_is_right(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> bool:
-    """Tell whether `flash` gives what padded sequences do on `device`, forward and backward, on a small example."""
+    """Tell whether `flash` gives what padded sequences do on `device`, forward and backward, on a small example.
+
+    In a thread of its own, for a layer that will run again would take the example for a part of its first run.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(_try_flash, device, dtype, heads, kv_heads, head_dim).result()
+
+
+def _try_flash(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> bool:
     lengths, rows = [5, 4, 3], torch.tensor([0, 1, 2, 3, 4, 0, 1, 5, 6, 7, 8, 9])
     ends, padded = _Ends.of(lengths, rows), PackedAttention(lengths, rows).padded
     assert ends is not None, "each has rows of its own behind shared ones"
@@ -205,9 +214,8 @@ def flash_is_right(device: torch.device, dtype: torch.dtype, heads: int, kv_head
     found = []
     try:
         for attend, wide in ((ends.to(device).attend, dtype), (padded, torch.float32)):
-            with torch.enable_grad():
-                leaf = fused.to(device, dtype).to(wide, copy=True).requires_grad_()
-                out = attend(*torch.split(leaf, [heads, kv_heads, kv_heads], 1))
+            leaf = fused.to(device, dtype).to(wide, copy=True).requires_grad_()
+            out = attend(*torch.split(leaf, [heads, kv_heads, kv_heads], 1))
             found.append((out.detach(), torch.autograd.grad(out.square().sum(), leaf)[0]))
     except (ImportError, RuntimeError, TypeError, ValueError) as error:
         logger.warning("attention pads its sequences: torch %s has no varlen_attn here (%s)", torch.__version__, error)
