@@ -2,21 +2,25 @@
 
     python benchmarks/train_step.py [--device cuda] [--model qwen2.5-1.5b] [--groups 4] [--samples 8] [--prompt 512]
                                     [--completion 1024] [--microbatch-tokens 32768] [--steps 3] [--json FILE]
+                                    [--only run recompute ...]
 
-A step is `trainer.step.train_on_batch`: prompts shared by their group, loss AIPO, clipping, AdamW. With and without
-recomputation; on CUDA in bfloat16 through FSDP2 on one rank, as a run trains. MFU counts what the model needs: three
-times two FLOP for every weight and token (the head: for every target), and causal attention, forward and twice
-backward; recomputed layers and logits do not count. Its denominators: the rate of a large product measured here, and
-the maker's. The part of the head and of attention is told by FLOP, not by time.
+A step is `trainer.step.train_on_batch`: prompts shared by their group, loss AIPO, clipping, AdamW. As a run trains (on
+CUDA in bfloat16 with a copy of the weights and attention in one call), then each with one switch changed: FSDP2 instead
+of the copy, padded attention, recomputation of all or of all but products, torch.compile. MFU counts what the model
+needs: three times two FLOP for every weight and token (the head: for every target), and causal attention, forward and
+twice backward; recomputed layers and logits do not count. Its denominators: the rate of a large product measured here,
+and the maker's. The part of the head and of attention is told by FLOP, not by time.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,10 +90,22 @@ def step_flop(config: TransformerConfig, given: argparse.Namespace) -> dict[str,
     }
 
 
-def trainer_of(config: TransformerConfig, device: torch.device, *, recomputes: bool) -> tuple[Transformer, AdamW]:
+CASES: dict[str, dict[str, Any]] = {
+    "run": {},
+    "fsdp": {"copies": False},
+    "padded": {"varlen": False},
+    "recompute": {"recomputes": True},
+    "keep-products": {"recomputes": True, "keeps_products": True},
+    "compile": {"compiles": "inductor"},
+}
+CUDA_ONLY = ("fsdp", "padded")
+"""Those that a CPU, in float32, does not have."""
+
+
+def trainer_of(config: TransformerConfig, device: torch.device, case: str) -> tuple[Transformer, AdamW]:
     """A model of random weights made where it is trained, and its optimizer."""
     precision = "bfloat16" if device.type == "cuda" else "float32"
-    division = Division(device=device, precision=precision, recomputes=recomputes)
+    division = replace(Division(device=device, precision=precision, copies=True), **CASES[case])
     with torch.device(device):
         model = Transformer(config)
     model.cos, model.signed_sin = (table.to(device) for table in rope_tables(config))
@@ -130,10 +146,10 @@ def run_config(given: argparse.Namespace) -> RunConfig:
     )
 
 
-def measure(given: argparse.Namespace, *, recomputes: bool) -> dict[str, Any]:
+def measure(given: argparse.Namespace, case: str) -> dict[str, Any]:
     device = torch.device(given.device, 0) if given.device == "cuda" else torch.device("cpu")
     shape = SHAPES[given.model]
-    model, optimizer = trainer_of(shape, device, recomputes=recomputes)
+    model, optimizer = trainer_of(shape, device, case)
     config, groups = run_config(given), groups_of(given, shape.vocab_size)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -149,7 +165,7 @@ def measure(given: argparse.Namespace, *, recomputes: bool) -> dict[str, Any]:
     tokens = given.groups * (given.prompt + given.samples * given.completion)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     return {
-        "recompute": recomputes,
+        "case": case,
         "steps_s": found,
         "tokens_per_s": tokens / step_s,
         "flop_per_s": sum(flop.values()) / step_s,
@@ -171,6 +187,7 @@ def main(words: Sequence[str] | None = None) -> None:
     for name, default in {"groups": 4, "samples": 8, "prompt": 512, "completion": 1024, "steps": 3}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--microbatch-tokens", type=int, default=32768)
+    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(words)
     print(describe())
@@ -179,18 +196,19 @@ def main(words: Sequence[str] | None = None) -> None:
         dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
     rate, makers = product_flop_per_s(torch.device(given.device)), nominal(given.device)
     results = []
-    for recomputes in (False, True):
+    for case in (one for one in given.only if given.device == "cuda" or one not in CUDA_ONLY):
+        gc.collect()  # the model before, whose hooks refer to it
         try:
-            results.append(measure(given, recomputes=recomputes))
+            results.append(measure(given, case))
         except torch.cuda.OutOfMemoryError:
-            print(f"recompute {recomputes}: this GPU has too little memory")
+            print(f"{case}: this GPU has too little memory")
             continue
         one = results[-1]
         told = f"{one['flop_per_s'] / rate:.1%} of a product's {rate / 1e12:.4g} TFLOP/s"
         told += f", {one['flop_per_s'] / makers:.1%} of the maker's {makers / 1e12:.4g}" if makers else ""
         told += f", {one['peak_bytes'] / 2**30:.1f} GiB at its peak" if one["peak_bytes"] else ""
         step_s = statistics.median(one["steps_s"])
-        print(f"recompute {recomputes}: {step_s:.3f} s, {one['tokens_per_s']:,.0f} tokens/s, {told}")
+        print(f"{case}: {step_s:.3f} s, {one['tokens_per_s']:,.0f} tokens/s, {told}")
     if given.json is not None:
         given.json.write_text(json.dumps({"product_flop_per_s": rate, "nominal_flop_per_s": makers, "steps": results}))
     if given.device == "cuda":

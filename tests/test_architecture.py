@@ -151,7 +151,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 82_390
+MAX_LINES = 82_790
 MAX_LINES_OF_SPINE = 1_600
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -163,22 +163,22 @@ SPINE = (
     "trainer/step.py",
 )
 MAX_LINES_OF_FOLDER = {
-    "algorithms": 2_285,
+    "algorithms": 2_310,
     "batching": 360,
     "controller": 5_905,
-    "core": 10_640,
+    "core": 10_685,
     "environments": 8_070,
     "evals": 2_635,
     "generator": 8_490,
     "jail": 1_060,
     "jobs": 965,
-    "models": 7_445,
+    "models": 7_715,
     "observe": 9_765,
-    "plan": 6_305,
+    "plan": 6_320,
     "prompts": 1_300,
     "rewards": 3_860,
     "stages": 2_685,
-    "trainer": 5_240,
+    "trainer": 5_290,
     "weight_sync": 3_475,
 }
 LONG_FUNCTIONS = {"generator/paged_kernels.py": "a kernel is one function"}

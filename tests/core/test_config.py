@@ -92,6 +92,10 @@ def test_derived_values() -> None:
         ({"prompts": {"tasks": []}}, "exactly one source"),
         ({"model": {"hidden_size": 130}}, "head sizes do not divide"),
         ({"model": {"num_kv_heads": 3}}, "head sizes do not divide"),
+        ({"trainer": {"recompute_products": False}}, "nothing is computed again"),
+        ({"trainer": {"compile": True, "ranks": 2}}, "torch.compile is for the layers of one rank"),
+        ({"trainer": {"compile": True, "recompute": True, "recompute_products": False}}, "everything or nothing"),
+        ({"trainer": {"compile": True}, "model": {"lora": {"rank": 4}}}, "do not go together with torch.compile"),
         ({"generator": {"max_new_tokens": 256}, "model": {"max_positions": 256}}, "completions do not fit"),
     ],
 )

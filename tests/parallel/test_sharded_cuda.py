@@ -1,4 +1,4 @@
-"""A policy on one GPU: FSDP2 over NCCL for bfloat16 products, plain parameters for float32."""
+"""A policy on one GPU: a copy or FSDP2 over NCCL for bfloat16 products, plain parameters for float32."""
 
 from __future__ import annotations
 
@@ -31,14 +31,22 @@ def one_rank() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("precision", "gradient_error", "weight_error"), [("float32", 3e-5, 1e-4), ("bfloat16", 3e-2, 2e-2)]
+    ("precision", "switches", "gradient_error", "weight_error"),
+    [
+        ("float32", {}, 3e-5, 1e-4),
+        ("bfloat16", {}, 3e-2, 2e-2),
+        ("bfloat16", {"copies": True}, 3e-2, 2e-2),
+        ("bfloat16", {"copies": True, "varlen": False, "keeps_products": True}, 3e-2, 2e-2),
+    ],
 )
 @pytest.mark.parametrize("case", ["qwen3", "gpt2", "llama_tied"])
 @pytest.mark.usefixtures("one_rank")
-def test_updates_are_those_of_a_cpu(case: str, precision: Any, gradient_error: float, weight_error: float) -> None:
+def test_updates_are_those_of_a_cpu(
+    case: str, precision: Any, switches: dict[str, Any], gradient_error: float, weight_error: float
+) -> None:
     config, expected = CONFIGS[case], alone(case, 4)
     device = torch.device("cuda", torch.cuda.current_device())
-    division = Division(RankGroup.alone(), RankGroup.alone(), device=device, precision=precision, recomputes=True)
+    division = Division(device=device, precision=precision, recomputes=True, **switches)
     model = sharded_jobs.part_of(config, division)
     parameters = ShardedParameters(model, division)
     optimizer = AdamW(parameters, OptimizerConfig(**SETTINGS), total_updates=4)

@@ -407,6 +407,9 @@ def test_a_trainers_states_by_hand() -> None:
     assert (trainer(8, 1).head, trainer(8, 2).head) == ("bfloat16", "float32")
     alone = costs().train_memory(trainer(1, 1, precision="float32"))
     assert alone["gathered"] == 0
+    # one GPU has a copy of all in bfloat16, and of the reference
+    assert costs().train_memory(trainer(1, 1))["gathered"] == pytest.approx(2 * 8.03e9, rel=2e-3)
+    assert costs(reference=True).train_memory(trainer(1, 1))["gathered"] == pytest.approx(4 * 8.03e9, rel=2e-3)
 
 
 def test_activations_grow_with_the_microbatch() -> None:
@@ -416,6 +419,10 @@ def test_activations_grow_with_the_microbatch() -> None:
     entry = 512.5 * 4096 * 2
     inner = 4 * 4096 + 2 * 4096 + 2 * 1024 + 3 * 14336
     assert small["activations"] == pytest.approx(32 * entry + 512.5 * inner * 2)
+    # and what products and attention gave: queries, keys, values, their mixture, two outputs, gate and up
+    products = 512.5 * (2 * 4096 + 2 * 1024 + 2 * 4096 + 2 * 14336) * 2
+    kept = costs().train_memory(trainer(8, 1, 1, keeps_products=True))
+    assert kept["activations"] == pytest.approx(small["activations"] + 32 * products)
 
 
 def test_a_generators_memory_by_hand() -> None:

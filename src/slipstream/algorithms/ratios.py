@@ -22,22 +22,28 @@ def token_ratios(policy_logprobs: Tensor, anchor_logprobs: Tensor, mask: Tensor)
     return torch.exp(torch.where(mask, policy_logprobs - anchor_logprobs, 0.0))
 
 
-def sequence_ratios(policy_logprobs: Tensor, anchor_logprobs: Tensor, mask: Tensor, segment_ids: Tensor) -> Tensor:
-    """pi(y|x) / anchor(y|x) = exp(sum_t policy_t - anchor_t) per sequence, [S], differentiable.
+def sequence_ratios(
+    policy_logprobs: Tensor, anchor_logprobs: Tensor, mask: Tensor, segment_ids: Tensor, lengths: Tensor | None = None
+) -> Tensor:
+    """pi(y|x) / anchor(y|x) = exp(sum_t policy_t - anchor_t) per sequence, [S], differentiable; see `segment_sum`.
 
     At most e^60, and without gradient there: a long sequence can pass what a float holds, and the gradient of an
     infinite ratio is NaN even where a clip binds.
     Identity: the product of the sequence's token ratios.
     """
-    return torch.exp(segment_sum(policy_logprobs - anchor_logprobs, mask, segment_ids).clamp(max=MAX_LOG_RATIO))
+    return torch.exp(
+        segment_sum(policy_logprobs - anchor_logprobs, mask, segment_ids, lengths).clamp(max=MAX_LOG_RATIO)
+    )
 
 
-def geometric_ratios(policy_logprobs: Tensor, anchor_logprobs: Tensor, mask: Tensor, segment_ids: Tensor) -> Tensor:
+def geometric_ratios(
+    policy_logprobs: Tensor, anchor_logprobs: Tensor, mask: Tensor, segment_ids: Tensor, lengths: Tensor | None = None
+) -> Tensor:
     """(pi(y|x) / anchor(y|x))^(1/|y|) = exp(mean_t policy_t - anchor_t) per sequence, [S], differentiable.
 
     GSPO (arXiv:2507.18071), equation 7. Identity: the geometric mean of the sequence's token ratios.
     """
-    return torch.exp(segment_mean(policy_logprobs - anchor_logprobs, mask, segment_ids))
+    return torch.exp(segment_mean(policy_logprobs - anchor_logprobs, mask, segment_ids, lengths))
 
 
 def truncate(ratios: Tensor, max_ratio: float) -> Tensor:

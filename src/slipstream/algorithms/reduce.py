@@ -30,7 +30,14 @@ def sum_over_units(values: Tensor, mask: Tensor, *, num_units: int) -> Tensor:
 
 
 def average(
-    values: Tensor, mask: Tensor, segment_ids: Tensor, *, reduction: Reduction, num_units: int, max_tokens: int = 0
+    values: Tensor,
+    mask: Tensor,
+    segment_ids: Tensor,
+    *,
+    reduction: Reduction,
+    num_units: int,
+    max_tokens: int = 0,
+    lengths: Tensor | None = None,
 ) -> Tensor:
     """Token values [T] of one microbatch as its part of the update's average, a scalar; S sequences, n_i tokens each.
 
@@ -43,7 +50,7 @@ def average(
     Identity: all three agree, the last with `max_tokens` = n, where every sequence has n tokens.
     """
     if reduction == "sequence":
-        return segment_mean(values, mask, segment_ids).sum() / num_units
+        return segment_mean(values, mask, segment_ids, lengths).sum() / num_units
     if reduction == "token":
         return sum_over_units(values, mask, num_units=num_units)
     if max_tokens < 1:
@@ -111,13 +118,11 @@ def merge_metrics(left: Mapping[str, Mean | Max], right: Mapping[str, Mean | Max
 
 
 def encode_metrics(metrics: Mapping[str, Mean | Max]) -> bytes:
-    """Parts for another rank, exactly: all are integers or floats of at most 64 bits."""
-    return msgspec.msgpack.encode(
-        {
-            name: (part.total.item(), part.count.item()) if isinstance(part, Mean) else (part.largest.item(),)
-            for name, part in metrics.items()
-        }
-    )
+    """Parts for another rank, in float64, which has them exactly; one read from the device for all of them."""
+    parts = {n: (p.total, p.count) if isinstance(p, Mean) else (p.largest,) for n, p in metrics.items()}
+    tensors = [tensor.double() for tensors in parts.values() for tensor in tensors]
+    numbers = iter(torch.stack(tensors).tolist() if tensors else [])
+    return msgspec.msgpack.encode({name: [next(numbers) for _ in tensors] for name, tensors in parts.items()})
 
 
 def decode_metrics(data: bytes) -> Metrics:

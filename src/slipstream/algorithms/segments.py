@@ -11,8 +11,10 @@ from torch import Tensor
 from slipstream.core.errors import ShapeError
 
 
-def segment_sum(values: Tensor, mask: Tensor, segment_ids: Tensor) -> Tensor:
+def segment_sum(values: Tensor, mask: Tensor, segment_ids: Tensor, lengths: Tensor | None = None) -> Tensor:
     """sum of `values` [T] where `mask` [T], per sequence: [S]; summed in float64, returned as `values` are.
+
+    `lengths` int64 [S] count each sequence's tokens; without them, counting and checking waits for the device.
 
     Reads one piece after the other: additions at an index run in any order on a GPU, and on a CPU with several threads.
     ShapeError when the ids are not those of contiguous sequences.
@@ -21,26 +23,27 @@ def segment_sum(values: Tensor, mask: Tensor, segment_ids: Tensor) -> Tensor:
     if values.shape != segment_ids.shape or mask.shape != segment_ids.shape or values.ndim != 1:
         got = f"{tuple(values.shape)}, {tuple(mask.shape)} and {tuple(segment_ids.shape)}"
         raise ShapeError("values, mask and segment ids of the same tokens are needed", got=got)
-    if bool((segment_ids[1:] < segment_ids[:-1]).any()):
-        raise ShapeError("segment ids must ascend: each sequence one contiguous piece", got=segment_ids.tolist())
-    lengths = torch.bincount(segment_ids)
+    if lengths is None:
+        if bool((segment_ids[1:] < segment_ids[:-1]).any()):
+            raise ShapeError("segment ids must ascend: each sequence one contiguous piece", got=segment_ids.tolist())
+        lengths = torch.bincount(segment_ids)
     counted = torch.where(mask, values, 0.0).double()
     # `unsafe` skips a check of the lengths that fails on an empty batch; bincount's fit by construction.
     return torch.segment_reduce(counted, "sum", lengths=lengths, unsafe=True).to(values.dtype)
 
 
-def segment_counts(mask: Tensor, segment_ids: Tensor) -> Tensor:
+def segment_counts(mask: Tensor, segment_ids: Tensor, lengths: Tensor | None = None) -> Tensor:
     """Number of tokens where `mask` [T], per sequence: float32 [S]."""
-    return segment_sum(torch.ones(mask.shape, device=mask.device), mask, segment_ids)
+    return segment_sum(torch.ones(mask.shape, device=mask.device), mask, segment_ids, lengths)
 
 
-def segment_mean(values: Tensor, mask: Tensor, segment_ids: Tensor) -> Tensor:
+def segment_mean(values: Tensor, mask: Tensor, segment_ids: Tensor, lengths: Tensor | None = None) -> Tensor:
     """Mean of `values` [T] where `mask` [T], per sequence: [S]; 0 for a sequence without any.
 
     Identity: a sequence of equal values gets exactly that value.
     """
-    counts = segment_counts(mask, segment_ids).clamp(min=1.0)
-    return segment_sum(values.double(), mask, segment_ids).div(counts).to(values.dtype)
+    counts = segment_counts(mask, segment_ids, lengths).clamp(min=1.0)
+    return segment_sum(values.double(), mask, segment_ids, lengths).div(counts).to(values.dtype)
 
 
 def sum_before(values: Tensor, mask: Tensor, segment_ids: Tensor) -> Tensor:
@@ -52,4 +55,5 @@ def sum_before(values: Tensor, mask: Tensor, segment_ids: Tensor) -> Tensor:
     before = counted.cumsum(0) - counted
     is_first = torch.ones_like(mask)
     is_first[1:] = segment_ids[1:] != segment_ids[:-1]
-    return before - before[is_first][segment_ids]
+    first = torch.arange(len(mask), device=mask.device).where(is_first, 0).cummax(0).values
+    return before - before[first]

@@ -87,6 +87,7 @@ def check_lora(config: RunConfig) -> None:
         "a reference that follows the policy, since it is their base": [
             (f"kl.sync_every = {config.kl.sync_every}", config.kl.sync_every is not None)
         ],
+        "torch.compile": [("trainer.compile = true", trainer.compile)],
         "a critic": [(f"loss.advantages = '{config.loss.advantages}'", config.has_critic)],
     }
     for what, fields in refused.items():
@@ -94,7 +95,7 @@ def check_lora(config: RunConfig) -> None:
             raise ConfigError(
                 f"adapters (model.lora) do not go together with {what} yet",
                 got=", ".join(given),
-                allowed="a loss without a critic, and a reference that stays",
+                allowed="a loss without a critic, a reference that stays, and trainer.compile = false",
                 hint="without model.lora all weights are trained",
             )
     if config.model.lora.is_rounded and trainer.device != "cpu":

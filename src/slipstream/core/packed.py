@@ -18,6 +18,17 @@ from slipstream.core.errors import ShapeError
 OPTIONAL_COLUMNS = ("reference_logprobs", "proximal_logprobs", "values", "returns")
 
 
+def sent(array: np.ndarray | torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return `array` on `device`. A GPU gets it from pinned memory, in its turn: the host goes on to what comes next.
+
+    Other copies wait until the GPU has done all that it was told before.
+    """
+    tensor = torch.from_numpy(array) if isinstance(array, np.ndarray) else array
+    if device.type == "cpu" or tensor.device == device:
+        return tensor
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+
+
 @dataclass(frozen=True)
 class TrainSequence:
     """A prompt with its completion, ready to be packed.
@@ -134,10 +145,14 @@ class PackedMicrobatch:
         return sets
 
     def tensors(self, device: torch.device) -> dict[str, torch.Tensor]:
-        """Return the columns of the targets [M] on `device`, by name; optional ones that are absent are left out."""
+        """Return the columns of the targets [M] on `device`, by name; optional ones that are absent are left out.
+
+        `lengths` int64 [S] counts the targets of each sequence.
+        """
         names = ("behaviour_logprobs", "advantages", "segment_ids", *OPTIONAL_COLUMNS)
         columns = {name: vars(self)[name] for name in names}
-        return {name: torch.from_numpy(column).to(device) for name, column in columns.items() if column is not None}
+        columns["lengths"] = np.bincount(self.segment_ids)
+        return {name: sent(column, device) for name, column in columns.items() if column is not None}
 
     @property
     def num_tokens(self) -> int:

@@ -257,6 +257,27 @@ class TrainerConfig(Section):
         description="Keep only each layer's input for the backward pass, and run the layer again there: less memory, a "
         "third more work.",
     )
+    recompute_products: bool = Field(
+        True,
+        description="With recompute, also what products and attention gave is computed again; false keeps it: some "
+        "more memory, and hardly more work than without recompute.",
+    )
+    compile: bool = Field(
+        False,
+        description="Let torch.compile fuse what is before and behind attention in each layer: the first steps take "
+        "a minute longer. On one rank, without adapters.",
+    )
+    compute_copy: bool = Field(
+        True,
+        description="On one GPU in bfloat16, keep the weights in bfloat16, too: the optimizer refreshes them, and "
+        "versions are read from them. 2 bytes a parameter; false casts each layer whenever it runs (FSDP2), as is done "
+        "beside adapters.",
+    )
+    varlen: bool = Field(
+        True,
+        description="On a GPU in bfloat16, attend to all sequences of a microbatch in one call of torch's varlen_attn, "
+        "each prompt once, where a small example comes out right; otherwise, and with false, they are padded.",
+    )
     reduce_once: bool = Field(
         False,
         description="Sum gradients over data-parallel ranks once per update, not per microbatch: less traffic, but each"
@@ -296,6 +317,14 @@ class TrainerConfig(Section):
             what = "the trainer's ranks do not divide into tensor-parallel groups"
             got = f"trainer.ranks = {self.ranks}, trainer.tensor_parallel = {self.tensor_parallel}"
             raise ConfigError(what, got=got, allowed="trainer.ranks: a multiple of trainer.tensor_parallel")
+        if not (self.recompute or self.recompute_products):
+            what = "nothing is computed again, so that there is nothing to keep"
+            got = "trainer.recompute_products = false with trainer.recompute = false"
+            raise ConfigError(what, got=got, allowed="trainer.recompute = true")
+        if self.compile and (self.ranks > 1 or not self.recompute_products):
+            what = "torch.compile is for the layers of one rank, which keep everything or nothing"
+            got = f"trainer.compile with trainer.ranks = {self.ranks}, recompute_products = {self.recompute_products}"
+            raise ConfigError(what, got=got, allowed="trainer.ranks = 1, trainer.recompute_products = true")
         return self
 
 

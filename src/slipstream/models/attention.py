@@ -1,9 +1,17 @@
-"""Causal attention inside each of several packed sequences, forward and backward, without a mask."""
+"""Causal attention inside each of several packed sequences, forward and backward, without a mask.
+
+On CUDA in bfloat16 it is one call of torch's `varlen_attn` (FlashAttention), which takes sequences end to end;
+elsewhere sequences of similar length are padded to batches.
+"""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import itertools
+import logging
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -11,8 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.core.errors import ShapeError
+from slipstream.core.packed import sent
 from slipstream.models.experts import replayed
 
+logger = logging.getLogger(__name__)
+
+MAX_FLASH_ERROR = 0.05
+"""Of what is largest: bfloat16 gives less than 0.01, keys in wrong places 0.3 and more."""
 BATCH_OVERHEAD_TOKENS = 32
 """The cost of one more batch, in padded tokens: a larger value gives fewer batches with more padding."""
 
@@ -103,12 +116,115 @@ class _Index(NamedTuple):
         return cls(rows[source], places[starts], places, None if len(starts) == len(places) else starts)
 
     def to(self, device: torch.device) -> _Index:
-        starts = None if self.starts is None else self.starts.to(device)
-        return _Index(self.source.to(device), self.place.to(device), self.places.to(device), starts)
+        return _Index(*(None if one is None else sent(one, device) for one in self))  # type: ignore[arg-type]
 
     def pad(self, rows: Tensor, places: Tensor, starts: Tensor | None) -> Tensor:
         padded: Tensor = _Pad.apply(rows, self.source, places, starts)  # type: ignore[no-untyped-call]
         return padded
+
+
+class _Ends(NamedTuple):
+    """Sequences end to end: from where to where their queries lie, int32 [C + 1], and their keys; the most of each.
+
+    Queries are the rows themselves, each in the sequence that it is first in, which it is at the end of. Keys are the
+    rows `source` [T] (None: the rows as they are); the key of row n is at `places` from `starts[n]` on.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    most_queries: int
+    most_keys: int
+    num_rows: int
+    source: Tensor | None
+    places: Tensor | None
+    starts: Tensor | None
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], rows: Tensor | None) -> _Ends | None:
+        """None where rows do not lie like this: sequences with rows of their own before shared ones."""
+        size = torch.tensor(lengths)
+        if rows is None:
+            ends = _bounds(size)
+            return cls(ends, ends, max(lengths), max(lengths), sum(lengths), None, None, None)
+        num_rows = int(rows.max()) + 1
+        parts = torch.split(rows, list(lengths))
+        seen = torch.tensor([-1, *(int(part.max()) for part in parts)]).cummax(0).values
+        own = seen.diff()  # rows are numbered as they come
+        is_read = own > 0
+        if not torch.equal(
+            torch.cat([part[len(part) - count :] for part, count in zip(parts, own.tolist(), strict=True)]),
+            torch.arange(num_rows),
+        ):
+            return None
+        source = torch.cat([part for part, one in zip(parts, is_read.tolist(), strict=True) if one])
+        index = _Index.of_rows(source, torch.arange(len(source)), torch.arange(len(source)))
+        size = size[is_read]
+        most = int(own.max()), int(size.max())
+        return cls(_bounds(own[is_read]), _bounds(size), *most, num_rows, source, index.places, index.starts)
+
+    def to(self, device: torch.device) -> _Ends:
+        return _Ends(*(sent(one, device) if isinstance(one, Tensor) else one for one in self))  # type: ignore[arg-type]
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.source is not None:
+            spread = (self.source, self.places, self.starts)
+            k, v = _Pad.apply(k, *spread), _Pad.apply(v, *spread)  # type: ignore[no-untyped-call]
+        return flash(q, k, v, self.queries, self.keys, self.most_queries, self.most_keys)
+
+
+def _bounds(sizes: Tensor) -> Tensor:
+    return F.pad(sizes.cumsum(0), (1, 0)).to(torch.int32)
+
+
+def flash(q: Tensor, k: Tensor, v: Tensor, queries: Tensor, keys: Tensor, most_queries: int, most_keys: int) -> Tensor:
+    """Attention of q [N, H, D] to k and v [T, Hkv, D], sequences end to end, whose last query sees the last key."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    known = inspect.signature(varlen_attn).parameters
+    words: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+    if "enable_gqa" in known:
+        words["enable_gqa"] = q.shape[1] != k.shape[1]
+    out = varlen_attn(q.contiguous(), k.contiguous(), v.contiguous(), queries, keys, most_queries, most_keys, **words)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def takes_flash(q: Tensor, k: Tensor) -> bool:
+    """Tell whether the device of q [N, H, D] and k [N, Hkv, D] has `flash` for them."""
+    if q.is_cpu or q.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return not q.is_cuda or flash_is_right(q.device, q.dtype, q.shape[1], k.shape[1], q.shape[2])
+
+
+@functools.cache
+def flash_is_right(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> bool:
+    """Tell whether `flash` gives what padded sequences do on `device`, forward and backward, on a small example.
+
+    In a thread of its own, for a layer that will run again would take the example for a part of its first run.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(_try_flash, device, dtype, heads, kv_heads, head_dim).result()
+
+
+def _try_flash(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> bool:
+    lengths, rows = [5, 4, 3], torch.tensor([0, 1, 2, 3, 4, 0, 1, 5, 6, 7, 8, 9])
+    ends, padded = _Ends.of(lengths, rows), PackedAttention(lengths, rows).padded
+    assert ends is not None, "each has rows of its own behind shared ones"
+    fused = torch.randn(10, heads + 2 * kv_heads, head_dim, generator=torch.Generator().manual_seed(0))
+    found = []
+    try:
+        for attend, wide in ((ends.to(device).attend, dtype), (padded, torch.float32)):
+            leaf = fused.to(device, dtype).to(wide, copy=True).requires_grad_()
+            out = attend(*torch.split(leaf, [heads, kv_heads, kv_heads], 1))
+            found.append((out.detach(), torch.autograd.grad(out.square().sum(), leaf)[0]))
+    except (ImportError, RuntimeError, TypeError, ValueError) as error:
+        logger.warning("attention pads its sequences: torch %s has no varlen_attn here (%s)", torch.__version__, error)
+        return False
+    errors = [(one - exact).abs().max() / exact.abs().max() for one, exact in zip(*found, strict=True)]
+    is_right = float(torch.stack(errors).max()) < MAX_FLASH_ERROR
+    if not is_right:
+        logger.warning("attention pads its sequences: varlen_attn of torch %s gives other numbers", torch.__version__)
+    return is_right
 
 
 class PackedAttention:
@@ -120,15 +236,28 @@ class PackedAttention:
 
     Sequences of similar length are gathered into right-padded batches for `scaled_dot_product_attention(is_causal)`,
     which needs no mask: padding lies after every real query. The index tensors are computed once, here, follow the
-    tokens to their device, and serve every layer. `routes` [R, L, k] are the experts that the first R rows go through
-    in each layer, as far as they are known (`experts.replayed`).
+    tokens to their device, and serve every layer. With `varlen` half precision on CUDA is one call of `flash` instead,
+    where the rows lie so (`_Ends`), as those of a microbatch do, and it is right there. `routes` [R, L, k] are the
+    experts that the first R rows go through in each layer, as far as they are known (`experts.replayed`).
     Identity: packed, shared or not, equals each sequence alone.
     """
 
-    def __init__(self, lengths: Sequence[int], rows: Tensor | None = None, routes: Tensor | None = None) -> None:
+    def __init__(
+        self, lengths: Sequence[int], rows: Tensor | None = None, routes: Tensor | None = None, *, varlen: bool = False
+    ) -> None:
         if not lengths or min(lengths) < 1:
             raise ShapeError("every packed sequence needs at least one token", got=list(lengths))
-        self._routes = routes
+        self._lengths, self._rows, self._routes, self._varlen = lengths, rows, routes, varlen
+        if not varlen:
+            self._index  # noqa: B018 - rows that do not fit are refused here
+
+    @functools.cached_property
+    def _ends(self) -> _Ends | None:
+        return _Ends.of(self._lengths, self._rows)
+
+    @functools.cached_property
+    def _index(self) -> _Index:
+        lengths, rows = self._lengths, self._rows
         self.shapes: list[tuple[int, int]] = []  # (sequences, padded length) of each batch
         size = torch.tensor(lengths)
         begin = size.cumsum(0) - size
@@ -143,13 +272,19 @@ class PackedAttention:
         real_places = torch.cat(is_real).nonzero().squeeze(1)
         places = torch.empty(sum(lengths), dtype=torch.int64)  # [T]: the padded place of each token
         places[source[real_places]] = real_places
-        if rows is None:
-            self._index = _Index(source, places, places, None)
-        else:
-            self._index = _Index.of_rows(rows, source, places)
+        return _Index(source, places, places, None) if rows is None else _Index.of_rows(rows, source, places)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # noqa: ARG002 - the Attention protocol
         """q [N, H, D], k and v [N, Hkv, D] -> [N, H, D]."""
+        if self._varlen and takes_flash(q, k) and self._ends is not None:
+            self._ends = ends = self._ends.to(q.device)
+            if q.shape[0] != ends.num_rows:
+                raise ShapeError("tokens do not match the packed lengths", got=q.shape[0], allowed=ends.num_rows)
+            return ends.attend(q, k, v)
+        return self.padded(q, k, v)
+
+    def padded(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attend by batches of similar length."""
         self._index = index = self._index.to(q.device)
         if q.shape[0] != len(index.place):
             raise ShapeError("tokens do not match the packed lengths", got=q.shape[0], allowed=len(index.place))
@@ -169,6 +304,6 @@ class PackedAttention:
         """Replay what is known of the experts [N, k] of `layer`."""
         if self._routes is None:
             return chosen
-        self._routes = self._routes.to(chosen.device)
+        self._routes = sent(self._routes, chosen.device)
         known = replayed(self._routes[:, layer], chosen[: len(self._routes)])
         return torch.cat((known, chosen[len(known) :]))

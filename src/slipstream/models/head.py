@@ -19,7 +19,7 @@ def wide_product(x: Tensor, weight: Tensor) -> Tensor:
     """x [N, K] times weight [M, K] transposed, in float32 [N, M] from operands of one type; no gradient passes."""
     if not x.numel():  # a microbatch without targets: oneDNN has no sum over no rows
         return x.new_zeros(len(x), len(weight), dtype=torch.float32)
-    if x.dtype == torch.float32 or not x.is_cuda:
+    if x.dtype == torch.float32 or x.is_cpu:
         return linear(x.float(), weight.float())
     return torch.mm(x, weight.t(), out_dtype=torch.float32)
 

@@ -85,6 +85,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     if _onednn is None or x.ndim != 2 or not (x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32):
         return F.linear(x, weight, bias)
+    if torch.compiler.is_compiling():  # inductor takes weights for oneDNN that are constants only
+        return F.linear(x, weight, bias)
     if not len(x):  # a microbatch without targets: oneDNN has no sum over no rows, which the gradient of `weight` is
         return F.linear(x, weight, bias)
     if not torch.is_grad_enabled():

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slipstream.core.packed import PackedMicrobatch
+from slipstream.core.packed import PackedMicrobatch, sent
 from slipstream.models.attention import PackedAttention
 
 ROW_MULTIPLE = 64
@@ -29,11 +29,11 @@ def at_targets(model: nn.Module, microbatch: PackedMicrobatch, *, replays: bool 
     device = next(model.parameters()).device
     routes = torch.from_numpy(microbatch.routes) if replays and microbatch.routes is not None else None
     out = model(
-        torch.from_numpy(np.concatenate([microbatch.tokens, filler])).to(device),
-        torch.from_numpy(np.concatenate([microbatch.positions, filler])).to(device),
-        PackedAttention(lengths, torch.from_numpy(rows), routes),
+        sent(np.concatenate([microbatch.tokens, filler]), device),
+        sent(np.concatenate([microbatch.positions, filler]), device),
+        PackedAttention(lengths, torch.from_numpy(rows), routes, varlen=bool(model.varlen)),
     )
     # A shared prompt's last row predicts several targets. The gradient of `out[index]` adds them up by atomic
     # additions, in any order, as soon as there are two threads; that of an embedding has one fixed order.
-    index = torch.from_numpy(microbatch.target_index).to(device)
+    index = sent(microbatch.target_index, device)
     return F.embedding(index, out.flatten(1) if out.ndim > 1 else out[:, None]).view(-1, *out.shape[1:])

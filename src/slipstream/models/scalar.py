@@ -60,6 +60,10 @@ class ScalarModel(nn.Module):
     def config(self) -> TransformerConfig:
         return self.backbone.config
 
+    @property
+    def varlen(self) -> bool:
+        return self.backbone.varlen
+
     def forward(self, tokens: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """Tokens [N] int64 at positions [N] int64 of their sequences -> a value per token, fp32 [N]."""
         return self.values(self.backbone(tokens, positions, attention))

@@ -31,7 +31,9 @@ from slipstream.core.lora_section import LoraConfig
 from slipstream.core.rank_group import RankGroup
 from slipstream.core.sections import ModelConfig
 from slipstream.models.build import build_policy
+from slipstream.models.compute_copy import ComputeCopy
 from slipstream.models.config import TransformerConfig, config_from_hf, local_config, new_config
+from slipstream.models.device import DTYPES
 from slipstream.models.experts import Router
 from slipstream.models.flat import FlatParameters
 from slipstream.models.hf import canonical_name, logical_tensors, read_hf_config, weight_files, write_tensor
@@ -71,9 +73,11 @@ class Division:
     """The division of a model over this rank and its peers, the two groups of `RankGroup.split`, and how it computes.
 
     `precision` is that of products; parameters, gradients and their sums are float32. With `recomputes` every layer
-    keeps only its input for the backward pass and runs again there. With `reduce_once` gradients are summed over
+    keeps only its input for the backward pass and runs again there, with `keeps_products` without its products. torch
+    compiles layers with the backend `compiles`. With `reduce_once` gradients are summed over
     data-parallel ranks in the last backward pass before an update only; until then each rank has one of all rows.
-    `fixed_order`: see `TensorParallel`.
+    `fixed_order`: see `TensorParallel`; `varlen`: see `PackedAttention`. With `copies` one rank that computes in
+    another precision than float32 has a `ComputeCopy`, without FSDP2.
     """
 
     data_parallel: RankGroup = field(default_factory=RankGroup.alone)
@@ -81,8 +85,12 @@ class Division:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     precision: Literal["float32", "bfloat16"] = "float32"
     recomputes: bool = False
+    keeps_products: bool = False
+    compiles: str | None = None
     reduce_once: bool = False
     fixed_order: bool = False
+    varlen: bool = True
+    copies: bool = False
 
     @property
     def is_whole(self) -> bool:
@@ -97,7 +105,14 @@ class Division:
     @property
     def uses_fsdp(self) -> bool:
         """True where parameters are gathered, or cast to the precision of products."""
-        return self.data_parallel.world > 1 or self.precision != "float32"
+        return (self.data_parallel.world > 1 or self.precision != "float32") and not self.has_copy
+
+    @property
+    def has_copy(self) -> bool:
+        """True where one rank has the weights in the precision of products, too."""
+        return (
+            self.copies and self.precision != "float32" and self.data_parallel.world == self.tensor_parallel.world == 1
+        )
 
     def mesh(self) -> DeviceMesh:
         """Return the data-parallel ranks, for torch. Process groups must be initialised, also for one rank alone."""
@@ -114,13 +129,23 @@ def divide(model: Transformer, division: Division) -> None:
 
     Layer by layer, so that no more than one is on the device as a whole.
     """
-    for layer in model.layers:
-        layer.recomputes = division.recomputes
+    _prepare(model, division)
     if division.uses_fsdp:
         _shard(model, division)
         return
     _bring(model, division)
     _move_tables(model, division)
+    if division.has_copy:
+        model.compute_copy = ComputeCopy(model, DTYPES[division.precision])
+
+
+def _prepare(model: Transformer, division: Division) -> None:
+    """Let the model run as `division` says."""
+    model.varlen = division.varlen
+    for layer in model.layers:
+        layer.recomputes, layer.keeps_products = division.recomputes, division.keeps_products
+        if division.compiles is not None:
+            layer.compile_parts(division.compiles)
 
 
 def _bring(module: nn.Module, division: Division) -> nn.Module:
@@ -213,7 +238,7 @@ def _unfilled(config: TransformerConfig, division: Division, lora: LoraConfig = 
     model = Transformer(local_config(config, division.tensor_parallel.world), division.ranks_of(config))
     if lora.is_set:
         install(model, planned_shapes(lora, config))
-    divide(model, division)
+    divide(model, replace(division, copies=division.copies and not lora.is_set))
     return model
 
 
@@ -224,6 +249,7 @@ def beside_base(model: Transformer, division: Division, path: Path | None) -> Tr
     and keeps its embedding and head gathered between its passes.
     """
     shapes = {} if path is None else stored_shapes(path, whole_config(model), precision_of(shapes_of(model)))
+    division = replace(division, copies=False)
     is_cut = division.uses_fsdp and model.stored_base is None
     found = base_of(model, shapes, partial(divide, division=division) if is_cut else None)
     return (found if path is None else read_adapter(found, path)).requires_grad_(False)
@@ -238,8 +264,7 @@ def build_sharded_policy(config: ModelConfig, division: Division, *, seed: int, 
         model, _ = build_policy(config, seed=seed, tokenizer=tokenizer)
         if config.lora.is_set:
             with_adapters(model, config.lora, seed=seed)
-        for layer in model.layers:
-            layer.recomputes = division.recomputes
+        _prepare(model, division)
         return model
     if config.path is not None:
         return load_sharded(config.path, division, lora=config.lora, seed=seed)
@@ -328,6 +353,8 @@ class ShardedParameters:
         self._division = division
         self._are_sums = False  # whether the gradients are sums over ranks already
         self._fsdp_modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        divided = [module for module in model.modules() if isinstance(module, Transformer)]
+        self._copies = [module.compute_copy for module in divided if module.compute_copy is not None]
         self.reshard()
         shared = _shared_rows(model, division.tensor_parallel)
         self._locals = {
@@ -366,11 +393,17 @@ class ShardedParameters:
         """Return the gradients of `named_views`; zeros where no backward pass has made any."""
         return self.by_name(self.stored_grads())
 
+    def computed_views(self) -> dict[str, Tensor]:
+        """Return the weights that passes compute with, where this rank keeps them, by parameter name: live."""
+        return {name: view for copy in self._copies for name, view in copy.named_views().items()}
+
     def reshard(self) -> None:
         """Give up all gathered parameters. Call it after writing into views that were taken before a pass of the model:
         the next pass would compute with the old embedding and head."""
         for module in self._fsdp_modules:
             module.reshard()
+        for copy in self._copies:
+            copy.reshard()
 
     def zero_grad(self) -> None:
         for local in self._locals.values():

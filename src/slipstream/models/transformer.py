@@ -7,19 +7,21 @@ model is divided over processes is the business of its `Ranks`: `OneRank` here, 
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Callable
-from functools import partial
-from typing import Protocol, cast
+from functools import cache, partial
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
+from slipstream.models.compute_copy import ComputeCopy
 from slipstream.models.config import TransformerConfig
 from slipstream.models.experts import Experts
-from slipstream.models.linear import Embedding, Linear, linear
+from slipstream.models.linear import Embedding, Linear, find_onednn, linear
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -175,12 +177,32 @@ def _norm(config: TransformerConfig, size: int) -> nn.Module:
     return nn.LayerNorm(size, config.norm_eps) if config.layer_norm else nn.RMSNorm(size, config.norm_eps)
 
 
+@cache
+def product_operators() -> list[Any]:
+    """Return torch's operators of products and attention, as far as this torch has them."""
+    names = ["mm", "addmm", "bmm", "_grouped_mm"]
+    names += [f"_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn")]
+    names += ["_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_attention_math"]
+    found = [getattr(torch.ops.aten, name).default for name in names if hasattr(torch.ops.aten, name)]
+    if (onednn := find_onednn()) is not None:
+        found.append(onednn.default)
+    if importlib.util.find_spec("torch.nn.attention.varlen") is not None:
+        importlib.import_module("torch.nn.attention.varlen")
+        found.append(torch.ops.torch_attn._varlen_attn.default)
+    return found
+
+
+def keeping_products() -> Any:
+    """Return the two contexts of a layer that runs again: what products and attention gave is not computed again."""
+    return create_selective_checkpoint_contexts(product_operators())  # type: ignore[no-untyped-call]
+
+
 class Layer(nn.Module):
     """Attention and MLP around the residual stream. `qkv` stacks the rows of q, k, v; `up` those of gate and up.
 
     In a sparse layer `experts` stands in for `up` and `down`.
 
-    `config` counts the heads and the inner width of this rank; `attend` and `mlp` give its share of a sum over ranks.
+    `config` counts the heads and the inner width of this rank; `output` and `mlp` give its share of a sum over ranks.
     """
 
     def __init__(self, config: TransformerConfig, index: int, ranks: Ranks) -> None:
@@ -195,36 +217,46 @@ class Layer(nn.Module):
             self.k_norm = _norm(config, config.head_dim)
         self.mlp_norm = _norm(config, hidden)
         self.activation = ACTIVATIONS[config.activation]
-        if config.is_sparse(index):
+        self.is_sparse = config.is_sparse(index)
+        if self.is_sparse:
             self.experts = Experts(config, self.activation)
         else:
             self.up = _linear(hidden, 2 * inner if config.gated_mlp else inner, config.mlp_bias)
             self.down = _linear(inner, hidden, config.mlp_bias and ranks.counts_once)
         self.recomputes = False  # whether the backward pass runs the layer again, instead of keeping what is in it
+        self.keeps_products = False  # whether it then has the results of products and attention
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, attention: Attention) -> Tensor:
         """x [N, hidden] -> [N, hidden], or what `attention` leaves of it; rope is (cos, signed sin), each
         [N, 1, rotary_dim], or None."""
         if self.recomputes and torch.is_grad_enabled():
-            out: Tensor = checkpoint(self._forward, x, rope, attention, use_reentrant=False)
+            context_fn = keeping_products if self.keeps_products else noop_context_fn
+            out: Tensor = checkpoint(self._forward, x, rope, attention, use_reentrant=False, context_fn=context_fn)
             return out
         return self._forward(x, rope, attention)
 
+    def compile_parts(self, backend: str) -> None:
+        """Compile what is before attention, and without experts what is behind it, for any number of tokens."""
+        self._enter = torch.compile(self._enter, dynamic=True, backend=backend)  # type: ignore[method-assign]
+        if not self.is_sparse:
+            self._leave = torch.compile(self._leave, dynamic=True, backend=backend)  # type: ignore[method-assign]
+
     def _forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, attention: Attention) -> Tensor:
-        join = self.ranks.join
-        attended = self.attend(self.attention_norm(x), rope, attention)
-        if len(attended) < len(x):
-            x = x[: len(attended)]
+        mixed = attention(self.index, *self._enter(x, rope))
+        if len(mixed) < len(x):
+            x = x[: len(mixed)]
+        return self._leave(x, mixed, attention if self.is_sparse else None)
+
+    def _enter(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+        return self.project(self.attention_norm(x), rope)
+
+    def _leave(self, x: Tensor, mixed: Tensor, attention: Attention | None) -> Tensor:
+        """Residual stream x [N, hidden] and what attention mixed [N, H, D] -> the stream behind the layer."""
+        join, attended = self.ranks.join, self.output(mixed.reshape(-1, self.config.query_size))
         if self.config.parallel_residual:
             return join(x, attended, self.mlp(self.mlp_norm(x), attention))
         x = join(x, attended)
         return join(x, self.mlp(self.mlp_norm(x), attention))
-
-    def attend(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, attention: Attention) -> Tensor:
-        """Self-attention of normalised x [N, hidden] -> [N, hidden]."""
-        mixed = attention(self.index, *self.project(x, rope))
-        out: Tensor = self.output(mixed.reshape(-1, self.config.query_size))
-        return out
 
     def project(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries [N, H, D] and keys [N, Hkv, D], and values [N, Hkv, D], of normalised x [N, hidden]."""
@@ -240,7 +272,7 @@ class Layer(nn.Module):
     def mlp(self, x: Tensor, attention: Attention | None = None) -> Tensor:
         """Position-wise MLP, or mixture of experts, of normalised x [N, hidden] -> [N, hidden]."""
         x = self.ranks.fork(x)
-        if self.config.is_sparse(self.index):
+        if self.is_sparse:
             mixed: Tensor = self.experts(x, None if attention is None else partial(attention.route, self.index))
             return mixed
         if self.config.gated_mlp:
@@ -275,6 +307,8 @@ class Transformer(nn.Module):
             self.head = _linear(config.hidden_size, len(ranks.vocab_rows(config.vocab_size)), bias=False)
         self.served_head: Callable[[Tensor], Tensor] | None = None  # what `served.py` or `lora.py` put in place
         self.stored_base: Base | None = None
+        self.compute_copy: ComputeCopy | None = None  # what `sharded.divide` puts in the parameters' places
+        self.varlen = True  # whether packed sequences go to `attention.flash` where that is right
         cos, signed_sin = rope_tables(config)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("signed_sin", signed_sin, persistent=False)

@@ -209,19 +209,23 @@ class CostModel:
         uses_fsdp = shards > 1 or layout.precision != "float32"
         tokens = layout.microbatch * workload.trained_tokens
         kept = tokens * counts.kept_elements * element
-        entry = tokens * model.hidden_size * element
+        each = tokens * element * (model.hidden_size + layout.keeps_products * counts.product_elements)
         logits = min(layout.microbatch * workload.lengths.mean * model.vocab_size, LOGITS_AT_ONCE) * 4
         models = 2 if workload.critic else 1
-        # The root (embedding and head) from forward to backward; one layer that runs, and one that comes.
+        # The root (embedding and head) from forward to backward; one layer that runs, and one that comes. One rank
+        # has a copy of all in the precision of products.
         gathered = (2 * counts.layer + counts.root) * element if uses_fsdp else 0.0
+        copies = 0.0
+        if uses_fsdp and layout.devices == 1 and not self.adapters.params:
+            gathered, copies = 0.0, params * element * (models + bool(workload.reference))
         if layout.head != layout.precision:
             gathered += counts.head_matrix * COMPUTED_BYTES[layout.head]
         parts = {
             "weights": 4 * self._held(layout) / shards * models,
             "moments": 8 * params / shards * models,
             "gradients": 4 * params / (1 if layout.reduce_once else shards) * models,
-            "gathered": gathered,
-            "activations": model.num_layers * entry + kept if layout.recompute else model.num_layers * kept,
+            "gathered": gathered + copies,
+            "activations": model.num_layers * each + kept if layout.recompute else model.num_layers * kept,
             "logits": 3 * logits,  # as they are, their probabilities, their gradient
         }
         if served is not None:
@@ -346,7 +350,7 @@ class CostModel:
 
     def _microbatch(self, layout: TrainerLayout, rollouts: float) -> Parts:
         """Seconds of the forward and backward pass over `rollouts` on one model-parallel group."""
-        return self._passes(layout, rollouts, 4 if layout.recompute else 3)
+        return self._passes(layout, rollouts, 4 if layout.recompute and not layout.keeps_products else 3)
 
     def _passes(self, layout: TrainerLayout, rollouts: float, passes: int) -> Parts:
         """Seconds of so many passes over the layers, the last two of them backward unless there is just one.

@@ -162,6 +162,15 @@ class Counts:
         return 4 * local.hidden_size + attention + (3 if local.gated_mlp else 2) * self.inner
 
     @cached_property
+    def product_elements(self) -> int:
+        """Activations per token and layer that recomputation keeps without `trainer.recompute_products`: what products
+        and attention gave."""
+        local = self.local
+        experts = (local.experts_per_token - 1) * local.hidden_size if local.num_experts else 0
+        attention = 2 * local.query_size + 2 * local.kv_size + 2 * local.hidden_size + experts
+        return attention + (2 if local.gated_mlp else 1) * self.inner
+
+    @cached_property
     def moved_elements(self) -> int:
         """Activations per token and layer that a forward pass writes and reads again between its products."""
         local = self.local

@@ -162,7 +162,8 @@ class CpuMachine:
             base, passing = counts.served_bytes(precision), 4.0 * min(EXPANDED, counts.head_matrix)
         logits = layout.microbatch * self.workload.lengths.mean * self.shape.vocab_size
         layers = 1 if config.trainer.recompute else self.shape.num_layers
-        inputs = self.shape.num_layers * self.shape.hidden_size if config.trainer.recompute else 0
+        kept = 0 if config.trainer.recompute_products else counts.product_elements
+        inputs = self.shape.num_layers * (self.shape.hidden_size + kept) if config.trainer.recompute else 0
         served = self.workload.adapters.version_bytes or counts.served_bytes(config.generator.precision)
         return Parts(
             {

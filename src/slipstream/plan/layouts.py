@@ -109,6 +109,7 @@ class TrainerLayout:
     microbatch: float
     precision: Precision = "bfloat16"
     recompute: bool = True
+    keeps_products: bool = False
     reduce_once: bool = False
     head_precision: Precision | None = None
 
@@ -189,6 +190,8 @@ def layout_tables(plan: AsynchronousPlan, workload: Workload, max_staleness: int
     """Return the fields of a run that a plan determines."""
     trainer, generator = plan.trainer, plan.generator
     training: dict[str, Any] = {"device": device, "precision": trainer.precision, "recompute": trainer.recompute}
+    if trainer.keeps_products:
+        training["recompute_products"] = False
     training["microbatch_tokens"] = math.ceil(trainer.microbatch * workload.trained_tokens)
     generating: dict[str, Any] = {"device": device, "precision": generator.precision, "replicas": generator.replicas}
     generating["num_slots"] = generator.slots

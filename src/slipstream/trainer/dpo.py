@@ -237,6 +237,7 @@ def _accumulate(
             advantages=None,
             mask=torch.ones(len(logprobs), dtype=torch.bool, device=logprobs.device),
             segment_ids=columns["segment_ids"],
+            lengths=columns["lengths"],
             num_units=len(chosen),
             reference_logprobs=columns.get("reference_logprobs"),
             is_desirable=data.is_desirable(microbatch.keys, logprobs.device),
@@ -255,9 +256,9 @@ def _rewards(inputs: LossInputs, loss: Loss) -> np.ndarray:
     """Return implicit rewards, float64 [S]: beta log pi/ref(y), of SimPO beta times the mean of log pi(y_t)."""
     logprobs = inputs.need("policy_logprobs").double()
     if inputs.reference_logprobs is None:
-        found = segment_mean(logprobs, inputs.mask, inputs.segment_ids)
+        found = segment_mean(logprobs, *inputs.segments)
     else:
-        found = segment_sum(logprobs - inputs.reference_logprobs, inputs.mask, inputs.segment_ids)
+        found = segment_sum(logprobs - inputs.reference_logprobs, *inputs.segments)
     rewards: np.ndarray = (found * float(loss.params["beta"])).cpu().numpy()
     return rewards
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from slipstream.algorithms.logprobs import kept_token_logprobs, token_logprobs_and_entropy
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ShapeError
-from slipstream.core.packed import Batching, PackedMicrobatch, TrainSequence, empty_microbatch
+from slipstream.core.packed import Batching, PackedMicrobatch, TrainSequence, empty_microbatch, sent
 from slipstream.core.rank_group import RankGroup
 from slipstream.core.spans import Spans
 from slipstream.core.types import Group, Rollout
@@ -150,8 +150,11 @@ def measure(
     Identity: equals reading every sequence alone.
     """
     columns = {sequence.key: np.zeros(0, dtype=np.float32) for sequence in sequences}
-    for microbatch in in_step(batching.collate(sequences, microbatch_tokens), ranks):
-        columns |= per_sequence(microbatch, read(microbatch).float())
+    microbatches = in_step(batching.collate(sequences, microbatch_tokens), ranks)
+    found = [read(microbatch).float() for microbatch in microbatches]
+    on_host = torch.cat(found).cpu() if found else torch.empty(0)  # a GPU is waited for when it has got all
+    for microbatch, values in zip(microbatches, torch.split(on_host, list(map(len, found))), strict=False):
+        columns |= per_sequence(microbatch, values)
     return columns
 
 
@@ -169,7 +172,7 @@ def rows_at_once(model: Transformer, num_copies: int = 1, device: str = "cpu") -
 
     Larger heads run in chunks that are computed again in the backward pass.
     """
-    return max(1, MAX_LOGITS[device] // (num_copies * model.config.vocab_size))
+    return max(1, MAX_LOGITS["cpu" if device == "cpu" else "cuda"] // (num_copies * model.config.vocab_size))
 
 
 def microbatch_logprobs(
@@ -189,8 +192,9 @@ def microbatch_logprobs(
     """
     predicting = at_targets(model, microbatch) if states is None else states
     kept_sets = microbatch.kept_sets
-    numbers = [microbatch.targets] if kept_sets is None else [microbatch.targets, kept_sets]
-    columns = [predicting, *(one.to(predicting.device) for one in (*map(torch.from_numpy, numbers), *said))]
+    of_targets = (microbatch.targets,) if kept_sets is None else (microbatch.targets, kept_sets)
+    numbers: list[np.ndarray | Tensor] = [*of_targets, *said]
+    columns = [predicting, *(sent(one, predicting.device) for one in numbers)]
 
     def head(rows: Tensor, targets: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
         logits = model.logits(rows)

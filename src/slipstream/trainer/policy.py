@@ -25,7 +25,13 @@ from slipstream.models.hub import is_adapter
 from slipstream.models.lora import shapes_of
 from slipstream.models.peft import BASE_FOLDER, recorded_digest, save_adapter
 from slipstream.models.quantized import Packer, WeightLayout
-from slipstream.models.sharded import Division, beside_base, build_sharded_policy, stored_parameters
+from slipstream.models.sharded import (
+    Division,
+    ShardedParameters,
+    beside_base,
+    build_sharded_policy,
+    stored_parameters,
+)
 from slipstream.models.shards import base_digest, local_shards, whole_shapes
 from slipstream.models.stored_base import store_base
 from slipstream.models.tensor_parallel import whole_config
@@ -57,7 +63,11 @@ class Policy:
             device=torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu"),
             precision=config.trainer.precision,
             recomputes=config.trainer.recompute,
+            keeps_products=not config.trainer.recompute_products,
+            compiles="inductor" if config.trainer.compile else None,
             reduce_once=config.trainer.reduce_once,
+            varlen=config.trainer.varlen,
+            copies=config.trainer.compute_copy,
         )
         self.tokenizer = build_tokenizer(config.model)
         self.model = self._build()
@@ -122,8 +132,12 @@ class Policy:
         if layout.precision == "float32" and isinstance(self.parameters, FlatParameters):
             publisher.open(self.parameters.flat, None, layout.holding)  # generators take them as they are
         else:
-            over_ranks = self.division.tensor_parallel.max
-            publisher.open(None, Packer(layout, self.parameters.named_views(), over_ranks=over_ranks))
+            over_ranks, views = self.division.tensor_parallel.max, self.parameters.named_views()
+            if isinstance(self.parameters, ShardedParameters):  # what is in the version's type already is not cast
+                types = {stored.name: stored.dtype for stored in layout.stored}
+                copies = self.parameters.computed_views().items()
+                views |= {name: view for name, view in copies if types[name] == view.dtype}
+            publisher.open(None, Packer(layout, views, over_ranks=over_ranks))
 
     def export(self, path: Path) -> None:
         """Write a Hugging Face checkpoint with its tokenizer, or the adapters alone; on return it is there."""

@@ -33,7 +33,11 @@ class TokenSample:
     """
 
     every: int
-    trained: dict[Key, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
+    _taken: dict[Key, tuple[Tensor, np.ndarray]] = field(default_factory=dict)
+
+    @property
+    def trained(self) -> dict[Key, tuple[np.ndarray, np.ndarray]]:
+        return {key: (one.cpu().numpy().copy(), advantages) for key, (one, advantages) in self._taken.items()}
 
     def wants(self, ordinal: int) -> bool:
         return self.every > 0 and ordinal % self.every == 0
@@ -41,14 +45,14 @@ class TokenSample:
     def take(self, microbatch: PackedMicrobatch, policy_logprobs: Tensor) -> None:
         """Note what is wanted of a microbatch; `policy_logprobs` are those of its targets [M]."""
         wanted = [
-            (index, key) for index, key in enumerate(microbatch.keys) if self.wants(key[0]) and key not in self.trained
+            (index, key) for index, key in enumerate(microbatch.keys) if self.wants(key[0]) and key not in self._taken
         ]
         if not wanted:
             return
-        logprobs = policy_logprobs.detach().float().cpu().numpy()
+        logprobs = policy_logprobs.detach().float()
         for index, key in wanted:
             own = slice(*np.searchsorted(microbatch.segment_ids, [index, index + 1]))
-            self.trained[key] = (logprobs[own].copy(), microbatch.advantages[own].copy())
+            self._taken[key] = (logprobs[own], microbatch.advantages[own].copy())
 
 
 class Records:
@@ -81,8 +85,9 @@ class Records:
 
     def write_tokens(self, groups: Sequence[Group], sample: TokenSample, *, step: int) -> None:
         """Write the tokens of the groups that `sample` wants; a rollout that was emptied has none."""
+        trained = sample.trained
         own = [
-            token_line(one.completion, sample.trained.get((one.ordinal, one.sample)), step=step, texts=self._texts)
+            token_line(one.completion, trained.get((one.ordinal, one.sample)), step=step, texts=self._texts)
             for group in groups
             if sample.wants(group.ordinal)
             for one in group.rollouts

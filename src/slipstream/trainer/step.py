@@ -44,9 +44,9 @@ def train_on_batch(
     from the behaviour policy before any weight changed (`logprob_diff_max/lag_<n>`: completions sampled wholly under
     the version n steps back; rounding only at lag 0). `tokens_read` counts the rows of all microbatches of the first
     pass, a prompt once per microbatch; `tokens_trained` its targets. `tokens` collects logprobs and advantages of the
-    groups it samples; `spans` gets the time by state (on CUDA as this thread sees it, which waits for the device at
-    each loss and gradient norm). Raises StalenessError when a token breaks the bound, and NonFiniteError before an
-    update with a loss or gradient that is not finite.
+    groups it samples; `spans` gets the time by state (on CUDA as this thread sees it, which waits for the device behind
+    an update's last microbatch and for its gradient norm). Raises StalenessError when a token breaks the bound, and
+    NonFiniteError before an update with a loss or gradient that is not finite.
 
     With several data-parallel `ranks`, all call it: each with its own rollouts in `groups`, and the `heads` of all
     rollouts in canonical order (None: `groups` are all there are). `optimizer` then adds up gradients over ranks; every

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from slipstream.algorithms.logprobs import token_logprobs_and_entropy
 from slipstream.core.errors import ConfigError, ShapeError
@@ -62,15 +65,15 @@ def supervised_updates(
         batch = [sequences[index] for index in chosen]
         num_tokens = sum(sequence.num_targets for sequence in batch)
         optimizer.zero_grad()
-        total = 0.0
+        losses: list[Tensor] = []
         microbatches = in_step(batching.collate(batch[ranks.rank :: ranks.world], microbatch_tokens), ranks)
         for index, microbatch in enumerate(microbatches):
             optimizer.before_backward(is_last=index == len(microbatches) - 1)
             logprobs, _ = microbatch_logprobs(model, microbatch, temperature=1.0)
             loss = -logprobs.sum() / num_tokens
             torch.autograd.backward(loss)
-            total += float(loss.detach())
-        total = float(ranks.sum(torch.tensor(total, dtype=torch.float64)))
+            losses.append(loss.detach().double())
+        total = float(ranks.sum(torch.tensor(reduce(add, torch.stack(losses).tolist()), dtype=torch.float64)))
         require_finite_loss(total, update=update, kind="demonstrations", chosen=chosen)
         lr = optimizer.lr
         grad_norm = optimizer.step()

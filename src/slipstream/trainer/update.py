@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import add
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -16,9 +19,9 @@ from slipstream.algorithms.losses import LossInputs, loss_named
 from slipstream.algorithms.losses.distill import weighed_divergences
 from slipstream.algorithms.losses.spec import sequence_weight_metrics
 from slipstream.algorithms.ratios import effective_share, step_scale, token_ratios
-from slipstream.algorithms.reduce import Mean, Metrics, masked_max, masked_mean, merge_metrics, sum_over_units
+from slipstream.algorithms.reduce import Max, Mean, Metrics, masked_max, masked_mean, merge_metrics, sum_over_units
 from slipstream.core.errors import NonFiniteError
-from slipstream.core.packed import PackedMicrobatch
+from slipstream.core.packed import PackedMicrobatch, sent
 from slipstream.models.experts import busiest_load
 from slipstream.models.packed import at_targets
 from slipstream.models.transformer import Transformer
@@ -65,12 +68,16 @@ class Made:
 
 @dataclass(frozen=True)
 class _Read:
-    """One microbatch that went forward and backward: its part of both losses, and what in it is not finite."""
+    """One microbatch that went forward and backward: its part of both losses, float64 [2], and what made it.
 
-    loss: float
-    value_loss: float
+    All is where it was computed: nobody waits for a device before the update's last microbatch.
+    """
+
+    losses: Tensor
     metrics: Metrics
-    findings: Sequence[Finding]
+    microbatch: PackedMicrobatch
+    inputs: LossInputs
+    entropies: Tensor
 
 
 class Updater:
@@ -116,8 +123,7 @@ class Updater:
         lr, critic_norm = self._optimizer.lr, None
         try:
             with self._spans.span("forward_backward", step=self._step):
-                loss, metrics = self._accumulate(update)
-            scale = self._step_scale(metrics)
+                loss, scale, metrics = self._accumulate(update)
             with self._spans.span("optimizer", step=self._step):
                 if self._critic is not None:
                     self._critic.optimizer.finite_grad_norm()  # before either of them changes weights
@@ -138,48 +144,44 @@ class Updater:
         self._has_changed_weights = True
         return Made(update, loss, norm, critic_norm, lr * scale, metrics)
 
-    def _step_scale(self, metrics: Metrics) -> float:
-        """Return the factor on the policy's learning rate in this update, by its effective completions."""
-        rule, base = self._config.trainer.ess_scaling, self._config.trainer.ess_base
-        if rule == "no":
-            return 1.0
-        total, squares = metrics["sequence_weight"], metrics["sequence_weight_squared"]
-        assert isinstance(total, Mean)
-        assert isinstance(squares, Mean)
-        sums = torch.tensor([float(total.total), float(squares.total), float(total.count)], dtype=torch.float64)
-        return step_scale(effective_share(*self._ranks.sum(sums).tolist()), base=base, rule=rule)
+    def _accumulate(self, update: PlannedUpdate) -> tuple[float, float, Metrics]:
+        """Leave the update's gradients in the optimizers; return the policy's loss over all ranks, the factor on its
+        learning rate (by its effective completions), and this rank's metrics, where they were computed.
 
-    def _accumulate(self, update: PlannedUpdate) -> tuple[float, Metrics]:
-        """Leave the update's gradients in the optimizers; return the policy's loss over all ranks, this rank's metrics.
-
-        Every rank reads as many microbatches, some of them empty.
+        Every rank reads as many microbatches, some of them empty. The device is waited for once, behind the last.
         """
         totals = replace(update.totals, cutoff=self._cutoff(update.microbatches))
         for optimizer in self._optimizers:
             optimizer.zero_grad()
-        total, value_total = 0.0, 0.0
+        reads: list[_Read] = []
         metrics: Metrics = {}
-        found: list[Finding] = []
         microbatches = filled(update.microbatches, update.totals.num_microbatches)
         for index, microbatch in enumerate(microbatches):
             with self._spans.span("forward_backward", step=self._step):
                 for optimizer in self._optimizers:
                     optimizer.before_backward(is_last=index == len(microbatches) - 1)
-                read = self._forward_backward(microbatch, totals)
-                total, value_total = total + read.loss, value_total + read.value_loss
-                metrics = merge_metrics(metrics, read.metrics)
-                found += read.findings
+                reads.append(self._forward_backward(microbatch, totals))
+                metrics = merge_metrics(metrics, reads[-1].metrics)
                 self._spans.did(microbatch.num_tokens)
-        sums = self._ranks.sum(torch.tensor([total, value_total], dtype=torch.float64))
-        for name, value in zip(("loss", "value loss"), sums.tolist(), strict=True):
+        rule, base = self._config.trainer.ess_scaling, self._config.trainer.ess_base
+        weights = [] if rule == "no" else _parts(metrics["sequence_weight"], metrics["sequence_weight_squared"])
+        table = torch.cat([*(read.losses for read in reads), *weights]).tolist()
+        by_microbatch = [table[at : at + 2] for at in range(0, 2 * len(reads), 2)]
+        losses = [reduce(add, column) for column in zip(*by_microbatch, strict=True)]
+        sums = self._ranks.sum(torch.tensor([*losses, *table[2 * len(reads) :]], dtype=torch.float64)).tolist()
+        for name, value in zip(("loss", "value loss"), sums, strict=False):
             if not math.isfinite(value):  # on one rank, and so in the sum that all have
+                found = _findings(zip(reads, by_microbatch, strict=True))
                 raise NonFiniteError(
                     f"the {name} is not finite; weights were not changed",
                     got=f"{name} {value} at update {self._optimizer.num_updates}",
                     hint="lower trainer.optimizer.lr, or look at this batch's rewards and logprobs",
                     report={"findings": [msgspec.to_builtins(one) for one in found]},
                 )
-        return float(sums[0]), metrics
+        if rule == "no":
+            return sums[0], 1.0, metrics
+        total, count, squares, _ = sums[2:]
+        return sums[0], step_scale(effective_share(total, squares, count), base=base, rule=rule), metrics
 
     def _cutoff(self, microbatches: Sequence[PackedMicrobatch]) -> Tensor | None:
         """Return what the loss masks beyond in the update of these `microbatches` and the other ranks'."""
@@ -214,18 +216,17 @@ class Updater:
         is_joint = critic is not None and critic.is_head  # both losses go through the policy's trunk
         if not is_joint:  # the activations of one model at a time
             torch.autograd.backward(policy_loss)
-        value = 0.0
+        losses = [policy_loss, torch.zeros_like(policy_loss)]
         if critic is not None:
             value_loss, value_metrics = self._value_loss(
                 inputs, columns, critic.values(microbatch, states), num_tokens=totals.num_tokens
             )
             torch.autograd.backward(policy_loss + value_loss if is_joint else value_loss)
             metrics |= value_metrics
-            value = float(value_loss.detach())
-        loss = float(policy_loss.detach())
+            losses[1] = value_loss
         metrics["entropy"] = masked_mean(entropies.detach(), inputs.mask)
         if self._model.config.num_experts:
-            has_tokens = torch.tensor(int(microbatch.num_tokens > 0))
+            has_tokens = torch.full((), int(microbatch.num_tokens > 0), device=states.device)
             metrics["expert_load_max"] = Mean(busiest_load(self._model), has_tokens)
         if self._config.trainer.ess_scaling != "no":
             metrics |= sequence_weight_metrics(inputs)
@@ -235,8 +236,8 @@ class Updater:
             self._tokens.take(microbatch, logprobs)
         if not self._has_changed_weights:
             metrics |= _difference_per_lag(microbatch, inputs, step=self._step)
-        is_finite = math.isfinite(loss) and math.isfinite(value)
-        return _Read(loss, value, metrics, () if is_finite else findings(microbatch, inputs, entropy=entropies))
+        read = torch.stack([loss.detach().double() for loss in losses])
+        return _Read(read, metrics, microbatch, _without_graph(inputs), entropies.detach())
 
     def _said(self, microbatch: PackedMicrobatch) -> tuple[Tensor, ...]:
         """Return what the teacher has to say of the microbatch's targets."""
@@ -281,6 +282,7 @@ class Updater:
                 advantages=None,
                 mask=inputs.mask,
                 segment_ids=inputs.segment_ids,
+                lengths=inputs.lengths,
                 num_units=num_tokens,
                 values=values,
                 anchor_values=columns["values"],
@@ -302,11 +304,29 @@ class Updater:
             advantages=columns["advantages"],
             mask=torch.ones(len(logprobs), dtype=torch.bool, device=logprobs.device),
             segment_ids=columns["segment_ids"],
+            lengths=columns["lengths"],
             num_units=totals.num_tokens if by_token else totals.num_sequences // self.atom_size,
             reduction=self._config.loss.reduction,
             max_tokens=self._config.longest_completion,
-            cutoff=None if totals.cutoff is None else totals.cutoff.to(logprobs.device),
+            cutoff=None if totals.cutoff is None else sent(totals.cutoff, logprobs.device),
         )
+
+
+def _without_graph(inputs: LossInputs) -> LossInputs:
+    tensors: dict[str, Any] = {name: one.detach() for name, one in vars(inputs).items() if isinstance(one, Tensor)}
+    return replace(inputs, **tensors)
+
+
+def _parts(*metrics: Mean | Max) -> list[Tensor]:
+    """Return total and count of each mean, float64 [2]."""
+    means = [one for one in metrics if isinstance(one, Mean)]
+    return [torch.stack([one.total.double(), one.count.double()]) for one in means]
+
+
+def _findings(reads: Iterable[tuple[_Read, list[float]]]) -> list[Finding]:
+    """Return what is not finite in the microbatches whose losses are not."""
+    bad = [read for read, losses in reads if not all(map(math.isfinite, losses))]
+    return [one for read in bad for one in findings(read.microbatch, read.inputs, entropy=read.entropies)]
 
 
 def _difference_per_lag(microbatch: PackedMicrobatch, inputs: LossInputs, *, step: int) -> Metrics:
@@ -319,7 +339,7 @@ def _difference_per_lag(microbatch: PackedMicrobatch, inputs: LossInputs, *, ste
     difference = (inputs.need("policy_logprobs").detach() - inputs.need("behaviour_logprobs")).abs()
     parts: Metrics = {}
     for version in np.unique(oldest[oldest == newest]):
-        chosen = torch.from_numpy((oldest == version) & (newest == version)).to(difference.device)
+        chosen = sent((oldest == version) & (newest == version), difference.device)
         parts[f"logprob_diff_mean/lag_{step - version}"] = masked_mean(difference, chosen)
         parts[f"logprob_diff_max/lag_{step - version}"] = masked_max(difference, chosen)
     return parts

@@ -64,4 +64,4 @@ def _ratios_at(level: str, inputs: LossInputs) -> Tensor:
     if level == "token":
         return token_ratios(policy, behaviour, inputs.mask)
     of_sequences = sequence_ratios if level == "sequence" else geometric_ratios
-    return of_sequences(policy, behaviour, inputs.mask, inputs.segment_ids)[inputs.segment_ids]
+    return of_sequences(policy, behaviour, *inputs.segments)[inputs.segment_ids]

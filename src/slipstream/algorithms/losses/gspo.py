@@ -21,7 +21,5 @@ def gspo_loss(inputs: LossInputs, *, eps_low: float, eps_high: float) -> tuple[T
     Identity: on sequences of one token, `grpo_loss`; its gradient is that of `aipo_loss` with level = "geometric",
     the same epsilons, max_ratio = inf and reduction "sequence".
     """
-    ratios = geometric_ratios(
-        inputs.need("policy_logprobs"), inputs.need("behaviour_logprobs"), inputs.mask, inputs.segment_ids
-    )
+    ratios = geometric_ratios(inputs.need("policy_logprobs"), inputs.need("behaviour_logprobs"), *inputs.segments)
     return clipped_sequence_loss(inputs, ratios, eps_low=eps_low, eps_high=eps_high)

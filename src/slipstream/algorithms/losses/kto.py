@@ -26,7 +26,7 @@ def kto_loss(
     """
     is_desirable = inputs.need("is_desirable")
     log_ratios = inputs.need("policy_logprobs") - inputs.need("reference_logprobs")
-    gains = segment_sum(log_ratios, inputs.mask, inputs.segment_ids)
+    gains = segment_sum(log_ratios, *inputs.segments)
     if is_desirable.shape != gains.shape:
         raise ShapeError("one label is needed per completion", got=f"{len(is_desirable)} for {len(gains)}")
     margins = gains - inputs.need("reference_kl").to(gains.dtype)

@@ -21,8 +21,8 @@ def oapl_loss(inputs: LossInputs, *, beta: float) -> tuple[Tensor, Metrics]:
     Identity: 0 where pi = mu exp(A / beta); on-policy, 2 beta times the gradient of `rloo_loss`.
     """
     log_ratios = inputs.need("policy_logprobs") - inputs.need("behaviour_logprobs")
-    advantages = segment_mean(inputs.need("advantages"), inputs.mask, inputs.segment_ids)
-    errors = (beta * segment_sum(log_ratios, inputs.mask, inputs.segment_ids) - advantages).square()
-    is_counted = segment_counts(inputs.mask, inputs.segment_ids) > 0
+    advantages = segment_mean(inputs.need("advantages"), *inputs.segments)
+    errors = (beta * segment_sum(log_ratios, *inputs.segments) - advantages).square()
+    is_counted = segment_counts(*inputs.segments) > 0
     metrics = off_policy_metrics(inputs) | {"regression_error": masked_mean(errors.detach(), is_counted)}
     return errors.sum() / inputs.num_units, metrics

@@ -42,4 +42,4 @@ def online_ipo_loss(inputs: LossInputs, *, beta: float) -> tuple[Tensor, Metrics
 def log_ratios(inputs: LossInputs) -> tuple[Tensor, Tensor]:
     """Return log pi/ref of the preferred and the rejected completion of each pair, [P] each."""
     differences = inputs.need("policy_logprobs") - inputs.need("reference_logprobs")
-    return pair_up(segment_sum(differences, inputs.mask, inputs.segment_ids))
+    return pair_up(segment_sum(differences, *inputs.segments))

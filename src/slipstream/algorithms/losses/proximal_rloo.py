@@ -20,9 +20,7 @@ def proximal_rloo_loss(inputs: LossInputs, *, eps: float) -> tuple[Tensor, Metri
     all are equal.
     Identity: on-policy, the gradient of `rloo_loss`; on sequences of one token, `grpo_loss`.
     """
-    ratios = sequence_ratios(
-        inputs.need("policy_logprobs"), inputs.need("behaviour_logprobs"), inputs.mask, inputs.segment_ids
-    )
+    ratios = sequence_ratios(inputs.need("policy_logprobs"), inputs.need("behaviour_logprobs"), *inputs.segments)
     return clipped_sequence_loss(inputs, ratios, eps_low=eps, eps_high=eps)
 
 
@@ -30,8 +28,8 @@ def clipped_sequence_loss(
     inputs: LossInputs, ratios: Tensor, *, eps_low: float, eps_high: float
 ) -> tuple[Tensor, Metrics]:
     """PPO's surrogate of one ratio [S] and one advantage per sequence, over the sequences of the update."""
-    advantages = segment_mean(inputs.need("advantages"), inputs.mask, inputs.segment_ids)
+    advantages = segment_mean(inputs.need("advantages"), *inputs.segments)
     surrogate = clipped_surrogate(ratios, advantages, eps_low=eps_low, eps_high=eps_high)
-    is_counted = segment_counts(inputs.mask, inputs.segment_ids) > 0
+    is_counted = segment_counts(*inputs.segments) > 0
     metrics = off_policy_metrics(inputs) | sequence_ratio_metrics(ratios) | clip_metrics(surrogate, is_counted)
     return -surrogate.objective.sum() / inputs.num_units, metrics

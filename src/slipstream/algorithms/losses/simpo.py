@@ -18,7 +18,7 @@ def simpo_loss(inputs: LossInputs, *, beta: float, gamma: float) -> tuple[Tensor
     SimPO (arXiv:2405.14734), equation 6.
     Identity: on pairs of equal lengths n, `dpo_loss` with beta / n, where ref favours tokens of y+ by gamma / beta.
     """
-    means = segment_mean(inputs.need("policy_logprobs"), inputs.mask, inputs.segment_ids)
+    means = segment_mean(inputs.need("policy_logprobs"), *inputs.segments)
     preferred, rejected = pair_up(beta * means)
     loss = -F.logsigmoid(preferred - rejected - gamma).sum() / inputs.num_units
     return loss, preference_metrics(preferred.detach(), rejected.detach())

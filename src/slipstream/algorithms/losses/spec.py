@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -37,6 +38,7 @@ class LossInputs:
     mask: Tensor  # bool [T]
     segment_ids: Tensor  # int64 [T]
     num_units: int
+    lengths: Tensor | None = None  # int64 [S], the tokens of each sequence, for those who would have to count them
     behaviour_logprobs: Tensor | None = None  # [T], of the policy that sampled
     proximal_logprobs: Tensor | None = None  # [T], of the policy the clip is centred on
     reference_logprobs: Tensor | None = None  # [T], of the policy that is not to be left
@@ -76,7 +78,13 @@ class LossInputs:
             reduction=self.reduction,
             num_units=self.num_units,
             max_tokens=self.max_tokens,
+            lengths=self.lengths,
         )
+
+    @property
+    def segments(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return `mask`, `segment_ids` and `lengths`, as the functions of whole sequences take them."""
+        return self.mask, self.segment_ids, self.lengths
 
 
 @torch.no_grad()
@@ -103,10 +111,16 @@ def off_policy_metrics(inputs: LossInputs) -> Metrics:
     }
 
 
+@cache
+def _edges(device: torch.device) -> Tensor:
+    """A copy to a device waits for it: once is enough."""
+    return torch.tensor(RATIO_EDGES[1:], device=device)
+
+
 def ratio_shares(ratios: Tensor, mask: Tensor) -> Metrics:
     """The histogram of the tokens' `ratios` [T] where `mask` [T]: `ratio_share/<edge>` is the share of those from that
     edge of RATIO_EDGES to the next, the last bin being open. Identity: the shares sum to 1."""
-    bins = torch.bucketize(ratios, torch.tensor(RATIO_EDGES[1:], device=ratios.device), right=True)
+    bins = torch.bucketize(ratios, _edges(ratios.device), right=True)
     is_inside = bins[:, None] == torch.arange(len(RATIO_EDGES), device=ratios.device)
     counts, total = (is_inside & mask[:, None]).sum(0), mask.sum()
     return {f"{RATIO_SHARE}{edge:g}": Mean(counts[index], total) for index, edge in enumerate(RATIO_EDGES)}
@@ -132,10 +146,9 @@ def sequence_ratio_metrics(ratios: Tensor) -> Metrics:
 @torch.no_grad()
 def sequence_weight_metrics(inputs: LossInputs) -> Metrics:
     """Return both moments of the completions' importance ratios pi(y|x) / mu(y|x), in float64, as parts that add up."""
-    ratios = sequence_ratios(
-        inputs.need("policy_logprobs").double(), inputs.need("behaviour_logprobs"), inputs.mask, inputs.segment_ids
-    )
-    is_counted = segment_counts(inputs.mask, inputs.segment_ids) > 0
+    policy, behaviour = inputs.need("policy_logprobs").double(), inputs.need("behaviour_logprobs")
+    ratios = sequence_ratios(policy, behaviour, *inputs.segments)
+    is_counted = segment_counts(*inputs.segments) > 0
     return {
         "sequence_weight": masked_mean(ratios, is_counted),
         "sequence_weight_squared": masked_mean(ratios.square(), is_counted),

@@ -1,0 +1,206 @@
+"""A training step whose tensors are on no device that has values: every read of the host's has to be one of those
+that are counted here, or raises. Operators that wait for a GPU inside (nonzero, bincount, unique) raise there too.
+
+Tensors that say they lie on CUDA have no autograd in a torch without CUDA; those on "meta" have.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from training_data import TINY, VOCAB_SIZE, make_groups, run_config
+
+from slipstream.algorithms.losses import LossInputs, loss_named
+from slipstream.algorithms.losses.table import LOSSES
+from slipstream.batching import collate as batching
+from slipstream.core.training_sections import OptimizerConfig
+from slipstream.models.config import new_config
+from slipstream.models.sharded import Division, ShardedParameters, divide
+from slipstream.models.transformer import Transformer
+from slipstream.trainer.critic import Critic
+from slipstream.trainer.measure import Auxiliary
+from slipstream.trainer.optim import AdamW
+from slipstream.trainer.records import TokenSample
+from slipstream.trainer.step import train_on_batch
+from slipstream.trainer.teacher import Teacher
+
+META = torch.device("meta")
+UPDATES = 2
+POLICY_LOSSES = [name for name, loss in LOSSES.items() if loss.kind == "policy" and name != "distill"]
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Counts what the host reads, by the file that asks; it gets ones."""
+    found: Counter[str] = Counter()
+
+    def replace(name: str, answer: Any) -> None:
+        plain = getattr(Tensor, name)
+
+        def counted(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if self.device != META:
+                return plain(self, *args, **kwargs)
+            found[Path(sys._getframe(1).f_code.co_filename).name] += 1
+            return answer(self)
+
+        monkeypatch.setattr(Tensor, name, counted)
+
+    replace("tolist", lambda tensor: torch.ones(tensor.shape).tolist())
+    replace("cpu", lambda tensor: torch.ones(tensor.shape))
+    replace("__float__", lambda tensor: 1.0)
+    return found
+
+
+class CopiesToThere(TorchDispatchMode):
+    """Refuses a copy to the device that the host would wait for."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._to_copy.default and args[0].device.type == "cpu":
+            assert kwargs.get("device", torch.device("cpu")).type == "cpu" or kwargs.get("non_blocking"), func
+        return func(*args, **kwargs)
+
+
+class Products(TorchDispatchMode):
+    """Notes the types of matrix products, and operators of attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.types: set[torch.dtype] = set()
+        self.attention: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm):
+            self.types |= {one.dtype for one in args if isinstance(one, Tensor)}
+        if "attn" in str(func) or "attention" in str(func):
+            self.attention.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+DIVISION = Division(device=META, precision="bfloat16", copies=True)
+"""As one GPU computes."""
+
+
+def model_without_values() -> Transformer:
+    with META:
+        model = Transformer(new_config(TINY, VOCAB_SIZE, eos_token_id=1, pad_token_id=0))
+    divide(model, DIVISION)
+    return model
+
+
+def trained(
+    changes: dict[str, Any], *, auxiliary: Auxiliary = Auxiliary(), tokens: TokenSample | None = None
+) -> dict[str, float]:
+    """The metrics of a step of two updates, each of several microbatches."""
+    trainer = {"minibatches": UPDATES, "microbatch_tokens": 20, **changes.get("trainer", {})}
+    config = run_config(**{**changes, "trainer": trainer})
+    model = model_without_values()
+    for layer in model.layers:
+        layer.recomputes = config.trainer.recompute
+    optimizer = AdamW(ShardedParameters(model, DIVISION), OptimizerConfig(), total_updates=UPDATES)
+    if config.has_teacher:
+        auxiliary = Auxiliary(teacher=Teacher(config.teacher, VOCAB_SIZE, 1.0, model_without_values()))
+    if config.has_critic:
+        auxiliary = Auxiliary(critic=Critic(config, model, DIVISION))
+    with CopiesToThere(), Products() as products:
+        metrics = train_on_batch(
+            model,
+            optimizer,
+            make_groups(),
+            config=config,
+            step=0,
+            batching=batching,
+            auxiliary=auxiliary,
+            tokens=tokens,
+        )
+    assert metrics["num_microbatches"] > UPDATES
+    assert products.types == {torch.bfloat16} | ({torch.float32} if config.has_critic or config.has_teacher else set())
+    assert products.attention == {"_varlen_attn", "_varlen_attn_backward"}
+    return metrics
+
+
+ALWAYS = {"update.py": UPDATES, "sharded.py": UPDATES, "reduce.py": 1}
+"""An update's losses, and its norm; a step's metrics."""
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_a_step_reads_what_an_update_has_to_know(name: str, reads: Counter[str]) -> None:
+    """And once what was measured before the first update."""
+    select = "best_and_worst" if LOSSES[name].unit == "pair" else "best" if name == "best_of_n" else "all"
+    advantages = {"advantages": LOSSES[name].advantages[0]} if LOSSES[name].advantages else {}
+    loss = {"name": name, "select": select, "skip_no_signal": False, **advantages}
+    trained({"loss": loss}, auxiliary=Auxiliary(reference=model_without_values()))
+    measured = {"measure.py": 1} if {"reference_logprobs", "proximal_logprobs"} & set(LOSSES[name].requires) else {}
+    assert reads == {**ALWAYS, **measured}
+
+
+@pytest.mark.parametrize(
+    ("changes", "more"),
+    [
+        ({"loss": {"reduction": "sequence", "entropy_coef": 0.1}}, {}),
+        ({"loss": {"reduction": "constant"}, "trainer": {"ess_scaling": "sqrt"}}, {}),
+        ({"kl": {"coef": 0.1, "place": "loss", "estimator": "k3", "corrected": True}}, {"measure.py": 1}),
+        ({"loss": {"name": "ppo", "advantages": "gae"}, "critic": {"model": "head"}}, {"measure.py": 1}),
+        ({"trainer": {"recompute": True}}, {}),
+        ({"teacher": {"path": "somewhere", "coef": 0.5}}, {}),
+    ],
+    ids=["sequence", "ess", "kl", "critic", "recompute", "teacher"],
+)
+def test_what_stands_beside_the_loss_reads_nothing(
+    changes: dict[str, Any], more: dict[str, int], reads: Counter[str]
+) -> None:
+    auxiliary = Auxiliary(reference=model_without_values())
+    trained({"loss": {"name": "aipo", "skip_no_signal": False}, **changes}, auxiliary=auxiliary)
+    critics = UPDATES if "critic" in changes else 0
+    assert reads == {**ALWAYS, **more, "sharded.py": UPDATES + 2 * critics}
+
+
+def test_sampled_tokens_are_read_behind_the_step(reads: Counter[str]) -> None:
+    sample = TokenSample(every=1)
+    trained({"loss": {"name": "aipo", "skip_no_signal": False}}, tokens=sample)
+    assert reads == ALWAYS
+    assert len(sample.trained) == reads["records.py"] == 12
+
+
+@pytest.mark.parametrize("name", [name for name, loss in LOSSES.items() if loss.kind != "policy"])
+def test_the_other_losses_read_nothing(name: str, reads: Counter[str]) -> None:
+    """Of eight tokens, two for each of four sequences; forward and backward."""
+    tokens = {
+        one: torch.empty(8, device=META, requires_grad=one in ("policy_logprobs", "values"))
+        for one in ("policy_logprobs", "reference_logprobs", "values", "anchor_values", "returns")
+    }
+    inputs = LossInputs(
+        **tokens,
+        advantages=None,
+        mask=torch.empty(8, dtype=torch.bool, device=META),
+        segment_ids=torch.empty(8, dtype=torch.int64, device=META),
+        lengths=torch.empty(4, dtype=torch.int64, device=META),
+        num_units=4,
+        scores=torch.empty(4, device=META, requires_grad=True),
+        labels=torch.empty(1, dtype=torch.int64, device=META),
+        ratings=torch.empty(4, device=META),
+        is_desirable=torch.empty(4, dtype=torch.bool, device=META),
+        reference_kl=torch.empty((), device=META),
+    )
+    loss, _ = loss_named(name, {})(inputs)
+    torch.autograd.backward(loss)
+    assert not reads
+
+
+def test_what_these_tests_refuse(reads: Counter[str]) -> None:
+    """The oracle itself: it knows a look from the host, a wait inside an operator, and a copy that is waited for."""
+    x = torch.empty(3, device=META)
+    for look in (lambda: bool(x.sum() > 0), lambda: x.sum().item(), x.numpy, lambda: x[x > 0], lambda: x.unique()):
+        with pytest.raises((RuntimeError, NotImplementedError, TypeError)):
+            look()
+    with pytest.raises(AssertionError), CopiesToThere():
+        torch.zeros(3).to(META)
+    assert x.tolist() == [1.0] * 3
+    assert reads == {Path(__file__).name: 1}
