@@ -43,20 +43,19 @@ import numpy as np
 
 from slipstream.controller.controller import Controller
 from slipstream.controller.executors import Executors
-from slipstream.controller.host import COUNTERS_EVERY_S
 from slipstream.controller.ledger import Cut, Ledger
 from slipstream.controller.meeting import Cluster
 from slipstream.controller.observers import Observers
 from slipstream.controller.pipeline import CONTROLLER, Node, Pipeline, RunInput
 from slipstream.controller.schedule import Schedule
 from slipstream.controller.tally import Tally
+from slipstream.core import wire
 from slipstream.core.addresses import LocalAddresses
 from slipstream.core.channel import Inbox, Ports, connect_by_book
 from slipstream.core.clock import WallClock
 from slipstream.core.links import poll
 from slipstream.core.peer_messages import Joined
 from slipstream.core.recipes import resolve
-from slipstream.core import wire
 from slipstream.core.run_log import ScheduleConfig, Snapshot, read_metrics
 from slipstream.core.service_messages import (
     Admit,
@@ -65,6 +64,7 @@ from slipstream.core.service_messages import (
     CompletionsFinished,
     Counters,
     Ready,
+    counters_every_s,
 )
 from slipstream.core.types import CompletionFinished, GroupScored, Message, Prompt, StepDone, Stop, Swapped, TrainStep
 from slipstream.launch import allow_connections
@@ -169,7 +169,7 @@ class Player:
         parent, now_s = os.getppid(), time.monotonic()
         if self.options.step_s:
             for number in range(self.options.replicas):
-                self._at(now_s + self.rng.random(), "count", number)
+                self._at(now_s + self.options.count_every_s * self.rng.random(), "count", number)
             self._plan_losses(now_s)
         sockets = [*self.inboxes]
         while os.getppid() == parent:
@@ -307,7 +307,7 @@ class Player:
             counts = {"generated_tokens": now_s, "live": float(replica.num_live), "re_prefilled_tokens": 0.0}
             say(replica.ports, Counters(executor=name, values=HOST_TIMES))
             say(replica.ports, Counters(executor=name, values=counts))
-        self._at(now_s + COUNTERS_EVERY_S, "count", number)
+        self._at(now_s + self.options.count_every_s, "count", number)
 
     def _plan_losses(self, now_s: float) -> None:
         options, rng = self.options, self.rng
@@ -338,7 +338,9 @@ class Player:
         idle = 1 - busy_s / (self.slots * len(self.replicas) * (until_s - self.since_s))
         wall_s = now_s - self.since_s
         print(f"  generators: {self.slots} slots each, {idle:.1%} idle in {until_s - self.since_s:.0f} s; ", end="")
-        print(f"trainer: {1 - self.trained_s / wall_s:.1%} idle; {wall_s / self.options.steps:.1f} s per step", flush=True)
+        print(
+            f"trainer: {1 - self.trained_s / wall_s:.1%} idle; {wall_s / self.options.steps:.1f} s per step", flush=True
+        )
 
 
 def finished_of(ordinal: int, sample: int, replica: int, seconds: float = MEAN_S) -> CompletionFinished:
@@ -349,9 +351,7 @@ def finished_of(ordinal: int, sample: int, replica: int, seconds: float = MEAN_S
 
 
 def scored(ordinal: int) -> GroupScored:
-    return GroupScored(
-        ordinal=ordinal, has_signal=True, mean_reward=0.5, num_failed=0, min_version=0, max_version=0
-    )
+    return GroupScored(ordinal=ordinal, has_signal=True, mean_reward=0.5, num_failed=0, min_version=0, max_version=0)
 
 
 def say(own: Ports, *events: Message) -> None:
@@ -425,7 +425,10 @@ def measure(options: argparse.Namespace, folder: Path) -> Measured:
     print(f"  {count / wall_s:,.0f} per s here, beside the process that plays the replicas: ", end="")
     print(", ".join(f"{state} {seconds / wall_s:.0%}" for state, seconds in states.most_common()))
     if options.step_s:
-        print(f"  {cpu_s / wall_s:.1%} of a core, with ZeroMQ's thread {all_s / wall_s:.1%}; at rest {at_rest[0] / at_rest[1]:.1%}; ", end="")
+        print(
+            f"  {cpu_s / wall_s:.1%} of a core, with ZeroMQ's thread {all_s / wall_s:.1%}; at rest {at_rest[0] / at_rest[1]:.1%}; ",
+            end="",
+        )
         print(f"{controller.executors.num_lost} replicas lost")
     print(f"  memory: {first_mb:.0f} MB before the first step, {memory_mb():.0f} after the last")
     sizes = {path.name: path.stat().st_size for path in sorted(run_dir.glob("*.jsonl"))}
@@ -472,7 +475,9 @@ def main() -> None:
     parser.add_argument("--hours", type=float, default=1.0, help="of losses that fall into the run")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--play", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--count-every-s", type=float, help="between two reports of a replica; else as a run has it")
     options = parser.parse_args()
+    options.count_every_s = options.count_every_s or counters_every_s(options.replicas)
     allow_connections()
     if options.play is not None:
         Player(options, options.play).play()

@@ -315,9 +315,16 @@ class Controller:
             cut=uuid.uuid4().hex,
             run=self.tally.saved(),
         )
-        environments = ("environments",) if self.config.environment.is_set else ()
-        for executor in ("trainer", *environments, *(f"generator-{replica}" for replica in self.schedule.versions)):
-            self.executors.send(executor, command)
+        self.executors.send("trainer", command)
+        owed = command.schedule["readmit"]
+        if self.config.environment.is_set:
+            self.executors.send("environments", _of_groups(command, owed))
+        owed_by: dict[int, list[int]] = {replica: [] for replica in self.schedule.versions}
+        for ordinal in owed:
+            if (holder := self.holder_of.get(ordinal)) in owed_by:
+                owed_by[holder].append(ordinal)
+        for replica, held in owed_by.items():
+            self.executors.send(f"generator-{replica}", _of_groups(command, held))
 
     # An early end
 
@@ -356,3 +363,8 @@ class Controller:
         self.tally.ended_s = self.clock.now_s()
         self.tally.prompts = self.ledger.counts()
         self.tally.callback_s = self.callbacks.seconds
+
+
+def _of_groups(command: messages.Checkpoint, owed: list[int]) -> messages.Checkpoint:
+    """Return the command for a process that saves what it has of the `owed` groups: the whole grows with the run."""
+    return msgspec.structs.replace(command, schedule={"readmit": owed}, run={})

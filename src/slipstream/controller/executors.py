@@ -208,7 +208,8 @@ class Executors:
         now_s = self._clock.now_s()
         ends += [max(0.0, end_s - now_s) for _, end_s in self._suspects.values()]
         ends += [WAKE_EVERY_S, self._membership.wait_s(), self._restarts.wait_s()]
-        wait(inboxes, self._ports.outputs.values(), fds, min(ends), asleep=asleep)
+        awaited = [outbox for outbox in self._ports.outputs.values() if not outbox.is_quiet]  # few of a large fleet's
+        wait(inboxes, awaited, fds, min(ends), asleep=asleep)
 
     def check_deadline(self, what: str, waited_s: float, waits_for: str) -> None:
         """Raise SlipstreamError where there was no event for `deadline_s` of `waited_s`, and no process is to blame.

@@ -19,7 +19,7 @@ from slipstream.core.peer_messages import Failed, Leaving, Left, PeerJoined, Pee
 from slipstream.core.rank_group import RankGroup
 from slipstream.core.ranks import rank_name, split_rank_name
 from slipstream.core.scratch import file_prefix
-from slipstream.core.service_messages import Counters
+from slipstream.core.service_messages import Counters, counters_every_s
 from slipstream.observe.timeline import TIME_PREFIX, Timeline, timeline_path
 
 if TYPE_CHECKING:  # what needs torch is imported by the processes that do: the rewards' starts a second sooner
@@ -72,6 +72,8 @@ class Host:
             weights = weights_ends(node, ports, channels, run_id, group, links)
         self._peers: dict[str, tuple[int, bool]] = {}
         self._reader_ranks = weight_readers(channels)
+        is_replica = replica_of(node.name) is not None
+        self._count_every_s = counters_every_s(len(self._reader_ranks)) if is_replica else COUNTERS_EVERY_S
         if MEMBERSHIP in ports.inputs:
             for inbox in ports.inputs.values():
                 inbox.await_word()
@@ -105,11 +107,11 @@ class Host:
             self.executor.init(self.context)
 
     def step(self) -> bool:
-        """One step of the executor; about once a second, its time per state goes to the controller."""
+        """One step of the executor; about once a second (`counters_every_s`), its time per state goes to the controller."""
         with self.timeline.span("overhead"):  # but for what the executor says of itself
             self._meet()
             now_s = self.context.clock.now_s()
-            if now_s - self.counted_s >= COUNTERS_EVERY_S:
+            if now_s - self.counted_s >= self._count_every_s:
                 self.counted_s = now_s
                 totals = {f"{TIME_PREFIX}{state}": seconds for state, seconds in self.timeline.totals().items()}
                 self.ports.outputs["events"].put(Counters(executor=self.name, values=totals | self.ports.refusals()))

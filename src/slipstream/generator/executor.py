@@ -26,6 +26,7 @@ from slipstream.core.service_messages import (
     Ready,
     Settled,
     Waiting,
+    counters_every_s,
 )
 from slipstream.core.turn_messages import Observation
 from slipstream.core.types import Message, Stop
@@ -41,8 +42,6 @@ from slipstream.generator.requests import Finished, GenerationEngine, Labelled, 
 from slipstream.generator.version_swaps import VersionSwaps
 from slipstream.models.build import build_tokenizer, stop_token_ids
 from slipstream.observe.waste import RE_PREFILLED
-
-COUNTERS_EVERY_S = 1.0
 
 
 class Generator(Executor):
@@ -350,7 +349,7 @@ class Generator(Executor):
 
     def _count(self, *, is_last: bool = False) -> None:
         now_s = self.context.clock.now_s()
-        if is_last or now_s - self.counted_s >= COUNTERS_EVERY_S:
+        if is_last or now_s - self.counted_s >= counters_every_s(self.config.generator.replicas):
             self.counted_s = now_s
             values = {
                 "generated_tokens": float(self.outgoing.generated_tokens),
