@@ -107,7 +107,7 @@ class Host:
             self.executor.init(self.context)
 
     def step(self) -> bool:
-        """One step of the executor; about once a second (`counters_every_s`), its time per state goes to the controller."""
+        """One step of the executor; now and then (`counters_every_s`) its time per state goes to the controller."""
         with self.timeline.span("overhead"):  # but for what the executor says of itself
             self._meet()
             now_s = self.context.clock.now_s()

@@ -39,6 +39,7 @@ _HANDSHAKE_MS = 10_000
 _TOGETHER_BYTES = 1 << 16  # of messages; more of them leave before `release`
 _REOPEN_S = 5.0  # ZeroMQ reconnects by itself, except where the other side spoke another protocol: then it gives up
 
+_POLLIN = int(zmq.POLLIN)  # an operation on the enumeration costs as much as asking the socket
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 _MAX_EVENTS = 100_000
 """Unread events of a socket, 15 MB. When there are more, ZeroMQ's thread waits, and all channels with it."""
@@ -424,7 +425,7 @@ class Listener:
 
 def is_readable(socket: zmq.Socket[bytes]) -> bool:
     """True when a frame can be received without waiting."""
-    return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & _POLLIN)
 
 
 def poll(pollables: Iterable[Pollable], timeout_s: float | None) -> set[Pollable]:
