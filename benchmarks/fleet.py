@@ -332,8 +332,9 @@ class Player:
         )
 
     def _tell(self, now_s: float) -> None:
-        """Print the idle shares: of slots from the first step to the last admission, of the trainer to the last step."""
-        assert self.since_s is not None and self.until is not None
+        """Print the idle shares: slots until the last admission, trainer until the last step."""
+        assert self.since_s is not None
+        assert self.until is not None
         until_s, busy_s = self.until
         idle = 1 - busy_s / (self.slots * len(self.replicas) * (until_s - self.since_s))
         wall_s = now_s - self.since_s
@@ -425,11 +426,8 @@ def measure(options: argparse.Namespace, folder: Path) -> Measured:
     print(f"  {count / wall_s:,.0f} per s here, beside the process that plays the replicas: ", end="")
     print(", ".join(f"{state} {seconds / wall_s:.0%}" for state, seconds in states.most_common()))
     if options.step_s:
-        print(
-            f"  {cpu_s / wall_s:.1%} of a core, with ZeroMQ's thread {all_s / wall_s:.1%}; at rest {at_rest[0] / at_rest[1]:.1%}; ",
-            end="",
-        )
-        print(f"{controller.executors.num_lost} replicas lost")
+        print(f"  {cpu_s / wall_s:.1%} of a core, with ZeroMQ's thread {all_s / wall_s:.1%}; ", end="")
+        print(f"{at_rest[0] / at_rest[1]:.1%} at rest; {controller.executors.num_lost} replicas lost")
     print(f"  memory: {first_mb:.0f} MB before the first step, {memory_mb():.0f} after the last")
     sizes = {path.name: path.stat().st_size for path in sorted(run_dir.glob("*.jsonl"))}
     print(f"  bytes per step: {', '.join(f'{name} {size / options.steps:,.0f}' for name, size in sizes.items())}")

@@ -11,7 +11,8 @@ import pytest
 from slipstream.core import jsonl
 from slipstream.core.run_log import DecisionHead
 
-DAMAGES = [b"", b"\n", b'{"seq":1,"time_s"', b"\x00" * 50 + b"\n", b'{"a": 1}\n', b'{"seq":9,"time_s":1}{"seq":9,"time_s":1}\n']
+LINE = b'{"seq":9,"time_s":1}'
+DAMAGES = [b"", b"\n", b'{"seq":1,"time_s"', b"\x00" * 50 + b"\n", b'{"a": 1}\n', LINE + LINE + b"\n"]
 
 
 @pytest.mark.parametrize("block_bytes", [60, 300, 1 << 20])

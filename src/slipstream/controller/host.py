@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -189,6 +189,7 @@ def serve(host: Host, tether: Tether, *, is_leaving: Callable[[], bool] = lambda
             if not has_told and is_leaving():
                 has_told = True
                 host.ports.outputs["events"].put(Leaving(executor=host.name))
+                host.executor.leave()
             if clock.now_s() - checked_s >= CHECK_TETHER_EVERY_S:
                 checked_s = clock.now_s()
                 if tether.is_cut():
@@ -196,8 +197,9 @@ def serve(host: Host, tether: Tether, *, is_leaving: Callable[[], bool] = lambda
                     return 1
     with host.timeline.span("shut_down"):
         host.ports.outputs["events"].put(Left(executor=host.name))
-        for outbox in host.ports.outputs.values():
-            outbox.flush(deadline_s=10.0)
+        for port, outbox in host.ports.outputs.items():
+            with suppress(*([] if port == "events" else [ChannelTimeout])):  # a peer that has ended takes nothing more
+                outbox.flush(deadline_s=10.0)
     return 0
 
 

@@ -53,3 +53,10 @@ class PartialEpisode(Message, frozen=True):
 
 
 Unfinished = Partial | PartialEpisode
+
+
+class HandedOver(Message, frozen=True):
+    """What a replica that leaves has of group `ordinal`: another one goes on with it (`Admit.partials`)."""
+
+    ordinal: int
+    partials: tuple[Unfinished, ...]
