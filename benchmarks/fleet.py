@@ -1,8 +1,8 @@
 """What one controller carries: a real controller, schedule, ledger and channels, and replicas that only talk.
 
     python benchmarks/fleet.py [--replicas 512] [--groups 16] [--completions 64] [--steps 100] [--together 8]
-    python benchmarks/fleet.py --replicas 1024 --groups 1024 --completions 16 --step-s 20 --steps 5 --hours 1
-    python benchmarks/fleet.py --paper 10000 [--replicas 64] [--groups 64] [--completions 16]
+    python benchmarks/fleet.py --replicas 1024 --groups 1024 --completions 16 --step-s 16 --steps 4 [--hours 1]
+    python benchmarks/fleet.py --paper 10000 --replicas 256 --groups 1024 --completions 16 --steps 20
 
 A second process plays all replicas and the trainer, over the real channels. Without `--step-s` it reports completions
 as soon as a group is admitted, `--together` of them in a message as a decode step would, then the score of the group,
@@ -17,7 +17,7 @@ is silent for 5 s, then its agent has started it again. Printed are the idle sha
 Printed of the controller are its CPU seconds per completion, in its timeline's states, the rate at which it would be
 busy all the time, its memory, the bytes of its files, and the seconds of a resume from them.
 
-`--paper` prints, from costs that it measures first, what a cluster of so many GPUs would ask of one controller.
+`--paper` also prints what a cluster of so many GPUs would ask of one controller, by arithmetic from these costs.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from slipstream.controller.observers import Observers
 from slipstream.controller.pipeline import CONTROLLER, Node, Pipeline, RunInput
 from slipstream.controller.schedule import Schedule
 from slipstream.controller.tally import Tally
-from slipstream.core import wire
+from slipstream.core import links, wire
 from slipstream.core.addresses import LocalAddresses
 from slipstream.core.channel import Inbox, Ports, connect_by_book
 from slipstream.core.clock import WallClock
@@ -368,16 +368,16 @@ def memory_mb() -> float:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 1e6
 
 
-@dataclass
+@dataclass(frozen=True)
 class Measured:
-    """The cost of the steps of a run, to its controller alone."""
+    """What steps cost their controller: CPU and resume seconds and bytes per completion, the rest per replica."""
 
     cpu_s: float
-    wall_s: float
-    num_completions: int
-    cpu_at_rest_s: float
-    rested_s: float
-    file_bytes: dict[str, int]
+    event_bytes: float
+    ledger_bytes: float
+    resume_s: float
+    memory_mb: float
+    descriptors: float
 
 
 def measure(options: argparse.Namespace, folder: Path) -> Measured:
@@ -398,6 +398,7 @@ def measure(options: argparse.Namespace, folder: Path) -> Measured:
     observers = Observers(config, run_dir, Tally(config, started_s=WallClock().now_s()))
     controller = Controller(config, pipeline_of(options.replicas), schedule, work, observers, run_dir=run_dir)
     controller.executors.__class__ = PlayedExecutors
+    alone_mb, alone_fds = memory_mb(), len(os.listdir("/proc/self/fd"))
     played = subprocess.Popen([sys.executable, __file__, *sys.argv[1:], "--play", str(transport_dir)])
     try:
         with controller.timeline.span("overhead"):
@@ -405,6 +406,7 @@ def measure(options: argparse.Namespace, folder: Path) -> Measured:
             controller.executors.launch(transport_dir, "fleet", None)
             schedule.is_stopping = True  # nothing is admitted while the replicas are looked at as they rest
             controller._run_until(lambda: len(schedule.versions) == options.replicas, "all replicas")
+            fds = len(os.listdir("/proc/self/fd"))
             at_rest = rest(controller) if options.step_s else (0.0, 0.0)
             schedule.is_stopping = False
             first_mb, cpu_s, wall_s, all_s = memory_mb(), time.thread_time(), time.monotonic(), time.process_time()
@@ -431,8 +433,15 @@ def measure(options: argparse.Namespace, folder: Path) -> Measured:
     print(f"  memory: {first_mb:.0f} MB before the first step, {memory_mb():.0f} after the last")
     sizes = {path.name: path.stat().st_size for path in sorted(run_dir.glob("*.jsonl"))}
     print(f"  bytes per step: {', '.join(f'{name} {size / options.steps:,.0f}' for name, size in sizes.items())}")
-    resume(controller, run_dir)
-    return Measured(cpu_s, wall_s, count, *at_rest, sizes)
+    print(f"  descriptors: {fds}")
+    return Measured(
+        cpu_s / count,
+        sizes["events.jsonl"] / count,
+        sizes["ledger.jsonl"] / count,
+        resume(controller, run_dir) / count,
+        (first_mb - alone_mb) / options.replicas,
+        (fds - alone_fds) / options.replicas,
+    )
 
 
 def rest(controller: Controller, seconds: float = 5.0) -> tuple[float, float]:
@@ -442,8 +451,8 @@ def rest(controller: Controller, seconds: float = 5.0) -> tuple[float, float]:
     return time.thread_time() - cpu_s, time.monotonic() - since_s
 
 
-def resume(controller: Controller, run_dir: Path) -> None:
-    """Print the seconds until a controller has the state of the last checkpoint again, from the run's files."""
+def resume(controller: Controller, run_dir: Path) -> float:
+    """Print and return the seconds until a controller has the state of the last checkpoint again, from its files."""
     command = controller.executors.saved
     checkpoint = run_dir / "checkpoints" / f"step_{command.step}"
     checkpoint.mkdir(parents=True)
@@ -457,8 +466,45 @@ def resume(controller: Controller, run_dir: Path) -> None:
     EventRecorder(run_dir / "events.jsonl", WallClock(), num_events=resumed.cut.num_events).close()
     for line in read_metrics(run_dir / "metrics.jsonl"):
         controller.tally.recall(line)
-    print(f"  resume at step {command.step}: {time.perf_counter() - since_s:.2f} s, of which {cut_s:.2f} s ", end="")
+    all_s = time.perf_counter() - since_s
+    print(f"  resume at step {command.step}: {all_s:.2f} s, of which {cut_s:.2f} s ", end="")
     print(f"to set aside and cut the files; the command to save it has {len(wire.encode(command)):,} bytes")
+    return all_s
+
+
+def paper(gpus: int, found: Measured, group: int) -> None:
+    """Print what a cluster asks of one controller, by arithmetic from `found` and the assumptions that it names."""
+    tokens_per_s, tokens, weights_gb, link_gb_s, step_s, steps = 1000, 4000, 140, 50, 120, 1000
+    generating = gpus * 3 // 4
+    per_s = generating * tokens_per_s / tokens
+    print(
+        f"\n{gpus:,} GPUs, of which {generating:,} generate {tokens_per_s:,} tokens/s each, completions of {tokens:,}"
+    )
+    print(f"tokens in groups of {group}, steps of {step_s} s, a model of {weights_gb} GB, links of {link_gb_s} GB/s:")
+    print(f"  {per_s:,.0f} completions/s, {per_s * step_s:,.0f} a step, {per_s / group:,.0f} groups/s")
+    print(f"  controller: {per_s * found.cpu_s:.0%} of a core for completions, at {found.cpu_s * 1e3:.3f} ms each")
+    day = per_s * 86400 / 1e9
+    print(
+        f"  events.jsonl {per_s * found.event_bytes / 1e6:.2f} MB/s, {day * found.event_bytes:.0f} GB a day; ", end=""
+    )
+    print(f"ledger.jsonl {per_s * found.ledger_bytes / 1e3:.0f} kB/s, {day * found.ledger_bytes:.1f} GB a day")
+    print(f"  resume after {steps:,} steps: {per_s * step_s * steps * found.resume_s / 60:.0f} minutes")
+    for each in (8, 1):
+        replicas = generating // each
+        mb, fds = replicas * found.memory_mb, replicas * found.descriptors
+        all_gb, told = replicas * weights_gb, replicas * 2 / counters_every_s(replicas)
+        print(
+            f"  {replicas:,} replicas of {each} GPU{'s' if each > 1 else ''}: {mb / 1e3:.1f} GB in the controller, ",
+            end="",
+        )
+        print(f"{fds:,.0f} descriptors, {6 * replicas:,} sockets of at most {links._MAX_SOCKETS:,}; ", end="")
+        print(f"{told:.0f} reports/s, {replicas / step_s:.1f} swaps/s")
+        print(f"    weights: {all_gb / 1e3:,.0f} TB a version; from the trainer alone ", end="")
+        print(
+            f"{replicas * weights_gb / link_gb_s:,.0f} s over one link, relayed {weights_gb / link_gb_s:.1f} s ",
+            end="",
+        )
+        print(f"and {replicas * 64e-3 / link_gb_s:.1f} s for the buckets of 64 MB to pass through it")
 
 
 def main() -> None:
@@ -472,6 +518,7 @@ def main() -> None:
     parser.add_argument("--step-s", type=float, default=0.0, help="seconds of a step in real time; 0: none has any")
     parser.add_argument("--hours", type=float, default=1.0, help="of losses that fall into the run")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--paper", type=int, default=0, metavar="GPUS", help="arithmetic for so many of them")
     parser.add_argument("--play", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--count-every-s", type=float, help="between two reports of a replica; else as a run has it")
     options = parser.parse_args()
@@ -483,7 +530,9 @@ def main() -> None:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     print(f"command: {' '.join(sys.argv)}\n{describe()}, commit {commit.stdout.strip()}")
     with tempfile.TemporaryDirectory() as name:
-        measure(options, Path(name))
+        found = measure(options, Path(name))
+    if options.paper:
+        paper(options.paper, found, options.completions)
 
 
 if __name__ == "__main__":
