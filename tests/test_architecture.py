@@ -152,7 +152,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 
 MAX_LINES = 81_630
-MAX_LINES_OF_SPINE = 1_600
+MAX_LINES_OF_SPINE = 1_615
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
     "core/types.py",
@@ -165,15 +165,15 @@ SPINE = (
 MAX_LINES_OF_FOLDER = {
     "algorithms": 2_285,
     "batching": 360,
-    "controller": 5_895,
-    "core": 10_600,
+    "controller": 5_930,
+    "core": 10_700,
     "environments": 8_070,
     "evals": 2_635,
-    "generator": 8_480,
+    "generator": 8_500,
     "jail": 1_060,
     "jobs": 510,
     "models": 7_325,
-    "observe": 9_770,
+    "observe": 9_785,
     "plan": 6_290,
     "prompts": 1_295,
     "rewards": 3_860,

@@ -21,7 +21,7 @@ import msgspec
 from slipstream.controller.callbacks import Callbacks
 from slipstream.controller.executors import Executors
 from slipstream.controller.held_out import HeldOut
-from slipstream.controller.ledger import Ledger
+from slipstream.controller.ledger import Ledger, of_groups, parts_of_replicas
 from slipstream.controller.meeting import Cluster
 from slipstream.controller.observers import Observers
 from slipstream.controller.pipeline import CONTROLLER, Pipeline, RunInput, replica_of
@@ -324,15 +324,10 @@ class Controller:
             run=self.tally.saved(),
         )
         self.executors.send("trainer", command)
-        owed = command.schedule["readmit"]
         if self.config.environment.is_set:
-            self.executors.send("environments", _of_groups(command, owed))
-        owed_by: dict[int, list[int]] = {replica: [] for replica in self.schedule.versions}
-        for ordinal in owed:
-            if (holder := self.holder_of.get(ordinal)) in owed_by:
-                owed_by[holder].append(ordinal)
-        for replica, held in owed_by.items():
-            self.executors.send(f"generator-{replica}", _of_groups(command, held))
+            self.executors.send("environments", of_groups(command, command.schedule["readmit"]))
+        for replica, part in parts_of_replicas(command, self.holder_of, self.schedule.versions):
+            self.executors.send(f"generator-{replica}", part)
 
     # An early end
 
@@ -371,8 +366,3 @@ class Controller:
         self.tally.ended_s = self.clock.now_s()
         self.tally.prompts = self.ledger.counts()
         self.tally.callback_s = self.callbacks.seconds
-
-
-def _of_groups(command: messages.Checkpoint, owed: list[int]) -> messages.Checkpoint:
-    """Return the command for a process that saves what it has of the `owed` groups: the whole grows with the run."""
-    return msgspec.structs.replace(command, schedule={"readmit": owed}, run={})

@@ -28,7 +28,6 @@ if TYPE_CHECKING:  # what needs torch is imported by the processes that do: the 
     from slipstream.weight_sync.weight_links import Links
 
 CHECK_TETHER_EVERY_S = 0.5
-COUNTERS_EVERY_S = 1.0
 
 
 class Host:
@@ -70,10 +69,8 @@ class Host:
             from slipstream.controller.weights import weights_ends
 
             weights = weights_ends(node, ports, channels, run_id, group, links)
-        self._peers: dict[str, tuple[int, bool]] = {}
-        self._reader_ranks = weight_readers(channels)
-        is_replica = replica_of(node.name) is not None
-        self._count_every_s = counters_every_s(len(self._reader_ranks)) if is_replica else COUNTERS_EVERY_S
+        self._peers, self._reader_ranks = dict[str, tuple[int, bool]](), weight_readers(channels)
+        self._count_every_s = counters_every_s(0 if replica_of(node.name) is None else len(self._reader_ranks))
         if MEMBERSHIP in ports.inputs:
             for inbox in ports.inputs.values():
                 inbox.await_word()

@@ -56,7 +56,7 @@ Unfinished = Partial | PartialEpisode
 
 
 class HandedOver(Message, frozen=True):
-    """What a replica that leaves has of group `ordinal`: another one goes on with it (`Admit.partials`)."""
+    """The work on group `ordinal` of a replica that leaves: another one goes on with it (`Admit.partials`)."""
 
     ordinal: int
     partials: tuple[Unfinished, ...]
