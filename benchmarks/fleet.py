@@ -336,9 +336,10 @@ class Player:
         assert self.since_s is not None
         assert self.until is not None
         until_s, busy_s = self.until
-        idle = 1 - busy_s / (self.slots * len(self.replicas) * (until_s - self.since_s))
+        seconds = until_s - self.since_s
+        idle = f"{1 - busy_s / (self.slots * len(self.replicas) * seconds):.1%}" if seconds > LONGEST * MEAN_S else "?"
         wall_s = now_s - self.since_s
-        print(f"  generators: {self.slots} slots each, {idle:.1%} idle in {until_s - self.since_s:.0f} s; ", end="")
+        print(f"  generators: {self.slots} slots each, {idle} idle in {seconds:.0f} s; ", end="")
         print(
             f"trainer: {1 - self.trained_s / wall_s:.1%} idle; {wall_s / self.options.steps:.1f} s per step", flush=True
         )
