@@ -151,7 +151,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 82_790
+MAX_LINES = 82_940
 MAX_LINES_OF_SPINE = 1_600
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -165,15 +165,15 @@ SPINE = (
 MAX_LINES_OF_FOLDER = {
     "algorithms": 2_310,
     "batching": 360,
-    "controller": 5_905,
-    "core": 10_685,
+    "controller": 5_930,
+    "core": 10_770,
     "environments": 8_070,
     "evals": 2_635,
-    "generator": 8_490,
+    "generator": 8_505,
     "jail": 1_060,
     "jobs": 965,
     "models": 7_715,
-    "observe": 9_765,
+    "observe": 9_780,
     "plan": 6_320,
     "prompts": 1_300,
     "rewards": 3_860,

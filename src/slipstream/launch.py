@@ -184,8 +184,9 @@ def _own_address(name: str, address: str) -> str:
 def join(job: Job) -> None:
     """Be the group's torchrun agent until the run is over. SlipstreamError when it has given up.
 
-    Interrupted by a signal: for a generator at once. What the run cannot do without stays for `shutdown_grace_s`: the
-    controller was told to end, too, and needs it for a checkpoint, or hears of it and makes one.
+    Interrupted by a signal, at most `shutdown_grace_s` later. A generator hands over what it has begun. What the run
+    cannot do without stays: the controller was told to end, too, and needs it for a checkpoint, or hears of it and
+    makes one.
     """
     allow_connections()
     arguments, environment, keys = torchrun(job)
@@ -193,8 +194,11 @@ def join(job: Job) -> None:
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # the others are taken here
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.launcher.api import LaunchConfig
     from torch.distributed.run import main
 
+    if "signals_to_handle" in LaunchConfig.__dataclass_fields__:  # from torch 2.9 on it overrides the variable
+        arguments = ["--signals-to-handle", "SIGQUIT", *arguments]
     interrupts = Interrupts()
     try:
         with interrupts:
@@ -214,11 +218,11 @@ def join(job: Job) -> None:
 
 
 def _leaving(job: Job, interrupts: Interrupts) -> contextlib.AbstractContextManager[None]:
-    if replica_of(job.group) is not None:
-        return contextlib.nullcontext()
+    is_replica = replica_of(job.group) is not None
+    what = "hands over what it has begun, and leaves" if is_replica else "stays until the run has saved what it has"
 
     def tell() -> None:
-        os.write(2, f"{job.group} stays until the run has saved what it has; once more: it ends at once\n".encode())
+        os.write(2, f"{job.group} {what}; once more: it ends at once\n".encode())
         for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
             os.kill(int(pid), LEAVING)
 

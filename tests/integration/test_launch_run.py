@@ -83,3 +83,51 @@ def test_told_to_end_with_all_its_groups_a_run_saves_its_last_step(tiny, tmp_pat
 
 def has_trained(metrics, steps):
     return metrics.exists() and metrics.read_text().count('"reward_mean"') >= steps
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+def test_a_generator_that_leaves_with_notice_hands_over_and_another_takes_its_place(tiny, tmp_path):
+    """A machine that is taken away: SIGTERM, then up to 30 s. Its command is started again elsewhere, later."""
+    recipe = tmp_path / "tiny.toml"
+    long = {"num_slots": 16, "replicas": 2, "max_new_tokens": 48}  # an untrained model seldom ends by itself
+    overrides = tiny | {"steps": 100_000, "generator": long, "rewards": {"num_workers": 1}, "warm_start": {"steps": 0}}
+    recipe.write_text(config_toml(resolve("quickstart", overrides | {"loss": {"skip_no_signal": False}})))
+    out = tmp_path / "run"
+    events = out / "events.jsonl"
+
+    def count(kind: str) -> int:
+        return events.read_text().count(f'"type":"{kind}"') if events.exists() else 0
+
+    with Launched(tmp_path) as run:
+        run.control(str(recipe), "--out", str(out))
+        for group in ("trainer", "generator-0", "generator-1"):
+            run.join(group)
+        run.wait_until(lambda: count("StepDone") >= 2, "no steps")
+        run.jobs["generator-1"].send_signal(signal.SIGTERM)
+        assert run.end("generator-1", timeout_s=30.0) == 143, run.logs()
+        run.wait_until(lambda: count("ReplicaLost") == 1, "nobody was told that it left")
+        steps = count("StepDone")
+        run.wait_until(lambda: count("StepDone") > steps, "the run does not go on")
+        run.join("generator-1")
+        run.wait_until(lambda: is_back(events), "it does not sample again")
+        run.jobs["controller"].send_signal(signal.SIGINT)
+        assert run.end("controller") == 130, run.logs()
+        assert run.end("trainer") == 0, run.logs()
+    audit(out)
+    summary = json.loads((out / "summary.json").read_text())
+    prompts = summary["prompts"]
+    assert prompts["trained"] == summary["steps"] * 4
+    assert prompts["lost"] == prompts["repeated"] == 0
+    told = [json.loads(line)["event"] for line in events.read_text().splitlines()]
+    left = next(i for i, event in enumerate(told) if event["type"] == "ReplicaLost")
+    restored = [event.get("num_restored", 0) for event in told[left:] if event["type"] == "CompletionFinished"]
+    assert sum(restored) > 0, "all that it had begun was sampled again"
+    assert "generator-1 has left" in (tmp_path / "controller.log").read_text()
+
+
+def is_back(events):
+    """Whether a replica that was lost has finished completions since."""
+    told = [json.loads(line)["event"] for line in events.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    left = next(i for i, event in enumerate(told) if event["type"] == "ReplicaLost")
+    return any(e["type"] == "CompletionFinished" and e["replica"] == told[left]["replica"] for e in told[left:])

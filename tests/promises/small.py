@@ -80,7 +80,7 @@ SCRIPTS = {
     "benchmarks/end_to_end.py": "--cases short --rounds 1 --steps 1",
     "benchmarks/engine.py": "--quick --models tiny --contenders slipstream generate",
     "benchmarks/eta_curves.py": "--models quickstart --batches 1 2 --repeats 1 --retries 0",
-    "benchmarks/fleet.py": "--replicas 3 --groups 2 --completions 4 --steps 3",
+    "benchmarks/fleet.py": "--replicas 3 --groups 2 --completions 4 --steps 3 --step-s 0 --paper 0",
     "benchmarks/head.py": "--vocab 512 --hidden 32 --tokens 64 --rounds 1",
     "benchmarks/health.py": "RUN",
     "benchmarks/judging.py": "--latency 0.05 --concurrent 4 --turns 2",

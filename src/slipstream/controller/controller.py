@@ -21,7 +21,7 @@ import msgspec
 from slipstream.controller.callbacks import Callbacks
 from slipstream.controller.executors import Executors
 from slipstream.controller.held_out import HeldOut
-from slipstream.controller.ledger import Ledger
+from slipstream.controller.ledger import Ledger, of_groups, parts_of_replicas
 from slipstream.controller.meeting import Cluster
 from slipstream.controller.observers import Observers
 from slipstream.controller.pipeline import CONTROLLER, Pipeline, RunInput, replica_of
@@ -49,6 +49,7 @@ from slipstream.core.types import (
     Swapped,
     TrainStep,
 )
+from slipstream.core.unfinished_messages import HandedOver
 from slipstream.observe.recorder import EventRecorder
 from slipstream.observe.timeline import TIME_PREFIX, Timeline, timeline_path
 
@@ -100,6 +101,7 @@ class Controller:
         self.cut_at: tuple[int, int] | None = None  # steps and events at the last cut, saved or not
         self.is_checkpoint_wanted = False  # out of turn: a process that holds the weights is about to end
         self.is_exported = False
+        self.has_begun = False  # a replica has held a version: there is something to save, also when all have left
 
     # The run
 
@@ -135,7 +137,7 @@ class Controller:
                     self.executors.send("trainer", self.work.warm_start)
             self._stop_early(self.held_out.early_stopping.cause or self.tally.stopped_because)  # of a run that goes on
             self._train()
-            if self.schedule.versions:
+            if self.has_begun:
                 self._finish()
             if self.callbacks.error is not None:
                 raise self.callbacks.error
@@ -177,7 +179,7 @@ class Controller:
         """Say once what the run still does, and that a second signal stops that, too."""
         if not self.interrupts.is_news():
             return
-        if not self.schedule.versions:
+        if not self.has_begun:
             what = "ending, as there is nothing to save yet"
         elif self.schedule.training:
             what = f"finishing step {self.schedule.steps_done + 1}, then a checkpoint"
@@ -220,6 +222,7 @@ class Controller:
             case CompletionFinished() | Swapped() | StepDone():
                 self._decide(message)
             case GroupScored(ordinal=ordinal):
+                self.partials.pop(ordinal, None)  # of a copy whose last completions were on their way
                 if (replica := self.holder_of.pop(ordinal, None)) is not None:
                     self.executors.send(f"generator-{replica}", messages.Settled(ordinals=(ordinal,)))
                 self._decide(message)
@@ -237,10 +240,14 @@ class Controller:
                 self.is_exported = True
             case messages.Exported(path=path):
                 self.held_out.best.exported(path)
+            case HandedOver(ordinal=ordinal) if ordinal in self.holder_of:
+                self.partials[ordinal] = message.partials
+            case Leaving(executor=executor) if replica_of(executor) is not None:
+                self.observers.note(f"{executor} was told to end: it hands over what it has begun, and leaves")
             case Leaving(executor=executor):
                 self.observers.note(f"{executor} was told to end: a checkpoint follows the current step")
                 self.is_checkpoint_wanted = True
-            case _ if not isinstance(message, (*OBSERVED, messages.CompletionsFinished)):  # one that is empty
+            case _ if not isinstance(message, (*OBSERVED, HandedOver, messages.CompletionsFinished)):  # or an empty one
                 raise TypeError(f"the controller does not take {type(message).__name__}")
 
     def _decide(self, *events: Event) -> None:
@@ -260,6 +267,7 @@ class Controller:
                 self._carry_out(command)
         for executor, waiting in self.waits.changed(event, self.schedule):
             self.executors.send(executor, waiting)
+        self.has_begun |= isinstance(event, Swapped)
         if isinstance(event, Swapped | ReplicaLost):
             self.held_out.ask_again()
         if temperatures:
@@ -315,9 +323,11 @@ class Controller:
             cut=uuid.uuid4().hex,
             run=self.tally.saved(),
         )
-        environments = ("environments",) if self.config.environment.is_set else ()
-        for executor in ("trainer", *environments, *(f"generator-{replica}" for replica in self.schedule.versions)):
-            self.executors.send(executor, command)
+        self.executors.send("trainer", command)
+        if self.config.environment.is_set:
+            self.executors.send("environments", of_groups(command, command.schedule["readmit"]))
+        for replica, part in parts_of_replicas(command, self.holder_of, self.schedule.versions):
+            self.executors.send(f"generator-{replica}", part)
 
     # An early end
 
@@ -345,7 +355,7 @@ class Controller:
                 ends.callback(writer.close)
             ends.callback(self._note_end)
             ends.enter_context(self.timeline.span("shut_down"))
-            has_nothing_to_save = self.is_interrupted and not self.schedule.versions
+            has_nothing_to_save = self.is_interrupted and not self.has_begun
             self.executors.end(
                 lambda last: self.tally.take(last) if isinstance(last, messages.Counters) else None,
                 is_failed=self.tally.status == "failed" or has_nothing_to_save,

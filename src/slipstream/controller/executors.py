@@ -158,6 +158,8 @@ class Executors:
                     self._changed(self._membership.joined(message, self._ports))
                 case Failed():
                     self._failed(message)
+                case Left(executor=name) if self._membership.is_remote(name) and replica_of(name) is not None:
+                    self._lose_remote(name, how="has left")
                 case _Gone():
                     self._lost(message.members)
                 case Ready():
@@ -208,7 +210,8 @@ class Executors:
         now_s = self._clock.now_s()
         ends += [max(0.0, end_s - now_s) for _, end_s in self._suspects.values()]
         ends += [WAKE_EVERY_S, self._membership.wait_s(), self._restarts.wait_s()]
-        wait(inboxes, self._ports.outputs.values(), fds, min(ends), asleep=asleep)
+        awaited = [outbox for outbox in self._ports.outputs.values() if not outbox.is_quiet]  # few of a large fleet's
+        wait(inboxes, awaited, fds, min(ends), asleep=asleep)
 
     def check_deadline(self, what: str, waited_s: float, waits_for: str) -> None:
         """Raise SlipstreamError where there was no event for `deadline_s` of `waited_s`, and no process is to blame.
@@ -379,10 +382,10 @@ class Executors:
             return False
         return True
 
-    def _lose_remote(self, executor: str) -> None:
-        self._changed(self._membership.lost(executor, self._ports))
+    def _lose_remote(self, executor: str, *, how: str = "was lost") -> None:
+        self._changed(self._membership.lost(executor, self._ports), how)
 
-    def _changed(self, changes: Sequence[Change]) -> None:
+    def _changed(self, changes: Sequence[Change], how: str = "was lost") -> None:
         """Take joins and losses. A lost generator may come back; any other loss ends the attempt (ExecutorLost)."""
         for change in changes:
             if not change.is_lost:
@@ -397,7 +400,7 @@ class Executors:
                     executor=change.group,
                     hint="its own log says why; `--resume` goes on from the last checkpoint",
                 )
-            self._note(f"{change.group} was lost; its unfinished groups go elsewhere")
+            self._note(f"{change.group} {how}; its unfinished groups go elsewhere")
             self._forget(change.group, change.members, [change])
 
     def _forget(self, group: str, members: Sequence[str], changes: Collection[Change]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -19,7 +19,7 @@ from slipstream.core.peer_messages import Failed, Leaving, Left, PeerJoined, Pee
 from slipstream.core.rank_group import RankGroup
 from slipstream.core.ranks import rank_name, split_rank_name
 from slipstream.core.scratch import file_prefix
-from slipstream.core.service_messages import Counters
+from slipstream.core.service_messages import Counters, counters_every_s
 from slipstream.observe.timeline import TIME_PREFIX, Timeline, timeline_path
 
 if TYPE_CHECKING:  # what needs torch is imported by the processes that do: the rewards' starts a second sooner
@@ -28,7 +28,6 @@ if TYPE_CHECKING:  # what needs torch is imported by the processes that do: the 
     from slipstream.weight_sync.weight_links import Links
 
 CHECK_TETHER_EVERY_S = 0.5
-COUNTERS_EVERY_S = 1.0
 
 
 class Host:
@@ -70,8 +69,8 @@ class Host:
             from slipstream.controller.weights import weights_ends
 
             weights = weights_ends(node, ports, channels, run_id, group, links)
-        self._peers: dict[str, tuple[int, bool]] = {}
-        self._reader_ranks = weight_readers(channels)
+        self._peers, self._reader_ranks = dict[str, tuple[int, bool]](), weight_readers(channels)
+        self._count_every_s = counters_every_s(0 if replica_of(node.name) is None else len(self._reader_ranks))
         if MEMBERSHIP in ports.inputs:
             for inbox in ports.inputs.values():
                 inbox.await_word()
@@ -105,11 +104,11 @@ class Host:
             self.executor.init(self.context)
 
     def step(self) -> bool:
-        """One step of the executor; about once a second, its time per state goes to the controller."""
+        """One step of the executor; now and then (`counters_every_s`) its time per state goes to the controller."""
         with self.timeline.span("overhead"):  # but for what the executor says of itself
             self._meet()
             now_s = self.context.clock.now_s()
-            if now_s - self.counted_s >= COUNTERS_EVERY_S:
+            if now_s - self.counted_s >= self._count_every_s:
                 self.counted_s = now_s
                 totals = {f"{TIME_PREFIX}{state}": seconds for state, seconds in self.timeline.totals().items()}
                 self.ports.outputs["events"].put(Counters(executor=self.name, values=totals | self.ports.refusals()))
@@ -187,6 +186,7 @@ def serve(host: Host, tether: Tether, *, is_leaving: Callable[[], bool] = lambda
             if not has_told and is_leaving():
                 has_told = True
                 host.ports.outputs["events"].put(Leaving(executor=host.name))
+                host.executor.leave()
             if clock.now_s() - checked_s >= CHECK_TETHER_EVERY_S:
                 checked_s = clock.now_s()
                 if tether.is_cut():
@@ -194,8 +194,9 @@ def serve(host: Host, tether: Tether, *, is_leaving: Callable[[], bool] = lambda
                     return 1
     with host.timeline.span("shut_down"):
         host.ports.outputs["events"].put(Left(executor=host.name))
-        for outbox in host.ports.outputs.values():
-            outbox.flush(deadline_s=10.0)
+        for port, outbox in host.ports.outputs.items():
+            with suppress(*([] if port == "events" else [ChannelTimeout])):  # a peer that has ended takes nothing more
+                outbox.flush(deadline_s=10.0)
     return 0
 
 

@@ -7,7 +7,7 @@ it: a lost completion is regenerated from its ordinal with the same noise.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -16,6 +16,7 @@ from slipstream.core.errors import CheckpointError, clip
 from slipstream.core.files import decode_json
 from slipstream.core.jsonl import JsonlWriter, cut_jsonl, intact_lines, read_jsonl
 from slipstream.core.run_log import LedgerLine, LedgerState, Snapshot
+from slipstream.core.service_messages import Checkpoint
 
 
 class Ledger:
@@ -87,6 +88,23 @@ class Cut(msgspec.Struct, frozen=True):
     num_events: int
     cut: str = ""
     run: dict[str, float] = {}
+
+
+def of_groups(command: Checkpoint, owed: list[int]) -> Checkpoint:
+    """Return the command for a process that saves what it has of the `owed` groups: the whole grows with the run."""
+    return msgspec.structs.replace(command, schedule={"readmit": owed}, run={})
+
+
+def parts_of_replicas(
+    command: Checkpoint, holder_of: Mapping[int, int], replicas: Iterable[int]
+) -> Iterator[tuple[int, Checkpoint]]:
+    """Yield each replica with the command for the groups that it holds, of those that the cut owes."""
+    owed_by: dict[int, list[int]] = {replica: [] for replica in replicas}
+    for ordinal in command.schedule["readmit"]:
+        if (holder := holder_of.get(ordinal)) in owed_by:
+            owed_by[holder].append(ordinal)
+    for replica, held in owed_by.items():
+        yield replica, of_groups(command, held)
 
 
 def read_cut(checkpoint: Path) -> Cut:

@@ -188,7 +188,7 @@ class Membership:
 
     def wait_s(self) -> float:
         """Return the seconds until `check` has work."""
-        return self._lease.wait_s() if self._lease.watched or self._remote else math.inf
+        return self._lease.wait_s() if self._remote or self._lease.watched else math.inf
 
     def _tell(self, changes: Sequence[Change], ports: Ports) -> None:
         for change in changes:

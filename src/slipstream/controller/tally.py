@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from array import array
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +39,7 @@ from slipstream.observe.states import model_share, side_of, totals_of
 from slipstream.observe.transcript import TranscriptPart, transcript_of
 from slipstream.observe.waste import Wasted
 
+NUM_REPORTS = 10  # of sampled tokens, behind their rate
 ENDED_AT = "callback_ended_run_of_steps"
 
 
@@ -78,9 +80,11 @@ class Tally:
     staleness: Counter[int] = field(default_factory=Counter)
     staleness_updates_max: int = 0
     counters: dict[str, dict[str, float]] = field(default_factory=dict)
-    generated: list[tuple[float, float]] = field(default_factory=list)  # (time, tokens so far), recent
+    generated_tokens: float = 0.0
+    generated: deque[tuple[float, float]] = field(default_factory=deque)  # (time, tokens so far), recent
     evaluations: dict[int, VersionAnswers] = field(default_factory=dict)
-    swaps: list[Swapped] = field(default_factory=list)
+    transfers_s: array[float] = field(default_factory=lambda: array("d"))  # one of each swap
+    pauses_s: array[float] = field(default_factory=lambda: array("d"))
     publishes_skipped: int = 0
     payload_bytes: int = 0
     prompts: dict[str, int] = field(default_factory=lambda: counts({}))
@@ -110,11 +114,13 @@ class Tally:
                 self.scored_completions += self.config.samples_per_group
                 self.failed_completions += num_failed
             case Counters():
-                self.counters.setdefault(news.executor, {}).update(news.values)
-                if "generated_tokens" in news.values:
-                    self.generated = [*self.generated[-9:], (self.clock.now_s(), self.generated_tokens)]
-            case Swapped():
-                self.swaps.append(news)
+                known = self.counters.setdefault(news.executor, {})
+                if (tokens := news.values.get("generated_tokens")) is not None:
+                    self._generated(tokens - known.get("generated_tokens", 0.0))
+                known.update(news.values)
+            case Swapped() if news.version > 0:
+                self.transfers_s.append(news.transfer_s)
+                self.pauses_s.append(news.pause_s)
             case Published(skipped=skipped, payload_bytes=payload_bytes):
                 self.publishes_skipped += skipped
                 self.payload_bytes = payload_bytes
@@ -125,11 +131,18 @@ class Tally:
             case EvaluationDone():
                 self._evaluated(news)
 
+    def _generated(self, tokens: float) -> None:
+        """Count tokens; keep the last reports: ten, or those of so many seconds, where there are more replicas."""
+        now_s, self.generated_tokens = self.clock.now_s(), self.generated_tokens + tokens
+        self.generated.append((now_s, self.generated_tokens))
+        while len(self.generated) > NUM_REPORTS and self.generated[1][0] < now_s - NUM_REPORTS:
+            self.generated.popleft()
+
     def _command(self, command: Command) -> None:
         """The first admission, or (after a resume) the first step, begins the RL phase and its rates."""
         if isinstance(command, StartGroup | TrainStep) and self.rl_started_s is None:
             self.rl_started_s = self.last_step_s = self.clock.now_s()
-            self.generated = [(self.rl_started_s, self.generated_tokens)]
+            self.generated = deque([(self.rl_started_s, self.generated_tokens)])
         elif isinstance(command, Skip):
             self.dropped[command.cause] += len(command.ordinals)
 
@@ -235,10 +248,6 @@ class Tally:
     # Asked by metrics and summary
 
     @property
-    def generated_tokens(self) -> float:
-        return sum(values.get("generated_tokens", 0.0) for values in self.counters.values())
-
-    @property
     def generated_tokens_per_s(self) -> float | None:
         """Return the rate over the last few reports of the generators; None before there are two."""
         if len(self.generated) < 2:
@@ -326,8 +335,6 @@ class Tally:
         """Return `summary.json`; accounting is read back from the timelines, so a killed process is in it too."""
         rl_start_s = self.started_s if self.rl_started_s is None else self.rl_started_s
         rl_s = (self.last_step_s or rl_start_s) - rl_start_s  # 0 where this attempt has finished no step
-        swaps = [swap for swap in self.swaps if swap.version > 0]
-        pauses = [swap.pause_s for swap in swaps]
         found = read_accounting(run_dir, window_s=(self.started_s, self.ended_s))
         return s.Summary(
             recipe=self.config.recipe,
@@ -365,12 +372,12 @@ class Tally:
                 failed_completions=self.failed_completions,
             ),
             weight_sync=s.WeightSync(
-                count=len(swaps),
+                count=len(self.pauses_s),
                 skipped=self.publishes_skipped,
-                bytes=self.payload_bytes * len(swaps),
-                transfer_s_p50=median([swap.transfer_s for swap in swaps]) if swaps else None,
-                pause_s_p50=median(pauses) if pauses else None,
-                pause_s_max=max(pauses, default=None),
+                bytes=self.payload_bytes * len(self.pauses_s),
+                transfer_s_p50=median(self.transfers_s) if self.transfers_s else None,
+                pause_s_p50=median(self.pauses_s) if self.pauses_s else None,
+                pause_s_max=max(self.pauses_s, default=None),
             ),
             padding_frac=self.padded_tokens / self.padding_weight if self.padding_weight else 0.0,
             versions=s.versions(),

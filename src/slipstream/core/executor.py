@@ -104,6 +104,9 @@ class Executor(abc.ABC):
     def rejoined(self, executor: str) -> None:  # noqa: B027 - most nodes have nothing to send again
         """`executor` was lost, with every message that had reached it, and a successor is there."""
 
+    def leave(self) -> None:  # noqa: B027 - what the run cannot do without stays as long as it may
+        """Hand over what others can go on with, and finish: the machine is taken away soon."""
+
     def save_checkpoint(self, command: Checkpoint) -> None:  # noqa: B027 - most executors have no state worth saving
         """Write everything a resumed run needs of this executor beside, or in, `command.path`."""
 

@@ -21,6 +21,7 @@ from slipstream.core.files import open_regular, read_lines
 
 T = TypeVar("T")
 
+_BLOCK_BYTES = 1 << 20
 CHECK_EVERY_S = 0.5  # two calls of the system, which cost as much as the line itself
 
 
@@ -180,15 +181,40 @@ def cut_jsonl(path: Path, type: type[T], keep: Callable[[T], bool]) -> int:
     """
     num_kept = 0
     with disk_errors(path), replacing(path) as temporary, temporary.open("wb") as out:
-        for line, record in intact_lines(path, type):
-            if keep(record):
-                out.write(line)
-                num_kept += 1
+        for lines, records in _intact_blocks(path, type):
+            kept = [line for line, record in zip(lines, records, strict=True) if keep(record)]
+            out.write(b"".join(kept))
+            num_kept += len(kept)
     return num_kept
 
 
-def intact_lines(path: Path, type: type[T], decode: Decode[T] | None = None) -> Iterator[tuple[bytes, T]]:
+def _intact_blocks(path: Path, type: type[T]) -> Iterator[tuple[list[bytes], list[T]]]:
+    """Yield what `intact_lines` does, many lines at a time: of a long run there are millions."""
+    decoder, offset = msgspec.json.Decoder(type), 0
+    while path.exists():
+        with _opened(path) as file:
+            file.seek(offset)
+            block = file.read(_BLOCK_BYTES)
+        block = block[: block.rfind(b"\n") + 1]
+        lines = block.splitlines(keepends=True)
+        try:
+            records = decoder.decode_lines(block)
+        except (ValueError, RecursionError):
+            records = []
+        if not records or len(lines) != len(records):  # damaged, or with lines that are blank, or longer than a block
+            for line, record in intact_lines(path, type, offset=offset):
+                yield [line], [record]
+            return
+        yield lines, records
+        offset += len(block)
+
+
+def intact_lines(
+    path: Path, type: type[T], decode: Decode[T] | None = None, *, offset: int = 0
+) -> Iterator[tuple[bytes, T]]:
     """Yield the lines of `path` with their records, up to the first torn or undecodable one; none for a missing file.
+
+    `offset` is where a line begins.
 
     After a power failure what was never synced may be anything, zeros for example.
     """
@@ -196,6 +222,7 @@ def intact_lines(path: Path, type: type[T], decode: Decode[T] | None = None) -> 
         return
     decode = msgspec.json.Decoder(type).decode if decode is None else decode
     with _opened(path) as file:
+        file.seek(offset)
         lines = read_lines(file)
         while True:
             try:

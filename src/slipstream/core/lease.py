@@ -34,18 +34,22 @@ class Lease:
         self._allowed_s: dict[str, float] = {}
         self._beat_s = -float("inf")
         self._listened_s = clock.now_s()
+        self._next_s = -float("inf")  # of `wait_s`; a sign of life only makes it later
 
     def watch(self, name: str) -> None:
         """Begin the lease of `name` now (again, after a restart)."""
         self._heard_s[name] = self._clock.now_s()
+        self._next_s = -float("inf")
 
     def forget(self, name: str) -> None:
         self._heard_s.pop(name, None)
         self._allowed_s.pop(name, None)
+        self._next_s = -float("inf")
 
     def allow(self, name: str, silence_s: float) -> None:
         """Let `name` be silent for `silence_s` seconds from now on."""
         self._allowed_s[name] = silence_s
+        self._next_s = -float("inf")
 
     def listens(self) -> None:
         """Note that the watcher is awake and has read its ports. Called at least twice in every lease."""
@@ -82,8 +86,10 @@ class Lease:
 
     def wait_s(self) -> float:
         """Return the seconds until the next beat is due or the next lease ends; at least 0."""
-        next_s = min([self._beat_s + self.lease_s / BEATS_PER_LEASE, *map(self._ends_s, self._heard_s)])
-        return max(0.0, next_s - self._clock.now_s())
+        now_s = self._clock.now_s()
+        if self._next_s <= now_s:
+            self._next_s = min([self._beat_s + self.lease_s / BEATS_PER_LEASE, *map(self._ends_s, self._heard_s)])
+        return max(0.0, self._next_s - now_s)
 
     def _ends_s(self, name: str) -> float:
         return self._heard_s[name] + self._allowed_s.get(name, self.lease_s)

@@ -53,35 +53,45 @@ _monitor_numbers = itertools.count()
 
 
 class WakeUp:
-    """A file descriptor that is readable while set. Thread-safe; setting twice is setting once."""
+    """A file descriptor that is readable while set. Thread-safe; setting twice is setting once.
+
+    It is opened when it is first asked for: a large fleet has thousands of ports at which nobody waits.
+    """
 
     def __init__(self) -> None:
-        self._read_fd, self._write_fd = os.pipe()
+        self._fds: tuple[int, int] | None = None  # to read from, to write to
         self._lock = threading.Lock()
         self._is_set = False
         self._is_closed = False
 
     def fileno(self) -> int:
-        return self._read_fd
+        with self._lock:
+            if self._fds is None:
+                self._fds = os.pipe()
+                if self._is_set:
+                    os.write(self._fds[1], b"\x00")
+            return self._fds[0]
 
     def set(self) -> None:
         with self._lock:
             if not self._is_set and not self._is_closed:
                 self._is_set = True
-                os.write(self._write_fd, b"\x00")
+                if self._fds is not None:
+                    os.write(self._fds[1], b"\x00")
 
     def clear(self) -> None:
         with self._lock:
             if self._is_set and not self._is_closed:
                 self._is_set = False
-                os.read(self._read_fd, 1)
+                if self._fds is not None:
+                    os.read(self._fds[0], 1)
 
     def close(self) -> None:
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True
-                os.close(self._read_fd)
-                os.close(self._write_fd)
+                for fd in self._fds or ():
+                    os.close(fd)
 
 
 class Link(abc.ABC):
@@ -104,6 +114,11 @@ class Link(abc.ABC):
     @property
     def is_closed(self) -> bool:
         return self.closed_because is not None
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing is on its way over the link, in either direction: then nobody has to look at it."""
+        return False
 
     def check_open(self) -> None:
         """Raise ChannelClosed once the link is closed."""
@@ -215,6 +230,7 @@ class ZmqLink(Link):
         self._most_together = min(spec.max_bytes, _TOGETHER_BYTES)
         self._num_connections = 0
         self._num_refused = 0
+        self._is_probed = False  # the target owes an answer
         self._stats = ChannelStats() if stats is None else stats
         self._socket = _socket(zmq.DEALER, [address.at])
         self._socket.set(zmq.RECONNECT_IVL, _RECONNECT_MS)
@@ -229,6 +245,10 @@ class ZmqLink(Link):
     @property
     def depth(self) -> int:
         return len(self._kept)
+
+    @property
+    def is_quiet(self) -> bool:
+        return self.is_closed or not (self._kept or self._is_probed)
 
     def send(self, message: Message) -> None:
         if (self.sequence & 15) == 0 or len(self._kept) < 2:  # to notice a fence soon, without a look per message
@@ -251,6 +271,7 @@ class ZmqLink(Link):
     def probe(self) -> None:
         self.release()
         if self.is_connected:  # else probes would wait, and all of them would arrive together
+            self._is_probed = True
             self._transmit(frames.pack_probe(self._name, self._incarnation, self._base, self.sequence))
 
     def pump(self) -> None:
@@ -307,7 +328,7 @@ class ZmqLink(Link):
             self._stats.refused_peers += 1
 
     def _replied(self, reply: Reply, incarnation: int, sequence: int) -> None:
-        self.heard_s = _CLOCK.now_s()
+        self.heard_s, self._is_probed = _CLOCK.now_s(), False
         if reply is Reply.FENCED and incarnation > self._incarnation:
             self.is_fenced = True
             self.end(f"incarnation {self._incarnation} was replaced by {incarnation}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from slipstream.core import frames, wire
 from slipstream.core.addresses import AddressBook
@@ -346,11 +346,13 @@ class Outbox(_End):
         self._put_lock = threading.RLock()
         self._links: list[Link] = []
         self._blocked: list[Link] = []
+        self._awaited: dict[Link, None] = {}  # the links that may not be quiet: only these are looked at
         self._turn = turn
         try:
             for spec in specs:
                 if spec.target in inboxes:
                     self._links.append(inboxes[spec.target].local_link(spec, is_threaded=is_threaded))
+                    self._awaited[self._links[-1]] = None
                 else:
                     self._links.append(self._remote(spec, 0, sequence=0))
         except BaseException:
@@ -376,6 +378,7 @@ class Outbox(_End):
             if not all(link.has_room() for link in targets):
                 targets = self._wait_for_room(message)
             for link in targets:
+                self._awaited[link] = None
                 self._send(link, message)
                 if self._turn is None or not self._turn.holds(self):
                     link.release()
@@ -384,7 +387,7 @@ class Outbox(_End):
     def release(self) -> None:
         """Let the messages leave that wait for the end of a turn."""
         with self._put_lock:
-            for link in self._links:
+            for link in self._awaited:
                 link.release()
 
     def has_room_for(self, message: Message) -> bool:
@@ -410,16 +413,29 @@ class Outbox(_End):
         """Messages put and not taken yet, over all targets."""
         return sum(link.depth for link in self._links)
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing is on its way over any of its links: a `wait` may do without it."""
+        return not self._awaited and not self.is_closed
+
     def is_due(self, now_s: float) -> bool:
-        return any(link.is_due(now_s) for link in self._links)
+        return any(link.is_due(now_s) for link in [*self._awaited])
 
     def pump(self) -> None:
         """Read acknowledgements and send again what a broken connection lost. `wait` and a full `put` do it."""
+        self._pump(self._awaited)
+
+    def _pump(self, links: Iterable[Link]) -> None:
         with self._put_lock:
-            if not self.is_closed:
-                self.release()
-                for link in self._links:
-                    link.pump()
+            if self.is_closed:
+                return
+            self.release()
+            for link in [*links]:
+                link.pump()
+                if link.is_quiet:
+                    self._awaited.pop(link, None)
+                else:  # a new connection was probed
+                    self._awaited[link] = None
 
     def flush(self, deadline_s: float) -> None:
         """Wait until everything put was taken. Unblocked by: the targets take it. ChannelTimeout after `deadline_s`."""
@@ -455,21 +471,22 @@ class Outbox(_End):
                 for link in self._links:
                     if not link.is_closed:
                         link.probe()
+                        self._awaited[link] = None
 
     @property
     def heard_s(self) -> Mapping[str, float]:
         """The time at which each target last answered anything, on the wall clock."""
-        self.pump()
+        self._pump(self._links)
         return {link.executor: link.heard_s for link in self._links if isinstance(link, ZmqLink)}
 
     @property
     def connected(self) -> frozenset[str]:
         """The executors whose process is connected now, whatever it is busy with."""
-        self.pump()
+        self._pump(self._links)
         return frozenset(link.executor for link in self._links if link.is_connected)
 
     def pollables(self) -> list[Pollable]:
-        return [self.wake.fileno()] + [p for link in self._links if not link.is_closed for p in link.pollables()]
+        return [self.wake.fileno()] + [p for link in [*self._awaited] if not link.is_closed for p in link.pollables()]
 
     def _remote(self, spec: ChannelSpec, incarnation: int, *, sequence: int) -> ZmqLink:
         address = self._book.find(spec.target, incarnation)

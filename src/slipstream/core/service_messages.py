@@ -104,7 +104,7 @@ class Checkpoint(Message):
     `schedule` is the schedule's state at the same instant (JSON types), `num_events` what it had been told by then, in
     lines of `events.jsonl`, and `run` the tally's counters; all are saved with them: one consistent cut, called
     `cut`. Generators and environments save what they have of the groups that the cut owes (`core/saved.py`), under the
-    same name.
+    same name; of the schedule they are sent these groups alone, `readmit`, a replica those that it holds.
     """
 
     step: int
@@ -200,6 +200,11 @@ class Progress(Message):
 
 JUDGE_PREFIX = "judge/"
 """Begins the names of `Counters` that are of a judge: its name and the count follow, 'judge/NAME/requests'."""
+
+
+def counters_every_s(num_replicas: int) -> float:
+    """Return the seconds between two `Counters` of a replica: 1, or so many that 64 of them come in a second."""
+    return max(1.0, num_replicas / 64)
 
 
 class Counters(Message):

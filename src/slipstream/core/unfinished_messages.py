@@ -53,3 +53,10 @@ class PartialEpisode(Message, frozen=True):
 
 
 Unfinished = Partial | PartialEpisode
+
+
+class HandedOver(Message, frozen=True):
+    """The work on group `ordinal` of a replica that leaves: another one goes on with it (`Admit.partials`)."""
+
+    ordinal: int
+    partials: tuple[Unfinished, ...]

@@ -26,9 +26,11 @@ from slipstream.core.service_messages import (
     Ready,
     Settled,
     Waiting,
+    counters_every_s,
 )
 from slipstream.core.turn_messages import Observation
 from slipstream.core.types import Message, Stop
+from slipstream.core.unfinished_messages import HandedOver, Unfinished
 from slipstream.generator.backend import Backend
 from slipstream.generator.backends import BACKENDS, Setting
 from slipstream.generator.completions import TRAIN_STREAM, request_of
@@ -41,8 +43,6 @@ from slipstream.generator.requests import Finished, GenerationEngine, Labelled, 
 from slipstream.generator.version_swaps import VersionSwaps
 from slipstream.models.build import build_tokenizer, stop_token_ids
 from slipstream.observe.waste import RE_PREFILLED
-
-COUNTERS_EVERY_S = 1.0
 
 
 class Generator(Executor):
@@ -282,14 +282,29 @@ class Generator(Executor):
         """
         if self.outgoing.unsettled is None:
             return  # rank 0 has it all
-        owed = set(command.schedule["readmit"])
+        path = rollouts_dir(Path(command.path)) / f"{self.context.name}{SUFFIX}"
+        self.saver.save(path, self._partials(set(command.schedule["readmit"])), cut=command.cut)
+
+    def _partials(self, owed: Collection[int]) -> list[Unfinished]:
+        """Return what there is here of the groups `owed`; rank 0 has it all."""
+        assert self.outgoing.unsettled is not None, "rank 0"
         finished = self.outgoing.unsettled.of_groups(owed)
         partials = [partial_of_finished(one, self.outgoing.rows[one.ordinal]) for one in finished]
         if self.episodes is None:  # of an open episode the environments have what can be gone on with
             begun = [r for r in self.engine.begun() if r.stream == TRAIN_STREAM and r.ordinal in owed]
             partials += map(partial_of, begun)
-        path = rollouts_dir(Path(command.path)) / f"{self.context.name}{SUFFIX}"
-        self.saver.save(path, partials, cut=command.cut)
+        return partials
+
+    def leave(self) -> None:
+        """Hand over all that is begun here, and end. Several ranks would have to agree on a step: they end as lost."""
+        if self.context.group.world == 1:
+            groups: dict[int, list[Unfinished]] = {}
+            for one in self._partials(self.outgoing.rows):
+                groups.setdefault(one.ordinal, []).append(one)
+            for ordinal, partials in groups.items():
+                self.context.outputs["events"].put(HandedOver(ordinal=ordinal, partials=tuple(partials)))
+            self._count(is_last=True)
+        self._is_stopped = True
 
     def _request(self, message: Admit, sample: int) -> Request:
         """Return the request for one sample; ReMax's baseline, behind the group's own completions, is greedy."""
@@ -350,7 +365,7 @@ class Generator(Executor):
 
     def _count(self, *, is_last: bool = False) -> None:
         now_s = self.context.clock.now_s()
-        if is_last or now_s - self.counted_s >= COUNTERS_EVERY_S:
+        if is_last or now_s - self.counted_s >= counters_every_s(self.config.generator.replicas):
             self.counted_s = now_s
             values = {
                 "generated_tokens": float(self.outgoing.generated_tokens),

@@ -22,6 +22,8 @@ from slipstream.core.run_log import (
 )
 from slipstream.core.types import Completion, EpisodeRecord, Rollout
 
+_LAST_BYTES = 1 << 20
+
 
 class EventRecorder(JsonlWriter):
     """Append one line per event, in the order of decisions, at a `flush`. `seq` counts from 0, over resumes too.
@@ -33,7 +35,8 @@ class EventRecorder(JsonlWriter):
     def __init__(self, path: Path, clock: Clock, *, num_events: int = 0) -> None:
         super().__init__(path, in_blocks=True)
         self._now_s = clock.now_s
-        self._seq = max([num_events, *(line.seq + 1 for line in read_jsonl(path, DecisionHead))])
+        last = read_jsonl(path, DecisionHead, offset=-_LAST_BYTES)  # they ascend
+        self._seq = max([num_events, *(line.seq + 1 for line in last)])
 
     @property
     def num_events(self) -> int:

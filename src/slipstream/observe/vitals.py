@@ -12,6 +12,9 @@ from slipstream.observe.states import side_of
 from slipstream.observe.timeline import TIME_PREFIX
 from slipstream.observe.waste import RE_PREFILLED, WASTE, Wasted
 
+MOST_NAMED = 32
+"""Processes of a side that have metrics of their own."""
+
 
 @dataclass
 class Vitals:
@@ -26,7 +29,8 @@ class Vitals:
         publish_same_frac         of them, those with the bytes of the one before, although there were gradients
         version_lag_max           steps from the version of the replica that lags most to the one just made
         version_lag_excess        how far that is beyond max_staleness + 1, from where on the replica gets no work
-        wait_frac/<executor>/...  share of its time that it was in each state of waiting, as last reported
+        wait_frac/<executor>/...  share of its time that it was in each state of waiting, as last reported; of more than
+                                  32 of a side the mean, as wait_frac/<side>/...
         time/<side>/<state>       seconds, the mean over a side's processes; they report once a second, so that a short
                                   step may have none, and the next those of both (`observe/accounting.py` is exact)
         judge/<term>/<count>      of judges since the step before, as their process reports it once a second
@@ -114,14 +118,17 @@ class Vitals:
             metrics["version_lag_max"] = float(version - min(self.versions.values()))
             metrics["version_lag_excess"] = metrics["version_lag_max"] - (self.max_staleness + 1)
         num_of_side = Counter(map(side_of, self.totals))
-        for executor, totals in self.totals.items():
-            spent = self._spent(executor, totals)
-            if (total_s := sum(spent.values())) > 0.0:
-                metrics |= {f"wait_frac/{executor}/{s}": sec / total_s for s, sec in spent.items() if s[:5] == "wait_"}
-            side = side_of(executor)
-            for state in [state for state, seconds in spent.items() if seconds > 0.0]:
-                name = f"{TIME_PREFIX}{side}/{state}"
-                metrics[name] = metrics.get(name, 0.0) + spent[state] / num_of_side[side]
+        spent_of = {executor: self._spent(executor, totals) for executor, totals in self.totals.items()}
+        spent_of = {executor: spent for executor, spent in spent_of.items() if sum(spent.values()) > 0.0}
+        num_told = Counter(map(side_of, spent_of))
+        for executor, spent in spent_of.items():
+            side, total_s = side_of(executor), sum(spent.values())
+            name, parts = (executor, 1) if num_of_side[side] <= MOST_NAMED else (side, num_told[side])
+            for state, seconds in spent.items():
+                if state[:5] == "wait_":
+                    _add(metrics, f"wait_frac/{name}/{state}", seconds / total_s / parts)
+                if seconds > 0.0:
+                    _add(metrics, f"{TIME_PREFIX}{side}/{state}", seconds / num_of_side[side])
         metrics |= {f"wasted_tokens/{cause}": float(self.wasted[cause]) for cause in WASTE if cause != "left"}
         metrics |= self.judged
         self.scored, self.published, self.refused_before = [], [], num_refused
@@ -134,3 +141,7 @@ class Vitals:
         before, self.told[executor] = self.told.get(executor, {}), dict(totals)
         spent = {state: seconds - before.get(state, 0.0) for state, seconds in totals.items()}
         return spent if min(spent.values()) >= 0.0 else {}  # else it was started again and counts from 0
+
+
+def _add(metrics: dict[str, float], name: str, value: float) -> None:
+    metrics[name] = metrics.get(name, 0.0) + value
