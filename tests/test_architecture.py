@@ -151,7 +151,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 82_940
+MAX_LINES = 82_950
 MAX_LINES_OF_SPINE = 1_600
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -165,7 +165,7 @@ SPINE = (
 MAX_LINES_OF_FOLDER = {
     "algorithms": 2_310,
     "batching": 360,
-    "controller": 5_930,
+    "controller": 5_940,
     "core": 10_770,
     "environments": 8_070,
     "evals": 2_635,
