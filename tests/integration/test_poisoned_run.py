@@ -113,7 +113,7 @@ def test_a_report_that_cannot_be_drawn_hides_nothing(tiny, tmp_path, monkeypatch
         raise ZeroDivisionError("of a chart")
 
     monkeypatch.setattr("slipstream.controller.policies.DROPPED_PER_GROUP", 4)
-    monkeypatch.setattr("slipstream.stages.rl.write_report", fail)
+    monkeypatch.setattr("slipstream.observe.report.write_report", fail)
     out = tmp_path / "run"
     with pytest.raises(SlipstreamError, match="every completion of a group fails"):
         slipstream.run(
