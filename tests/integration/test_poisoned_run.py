@@ -113,9 +113,9 @@ def test_a_report_that_cannot_be_drawn_hides_nothing(tiny, tmp_path, monkeypatch
         raise ZeroDivisionError("of a chart")
 
     monkeypatch.setattr("slipstream.controller.policies.DROPPED_PER_GROUP", 4)
-    monkeypatch.setattr("slipstream.observe.report.write_report", fail)
     out = tmp_path / "run"
-    with pytest.raises(SlipstreamError, match="every completion of a group fails"):
+    with monkeypatch.context() as broken, pytest.raises(SlipstreamError, match="every completion of a group fails"):
+        broken.setattr("slipstream.observe.report.write_report", fail)
         slipstream.run(
             "quickstart", overrides=tiny | INLINE, out=out, pipeline=pipeline_with(AlwaysPoisoning), display=False
         )
