@@ -114,11 +114,12 @@ def test_a_report_that_cannot_be_drawn_hides_nothing(tiny, tmp_path, monkeypatch
 
     monkeypatch.setattr("slipstream.controller.policies.DROPPED_PER_GROUP", 4)
     out = tmp_path / "run"
-    with monkeypatch.context() as broken, pytest.raises(SlipstreamError, match="every completion of a group fails"):
+    with monkeypatch.context() as broken:
         broken.setattr("slipstream.observe.report.write_report", fail)
-        slipstream.run(
-            "quickstart", overrides=tiny | INLINE, out=out, pipeline=pipeline_with(AlwaysPoisoning), display=False
-        )
+        with pytest.raises(SlipstreamError, match="every completion of a group fails"):
+            slipstream.run(
+                "quickstart", overrides=tiny | INLINE, out=out, pipeline=pipeline_with(AlwaysPoisoning), display=False
+            )
     assert json.loads((out / "summary.json").read_text())["status"] == "failed"
     assert f"`slipstream report {out}` tries again" in caplog.text
     assert slipstream.report(out) == out / "report.html"
