@@ -137,6 +137,20 @@ def build_prompts(
     return PromptSet(train=PromptStream(train, config.seed), eval=held_out, report=report, tasks=tasks)
 
 
+def held_out_prompts(
+    config: RunConfig, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] | None, num_prompts: int | None
+) -> list[Prompt]:
+    """Return the first `num_prompts` prompts of `prompts.eval_dataset`, None: all. No training prompt is read."""
+    settings = prompts_that_fit(config)
+    assert settings.eval_dataset is not None
+    collector, template = _Collector(Encoder(settings, tokenizer, tools)), _template(settings)
+    found = [prompt for _, prompt in _read(settings.eval_dataset, settings, template, collector, num_prompts)]
+    wanted = settings.model_copy(update={"num_eval": num_prompts or 1})
+    _check_num_eval(wanted, settings.eval_dataset, len(found), collector)
+    collector.encoder.check(found)
+    return found
+
+
 HELD_OUT_SHARE = 1 / 16
 
 
@@ -146,11 +160,7 @@ def _streamed(settings: PromptsConfig, collector: _Collector, seed: int) -> Prom
     Held out are all whose seeded hash is in the lowest sixteenth, whatever else there is; the first `num_eval` of these
     are evaluated. With `eval_dataset` they are its first ones, and nothing else is left out.
     """
-    template, encoder, source = (
-        Template(settings.template, field="prompts.template"),
-        collector.encoder,
-        settings.dataset,
-    )
+    template, encoder, source = _template(settings), collector.encoder, settings.dataset
     assert source is not None
     limit = HELD_OUT_SHARE * 2**64 if settings.eval_dataset is None else 0
 
@@ -240,7 +250,7 @@ def demonstrations(
 def _from_tasks(
     config: PromptsConfig, tasks: Mapping[str, TaskConfig], collector: _Collector, seed: int
 ) -> tuple[list[Prompt], list[Prompt]]:
-    template = Template(config.template, field="prompts.template")
+    template = _template(config)
     weights = [task.weight for task in tasks.values()]
     num_train = _shares(config.num_train, weights)
     num_eval = _shares(config.num_eval, weights)
@@ -301,7 +311,7 @@ def _shares(total: int, weights: Sequence[float]) -> list[int]:
 
 
 def _from_dataset(config: PromptsConfig, collector: _Collector, seed: int) -> tuple[list[Prompt], list[Prompt]]:
-    template = Template(config.template, field="prompts.template")
+    template = _template(config)
     assert config.dataset is not None
     if config.eval_dataset is not None:  # held-out prompts first: what they share with the training data leaves it
         held_out = [p for _, p in _read(config.eval_dataset, config, template, collector, config.num_eval)]
@@ -332,6 +342,10 @@ def _read(
     return prompts
 
 
+def _template(config: PromptsConfig) -> Template:
+    return Template(config.template, field="prompts.template")
+
+
 def _check_num_eval(config: PromptsConfig, source: str, available: int, collector: _Collector) -> None:
     if not collector.num_candidates:
         raise ConfigError(
@@ -344,9 +358,10 @@ def _check_num_eval(config: PromptsConfig, source: str, available: int, collecto
     if available < config.num_eval:
         raise ConfigError(
             f"dataset '{source}' cannot supply enough distinct held-out prompts",
-            got=f"num_eval = {config.num_eval}, of {collector}",
+            got=f"{config.num_eval} asked for, of {collector}",
             allowed=f"at most {max(0, available)}",
-            hint="lower prompts.num_eval and eval.num_prompts, or give prompts.eval_dataset",
+            hint="lower prompts.num_eval and eval.num_prompts"
+            + ", or give prompts.eval_dataset" * (config.eval_dataset is None),
         )
 
 
