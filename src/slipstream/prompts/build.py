@@ -146,7 +146,7 @@ def held_out_prompts(
     collector, template = _Collector(Encoder(settings, tokenizer, tools)), _template(settings)
     found = [prompt for _, prompt in _read(settings.eval_dataset, settings, template, collector, num_prompts)]
     wanted = settings.model_copy(update={"num_eval": num_prompts or 1})
-    _check_num_eval(wanted, settings.eval_dataset, len(found), collector)
+    _check_num_eval(wanted, settings.eval_dataset, len(found), collector, asked="num_prompts")
     collector.encoder.check(found)
     return found
 
@@ -346,7 +346,9 @@ def _template(config: PromptsConfig) -> Template:
     return Template(config.template, field="prompts.template")
 
 
-def _check_num_eval(config: PromptsConfig, source: str, available: int, collector: _Collector) -> None:
+def _check_num_eval(
+    config: PromptsConfig, source: str, available: int, collector: _Collector, *, asked: str = "num_eval"
+) -> None:
     if not collector.num_candidates:
         raise ConfigError(
             f"dataset '{source}' has no rows", got="nothing to read in it", allowed="one prompt a row, at least"
@@ -358,7 +360,7 @@ def _check_num_eval(config: PromptsConfig, source: str, available: int, collecto
     if available < config.num_eval:
         raise ConfigError(
             f"dataset '{source}' cannot supply enough distinct held-out prompts",
-            got=f"{config.num_eval} asked for, of {collector}",
+            got=f"{asked} = {config.num_eval}, of {collector}",
             allowed=f"at most {max(0, available)}",
             hint="lower prompts.num_eval and eval.num_prompts"
             + ", or give prompts.eval_dataset" * (config.eval_dataset is None),
