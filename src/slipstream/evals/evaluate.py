@@ -40,6 +40,7 @@ from slipstream.prompts import build_prompts, held_out_prompts, task_table
 from slipstream.rewards.checks import check_rewards
 from slipstream.rewards.dry_call import dry_call
 from slipstream.rewards.given import Functions, Reward, with_given
+from slipstream.rewards.user_functions import columns_needed
 
 
 @dataclass(frozen=True)
@@ -185,7 +186,8 @@ def evaluate(
         num_prompts = config.eval.num_prompts
     _check(config, functions, environments, num_prompts or 1, num_samples)
     tokenizer = build_tokenizer(config.model)
-    held_out = _held_out(config, tokenizer, environments, num_prompts, is_whole=is_whole)
+    needed = columns_needed(config.rewards, functions)
+    held_out = _held_out(config, tokenizer, environments, num_prompts, needed, is_whole=is_whole)
     check_completions("num_prompts", len(held_out), num_samples, max_tokens=config.longest_completion)
     tasks = task_table(config.prompts.tasks)
     dry_call(config.rewards, tasks, held_out, functions=functions, group_size=num_samples)
@@ -274,7 +276,13 @@ def write_answers(result: EvalResult, path: Path) -> None:
 
 
 def _held_out(
-    config: RunConfig, tokenizer: Tokenizer, environments: Given | None, num_prompts: int | None, *, is_whole: bool
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    environments: Given | None,
+    num_prompts: int | None,
+    needed: Mapping[str, str],
+    *,
+    is_whole: bool,
 ) -> list[Prompt]:
     """Return the prompts to answer, of which the first and the last have been tried with their environments."""
     with Rehearsal(config, environments, private=private_folders(config)) as rehearsal:
@@ -287,9 +295,9 @@ def _held_out(
                 hint="another prompts.num_eval is another split: some of its held-out prompts may have been trained on",
             )
         if config.prompts.eval_dataset is not None:
-            held_out = held_out_prompts(config, tokenizer, rehearsal.tools, num_prompts)
+            held_out = held_out_prompts(config, tokenizer, rehearsal.tools, num_prompts, needed)
         else:
-            held_out = build_prompts(config, tokenizer, rehearsal.tools).eval[:num_prompts]
+            held_out = build_prompts(config, tokenizer, rehearsal.tools, needed).eval[:num_prompts]
         rehearsal.play(held_out, tokenizer)
         return held_out
 
