@@ -72,7 +72,7 @@ def test_other_data_is_evaluated_as_it_is_named(
     assert [answer.prompt for answer in found.greedy_answers] == ["abc>", "cba>", "dog>"]
     assert [answer.reference for answer in found.greedy_answers] == ["cba", "abc", "god"]
     assert cli.main(["eval", run, "--num-prompts", "1", "--prompts.eval-dataset", other]) == 0
-    assert f"{run}, 1 held-out prompts\n" in capsys.readouterr().out
+    assert f"{run}, 1 prompts of {other}\n" in capsys.readouterr().out
     for flags, said in (
         (["--prompts.dataset", other], "would not be evaluated on"),
         (["--data", other, "--prompts.eval-dataset", old], "would not be evaluated on"),

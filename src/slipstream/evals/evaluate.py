@@ -102,8 +102,8 @@ class EvalResult:
     reward's terms. Accuracies, in 0..1, are None where `eval.measure` is not set, and `pass_at_k` is empty; it maps k
     to the unbiased estimate from the samples. `signal_frac` is the share of prompts whose samples differ in reward, as
     RL with groups of `num_samples` needs. `num_failed` counts answers whose scoring, or whose environment, failed, and
-    `failures` the reasons. `episodes` and `sampled_episodes` are there with an environment. `data` is the data set that
-    took the place of the held-out prompts.
+    `failures` the reasons. `episodes` and `sampled_episodes` are there with an environment. `data` is the data set of
+    the prompts, None where they are split off the run's own.
     """
 
     checkpoint: str
@@ -208,7 +208,7 @@ def evaluate(
         )
         for index, (completion, rollout) in enumerate(zip(completions, rollouts, strict=True))
     )
-    return _result(config, answers, num_greedy, num_samples, data=config.prompts.eval_dataset if is_whole else None)
+    return _result(config, answers, num_greedy, num_samples)
 
 
 def _check(
@@ -238,9 +238,7 @@ def _scored(
     return greedy + scores(numbered(completions[num_greedy:], num_samples), group_size=num_samples)
 
 
-def _result(
-    config: RunConfig, answers: tuple[HeldOutAnswer, ...], num_greedy: int, num_samples: int, *, data: str | None
-) -> EvalResult:
+def _result(config: RunConfig, answers: tuple[HeldOutAnswer, ...], num_greedy: int, num_samples: int) -> EvalResult:
     """Return the means of the answers, of which the first `num_greedy` are greedy."""
     measure = config.eval.measure
     greedy, sampled = measured(answers[:num_greedy], measure), measured(answers[num_greedy:], measure)
@@ -265,7 +263,7 @@ def _result(
         failures=dict(failures.most_common()),
         episodes=_episode_means(answers[:num_greedy]),
         sampled_episodes=_episode_means(answers[num_greedy:]),
-        data=data,
+        data=config.prompts.eval_dataset,
     )
 
 

@@ -391,7 +391,9 @@ def _check_num_eval(
             got=f"{asked} = {config.num_eval}, of {collector}",
             allowed=f"at most {max(0, available)}",
             hint="lower prompts.num_eval and eval.num_prompts"
-            + ", or give prompts.eval_dataset" * (config.eval_dataset is None),
+            + ", or give prompts.eval_dataset" * (config.eval_dataset is None)
+            if asked == "num_eval"
+            else None,
         )
 
 
