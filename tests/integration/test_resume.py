@@ -299,7 +299,7 @@ def test_an_extended_run_is_one_that_was_as_long_from_the_start(small, tmp_path,
 
 
 def test_a_run_that_has_done_as_many_steps_is_not_told_that_it_has_gone_further():
-    before = resolve({"steps": 9, "groups_per_step": 2})
+    before = resolve("quickstart", {"steps": 9, "groups_per_step": 2})
     for steps, told in ((4, "has gone further"), (5, "has done that many steps, and has begun the next")):
         with pytest.raises(ConfigError, match=rf"{told}(.|\n)*steps = {steps}, after 5 steps(.|\n)*at least 7"):
             extension(before, before.model_copy(update={"steps": steps}), Snapshot(14, 5, [], 0, 0, []))
