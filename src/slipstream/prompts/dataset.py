@@ -47,12 +47,10 @@ def _check_columns(
     for name, why in needed.items():
         own = config.answer_column if name == "answer" else name
         if own not in record and (name == "answer" or name not in row.columns):
-            raise ConfigError.unknown(
-                f"{where} has no column '{own}', which {why} needs",
-                own,
-                sorted(record),
-                hint="complete or drop the row",
-            )
+            is_template = why.endswith(".template") and config.answer_column in record
+            hint = f"write {why} = '{{answer}}'" if is_template else "a parameter with a default needs no column"
+            what = f"{where} has no column '{own}', which {why} needs"
+            raise ConfigError.unknown(what, own, sorted(record), hint=f"complete or drop the row; {hint}")
 
 
 def check_source(source: str) -> None:
