@@ -151,7 +151,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 82_950
+MAX_LINES = 83_190
 MAX_LINES_OF_SPINE = 1_600
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -165,19 +165,19 @@ SPINE = (
 MAX_LINES_OF_FOLDER = {
     "algorithms": 2_310,
     "batching": 360,
-    "controller": 5_940,
-    "core": 10_770,
+    "controller": 5_955,
+    "core": 10_815,
     "environments": 8_070,
-    "evals": 2_635,
+    "evals": 2_685,
     "generator": 8_505,
     "jail": 1_060,
     "jobs": 965,
     "models": 7_715,
     "observe": 9_780,
     "plan": 6_320,
-    "prompts": 1_300,
-    "rewards": 3_860,
-    "stages": 2_685,
+    "prompts": 1_385,
+    "rewards": 3_875,
+    "stages": 2_695,
     "trainer": 5_290,
     "weight_sync": 3_475,
 }
