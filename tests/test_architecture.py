@@ -151,7 +151,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 83_190
+MAX_LINES = 83_170
 MAX_LINES_OF_SPINE = 1_600
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -175,7 +175,7 @@ MAX_LINES_OF_FOLDER = {
     "models": 7_715,
     "observe": 9_780,
     "plan": 6_320,
-    "prompts": 1_385,
+    "prompts": 1_380,
     "rewards": 3_875,
     "stages": 2_695,
     "trainer": 5_290,
