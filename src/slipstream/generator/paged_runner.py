@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from slipstream.core.errors import ConfigError
+from slipstream.generator.fused_decode import default_fused, fused_forward
 from slipstream.generator.noise import uniform_tensor
 from slipstream.generator.paged_attention import (
     AttendPages,
@@ -116,7 +117,7 @@ class PagedRunner:
     many again without), unless `num_pages` says how much there is or `kv_bytes` bounds it. New weights must be copied
     into the tensors that the model has: on CUDA captured steps read those, and a model whose tensors have moved raises
     WeightSyncError. Nothing here is derived from weights. `captures` False runs every step as it is on CUDA too, to
-    look for what a graph hides.
+    look for what a graph hides. `fused`: layers run in few kernels of Triton (`fused_decode.py`); None: where they can.
     """
 
     joins_prefill = False  # a captured step has the shape of its rows
@@ -133,6 +134,7 @@ class PagedRunner:
         kv_dtype: torch.dtype | None = None,
         attend: AttendPages | None = None,
         captures: bool = True,
+        fused: bool | None = None,
         records_routes: bool = False,
     ) -> None:
         config = model.config
@@ -168,6 +170,8 @@ class PagedRunner:
             recorded=(config.experts_per_token, config.num_experts) if records_routes else None,
         )
         self._attend = default_attend(self._device) if attend is None else attend
+        is_fused = default_fused(model, self._device) if fused is None else fused
+        self._forward = partial(fused_forward, model) if is_fused else model
         self._graphs = StepGraphs(model, self._device, captures=captures)
         self._rows = _DeviceRows(num_rows, self._device)
         # The host's block tables lie in memory that the device reads by itself, where there is one.
@@ -329,7 +333,7 @@ class PagedRunner:
         pages = blocks.gather(1, (positions // PAGE_SIZE).unsqueeze(1)).squeeze(1).long()
         slots = pages * PAGE_SIZE + positions % PAGE_SIZE
         attention = PagedDecodeAttention(self._kv, self._attend, slots=slots, blocks=blocks, lengths=positions + 1)
-        hidden = self._model(state.input_tokens[rows], positions, attention)
+        hidden = self._forward(state.input_tokens[rows], positions, attention)
         sampled = sample_tokens(
             self._model.logits(hidden),
             SamplingRows(state.temperatures[rows], state.top_k[rows], state.top_p[rows], state.min_p[rows]),
