@@ -31,8 +31,9 @@ from slipstream.plan.layouts import (
 )
 from slipstream.plan.lengths import imbalance, slowest_replica
 
-DECODE_KERNELS = 10  # per layer (`generator/fused_decode.py`), counted by `test_decode_kernels.py`
-UNFUSED_DECODE_KERNELS = 17  # of layers that are divided over ranks, or of another kind
+# Per layer, counted by `test_decode_kernels.py`: two norms, four products, rotation and cache, attention and reduction,
+# activation. Layers that our engine does not fuse (divided over ranks, LayerNorm) have up to 20.
+DECODE_KERNELS = 10
 PREFILL_CHUNK = 512  # tokens prefilled beside a decode step (`generator.prefill_chunk`)
 LOGITS_AT_ONCE = MAX_LOGITS["cuda"]  # larger heads run in chunks that the backward pass computes again
 LOGIT_PASSES = 5  # reads or writes of float32 logits, from the product to a token with its logprob, or to a loss
@@ -78,14 +79,13 @@ class CostModel:
         head_precision: Precision = "bfloat16" if precision == "fp8" else precision
         width, logits = live * model.hidden_size * activation, live * model.vocab_size * 4
         sums, host_s = model.num_layers * counts.joins, self.efficiency.host_task_s
-        kernels = DECODE_KERNELS if ranks == 1 and not model.layer_norm else UNFUSED_DECODE_KERNELS
         return Parts(
             {
                 "weights": model.num_layers * self._layer(live, counts, precision)
                 + self._product(live, counts.head_matrix, head_precision)
                 + self._product(live, self.adapters.multiplied, "float32"),
                 "keys_and_values": self._move(live * context * counts.kv_bytes(precision)),
-                "kernels": (model.num_layers * kernels + self.adapters.kernels + LOGIT_PASSES)
+                "kernels": (model.num_layers * DECODE_KERNELS + self.adapters.kernels + LOGIT_PASSES)
                 * self.efficiency.kernel_s,
                 "tensor_parallel": sums * self._all_reduce(width, ranks)
                 + self._all_gather(logits, ranks)
