@@ -30,14 +30,14 @@ CASES = (  # compute capability, precision, query heads, key-value heads, head s
 )
 
 
-def compiled(
-    kernel: Any, types: dict[str, str], constants: dict[str, int], capability: int, num_warps: int = 4
-) -> Any:
+def compiled(kernel: Any, types: dict[str, str], constants: dict[str, int], capability: int, num_warps: int = 4) -> Any:
     """The program; pointers begin at multiples of 16 bytes, as torch's do."""
     signature = types | dict.fromkeys(constants, "constexpr")
     aligned = {(place,): [["tt.divisibility", 16]] for place, kind in enumerate(types.values()) if kind[0] == "*"}
     source = ASTSource(kernel, signature, constants, aligned)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_stages": 2, "num_warps": num_warps})
+    return triton.compile(
+        source, target=GPUTarget("cuda", capability, 32), options={"num_stages": 2, "num_warps": num_warps}
+    )
 
 
 def power_of_two(number: int) -> int:
@@ -94,7 +94,7 @@ def check_resources(program: Any) -> None:
     (registers,) = re.findall(r"Used (\d+) registers", told)
     assert int(registers) <= MOST_REGISTERS, told
     if "-v" in sys.argv:
-        print(program.metadata.name, program.metadata.num_warps, "warps", registers, "registers")
+        sys.stdout.write(f"{program.metadata.name}: {program.metadata.num_warps} warps, {registers} registers\n")
 
 
 def decode() -> None:
