@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_step_on_make_believe_cuda import CONFIG, CONFIGS, CUDA, cuda, served_model
+from test_step_on_make_believe_cuda import CONFIG, CONFIGS, CUDA, NoCopies, cuda, served_model
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -94,7 +94,7 @@ def count(cuda: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Counter[
             for name in ("add_norm_kernel", "silu_mul_kernel", "enter_kernel"):
                 monkeypatch.setattr(decode_kernels, name, kernels.launches(name))
             runner = PagedRunner(model, num_rows=4, max_len=512, attend=attend, captures=False, fused=fused)
-            with kernels:
+            with NoCopies(), kernels:
                 out = runner._step(runner._shape(4, 512, SamplingPlan()))
             assert (out.shape, out.device) == ((4, 2), CUDA)
             found.append(kernels.names)
