@@ -14,14 +14,16 @@ from test_engine_transformers import hf_model, prompts_of
 
 from slipstream.core.errors import ConfigError
 from slipstream.core.fields import Precision
+from slipstream.core.sections import GeneratorConfig
 from slipstream.generator.engine import Engine
+from slipstream.generator.native import likely_plans
 from slipstream.generator.noise import noise_keys, uniform
 from slipstream.generator.paged_kv import PAGE_SIZE, PagedKV
-from slipstream.generator.paged_runner import PagedRunner, context_buckets, row_buckets
+from slipstream.generator.paged_runner import PagedRunner, StepShape, context_buckets, row_buckets
 from slipstream.generator.requests import Finished, Request
 from slipstream.generator.runner import Chunk, Decoded, Prefix, RowStates
 from slipstream.generator.sampler import SamplingPlan
-from slipstream.generator.step_graphs import WeightAddresses
+from slipstream.generator.step_graphs import StepGraphs, WeightAddresses
 from slipstream.models.attention import PackedAttention
 from slipstream.models.hf import load_model
 from slipstream.models.served import ServedWeights
@@ -334,3 +336,19 @@ def test_any_linear_layer_will_do() -> None:
     model.layers[0].up.forward = lambda x: x @ weight.T  # type: ignore[method-assign]
     batch = requests(2, 2, max_new_tokens=10)
     assert_same_texts(run(paged_engine(model), batch), run(new_engine(random_model()), batch))
+
+
+def test_likely_steps_are_those_of_all_rows_as_training_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The keys that are captured at the start are those that a full engine of such requests asks for."""
+    asked: list[StepShape] = []
+    run_step = StepGraphs.run
+    monkeypatch.setattr(StepGraphs, "run", lambda self, key, step: (asked.append(key), run_step(self, key, step))[1])
+    generator = GeneratorConfig(temperature=0.7, top_k=5, keep_sets=True)
+    options = {"num_slots": 12, "max_len": 600, "is_paged": True, "likely": likely_plans(generator)}
+    engine = new_engine(random_model(max_positions=600), **options)
+    assert [(shape.num_rows, shape.num_blocks) for shape in asked] == [(12, 38), (12, 32), (12, 16)]
+    ready, asked[:] = set(asked), []
+    batch = [replace(r, temperature=0.7, top_k=5, keep_sets=True) for r in requests(12, max_new_tokens=3)]
+    run(engine, batch)
+    assert asked[0] in ready
+    assert asked[0].num_rows == 12

@@ -111,8 +111,9 @@ class _DeviceRows:
             own.copy_(torch.where(source < 0, given, own.index_select(1, source.clamp(min=0))))
 
     def begin(self) -> None:
-        """Note from here on; to be called when the device has read what was noted before."""
-        self._host[0] = np.arange(self._host.shape[1])
+        """Note from here on, if all is applied that was noted before; to be called when the device has read it."""
+        if not self.is_changed:
+            self._host[0] = np.arange(self._host.shape[1])
 
 
 def _check_current(device: torch.device) -> None:
