@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from engine_kit import STOP, drain, new_engine, random_model, random_prompt, requests, run
 from test_engine_transformers import hf_model, prompts_of
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream.core.errors import ConfigError
 from slipstream.core.fields import Precision
@@ -352,3 +354,36 @@ def test_likely_steps_are_those_of_all_rows_as_training_samples(monkeypatch: pyt
     run(engine, batch)
     assert asked[0] in ready
     assert asked[0].num_rows == 12
+
+
+class Operations(TorchDispatchMode):
+    """Lists what runs, and for copies whence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.sources: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func._schema.name)
+        if func is torch.ops.aten.copy_.default:
+            self.sources.append(args[1].data_ptr())
+        return func(*args, **(kwargs or {}))
+
+
+def test_all_changes_between_two_steps_are_one_upload() -> None:
+    """Opening, closing and moving rows runs nothing; the next step brings their numbers and tables along, once."""
+    runner = PagedRunner(random_model(), num_rows=8, max_len=64)
+    with Operations() as between:
+        runner.open_rows([0, 1, 2, 5], None, states(4, length=0))
+        runner.close_rows([1])
+        runner.move_rows([5], [1])
+    assert not between.names
+    uploads = []
+    for _ in range(2):
+        with Operations() as step:
+            runner.decode(4)
+        uploads.append(step.sources.count(runner._host.data_ptr()))
+    assert uploads == [1, 0]
+    assert runner._rows.advance.tolist() == [1, 1, 1, 0, 0, 0, 0, 0]
+    assert runner._rows.positions.tolist() == [2, 2, 2, 0, 0, 0, 0, 0]
