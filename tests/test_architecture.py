@@ -151,7 +151,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 83_170
+MAX_LINES = 83_540
 MAX_LINES_OF_SPINE = 1_600
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -169,7 +169,7 @@ MAX_LINES_OF_FOLDER = {
     "core": 10_815,
     "environments": 8_070,
     "evals": 2_685,
-    "generator": 8_505,
+    "generator": 8_865,
     "jail": 1_060,
     "jobs": 965,
     "models": 7_715,
@@ -181,7 +181,9 @@ MAX_LINES_OF_FOLDER = {
     "trainer": 5_290,
     "weight_sync": 3_475,
 }
-LONG_FUNCTIONS = {"generator/paged_kernels.py": "a kernel is one function"}
+LONG_FUNCTIONS = dict.fromkeys(
+    ("generator/paged_kernels.py", "generator/decode_kernels.py"), "a kernel is one function"
+)
 
 
 def test_the_package_keeps_to_its_budget_of_lines() -> None:
