@@ -248,3 +248,9 @@ def test_why_a_run_ended_early_and_its_best_model_are_said() -> None:
 
 def test_staleness_0_is_called_by_its_name():
     assert config_summary(resolve("quickstart", {"max_staleness": 0}))["mode"].endswith(", synchronous: staleness 0")
+
+
+def test_an_error_of_several_lines_is_told_in_one():
+    display, _, out = make_display(is_terminal=False)
+    display.note("environment: a name\n  got:     'f '\n  allowed: letters")
+    assert out.getvalue().splitlines()[-1] == "environment: a name; got: 'f '; allowed: letters"

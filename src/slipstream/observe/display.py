@@ -162,7 +162,7 @@ class Display:
 
     def note(self, text: str) -> None:
         """Something the user should read: a warning, a checkpoint."""
-        self._say(printable(text, limit=2000))
+        self._say(printable(in_one_line(text), limit=2000))
 
     def samples(self, samples: Iterable[Sample]) -> None:
         """Print the answers to the same prompts before and after training."""
@@ -365,6 +365,12 @@ def printable(text: str, limit: int = 160) -> str:
         char.encode("unicode_escape").decode() if unicodedata.category(char) in ("Cc", "Cf", "Zl", "Zp", "Cs") else char
         for char in cut
     )
+
+
+def in_one_line(text: str) -> str:
+    """Return `text` as it is, or its lines as one: an error has a line for each of its parts."""
+    lines = text.splitlines()
+    return text if len(lines) < 2 else "; ".join(" ".join(line.split()) for line in lines if line.strip())
 
 
 def _said(answer: str | None, turns: Sequence[TranscriptPart] | None) -> str:
