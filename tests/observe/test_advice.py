@@ -80,6 +80,7 @@ def made(
     timeline: bool = False,
     decisions: bool = False,
     has_dial: bool = False,
+    resumed: bool = False,
 ) -> RunData:
     """A run of which everything but this is as it should be. `held_out`: version -> accuracy, of those measured."""
     make_run_dir(run_dir, steps=steps)
@@ -111,6 +112,8 @@ def made(
         (run_dir / "events.jsonl").write_text("")
     if timeline:
         (run_dir / "timeline.json").write_text("{}")
+    if resumed:
+        (run_dir / "attempt_1").mkdir()
     run = read_run(run_dir)
     if has_dial:
         run = replace(run, times=replace(run.times, balance=make_summary().balance))
@@ -188,6 +191,12 @@ CASES: dict[str, dict[str, tuple[dict[str, Any], str, bool]]] = {
             SAID,
         ),
         "little": ({"waste": {"no_signal": 400}}, "Wasted", NOT_SAID),
+        "resumed": (
+            {"waste": {"regenerated": 4050}, "resumed": True},
+            "most of them sampled again after the run was resumed.",
+            SAID,
+        ),
+        "a process lost": ({"waste": {"regenerated": 4050}}, "because the first copy was lost with a process.", SAID),
         "left by a run that ended early": ({"waste": {"left": 8000}, "status": "interrupted"}, "Wasted", NOT_SAID),
         "short": ({"waste": {"no_signal": 4050}, "steps": 5}, "Wasted", NOT_SAID),
         "no step": ({"waste": {"no_signal": 4050}, "steps": 0}, "Wasted", NOT_SAID),
@@ -197,6 +206,27 @@ CASES: dict[str, dict[str, tuple[dict[str, Any], str, bool]]] = {
         "none rang": ({}, "No alarm rang.", SAID),
         "too short for some": ({"steps": WATCHED_STEPS - 1}, "No alarm rang.", NOT_SAID),
         "none watched": ({"config": "[health]\nalarms = false\n"}, "No alarm rang.", NOT_SAID),
+    },
+    "few_signals": {
+        "collapsed": (
+            {"steps": 12, "line": {"no_signal_frac": 0.92, "groups_scored": 48.0}},
+            "Only 8.0% of the groups had a signal: in the others all completions got the same reward, so nothing is "
+            "learned from them and the trainer waits for other groups. Where all fail, try an easier task, a warm start",
+            SAID,
+        ),
+        "trained anyway": (
+            {"line": {"no_signal_frac": 0.92, "groups_scored": 48.0}, "config": "[loss]\nskip_no_signal = false\n"},
+            "trainer waits",
+            NOT_SAID,
+        ),
+        "as the quickstart at its end": ({"line": {"no_signal_frac": 0.67, "groups_scored": 24.0}}, "Only", NOT_SAID),
+        "failed": (
+            {"line": {"no_signal_frac": 1.0, "groups_scored": 48.0, "scored_failed_frac": 0.9}},
+            "Only",
+            NOT_SAID,
+        ),
+        "of a few": ({"steps": 2, "line": {"no_signal_frac": 1.0, "groups_scored": 8.0}}, "Only", NOT_SAID),
+        "no step": ({"steps": 0}, "Only", NOT_SAID),
     },
     "go_on": {
         "stopped": ({"status": "interrupted", "checkpoint": True}, "slipstream run --resume", SAID),
@@ -208,6 +238,11 @@ CASES: dict[str, dict[str, tuple[dict[str, Any], str, bool]]] = {
         "on at the end": ({"alarms": (alarm("began"),)}, "ess collapse: Bad. Try: x.", SAID),
         "ended": ({"alarms": (alarm("began"), alarm("ended"))}, "ess collapse", NOT_SAID),
         "notice": ({"alarms": (alarm("began", severity="notice"),)}, "ess collapse", NOT_SAID),
+        "said already": (
+            {"alarms": (alarm("began", name="no_signal"),), "line": {"no_signal_frac": 0.95, "groups_scored": 48.0}},
+            "no signal",
+            NOT_SAID,
+        ),
     },
     "use_idle": {
         "idle": ({"has_dial": True}, "Use what is idle: trainer.epochs = 2 would use it.", SAID),

@@ -88,7 +88,10 @@ class Display:
         self._first_step_s: float | None = None
         self._first_step = 0
         self._phase: tuple[str, int, int, list[str]] | None = None
+        self._phase_began = (0.0, 0)  # seconds, and how much was done
         self._metrics: dict[str, Any] = {}
+        self._reward: float | None = None
+        self._knows_scored = False
         self._trained: deque[tuple[float, float]] = deque(maxlen=10)  # (tokens, seconds) of the last steps
         self._num_done = self._num_ready = 0
         self._spark: list[tuple[float, int]] = [(0.0, 0)] * min(_SPARK_WIDTH, steps)
@@ -114,6 +117,12 @@ class Display:
         """Progress of something outside the RL loop: the warm start, an evaluation, the export."""
         is_new = self._phase is None or self._phase[0] != name
         values = [f"{key} {value:.3g}" for key, value in (metrics or {}).items()]
+        now_s = self._clock.now_s()
+        if is_new:
+            self._phase_began = (now_s, done)
+        began_s, first = self._phase_began
+        if first < done < total:
+            values.append(f"{duration((now_s - began_s) / (done - first) * (total - done))} left")
         self._phase = (name, done, total, values)
         if self._is_due(force=is_new or done == total):
             self._update("  ".join([f"{name} {done}/{total}", *values]))
@@ -131,7 +140,10 @@ class Display:
         self._num_done = step + 1
         if self._first_step_s is None:
             self._first_step_s, self._first_step = now_s, step
-        if (reward := metrics.get("reward")) is not None and 0 <= step < self._steps:
+        if "scored_reward_mean" in metrics or not self._knows_scored:  # of all completions, else of trained groups
+            self._knows_scored = "scored_reward_mean" in metrics
+            self._reward = metrics.get("scored_reward_mean", metrics.get("reward"))
+        if (reward := self._reward) is not None and 0 <= step < self._steps:
             bucket = step * len(self._spark) // self._steps
             total, count = self._spark[bucket]
             self._spark[bucket] = (total + float(reward), count + 1)
@@ -278,11 +290,12 @@ class Display:
     def _step_line(self) -> str:
         m = self._metrics
         parts = [f"step {self._num_done}/{self._steps}"]
-        if m.get("reward") is not None:
-            parts.append(f"reward {m['reward']:.3f}")
+        if self._reward is not None:
+            parts.append(f"reward {self._reward:.3f}")
         if self._evaluations:
-            name, value = self._evaluations[-1][1].headline
-            parts.append(f"held-out {name} {_cell(value)}")
+            label, found = self._evaluations[-1]
+            name, value = found.headline
+            parts.append(f"held-out {name} {_cell(value)} {'at step 0' if label == 'before' else label}")
         if m.get("staleness_mean") is not None:
             parts.append(f"staleness {m['staleness_mean']:.2f} (max {m['staleness_max']:.0f}, bound {self._bound})")
         parts += [f"{word} {rate} tokens/s" for word, rate in _rates(m).items()]
@@ -330,8 +343,7 @@ class Display:
 
     def _reward_text(self) -> Text:
         means = [total / count for total, count in self._spark if count]
-        latest = self._metrics.get("reward")
-        text = Text().append("" if latest is None else f"{latest:.3f}  ", style="bold")
+        text = Text().append("" if self._reward is None else f"{self._reward:.3f}  ", style="bold")
         return text.append(sparkline(means), style="green")
 
 
