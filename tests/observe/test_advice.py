@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from slipstream.observe import display, noise
 from slipstream.observe.health import RULES, WATCHED_STEPS, Alarm, Health, unfit
 from slipstream.observe.report import overview, write_report
 from slipstream.observe.report.data import RunData, read_run
+from slipstream.observe.samples import Sample
 from slipstream.observe.summary import Evaluation, Evaluations, Throughput, write_summary
 
 OLD_S = 3600.0
@@ -211,7 +213,7 @@ CASES: dict[str, dict[str, tuple[dict[str, Any], str, bool]]] = {
         "collapsed": (
             {"steps": 12, "line": {"no_signal_frac": 0.92, "groups_scored": 48.0}},
             "Only 8.0% of the groups had a signal: in the others all completions got the same reward, so nothing is "
-            "learned from them and the trainer waits for other groups. Where all fail, try an easier task, a warm start",
+            "learned from them and the trainer waits for other groups. Where all fail, try an easier task, a warm",
             SAID,
         ),
         "trained anyway": (
@@ -559,7 +561,25 @@ def test_a_run_that_ended_before_its_first_step_has_no_rates_and_no_verdict(caps
 
 
 def test_the_time_of_a_resumed_run_is_that_of_all_attempts(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "done: 20 steps in 1 min 12 s " in finished(capsys, earlier_s=60.0)
+    assert "done: 20 steps in 1 min 12 s, 1 min 00 s of it before the resume  gen" in finished(capsys, earlier_s=60.0)
+    assert "done: 20 steps in 12 s  generated" in finished(capsys)
+
+
+def test_the_last_lines_say_where_a_tracker_writes_and_what_adapters_train(capsys: pytest.CaptureFixture[str]) -> None:
+    config = resolve("quickstart", {"model": {"lora": {"rank": 4, "targets": ["q_proj", "v_proj"]}}})
+    shown = display.Display(display.config_summary(config), steps=1, max_staleness=2)
+    shown.finish(make_summary(adapter_params=1_500), {"tensorboard": Path("runs/q/tensorboard")})
+    lines = capsys.readouterr().out.splitlines()
+    assert "adapters LoRA rank 4 on q_proj, v_proj   " in lines[0]
+    assert "LoRA rank 4 on q_proj, v_proj, 1,500 trainable of 651,500 parameters" in lines
+    assert lines[-1] == "tensorboard runs/q/tensorboard   look: tensorboard --logdir runs/q/tensorboard"
+
+
+def test_an_interrupted_run_has_no_column_of_answers_after_it(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = display.Display({"recipe": "q"}, steps=1, max_staleness=2)
+    shown.samples([Sample(prompt="abc>", answer="cba", before="abc", after=None)])
+    cells = [[cell.strip() for cell in re.split("[│┃]", line)] for line in capsys.readouterr().out.splitlines()]
+    assert [row for row in cells if len(row) > 1] == [["prompt", "answer", "before"], ["abc>", "cba", "abc"]]
 
 
 def test_a_mean_reward_within_its_error_may_be_chance() -> None:

@@ -49,10 +49,12 @@ def config_summary(config: RunConfig) -> dict[str, str]:
     promise = f"{config.schedule.policy}, no bound" if bound is None else f"staleness <= {bound}"
     if bound == 0:
         promise = "synchronous: staleness 0"
+    adapters = {"adapters": config.model.lora.in_words} if config.model.lora.is_set else {}
     return {
         "recipe": config.recipe,
         "seed": str(config.seed),
         "model": model,
+        **adapters,
         "task": tasks,
         "batch": f"{config.groups_per_step} prompts x {config.completions_per_group} completions",
         "mode": f"{config.weight_update}, {promise}",
@@ -179,12 +181,15 @@ class Display:
     def samples(self, samples: Iterable[Sample]) -> None:
         """Print the answers to the same prompts before and after training."""
         table = Table(title="samples", title_justify="left", show_edge=False, pad_edge=False)
-        for name in ("prompt", "answer", "before", "after"):
+        samples = list(samples)
+        has_after = any(one.after is not None or one.after_turns is not None for one in samples)
+        columns = ("prompt", "answer", "before", "after")[: None if has_after else -1]
+        for name in columns:
             table.add_column(name, overflow="fold")
         for one in samples:
             ends = (_said(one.before, one.before_turns), _said(one.after, one.after_turns))
             cells = (printable(one.prompt), printable(one.answer or ""), *ends)
-            table.add_row(*(Text(self._encodable(cell)) for cell in cells))
+            table.add_row(*(Text(self._encodable(cell)) for cell in cells[: len(columns)]))
         if table.row_count:
             self._print(table)
 
@@ -204,7 +209,12 @@ class Display:
         staleness, rates = summary.staleness, _rates(msgspec.to_builtins(summary.throughput))
         told = "".join(f"  {word} {rate} tokens/s" for word, rate in rates.items())
         ended = "" if summary.stopped_because is None else f", ended by {summary.stopped_because},"
-        self._say(f"{summary.status}: {plural(summary.steps, 'step')}{ended} in {duration(summary.total_s)}{told}")
+        took = duration(summary.total_s)
+        if summary.earlier_s:
+            took += f", {duration(summary.earlier_s)} of it before the resume"
+        self._say(f"{summary.status}: {plural(summary.steps, 'step')}{ended} in {took}{told}")
+        if summary.adapter_params:
+            self._say(f"{self._headline.get('adapters', 'LoRA')}, {summary.trainable}")
         if (best := summary.best) is not None:
             self._say(f"best: held-out {best.metric} {best.value:.3f} at step {best.version}")
         if staleness.histogram:
@@ -223,7 +233,8 @@ class Display:
             self._say("while steps were trained, without start and end:")
             self._say(summary.balance.verdict)
         for name, path in files.items():
-            self._say(f"{name:<10} {path}")
+            look = f"   look: tensorboard --logdir {path}" if name == "tensorboard" else ""
+            self._say(f"{name:<10} {path}{look}")
         if "model" in files:
             out = files["model"].parent
             self._say(f"next: slipstream eval {out}   slipstream serve {out}   slipstream export {out} FOLDER")

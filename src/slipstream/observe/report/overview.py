@@ -11,6 +11,7 @@ from collections.abc import Callable
 from statistics import fmean, median
 
 from slipstream.core.held_out import Measured
+from slipstream.core.lora_section import LoraConfig
 from slipstream.observe.balance import LEAST_STEPS, SMALL
 from slipstream.observe.display import duration, plural
 from slipstream.observe.evaluation import MOMENTS
@@ -38,6 +39,9 @@ def heading(run: RunData) -> str:
         if attempts and run.wall_s is not None and (abandoned_s := run.wall_s - summary.total_s) >= 1:
             attempts += f", {duration(abandoned_s)} of it for steps that were abandoned"
         size = [f"{summary.model_params / 1e6:,.3g} M parameters"] if summary.model_params else []
+        if summary.adapter_params:
+            adapters = LoraConfig.model_validate(run.config.get("model", {}).get("lora", {}))
+            size = [f"{adapters.in_words}, {summary.trainable}"]
         versions = [f"Slipstream {summary.versions.slipstream}", f"torch {summary.versions.torch}"]
         what = plural(summary.steps, "step") if run.has_rl else ", ".join(summary.stages)
         done = f"{what} in {took}{attempts}"
