@@ -165,7 +165,7 @@ SPINE = (
 MAX_LINES_OF_FOLDER = {
     "algorithms": 2_310,
     "batching": 360,
-    "controller": 5_945,
+    "controller": 5_950,
     "core": 10_790,
     "environments": 8_075,
     "evals": 2_635,
