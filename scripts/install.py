@@ -1,10 +1,10 @@
 """Create an environment, and install packages into it with pip: `python scripts/install.py .venv -e '.[dev]'`.
 
 The environment is made where there is none; without packages that is all. Only the standard library is needed. One
-line of progress says what pip is at, and for how many seconds: rewritten in place on a terminal, printed every few
-seconds elsewhere. What pip calls a warning (a source that does not answer is asked again, many times) is not shown;
-every other line of its error output is. Where pip fails, its last output follows, warnings too, and its exit code is
-that of this script.
+line of progress says what pip is at, and for how many seconds: rewritten in place on a terminal; elsewhere printed
+where it has changed, a few seconds apart, or every half a minute.
+What pip calls a warning (a source that does not answer is asked again, many times) is not shown; every other line of
+its error output is. Where pip fails, its last output follows, warnings too, and its exit code is that of this script.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import IO, TextIO
 
 LINE_EVERY_S = 2.5
+UNCHANGED_EVERY_S = 29.5
 REDRAW_EVERY_S = 0.5
 TAIL_LINES = 20
 PIP_OPTIONS = ("--disable-pip-version-check", "--no-input")
@@ -38,13 +39,16 @@ LOUD = re.compile(r"(ERROR|CRITICAL|error\b|Traceback)")
 
 
 class Progress:
-    """One line that says what is done, and since when: at most one every `LINE_EVERY_S`, rewritten on a terminal."""
+    """One line that says what is done, and since when, rewritten on a terminal.
+
+    Elsewhere one at most every `LINE_EVERY_S`, and one that says the same again every `UNCHANGED_EVERY_S`.
+    """
 
     def __init__(self, out: TextIO, what: str, *, now_s: Callable[[], float] = time.monotonic) -> None:
         self._out, self._now_s = out, now_s
         self._is_terminal = out.isatty()
         self._started_s = self._drawn_s = now_s()
-        self.what = what
+        self.what, self._shown = what, ""
 
     @property
     def seconds(self) -> float:
@@ -53,9 +57,10 @@ class Progress:
     def draw(self) -> None:
         """Show the line where it is time to."""
         now_s = self._now_s()
-        if now_s - self._drawn_s < (REDRAW_EVERY_S if self._is_terminal else LINE_EVERY_S):
+        elsewhere_s = LINE_EVERY_S if self.what != self._shown else UNCHANGED_EVERY_S
+        if now_s - self._drawn_s < (REDRAW_EVERY_S if self._is_terminal else elsewhere_s):
             return
-        self._drawn_s = now_s
+        self._drawn_s, self._shown = now_s, self.what
         line = f"{self.seconds:4.0f} s  {self.what}"
         if self._is_terminal:
             width = shutil.get_terminal_size().columns

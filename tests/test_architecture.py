@@ -151,7 +151,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 83_540
+MAX_LINES = 83_690
 MAX_LINES_OF_SPINE = 1_600
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -165,20 +165,20 @@ SPINE = (
 MAX_LINES_OF_FOLDER = {
     "algorithms": 2_310,
     "batching": 360,
-    "controller": 5_955,
-    "core": 10_815,
-    "environments": 8_070,
+    "controller": 5_965,
+    "core": 10_830,
+    "environments": 8_075,
     "evals": 2_685,
     "generator": 8_865,
     "jail": 1_060,
     "jobs": 965,
-    "models": 7_715,
-    "observe": 9_780,
-    "plan": 6_320,
-    "prompts": 1_380,
-    "rewards": 3_875,
-    "stages": 2_695,
-    "trainer": 5_290,
+    "models": 7_720,
+    "observe": 9_860,
+    "plan": 6_325,
+    "prompts": 1_400,
+    "rewards": 3_880,
+    "stages": 2_700,
+    "trainer": 5_295,
     "weight_sync": 3_475,
 }
 LONG_FUNCTIONS = dict.fromkeys(

@@ -184,8 +184,9 @@ def test_shown_flags_parse_and_their_run_resolves(call: str, tmp_path: Path, mon
     """What would be trained is a configuration, whose loss and stages go together."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    for name, text in files_of(ROOT / "docs" / "guide.md").items():
-        (tmp_path / name).write_text(text, encoding="utf-8")
+    for page in ("guide.md", "environments.md"):
+        for name, text in files_of(ROOT / "docs" / page).items():
+            (tmp_path / name).write_text(text, encoding="utf-8")
     for name in ("planned.toml", "grpo.toml"):
         (tmp_path / name).write_text((ROOT / "recipes" / "quickstart.toml").read_text(encoding="utf-8"))
 

@@ -53,6 +53,7 @@ EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 _console = Console()
 _errors = Console(stderr=True)
+SILENT_S = 3.0  # after which a command says what it is at
 _MAX_ERROR_LINE = 4000
 
 
@@ -563,7 +564,13 @@ def plan_command(argv: Sequence[str]) -> int:
 
     if out is not None:
         check_writable(out)
-    found = answer(Question(**options))
+    told = threading.Timer(SILENT_S, _errors.print, ["planning: divisions are compared and the best rehearsed ..."])
+    told.daemon = True
+    told.start()
+    try:
+        found = answer(Question(**options))
+    finally:
+        told.cancel()
     _print_json_or(found, as_json, show)
     if out is not None:
         found.write_recipe(out)

@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from slipstream.core.errors import ConfigError
-from slipstream.environments.protocol import as_step, play
+from slipstream.environments.forms import checked, checked_chat
+from slipstream.environments.openai_api import chat_ask
+from slipstream.environments.protocol import Step, as_step, play
 from slipstream.environments.tool_calls import parse
 from slipstream.environments.tools import Tool, ToolEnvironment, text_of, tool_of, wrong_arguments
 
@@ -367,3 +369,24 @@ def test_a_whole_episode_from_text() -> None:
     assert played.messages[3]["content"].startswith("Error: malformed JSON")
     assert (played.is_done, played.num_turns, played.reward) == (True, 2, None)
     assert (environment.num_tool_calls, environment.num_tool_errors) == (2, 1)
+
+
+@pytest.mark.parametrize("name", ["looN{", "look: ", "looku ", "größe", "{" * 128])
+def test_vetting_takes_the_reply_to_a_call_of_any_name(name: str) -> None:
+    """Tools, a class that quotes the call, and an agent's program that does."""
+    asked = {"role": "assistant", "content": "", "tool_calls": [call(name)]}
+    sent = [{**one, "function": {**one["function"], "arguments": "{}"}} for one in asked["tool_calls"]]
+    quoted = {"role": "tool", "name": name, "content": "no", "tool_call_id": "call_0"}
+    for messages in (
+        as_step(asyncio.run(ToolEnvironment([add]).step(asked))).messages,
+        as_step(Step([quoted])).messages,
+        chat_ask({"messages": [{"role": "user", "content": "x"}, {**asked, "tool_calls": sent}, quoted]}).messages,
+    ):
+        reply = checked_chat(messages)[-1]
+        assert reply["role"] == "tool"
+        assert reply["content"]
+
+
+def test_vetting_quotes_what_it_refuses() -> None:
+    with pytest.raises(ConfigError, match="got:     'f '"):
+        checked([{"role": "tool", "name": "f ", "content": "x"}])

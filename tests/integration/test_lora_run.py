@@ -279,6 +279,10 @@ def test_peft_loads_what_a_run_leaves(finished):
     theirs = peft.PeftModel.from_pretrained(base, finished / "model").eval()
     tokens = torch.arange(3, 40)
     ours = load_model(finished / "model")
+    assert json.loads((finished / "summary.json").read_text())["adapter_params"] == sum(
+        tensor.numel() for name, tensor in theirs.named_parameters() if "lora_" in name
+    )
+    assert f"LoRA rank 16 on {', '.join(LORA['targets'])}" in (finished / "report.html").read_text()
     with torch.no_grad():
         torch.testing.assert_close(logits_of(ours, tokens), theirs(tokens[None]).logits[0], atol=1e-5, rtol=1e-5)
     assert transformers.AutoTokenizer.from_pretrained(finished / "model").decode([3 + ord("a") - 32]) == "a"

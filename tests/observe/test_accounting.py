@@ -158,6 +158,18 @@ def test_where_generators_do_much_else_that_is_the_dial(tmp_path: Path, state: s
         assert told == (dial if name == "much" else ("trainer.epochs", 1, 2))
 
 
+def test_evaluations_at_the_ends_alone_are_spared_by_no_dial(tmp_path: Path):
+    """10 steps: with `every` = 10 the only ones are those before the first step and after the last."""
+    trainer, generator = [("wait_generation", 0.5), ("forward_backward", 0.5)], [("decode", 0.75), ("evaluate", 0.2)]
+    for every, field in ((9, "eval.every"), (10, None), (25, None)):
+        folder = tmp_path / str(every)
+        folder.mkdir()
+        config = f"[eval]\nevery = {every}\n[trainer]\nepochs = 1\n"
+        dial = make_run(folder, trainer=trainer, generator=generator, config=config).balance.dial
+        assert dial is not None
+        assert (dial.field == "eval.every") == (field is not None), dial
+
+
 def test_where_training_is_the_bottleneck_generators_starve(tmp_path: Path):
     found = make_run(
         tmp_path,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from slipstream.observe import display, noise
 from slipstream.observe.health import RULES, WATCHED_STEPS, Alarm, Health, unfit
 from slipstream.observe.report import overview, write_report
 from slipstream.observe.report.data import RunData, read_run
+from slipstream.observe.samples import Sample
 from slipstream.observe.summary import Evaluation, Evaluations, Throughput, write_summary
 
 OLD_S = 3600.0
@@ -80,6 +82,7 @@ def made(
     timeline: bool = False,
     decisions: bool = False,
     has_dial: bool = False,
+    resumed: bool = False,
 ) -> RunData:
     """A run of which everything but this is as it should be. `held_out`: version -> accuracy, of those measured."""
     make_run_dir(run_dir, steps=steps)
@@ -111,6 +114,8 @@ def made(
         (run_dir / "events.jsonl").write_text("")
     if timeline:
         (run_dir / "timeline.json").write_text("{}")
+    if resumed:
+        (run_dir / "attempt_1").mkdir()
     run = read_run(run_dir)
     if has_dial:
         run = replace(run, times=replace(run.times, balance=make_summary().balance))
@@ -188,6 +193,12 @@ CASES: dict[str, dict[str, tuple[dict[str, Any], str, bool]]] = {
             SAID,
         ),
         "little": ({"waste": {"no_signal": 400}}, "Wasted", NOT_SAID),
+        "resumed": (
+            {"waste": {"regenerated": 4050}, "resumed": True},
+            "most of them sampled again after the run was resumed.",
+            SAID,
+        ),
+        "a process lost": ({"waste": {"regenerated": 4050}}, "because the first copy was lost with a process.", SAID),
         "left by a run that ended early": ({"waste": {"left": 8000}, "status": "interrupted"}, "Wasted", NOT_SAID),
         "short": ({"waste": {"no_signal": 4050}, "steps": 5}, "Wasted", NOT_SAID),
         "no step": ({"waste": {"no_signal": 4050}, "steps": 0}, "Wasted", NOT_SAID),
@@ -197,6 +208,27 @@ CASES: dict[str, dict[str, tuple[dict[str, Any], str, bool]]] = {
         "none rang": ({}, "No alarm rang.", SAID),
         "too short for some": ({"steps": WATCHED_STEPS - 1}, "No alarm rang.", NOT_SAID),
         "none watched": ({"config": "[health]\nalarms = false\n"}, "No alarm rang.", NOT_SAID),
+    },
+    "few_signals": {
+        "collapsed": (
+            {"steps": 12, "line": {"no_signal_frac": 0.92, "groups_scored": 48.0}},
+            "Only 8.0% of the groups had a signal: in the others all completions got the same reward, so nothing is "
+            "learned from them and the trainer waits for other groups. Where all fail, try an easier task, a warm",
+            SAID,
+        ),
+        "trained anyway": (
+            {"line": {"no_signal_frac": 0.92, "groups_scored": 48.0}, "config": "[loss]\nskip_no_signal = false\n"},
+            "trainer waits",
+            NOT_SAID,
+        ),
+        "as the quickstart at its end": ({"line": {"no_signal_frac": 0.67, "groups_scored": 24.0}}, "Only", NOT_SAID),
+        "failed": (
+            {"line": {"no_signal_frac": 1.0, "groups_scored": 48.0, "scored_failed_frac": 0.9}},
+            "Only",
+            NOT_SAID,
+        ),
+        "of a few": ({"steps": 2, "line": {"no_signal_frac": 1.0, "groups_scored": 8.0}}, "Only", NOT_SAID),
+        "no step": ({"steps": 0}, "Only", NOT_SAID),
     },
     "go_on": {
         "stopped": ({"status": "interrupted", "checkpoint": True}, "slipstream run --resume", SAID),
@@ -208,6 +240,11 @@ CASES: dict[str, dict[str, tuple[dict[str, Any], str, bool]]] = {
         "on at the end": ({"alarms": (alarm("began"),)}, "ess collapse: Bad. Try: x.", SAID),
         "ended": ({"alarms": (alarm("began"), alarm("ended"))}, "ess collapse", NOT_SAID),
         "notice": ({"alarms": (alarm("began", severity="notice"),)}, "ess collapse", NOT_SAID),
+        "said already": (
+            {"alarms": (alarm("began", name="no_signal"),), "line": {"no_signal_frac": 0.95, "groups_scored": 48.0}},
+            "no signal",
+            NOT_SAID,
+        ),
     },
     "use_idle": {
         "idle": ({"has_dial": True}, "Use what is idle: trainer.epochs = 2 would use it.", SAID),
@@ -524,7 +561,25 @@ def test_a_run_that_ended_before_its_first_step_has_no_rates_and_no_verdict(caps
 
 
 def test_the_time_of_a_resumed_run_is_that_of_all_attempts(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "done: 20 steps in 1 min 12 s " in finished(capsys, earlier_s=60.0)
+    assert "done: 20 steps in 1 min 12 s, 1 min 00 s of it before the resume  gen" in finished(capsys, earlier_s=60.0)
+    assert "done: 20 steps in 12 s  generated" in finished(capsys)
+
+
+def test_the_last_lines_say_where_a_tracker_writes_and_what_adapters_train(capsys: pytest.CaptureFixture[str]) -> None:
+    config = resolve("quickstart", {"model": {"lora": {"rank": 4, "targets": ["q_proj", "v_proj"]}}})
+    shown = display.Display(display.config_summary(config), steps=1, max_staleness=2)
+    shown.finish(make_summary(adapter_params=1_500), {"tensorboard": Path("runs/q/tensorboard")})
+    lines = capsys.readouterr().out.splitlines()
+    assert "adapters LoRA rank 4 on q_proj, v_proj   " in lines[0]
+    assert "LoRA rank 4 on q_proj, v_proj, 1,500 trainable of 651,500 parameters" in lines
+    assert lines[-1] == "tensorboard runs/q/tensorboard   look: tensorboard --logdir runs/q/tensorboard"
+
+
+def test_an_interrupted_run_has_no_column_of_answers_after_it(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = display.Display({"recipe": "q"}, steps=1, max_staleness=2)
+    shown.samples([Sample(prompt="abc>", answer="cba", before="abc", after=None)])
+    cells = [[cell.strip() for cell in re.split("[│┃]", line)] for line in capsys.readouterr().out.splitlines()]
+    assert [row for row in cells if len(row) > 1] == [["prompt", "answer", "before"], ["abc>", "cba", "abc"]]
 
 
 def test_a_mean_reward_within_its_error_may_be_chance() -> None:

@@ -248,3 +248,40 @@ def test_why_a_run_ended_early_and_its_best_model_are_said() -> None:
 
 def test_staleness_0_is_called_by_its_name():
     assert config_summary(resolve("quickstart", {"max_staleness": 0}))["mode"].endswith(", synchronous: staleness 0")
+
+
+def test_an_error_of_several_lines_is_told_in_one():
+    display, _, out = make_display(is_terminal=False)
+    display.note("environment: a name\n  got:     'f '\n  allowed: letters")
+    assert out.getvalue().splitlines()[-1] == "environment: a name; got: 'f '; allowed: letters"
+
+
+def test_the_screen_shows_the_reward_of_all_completions_and_where_a_score_is_from():
+    """`reward` is that of trained groups; a step in which no group was scored shows the mean of the one before."""
+    display, clock, out = make_display(is_terminal=False, steps=3)
+    display.evaluation("before", Measured(accuracy=0.3))
+    for step, more in enumerate(({"scored_reward_mean": 0.125}, {}, {"scored_reward_mean": 0.25})):
+        clock.advance(3.0)
+        display.step({"step": step, "reward": 0.5} | more)
+        if not step:
+            display.evaluation("at step 1", Measured(accuracy=0.7))
+    steps = [line for line in out.getvalue().splitlines() if line.startswith("step ")]
+    assert [line.split("  ")[1] for line in steps] == ["reward 0.125", "reward 0.125", "reward 0.250"]
+    assert [line.split("  ")[2] for line in steps] == [
+        "held-out accuracy 0.300 at step 0",
+        *["held-out accuracy 0.700 at step 1"] * 2,
+    ]
+
+
+def test_the_warm_start_says_how_long_it_takes():
+    display, clock, out = make_display(is_terminal=False)
+    for done in (1, 11, 21, 150):
+        display.phase("warm start", done, 150, {"loss": 2.5})
+        clock.advance(10.0)
+    lines = [line for line in out.getvalue().splitlines() if line.startswith("warm start")]
+    assert lines == [
+        "warm start 1/150  loss 2.5",
+        "warm start 11/150  loss 2.5  2 min 19 s left",
+        "warm start 21/150  loss 2.5  2 min 09 s left",
+        "warm start 150/150  loss 2.5",
+    ]

@@ -332,7 +332,7 @@ def group(ordinal, *, has_signal=True, num_failed=0, num_poisoned=0):
     return GroupScored(
         ordinal=ordinal,
         has_signal=has_signal,
-        mean_reward=0.0,
+        mean_reward=float(ordinal),
         num_failed=num_failed,
         num_poisoned=num_poisoned,
         min_version=0,
@@ -365,6 +365,7 @@ def test_vitals_of_a_step_by_hand():
     assert vitals.of_step(6) == {
         "groups_scored": 4.0,
         "poisoned": 3.0,
+        "scored_reward_mean": 1.5,  # of groups with and without a signal
         "no_signal_frac": 0.25,
         "no_signal_in_a_row": 0.0,
         "scored_failed_frac": 0.25,

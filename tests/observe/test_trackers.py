@@ -319,8 +319,9 @@ def test_tensorboard(tmp_path):
     rewards = [(event.step, round(event.value, 3)) for event in found.Scalars("run/reward")]
     assert rewards == [(0, 0.0), (1, 0.1), (2, 0.2), (3, 0.3), (4, 0.04), (5, 0.05), (6, 0.06), (7, 0.07)]
     assert [(event.step, event.value) for event in found.Scalars("alarm/ess_collapse")] == [(3, 1.0), (7, 0.0)]
-    assert (
-        found.SummaryMetadata("run/reward").summary_description == "mean reward of all completions, before advantages"
+    assert found.SummaryMetadata("run/reward").summary_description == (
+        "mean reward of the completions of trained groups, before advantages; "
+        "`scored_reward_mean` is of all completions"
     )
     assert b"Few" in found.Tensors("alarms/ess_collapse")[0].tensor_proto.string_val[0]
     config = found.Tensors("config")[-1].tensor_proto.string_val[0].decode()

@@ -23,6 +23,7 @@ from slipstream.models.initialise import initialise
 from slipstream.models.preflight import check_policy
 from slipstream.models.tokenizer import char_tokenizer
 from slipstream.models.transformer import Transformer
+from slipstream.plan.question import subject_of
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = [
@@ -313,3 +314,22 @@ def test_curves_of_a_cpu_are_for_its_cores_and_those_of_a_gpu_for_gpus(eta, tmp_
     (tmp_path / "gpu.toml").write_text(tomli_w.dumps(base), encoding="utf-8")
     with pytest.raises(ConfigError, match="recipe for GPUs"):
         slipstream.make_plan(str(tmp_path / "gpu.toml"), measured=eta)
+
+
+def test_a_plan_that_takes_long_says_so_and_its_table_how_it_is_sorted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "SILENT_S", 0.01)
+    for price, legend in (([], False), (["--price", "2.5"], True)):
+        assert cli.main([*EIGHT, *price]) == 0
+        said, told = capsys.readouterr()
+        assert told.startswith("planning: ")
+        words = " ".join(said.split())
+        assert "Sorted by step s, where these are alike within 0.5% by staleness." in words
+        assert ("$/1000: dollars of 1,000 steps on all GPUs." in words) == legend
+
+
+def test_a_name_that_is_no_model_brings_one_of_its_size() -> None:
+    for named, near in (("qwen-7b", "qwen2.5-7b"), ("qwen3-1.8b", "qwen3-1.7b"), ("lama-3.1-70b", "llama-3.1-70b")):
+        with pytest.raises(ConfigError, match=f"did you mean '{near}'"):
+            subject_of(named)

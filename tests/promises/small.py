@@ -48,6 +48,7 @@ SMALLER = {
     " --prompts.max-prompt-tokens 512",  # the stand-in reads characters
     r"(slipstream run smollm2)(?!.*--model\.path)": r"\1 --model.path models/smollm2-135m-instruct",  # no hub is asked
     r"(overhead\.py smollm2)": r"\1 --model.path models/smollm2-135m-instruct --prompts.max-prompt-tokens 512",
+    r"(slipstream run reverse\.toml)": r"\1 --steps 2 --warm-start.steps 4 --loss.no-skip-no-signal",
     r"(slipstream run (?:tldr_mini|dpo_mini))": rf"\1 {STAGES}",
     r"(slipstream run lora_mini)": r"\1 --steps 2 --sft.steps 5 --eval.num-prompts 8",
     r"(slipstream run smollm2_tools)": rf"\1 {STEPS} --warm-start.steps 1 --prompts.max-prompt-tokens 512"

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
+from slipstream.core.recipes import resolve
 from slipstream.core.sections import PromptsConfig, TaskConfig
 from slipstream.core.stage_sections import DemonstrationConfig, WarmStartConfig
 from slipstream.core.types import Prompt
@@ -27,6 +28,8 @@ from slipstream.prompts import PromptStream, build_prompts, count_overlap, datas
 from slipstream.prompts.dataset import between_periods
 from slipstream.prompts.rows import normalise_text, to_json_types
 from slipstream.prompts.template import Template
+from slipstream.stages.chain import check_data
+from slipstream.stages.rl import FromPython
 
 _CHAT = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}\n{% endfor %}"
@@ -605,3 +608,24 @@ def test_the_prompt_has_two_names_in_templates_and_no_column_takes_them(
     with pytest.raises(ConfigError, match=r"line 1 has a column 'question' beside 'text'[\s\S]*rename it, or"):
         texts(both, prompt_column="text")
     assert texts(both[:1] + [{"question": "w"}], prompt_column="question") == {"z", "w"}
+
+
+@pytest.mark.parametrize(
+    ("template", "demonstration", "fields"),
+    [
+        (r"{word}\n", "{answer}", "prompts.template"),
+        ("{word}\n", r"{word}\nAnswer:\t{answer}", "warm_start.demonstrations"),
+        (r"{word}\n\n", r"\n{answer}", "prompts.template, warm_start.demonstrations"),
+        ("{word}\n", r"\nabla \times {answer} \neq \text{{it}}", None),
+        ("{word}\n\t", "{answer}", None),
+    ],
+)
+def test_a_line_break_that_toml_has_not_read_is_told_before_the_run(
+    template: str, demonstration: str, fields: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    warm_start = {"demonstrations": [{"template": demonstration}]}
+    config = resolve("quickstart", {"prompts": {"template": template}, "warm_start": warm_start})
+    check_data(config, tmp_path, FromPython())
+    told = capsys.readouterr().out
+    assert ("two characters" in told) == (fields is not None)
+    assert fields is None or rf"WARNING: \n or \t in {fields} is two characters" in told

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from heard import Heard
@@ -17,7 +18,7 @@ from ports import start
 
 from slipstream.core.sections import RewardModelTerm, RewardsConfig, RewardTerm, TaskConfig
 from slipstream.core.service_messages import Counters, EvalScored, Noted, Ready
-from slipstream.core.types import Completion, Prompt, Rollout, Segment, Stop, VersionSpan
+from slipstream.core.types import Completion, EpisodeRecord, Prompt, Rollout, Segment, Stop, VersionSpan
 from slipstream.jail import sandbox
 from slipstream.rewards.executor import Rewards
 from slipstream.rewards.pool import ScoringPool
@@ -260,3 +261,16 @@ def test_the_first_failure_of_a_kind_is_told_at_once(tmp_path: Path) -> None:
     assert "fails: KeyError: 'k'" in notes[0]
     assert "fails: ValueError: no ['b']" in notes[1]
     assert all(place in note for note in notes)
+
+
+def test_an_episode_that_failed_is_told_as_the_environments(tmp_path: Path) -> None:
+    executor = Rewards(RewardsConfig(terms=[RewardTerm(function="python:zero")]), {}, functions={"zero": len})
+    ports = start(executor, tmp_path, name="rewards")
+    record = EpisodeRecord(failure="environment: a name\n  got: 'x'")
+    ports["completions"].put(msgspec.structs.replace(completion(0, "a"), episode=record))
+    while not ports["rollouts"].messages:
+        executor.step()
+    executor.close()
+    [note] = [m for m in ports["events"].messages if isinstance(m, Noted)]
+    assert note.executor == "environment"
+    assert note.text == "an episode failed, and counts with rewards.failure_reward: a name\n  got: 'x'"

@@ -36,7 +36,16 @@ from slipstream.observe.vitals import Vitals
 from slipstream.observe.waste import UntrainedTokens
 from slipstream.prompts import PromptReport
 
-FILES = ("summary.json", "report.html", "metrics.jsonl", "rollouts.jsonl", "timeline.json", "model", BEST)
+FILES = (
+    "summary.json",
+    "report.html",
+    "metrics.jsonl",
+    "rollouts.jsonl",
+    "timeline.json",
+    "tensorboard",
+    "model",
+    BEST,
+)
 
 
 class StepWritten(NamedTuple):

@@ -71,6 +71,7 @@ class Tally:
     ended_s: float = 0.0
     steps_done: int = 0
     num_params: int = 0
+    num_adapter_params: int = 0
     rl_started_s: float | None = None
     last_step_s: float | None = None
     trained_tokens: int = 0
@@ -124,8 +125,9 @@ class Tally:
             case Published(skipped=skipped, payload_bytes=payload_bytes):
                 self.publishes_skipped += skipped
                 self.payload_bytes = payload_bytes
-            case Ready(num_params=num_params):
+            case Ready(num_params=num_params, num_adapter_params=num_adapter_params):
                 self.num_params = max(self.num_params, num_params)
+                self.num_adapter_params = max(self.num_adapter_params, num_adapter_params)
             case Wasted(cause="regenerated", tokens=tokens):
                 self.regenerated_tokens += tokens
             case EvaluationDone():
@@ -348,6 +350,7 @@ class Tally:
             earlier_s=self.earlier_s,
             policy_version=self.steps_done,
             model_params=self.num_params,
+            adapter_params=self.num_adapter_params or None,
             eval=s.Evaluations(before=self.evaluation(0), after=self.evaluation(self.steps_done)),
             throughput=s.Throughput(
                 generated_tokens_per_s=rate(self.generated_tokens, rl_s),

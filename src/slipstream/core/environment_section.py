@@ -200,7 +200,7 @@ class EnvironmentConfig(NamedEnvironment):
             raise ConfigError(what, got=f"column = '{self.column}' without choices", allowed=allowed)
         if self.observation.count("{content}") != 1:
             what = "environment.observation says where the message goes"
-            allowed = "a text with one {content}, such as '\\n{content}\\n'"
+            allowed = 'a text with one {content}, such as "\\n{content}\\n" in double quotes'
             raise ConfigError(what, got=repr(self.observation), allowed=allowed)
         wrong = next((name for name in self.variables if not name or "=" in name or "\0" in name), None)
         if wrong is not None:

@@ -23,6 +23,7 @@ SlipstreamError
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
@@ -156,8 +157,15 @@ def _in_part(text: str) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:
-    """Return `did you mean 'max_staleness'?` for the nearest of `known`, or None when nothing is near."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    """Return `did you mean 'max_staleness'?` for the nearest of `known`, or None when nothing is near.
+
+    Names of models have a size (`-7b`): one of the same size is nearer than any other.
+    """
+    names = list(known)
+    size = re.search(r"(?<![\d.])[\d.]+b$", word)
+    alike = [name for name in names if size and re.search(rf"(?<![\d.]){re.escape(size[0])}$", name)]
+    near = (difflib.get_close_matches(word, some, n=1, cutoff=0.6) for some in (alike, names))
+    close = next(filter(None, near), None)
     return f"did you mean '{close[0]}'?" if close else None
 
 

@@ -53,6 +53,13 @@ class LoraConfig(Section):
         return self.rank is not None or self.path is not None
 
     @property
+    def in_words(self) -> str:
+        """Return which adapters these are, on one line."""
+        if self.path is not None:
+            return f"LoRA of {self.path}"
+        return f"LoRA rank {self.rank} on {', '.join(self.targets) or 'every linear layer but the head'}"
+
+    @property
     def is_rounded(self) -> bool:
         """Whether the trainer holds the base in fewer bytes."""
         return self.base_precision != "float32"

@@ -181,8 +181,8 @@ class PromptsConfig(Section):
     )
     template: str = Field(
         "{question}",
-        description="Prompt text from the row's columns, e.g. '{question}\\n' or '{word}>' (metadata are columns too). "
-        "{question} is the text of prompt_column, or of a task; literal braces are written {{ and }}.",
+        description="Prompt text from the row's columns, e.g. \"{question}\\n\" or '{word}>' (metadata are columns "
+        "too). {question} is the text of prompt_column, or of a task; literal braces are written {{ and }}.",
     )
     chat: bool = Field(False, description="Wrap the prompt as one user message in the tokenizer's chat template.")
     system: str | None = Field(None, description="System message of chat prompts.")

@@ -119,10 +119,12 @@ class Checkpoint(Message):
 
 
 class Ready(Message):
-    """The executor is initialised. The trainer adds the number of model parameters and the version it holds."""
+    """The executor is initialised. The trainer adds the numbers of parameters, of the model and of its adapters (0:
+    there are none), and the version it holds."""
 
     executor: str
     num_params: int = 0
+    num_adapter_params: int = 0
     version: int = 0
 
 

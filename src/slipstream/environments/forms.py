@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from slipstream.core.errors import ConfigError, clip
-from slipstream.environments.protocol import ChatMessage
+from slipstream.environments.protocol import MAX_PLAIN_NAME, ChatMessage
 from slipstream.models.tokenizer import SPECIAL_TOKENS
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ ROLES = ("system", "user", "tool")  # of what an environment says
 MAX_MESSAGES = 64  # of one observation
 MAX_CHAT_MESSAGES = 4096  # of a chat that an agent has made up
 MAX_CHARACTERS = 1_000_000  # of one observation or chat, far above what a model reads
-MAX_NAME = 128
 FIELDS = {"content": "c", "name": "n", "tool_call_id": "i"}
 
 Pattern = tuple[tuple[str, tuple[str, ...]], ...]
@@ -68,9 +67,9 @@ def _checked(message: Mapping[str, Any], roles: Sequence[str] = ROLES) -> ChatMe
                           "name, tool_call_id")  # fmt: skip
     for key in ("name", "tool_call_id"):
         text = found.get(key, "-")
-        if not isinstance(text, str) or not re.fullmatch(r"[A-Za-z0-9_.:/-]+", text) or len(text) > MAX_NAME:
-            allowed = f"1..{MAX_NAME} letters, digits, '_', '.', ':', '/' and '-'"
-            raise ConfigError(f"a message's {key} is no plain name", got=clip(text), allowed=allowed)
+        if not isinstance(text, str) or not re.fullmatch(r"[A-Za-z0-9_.:/-]+", text) or len(text) > MAX_PLAIN_NAME:
+            allowed = f"1..{MAX_PLAIN_NAME} letters, digits, '_', '.', ':', '/' and '-'"
+            raise ConfigError(f"a message's {key} is no plain name", got=clip(repr(text)), allowed=allowed)
     return found | {"content": found["content"].encode("utf-8", "replace").decode()}  # lone surrogates have no bytes
 
 

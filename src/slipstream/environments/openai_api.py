@@ -25,7 +25,7 @@ from slipstream.environments.openai_replies import (
     text_completion,
     text_piece,
 )
-from slipstream.environments.protocol import ChatMessage, cut
+from slipstream.environments.protocol import ChatMessage, cut, named_plainly
 
 Body = Mapping[str, Any]
 
@@ -200,7 +200,7 @@ def _message(value: Any) -> ChatMessage:
         message["name"] = _name(value["name"], "'name' of a message")
     if role == "tool":
         message["tool_call_id"] = _name(value.get("tool_call_id"), "'tool_call_id' of a tool's message")
-    return message
+    return named_plainly(message)
 
 
 def _content(value: Any, role: str, has_calls: bool) -> str:

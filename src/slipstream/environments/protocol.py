@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -41,6 +42,7 @@ MAX_CHARS = 32_768
 MAX_MESSAGES = 64
 """Most messages that an environment may say at once."""
 MAX_NAME_CHARS = 256
+MAX_PLAIN_NAME = 128
 MAX_STATE_BYTES = 256 << 10
 """Most bytes of an environment's state, as JSON. Of a larger one nothing is kept, and its episode begins again."""
 ROLES = ("user", "tool", "system")
@@ -134,6 +136,13 @@ def _as_message(value: Any, max_chars: int) -> ChatMessage:
                 f"'{field}' of a message is a string of at most {MAX_NAME_CHARS} characters, not {_brief(name)}"
             )
         message[field] = cut(name, MAX_NAME_CHARS)
+    return named_plainly(message)
+
+
+def named_plainly(message: ChatMessage) -> ChatMessage:
+    """Return `message` with a name that vetting takes: that of a tool's message may be the model's own text."""
+    if message["role"] == "tool" and message.get("name"):
+        message["name"] = re.sub(r"[^A-Za-z0-9_.:/-]+", "_", message["name"])[:MAX_PLAIN_NAME]
     return message
 
 

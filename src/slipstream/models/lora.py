@@ -158,6 +158,10 @@ class AdapterShape:
     def rows(self) -> list[int]:
         return [piece.num_rows for piece in self.pieces]
 
+    @property
+    def num_params(self) -> int:
+        return self.rank * (len(self.pieces) * self.in_features + sum(self.rows))
+
     def add(self, out: Tensor, parts: Sequence[Tensor]) -> Tensor:
         """Add the `parts` of the pieces to `out` [..., out_features] where they belong, in place."""
         for piece, part in zip(self.pieces, parts, strict=True):

@@ -49,10 +49,12 @@ def config_summary(config: RunConfig) -> dict[str, str]:
     promise = f"{config.schedule.policy}, no bound" if bound is None else f"staleness <= {bound}"
     if bound == 0:
         promise = "synchronous: staleness 0"
+    adapters = {"adapters": config.model.lora.in_words} if config.model.lora.is_set else {}
     return {
         "recipe": config.recipe,
         "seed": str(config.seed),
         "model": model,
+        **adapters,
         "task": tasks,
         "batch": f"{config.groups_per_step} prompts x {config.completions_per_group} completions",
         "mode": f"{config.weight_update}, {promise}",
@@ -88,7 +90,10 @@ class Display:
         self._first_step_s: float | None = None
         self._first_step = 0
         self._phase: tuple[str, int, int, list[str]] | None = None
+        self._phase_began = (0.0, 0)  # seconds, and how much was done
         self._metrics: dict[str, Any] = {}
+        self._reward: float | None = None
+        self._knows_scored = False
         self._trained: deque[tuple[float, float]] = deque(maxlen=10)  # (tokens, seconds) of the last steps
         self._num_done = self._num_ready = 0
         self._spark: list[tuple[float, int]] = [(0.0, 0)] * min(_SPARK_WIDTH, steps)
@@ -114,6 +119,12 @@ class Display:
         """Progress of something outside the RL loop: the warm start, an evaluation, the export."""
         is_new = self._phase is None or self._phase[0] != name
         values = [f"{key} {value:.3g}" for key, value in (metrics or {}).items()]
+        now_s = self._clock.now_s()
+        if is_new:
+            self._phase_began = (now_s, done)
+        began_s, first = self._phase_began
+        if first < done < total:
+            values.append(f"{duration((now_s - began_s) / (done - first) * (total - done))} left")
         self._phase = (name, done, total, values)
         if self._is_due(force=is_new or done == total):
             self._update("  ".join([f"{name} {done}/{total}", *values]))
@@ -131,7 +142,10 @@ class Display:
         self._num_done = step + 1
         if self._first_step_s is None:
             self._first_step_s, self._first_step = now_s, step
-        if (reward := metrics.get("reward")) is not None and 0 <= step < self._steps:
+        if "scored_reward_mean" in metrics or not self._knows_scored:  # of all completions, else of trained groups
+            self._knows_scored = "scored_reward_mean" in metrics
+            self._reward = metrics.get("scored_reward_mean", metrics.get("reward"))
+        if (reward := self._reward) is not None and 0 <= step < self._steps:
             bucket = step * len(self._spark) // self._steps
             total, count = self._spark[bucket]
             self._spark[bucket] = (total + float(reward), count + 1)
@@ -162,17 +176,20 @@ class Display:
 
     def note(self, text: str) -> None:
         """Something the user should read: a warning, a checkpoint."""
-        self._say(printable(text, limit=2000))
+        self._say(printable(in_one_line(text), limit=2000))
 
     def samples(self, samples: Iterable[Sample]) -> None:
         """Print the answers to the same prompts before and after training."""
         table = Table(title="samples", title_justify="left", show_edge=False, pad_edge=False)
-        for name in ("prompt", "answer", "before", "after"):
+        samples = list(samples)
+        has_after = any(one.after is not None or one.after_turns is not None for one in samples)
+        columns = ("prompt", "answer", "before", "after")[: None if has_after else -1]
+        for name in columns:
             table.add_column(name, overflow="fold")
         for one in samples:
             ends = (_said(one.before, one.before_turns), _said(one.after, one.after_turns))
             cells = (printable(one.prompt), printable(one.answer or ""), *ends)
-            table.add_row(*(Text(self._encodable(cell)) for cell in cells))
+            table.add_row(*(Text(self._encodable(cell)) for cell in cells[: len(columns)]))
         if table.row_count:
             self._print(table)
 
@@ -192,7 +209,12 @@ class Display:
         staleness, rates = summary.staleness, _rates(msgspec.to_builtins(summary.throughput))
         told = "".join(f"  {word} {rate} tokens/s" for word, rate in rates.items())
         ended = "" if summary.stopped_because is None else f", ended by {summary.stopped_because},"
-        self._say(f"{summary.status}: {plural(summary.steps, 'step')}{ended} in {duration(summary.total_s)}{told}")
+        took = duration(summary.total_s)
+        if summary.earlier_s:
+            took += f", {duration(summary.earlier_s)} of it before the resume"
+        self._say(f"{summary.status}: {plural(summary.steps, 'step')}{ended} in {took}{told}")
+        if summary.adapter_params:
+            self._say(f"{self._headline.get('adapters', 'LoRA')}, {summary.trainable}")
         if (best := summary.best) is not None:
             self._say(f"best: held-out {best.metric} {best.value:.3f} at step {best.version}")
         if staleness.histogram:
@@ -211,7 +233,8 @@ class Display:
             self._say("while steps were trained, without start and end:")
             self._say(summary.balance.verdict)
         for name, path in files.items():
-            self._say(f"{name:<10} {path}")
+            look = f"   look: tensorboard --logdir {path}" if name == "tensorboard" else ""
+            self._say(f"{name:<10} {path}{look}")
         if "model" in files:
             out = files["model"].parent
             self._say(f"next: slipstream eval {out}   slipstream serve {out}   slipstream export {out} FOLDER")
@@ -278,11 +301,12 @@ class Display:
     def _step_line(self) -> str:
         m = self._metrics
         parts = [f"step {self._num_done}/{self._steps}"]
-        if m.get("reward") is not None:
-            parts.append(f"reward {m['reward']:.3f}")
+        if self._reward is not None:
+            parts.append(f"reward {self._reward:.3f}")
         if self._evaluations:
-            name, value = self._evaluations[-1][1].headline
-            parts.append(f"held-out {name} {_cell(value)}")
+            label, found = self._evaluations[-1]
+            name, value = found.headline
+            parts.append(f"held-out {name} {_cell(value)} {'at step 0' if label == 'before' else label}")
         if m.get("staleness_mean") is not None:
             parts.append(f"staleness {m['staleness_mean']:.2f} (max {m['staleness_max']:.0f}, bound {self._bound})")
         parts += [f"{word} {rate} tokens/s" for word, rate in _rates(m).items()]
@@ -330,8 +354,7 @@ class Display:
 
     def _reward_text(self) -> Text:
         means = [total / count for total, count in self._spark if count]
-        latest = self._metrics.get("reward")
-        text = Text().append("" if latest is None else f"{latest:.3f}  ", style="bold")
+        text = Text().append("" if self._reward is None else f"{self._reward:.3f}  ", style="bold")
         return text.append(sparkline(means), style="green")
 
 
@@ -365,6 +388,12 @@ def printable(text: str, limit: int = 160) -> str:
         char.encode("unicode_escape").decode() if unicodedata.category(char) in ("Cc", "Cf", "Zl", "Zp", "Cs") else char
         for char in cut
     )
+
+
+def in_one_line(text: str) -> str:
+    """Return `text` as it is, or its lines as one: an error has a line for each of its parts."""
+    lines = text.splitlines()
+    return text if len(lines) < 2 else "; ".join(" ".join(line.split()) for line in lines if line.strip())
 
 
 def _said(answer: str | None, turns: Sequence[TranscriptPart] | None) -> str:

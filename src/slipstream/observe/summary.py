@@ -250,6 +250,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     padding_frac: float
     versions: Versions
     earlier_s: float = 0.0
+    adapter_params: int | None = None  # which alone are trained, beside `model_params`; None: all of these are
     evaluation: dict[str, Any] | None = None  # what the stage `evaluate` found (`stages/evaluate.py`)
     alarms: list[AlarmSpan] = []  # each with the steps it lasted, by the step it began at
     data: Data | None = None
@@ -287,6 +288,12 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
             evaluation=evaluation,
             stages=stages,
         )
+
+    @property
+    def trainable(self) -> str:
+        """How much of the model is trained, in words."""
+        trained = self.adapter_params or self.model_params
+        return f"{trained:,} trainable of {self.model_params + (self.adapter_params or 0):,} parameters"
 
     @property
     def total_s(self) -> float:

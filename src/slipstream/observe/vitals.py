@@ -21,6 +21,7 @@ class Vitals:
     """Feed messages to `take` as they come; `of_step` says what came since the step before, and begins anew.
 
         groups_scored             groups that got all their rewards
+        scored_reward_mean        the mean reward of all their completions, whether they are trained on or not
         no_signal_frac            of these, the share whose rewards gave none
         no_signal_in_a_row        groups since the last that gave one, those left out that failed altogether
         scored_failed_frac        of their completions, the share that failed, trained or not
@@ -108,6 +109,7 @@ class Vitals:
         }
         if self.scored:
             num_completions = len(self.scored) * self.samples_per_group
+            metrics["scored_reward_mean"] = sum(group.mean_reward for group in self.scored) / len(self.scored)
             metrics["no_signal_frac"] = sum(not group.has_signal for group in self.scored) / len(self.scored)
             metrics["no_signal_in_a_row"] = float(self.num_equal)
             metrics["scored_failed_frac"] = sum(group.num_failed for group in self.scored) / num_completions

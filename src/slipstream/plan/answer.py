@@ -26,7 +26,7 @@ from slipstream.plan.cpu import CalibratedTimes, CpuMachine, Times, plan_for_cpu
 from slipstream.plan.hardware import GpuCluster
 from slipstream.plan.layouts import GeneratorLayout, Layout, Parts, TrainerLayout, Workload, layout_tables
 from slipstream.plan.measured import CalibratedCostModel, Curves, MeasuredCurves, measured_model, read_measured
-from slipstream.plan.planner import Plan, PlanRow, Rehearsed, plan_for_cluster
+from slipstream.plan.planner import SAME, Plan, PlanRow, Rehearsed, plan_for_cluster
 from slipstream.plan.question import (
     MOST_STALENESS,
     Question,
@@ -309,7 +309,9 @@ def show(answer: Answer, console: Console) -> None:
         console.print(f"\n{title}", style="bold", highlight=False)
         console.print(table)
         if legend:
-            console.print(Text(WORDS["legend"].format(unit=answer.unit, per=per), style="dim"))
+            words = WORDS["legend"] + WORDS["legend_of_costs"] * (answer.usd(1.0) is not None)
+            facts = {"unit": answer.unit, "per": per, "same": f"{100 * (SAME - 1):.2g}", "steps": STEPS_OF_COST}
+            console.print(Text(words.format(**facts), style="dim"))
     console.print()
     for line in answer.plan.why:
         console.print(Text(f"- {line}"), soft_wrap=True)

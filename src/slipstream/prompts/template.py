@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import string
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError, did_you_mean
 from slipstream.core.plain import shortened
 from slipstream.core.sections import PromptsConfig
@@ -23,6 +25,20 @@ if TYPE_CHECKING:
 
 
 PROMPT = "prompt"
+# A line break or a tab that TOML has not read, in single quotes; no command of LaTeX.
+_SPELLED_OUT = r"\\[nt](?!abla|eq|ot\b|u\b|an\b|ext|heta|imes|o\b)"
+
+
+def spelled_out(config: RunConfig) -> str | None:
+    """Return a warning where templates have a backslash and a letter, which a model learns to write; else None."""
+    kinds = {"warm_start": config.warm_start.demonstrations, "sft": config.sft.demonstrations}
+    texts = [("prompts.template", config.prompts.template), ("environment.observation", config.environment.observation)]
+    texts += [(f"{name}.demonstrations", one.template) for name, kind in kinds.items() for one in kind]
+    fields = dict.fromkeys(name for name, text in texts if re.search(_SPELLED_OUT, text))
+    if not fields:
+        return None
+    where = f"WARNING: \\n or \\t in {', '.join(fields)} is two characters, a backslash and a letter"
+    return f'{where}; for a line break or a tab write double quotes in TOML: "..\\n"'
 
 
 class Template:

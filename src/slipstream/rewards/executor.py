@@ -196,8 +196,12 @@ class Rewards(Executor):
         if kind in self._noted or len(self._noted) == _MAX_NOTES:
             return
         self._noted.add(kind)
-        text = f"a completion could not be scored, and counts with rewards.failure_reward: {failure}"
-        self._context.outputs["events"].put(Noted(executor=self._context.name, text=text))
+        name, told = self._context.name, f"and counts with rewards.failure_reward: {failure}"
+        if failure.startswith(of_episode := "environment: "):
+            name, told = "environment", f"an episode failed, {told.replace(of_episode, '', 1)}"
+        else:
+            told = f"a completion could not be scored, {told}"
+        self._context.outputs["events"].put(Noted(executor=name, text=told))
 
     def _report(self, *, is_last: bool) -> None:
         now_s = self._context.clock.now_s()

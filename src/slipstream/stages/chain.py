@@ -25,6 +25,7 @@ from slipstream.observe.hardware import describe
 from slipstream.observe.summary import Summary, read_summary, write_summary
 from slipstream.observe.trackers import check_trackers
 from slipstream.prompts import PromptSet, build_prompts, task_table
+from slipstream.prompts.template import spelled_out
 from slipstream.rewards.checks import check_rewards
 from slipstream.rewards.dry_call import dry_call
 from slipstream.rewards.user_functions import columns_needed
@@ -80,6 +81,8 @@ def check_data(config: RunConfig, run_dir: Path, given: FromPython) -> None:
     Rewards are called on two of the prompts. A run of RL alone reads its data once, before anything else, and needs no
     check.
     """
+    if told := spelled_out(config):
+        tell(config, given, [told])
     if config.stages == list(JUST_RL):
         return
     config = with_folders(config)

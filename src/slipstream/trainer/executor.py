@@ -231,7 +231,12 @@ class Trainer(Executor):
         if self.resume is None:
             self._build_auxiliary()
         self.context.outputs["events"].put(
-            Ready(executor=self.context.name, num_params=self.policy.num_params, version=self.version)
+            Ready(
+                executor=self.context.name,
+                num_params=self.policy.num_params,
+                num_adapter_params=self.policy.num_adapter_params,
+                version=self.version,
+            )
         )
         self.inbox.announce_restored()
         self._publish()

@@ -22,7 +22,7 @@ from slipstream.models.export import export_sharded
 from slipstream.models.flat import FlatParameters
 from slipstream.models.hf import save_model
 from slipstream.models.hub import is_adapter
-from slipstream.models.lora import shapes_of
+from slipstream.models.lora import linear_layers, resized, shapes_of
 from slipstream.models.peft import BASE_FOLDER, recorded_digest, save_adapter
 from slipstream.models.quantized import Packer, WeightLayout
 from slipstream.models.sharded import (
@@ -75,6 +75,8 @@ class Policy:
         self.parameters = stored_parameters(self.model, self.division)
         shapes = whole_shapes(whole_config(self.model))
         self.num_params = sum(torch.Size(shape).numel() for shape in shapes.values())  # of the whole model
+        adapters = resized(shapes_of(self.model), linear_layers(whole_config(self.model))).values()
+        self.num_adapter_params = sum(one.num_params for one in adapters)
         self.optimizer = self.new_optimizer(
             config.trainer.optimizer,
             total_updates=config.steps * config.updates_per_step,

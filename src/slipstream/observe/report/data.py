@@ -38,6 +38,7 @@ from slipstream.observe.summary import Evaluations, Summary, read_summary
 from slipstream.observe.svg import Point
 from slipstream.observe.timeline import TIME_PREFIX, process_files, process_order, read_timeline, times_ns
 from slipstream.observe.transcript import TranscriptPart, transcript_of
+from slipstream.observe.waste import WASTE
 
 Clock = Literal["step", "tokens", "time"]
 CLOCKS: tuple[Clock, ...] = ("step", "tokens", "time")
@@ -267,6 +268,13 @@ class RunData:
         """The held-out accuracy of the last version, with the error of so many prompts."""
         accuracy = self.held_out[1].accuracy
         return None if accuracy is None else share(accuracy, self.num_held_out)
+
+    def wasted_by(self, cause: str) -> str:
+        """Return a cause of wasted tokens in words. A resume samples again without that any process was lost."""
+        if cause == "regenerated" and self.num_attempts > 1:
+            lost = " or a process was lost" if self.summary is not None and self.summary.restarts else ""
+            return f"sampled again after the run was resumed{lost}"
+        return WASTE.get(cause, cause.replace("_", " "))
 
     def idle(self, side: str) -> float | None:
         """Share of their time in the loop that the processes of a side waited, the mean over them."""

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from statistics import fmean, median
 
 from slipstream.core.held_out import Measured
+from slipstream.core.lora_section import LoraConfig
 from slipstream.observe.balance import LEAST_STEPS, SMALL
 from slipstream.observe.display import duration, plural
 from slipstream.observe.evaluation import MOMENTS
@@ -21,10 +22,11 @@ from slipstream.observe.report.html import card, cards, items, part, table, text
 from slipstream.observe.summary import Evaluations, violations
 from slipstream.observe.svg import number
 from slipstream.observe.svg_blocks import percent_name
-from slipstream.observe.waste import WASTE
 
 RECENT_S = 60.0  # a run that wrote a line so recently is taken to be going on
 MAX_ADVICE = 6
+FEW_SIGNALS = 0.2  # of groups: the quickstart ends at a third, the alarm `no_signal` rings at a tenth
+LEAST_GROUPS = 64  # of the alarm `equal_rewards`
 HELD_OUT = {"eval_accuracy": "Held-out accuracy", "eval_reward": "The held-out mean reward"}
 
 
@@ -37,6 +39,9 @@ def heading(run: RunData) -> str:
         if attempts and run.wall_s is not None and (abandoned_s := run.wall_s - summary.total_s) >= 1:
             attempts += f", {duration(abandoned_s)} of it for steps that were abandoned"
         size = [f"{summary.model_params / 1e6:,.3g} M parameters"] if summary.model_params else []
+        if summary.adapter_params:
+            adapters = LoraConfig.model_validate(run.config.get("model", {}).get("lora", {}))
+            size = [f"{adapters.in_words}, {summary.trainable}"]
         versions = [f"Slipstream {summary.versions.slipstream}", f"torch {summary.versions.torch}"]
         what = plural(summary.steps, "step") if run.has_rl else ", ".join(summary.stages)
         done = f"{what} in {took}{attempts}"
@@ -270,7 +275,7 @@ def wasted(run: RunData) -> str:
     if total < SMALL * trained:
         return ""
     most = "most of them" if waste[worst] > total / 2 else "the largest part"
-    return f"Wasted: {percent_name(total / trained)} as many tokens as were trained on, {most} {WASTE[worst]}."
+    return f"Wasted: {percent_name(total / trained)} as many tokens as were trained on, {most} {run.wasted_by(worst)}."
 
 
 def rang(run: RunData) -> str:
@@ -282,6 +287,23 @@ def rang(run: RunData) -> str:
 
 
 # What to look at next
+
+
+def few_signals(run: RunData) -> str:
+    """Say that few groups had a signal, where many were scored and most did not fail."""
+    steps = [one for one in run.history.steps if {"no_signal_frac", "groups_scored"} <= one.keys()]
+    num_scored = sum(one["groups_scored"] for one in steps)
+    with_signal = sum(one["groups_scored"] * (1.0 - one["no_signal_frac"]) for one in steps)
+    failed = sum(one["groups_scored"] * one.get("scored_failed_frac", 0.0) for one in steps)
+    if num_scored < LEAST_GROUPS or with_signal >= FEW_SIGNALS * num_scored or 2 * failed >= num_scored:
+        return ""
+    waits = " and the trainer waits for other groups" if run.config.get("loss", {}).get("skip_no_signal", True) else ""
+    return (
+        f"Only {percent_name(with_signal / num_scored)} of the groups had a signal: in the others all completions got "
+        f"the same reward, so nothing is learned from them{waits}. Where all fail, try an easier task, a warm start, "
+        "partial rewards, more completions_per_group or a higher generator.temperature; where all succeed, the task is "
+        "learned."
+    )
 
 
 def go_on(run: RunData) -> str:
@@ -296,7 +318,8 @@ def go_on(run: RunData) -> str:
 
 def alarming(run: RunData) -> str:
     """The warning that began last, of those that were on at the end."""
-    on = [alarm for alarm in run.alarms if alarm.severity == "warning" and alarm.ended is None]
+    said = ("no_signal", "equal_rewards") if few_signals(run) else ()
+    on = [one for one in run.alarms if one.severity == "warning" and one.ended is None and one.name not in said]
     return f"{on[-1].name.replace('_', ' ')}: {on[-1].text}" if on else ""
 
 
@@ -342,7 +365,16 @@ def put_beside(run: RunData) -> str:
 
 
 SENTENCES: tuple[Callable[[RunData], str], ...] = (learned, taught, aged, starved, wasted, rang)
-ADVICE: tuple[Callable[[RunData], str], ...] = (go_on, alarming, use_idle, go_further, open_timeline, watch, put_beside)
+ADVICE: tuple[Callable[[RunData], str], ...] = (
+    few_signals,
+    go_on,
+    alarming,
+    use_idle,
+    go_further,
+    open_timeline,
+    watch,
+    put_beside,
+)
 
 
 def _contradictions(run: RunData) -> str:

@@ -14,7 +14,6 @@ from slipstream.observe.report.html import card, cards, folded, part, table, tex
 from slipstream.observe.states import WAITING, in_words, model_share, shares, side_of, waited_for
 from slipstream.observe.svg import ORANGE, empty, number
 from slipstream.observe.timeline import TRAINED, Instant, Slice, process_files, read_timeline, times_ns
-from slipstream.observe.waste import WASTE
 
 WINDOW_STEPS = 4
 LAST_S = 5.0  # where nothing was trained: the last seconds of the run
@@ -116,7 +115,7 @@ def _waste(run: RunData) -> str:
     trained = max(1.0, run.tokens_trained)
     rows = [
         (
-            WASTE.get(cause, cause.replace("_", " ")),
+            run.wasted_by(cause),
             tokens,
             f"{number(tokens)} ({blocks.percent_name(tokens / trained)})",
         )
