@@ -65,6 +65,7 @@ docs: .venv/docs ## build the pages as a site in site/, and follow its links
 	$(BIN)/python scripts/build_site.py $(ARGS)
 
 figures: .venv/dev ## train what the pictures of the pages show, and draw them anew, with a Chromium: a quarter of an hour
+	$(BIN)/python scripts/draw_concepts.py
 	$(BIN)/python scripts/screenshots.py $(ARGS)
 
 bench: .venv/run $(TRL)/installed ## compare a training step with TRL's, side by side

@@ -110,6 +110,7 @@ SCRIPTS = {
     "benchmarks/waiting.py": "--model tiny --threads 1 --repeats 1",
     "benchmarks/watch.py": "--megabytes 2",
     "benchmarks/weight_sync.py": "--repeats 2 --params 100000 --only whole,pairs,plans",
+    "scripts/draw_concepts.py": "--out OUT",
     "scripts/gpu_probes.py": "products --device cpu",
     "scripts/import_lm_human_preferences.py": "offline_5k.json preferences.jsonl --tokenizer MODEL",
     "scripts/import_smollm2.py": "OUT",
