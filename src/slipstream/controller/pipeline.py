@@ -216,9 +216,7 @@ class Pipeline:
             ]
         channels = (*self.channels, *(release for c in self.channels if (release := _release_of(c))), *own)
         later = {node.name for node in self.nodes if node.joins_later}
-        return (
-            tuple(replace(c, is_awaited=False) if _leads_to(later, c) else c for c in channels) if later else channels
-        )
+        return tuple(replace(c, is_awaited=False) if later and _leads_to(later, c) else c for c in channels)
 
     @property
     def first_replicas(self) -> set[int]:

@@ -128,9 +128,7 @@ class Publisher:
         self._has_moved = True
         self._wanting: dict[int, dict[int, WeightsWanted]] = {}
         self._greeted: set[int] = set()  # replicas that have asked before
-        self._lost = set(
-            away
-        )  # that were dropped, or have not come yet: what they ask for waits until they are added again
+        self._lost = set(away)  # that were dropped, or are yet to come: what they ask for waits until they are added
         self._epochs: dict[int, int] = {}
         self._tree = FeedingTree([])
 
