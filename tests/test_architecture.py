@@ -151,7 +151,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 82_940
+MAX_LINES = 83_180
 MAX_LINES_OF_SPINE = 1_600
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -165,21 +165,21 @@ SPINE = (
 MAX_LINES_OF_FOLDER = {
     "algorithms": 2_310,
     "batching": 360,
-    "controller": 5_930,
-    "core": 10_770,
+    "controller": 6_025,
+    "core": 10_810,
     "environments": 8_070,
     "evals": 2_635,
     "generator": 8_505,
     "jail": 1_060,
     "jobs": 965,
     "models": 7_715,
-    "observe": 9_780,
+    "observe": 9_815,
     "plan": 6_320,
     "prompts": 1_300,
     "rewards": 3_860,
     "stages": 2_685,
     "trainer": 5_290,
-    "weight_sync": 3_475,
+    "weight_sync": 3_480,
 }
 LONG_FUNCTIONS = {"generator/paged_kernels.py": "a kernel is one function"}
 

@@ -122,7 +122,7 @@ def run_keys(key_file: Path | None, *, makes_file: bool = False) -> RunKeys:
     return RunKeys.load(key_file)
 
 
-class Agent(NamedTuple):
+class TorchrunAgent(NamedTuple):
     """The arguments of a group's torchrun agent, additions to its environment, and the keys; and what it is to be."""
 
     command: list[str]
@@ -130,10 +130,10 @@ class Agent(NamedTuple):
     keys: RunKeys
     group: str
     leave: Callable[[], None]
-    """Let another command have the group's number, where it is one of those that may join later."""
+    """Give back the number that it got. One that was named is free when the controller has lost its process."""
 
 
-def torchrun(job: Job) -> Agent:
+def torchrun(job: Job) -> TorchrunAgent:
     """Return the agent of the group on this machine.
 
     Waits for the controller, which knows how many ranks the group has. Raises ConfigError for another run's key, for a
@@ -157,7 +157,7 @@ def torchrun(job: Job) -> Agent:
     store = attend(job.controller, timeout_s=JOIN_TIMEOUT_S)
     spec = read_spec(store, keys, timeout_s=JOIN_TIMEOUT_S)
     later = [node.name for node in spec.nodes if node.joins_later]
-    node = spec.node(later[0] if job.join and later else job.group if not job.join else _none_free(spec))
+    node = spec.node(job.group if not job.join else later[0] if later else _none_free(spec))
     if node.ranks % job.nnodes:
         what = "the ranks of the group do not divide over its machines"
         got = f"{node.ranks} ranks of '{node.name}', --nnodes {job.nnodes}"
@@ -179,7 +179,8 @@ def torchrun(job: Job) -> Agent:
         command += ["--key-file", str(job.key_file)]
     else:
         environment |= keys.as_environment()
-    return Agent(command, environment, keys, group, partial(_leave, store, group, claim))
+    leave = partial(_leave, store, group, claim) if job.join else lambda: None
+    return TorchrunAgent(command, environment, keys, group, leave)
 
 
 def _claimed(job: Job, spec: RunSpec, store: Store, later: Sequence[str]) -> tuple[str, str]:
@@ -262,7 +263,7 @@ def join(job: Job) -> None:
         agent.leave()
 
 
-def _be(agent: Agent, job: Job) -> None:
+def _be(agent: TorchrunAgent, job: Job) -> None:
     arguments = agent.command
     os.environ.update(agent.environment)
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # the others are taken here

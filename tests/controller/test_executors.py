@@ -317,7 +317,9 @@ def test_who_loads_a_model_or_trains_may_be_silent(run: Run, monkeypatch: pytest
     seen: list[list[str]] = []
     monkeypatch.setattr(Membership, "check", lambda _, ports, *, busy, patience: seen.append(list(busy)) or [])
     run.controller.executors.work()
-    assert seen.pop() == ["trainer", "generator-0", "generator-0@1", "generator-1", "generator-2"], "nobody is ready yet"
+    assert seen.pop() == ["trainer", "generator-0", "generator-0@1", "generator-1", "generator-2"], (
+        "nobody is ready yet"
+    )
     played = run.start()
     run.controller.executors.work()
     assert seen.pop() == ["trainer", "generator-2"]
