@@ -146,6 +146,7 @@ class World:
             for name, value in vars(owner).items():
                 if isinstance(value, dict | list):
                     setattr(owner, name, value.copy())
+        other.schedule._replicas._by_load = {v: [*each] for v, each in self.schedule._replicas._by_load.items()}
         return other
 
     def key(self) -> tuple[Any, ...]:

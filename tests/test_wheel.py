@@ -213,8 +213,10 @@ def test_what_the_package_imports_is_what_it_asks_for() -> None:
         "trackio",
         "mlflow",
         "triton",
-    }  # trackers; torch brings triton where there is CUDA
-    trackers = {"mlflow-skinny" if name == "mlflow" else name for name in optional - {"triton"}}
+        "ray",
+    }  # trackers; torch brings triton where there is CUDA; a launcher
+    trackers = {"mlflow-skinny" if name == "mlflow" else name for name in optional - {"triton", "ray"}}
+    assert named(project["optional-dependencies"]["ray"]) == {"ray"}
     assert trackers == named(project["optional-dependencies"]["trackers"])
     needed = {name: homes[name][0].lower().replace("_", "-") for name in modules - optional - BROUGHT.keys()}
     assert not set(needed.values()) - named(project["dependencies"])

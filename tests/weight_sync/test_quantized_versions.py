@@ -228,7 +228,7 @@ def _tensors_of(model: torch.nn.Module) -> list[torch.Tensor]:
     """All that a served model computes with."""
     products = [module.product for module in model.modules() if isinstance(module, ServedLinear)]
     found = [each for product in products for each in vars(product).values() if isinstance(each, torch.Tensor)]
-    return [*found, model.embedding.table.values, *model.parameters()]
+    return [*found, model.embedding.product.keywords["table"].values, *model.parameters()]
 
 
 @pytest.mark.parametrize("in_place", [False, True])

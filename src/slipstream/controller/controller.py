@@ -21,13 +21,13 @@ import msgspec
 from slipstream.controller.callbacks import Callbacks
 from slipstream.controller.executors import Executors
 from slipstream.controller.held_out import HeldOut
-from slipstream.controller.ledger import Ledger, of_groups, parts_of_replicas
+from slipstream.controller.ledger import Ledger, parts
 from slipstream.controller.meeting import Cluster
 from slipstream.controller.observers import Observers
 from slipstream.controller.pipeline import CONTROLLER, Pipeline, RunInput, replica_of
 from slipstream.controller.schedule import SchedulingPolicy
 from slipstream.controller.tally import Tally
-from slipstream.controller.waiting import WaitReasons
+from slipstream.controller.waiting import WaitReasons, work_left
 from slipstream.core import service_messages as messages
 from slipstream.core.clock import WallClock
 from slipstream.core.config import RunConfig
@@ -177,15 +177,8 @@ class Controller:
 
     def _tell_of_interrupt(self) -> None:
         """Say once what the run still does, and that a second signal stops that, too."""
-        if not self.interrupts.is_news():
-            return
-        if not self.has_begun:
-            what = "ending, as there is nothing to save yet"
-        elif self.schedule.training:
-            what = f"finishing step {self.schedule.steps_done + 1}, then a checkpoint"
-        else:
-            what = f"writing a checkpoint of step {self.schedule.steps_done}"
-        self.observers.note(self.interrupts.heard(what))
+        if self.interrupts.is_news():
+            self.observers.note(self.interrupts.heard(work_left(self.schedule, has_begun=self.has_begun)))
 
     # The loop
 
@@ -242,11 +235,9 @@ class Controller:
                 self.held_out.best.exported(path)
             case HandedOver(ordinal=ordinal) if ordinal in self.holder_of:
                 self.partials[ordinal] = message.partials
-            case Leaving(executor=executor) if replica_of(executor) is not None:
-                self.observers.note(f"{executor} was told to end: it hands over what it has begun, and leaves")
             case Leaving(executor=executor):
-                self.observers.note(f"{executor} was told to end: a checkpoint follows the current step")
-                self.is_checkpoint_wanted = True
+                self.observers.leaving(executor)
+                self.is_checkpoint_wanted |= replica_of(executor) is None
             case _ if not isinstance(message, (*OBSERVED, HandedOver, messages.CompletionsFinished)):  # or an empty one
                 raise TypeError(f"the controller does not take {type(message).__name__}")
 
@@ -323,11 +314,8 @@ class Controller:
             cut=uuid.uuid4().hex,
             run=self.tally.saved(),
         )
-        self.executors.send("trainer", command)
-        if self.config.environment.is_set:
-            self.executors.send("environments", of_groups(command, command.schedule["readmit"]))
-        for replica, part in parts_of_replicas(command, self.holder_of, self.schedule.versions):
-            self.executors.send(f"generator-{replica}", part)
+        for executor, part in parts(command, self.config, self.holder_of, self.schedule.versions):
+            self.executors.send(executor, part)
 
     # An early end
 
@@ -363,6 +351,5 @@ class Controller:
             )
 
     def _note_end(self) -> None:
-        self.tally.ended_s = self.clock.now_s()
-        self.tally.prompts = self.ledger.counts()
+        self.tally.ended_s, self.tally.prompts = self.clock.now_s(), self.ledger.counts()
         self.tally.callback_s = self.callbacks.seconds

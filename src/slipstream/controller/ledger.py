@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from slipstream.core.config import RunConfig
 from slipstream.core.errors import CheckpointError, clip
 from slipstream.core.files import decode_json
 from slipstream.core.jsonl import JsonlWriter, cut_jsonl, intact_lines, read_jsonl
@@ -95,16 +96,19 @@ def of_groups(command: Checkpoint, owed: list[int]) -> Checkpoint:
     return msgspec.structs.replace(command, schedule={"readmit": owed}, run={})
 
 
-def parts_of_replicas(
-    command: Checkpoint, holder_of: Mapping[int, int], replicas: Iterable[int]
-) -> Iterator[tuple[int, Checkpoint]]:
-    """Yield each replica with the command for the groups that it holds, of those that the cut owes."""
+def parts(
+    command: Checkpoint, config: RunConfig, holder_of: Mapping[int, int], replicas: Iterable[int]
+) -> Iterator[tuple[str, Checkpoint]]:
+    """Yield each executor that saves something of its own, with its command: replicas get the groups that they hold."""
+    yield "trainer", command
+    if config.environment.is_set:
+        yield "environments", of_groups(command, command.schedule["readmit"])
     owed_by: dict[int, list[int]] = {replica: [] for replica in replicas}
     for ordinal in command.schedule["readmit"]:
         if (holder := holder_of.get(ordinal)) in owed_by:
             owed_by[holder].append(ordinal)
     for replica, held in owed_by.items():
-        yield replica, of_groups(command, held)
+        yield f"generator-{replica}", of_groups(command, held)
 
 
 def read_cut(checkpoint: Path) -> Cut:

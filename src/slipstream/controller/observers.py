@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from slipstream.controller.evaluations import GREEDY, EvaluationDone
-from slipstream.controller.pipeline import CONTROLLER
+from slipstream.controller.pipeline import CONTROLLER, replica_of
 from slipstream.controller.tally import Tally
 from slipstream.core.config import RunConfig
 from slipstream.core.held_out import GREEDY_PREFIX, SAMPLED_PREFIX
@@ -99,6 +99,12 @@ class Observers:
     def note(self, text: str) -> None:
         """Tell people, on the controller's behalf."""
         self.take(Noted(executor=CONTROLLER, text=text))
+
+    def leaving(self, executor: str) -> None:
+        """Tell what follows as `executor` was told to end."""
+        is_replica = replica_of(executor) is not None
+        then = "it hands over what it has begun, and leaves" if is_replica else "a checkpoint follows the current step"
+        self.note(f"{executor} was told to end: {then}")
 
     def sync(self) -> None:
         """Return once every line of metrics is on the disk."""
