@@ -259,8 +259,9 @@ def join(job: Job) -> None:
     agent = torchrun(job)
     try:
         _be(agent, replace(job, group=agent.group))
-    finally:
+    except BaseException:  # else the run is over
         agent.leave()
+        raise
 
 
 def _be(agent: TorchrunAgent, job: Job) -> None:
