@@ -153,7 +153,10 @@ def _kind(kind: Any) -> str:
     if origin is Annotated:
         return _kind(items[0])
     if origin is list:
-        return "list of tables" if is_section(items[0]) else f"list of {_kind(items[0])}s"
+        if is_section(items[0]):
+            return "list of tables"
+        words = _kind(items[0])
+        return f"list of any of {words}" if get_origin(items[0]) is Literal else f"list of {words}s"
     if origin is tuple:
         return f"{len(items)} numbers"
     if origin is dict:

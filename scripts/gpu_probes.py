@@ -5,6 +5,7 @@
     capture    a CUDA graph of products and index writes, replayed with other values, against running it
     ipc        memory of another process, mapped and written
     fsdp       one rank of FSDP2 in bfloat16: a training step of a small model, gradients in float32
+    fused      layers of a decode step in few kernels against the model's own operations, in bfloat16; seconds of both
     varlen     attention over packed sequences with shared prompts in one call, against padded batches
 
 Each prints what it found and exits with an error where a number is wrong. `--device cpu` tries those that a CPU has.
@@ -16,6 +17,8 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +28,16 @@ from torch import Tensor, multiprocessing
 
 from slipstream.algorithms.logprobs import token_logprobs
 from slipstream.core.rank_group import RankGroup
+from slipstream.generator.fused_decode import fused_forward
+from slipstream.generator.paged_attention import PagedDecodeAttention, default_attend
+from slipstream.generator.paged_kv import PAGE_SIZE, PagedKV
+from slipstream.generator.pages import pages_of
 from slipstream.models.attention import PackedAttention, flash_is_right
 from slipstream.models.config import TransformerConfig
 from slipstream.models.head import wide_product
+from slipstream.models.initialise import initialise
 from slipstream.models.sharded import Division, ShardedParameters, new_sharded
+from slipstream.models.transformer import Transformer
 
 CONFIG = TransformerConfig(
     family="llama",
@@ -129,6 +138,48 @@ def capture(device: str) -> dict[str, Any]:
     return {"capture_s": taken_s, "replay_s": best_s(graph.replay, device), "eager_s": best_s(step, device)}
 
 
+def fused(device: str) -> dict[str, Any]:
+    """At the size of Qwen2.5-1.5B, 4 layers, 256 rows of 1,056 tokens; on a CPU (TRITON_INTERPRET=1) a small model."""
+    sizes = {"hidden_size": 1536, "intermediate_size": 8960, "num_layers": 4, "num_heads": 12, "head_dim": 128}
+    config = replace(CONFIG, **(sizes | {"max_positions": 2048, "vocab_size": 4096}) if device == "cuda" else {})
+    rows, length = (256, 1056) if device == "cuda" else (3, 40)
+    torch.manual_seed(0)
+    model = Transformer(config)
+    initialise(model, seed=0)
+    model = model.to(device, torch.bfloat16).requires_grad_(False)
+    tokens = torch.randint(config.vocab_size, (rows,), device=device)
+    positions, num_blocks = torch.full_like(tokens, length - 1), pages_of(length, PAGE_SIZE)
+    blocks = (torch.arange(rows * num_blocks, device=device, dtype=torch.int32) + 1).view(rows, num_blocks)
+    slots = blocks[:, -1].long() * PAGE_SIZE + (length - 1) % PAGE_SIZE
+    outputs, keys, found = [], [], {}
+    for name in ("plain", "fused"):
+        kv = PagedKV(
+            num_layers=config.num_layers,
+            num_pages=rows * num_blocks,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=torch.bfloat16,
+            device=torch.device(device),
+        )
+        attend = default_attend(torch.device(device))
+        attention = PagedDecodeAttention(kv, attend, slots=slots, blocks=blocks, lengths=positions + 1)
+        forward = partial(fused_forward, model) if name == "fused" else model
+        step = partial(forward, tokens, positions, attention)
+        with torch.inference_mode():
+            outputs.append(step().clone())
+            keys.append(kv.keys.clone())
+            if device == "cuda":
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    step()
+                found[f"{name}_layer_s"] = best_s(graph.replay, device) / config.num_layers
+                found[f"{name}_eager_layer_s"] = best_s(step, device) / config.num_layers
+    found["state_error"] = relative(outputs[1], outputs[0].double())
+    found["key_error"] = relative(keys[1], keys[0].double())
+    assert max(found["state_error"], found["key_error"]) < 2e-2, found
+    return found
+
+
 def _write(queue: Any, done: Any) -> None:
     shared = queue.get(timeout=40)
     shared.mul_(2)
@@ -209,6 +260,7 @@ PROBES: dict[str, Callable[[str], dict[str, Any]]] = {
     "rates": rates,
     "products": products,
     "capture": capture,
+    "fused": fused,
     "ipc": ipc,
     "fsdp": fsdp,
     "varlen": varlen,

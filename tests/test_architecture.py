@@ -151,7 +151,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 83_190
+MAX_LINES = 83_775
 MAX_LINES_OF_SPINE = 1_600
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -165,23 +165,25 @@ SPINE = (
 MAX_LINES_OF_FOLDER = {
     "algorithms": 2_310,
     "batching": 360,
-    "controller": 6_035,
-    "core": 10_810,
+    "controller": 6_045,
+    "core": 10_855,
     "environments": 8_070,
-    "evals": 2_635,
-    "generator": 8_505,
+    "evals": 2_685,
+    "generator": 8_865,
     "jail": 1_060,
     "jobs": 965,
     "models": 7_715,
     "observe": 9_815,
     "plan": 6_320,
-    "prompts": 1_300,
-    "rewards": 3_860,
-    "stages": 2_685,
+    "prompts": 1_380,
+    "rewards": 3_875,
+    "stages": 2_695,
     "trainer": 5_290,
     "weight_sync": 3_480,
 }
-LONG_FUNCTIONS = {"generator/paged_kernels.py": "a kernel is one function"}
+LONG_FUNCTIONS = dict.fromkeys(
+    ("generator/paged_kernels.py", "generator/decode_kernels.py"), "a kernel is one function"
+)
 
 
 def test_the_package_keeps_to_its_budget_of_lines() -> None:

@@ -282,7 +282,7 @@ CONFLICTS = [  # the schema's, in the order of core/config.py
     wrong("vllm seeds", {"generator": {**VLLM, "seeds": "per_replica"}}, "its own noise", "'shared'"),
     wrong("vllm cold", {"generator": {**VLLM, "temperature": 1e-4}}, "no lower temperature", "at least 0.01"),
     wrong("vllm cuts", {"generator": {**VLLM, "top_p": 0.9, "min_p": 0.1}}, "min_p before top_p", "one of the two"),
-    wrong("vllm device", {"generator": {**VLLM, "device": "cuda"}}, "native engine's", "vllm-env"),
+    wrong("vllm device", {"generator": {**VLLM, "device": "cuda"}}, "native engine's", "leave it out"),
     wrong("vllm args", {"generator": {"vllm": {"engine_args": {"model": "x"}}}}, "set by Slipstream", "with model"),
     wrong("vllm nan", {"generator": {"vllm": {"engine_args": {"x": NAN}}}}, "engine_args"),
     wrong("cache on a CPU", {"generator": {"kv_cache_gb": 1.0}}, "nothing to bound", "'cuda'"),
@@ -433,9 +433,9 @@ LOSSES_AND_REWARDS = [
     wrong(
         "reward of no such column",
         {"rewards": {"terms": [{"function": "mine.py:score"}]}},
-        "a reward fails in a dry call, before the run",
-        "missing 1 required keyword-only argument: 'solution'",
-        "the columns answer",
+        "data.jsonl, line 1 has no column 'solution', which reward 'mine.py:score' (mine.py, line 1) needs",
+        "answer, prompt",
+        "a parameter with a default",
         prepare=text("mine.py", "def score(*, completions, solution, **columns):\n    return [0.0]\n"),
     ),
     wrong(
@@ -744,7 +744,14 @@ DATA = [
     ),
     wrong("answer column", {"prompts": {"answer_column": "anser"}}, "'exact_match'", "prompts.answer_column"),
     wrong("template", {"prompts": {"template": "{question"}}, "prompts.template is not a template", "'{question'"),
-    wrong("template column", {"prompts": {"template": "{word}>"}}, "does not have", "word", "answer, question"),
+    wrong(
+        "template column",
+        {"prompts": {"template": "{word}>"}},
+        "does not have",
+        "line 1",
+        "word",
+        "answer, prompt, question",
+    ),
     wrong("template format", {"prompts": {"template": "{question:>8}"}}, "not a plain column name"),
     wrong("system", {"prompts": {"system": "Be brief."}}, "needs a chat template", "chat = true"),
     wrong(
@@ -824,8 +831,8 @@ DATA = [
     wrong(
         "demonstration",
         {"warm_start": {"steps": 1, "demonstrations": [{"template": "{wrod}"}]}},
-        "demonstrations[0].template",
-        "wrod",
+        "data.jsonl, line 1 has no column 'wrod'",
+        "demonstrations[0].template = '{answer}'",
     ),
     wrong(
         "sft dataset",

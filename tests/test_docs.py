@@ -41,7 +41,7 @@ LAUNCH_FLAGS = {field.name for field in dataclasses.fields(LaunchOptions)}
 PLAN_FLAGS = {field.name for field in dataclasses.fields(PlanOptions)}
 SERVE_FLAGS = {field.name for field in dataclasses.fields(ServeOptions)}
 SIMULATE_FLAGS = {field.name for field in dataclasses.fields(SimulateOptions)}
-OWN_FLAGS = {"recipe", "tasks", "json", "help", "num_prompts", "num_samples"}
+OWN_FLAGS = {"recipe", "tasks", "json", "help", "data", "num_prompts", "num_samples"}
 OWN_FLAGS |= LAUNCH_FLAGS | SIMULATE_FLAGS | PLAN_FLAGS | SERVE_FLAGS | {"port", "open", "merged"}
 OWN_FLAGS |= {field.name for options in (ImportOptions, ExportOptions) for field in dataclasses.fields(options)}
 SCRIPT_FOLDERS = r"(?:benchmarks|scripts|src/slipstream/environments|tests/(?:integration|cluster|chaos))"
@@ -74,6 +74,7 @@ def test_the_configuration_page_opens_with_25_fields_and_says_the_same_once() ->
     opening = page[: page.index("## Presets")]
     assert [line.split("`")[1] for line in opening.splitlines() if line.startswith("| `")] == list(chosen)
     assert page.count("| `warmup_updates` |") == 1
+    assert "`s |" not in page, "no word in backticks has an ending"
     for path in field_paths(RunConfig):
         section, _, name = path.rpartition(".")
         assert f"| `{name}` |" in page or f"`{path}`" in page, path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -150,10 +151,13 @@ def test_the_steps_name_what_there_is() -> None:
         assert step.limit_s <= 600
 
 
-@pytest.mark.parametrize("probe", ["products", "fsdp", "varlen", "rates"])
+@pytest.mark.parametrize("probe", ["products", "fsdp", "varlen", "rates", "fused"])
 def test_probes_of_what_a_cpu_has(probe: str, tmp_path: Path) -> None:
     words = [PROJECT / "scripts" / "gpu_probes.py", probe, "--device", "cpu", "--json", tmp_path / "found.json"]
-    done = subprocess.run([sys.executable, *map(str, words)], capture_output=True, text=True, timeout=120)
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, *map(str, words)], env=environment, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "found.json").read_text())
 

@@ -267,7 +267,10 @@ class EvalOptions(WithFields):
         is_positional=True,
     )
     recipe: str | None = flag("Recipe whose prompts and rewards to use. Default: the run's own configuration.")
-    num_prompts: int | None = flag("Held-out prompts to answer. Default: eval.num_prompts.")
+    data: str | None = flag(
+        "Data set to answer in place of the held-out prompts: file, folder or hub id, with the columns of the recipe."
+    )
+    num_prompts: int | None = flag("Prompts to answer. Default: eval.num_prompts; with --data all.")
     num_samples: int | None = flag("Sampled answers per prompt, for pass@k. Default: 1.")
     out: Path | None = flag("File for the answers, one JSON object a line. Default: none.")
 
@@ -284,7 +287,9 @@ def eval_command(argv: Sequence[str]) -> int:
     from slipstream.evals.table import show
 
     num_samples = 1 if options.num_samples is None else options.num_samples
-    result = evaluate(config, num_prompts=options.num_prompts, num_samples=num_samples)
+    result = evaluate(
+        config, num_prompts=options.num_prompts, num_samples=num_samples, is_whole=options.data is not None
+    )
     show(result, model, _console)
     if options.out is not None:
         write_answers(result, options.out)
@@ -299,7 +304,14 @@ def _eval_config(options: EvalOptions) -> tuple[Path, RunConfig]:
     from slipstream.environments.checks import check_environments
     from slipstream.evals.target import eval_target
 
-    model, config = eval_target(options.model, recipe=options.recipe, overrides=options.overrides, tell=_say)
+    model, config = eval_target(
+        options.model,
+        recipe=options.recipe,
+        overrides=options.overrides,
+        data=options.data,
+        num_prompts=options.num_prompts,
+        tell=_say,
+    )
     check_environments(config, None)
     return model, config
 

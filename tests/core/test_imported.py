@@ -18,9 +18,12 @@ import slipstream
 from slipstream import cli
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
+from slipstream.core.held_out import check_measure
 from slipstream.core.imported import ImportedConfig, import_config
 from slipstream.core.other_names import DEFAULTS, FIELDS
 from slipstream.core.recipes import resolve, value_at
+from slipstream.generator.vllm.settings import check_settings
+from slipstream.stages.named import check_conflicts
 from slipstream.trainer.loss_checks import check_loss
 
 FIELDS_OF_TRL = json.loads((Path(__file__).parents[1] / "data" / "trl_grpo_fields.json").read_text())["classes"]
@@ -38,8 +41,16 @@ def converted(**given: Any) -> tuple[ImportedConfig, RunConfig]:
     found = import_config(WHOLE | given)
     config = resolve(tomllib.loads(found.toml))
     assert config == resolve(found.tables), "comments change nothing"
-    check_loss(config)
+    check_before_a_run(config)
     return found, config
+
+
+def check_before_a_run(config: RunConfig) -> None:
+    """Check what a run refuses without looking at a model, a data set or a GPU."""
+    check_conflicts(config)
+    check_settings(config)
+    check_measure(config)
+    check_loss(config)
 
 
 def of_kind(found: ImportedConfig, kind: str) -> dict[str, str]:
@@ -232,6 +243,37 @@ def test_the_format_reward_is_trls() -> None:
         assert scorer(type("Job", (), {"completion": text})) == float(theirs is not None), text
 
 
+@pytest.mark.parametrize("sampling", [{}, {"top_p": 0.9}, {"top_k": 20, "min_p": 0.1}, {"top_p": 0.9, "min_p": 0.1}])
+@pytest.mark.parametrize("use_cpu", [True, False])
+def test_a_recipe_with_vllm_can_start(sampling: dict[str, Any], use_cpu: bool) -> None:
+    found, config = converted(use_vllm=True, vllm_mode="colocate", use_cpu=use_cpu, **sampling)
+    device = "cpu" if use_cpu else "cuda"
+    if sampling:
+        assert (config.generator.engine, config.generator.device) == ("native", device)
+        assert "use_vllm" in of_kind(found, "differs")
+    else:
+        assert (config.generator.engine, config.generator.device) == ("vllm", "cpu")
+        assert "device" not in found.tables["generator"]
+    assert config.trainer.device == device
+
+
+def test_what_trl_spreads_and_schedules_is_named() -> None:
+    found = import_config(WHOLE | {"deepspeed": "zero3.json", "fsdp": "full_shard"}, world=4)
+    why = of_kind(found, "set")["trainer.ranks"]
+    assert "--world, deepspeed, fsdp" in why
+    assert "trainer.ranks = 4" in why
+    assert of_kind(found, "unused") == {}
+    assert "trainer.ranks" in of_kind(import_config(WHOLE, world=2), "set")
+    assert "eval.num_slots" in of_kind(converted(per_device_eval_batch_size=2)[0], "set")["per_device_eval_batch_size"]
+    for kind, schedule in (("cosine_with_min_lr", "cosine"), ("polynomial", "linear"), ("inverse_sqrt", "constant")):
+        found, config = converted(lr_scheduler_type=kind)
+        assert config.trainer.optimizer.schedule == schedule
+        assert kind in of_kind(found, "differs")["lr_scheduler_type"]
+    found, config = converted(max_prompt_length=64)
+    assert config.prompts.max_prompt_tokens == 64
+    assert "from the left" in of_kind(found, "differs")["max_prompt_length"]
+
+
 def test_everything_given_is_converted_or_named() -> None:
     """Each field of TRL, set to what is not its default: the recipe changes, or a note names it. Nothing is silent."""
     known = {name: value for fields in FIELDS_OF_TRL.values() for name, value in fields.items()}
@@ -245,6 +287,7 @@ def test_everything_given_is_converted_or_named() -> None:
             found = import_config(WHOLE | {k: v for one in beside.values() for k, v in one.items()} | {name: value})
         except ConfigError as refused:
             raise AssertionError(name) from refused
+        check_before_a_run(resolve(tomllib.loads(found.toml)))
         if (found.tables, found.notes) == (base.tables, base.notes):
             silent.append(name)
     assert silent == [], silent

@@ -5,23 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from engine_kit import STOP, drain, new_engine, random_model, random_prompt, requests, run
 from test_engine_transformers import hf_model, prompts_of
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream.core.errors import ConfigError
 from slipstream.core.fields import Precision
+from slipstream.core.sections import GeneratorConfig
 from slipstream.generator.engine import Engine
+from slipstream.generator.native import likely_plans
 from slipstream.generator.noise import noise_keys, uniform
 from slipstream.generator.paged_kv import PAGE_SIZE, PagedKV
-from slipstream.generator.paged_runner import PagedRunner, context_buckets, row_buckets
+from slipstream.generator.paged_runner import PagedRunner, StepShape, context_buckets, row_buckets
 from slipstream.generator.requests import Finished, Request
 from slipstream.generator.runner import Chunk, Decoded, Prefix, RowStates
 from slipstream.generator.sampler import SamplingPlan
-from slipstream.generator.step_graphs import WeightAddresses
+from slipstream.generator.step_graphs import StepGraphs, WeightAddresses
 from slipstream.models.attention import PackedAttention
 from slipstream.models.hf import load_model
 from slipstream.models.served import ServedWeights
@@ -334,3 +338,52 @@ def test_any_linear_layer_will_do() -> None:
     model.layers[0].up.forward = lambda x: x @ weight.T  # type: ignore[method-assign]
     batch = requests(2, 2, max_new_tokens=10)
     assert_same_texts(run(paged_engine(model), batch), run(new_engine(random_model()), batch))
+
+
+def test_likely_steps_are_those_of_all_rows_as_training_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The keys that are captured at the start are those that a full engine of such requests asks for."""
+    asked: list[StepShape] = []
+    run_step = StepGraphs.run
+    monkeypatch.setattr(StepGraphs, "run", lambda self, key, step: (asked.append(key), run_step(self, key, step))[1])
+    generator = GeneratorConfig(temperature=0.7, top_k=5, keep_sets=True)
+    options = {"num_slots": 12, "max_len": 600, "is_paged": True, "likely": likely_plans(generator)}
+    engine = new_engine(random_model(max_positions=600), **options)
+    assert [(shape.num_rows, shape.num_blocks) for shape in asked] == [(12, 38), (12, 32), (12, 16)]
+    ready, asked[:] = set(asked), []
+    batch = [replace(r, temperature=0.7, top_k=5, keep_sets=True) for r in requests(12, max_new_tokens=3)]
+    run(engine, batch)
+    assert asked[0] in ready
+    assert asked[0].num_rows == 12
+
+
+class Operations(TorchDispatchMode):
+    """Lists what runs, and for copies whence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.sources: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func._schema.name)
+        if func is torch.ops.aten.copy_.default:
+            self.sources.append(args[1].data_ptr())
+        return func(*args, **(kwargs or {}))
+
+
+def test_all_changes_between_two_steps_are_one_upload() -> None:
+    """Opening, closing and moving rows runs nothing; the next step brings their numbers and tables along, once."""
+    runner = PagedRunner(random_model(), num_rows=8, max_len=64)
+    with Operations() as between:
+        runner.open_rows([0, 1, 2, 5], None, states(4, length=0))
+        runner.close_rows([1])
+        runner.move_rows([5], [1])
+    assert not between.names
+    uploads = []
+    for _ in range(2):
+        with Operations() as step:
+            runner.decode(4)
+        uploads.append(step.sources.count(runner._host.data_ptr()))
+    assert uploads == [1, 0]
+    assert runner._rows.advance.tolist() == [1, 1, 1, 0, 0, 0, 0, 0]
+    assert runner._rows.positions.tolist() == [2, 2, 2, 0, 0, 0, 0, 0]

@@ -7,11 +7,12 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from engine_kit import random_model
+from engine_kit import adapted_model, adapters_of_version, random_model
 
 from slipstream.core.errors import WeightSyncError
 from slipstream.generator.step_graphs import StepGraphs, WeightAddresses
 from slipstream.models.flat import FlatParameters
+from slipstream.models.served import ServedWeights
 
 
 def test_a_copy_into_the_same_tensors_moves_nothing() -> None:
@@ -21,7 +22,7 @@ def test_a_copy_into_the_same_tensors_moves_nothing() -> None:
     weights.flat.copy_(FlatParameters(random_model(1)).flat)
     model.load_state_dict(random_model(2).state_dict())
     addresses.check()
-    addresses.check_ends()
+    addresses.check_known()
 
 
 def test_rebound_weights_are_found_at_every_step() -> None:
@@ -29,17 +30,52 @@ def test_rebound_weights_are_found_at_every_step() -> None:
     weights = FlatParameters(model)
     addresses = WeightAddresses(model)
     weights.rebind(weights.flat.clone())
-    for check in (addresses.check, addresses.check_ends):
+    for check in (addresses.check, addresses.check_known):
         with pytest.raises(WeightSyncError, match=r"embedding\.weight.*more"):
             check()
 
 
-def test_one_tensor_in_the_middle_is_found_by_the_whole_check() -> None:
+def test_one_tensor_in_the_middle_is_found_at_every_step() -> None:
     model = random_model(0)
     addresses = WeightAddresses(model)
     model.layers[1].up.weight.data = model.layers[1].up.weight.detach().clone()
-    addresses.check_ends()
-    with pytest.raises(WeightSyncError, match=r"layers\.1\.up\.weight"):
+    for check in (addresses.check_known, addresses.check):
+        with pytest.raises(WeightSyncError, match=r"layers\.1\.up\.weight"):
+            check()
+
+
+def test_another_parameter_over_the_same_memory_has_not_moved() -> None:
+    model = random_model(0)
+    addresses = WeightAddresses(model)
+    model.layers[1].up.weight = torch.nn.Parameter(model.layers[1].up.weight.detach())
+    addresses.check_known()
+
+
+def test_every_tensor_that_a_version_swap_may_move_is_watched() -> None:
+    """In place, with adapters: new versions move nothing. Then every tensor of every product is moved, one by one."""
+    model = adapted_model(precision="bfloat16")
+    weights = ServedWeights(model, "int8", in_place=True)
+    addresses = WeightAddresses(model)
+    for version in (1, 2):
+        flat = adapters_of_version(weights, version)
+        weights.prepare(flat)
+        weights.rebind(flat)
+    addresses.check_known()
+    addresses.check()
+    up, head, table = model.layers[1].up.product.keywords, model.served_head.keywords, model.embedding.product.keywords  # type: ignore[union-attr]
+    matrices = [
+        (up["base"], "_scales", r"layers\.1\.up\.product\.base\._scales"),
+        (up["down"], "_weight", r"layers\.1\.up\.product\.down\._weight"),
+        (up["up"][0], "_weight", r"layers\.1\.up\.product\.up\.0\._weight"),
+        (head["down"], "_weight", r"served_head\.down\._weight"),
+        (table["base"].keywords["table"], "values", r"embedding\.product\.base\.table\.values"),
+    ]
+    for holder, name, pattern in matrices:
+        before = vars(holder)[name]
+        vars(holder)[name] = before.clone()
+        with pytest.raises(WeightSyncError, match=pattern):
+            addresses.check_known()
+        vars(holder)[name] = before
         addresses.check()
 
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
@@ -114,7 +115,11 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None, synchronize=lambda: None))
     monkeypatch.setattr(served, "base_digest", lambda model: "of numbers that are not there")
     monkeypatch.setattr(ServedWeights, "_bring", lambda self, flat: setattr(self, "_arrived", flat))
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: SimpleNamespace(numpy=lambda: None, shape=self.shape))
+    monkeypatch.setattr(
+        torch.Tensor,
+        "pin_memory",
+        lambda self: SimpleNamespace(numpy=lambda: np.zeros(self.shape, np.int64), shape=self.shape),
+    )
     monkeypatch.setattr(torch.Tensor, "__getitem__", indexed)
     monkeypatch.setattr(torch.Tensor, "__invert__", lambda self: torch.bitwise_not(self))
     monkeypatch.setattr(torch.Tensor, "copy_", lambda self, source: (source.expand(self.shape), self)[1])
@@ -152,7 +157,7 @@ def test_a_step_stays_on_the_device(family: str, precision: Precision, cuda: Non
     model, weights = served_model(CONFIGS[family], precision)
     wide = torch.float32 if precision == "float32" else torch.bfloat16
     assert {(p.device, p.dtype) for p in model.parameters()} == {(CUDA, wide)}
-    runner = PagedRunner(model, num_rows=4, max_len=512, attend=attend, captures=False)
+    runner = PagedRunner(model, num_rows=4, max_len=512, attend=attend, fused=False, captures=False)
     assert (runner._kv.keys.device, runner._kv.keys.dtype) == (CUDA, wide)
     for version in (weights.flat, torch.zeros_like(weights.flat)):
         weights.prepare(version)
@@ -174,7 +179,7 @@ def test_a_step_beside_adapters_stays_on_the_device(
     item = 4 if adapters == "float32" else 2
     num_bytes = item * 4 * (2 * (2 * 32 + 48) + 2 * (32 + 16 + 32) + 2 * (32 + 2050))
     assert num_bytes <= weights.num_bytes < num_bytes + (item == 2) * 64 * 20 + 1
-    runner = PagedRunner(model, num_rows=4, max_len=512, attend=attend, captures=False)
+    runner = PagedRunner(model, num_rows=4, max_len=512, attend=attend, fused=False, captures=False)
     for version in (weights.flat, torch.zeros_like(weights.flat)):
         weights.prepare(version)
         weights.rebind(version)
@@ -202,7 +207,7 @@ def test_a_step_of_a_mixture_of_experts_stays_on_the_device(records: bool, cuda:
     """Its rows are sorted by expert, and their experts recorded, without a number that the host has to see."""
     mixture = replace(CONFIG, family="qwen3_moe", qk_norm=True, num_experts=8, experts_per_token=2, expert_width=16)
     model, _ = served_model(mixture, "bfloat16")
-    runner = PagedRunner(model, num_rows=8, max_len=64, attend=attend, records_routes=records)
+    runner = PagedRunner(model, num_rows=8, max_len=64, attend=attend, fused=False, records_routes=records)
     with NoCopies():
         output = runner._step(runner._shape(8, 48, PLANS[0]))
     assert (output.shape, output.dtype) == ((8, 2), torch.int32)

@@ -1,14 +1,23 @@
-"""A process of its own for `test_paged_kernels.py`: Triton compiles here, as it does when a kernel is launched."""
+"""A process of its own for `test_paged_kernels.py` and `test_decode_kernels.py`.
+
+Triton compiles here, as it does when a kernel is launched.
+"""
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from slipstream.generator import paged_kernels
+from slipstream.generator import decode_kernels, paged_kernels
+from slipstream.generator.fused_decode import HEADS_TILE, SILU_BLOCK, norm_warps
 from slipstream.generator.paged_attention import KEYS_PER_TILE, SPLIT_TOKENS, SPLITS_PER_TILE
 from slipstream.generator.paged_kv import PAGE_SIZE
 
@@ -21,12 +30,14 @@ CASES = (  # compute capability, precision, query heads, key-value heads, head s
 )
 
 
-def compiled(kernel: Any, types: dict[str, str], constants: dict[str, int], capability: int) -> Any:
+def compiled(kernel: Any, types: dict[str, str], constants: dict[str, int], capability: int, num_warps: int = 4) -> Any:
     """The program; pointers begin at multiples of 16 bytes, as torch's do."""
     signature = types | dict.fromkeys(constants, "constexpr")
     aligned = {(place,): [["tt.divisibility", 16]] for place, kind in enumerate(types.values()) if kind[0] == "*"}
     source = ASTSource(kernel, signature, constants, aligned)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_stages": 2})
+    return triton.compile(
+        source, target=GPUTarget("cuda", capability, 32), options={"num_stages": 2, "num_warps": num_warps}
+    )
 
 
 def power_of_two(number: int) -> int:
@@ -58,5 +69,53 @@ def main() -> None:
     compiled(paged_kernels.join_kernel, types, constants, 90)
 
 
+DECODERS = (  # hidden size, inner width, query heads, key-value heads, head size, head norms; of benchmarked models
+    (896, 4864, 14, 2, 64, False),  # Qwen2.5-0.5B
+    (1536, 8960, 12, 2, 128, False),  # Qwen2.5-1.5B
+    (4096, 14336, 32, 8, 128, False),  # Llama-3.1-8B
+    (4096, 12288, 32, 8, 128, True),  # Qwen3-8B
+)
+MOST_REGISTERS = 64  # of 65,536 of a multiprocessor: as many threads as there may be, halved
+
+
+def check_resources(program: Any) -> None:
+    """No spills, few registers, and bfloat16 read and written by 16 bytes a thread."""
+    ptx = program.asm["ptx"]
+    assert "ld.global.v4.b32" in ptx, "reads of 16 bytes"
+    assert "st.global.v4.b32" in ptx, "writes of 16 bytes"
+    assert not re.search(r"(ld|st)\.global(\.v\d)?\.b16", ptx), "nothing number by number"
+    ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [str(ptxas), "-v", "--gpu-name", "sm_90a", file.name, "-o", "/dev/null"]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    assert "0 bytes spill stores, 0 bytes spill loads" in told, told
+    (registers,) = re.findall(r"Used (\d+) registers", told)
+    assert int(registers) <= MOST_REGISTERS, told
+    if "-v" in sys.argv:
+        sys.stdout.write(f"{program.metadata.name}: {program.metadata.num_warps} warps, {registers} registers\n")
+
+
+def decode() -> None:
+    """Everything of a fused layer for Hopper."""
+    for hidden, width, heads, kv_heads, head_dim, norms in DECODERS:
+        block = power_of_two(hidden)
+        pointers = dict.fromkeys(("stream", "branch", "weight", "normed"), "*bf16")
+        constants = {"HIDDEN": hidden, "BLOCK": block, "ADDS": True}
+        kernel = decode_kernels.add_norm_kernel
+        check_resources(compiled(kernel, pointers | {"eps": "fp32"}, constants, 90, norm_warps(block)))
+        constants = {"WIDTH": width, "BLOCK": SILU_BLOCK}
+        pointers = dict.fromkeys(("gate_up", "inner"), "*bf16")
+        check_resources(compiled(decode_kernels.silu_mul_kernel, pointers, constants, 90))
+        types = dict.fromkeys(("qkv", "q_weight", "k_weight"), "*bf16") | dict.fromkeys(("cos", "signed_sin"), "*fp32")
+        types |= dict.fromkeys(("positions", "slots"), "*i64")
+        types |= dict.fromkeys(("queries", "keys", "values"), "*bf16") | {"eps": "fp32"}
+        constants = {"NUM_HEADS": heads, "NUM_KV_HEADS": kv_heads, "HEAD_DIM": head_dim, "ROTARY": head_dim}
+        constants |= {"HEAD_BLOCK": power_of_two(head_dim), "NORMS": norms}
+        constants |= {"HEADS": HEADS_TILE // power_of_two(head_dim)}
+        check_resources(compiled(decode_kernels.enter_kernel, types, constants, 90, 2))
+
+
 if __name__ == "__main__":
-    main()
+    decode() if "decode" in sys.argv else main()

@@ -1,14 +1,26 @@
-"""A process of its own for `test_paged_attention.py`: Triton reads TRITON_INTERPRET=1 where a kernel is defined."""
+"""A process of its own for `test_paged_attention.py` and `test_decode_kernels.py`.
+
+Triton reads TRITON_INTERPRET=1 where a kernel is defined.
+"""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
 import numpy as np
 import torch
-from engine_kit import STOP, new_engine, random_model, requests, run
+import torch.nn.functional as F
+from engine_kit import STOP, adapted_model, new_engine, random_mixture, random_model, requests, run
+from torch import Tensor, nn
 
 from slipstream.generator.engine import Engine
-from slipstream.generator.paged_attention import SPLIT_TOKENS, attend_gathered, attend_split
+from slipstream.generator.fused_decode import add_norm, enter, fused_forward, silu_mul
+from slipstream.generator.paged_attention import SPLIT_TOKENS, PagedDecodeAttention, attend_gathered, attend_split
+from slipstream.generator.paged_kv import PagedKV
 from slipstream.generator.paged_runner import PagedRunner
+from slipstream.models.transformer import Transformer
 
 PAGE = 16
 SHAPES = (  # query heads, key-value heads, head size
@@ -81,7 +93,123 @@ def check_runner() -> None:
         np.testing.assert_allclose(found[key].logprobs, completion.logprobs, atol=1e-4)
 
 
+DTYPES = ((torch.float32, 4e-6), (torch.bfloat16, 2**-7))  # and the bound of a kernel's error: one bfloat16 step
+
+
+def round_to_nearest() -> None:
+    """Let the interpreter round float32 to bfloat16 as GPUs do, to the nearest: it cuts off."""
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    cast = interpreter.InterpreterBuilder.cast_impl
+
+    def nearest(self: object, source: interpreter.TensorHandle, wanted: tl.dtype) -> interpreter.TensorHandle:
+        if (source.dtype.scalar, wanted.scalar) != (tl.float32, tl.bfloat16):
+            return cast(self, source, wanted)
+        narrow = torch.from_numpy(np.ascontiguousarray(source.data)).bfloat16().view(torch.int16)
+        return interpreter.TensorHandle(narrow.numpy().view(np.uint16), wanted.scalar)
+
+    interpreter.InterpreterBuilder.create_fp_trunc = nearest
+
+
+def fused_models() -> Iterator[Transformer]:
+    """With head norms and biases, parts of heads rotated, sizes that are no powers of 2; vectors not all ones."""
+    plain = random_model().config
+    for changes in (
+        {"num_heads": 14, "head_dim": 64, "hidden_size": 448, "intermediate_size": 1200, "num_layers": 1},
+        {"family": "qwen2", "qkv_bias": True, "head_dim": 24, "num_heads": 3, "num_kv_heads": 1, "hidden_size": 40},
+        {"family": "qwen3", "qk_norm": True, "head_dim": 128, "num_heads": 4, "num_kv_heads": 4},
+        {"rotary_fraction": 0.5, "qk_norm": True, "head_dim": 16, "rope_theta": 100.0},
+    ):
+        model = Transformer(replace(plain, **changes))
+        for index, parameter in enumerate(model.parameters()):
+            generator = torch.Generator().manual_seed(index)
+            nn.init.normal_(parameter, float(parameter.ndim == 1), 0.3 if parameter.ndim == 1 else 0.1, generator)
+        yield model.requires_grad_(False)
+
+
+def decode_attention(model: Transformer, dtype: torch.dtype, rows: int) -> tuple[PagedKV, PagedDecodeAttention]:
+    """Of a step in which each row has 20 tokens, the last one new, in two pages of its own."""
+    config = model.config
+    shape = {"num_kv_heads": config.num_kv_heads, "head_dim": config.head_dim, "dtype": dtype}
+    kv = PagedKV(num_layers=config.num_layers, num_pages=2 * rows, **shape)  # type: ignore[arg-type]
+    for stored in (kv.keys, kv.values):
+        stored.copy_(torch.randn(stored.shape, generator=torch.Generator().manual_seed(1)))
+    blocks = torch.arange(1, 2 * rows + 1, dtype=torch.int32).view(rows, 2)
+    slots, lengths = blocks[:, 1].long() * PAGE + 3, torch.full((rows,), 20)
+    return kv, PagedDecodeAttention(kv, attend_gathered, slots=slots, blocks=blocks, lengths=lengths)
+
+
+def check_each_fusion() -> None:
+    """Against the layer's own operations; what is only moved or added has the same bits."""
+    for model in fused_models():
+        for dtype, bound in DTYPES:
+            model = model.to(dtype)
+            model.cos, model.signed_sin = model.cos.float(), model.signed_sin.float()
+            layer, rows = model.layers[-1], 5
+            x, branch = torch.randn(2, rows, model.config.hidden_size).to(dtype)
+            summed, stream = x + branch, x.clone()
+            torch.testing.assert_close(add_norm(stream, None, layer.mlp_norm), layer.mlp_norm(x), atol=0, rtol=bound)
+            normed = add_norm(stream, branch, layer.mlp_norm)
+            assert torch.equal(stream, summed)
+            torch.testing.assert_close(normed, layer.mlp_norm(summed), atol=0, rtol=bound)
+            gate_up = 3 * torch.randn(rows, 2 * model.config.intermediate_size).to(dtype)
+            gate, up = gate_up.chunk(2, -1)
+            torch.testing.assert_close(silu_mul(gate_up), F.silu(gate) * up, atol=0, rtol=2 * bound)
+            check_entry(model, normed, bound)
+
+
+def check_entry(model: Transformer, normed: Tensor, bound: float) -> None:
+    layer, positions = model.layers[-1], torch.tensor([0, 1, 7, 100, 159])
+    rope = tuple(table[positions][:, None].to(normed.dtype) for table in (model.cos, model.signed_sin))
+    (plain, into), (fused, attention) = (decode_attention(model, normed.dtype, len(normed)) for _ in range(2))
+    q, k, v = layer.project(normed, rope)  # type: ignore[arg-type]
+    plain.write(layer.index, into.slots, k, v)
+    queries = enter(layer, layer.qkv(normed), model.cos, model.signed_sin, positions, attention)
+    # A sum of two products, which may cancel: the bound is relative to the larger one.
+    torch.testing.assert_close(queries, q, atol=2 * bound * float(q.abs().max()), rtol=bound)
+    torch.testing.assert_close(fused.keys, plain.keys, atol=2 * bound * float(k.abs().max()), rtol=0)
+    written = torch.zeros(fused.keys.shape[1:3], dtype=torch.bool)
+    written.view(-1)[attention.slots] = True
+    assert torch.equal(fused.keys[:, ~written], plain.keys[:, ~written])
+    assert torch.equal(fused.values, plain.values)
+
+
+def check_fused_steps() -> None:
+    """The whole model, from tokens to states, at 3 steps in the units of its states, which are about 1."""
+    for model in (*fused_models(), random_mixture(), adapted_model()):
+        for dtype, bound in DTYPES[:1] if model.config.num_experts or "adapter" in str(model) else DTYPES:
+            model = model.to(dtype)
+            model.cos, model.signed_sin = model.cos.float(), model.signed_sin.float()
+            tokens, positions = torch.tensor([3, 0, 47, 11]), torch.full((4,), 19)
+            with torch.inference_mode():
+                (plain, own), (fused, other) = (decode_attention(model, dtype, 4) for _ in range(2))
+                expected, found = model(tokens, positions, own), fused_forward(model, tokens, positions, other)
+            error = (found.double() - expected.double()).abs()
+            scale = float(expected.double().pow(2).mean().sqrt())
+            assert float(error.pow(2).mean().sqrt()) <= 2 * bound * scale, (model.config, dtype, error.max())
+            torch.testing.assert_close(fused.values, plain.values, atol=8 * bound, rtol=bound)
+
+
+def check_fused_runner() -> None:
+    """Texts of the dense slots, by the runner with everything fused."""
+    model = random_model()
+    batch = requests(2, 2, max_new_tokens=6)
+    expected = run(new_engine(model), batch)
+    found = run(Engine(PagedRunner(model, num_rows=4, max_len=64, fused=True), seed=7, stop_token_ids=[STOP]), batch)
+    for key, completion in expected.items():
+        assert np.array_equal(found[key].tokens, completion.tokens)
+        np.testing.assert_allclose(found[key].logprobs, completion.logprobs, atol=1e-4)
+
+
 if __name__ == "__main__":
-    check_reference()
-    check_company()
-    check_runner()
+    torch.manual_seed(0)
+    if sys.argv[1:] == ["decode"]:
+        round_to_nearest()
+        check_each_fusion()
+        check_fused_steps()
+        check_fused_runner()
+    else:
+        check_reference()
+        check_company()
+        check_runner()

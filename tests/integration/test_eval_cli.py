@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import tomli_w
 
+import slipstream
 from slipstream import cli
 from slipstream.core.sections import ModelConfig
 from slipstream.evals.evaluate import evaluate_model
@@ -47,6 +48,39 @@ def test_a_checkpoint_with_a_recipe_is_the_run(trained: Path) -> None:
     """The bare folder gives the same answers, when told the same configuration."""
     bare = evaluate_model(trained / "model", recipe=trained / "config.toml", num_prompts=10)
     assert bare.answers == evaluate_model(trained, num_prompts=10).answers
+
+
+def test_other_data_is_evaluated_as_it_is_named(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"prompt": word, "answer": word[::-1]} for word in ("abc", "cba", "dog", "cat", "pig")]
+    for name, some in (("old.jsonl", rows[:2]), ("other.jsonl", rows)):
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in some))
+    old, other = str(tmp_path / "old.jsonl"), str(tmp_path / "other.jsonl")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "model").symlink_to(trained / "model")
+    config = tomllib.loads((trained / "config.toml").read_text())
+    config["prompts"] |= {"tasks": [], "dataset": old, "eval_dataset": old, "template": "{question}>", "num_eval": 2}
+    config["rewards"]["terms"], config["eval"]["measure"] = [{"function": "exact_match"}], "exact_match"
+    config["eval"]["num_prompts"], config["warm_start"]["steps"] = 2, 0
+    (tmp_path / "run" / "config.toml").write_text(tomli_w.dumps(config))
+
+    run = str(tmp_path / "run")
+    assert cli.main(["eval", run, "--data", other]) == 0
+    assert f"{run}, 5 prompts of {other}\n" in capsys.readouterr().out
+    found = slipstream.evaluate_model(run, data=other, num_prompts=3)
+    assert [answer.prompt for answer in found.greedy_answers] == ["abc>", "cba>", "dog>"]
+    assert [answer.reference for answer in found.greedy_answers] == ["cba", "abc", "god"]
+    assert cli.main(["eval", run, "--num-prompts", "1", "--prompts.eval-dataset", other]) == 0
+    assert f"{run}, 1 prompts of {other}\n" in capsys.readouterr().out
+    for flags, said in (
+        (["--prompts.dataset", other], "would not be evaluated on"),
+        (["--data", other, "--prompts.eval-dataset", old], "would not be evaluated on"),
+        (["--data", other, "--num-prompts", "6"], "num_prompts = 6, of 5 rows"),
+        (["--data", str(tmp_path / "none.jsonl")], "dataset not found"),
+    ):
+        assert cli.main(["eval", run, *flags]) == 2
+        assert said in capsys.readouterr().err
 
 
 @pytest.fixture

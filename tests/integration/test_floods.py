@@ -92,6 +92,8 @@ def channel() -> Iterator[tuple[int, Callable[[], None]]]:
                 assert time.monotonic() < deadline_s, "the message does not arrive"
                 wait([inbox], [a.outputs["out"]], timeout_s=0.2)
 
+        for end in (inbox, a.outputs["out"]):
+            end.wake.fileno()  # else opened by the first wait, which may come in the test
         yield int(inbox.addresses[0].rpartition(":")[2]), works
 
 

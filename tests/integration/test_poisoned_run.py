@@ -113,12 +113,13 @@ def test_a_report_that_cannot_be_drawn_hides_nothing(tiny, tmp_path, monkeypatch
         raise ZeroDivisionError("of a chart")
 
     monkeypatch.setattr("slipstream.controller.policies.DROPPED_PER_GROUP", 4)
-    monkeypatch.setattr("slipstream.stages.rl.write_report", fail)
     out = tmp_path / "run"
-    with pytest.raises(SlipstreamError, match="every completion of a group fails"):
-        slipstream.run(
-            "quickstart", overrides=tiny | INLINE, out=out, pipeline=pipeline_with(AlwaysPoisoning), display=False
-        )
+    with monkeypatch.context() as broken:
+        broken.setattr("slipstream.observe.report.write_report", fail)
+        with pytest.raises(SlipstreamError, match="every completion of a group fails"):
+            slipstream.run(
+                "quickstart", overrides=tiny | INLINE, out=out, pipeline=pipeline_with(AlwaysPoisoning), display=False
+            )
     assert json.loads((out / "summary.json").read_text())["status"] == "failed"
     assert f"`slipstream report {out}` tries again" in caplog.text
     assert slipstream.report(out) == out / "report.html"

@@ -19,14 +19,14 @@ import slipstream
 from slipstream.controller.controller import Controller
 from slipstream.core.errors import ConfigError, DiskError, ExecutorDied, ExecutorLost, SlipstreamError
 from slipstream.core.recipes import resolve
-from slipstream.core.run_log import read_metrics
+from slipstream.core.run_log import Snapshot, read_metrics
 from slipstream.core.types import StepDone
 from slipstream.observe.evaluation import EVALUATION_FILE
 from slipstream.observe.samples import read_samples
 from slipstream.rewards.pool import ScoredJob, ScoringPool
 from slipstream.stages import rl
 from slipstream.stages.resume import Resumed
-from slipstream.stages.rl import FromPython
+from slipstream.stages.rl import FromPython, extension
 
 STEPS = 6
 SYNC = {"max_staleness": 0, "weight_update": "between_batches"}
@@ -296,6 +296,13 @@ def test_an_extended_run_is_one_that_was_as_long_from_the_start(small, tmp_path,
     assert again.is_sound
     assert again.is_complete
     assert slipstream.report(extended.out).is_file()
+
+
+def test_a_run_that_has_done_as_many_steps_is_not_told_that_it_has_gone_further():
+    before = resolve("quickstart", {"steps": 9, "groups_per_step": 2})
+    for steps, told in ((4, "has gone further"), (5, "has done that many steps, and has begun the next")):
+        with pytest.raises(ConfigError, match=rf"{told}(.|\n)*steps = {steps}, after 5 steps(.|\n)*at least 7"):
+            extension(before, before.model_copy(update={"steps": steps}), Snapshot(14, 5, [], 0, 0, []))
 
 
 def test_ahead_of_the_trainer_an_extended_run_loses_nothing_and_says_what_its_schedules_do(small, tmp_path, capsys):

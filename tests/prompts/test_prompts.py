@@ -195,6 +195,11 @@ def test_eval_dataset_texts_leave_the_training_data(tokenizer: PreTrainedTokeniz
     made = build_prompts(run_config(dataset=str(train), eval_dataset=str(held_out), num_eval=3), tokenizer)
     assert [p.text for p in made.train.prompts] == [f"Q{i}" for i in range(3, 10)]
     assert made.report.overlap == 0
+    assert made.report.num_held_out == 3
+    with pytest.raises(ConfigError, match="no training prompts") as refused:
+        build_prompts(run_config(dataset=str(held_out), eval_dataset=str(held_out), num_eval=3), tokenizer)
+    assert "3 of them held out" in str(refused.value)
+    assert "max_prompt_tokens" not in str(refused.value.hint)
 
 
 @settings(max_examples=30, deadline=None)
@@ -516,6 +521,47 @@ def test_a_template_for_other_data_is_told_what_suits_this_one(field: str, colum
     with pytest.raises(ConfigError, match="names a column that the row does not have") as refused:
         Template("{word}>", field=field).render(columns)
     assert told in str(refused.value.hint)
+
+
+def test_the_prompt_column_has_its_own_name_in_templates(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps({"digits": f"{i}", "nines": f"{9 - i}"}) + "\n" for i in range(4)))
+    columns: dict[str, object] = {
+        "dataset": str(path),
+        "prompt_column": "digits",
+        "answer_column": "nines",
+        "num_eval": 1,
+    }
+    texts = [
+        [prompt.text for prompt in build_prompts(run_config(template=template, **columns), tokenizer).train.prompts]
+        for template in ("{question}>", "{digits}>", "{prompt}>")
+    ]
+    assert texts[0] == texts[1] == texts[2]
+    with pytest.raises(ConfigError, match=r"does not have: .*data.jsonl, line 1") as refused:
+        build_prompts(run_config(template="{digitz}>", **columns), tokenizer)
+    assert refused.value.hint == "did you mean 'digits'?"
+    assert refused.value.allowed == "answer, digits, nines, prompt, question"
+
+
+def test_a_row_without_a_column_that_is_needed_is_named(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    path = tmp_path / "miss.jsonl"
+    rows = [{"prompt": str(i), "nines": "9", "extra": i} for i in range(300)]
+    del rows[41]["nines"]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    columns: dict[str, object] = {"dataset": str(path), "answer_column": "nines", "num_eval": 1}
+    config = run_config(**columns)
+    needed = {"nines": "reward 'r.py:complement'"}
+    lacks = r"miss.jsonl, line 42 has no column 'nines', which "
+    for streaming in (False, True):
+        config = run_config(**columns, streaming=streaming)
+        with pytest.raises(ConfigError, match=lacks + "reward 'r.py:complement' needs"):
+            build_prompts(config, tokenizer, needed=needed)
+        assert build_prompts(config, tokenizer, needed={"extra": "it"}).report.num_eval == 1
+    for template in ("{answer}", "{nines}"):
+        warm_start = {"steps": 1, "demonstrations": [{"template": template}]}
+        config = RunConfig.model_validate(run_config(**columns).model_dump() | {"warm_start": warm_start})
+        with pytest.raises(ConfigError, match=lacks + r"warm_start.demonstrations\[0\].template needs"):
+            build_prompts(config, tokenizer)
 
 
 def test_a_fresh_models_alphabet_has_every_character_of_prompts_and_demonstrations(

@@ -16,6 +16,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.sections import RewardsConfig, RewardTerm
 from slipstream.core.types import Prompt
 from slipstream.rewards.dry_call import dry_call
+from slipstream.rewards.user_functions import columns_needed
 
 HERE = Path(__file__).parent
 
@@ -35,6 +36,18 @@ def called(function: Callable[..., Any], *, per: Any = "completion", group_size:
     """The dry call of a Python function."""
     config = RewardsConfig(terms=[RewardTerm(function="python:mine", per=per)], **fields)
     return dry_call(config, {}, prompts(), functions={"mine": function}, group_size=group_size)
+
+
+def test_columns_that_functions_need_are_known_before_they_are_called(tmp_path: Path) -> None:
+    def complement(prompts, completions, completion_ids, nines, log_extra, answer, level=1, *, kind, **columns):
+        return [0.0] * len(prompts)
+
+    file = tmp_path / "r.py"
+    file.write_text("def r(prompts, completions, completion_ids, tens, **columns):\n    return [0.0]\n")
+    config = RewardsConfig(terms=[RewardTerm(function="python:mine"), RewardTerm(function=f"{file}:r")])
+    needed = columns_needed(config, {"mine": complement})
+    assert needed.keys() == {"nines", "kind", "tens"}
+    assert "r.py, line 1" in needed["tens"]
 
 
 def with_file(tmp_path: Path, text: str, name: str = "mine") -> str | None:

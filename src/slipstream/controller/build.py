@@ -29,6 +29,7 @@ from slipstream.generator.episodes import ENVIRONMENTS
 from slipstream.models.build import build_tokenizer
 from slipstream.prompts import PromptSet, build_prompts, demonstrations, task_table
 from slipstream.rewards.given import Functions
+from slipstream.rewards.user_functions import columns_needed
 from slipstream.trainer.scores import dealt_by
 
 
@@ -257,14 +258,27 @@ def _dealt(config: RunConfig, sources: Sequence[str], targets: Sequence[str], ro
 
 
 def build_work(
-    config: RunConfig, *, is_resumed: bool = False, tools: Schemas | None = None
+    config: RunConfig,
+    *,
+    is_resumed: bool = False,
+    tools: Schemas | None = None,
+    functions: Functions | None = None,
 ) -> tuple[RunInput, PromptSet]:
-    """Prompts, held-out prompts and the demonstrations of the warm start. Chats are told of `tools`."""
+    """Prompts, held-out prompts and the demonstrations of the warm start. Chats are told of `tools`.
+
+    Rows have the columns that rewards need, of which `functions` were given from Python.
+    """
     tokenizer = build_tokenizer(config.model)
-    prompts = build_prompts(config, tokenizer, tools)
+    prompts = build_prompts(config, tokenizer, tools, columns_needed(config.rewards, functions or {}))
     warm_start = None
     if config.warm_start.steps and not is_resumed:
-        pairs = demonstrations(config.warm_start, prompts.train.prompts, tokenizer, seed=config.seed)
+        pairs = demonstrations(
+            config.warm_start,
+            prompts.train.prompts,
+            tokenizer,
+            seed=config.seed,
+            prompt_column=config.prompts.prompt_column,
+        )
         warm_start = WarmStart(
             tokens=np.concatenate([part for pair in pairs for part in pair]).astype(np.int32),
             prompt_lengths=np.array([len(prompt) for prompt, _ in pairs], dtype=np.int32),

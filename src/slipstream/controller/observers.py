@@ -198,6 +198,8 @@ class Screen:
         """Tell what the run's prompts are."""
         dropped = f", {report.num_too_long} dropped as too long" if report.num_too_long else ""
         counts = f"{report.num_train} to train on, {report.num_eval} held out, overlap {report.overlap}"
+        if report.num_held_out:
+            counts += f" ({report.num_held_out} rows to train on left out: they are held out)"
         self.note(f"prompts: {counts}{dropped}")
         if report.warning is not None:
             self.note(report.warning)

@@ -39,6 +39,19 @@ _REDUCTIONS = {
     "dr_grpo": "constant",
 }
 """TRL's `loss_type`s that there are, and what their sums are divided by."""
+_SCHEDULES = {
+    "constant_with_warmup": "constant",
+    "constant": "constant",
+    "linear": "linear",
+    "cosine": "cosine",
+    "cosine_with_min_lr": "cosine",
+    "cosine_warmup_with_min_lr": "cosine",
+    "cosine_with_restarts": "cosine",
+    "polynomial": "linear",
+}
+"""The nearest schedule to each of transformers'; the last ones differ from it."""
+_YOURS = {"trainer.recompute", "eval.num_slots", "eval.keep_best", "eval.metric", "seed", "deadline_s", "kl.sync_every"}
+"""Fields that are left to the user where TRL's counterpart is given."""
 _LAYERS = ["q_proj", "v_proj"]
 _NUMBER, _TEXT, _TEXTS = (int, float), (str,), (str, list)
 _TYPES: dict[str, tuple[type, ...]] = {
@@ -301,7 +314,8 @@ class _Conversion:
         if self.value("use_peft"):
             self._adapters()
         self.put("trainer.device", device, "TRL takes a GPU if there is one; `slipstream plan` divides several.")
-        self.put("generator.device", device)
+        if not self._takes_vllm:
+            self.put("generator.device", device)
         is_bf16 = self.value("bf16") is not False and not self.value("fp16")
         if self.value("fp16"):
             self.note("differs", "fp16", "there is no float16: it computes in float32")
@@ -348,18 +362,31 @@ class _Conversion:
         if not self.value("shuffle_dataset"):
             self.note("differs", "shuffle_dataset", "prompts are always shuffled, by `seed`")
         self.copy("max_prompt_length", "chat_template_kwargs")
+        if self.given.get("max_prompt_length") is not None:
+            why = 'TRL cut longer prompts from the left; they are dropped and counted (or prompts.too_long = "cut")'
+            self.note("differs", "max_prompt_length", why)
+
+    @property
+    def _takes_vllm(self) -> bool:
+        return bool(self.value("use_vllm")) and not self._truncates
+
+    @property
+    def _truncates(self) -> bool:
+        return bool(self.value("top_k") or self.value("top_p") < 1 or self.value("min_p"))
 
     def _sampling(self) -> None:
         self.copy("max_completion_length", "temperature", "top_p", "top_k", "min_p")
-        top_k = self.fields["generator.top_k"]
-        if top_k or self.fields["generator.top_p"] < 1 or self.fields.get("generator.min_p"):
+        if self._truncates:
             why = "ratios are over the tokens that were sampled from; in TRL over the whole vocabulary"
             self.put("generator.keep_sets", True, why)
             self.note("differs", "top_k, top_p, min_p", why)
+            top_k = self.fields["generator.top_k"]
             if not 1 <= top_k <= 512:
                 self.put("generator.top_k", 512, f"{top_k} in TRL: the tokens to sample from are recorded")
-        if self.value("use_vllm"):
+        if self._takes_vllm:
             self._vllm()
+        elif self.value("use_vllm"):
+            self.note("differs", "use_vllm", "the native engine: vLLM does not record the tokens to sample from")
 
     def _vllm(self) -> None:
         self.put("generator.engine", "vllm")
@@ -452,7 +479,7 @@ class _Conversion:
         most = self.value("vllm_importance_sampling_clip_max") if cap is None else cap
         least, mode = self.value("vllm_importance_sampling_clip_min"), self.value("vllm_importance_sampling_mode")
         is_corrected = self.value("vllm_importance_sampling_correction")
-        if not self.value("use_vllm"):
+        if not self._takes_vllm:
             return
         if not is_corrected or not is_token_clip or delta is not None:
             why = "the ratio is that of the policy to vLLM's own logprobs"
@@ -504,17 +531,18 @@ class _Conversion:
             self.note("differs", "optim", f"AdamW takes the place of {name}")
         kind, warmup = self.value("lr_scheduler_type"), self.value("warmup_steps")
         share = self.value("warmup_ratio") or (warmup if 0 < warmup < 1 else 0)
-        schedules = {"constant_with_warmup": "constant", "constant": "constant", "linear": "linear", "cosine": "cosine"}
-        if kind not in schedules:
-            self.note("differs", "lr_scheduler_type", f"a constant rate takes the place of {kind}")
-        self.put("trainer.optimizer.schedule", schedules.get(kind, "constant"), f"lr_scheduler_type = {kind}")
+        schedule = _SCHEDULES.get(kind, "constant")
+        if kind not in list(_SCHEDULES)[:4]:
+            why = f"{schedule} takes the place of {kind}" + ", and ends at 0" * (schedule != "constant")
+            self.note("differs", "lr_scheduler_type", why)
+        self.put("trainer.optimizer.schedule", schedule, f"lr_scheduler_type = {kind}")
         if share and not warmup >= 1 and "steps" not in self.fields:
             self.note("set", "trainer.optimizer.warmup_updates", f"{share:g} of all updates, whose number is not known")
         elif share and not warmup >= 1:
             warmup = math.ceil(share * self.fields["steps"] * updates)
         warmup = 0 if kind == "constant" or warmup < 1 else warmup
-        why = "transformers' first update has a rate of 0, ours of 1 / warmup_updates" if warmup else None
-        self.put("trainer.optimizer.warmup_updates", int(warmup), why)
+        first = "transformers' first update has a rate of 0, ours of 1 / warmup_updates" if warmup else None
+        self.put("trainer.optimizer.warmup_updates", int(warmup), first)
 
     def _trackers(self) -> None:
         names = self.value("report_to")
@@ -532,13 +560,25 @@ class _Conversion:
             self.note("set", "env", "variables of the environment are those of the command")
         if self.value("save_total_limit") is not None:
             self.copy("save_total_limit")
+        spread = ["--world"] * (self.world > 1)
         for name, value in self.given.items():
             is_default = value in (None, "", [], {}) or value == _DEFAULTS.get(name, False)
             if name in self.used or name == "env" or is_default:
                 continue
             mark, _, why = _TRL.get(name, "").partition(", ")
+            if mark == "trainer.ranks":
+                spread.append(name)
+                continue
             why = why if mark in NO_FIELD else sentence(name) or f"is `{_SAME[name]}` here"
-            self.note("differs" if mark == "!" else "unused", name, why)
+            self.note("differs" if mark == "!" else "set" if mark in _YOURS else "unused", name, why)
+        if spread:
+            shards = (
+                f"one device now; trainer.ranks = {self.world} shards the trainer (FSDP2)"
+                if self.world > 1
+                else ("one device, as --world says; trainer.ranks shards the trainer (FSDP2)")
+            )
+            more = f"{', '.join(spread)}: {shards}, beside generator.replicas: `slipstream plan`"
+            self.note("set", "trainer.ranks", more)
 
 
 def _plain(value: Any) -> Any:

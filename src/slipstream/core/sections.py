@@ -76,7 +76,8 @@ class ModelConfig(Section):
     path: FilePath | None = Field(
         None,
         description="Folder of a Hugging Face checkpoint with tokenizer, or its id on the hub: ORG/NAME or "
-        "ORG/NAME@REVISION, as every checkpoint may be named (docs/checkpoints.md). Excludes the rest.",
+        "ORG/NAME@REVISION, as every checkpoint may be named (docs/checkpoints.md). Family, sizes and "
+        "alphabet are then its own: the fields for a fresh model are not used.",
     )
     revision: str | None = Field(
         None, description="Branch, tag or commit of a hub id `path`; the run saves the commit, behind an @ in `path`."
@@ -168,8 +169,8 @@ class PromptsConfig(Section):
     shuffle_buffer: Positive = Field(2048, description="With streaming: prompts from which the next one is drawn.")
     prompt_column: str = Field(
         "prompt",
-        description="Column with a string or a list of chat messages. Templates call it {question}, whatever its name, "
-        "and {prompt} unless another column has that name; no other column may be called question.",
+        description="Column with a string or a list of chat messages. Templates call it by its name, {question}, "
+        "or {prompt} unless another column has that name; no other column may be called question.",
     )
     answer_column: str = Field("answer", description="Column with the reference answer; may be absent from the data.")
     reference: str = Field(

@@ -36,10 +36,11 @@ from slipstream.models.preflight import check_policy
 from slipstream.models.sizes import check_completions, check_sizes
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.observe.transcript import TranscriptPart, transcript_of
-from slipstream.prompts import build_prompts, task_table
+from slipstream.prompts import build_prompts, held_out_prompts, task_table
 from slipstream.rewards.checks import check_rewards
 from slipstream.rewards.dry_call import dry_call
 from slipstream.rewards.given import Functions, Reward, with_given
+from slipstream.rewards.user_functions import columns_needed
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,8 @@ class EvalResult:
     reward's terms. Accuracies, in 0..1, are None where `eval.measure` is not set, and `pass_at_k` is empty; it maps k
     to the unbiased estimate from the samples. `signal_frac` is the share of prompts whose samples differ in reward, as
     RL with groups of `num_samples` needs. `num_failed` counts answers whose scoring, or whose environment, failed, and
-    `failures` the reasons. `episodes` and `sampled_episodes` are there with an environment.
+    `failures` the reasons. `episodes` and `sampled_episodes` are there with an environment. `data` is the data set of
+    the prompts, None where they are split off the run's own.
     """
 
     checkpoint: str
@@ -121,6 +123,7 @@ class EvalResult:
     failures: dict[str, int] = field(default_factory=dict)
     episodes: EpisodeMeans | None = None
     sampled_episodes: EpisodeMeans | None = None
+    data: str | None = None
 
     @property
     def greedy_answers(self) -> tuple[HeldOutAnswer, ...]:
@@ -139,20 +142,29 @@ def evaluate_model(
     agent: AgentFunction | None = None,
     num_prompts: int | None = None,
     num_samples: int = 1,
+    data: str | Path | None = None,
 ) -> EvalResult:
     """Evaluate a run's directory, or a Hugging Face checkpoint's under `recipe`.
 
     `reward`, `environment`, `tools`, `environment_factory` and `agent` are what the run was started with, where that
     was from Python. With a `recipe` they are as in `slipstream.run`: what gives rewards takes the place of the terms,
-    unless the tables name those. ConfigError for bad input.
+    unless the tables name those. With `data`, a file, folder or hub id, it answers all prompts of that, or the first
+    `num_prompts`, in place of the held-out ones. ConfigError for bad input.
     """
-    _, config = eval_target(path, recipe=recipe, overrides=overrides)
+    _, config = eval_target(path, recipe=recipe, overrides=overrides, data=data, num_prompts=num_prompts)
     keeps_terms = recipe is None or reward is not None
     keeps_terms |= any("terms" in table_of(one, "rewards") for one in (recipe, overrides))
     config, environments = with_given_environment(
         config, environment, tools, environment_factory, agent, keeps_terms=keeps_terms
     )
-    return evaluate(config, reward=reward, environments=environments, num_prompts=num_prompts, num_samples=num_samples)
+    return evaluate(
+        config,
+        reward=reward,
+        environments=environments,
+        num_prompts=num_prompts,
+        num_samples=num_samples,
+        is_whole=data is not None,
+    )
 
 
 def evaluate(
@@ -162,16 +174,21 @@ def evaluate(
     environments: Given | None = None,
     num_prompts: int | None = None,
     num_samples: int = 1,
+    is_whole: bool = False,
 ) -> EvalResult:
     """Greedy answers, and `num_samples` sampled ones per prompt, of the checkpoint `config.model.path`.
 
-    `num_prompts` defaults to `eval.num_prompts`; at most `prompts.num_eval` are held out. `environments` are those that
-    were handed over from Python.
+    `num_prompts` defaults to `eval.num_prompts`; at most `prompts.num_eval` are held out. With `is_whole`, all of
+    `prompts.eval_dataset` are. `environments` are those that were handed over from Python.
     """
     config, functions = with_given(config, reward)
-    _check(config, functions, environments, num_prompts, num_samples)
+    if num_prompts is None and not is_whole:
+        num_prompts = config.eval.num_prompts
+    _check(config, functions, environments, num_prompts or 1, num_samples)
     tokenizer = build_tokenizer(config.model)
-    held_out = _held_out(config, tokenizer, environments, num_prompts)
+    needed = columns_needed(config.rewards, functions)
+    held_out = _held_out(config, tokenizer, environments, num_prompts, needed, is_whole=is_whole)
+    check_completions("num_prompts", len(held_out), num_samples, max_tokens=config.longest_completion)
     tasks = task_table(config.prompts.tasks)
     dry_call(config.rewards, tasks, held_out, functions=functions, group_size=num_samples)
     model, _ = build_policy(config.model, seed=config.seed, tokenizer=tokenizer)
@@ -195,7 +212,7 @@ def evaluate(
 
 
 def _check(
-    config: RunConfig, functions: Functions, environments: Given | None, num_prompts: int | None, num_samples: int
+    config: RunConfig, functions: Functions, environments: Given | None, num_prompts: int, num_samples: int
 ) -> None:
     """Raise ConfigError for what could not be evaluated, before anything is sampled."""
     if num_samples < 1:
@@ -205,8 +222,7 @@ def _check(
     if config.needs_functions:
         check_rewards(config.rewards, task_table(config.prompts.tasks), functions)
     check_sizes(config, check_policy(config), {"generator"})
-    asked = config.eval.num_prompts if num_prompts is None else num_prompts
-    check_completions("num_prompts", asked, num_samples, max_tokens=config.longest_completion)
+    check_completions("num_prompts", num_prompts, num_samples, max_tokens=config.longest_completion)
 
 
 def _scored(
@@ -247,6 +263,7 @@ def _result(config: RunConfig, answers: tuple[HeldOutAnswer, ...], num_greedy: i
         failures=dict(failures.most_common()),
         episodes=_episode_means(answers[:num_greedy]),
         sampled_episodes=_episode_means(answers[num_greedy:]),
+        data=config.prompts.eval_dataset,
     )
 
 
@@ -257,21 +274,30 @@ def write_answers(result: EvalResult, path: Path) -> None:
 
 
 def _held_out(
-    config: RunConfig, tokenizer: Tokenizer, environments: Given | None, num_prompts: int | None
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    environments: Given | None,
+    num_prompts: int | None,
+    needed: Mapping[str, str],
+    *,
+    is_whole: bool,
 ) -> list[Prompt]:
     """Return the prompts to answer, of which the first and the last have been tried with their environments."""
     with Rehearsal(config, environments, private=private_folders(config)) as rehearsal:
-        held_out = build_prompts(config, tokenizer, rehearsal.tools).eval
-        wanted = config.eval.num_prompts if num_prompts is None else num_prompts
-        if not 1 <= wanted <= len(held_out):
+        most = config.prompts.num_eval
+        if num_prompts is not None and not 1 <= num_prompts <= (num_prompts if is_whole else most):
             raise ConfigError(
                 "so many prompts are not held out",
-                got=f"num_prompts = {wanted}",
-                allowed=f"1..{len(held_out)} (prompts.num_eval)",
+                got=f"num_prompts = {num_prompts}",
+                allowed="1 or more" if is_whole else f"1..{most} (prompts.num_eval)",
                 hint="another prompts.num_eval is another split: some of its held-out prompts may have been trained on",
             )
-        rehearsal.play(held_out[:wanted], tokenizer)
-        return held_out[:wanted]
+        if config.prompts.eval_dataset is not None:
+            held_out = held_out_prompts(config, tokenizer, rehearsal.tools, num_prompts, needed)
+        else:
+            held_out = build_prompts(config, tokenizer, rehearsal.tools, needed).eval[:num_prompts]
+        rehearsal.play(held_out, tokenizer)
+        return held_out
 
 
 def _as_answer(

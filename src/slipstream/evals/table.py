@@ -23,8 +23,10 @@ def show(result: EvalResult, model: Path, console: Console) -> None:
 
     With an environment also the beginnings of some greedy episodes.
     """
-    title = f"{model}, {result.num_prompts} held-out prompts"
-    table = Table("", "greedy", "sampled", title=title, title_justify="left")
+    run = model.parent if (model.parent / "config.toml").is_file() else model
+    of_what = "held-out prompts" if result.data is None else f"prompts of {result.data}"
+    console.print(Text(f"{run}, {result.num_prompts} {of_what}", "italic"), soft_wrap=True)  # a table's title is cut
+    table = Table("", "greedy", "sampled")
     for name, *values in _rows_of(result):
         if values != [None, None]:
             table.add_row(Text(name), *("" if value is None else f"{value:.3f}" for value in values))

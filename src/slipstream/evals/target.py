@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from slipstream.core.config import RunConfig, stage_of
 from slipstream.core.errors import ConfigError
 from slipstream.core.lora_section import LoraConfig
-from slipstream.core.recipes import load_recipe, merge, nested, resolve, with_stage_paths
+from slipstream.core.recipes import load_recipe, merge, nested, resolve, table_of, with_stage_paths
 from slipstream.generator.vllm.settings import check_settings
 from slipstream.models.hub import Tell, checkpoint_folder, has_checkpoint, hub_id, pinned, with_folders
 
@@ -20,14 +20,17 @@ def eval_target(
     *,
     recipe: str | Path | Mapping[str, Any] | None = None,
     overrides: Mapping[str, Any] | None = None,
+    data: str | Path | None = None,
+    num_prompts: int | None = None,
     tell: Tell | None = None,
 ) -> tuple[Path, RunConfig]:
     """The checkpoint's folder, and the configuration to evaluate it under (`model.path` is that folder).
 
     `path` is a run's directory (its `model/` and `config.toml`), or a checkpoint's or its hub id, whose download is
     told of by `tell`; `recipe` replaces the run's own
-    configuration. 'stage:...' stands for the checkpoints of the run that `path` is or lies in. ConfigError when there
-    is no checkpoint, no reward model, or nothing says what to ask it.
+    configuration. `data` takes the place of its prompts, `num_prompts` that of `eval.num_prompts`.
+    'stage:...' stands for the checkpoints of the run that `path` is or lies in. ConfigError when there
+    is no checkpoint, no reward model, nothing says what to ask it, or a data set is given that would not be asked.
     """
     if recipe is None and hub_id(str(path)) is not None:
         raise ConfigError("a checkpoint alone does not say what to ask it", got=str(path), hint="add --recipe")
@@ -39,8 +42,14 @@ def eval_target(
         recipe = path / "config.toml"
     tables = recipe if isinstance(recipe, Mapping) else load_recipe(recipe)
     # The checkpoint has its adapters, and gets no new ones.
-    over = {"model": {"path": str(checkpoint), "revision": None, "lora": LoraConfig().model_dump()}}
-    config = resolve(tables, merge(nested(overrides or {}), over))
+    over: dict[str, Any] = {"model": {"path": str(checkpoint), "revision": None, "lora": LoraConfig().model_dump()}}
+    if data is not None:
+        over["prompts"] = {"tasks": [], "dataset": str(data), "eval_dataset": str(data), "streaming": False}
+    if num_prompts is not None or data is not None:
+        over["eval"] = {"num_prompts": 1}  # the number is the caller's
+    given = nested(overrides or {})
+    config = resolve(tables, merge(given, over))
+    _check_asked(config, table_of(given, "prompts"), data)
     check_settings(config)
     run_dir = _run_of(path)
     if run_dir is not None:
@@ -48,6 +57,21 @@ def eval_target(
     config = with_folders(pinned(config, tell=tell, only={"rewards.models.path"}), tell=tell)
     _check_reward_models(config, run_dir)
     return checkpoint, config
+
+
+def _check_asked(config: RunConfig, given: Mapping[str, Any], data: str | Path | None) -> None:
+    """Raise ConfigError for a data set among the fields `given` of [prompts] that would not be evaluated on."""
+    named = {name: given[name] for name in ("dataset", "eval_dataset", "tasks") if given.get(name)}
+    asked = config.prompts.eval_dataset if data is None else str(data)
+    if not named or (data is None and (asked is None or "eval_dataset" in named)):
+        return
+    what = "--data" if data is not None else "prompts.eval_dataset"
+    raise ConfigError(
+        f"a data set is given that would not be evaluated on: the prompts are those of {what}",
+        got=f"{', '.join(f'prompts.{name} = {value!r}' for name, value in named.items())} beside {asked}",
+        allowed="one data set",
+        hint="`slipstream eval RUN --data FILE` answers the prompts of a file, and no others",
+    )
 
 
 class ServedTarget(NamedTuple):

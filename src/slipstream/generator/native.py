@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -13,12 +14,14 @@ from slipstream.core.clock import Clock
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.rank_group import RankGroup
+from slipstream.core.sections import GeneratorConfig
 from slipstream.generator.backend import Backend, Pin
 from slipstream.generator.device import check_device, kv_bytes_beside, most_on_one, replica_device
 from slipstream.generator.engine import PREFILL_CHUNK, Engine
 from slipstream.generator.paged_runner import PagedRunner
 from slipstream.generator.requests import StateSpans
-from slipstream.generator.runner import ResidentVersions, Runner
+from slipstream.generator.runner import ResidentVersions, RowStates, Runner
+from slipstream.generator.sampler import SamplingPlan
 from slipstream.generator.slot_runner import SlotRunner
 from slipstream.models.linear import Linear
 from slipstream.models.lora import install
@@ -46,13 +49,14 @@ def native_engine(
     clock: Clock | None = None,
     residents: ResidentVersions | None = None,
     records_routes: bool = False,
+    likely: Sequence[SamplingPlan] = (),
 ) -> Engine:
     """An engine with the runner that suits the model's device. `max_len` bounds prompt + completion in tokens.
 
     `is_paged`: pages or slots; None: pages where the model is on CUDA. `kv_bytes` bounds the keys and values in pages;
     without, every slot has room for `max_len`, as it always has outside of pages, and `parked_tokens` besides.
     `residents`, the weights of `model`, keep versions side by side; slots only. `records_routes`: every completion
-    comes with the experts of its tokens.
+    comes with the experts of its tokens. `likely`: steps in pages, of all rows sampled so, are captured at once.
     """
     outside = [token for token in stop_token_ids if not 0 <= token < model.config.vocab_size]
     if outside:
@@ -69,6 +73,7 @@ def native_engine(
             parked_tokens=parked_tokens,
             records_routes=records_routes,
         )
+        runner.warm_up(likely, only_full=True)
     else:
         runner = SlotRunner(
             model, num_rows=num_slots, max_len=max_len, residents=residents, records_routes=records_routes
@@ -86,6 +91,14 @@ def native_engine(
         clock=clock,
         residents=residents,
     )
+
+
+def likely_plans(generator: GeneratorConfig) -> list[SamplingPlan]:
+    """How a step is sampled in which all rows are those of training."""
+    row = replace(RowStates.closed(1), temperatures=np.array([generator.temperature], dtype=np.float32))
+    row.top_k[:], row.top_p[:], row.min_p[:] = generator.top_k, generator.top_p, generator.min_p
+    row.keep_sets[:] = generator.keep_sets
+    return [SamplingPlan.of(**row.sampling, is_open=np.ones(1, dtype=np.bool_))]
 
 
 def move_but_linear(model: nn.Module, device: torch.device) -> None:
@@ -153,7 +166,13 @@ class NativeBackend(Backend):
         self.max_len = config.longest_sequence(self._model.config.max_positions)
         residents = self.weights if self.num_versions > 1 else None
         self.engine: Engine = self._new_engine(
-            self._model, config.generator.num_slots, spans, seed, residents, records=config.generator.routing_replay
+            self._model,
+            config.generator.num_slots,
+            spans,
+            seed,
+            residents,
+            records=config.generator.routing_replay,
+            likely=likely_plans(config.generator) if self._device.type == "cuda" and self._group.world == 1 else (),
         )
         self._pins: list[Pin] = []
 
@@ -220,9 +239,11 @@ class NativeBackend(Backend):
         residents: ResidentVersions | None = None,
         *,
         records: bool = False,
+        likely: Sequence[SamplingPlan] = (),
     ) -> Engine:
         return native_engine(
             model,
+            likely=likely,
             records_routes=records,
             num_slots=num_slots,
             max_len=self.max_len,

@@ -48,7 +48,7 @@ def attend_split(q: Tensor, keys: Tensor, values: Tensor, blocks: Tensor, length
     rows, heads, head_dim = q.shape
     page_size, kv_heads = keys.shape[1:3]
     num_splits = -(-blocks.shape[1] * page_size // SPLIT_TOKENS)
-    head_block = max(16, _power_of_two(head_dim))
+    head_block = max(16, power_of_two(head_dim))
     out = torch.empty((rows, heads, head_dim), dtype=q.dtype, device=q.device)
     # The one stretch of a short bucket is the result already.
     partial = out if num_splits == 1 else torch.empty((rows, heads, num_splits, head_dim), device=q.device)
@@ -70,7 +70,7 @@ def attend_split(q: Tensor, keys: Tensor, values: Tensor, blocks: Tensor, length
         NUM_KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
         HEAD_BLOCK=head_block,
-        GROUP_BLOCK=max(16, _power_of_two(heads // kv_heads)),
+        GROUP_BLOCK=max(16, power_of_two(heads // kv_heads)),
         PAGE=page_size,
         SPLIT=SPLIT_TOKENS,
         BLOCK=KEYS_PER_TILE,
@@ -105,15 +105,23 @@ class PagedDecodeAttention:
 
     def __init__(self, kv: PagedKV, attend: AttendPages, *, slots: Tensor, blocks: Tensor, lengths: Tensor) -> None:
         self._kv, self._attend = kv, attend
-        self._slots, self._blocks, self._lengths = slots, blocks, lengths
+        self.slots, self._blocks, self._lengths = slots, blocks, lengths
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self._kv.write(layer, self._slots, k, v)
-        return self._attend(q, self._kv.keys[layer], self._kv.values[layer], self._blocks, self._lengths)
+        self._kv.write(layer, self.slots, k, v)
+        return self.attend_stored(layer, q)
+
+    def attend_stored(self, layer: int, q: Tensor) -> Tensor:
+        """Attend with queries whose keys and values somebody has stored."""
+        return self._attend(q, *self.stored(layer), self._blocks, self._lengths)
+
+    def stored(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [pages, P, Hkv, D] of a layer."""
+        return self._kv.keys[layer], self._kv.values[layer]
 
     def route(self, layer: int, chosen: Tensor) -> Tensor:
         """Record the experts [B, k] of the new tokens, if they are to be."""
-        return self._kv.record(layer, self._slots, chosen)
+        return self._kv.record(layer, self.slots, chosen)
 
 
 class PagedPrefillAttention:
@@ -165,6 +173,6 @@ class PagedPrefillAttention:
         return self._kv.record(layer, self._slots, chosen)
 
 
-def _power_of_two(number: int) -> int:
+def power_of_two(number: int) -> int:
     """The smallest power of 2 that is at least `number`."""
     return 1 << (number - 1).bit_length()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from slipstream.core.packed import sent
 from slipstream.generator.kv_cache import unknown_routes
 
 PAGE_SIZE = 16
@@ -68,6 +69,6 @@ class PagedKV:
 
     def copy_pages(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
         """Copy page `sources[i]` to `destinations[i]` in every layer; no destination is a source."""
-        taken, given = torch.tensor([sources, destinations], device=self.keys.device)
+        taken, given = sent(torch.tensor([sources, destinations]), self.keys.device)
         for stored in (self.keys, self.values, *([] if self.routes is None else [self.routes])):
             stored.index_copy_(1, given, stored.index_select(1, taken))

@@ -11,15 +11,18 @@ is, which is how the tests reach it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from slipstream.core.errors import ConfigError
+from slipstream.core.packed import sent
+from slipstream.generator.fused_decode import default_fused, fused_forward
 from slipstream.generator.noise import uniform_tensor
 from slipstream.generator.paged_attention import (
     AttendPages,
@@ -29,7 +32,7 @@ from slipstream.generator.paged_attention import (
 )
 from slipstream.generator.paged_kv import PAGE_SIZE, PagedKV
 from slipstream.generator.pages import PagedPrefix, PageTable, pages_of
-from slipstream.generator.runner import Chunk, Decoded, Prefix, RowStates, check_room
+from slipstream.generator.runner import CLOSED, Chunk, Decoded, Prefix, RowStates, check_room
 from slipstream.generator.sampler import SamplingPlan, SamplingRows, sample_tokens
 from slipstream.generator.step_graphs import StepGraphs
 from slipstream.models.transformer import Transformer
@@ -62,43 +65,55 @@ class StepShape:
 class _DeviceRows:
     """The state of all rows on the device, in two tensors that never move; every name is a view of one number per row.
 
-    Closed rows decode token 0 at position 0 as padding; `advance` is 1 for open rows, 0 for them.
+    Closed rows decode token 0 at position 0 as padding; `advance` is 1 for open rows, 0 for them. Rows that are opened,
+    closed and moved between two steps are noted in `host` int64 [WIDTH, rows]: where a row's numbers come from, the row
+    itself to begin with or -1, then integers and real numbers for the latter. `apply` makes it so on the device, where
+    `staged` [WIDTH * rows] has what `host` had.
     """
 
     INTEGERS = ("input_tokens", "positions", "num_new", "noise_keys", "top_k", "advance")  # int64
-    REALS = ("temperatures", "top_p", "min_p")  # float32
-    CLOSED = ((0, 0, 0, 0, 0, 0), (1.0, 1.0, 0.0))
+    REALS = ("temperatures", "top_p", "min_p")  # float32, and one unused: two fill an int64
+    WIDTH = 1 + len(INTEGERS) + (len(REALS) + 1) // 2
 
-    def __init__(self, num_rows: int, device: torch.device) -> None:
-        closed_integers, closed_reals = (torch.tensor(column).unsqueeze(1) for column in self.CLOSED)
-        self._integers = closed_integers.repeat(1, num_rows).to(device)
-        self._reals = closed_reals.repeat(1, num_rows).to(device)
+    def __init__(self, host: np.ndarray, staged: Tensor) -> None:
+        num_rows, self._first_real = host.shape[1], 1 + len(self.INTEGERS)
+        self._host, self._host_reals = host, host[self._first_real :].reshape(-1).view(np.float32).reshape(-1, num_rows)
+        self._staged = staged[: self._first_real * num_rows].view(-1, num_rows)
+        self._staged_reals = staged[self._first_real * num_rows :].view(torch.float32).view(-1, num_rows)
+        self._integers, self._reals = torch.zeros_like(self._staged[1:]), torch.zeros_like(self._staged_reals)
         self.input_tokens, self.positions, self.num_new, self.noise_keys, self.top_k, self.advance = self._integers
-        self.temperatures, self.top_p, self.min_p = self._reals
+        self.temperatures, self.top_p, self.min_p, _ = self._reals
+        self.close(range(num_rows))
 
     def open(self, rows: Sequence[int], states: RowStates) -> None:
-        values = vars(states) | {
-            "noise_keys": states.noise_keys.view(np.int64),
-            "advance": np.ones(len(rows), dtype=np.int64),
-        }
-        self._write(rows, *(np.stack([values[name] for name in names]) for names in (self.INTEGERS, self.REALS)))
+        self._give(rows, vars(states) | {"noise_keys": states.noise_keys.view(np.int64), "advance": 1})
 
     def close(self, rows: Sequence[int]) -> None:
-        integers, reals = (np.repeat(np.array(column)[:, None], len(rows), 1) for column in self.CLOSED)
-        self._write(rows, integers.astype(np.int64), reals.astype(np.float32))
+        self._give(rows, vars(CLOSED) | {"noise_keys": 0, "advance": 0})
 
     def move(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
-        taken, given = torch.tensor([sources, destinations], device=self._integers.device)
-        for values in (self._integers, self._reals):
-            values.index_copy_(1, given, values.index_select(1, taken))
+        for noted in (self._host[: self._first_real], self._host_reals):
+            noted[:, destinations] = noted[:, sources]
         self.close(sources)
 
-    def _write(self, rows: Sequence[int], integers: np.ndarray, reals: np.ndarray) -> None:
-        """One copy for the rows' indices and integers, and one for their real numbers."""
-        device = self._integers.device
-        index, *packed = torch.from_numpy(np.concatenate([np.array(rows)[None], integers])).to(device)
-        self._integers.index_copy_(1, index, torch.stack(packed))
-        self._reals.index_copy_(1, index, torch.from_numpy(reals).to(device))
+    def _give(self, rows: Sequence[int], values: Mapping[str, Any]) -> None:
+        self._host[0, rows] = -1
+        for place, name in enumerate(self.INTEGERS, 1):
+            self._host[place, rows] = values[name]
+        for place, name in enumerate(self.REALS):
+            self._host_reals[place, rows] = values[name]
+        self.is_changed = True
+
+    def apply(self) -> None:
+        """Bring the rows' numbers up to date, from what was staged."""
+        source = self._staged[0]
+        for own, given in ((self._integers, self._staged[1:]), (self._reals, self._staged_reals)):
+            own.copy_(torch.where(source < 0, given, own.index_select(1, source.clamp(min=0))))
+
+    def begin(self) -> None:
+        """Note from here on, if all is applied that was noted before; to be called when the device has read it."""
+        if not self.is_changed:
+            self._host[0] = np.arange(self._host.shape[1])
 
 
 def _check_current(device: torch.device) -> None:
@@ -116,7 +131,7 @@ class PagedRunner:
     many again without), unless `num_pages` says how much there is or `kv_bytes` bounds it. New weights must be copied
     into the tensors that the model has: on CUDA captured steps read those, and a model whose tensors have moved raises
     WeightSyncError. Nothing here is derived from weights. `captures` False runs every step as it is on CUDA too, to
-    look for what a graph hides.
+    look for what a graph hides. `fused`: layers run in few kernels of Triton (`fused_decode.py`); None: where they can.
     """
 
     joins_prefill = False  # a captured step has the shape of its rows
@@ -133,6 +148,7 @@ class PagedRunner:
         kv_dtype: torch.dtype | None = None,
         attend: AttendPages | None = None,
         captures: bool = True,
+        fused: bool | None = None,
         records_routes: bool = False,
     ) -> None:
         config = model.config
@@ -168,19 +184,28 @@ class PagedRunner:
             recorded=(config.experts_per_token, config.num_experts) if records_routes else None,
         )
         self._attend = default_attend(self._device) if attend is None else attend
+        is_fused = default_fused(model, self._device) if fused is None else fused
+        self._forward = partial(fused_forward, model) if is_fused else model
         self._graphs = StepGraphs(model, self._device, captures=captures)
-        self._rows = _DeviceRows(num_rows, self._device)
-        # The host's block tables lie in memory that the device reads by itself, where there is one.
-        self._host_blocks = torch.from_numpy(self._pages.blocks)
-        if self._device.type == "cuda":
-            self._host_blocks = self._host_blocks.pin_memory()
-            self._pages.blocks = self._host_blocks.numpy()
-        self._blocks = torch.zeros(self._host_blocks.shape, dtype=torch.int32, device=self._device)
+        self._open_staging()
         self._host_outputs: dict[torch.Size, Tensor] = {}
         self._row_buckets = np.array(row_buckets(num_rows))
         self._context_buckets = np.array(context_buckets(max_len))
         self._host_rows = RowStates.closed(num_rows)  # how open rows are sampled, for the plan
         self._plan: SamplingPlan | None = None
+
+    def _open_staging(self) -> None:
+        """One piece of memory on the host, and one like it on the device: what rows begin with, and block tables."""
+        for_rows, blocks = _DeviceRows.WIDTH * self.num_rows, self._pages.blocks
+        start = for_rows + for_rows % 2  # of the tables: a multiple of 16 bytes
+        self._host = torch.from_numpy(np.zeros(start + -(-blocks.size // 2), dtype=np.int64))
+        if self._device.type == "cuda":
+            self._host = self._host.pin_memory()  # read by the device by itself
+        host, self._staged = self._host.numpy(), torch.zeros(self._host.shape, dtype=torch.int64, device=self._device)
+        self._rows = _DeviceRows(host[:for_rows].reshape(_DeviceRows.WIDTH, -1), self._staged[:for_rows])
+        self._pages.blocks = host[start:].view(np.int32)[: blocks.size].reshape(blocks.shape)
+        self._pages.blocks[:] = blocks
+        self._blocks = self._staged[start:].view(torch.int32)[: blocks.size].view(blocks.shape)
 
     @property
     def num_free_pages(self) -> int:
@@ -217,9 +242,9 @@ class PagedRunner:
                 np.concatenate([seen[chunk.start :] for chunk, seen in zip(chunks, slots, strict=True)]),
             ]
         )
-        tokens, positions, own_slots = torch.from_numpy(packed).to(self._device)
+        tokens, positions, own_slots = sent(packed, self._device)
         continued = [
-            (len(chunk.tokens), torch.from_numpy(seen).to(self._device))
+            (len(chunk.tokens), sent(seen, self._device))
             for chunk, seen in zip(chunks[len(fresh) :], slots[len(fresh) :], strict=True)
         ]
         attention = PagedPrefillAttention(self._kv, slots=own_slots, fresh=fresh, continued=continued)
@@ -289,6 +314,7 @@ class PagedRunner:
         if self._plan is None:
             self._plan = SamplingPlan.of(**self._host_rows.sampling, is_open=pages.is_open)
         output = self._read(self._run(self._shape(num_rows, int(pages.lengths.max()), self._plan)))
+        self._rows.begin()
         return Decoded(
             tokens=output[:, 0].astype(np.int64),
             logprobs=output[:, 1].copy().view(np.float32),
@@ -296,13 +322,19 @@ class PagedRunner:
         )
 
     @torch.inference_mode()
-    def warm_up(self, plans: Sequence[SamplingPlan] = (SamplingPlan(),)) -> None:
-        """Capture the steps of all shapes for these plans, while no row is open; else each is when first needed."""
+    def warm_up(self, plans: Sequence[SamplingPlan] = (SamplingPlan(),), *, only_full: bool = False) -> None:
+        """Capture the steps of all shapes for these plans, while no row is open; else each is when first needed.
+
+        `only_full`: those of all rows, whatever their lengths.
+        """
         assert not self._pages.is_open.any(), "rows are open"
         for plan in plans:
-            for num_rows in self._row_buckets[::-1].tolist():
+            for num_rows in self._row_buckets[: -2 if only_full else None : -1].tolist():
                 for num_tokens in self._context_buckets[::-1].tolist():
                     self._run(self._shape(num_rows, num_tokens, plan))
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._rows.begin()
 
     def _shape(self, num_rows: int, num_tokens: int, plan: SamplingPlan) -> StepShape:
         """The smallest shape for `num_rows` rows, the longest of `num_tokens`."""
@@ -313,9 +345,12 @@ class PagedRunner:
         return StepShape(rows, pages_of(tokens, PAGE_SIZE), plan)
 
     def _run(self, shape: StepShape) -> Tensor:
-        if self._pages.is_changed:
-            self._blocks.copy_(self._host_blocks, non_blocking=True)
-            self._pages.is_changed = False
+        """Run a step of this shape, after one upload of what has changed."""
+        if self._pages.is_changed or self._rows.is_changed:
+            self._staged.copy_(self._host, non_blocking=True)
+            if self._rows.is_changed:
+                self._rows.apply()
+            self._pages.is_changed = self._rows.is_changed = False
         return self._graphs.run(shape, partial(self._step, shape))
 
     def _step(self, shape: StepShape) -> Tensor:
@@ -329,7 +364,7 @@ class PagedRunner:
         pages = blocks.gather(1, (positions // PAGE_SIZE).unsqueeze(1)).squeeze(1).long()
         slots = pages * PAGE_SIZE + positions % PAGE_SIZE
         attention = PagedDecodeAttention(self._kv, self._attend, slots=slots, blocks=blocks, lengths=positions + 1)
-        hidden = self._model(state.input_tokens[rows], positions, attention)
+        hidden = self._forward(state.input_tokens[rows], positions, attention)
         sampled = sample_tokens(
             self._model.logits(hidden),
             SamplingRows(state.temperatures[rows], state.top_k[rows], state.top_p[rows], state.min_p[rows]),

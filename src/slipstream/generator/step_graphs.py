@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,35 +12,81 @@ from torch import Tensor, nn
 from slipstream.core.errors import WeightSyncError
 
 
+class _Place(NamedTuple):
+    """Where a tensor is found, or what leads to one: under `key` of `holder`."""
+
+    holder: Any
+    key: Any
+    value: Any
+    name: str
+
+
+def _holders(value: Any) -> Iterator[tuple[Any, Any]]:
+    """The places inside of a module, or of what served weights are multiplied by."""
+    own: dict[str, Any] = getattr(value, "__dict__", {})
+    if isinstance(value, nn.Module):
+        for kind in ("_parameters", "_buffers", "_modules"):
+            yield from ((own[kind], key) for key in own[kind])
+        yield from ((own, key) for key in ("product", "served_head") if key in own)
+    elif isinstance(value, list | tuple):
+        yield from ((value, index) for index in range(len(value)))
+    elif isinstance(value, partial):
+        yield from ((value.keywords, key) for key in value.keywords)
+    elif type(value).__module__.startswith("slipstream."):
+        yield from ((own, key) for key in own)
+
+
+def _places(value: Any, name: str = "") -> list[_Place]:
+    found = []
+    for holder, key in _holders(value):
+        child, of_child = holder[key], f"{name}.{key}".lstrip(".")
+        inner = [] if isinstance(child, Tensor) else _places(child, of_child)
+        if inner or isinstance(child, Tensor):
+            found += [_Place(holder, key, child, of_child), *inner]
+    return found
+
+
+def _is_stored(value: Any) -> bool:
+    """Whether this is a tensor with an address: those that oneDNN has packed, on a CPU, have none."""
+    return isinstance(value, Tensor) and value.layout == torch.strided
+
+
+def _addresses(places: list[_Place]) -> dict[str, int]:
+    return {place.name: place.value.data_ptr() for place in places if _is_stored(place.value)}
+
+
 class WeightAddresses:
-    """Where a model's tensors lay when this was made. A captured graph reads there, whatever the model says later."""
+    """Where a model's tensors lay when this was made, those of served products too. A captured graph reads there."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._addresses = self._present()
-        first, *_, last = model.parameters()
-        self._ends = (first, last)
-        self._end_addresses = (first.data_ptr(), last.data_ptr())
+        self._remember(_places(model))
 
     def check(self) -> None:
-        """WeightSyncError when a parameter or buffer lies elsewhere now, appeared or is gone."""
-        present = self._present()
-        moved = sorted(name for name in self._addresses | present if self._addresses.get(name) != present.get(name))
+        """WeightSyncError when a parameter, a buffer or a served weight lies elsewhere now, appeared or is gone."""
+        places = _places(self._model)
+        known, present = self._addresses, _addresses(places)
+        moved = sorted(name for name in known | present if known.get(name) != present.get(name))
         if moved:
             raise WeightSyncError(
                 "weights have moved since decode steps were captured, so that these would go on with the old ones",
                 got=", ".join(moved[:3]) + (f" and {len(moved) - 3} more" if len(moved) > 3 else ""),
                 hint="copy a new version into the same tensors on CUDA",
             )
+        self._remember(places)
 
-    def check_ends(self) -> None:
-        """`check`, if the first or the last parameter has moved: cheap enough for every step."""
-        if tuple(parameter.data_ptr() for parameter in self._ends) != self._end_addresses:
+    def check_known(self) -> None:
+        """`check`, if something known lies elsewhere or is another object: cheap enough for every step."""
+        try:
+            is_same = all(holder[key] is value for holder, key, value, _ in self._places)
+        except (LookupError, TypeError):
+            is_same = False
+        if not is_same or list(map(Tensor.data_ptr, self._tensors)) != list(self._addresses.values()):
             self.check()
 
-    def _present(self) -> dict[str, int]:
-        tensors = [*self._model.named_parameters(), *self._model.named_buffers()]
-        return {name: tensor.data_ptr() for name, tensor in tensors}
+    def _remember(self, places: list[_Place]) -> None:
+        self._places, self._addresses = places, _addresses(places)
+        self._tensors = [place.value for place in places if _is_stored(place.value)]
 
 
 class _Captured(NamedTuple):
@@ -70,7 +117,7 @@ class StepGraphs:
         if not self._captures:
             return step()
         if self._addresses is not None:
-            self._addresses.check_ends()
+            self._addresses.check_known()
         captured = self._captured.get(key)
         if captured is None:
             output = step()
@@ -82,7 +129,7 @@ class StepGraphs:
     def check_addresses(self) -> None:
         """WeightSyncError when the model's tensors have moved since the first capture."""
         if self._addresses is not None:
-            self._addresses.check()
+            self._addresses.check_known()
 
     def _capture(self, key: Hashable, step: Callable[[], Tensor]) -> None:
         if self._addresses is None:

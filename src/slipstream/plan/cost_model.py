@@ -31,7 +31,9 @@ from slipstream.plan.layouts import (
 )
 from slipstream.plan.lengths import imbalance, slowest_replica
 
-DECODE_KERNELS = 10  # per layer: two norms, four products, rotation and cache, attention and reduction, activation
+# Per layer, counted by `test_decode_kernels.py`: two norms, four products, rotation and cache, attention and reduction,
+# activation. Layers that our engine does not fuse (divided over ranks, LayerNorm) have up to 20.
+DECODE_KERNELS = 10
 PREFILL_CHUNK = 512  # tokens prefilled beside a decode step (`generator.prefill_chunk`)
 LOGITS_AT_ONCE = MAX_LOGITS["cuda"]  # larger heads run in chunks that the backward pass computes again
 LOGIT_PASSES = 5  # reads or writes of float32 logits, from the product to a token with its logprob, or to a loss

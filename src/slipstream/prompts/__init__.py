@@ -6,6 +6,7 @@ from slipstream.prompts.build import (
     build_prompts,
     count_overlap,
     demonstrations,
+    held_out_prompts,
     prompts_that_fit,
 )
 from slipstream.prompts.stream import PromptStream
@@ -18,6 +19,7 @@ __all__ = [
     "build_prompts",
     "count_overlap",
     "demonstrations",
+    "held_out_prompts",
     "prompts_that_fit",
     "task_names",
     "task_table",

@@ -23,7 +23,7 @@ from slipstream.prompts.rows import PromptRow, row_key, split_hash
 from slipstream.prompts.stream import PromptStream
 from slipstream.prompts.streamed import StreamedPrompts
 from slipstream.prompts.tasks import TaskSource, task_table
-from slipstream.prompts.template import Encoder, Template
+from slipstream.prompts.template import PROMPT, Encoder, Template
 
 if TYPE_CHECKING:
     from slipstream.models.tokenizer import Tokenizer
@@ -46,6 +46,7 @@ class PromptReport:
     max_tokens: int  # of a prompt that is taken
     longest: int  # tokens of the longest one taken
     tasks: dict[str, int] = field(default_factory=dict)  # training prompts per task key
+    num_held_out: int = 0  # rows of the training data that are not trained on, being in `eval_dataset`, too
 
     @property
     def warning(self) -> str | None:
@@ -73,13 +74,15 @@ class PromptSet:
 class _Collector:
     """Distinct prompts that fit, and counts of the rest."""
 
-    def __init__(self, encoder: Encoder) -> None:
-        self.encoder = encoder
+    def __init__(self, encoder: Encoder, needed: Mapping[str, str] | None = None) -> None:
+        self.encoder, self.needed = encoder, needed
         self.seen: set[str] = set()
-        self.num_candidates = self.num_duplicates = self.num_too_long = 0
+        self.held_out: set[str] = set()
+        self.num_candidates = self.num_duplicates = self.num_too_long = self.num_held_out = 0
 
     def __str__(self) -> str:
-        return f"{self.num_candidates} rows ({self.num_duplicates} repeated, {self.num_too_long} too long)"
+        held_out = f", {self.num_held_out} of them held out" * (self.num_held_out > 0)
+        return f"{self.num_candidates} rows ({self.num_duplicates} repeated{held_out}, {self.num_too_long} too long)"
 
     def take(self, rows: Iterable[PromptRow], limit: int) -> list[tuple[str, Prompt]]:
         """Up to `limit` (key, prompt) of the rows that are new and fit; over-long ones are never reconsidered."""
@@ -90,6 +93,7 @@ class _Collector:
             key = row_key(row.text, row.messages)
             if key in self.seen:
                 self.num_duplicates += 1
+                self.num_held_out += key in self.held_out
             else:
                 self.seen.add(key)
                 fresh.append((key, row))
@@ -100,17 +104,21 @@ class _Collector:
 
 
 def build_prompts(
-    config: RunConfig, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] | None = None
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    needed: Mapping[str, str] | None = None,
 ) -> PromptSet:
     """All prompts of a run, a pure function of (config.prompts, config.seed, tokenizer, tools).
 
-    Chats are rendered with the schemas of `tools`, functions that the policy may call.
+    Chats are rendered with the schemas of `tools`, functions that the policy may call. A row of a dataset has the
+    columns `needed`, and those of demonstrations.
     Held out are the `num_eval` prompts whose seeded hash of the normalised text is smallest: neither order nor seed of
     generation decides. Tasks supply exactly `num_train` + `num_eval` distinct prompts or raise ConfigError; a dataset
     supplies at most `num_train`.
     """
     settings = prompts_that_fit(config)
-    collector = _Collector(Encoder(settings, tokenizer, tools))
+    collector = _Collector(Encoder(settings, tokenizer, tools), {**_demonstrated(config), **(needed or {})})
     tasks = task_table(settings.tasks)
     if settings.streaming:
         return _streamed(settings, collector, config.seed)
@@ -129,12 +137,31 @@ def build_prompts(
         num_duplicates=collector.num_duplicates,
         num_too_long=collector.num_too_long,
         overlap=count_overlap(train, held_out),
+        num_held_out=collector.num_held_out,
         max_tokens=settings.max_prompt_tokens or 0,
         longest=max(len(prompt.tokens) for prompt in (*train, *held_out)),
         tasks=per_task,
     )
     assert report.overlap == 0, f"{report.overlap} held-out prompts are among the training prompts"
     return PromptSet(train=PromptStream(train, config.seed), eval=held_out, report=report, tasks=tasks)
+
+
+def held_out_prompts(
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    tools: Sequence[Mapping[str, Any]] | None,
+    num_prompts: int | None,
+    needed: Mapping[str, str] | None = None,
+) -> list[Prompt]:
+    """Return the first `num_prompts` prompts of `prompts.eval_dataset`, None: all. No training prompt is read."""
+    settings = prompts_that_fit(config)
+    assert settings.eval_dataset is not None
+    collector, template = _Collector(Encoder(settings, tokenizer, tools), needed), Template.of(settings)
+    found = [prompt for _, prompt in _read(settings.eval_dataset, settings, template, collector, num_prompts)]
+    wanted = settings.model_copy(update={"num_eval": num_prompts or 1})
+    _check_num_eval(wanted, settings.eval_dataset, len(found), collector, asked="num_prompts")
+    collector.encoder.check(found)
+    return found
 
 
 HELD_OUT_SHARE = 1 / 16
@@ -146,11 +173,7 @@ def _streamed(settings: PromptsConfig, collector: _Collector, seed: int) -> Prom
     Held out are all whose seeded hash is in the lowest sixteenth, whatever else there is; the first `num_eval` of these
     are evaluated. With `eval_dataset` they are its first ones, and nothing else is left out.
     """
-    template, encoder, source = (
-        Template(settings.template, field="prompts.template"),
-        collector.encoder,
-        settings.dataset,
-    )
+    template, encoder, source = Template.of(settings), collector.encoder, settings.dataset
     assert source is not None
     limit = HELD_OUT_SHARE * 2**64 if settings.eval_dataset is None else 0
 
@@ -159,7 +182,9 @@ def _streamed(settings: PromptsConfig, collector: _Collector, seed: int) -> Prom
 
     keys: set[str] = set()
     held_out: list[Prompt] = []
-    for rows in _batched(read_rows(settings.eval_dataset or source, settings, template=template), _BATCH):
+    for rows in _batched(
+        read_rows(settings.eval_dataset or source, settings, template=template, needed=collector.needed), _BATCH
+    ):
         found = collector.take(rows, len(rows))
         held_out += [prompt for key, prompt in found if settings.eval_dataset is not None or is_held_out(key)]
         if len(held_out) >= settings.num_eval:
@@ -170,7 +195,7 @@ def _streamed(settings: PromptsConfig, collector: _Collector, seed: int) -> Prom
     keys |= {_prompt_key(prompt) for prompt in held_out}
 
     def batches() -> Iterator[list[Prompt]]:
-        for rows in _batched(read_rows(source, settings, template=template), _STREAMED):
+        for rows in _batched(read_rows(source, settings, template=template, needed=collector.needed), _STREAMED):
             shorter = [encoder.shortened(row) for row in rows]
             given = [row for row in shorter if not is_held_out(row_key(row.text, row.messages))]
             fitting = [prompt for prompt in encoder.encode(given) if encoder.fits(prompt)]
@@ -198,12 +223,28 @@ def count_overlap(train: Iterable[Prompt], held_out: Iterable[Prompt]) -> int:
     return sum(_prompt_key(prompt) in seen for prompt in held_out)
 
 
+def _demonstrated(config: RunConfig) -> dict[str, str]:
+    """Return the columns that the warm start's demonstrations name, each with the template that does."""
+    kinds = config.warm_start.demonstrations if config.warm_start.steps else ()
+    templates = [_of_demonstration(kind.template, i, config.prompts.prompt_column) for i, kind in enumerate(kinds)]
+    return {name: one.field for one in templates for name in one.columns - {"question", PROMPT}}
+
+
+def _of_demonstration(text: str, index: int, prompt_column: str) -> Template:
+    return Template(text, field=f"warm_start.demonstrations[{index}].template", prompt_column=prompt_column)
+
+
 def _prompt_key(prompt: Prompt) -> str:
     return row_key(prompt.text, prompt.messages)
 
 
 def demonstrations(
-    config: WarmStartConfig, prompts: Sequence[Prompt], tokenizer: Tokenizer, *, seed: int
+    config: WarmStartConfig,
+    prompts: Sequence[Prompt],
+    tokenizer: Tokenizer,
+    *,
+    seed: int,
+    prompt_column: str = PROMPT,
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """(prompt tokens, completion tokens), int32 [Tp] and [T], of the first `num_demonstrations` of `prompts`.
 
@@ -214,10 +255,7 @@ def demonstrations(
         what = "demonstrations end with an EOS token"
         hint = "set it in tokenizer_config.json, or warm_start.steps = 0"
         raise ConfigError(what, got="a tokenizer without one", allowed="a tokenizer with eos_token", hint=hint)
-    templates = [
-        Template(kind.template, field=f"warm_start.demonstrations[{i}].template")
-        for i, kind in enumerate(config.demonstrations)
-    ]
+    templates = [_of_demonstration(kind.template, i, prompt_column) for i, kind in enumerate(config.demonstrations)]
     if not templates:
         raise ConfigError("a warm start needs at least one kind of demonstration", hint="see warm_start.demonstrations")
     bounds = list(accumulate(kind.weight for kind in config.demonstrations))
@@ -227,8 +265,9 @@ def demonstrations(
         digest = hashlib.blake2b(f"demonstration:{seed}:{prompt.prompt_id}".encode(), digest_size=7).digest()
         position = int.from_bytes(digest, "little") / 2**56 * bounds[-1]
         kind = min(bisect_right(bounds, position), len(bounds) - 1)
-        texts.append(templates[kind].render({"answer": prompt.answer, **prompt.columns}))
-        places.append(f"{templates[kind].field} for the prompt {shortened(repr(prompt.text), 60)}")
+        where = f"the prompt {shortened(repr(prompt.text), 60)}"
+        texts.append(templates[kind].render({"answer": prompt.answer, **prompt.columns}, where=where))
+        places.append(f"{templates[kind].field} for {where}")
     check_alphabet(tokenizer, zip(places, texts, strict=True))
     eos = [tokenizer.eos_token_id]
     completions = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
@@ -240,7 +279,7 @@ def demonstrations(
 def _from_tasks(
     config: PromptsConfig, tasks: Mapping[str, TaskConfig], collector: _Collector, seed: int
 ) -> tuple[list[Prompt], list[Prompt]]:
-    template = Template(config.template, field="prompts.template")
+    template = Template.of(config)
     weights = [task.weight for task in tasks.values()]
     num_train = _shares(config.num_train, weights)
     num_eval = _shares(config.num_eval, weights)
@@ -301,18 +340,21 @@ def _shares(total: int, weights: Sequence[float]) -> list[int]:
 
 
 def _from_dataset(config: PromptsConfig, collector: _Collector, seed: int) -> tuple[list[Prompt], list[Prompt]]:
-    template = Template(config.template, field="prompts.template")
+    template = Template.of(config)
     assert config.dataset is not None
     if config.eval_dataset is not None:  # held-out prompts first: what they share with the training data leaves it
         held_out = [p for _, p in _read(config.eval_dataset, config, template, collector, config.num_eval)]
         _check_num_eval(config, config.eval_dataset, len(held_out), collector)
+        collector.held_out = set(collector.seen)
         train = [p for _, p in _read(config.dataset, config, template, collector, config.num_train)]
         if not train:
             raise ConfigError(
                 "there are no training prompts",
                 got=f"{collector} of both datasets",
                 allowed="prompts in prompts.dataset that fit and are not in prompts.eval_dataset",
-                hint="see prompts.max_prompt_tokens",
+                hint="name other data there, or leave it out: prompts.num_eval are then split off prompts.dataset"
+                if collector.num_held_out
+                else "see prompts.max_prompt_tokens",
             )
         return train, held_out
     prompts = _read(config.dataset, config, template, collector, None)
@@ -325,14 +367,16 @@ def _read(
     source: str, config: PromptsConfig, template: Template, collector: _Collector, limit: int | None
 ) -> list[tuple[str, Prompt]]:
     prompts: list[tuple[str, Prompt]] = []
-    for rows in _batched(read_rows(source, config, template=template), _BATCH):
+    for rows in _batched(read_rows(source, config, template=template, needed=collector.needed), _BATCH):
         prompts += collector.take(rows, len(rows) if limit is None else limit - len(prompts))
         if limit is not None and len(prompts) >= limit:
             break
     return prompts
 
 
-def _check_num_eval(config: PromptsConfig, source: str, available: int, collector: _Collector) -> None:
+def _check_num_eval(
+    config: PromptsConfig, source: str, available: int, collector: _Collector, *, asked: str = "num_eval"
+) -> None:
     if not collector.num_candidates:
         raise ConfigError(
             f"dataset '{source}' has no rows", got="nothing to read in it", allowed="one prompt a row, at least"
@@ -344,9 +388,12 @@ def _check_num_eval(config: PromptsConfig, source: str, available: int, collecto
     if available < config.num_eval:
         raise ConfigError(
             f"dataset '{source}' cannot supply enough distinct held-out prompts",
-            got=f"num_eval = {config.num_eval}, of {collector}",
+            got=f"{asked} = {config.num_eval}, of {collector}",
             allowed=f"at most {max(0, available)}",
-            hint="lower prompts.num_eval and eval.num_prompts, or give prompts.eval_dataset",
+            hint="lower prompts.num_eval and eval.num_prompts"
+            + ", or give prompts.eval_dataset" * (config.eval_dataset is None)
+            if asked == "num_eval"
+            else None,
         )
 
 

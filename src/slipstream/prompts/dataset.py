@@ -25,13 +25,32 @@ KINDS = (".jsonl", ".ndjson", ".parquet")  # suffixes of the files that are read
 _ROLES = {"system", "developer", "user", "assistant", "tool"}
 
 
-def read_rows(source: str, config: PromptsConfig, *, template: Template) -> Iterator[PromptRow]:
-    """Rows of the dataset at `source`, in order. Task key: 'dataset'. ConfigError says which record is malformed."""
+def read_rows(
+    source: str, config: PromptsConfig, *, template: Template, needed: Mapping[str, str] | None = None
+) -> Iterator[PromptRow]:
+    """Rows of the dataset at `source`, in order. Task key: 'dataset'. ConfigError says which record is malformed.
+
+    Or has not one of the columns `needed`, whose values say by what.
+    """
     records = read_records(source, config.dataset_config, config.dataset_split, is_streamed=config.streaming)
     for where, record in records:
         row = row_of(record, config, template=template, where=where)
         if row is not None:
+            _check_columns(record, row, config, needed or {}, where=where)
             yield row
+
+
+def _check_columns(
+    record: Mapping[str, Any], row: PromptRow, config: PromptsConfig, needed: Mapping[str, str], *, where: str
+) -> None:
+    """Raise ConfigError for a column that a row lacks and that is `needed`; 'answer' is that of `answer_column`."""
+    for name, why in needed.items():
+        own = config.answer_column if name == "answer" else name
+        if own not in record and (name == "answer" or name not in row.columns):
+            is_template = why.endswith(".template") and config.answer_column in record
+            hint = f"write {why} = '{{answer}}'" if is_template else "a parameter with a default needs no column"
+            what = f"{where} has no column '{own}', which {why} needs"
+            raise ConfigError.unknown(what, own, sorted(record), hint=f"complete or drop the row; {hint}")
 
 
 def check_source(source: str) -> None:
@@ -49,7 +68,7 @@ def check_source(source: str) -> None:
 def check_first(source: str, config: PromptsConfig) -> None:
     """Raise ConfigError where the first record of a JSONL file is no prompt; of other kinds, nothing is read."""
     if Path(source).suffix in KINDS[:2]:
-        next(read_rows(source, config, template=Template(config.template, field="prompts.template")), None)
+        next(read_rows(source, config, template=Template.of(config)), None)
 
 
 def read_records(
@@ -211,7 +230,9 @@ def row_of(record: Mapping[str, Any], config: PromptsConfig, *, template: Templa
             if prompt is None:
                 return None
         columns["question"] = prompt
-        return PromptRow(text=template.render(columns), task="dataset", answer=answer_text, columns=columns)
+        return PromptRow(
+            text=template.render(columns, where=where), task="dataset", answer=answer_text, columns=columns
+        )
     messages = _messages(prompt, where=where)
     columns["question"] = messages[-1]["content"]
     return PromptRow(

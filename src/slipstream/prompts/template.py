@@ -22,11 +22,17 @@ if TYPE_CHECKING:
     from slipstream.models.tokenizer import Tokenizer
 
 
-class Template:
-    """`'{word}>'` over a row's columns: plain names only, `{{` and `}}` for braces."""
+PROMPT = "prompt"
 
-    def __init__(self, text: str, *, field: str) -> None:
-        self.field, self._text = field, text
+
+class Template:
+    """`'{word}>'` over a row's columns: plain names only, `{{` and `}}` for braces.
+
+    `prompt_column` is another name of `{question}`, where it is not `prompt`, which is one of any data.
+    """
+
+    def __init__(self, text: str, *, field: str, prompt_column: str = PROMPT) -> None:
+        self.field, self._text, self._names = field, text, {PROMPT, prompt_column}
         try:
             pieces = list(string.Formatter().parse(text))
         except ValueError as error:
@@ -36,7 +42,15 @@ class Template:
                 what = f"{field} uses a placeholder that is not a plain column name"
                 allowed = "'{column}'; literal braces are written '{{' and '}}'"
                 raise ConfigError(what, got=f"{{{name}}}" if not (spec or conversion) else repr(text), allowed=allowed)
-        self._pieces = [(literal, name) for literal, name, _, _ in pieces]
+        is_own = prompt_column != PROMPT
+        self._pieces = [
+            (literal, "question" if is_own and name == prompt_column else name) for literal, name, _, _ in pieces
+        ]
+
+    @classmethod
+    def of(cls, config: PromptsConfig) -> Template:
+        """Return the one of prompts, in which a data set's prompt column may have its own name."""
+        return cls(config.template, field="prompts.template", prompt_column=config.prompt_column)
 
     @property
     def literals(self) -> str:
@@ -47,8 +61,8 @@ class Template:
     def columns(self) -> set[str]:
         return {name for _, name in self._pieces if name is not None}
 
-    def render(self, columns: Mapping[str, Any]) -> str:
-        """The text with every placeholder replaced by `str` of its column; ConfigError on an unknown column.
+    def render(self, columns: Mapping[str, Any], *, where: str = "") -> str:
+        """The text with every placeholder replaced by `str` of its column; ConfigError on an unknown one of `where`.
 
         Where no column is called `prompt`, {prompt} is {question}.
         """
@@ -57,13 +71,13 @@ class Template:
             parts.append(literal)
             if name is None:
                 continue
-            if name == "prompt" and name not in columns and "question" in columns:
+            if name == PROMPT and name not in columns and "question" in columns:
                 name = "question"
             if name not in columns:
                 raise ConfigError.unknown(
-                    f"{self.field} names a column that the row does not have",
+                    f"{self.field} names a column that the row does not have" + (where and f": {where}"),
                     name,
-                    sorted(columns),
+                    sorted({*columns, *(self._names if "question" in columns else ())}),
                     got=name,
                     hint=self._over_these(columns),
                 )
@@ -91,7 +105,7 @@ class Encoder:
         self._config = config
         self._tools = tools
         self._tokenizer = tokenizer
-        self._template = Template(config.template, field="prompts.template")
+        self._template = Template.of(config)
         self._renderer: ChatRenderer | None = None
         if tokenizer.chat_template or config.chat_template_kwargs:
             self._renderer = ChatRenderer(

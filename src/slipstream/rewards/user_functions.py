@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from slipstream.core.errors import ConfigError
-from slipstream.core.sections import FROM_PYTHON
+from slipstream.core.sections import FROM_PYTHON, RewardsConfig
 from slipstream.core.user_code import defined, place_of
 
 GIVEN = ("prompts", "completions", "completion_ids")  # keywords that every call has, before the row's columns
+MORE = ("branches", "log_extra", "log_metric")  # that a function is given which names them
 WHAT = "reward function"
 
 
@@ -52,6 +53,20 @@ def _definition_of(function: Callable[..., Any]) -> Definition | None:
     required = {one.name for one in parameters if one.kind in named and one.default is inspect.Parameter.empty}
     place = place_of(function)
     return None if place is None else Definition(place, frozenset(required))
+
+
+def columns_needed(config: RewardsConfig, functions: Mapping[str, Callable[..., Any]]) -> dict[str, str]:
+    """Return the columns that reward functions take without a default, each with the function that does.
+
+    Not the answer, which is None where a row has none.
+    """
+    given = {FROM_PYTHON + name: function for name, function in functions.items()}
+    needed: dict[str, str] = {}
+    for term in config.terms:
+        if (found := definition(term.function, given)) is not None:
+            names = found.required - {*GIVEN, *MORE, "answer", "question"}
+            needed |= dict.fromkeys(names, f"reward '{term.function}' ({found.place})")
+    return needed
 
 
 def check_function(function: str) -> None:

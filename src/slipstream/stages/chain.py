@@ -27,6 +27,7 @@ from slipstream.observe.trackers import check_trackers
 from slipstream.prompts import PromptSet, build_prompts, task_table
 from slipstream.rewards.checks import check_rewards
 from slipstream.rewards.dry_call import dry_call
+from slipstream.rewards.user_functions import columns_needed
 from slipstream.stages.child import run_in_child
 from slipstream.stages.completions import build_judge
 from slipstream.stages.named import check_conflicts
@@ -90,7 +91,10 @@ def check_data(config: RunConfig, run_dir: Path, given: FromPython) -> None:
         or ("reward_model" in config.stages and config.reward_model.normalise != "none")
     )
     if takes_prompts:
-        _call_rewards(config, build_prompts(config, tokenizer), run_dir, given)
+        needed = columns_needed(config.rewards, given.functions) if "rl" in config.stages else {}
+        if {"preferences", "evaluate"} & set(config.stages):
+            needed |= columns_needed(config.gold_rewards, {})
+        _call_rewards(config, build_prompts(config, tokenizer, needed=needed), run_dir, given)
     if has_own_demonstrations:
         stage_demonstrations(config, tokenizer)
     if "dpo" in config.stages and config.dpo.preferences is not None:

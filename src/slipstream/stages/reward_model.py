@@ -125,7 +125,7 @@ def _from_dataset(
 ) -> tuple[list[Preference], list[Preference]]:
     source = config.reward_model.preferences
     assert source is not None
-    template = Template(config.prompts.template, field="prompts.template")
+    template = Template.of(config.prompts)
     reading = prompts_that_fit(config).model_copy(update={"prompt_column": "prompt", "between_periods": False})
     encoder = Encoder(reading, tokenizer)
     is_rated = config.reward_model.candidates == 1

@@ -356,7 +356,10 @@ def extension(before: RunConfig, config: RunConfig, cut: Snapshot) -> list[str]:
     if config.steps < least:
         got = f"steps = {config.steps}, after {cut.steps_done} steps"
         allowed = f"at least {least}: what is trained, or sampled for the next steps"
-        raise ConfigError("the run has gone further than that", got=got, allowed=allowed)
+        what = "the run has gone further than that"
+        if config.steps == cut.steps_done:
+            what = "the run has done that many steps, and has begun the next ones"
+        raise ConfigError(what, got=got, allowed=allowed)
     notes = [f"steps: {config.steps}, which were {before.steps}"]
     at = cut.steps_done * config.updates_per_step
     optimizers = {"trainer": config.trainer.optimizer} | (
@@ -404,7 +407,7 @@ def _build(
     """
     local = with_folders(config)
     with Rehearsal(local, given.environments, private=private or ()) as rehearsal:
-        work, prompts = build_work(local, is_resumed=is_resumed, tools=rehearsal.tools)
+        work, prompts = build_work(local, is_resumed=is_resumed, tools=rehearsal.tools, functions=given.functions)
         if private is not None:
             rehearsal.play([*prompts.train.prompts, *prompts.eval], build_tokenizer(local.model))
         if private is not None and rehearsal.tools and prompts.eval[0].messages is None:

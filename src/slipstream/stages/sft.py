@@ -125,7 +125,8 @@ def stage_demonstrations(config: RunConfig, tokenizer: Tokenizer) -> tuple[list[
     else:
         prompts, num_too_long = _prompts_of_dataset(config, tokenizer)
     kinds = WarmStartConfig(demonstrations=sft.demonstrations, num_demonstrations=sft.num_demonstrations)
-    return demonstrations(kinds, prompts, tokenizer, seed=config.seed), num_too_long
+    column = config.prompts.prompt_column
+    return demonstrations(kinds, prompts, tokenizer, seed=config.seed, prompt_column=column), num_too_long
 
 
 def _prompts_of_dataset(config: RunConfig, tokenizer: Tokenizer) -> tuple[list[Prompt], int]:
@@ -134,7 +135,7 @@ def _prompts_of_dataset(config: RunConfig, tokenizer: Tokenizer) -> tuple[list[P
     reading = config.prompts.model_copy(
         update={"prompt_column": sft.prompt_column, "answer_column": sft.completion_column, "between_periods": False}
     )
-    template = Template(reading.template, field="prompts.template")
+    template = Template.of(config.prompts)
     encoder = Encoder(reading, tokenizer)
     rows = []
     for where, record in read_records(source, reading.dataset_config, reading.dataset_split):

@@ -134,7 +134,7 @@ def _check_memory(generator: GeneratorConfig) -> None:
             "generator.device is the native engine's: vLLM computes on what it was built for",
             got=f"generator.device = '{generator.device}' with generator.engine = 'vllm'",
             allowed="generator.device = 'cpu', the default",
-            hint="in a checkout, `make vllm-env` installs vLLM for a GPU where there is one (docs/vllm.md)",
+            hint="leave it out: generator.vllm.python names the environment, of vLLM for a GPU or a CPU (docs/vllm.md)",
         )
 
 

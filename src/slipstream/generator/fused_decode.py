@@ -1,0 +1,124 @@
+"""The model's part of a decode step in 9 kernels a layer, and one more where attention is joined from stretches.
+
+    add + RMSNorm, qkv, head norms + rotation + keys and values, attention, output, add + RMSNorm, up, SiLU * up, down
+
+The model knows nothing of it: this runs its layers in its place, over the products and vectors that it has, whatever
+they are (`models/products.py`, adapters). Experts, and MLPs without a SiLU gate, run as the model has them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from slipstream.generator.paged_attention import PagedDecodeAttention, power_of_two
+from slipstream.models.config import TransformerConfig
+from slipstream.models.transformer import Layer, OneRank, Transformer
+
+SILU_BLOCK = 1024
+HEADS_TILE = 512  # numbers of whole heads that a program of 2 warps has: 16 bytes in bfloat16 for each thread
+
+
+def fuses(config: TransformerConfig) -> bool:
+    """Tell whether layers of `config` are of the kind that is fused: RMSNorm, rotated, one branch after the other."""
+    return not config.layer_norm and not config.parallel_residual and config.rotary_dim > 0
+
+
+def default_fused(model: Transformer, device: torch.device) -> bool:
+    """On CUDA with Triton, for layers that are fused and not divided over ranks."""
+    has_triton = device.type == "cuda" and importlib.util.find_spec("triton") is not None
+    return has_triton and fuses(model.config) and isinstance(model.ranks, OneRank)
+
+
+def fused_forward(model: Transformer, tokens: Tensor, positions: Tensor, attention: PagedDecodeAttention) -> Tensor:
+    """`model(tokens, positions, attention)` for one new token of each row; equal up to rounding."""
+    x: Tensor = model.embedding(tokens)
+    branch: Tensor | None = None
+    for layer in model.layers:
+        qkv = layer.qkv(add_norm(x, branch, layer.attention_norm))
+        queries = enter(layer, qkv, model.cos, model.signed_sin, positions, attention)
+        mixed = attention.attend_stored(layer.index, queries)
+        normed = add_norm(x, layer.output(mixed.reshape(len(x), -1)), layer.mlp_norm)
+        if layer.is_sparse or not layer.config.gated_mlp or layer.activation is not F.silu:
+            branch = layer.mlp(normed, attention)
+        else:
+            branch = layer.down(silu_mul(layer.up(normed)))
+    return add_norm(x, branch, model.final_norm)
+
+
+def add_norm(stream: Tensor, branch: Tensor | None, norm: nn.Module) -> Tensor:
+    """Add `branch` [B, hidden] to `stream` in place, if there is one; return the sum normalised by an RMSNorm."""
+    from slipstream.generator import decode_kernels as kernels
+
+    assert isinstance(norm, nn.RMSNorm)
+    assert norm.eps is not None
+    rows, hidden = stream.shape
+    block = power_of_two(hidden)
+    normed = torch.empty_like(stream)
+    kernels.add_norm_kernel[(rows,)](
+        stream,
+        stream if branch is None else branch.contiguous(),
+        norm.weight,
+        normed,
+        norm.eps,
+        HIDDEN=hidden,
+        BLOCK=block,
+        ADDS=branch is not None,
+        num_warps=norm_warps(block),
+    )
+    return normed
+
+
+def norm_warps(block: int) -> int:
+    """Warps of a program that normalises `block` numbers: 8 or 16 numbers a thread, of few programs."""
+    return min(16, max(1, block // 256))
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up of [B, 2 width] -> [B, width]."""
+    from slipstream.generator import decode_kernels as kernels
+
+    gate_up = gate_up.contiguous()
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    inner = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
+    kernels.silu_mul_kernel[(rows, -(-width // SILU_BLOCK))](gate_up, inner, WIDTH=width, BLOCK=SILU_BLOCK)
+    return inner
+
+
+def enter(
+    layer: Layer, qkv: Tensor, cos: Tensor, signed_sin: Tensor, positions: Tensor, attention: PagedDecodeAttention
+) -> Tensor:
+    """Store the keys and values of `qkv` [B, (H + 2 Hkv) D] in the pages; return the queries [B, H, D]."""
+    from slipstream.generator import decode_kernels as kernels
+
+    config, (keys, values) = layer.config, attention.stored(layer.index)
+    norms = (layer.q_norm, layer.k_norm) if config.qk_norm else ()
+    q_weight, k_weight = (norm.weight for norm in norms) if norms else (qkv, qkv)
+    queries = torch.empty((len(qkv), config.num_heads, config.head_dim), dtype=qkv.dtype, device=qkv.device)
+    heads, head_block = config.num_heads + 2 * config.num_kv_heads, power_of_two(config.head_dim)
+    at_once = max(1, HEADS_TILE // head_block)
+    kernels.enter_kernel[(len(qkv), -(-heads // at_once))](
+        qkv.contiguous(),
+        q_weight,
+        k_weight,
+        cos,
+        signed_sin,
+        positions,
+        attention.slots,
+        queries,
+        keys,
+        values,
+        config.norm_eps,
+        NUM_HEADS=config.num_heads,
+        NUM_KV_HEADS=config.num_kv_heads,
+        HEAD_DIM=config.head_dim,
+        HEAD_BLOCK=head_block,
+        HEADS=at_once,
+        ROTARY=config.rotary_dim,
+        NORMS=config.qk_norm,
+        num_warps=2,
+    )
+    return queries

@@ -1,0 +1,153 @@
+"""A decode step in few kernels: counted, compared with the model's own operations, and compiled; none of it on a GPU.
+
+Counted on tensors that only say they lie on CUDA: operators that compute, and launches of our own kernels.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_step_on_make_believe_cuda import CONFIG, CONFIGS, CUDA, NoCopies, cuda, served_model
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from slipstream.core.fields import Precision
+from slipstream.core.lora_section import LoraConfig
+from slipstream.generator.paged_runner import PagedRunner
+from slipstream.generator.sampler import SamplingPlan
+from slipstream.models.config import TransformerConfig
+from slipstream.plan.cost_model import DECODE_KERNELS
+
+pytest.importorskip("triton")
+
+from slipstream.generator import decode_kernels
+
+__all__ = ["cuda"]
+pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+
+QWEN3 = replace(CONFIG, family="qwen3", qk_norm=True)
+MIXTURE = replace(QWEN3, family="qwen3_moe", num_experts=8, experts_per_token=2, expert_width=16)
+ATTENTION = ("split", "join")  # kernels of attention to long rows (`paged_attention.attend_split`)
+NO_KERNEL = ("empty", "new_empty", "_unsafe_view", "detach", "alias", "prim::device")
+
+
+class Kernels(TorchDispatchMode):
+    """Counts operators that compute: views and new memory launch nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        is_view = any(one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns)
+        if not is_view and not name.startswith(NO_KERNEL):
+            self.names[name] += 1
+        return func(*args, **(kwargs or {}))
+
+    def launches(self, name: str) -> dict[Any, Callable[..., None]]:
+        """Stand in for a kernel of Triton: whatever the grid, count it, and see to what it asks of its arguments."""
+
+        def launch(*args: Any, **constants: Any) -> None:
+            tensors = [arg for arg in tree_leaves(args) if isinstance(arg, Tensor)]
+            assert all(x.is_contiguous() and x.device == CUDA for x in tensors), name
+            assert {x.dtype for x in tensors if x.dtype.is_floating_point} <= {torch.bfloat16, torch.float32}
+            self.names[name] += 1
+
+        class Grid(dict[Any, Callable[..., None]]):
+            def __missing__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+                assert all(size > 0 for size in grid)
+                return launch
+
+        return Grid()
+
+
+@pytest.fixture
+def count(cuda: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Counter[str]]:
+    """Return the kernels of one layer: the difference of two models, one of which has a layer more."""
+    # torch has a kernel for RMSNorm on CUDA, which a CPU build takes apart.
+    monkeypatch.setattr(nn.RMSNorm, "forward", lambda self, x: F.layer_norm(x, x.shape[-1:], self.weight))
+
+    def counted(
+        config: TransformerConfig, precision: Precision, *, fused: bool | None, lora: LoraConfig = LoraConfig()
+    ) -> Counter[str]:
+        found = []
+        for num_layers in (2, 3):
+            model, _ = served_model(replace(config, num_layers=num_layers), precision, lora)
+            kernels = Kernels()
+
+            def attend(q: Tensor, *rest: Tensor, kernels: Kernels = kernels) -> Tensor:
+                kernels.names.update(ATTENTION)
+                return torch.empty_like(q)
+
+            for name in ("add_norm_kernel", "silu_mul_kernel", "enter_kernel"):
+                monkeypatch.setattr(decode_kernels, name, kernels.launches(name))
+            runner = PagedRunner(model, num_rows=4, max_len=512, attend=attend, captures=False, fused=fused)
+            with NoCopies(), kernels:
+                out = runner._step(runner._shape(4, 512, SamplingPlan()))
+            assert (out.shape, out.device) == ((4, 2), CUDA)
+            found.append(kernels.names)
+        return found[1] - found[0]
+
+    return counted
+
+
+@pytest.mark.parametrize("config", [CONFIG, CONFIGS["qwen2"], QWEN3], ids=lambda config: config.family)
+def test_a_layer_is_ten_kernels(config: TransformerConfig, count: Callable[..., Counter[str]]) -> None:
+    """With and without biases and head norms, and by default; the planner's figure is this one."""
+    found = count(config, "bfloat16", fused=None)
+    assert found["add_norm_kernel"] == 2
+    assert found["mm"] + found["addmm"] == 4
+    assert found.total() == DECODE_KERNELS == 10, found
+    plain = count(config, "bfloat16", fused=False)
+    assert plain.total() == 17 + 3 * config.qk_norm, plain
+
+
+@pytest.mark.parametrize("precision", ["float32", "fp8"])
+def test_other_precisions_save_as_many(precision: Precision, count: Callable[..., Counter[str]]) -> None:
+    plain, fused = (count(CONFIG, precision, fused=fused) for fused in (False, True))
+    assert plain.total() - fused.total() == 7
+    assert fused["add_norm_kernel"] == 2
+
+
+def test_adapters_and_experts_are_beside_fused_kernels(count: Callable[..., Counter[str]]) -> None:
+    lora = LoraConfig(rank=4, targets=["q_proj", "down_proj"])
+    for config, options in ((CONFIG, {"lora": lora}), (MIXTURE, {})):
+        plain, fused = (count(config, "bfloat16", fused=fused, **options) for fused in (False, None))
+        assert fused["add_norm_kernel"] == 2
+        assert fused["silu_mul_kernel"] == (config is CONFIG)
+        assert plain.total() - fused.total() == (7 if config is CONFIG else 9), (plain, fused)
+
+
+def test_layers_of_another_kind_run_as_they_are(count: Callable[..., Counter[str]]) -> None:
+    found = count(CONFIGS["gpt2"], "bfloat16", fused=None)
+    assert not {name for name in found if name.endswith("_kernel")}
+    assert found == count(CONFIGS["gpt2"], "bfloat16", fused=False)
+
+
+def test_the_kernels_compute_what_the_model_does() -> None:
+    """In float32 and bfloat16, by Triton's interpreter: each kernel, whole models, whole texts."""
+    script = Path(__file__).with_name("triton_on_cpu.py")
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    found = subprocess.run([sys.executable, str(script), "decode"], env=environment, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+
+
+def test_the_kernels_compile_for_hopper(tmp_path: Path) -> None:
+    """At the sizes of benchmarked models: no spills, few registers, 16 bytes at once."""
+    script = Path(__file__).with_name("triton_for_gpus.py")
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    found = subprocess.run([sys.executable, str(script), "decode"], env=environment, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
