@@ -151,7 +151,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 83_690
+MAX_LINES = 83_930
 MAX_LINES_OF_SPINE = 1_600
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -165,21 +165,21 @@ SPINE = (
 MAX_LINES_OF_FOLDER = {
     "algorithms": 2_310,
     "batching": 360,
-    "controller": 5_965,
-    "core": 10_830,
+    "controller": 6_055,
+    "core": 10_865,
     "environments": 8_075,
     "evals": 2_685,
     "generator": 8_865,
     "jail": 1_060,
     "jobs": 965,
     "models": 7_720,
-    "observe": 9_860,
+    "observe": 9_890,
     "plan": 6_325,
     "prompts": 1_400,
     "rewards": 3_880,
     "stages": 2_700,
     "trainer": 5_295,
-    "weight_sync": 3_475,
+    "weight_sync": 3_480,
 }
 LONG_FUNCTIONS = dict.fromkeys(
     ("generator/paged_kernels.py", "generator/decode_kernels.py"), "a kernel is one function"

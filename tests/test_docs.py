@@ -163,7 +163,7 @@ def test_the_first_command_comes_by_line_20() -> None:
 
 SHOWN = [block for path in DOCUMENTS if path.name not in ("CHANGELOG.md", "log.md") for block in command_blocks(path)]
 STARTS = re.compile(r"\bslipstream ((?:run|launch) .*?)(?:;|$)")
-WITHOUT_RECIPE = ("--resume", "--help", "--group trainer", "--group generator-0", "--group reference", "--group reward")
+WITHOUT_RECIPE = ("--resume", "--help", "--group trainer", "--group generator", "--group reference", "--group reward")
 CALLS = sorted(
     {
         call

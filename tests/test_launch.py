@@ -91,7 +91,7 @@ def test_what_is_no_such_address_is_bad_input(tmp_path: Path, given: str) -> Non
 
 
 def test_a_group_on_one_machine(job: Job) -> None:
-    command, environment, _ = torchrun(replace(job, threads=3, max_restarts=5))
+    command, environment, *_ = torchrun(replace(job, threads=3, max_restarts=5))
     given = {"--nproc-per-node": "4", "--max-restarts": "5", "--nnodes": "1", "--node-rank": "0"}
     given |= {"--rdzv-backend": "slipstream", "--rdzv-id": "run-1-trainer", "--local-addr": "127.0.0.1"}
     assert {option: value_of(option, command) for option in given} == given
@@ -109,7 +109,7 @@ def test_the_key_goes_on_as_it_came(job: Job, monkeypatch: pytest.MonkeyPatch) -
     assert job.key_file is not None
     keys = RunKeys.load(job.key_file)
     monkeypatch.setenv(RUN_KEY_VARIABLE, keys.as_environment()[RUN_KEY_VARIABLE])
-    command, environment, _ = torchrun(replace(job, key_file=None))
+    command, environment, *_ = torchrun(replace(job, key_file=None))
     assert "--key-file" not in command
     assert environment.items() >= keys.as_environment().items()
     assert keys.as_environment()[RUN_KEY_VARIABLE] not in " ".join(command), "arguments are seen by everybody"

@@ -164,6 +164,7 @@ class LaunchOptions(RunOptions):
     group: str | None = flag(
         "What this machine is: controller, trainer, generator-0, generator-1 ..., or a group of --remote."
     )
+    join: bool = flag("With --group generator: join a running run, under a free number.", default=False)
     listen: str | None = flag("Controller: HOST:PORT where groups reach it. Default: 127.0.0.1:0.")
     address_file: Path | None = flag("Controller: file for the HOST:PORT it listens at.")
     remote: tuple[str, ...] | None = flag(
@@ -205,9 +206,11 @@ def launch_command(argv: Sequence[str]) -> int:
         return EXIT_DONE
     if options.ray is not None:
         return _exit_code(lambda: _on_ray(_run_config(options), options))
-    from slipstream.launch import CONTROLLER_GROUP, cluster_of, join
+    from slipstream.launch import CONTROLLER_GROUP, JOINS, cluster_of, join
 
     if options.group == CONTROLLER_GROUP:
+        if options.join:
+            raise ConfigError("the controller joins nothing", got="--join with --group controller", allowed=JOINS)
         config = _run_config(options)
         listen, remote = options.listen or "127.0.0.1:0", options.remote or ()
         cluster = cluster_of(listen, options.key_file, options.address_file, remote)

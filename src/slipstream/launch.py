@@ -10,20 +10,26 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import secrets
 import sys
-from collections.abc import Collection
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple, NoReturn
 
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
+from slipstream.controller import pool
 from slipstream.controller.groups import BACKEND, use_rendezvous
 from slipstream.controller.meeting import (
     ALWAYS_REMOTE,
     JOIN_TIMEOUT_S,
     Cluster,
     Listen,
+    RunSpec,
     attend,
     check_listening,
     host_store,
@@ -37,10 +43,12 @@ from slipstream.core.errors import ConfigError, SlipstreamError
 from slipstream.core.interrupts import LEAVING, Interrupts
 from slipstream.core.keys import RUN_KEY_VARIABLE, RunKeys
 
-CONTROLLER_GROUP = "controller"
+CONTROLLER_GROUP, GENERATORS = "controller", "generator"
+JOINS = "--group generator --join, on one machine"
 QUIET = {} if "TORCH_CPP_LOG_LEVEL" in os.environ else {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 """c10d warns of every address that has no name."""
 MAX_DESCRIPTORS = 1 << 16
+LEAVE_DEADLINE_S = 2.0
 SAME_RANKS = {"TORCH_ELASTIC_WORKER_IDENTICAL": "1"}
 """A rank follows from the machine's number alone: agents need not read each other's numbers in the store."""
 
@@ -50,11 +58,13 @@ class Job:
     """Arguments of a group that joins: `controller` is HOST:PORT or the file with that, others reach it at `address`.
 
     With `nnodes` machines for the group, the command runs on each, as `node_rank`, and they meet at `rendezvous`
-    (HOST:PORT of machine 0). `threads` per process; None: the cores of this machine, divided.
+    (HOST:PORT of machine 0). `threads` per process; None: the cores of this machine, divided. To `join` is to be the
+    first replica that is free.
     """
 
     group: str
     controller: str
+    join: bool = False
     key_file: Path | None = None
     address: str = LOOPBACK
     nnodes: int = 1
@@ -112,14 +122,29 @@ def run_keys(key_file: Path | None, *, makes_file: bool = False) -> RunKeys:
     return RunKeys.load(key_file)
 
 
-def torchrun(job: Job) -> tuple[list[str], dict[str, str], RunKeys]:
-    """Return the arguments of the group's torchrun agent on this machine, additions to its environment, and the keys.
+class TorchrunAgent(NamedTuple):
+    """The arguments of a group's torchrun agent, additions to its environment, and the keys; and what it is to be."""
+
+    command: list[str]
+    environment: dict[str, str]
+    keys: RunKeys
+    group: str
+    leave: Callable[[], None]
+    """Give back the number that it got. One that was named is free when the controller has lost its process."""
+
+
+def torchrun(job: Job) -> TorchrunAgent:
+    """Return the agent of the group on this machine.
 
     Waits for the controller, which knows how many ranks the group has. Raises ConfigError for another run's key, for a
-    group that the run does not have, and for one whose ranks do not divide over `nnodes`.
+    group that the run does not have, for one whose ranks do not divide over `nnodes`, and where no number is free.
     """
     keys = run_keys(job.key_file)
     numeric_address(job.address)
+    if job.join and (job.group != GENERATORS or job.nnodes != 1):
+        got = f"--join with --group {job.group}, --nnodes {job.nnodes}"
+        hint = "on several machines, or to have a certain number: --group generator-N without --join"
+        raise ConfigError("a free number is for a generator", got=got, allowed=JOINS, hint=hint)
     if job.nnodes < 1 or not 0 <= job.node_rank < job.nnodes:
         got = f"--nnodes {job.nnodes} --node-rank {job.node_rank}"
         allowed = "--nnodes: 1 or more, --node-rank: below it"
@@ -129,29 +154,71 @@ def torchrun(job: Job) -> tuple[list[str], dict[str, str], RunKeys]:
         raise ConfigError("machines of one group meet at a rendezvous", got=got, allowed="both, or neither")
     if job.rendezvous is not None and parse_address(job.rendezvous) is None:
         raise ConfigError("not an address to meet at", got=job.rendezvous, allowed="--rendezvous HOST:PORT")
-    spec = read_spec(attend(job.controller, timeout_s=JOIN_TIMEOUT_S), keys, timeout_s=JOIN_TIMEOUT_S)
-    node = spec.node(job.group)
+    store = attend(job.controller, timeout_s=JOIN_TIMEOUT_S)
+    spec = read_spec(store, keys, timeout_s=JOIN_TIMEOUT_S)
+    later = [node.name for node in spec.nodes if node.joins_later]
+    node = spec.node(job.group if not job.join else later[0] if later else _none_free(spec))
     if node.ranks % job.nnodes:
         what = "the ranks of the group do not divide over its machines"
         got = f"{node.ranks} ranks of '{node.name}', --nnodes {job.nnodes}"
         raise ConfigError(what, got=got, allowed="--nnodes: a divisor of the ranks")
     node.fetch(_say)
+    group, claim = _claimed(job, spec, store, later)
     per_machine = node.ranks // job.nnodes
     threads = max(1, num_cores() // per_machine) if job.threads is None else job.threads
     command = ["--nproc-per-node", str(per_machine), "--max-restarts", str(job.max_restarts)]
     command += ["--nnodes", str(job.nnodes), "--node-rank", str(job.node_rank), "--rdzv-backend", BACKEND]
     # The place is known by then (`meet`); without one torchrun warns.
-    command += ["--rdzv-id", f"{spec.run_id}-{node.name}", "--rdzv-endpoint", job.rendezvous or f"{LOOPBACK}:0"]
+    command += ["--rdzv-id", f"{spec.run_id}-{group}", "--rdzv-endpoint", job.rendezvous or f"{LOOPBACK}:0"]
     # Names of machines need not mean anything to each other; and who is alone needs no address that others reach.
     command += ["--local-addr", LOOPBACK if job.rendezvous is None else job.address]
-    command += ["-m", "slipstream.controller.process", "--controller", job.controller, "--group", job.group]
-    command += ["--address", job.address, "--threads", str(threads)]
+    command += ["-m", "slipstream.controller.process", "--controller", job.controller, "--group", group]
+    command += ["--address", job.address, "--threads", str(threads), "--claim", claim]
     environment = thread_environment(threads) | QUIET | SAME_RANKS
     if job.key_file is not None:
         command += ["--key-file", str(job.key_file)]
     else:
         environment |= keys.as_environment()
-    return command, environment, keys
+    leave = partial(_leave, store, group, claim) if job.join else lambda: None
+    return TorchrunAgent(command, environment, keys, group, leave)
+
+
+def _claimed(job: Job, spec: RunSpec, store: Store, later: Sequence[str]) -> tuple[str, str]:
+    """Return the group that `job` is, and the claim with which it is one of those that may join `later`.
+
+    A command that names its group may be started again before the run has lost the one before: the claim is the same.
+    """
+    if not job.join:
+        if job.group in later and not pool.hold(store, job.group, job.group):
+            raise ConfigError(pool.TAKEN, got=job.group, hint=pool.HINT)
+        return job.group, job.group
+    claim = secrets.token_hex(8)
+    group = pool.hold_any(store, later, claim) or _none_free(spec)
+    _say(f"joining as {group}")
+    return group, claim
+
+
+def _none_free(spec: RunSpec) -> NoReturn:
+    replicas = [node for node in spec.nodes if replica_of(node.name) is not None]
+    most, first = len(replicas), sum(not node.joins_later for node in replicas)
+    raise ConfigError(
+        "no further generator may join this run",
+        got=f"{first} that the run began with, {most - first} that have joined since",
+        allowed=f"generator.max_replicas = {most}",
+        hint="one that leaves makes room; a resume may raise generator.max_replicas",
+    )
+
+
+def _leave(store: Store, group: str, claim: str) -> None:
+    """Give the number back; for a moment at most, as the controller may be gone, and its store with it."""
+
+    def give_back() -> None:
+        with contextlib.suppress(DistError):
+            pool.free(store, group, claim=claim)
+
+    thread = threading.Thread(target=give_back, daemon=True)
+    thread.start()
+    thread.join(LEAVE_DEADLINE_S)
 
 
 def _say(line: str) -> None:
@@ -189,8 +256,17 @@ def join(job: Job) -> None:
     makes one.
     """
     allow_connections()
-    arguments, environment, keys = torchrun(job)
-    os.environ.update(environment)
+    agent = torchrun(job)
+    try:
+        _be(agent, replace(job, group=agent.group))
+    except BaseException:  # else the run is over
+        agent.leave()
+        raise
+
+
+def _be(agent: TorchrunAgent, job: Job) -> None:
+    arguments = agent.command
+    os.environ.update(agent.environment)
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # the others are taken here
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
@@ -202,7 +278,7 @@ def join(job: Job) -> None:
     interrupts = Interrupts()
     try:
         with interrupts:
-            use_rendezvous(meet(job), keys)
+            use_rendezvous(meet(job), agent.keys)
             with _leaving(job, interrupts):
                 main(arguments)
                 interrupts.check()

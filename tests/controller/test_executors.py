@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from slipstream.controller import executors
+from slipstream.controller import executors, pool
 from slipstream.controller.controller import Controller
 from slipstream.controller.meeting import Cluster, Listen, attend, read_spec
 from slipstream.controller.membership import Membership
@@ -77,7 +77,10 @@ class Notes:
 
 
 class Run:
-    """Trainer, generator-0 of two ranks and generator-1, all on other machines; steps of two groups of two."""
+    """Trainer, generator-0 of two ranks and generator-1, all on other machines; steps of two groups of two.
+
+    generator-2 may join later.
+    """
 
     def __init__(self, folder: Path, opened: ExitStack) -> None:
         self.keys, self.address, self.out = RunKeys.new(), folder / "address", folder / "run"
@@ -97,6 +100,7 @@ class Run:
         )
         ranks = {"trainer": 1, "generator-0": 2, "generator-1": 1}
         nodes = tuple(Node(name, os.path.join, host="torchrun", ranks=count) for name, count in ranks.items())
+        nodes += (Node("generator-2", os.path.join, host="torchrun", joins_later=True),)
         self.pipeline = Pipeline(nodes, (), deadline_s=TIMEOUT_S)
         self.schedule = Schedule(
             ScheduleConfig(
@@ -117,8 +121,8 @@ class Run:
 
     def start(self) -> dict[str, Played]:
         """All are there, and hold version 0."""
-        with ThreadPoolExecutor(4) as pool:
-            coming = [pool.submit(self.connect, name) for name in self.pipeline.members]
+        with ThreadPoolExecutor(4) as threads:
+            coming = [threads.submit(self.connect, name) for name in self.pipeline.members[:-1]]
             self.controller.executors.launch(self.transport_dir, "run-1", self.controller.cluster)
             played = {one.name: one for one in (future.result() for future in coming)}
         for one in played.values():
@@ -243,6 +247,30 @@ def assert_regenerated(run: Run, trainer: Played, lead: Played) -> None:
     assert (counts["admitted"], counts["lost"], counts["repeated"]) == (4, 0, 0)
 
 
+def test_who_may_join_later_is_not_waited_for_gets_work_and_leaves_its_number(run: Run) -> None:
+    played = run.start()
+    assert ordinals(played["generator-1"], 2) == [2, 3]
+    played["generator-1"].say(failed("generator-1"))
+    run.until(lambda: run.schedule.readmit == [2, 3], "groups without a replica")
+    store = attend(str(run.address), timeout_s=TIMEOUT_S)
+    for incarnation in (1, 2):
+        assert pool.hold_any(store, ["generator-2"], "its command") == "generator-2"
+        assert pool.hold(store, "generator-2", "its command", incarnation)
+        new = run.connect("generator-2", incarnation)
+        new.join()
+        new.say(Ready(executor="generator-2"), swapped(2))
+        run.until(lambda: 2 in run.schedule.versions, "it holds a version")
+        assert ordinals(new, 2) == [2, 3], "what nobody else has room for"
+        news = PeerJoined(executor="generator-2", incarnation=incarnation)
+        while played["trainer"].hears(PeerJoined, port=MEMBERSHIP) != news:
+            pass
+        assert not pool.hold(store, "generator-2", "another command")
+        new.say(Left(executor="generator-2"))
+        run.until(lambda: run.schedule.readmit == [2, 3], "the loss")
+        assert run.observer.notes[-1] == "generator-2 has left; its unfinished groups go elsewhere"
+    assert pool.hold(store, "generator-2", "another command"), "its number is free"
+
+
 def test_a_group_that_was_killed_and_started_again_unnoticed_is_lost_first(run: Run) -> None:
     played = run.start()
     assert ordinals(played["generator-1"], 2) == [2, 3]
@@ -289,14 +317,16 @@ def test_who_loads_a_model_or_trains_may_be_silent(run: Run, monkeypatch: pytest
     seen: list[list[str]] = []
     monkeypatch.setattr(Membership, "check", lambda _, ports, *, busy, patience: seen.append(list(busy)) or [])
     run.controller.executors.work()
-    assert seen.pop() == ["trainer", "generator-0", "generator-0@1", "generator-1"], "nobody is ready yet"
+    assert seen.pop() == ["trainer", "generator-0", "generator-0@1", "generator-1", "generator-2"], (
+        "nobody is ready yet"
+    )
     played = run.start()
     run.controller.executors.work()
-    assert seen.pop() == ["trainer"]
+    assert seen.pop() == ["trainer", "generator-2"]
     played["generator-0@1"].say(failed("generator-0@1"))
     run.until(lambda: 0 not in run.schedule.versions, "a loss")
     run.controller.executors.work()
-    assert seen.pop() == ["trainer", "generator-0", "generator-0@1"]
+    assert seen.pop() == ["trainer", "generator-0", "generator-0@1", "generator-2"]
 
 
 def test_reports_of_counters_are_no_sign_that_the_run_goes_on(run: Run) -> None:

@@ -56,3 +56,15 @@ def test_joins_and_losses_alternate_whatever_happens(seed):
             assert change.is_lost or change.incarnation > newest
             is_there, newest = not change.is_lost, change.incarnation
         assert ("generator-0" in members.absent) == (not is_there)
+
+
+def test_what_comes_later_is_news_as_soon_as_it_is_there():
+    """A process that is started later takes it for away; of all others it supposes that they are there."""
+    groups = {"generator-0": ("generator-0",), "generator-1": ("generator-1",)}
+    members = Incarnations(groups, later=["generator-1"])
+    assert members.joined("generator-0", 1)
+    assert members.news() == []
+    joined = members.joined("generator-1", 1)
+    assert members.news() == joined == [Change("generator-1", ("generator-1",), 1, is_lost=False)]
+    lost = members.lost("generator-1")
+    assert members.news() == lost == [Change("generator-1", ("generator-1",), 1, is_lost=True)]

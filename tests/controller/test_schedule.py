@@ -54,8 +54,12 @@ class World:
         rng: random.Random,
         fail: float = 0.0,
         tail: float = 0.0,
+        away: int = 0,
     ):
-        """`tail`: Pareto exponent of how long completions take; 0: all are alike. `fail`: a share of the drops."""
+        """`tail`: Pareto exponent of how long completions take; 0: all are alike. `fail`: a share of the drops.
+
+        `away`: so many more replicas may join later, and are lost and join again as the others are.
+        """
         self.config, self.publish_every, self.drop, self.rng = config, publish_every, drop, rng
         self.fail, self.tail = fail, tail
         self.schedule = Schedule(config)
@@ -72,7 +76,7 @@ class World:
         self.orphans: set[int] = set()  # on their way to a score when their replica was lost: regenerated meanwhile
         self.trained: list[int] = []
         self.skipped: set[int] = set()
-        self.absent: set[int] = set()
+        self.absent = set(range(replicas, replicas + away))
         self.to_train: TrainStep | None = None
         self.published = 0
         self.lost = 0
@@ -225,6 +229,10 @@ class World:
             weights = [self.pace[what] if kind == "finish" else 1.0 for kind, what in possible]
             self.happen(*self.rng.choices(possible, weights)[0])
             self.check_held_back()
+        self.check_end()
+
+    def check_end(self) -> None:
+        """Nothing was lost, nothing repeated."""
         assert self.schedule.is_finished
         assert not self.ready, "every group with signal was trained: no finished work is discarded"
         assert len(self.trained) == self.config.steps * self.config.groups_per_step
@@ -254,6 +262,7 @@ def test_bound_liveness_and_exactly_once_under_random_interleavings(data):
         config,
         replicas=data.draw(st.integers(1, 3), "replicas"),
         publish_every=publish_every,
+        away=data.draw(st.sampled_from([0, 0, 1, 3]), "away"),
         drop=data.draw(st.sampled_from([0.0, 0.3, 0.8]), "drop"),
         fail=data.draw(st.sampled_from([0.0, 0.5]), "fail"),
         tail=data.draw(st.sampled_from([0.0, 0.7]), "tail"),
@@ -263,6 +272,32 @@ def test_bound_liveness_and_exactly_once_under_random_interleavings(data):
         lose=data.draw(st.sampled_from([0.0, 0.05]), "lose"),
         restore=data.draw(st.sampled_from([0.0, 0.05]), "restore"),
     )
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), k=st.integers(0, 2), lose=st.sampled_from([0.05, 0.3]))
+def test_a_pool_grows_shrinks_and_goes_on_while_one_replica_is_there(seed, k, lose):
+    """No join is needed to go on: nobody joins unless by chance, and all but one may leave."""
+    config = ScheduleConfig(
+        groups_per_step=3, completions_per_group=2, max_staleness=k, reorder_window=1, steps=8, capacity=4
+    )
+    world = World(config, replicas=1, away=3, publish_every=1, drop=0.2, rng=random.Random(seed))
+    rng = world.rng
+    for _ in range(10_000):
+        if world.schedule.is_finished:
+            break
+        if rng.random() < lose and (world.absent or len(world.replica_version) > 1):
+            if len(world.replica_version) > 1 and rng.random() < 0.5:
+                world.happen("lose", rng.choice(sorted(world.replica_version)))
+            elif world.absent:
+                world.happen("join", rng.choice(sorted(world.absent)))
+            continue
+        possible = [choice for choice in world.choices() if choice[0] != "join"]
+        assert possible, f"deadlock with {sorted(world.replica_version)}: {world.schedule.waits_for()}"
+        world.happen(*rng.choice(possible))
+        world.check_held_back()
+    world.check_end()
+    assert set(world.schedule.versions) == set(world.replica_version)
 
 
 @settings(max_examples=40, deadline=None)

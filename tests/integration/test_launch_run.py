@@ -131,3 +131,53 @@ def is_back(events):
     told = [json.loads(line)["event"] for line in events.read_text().splitlines(keepends=True) if line.endswith("\n")]
     left = next(i for i, event in enumerate(told) if event["type"] == "ReplicaLost")
     return any(e["type"] == "CompletionFinished" and e["replica"] == told[left]["replica"] for e in told[left:])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+def test_a_generator_joins_a_running_run_samples_leaves_and_its_number_is_free_again(tiny, tmp_path):
+    recipe = tmp_path / "tiny.toml"
+    pool = {"num_slots": 16, "replicas": 1, "max_replicas": 2, "max_new_tokens": 48}
+    overrides = tiny | {"steps": 100_000, "generator": pool, "rewards": {"num_workers": 1}, "warm_start": {"steps": 0}}
+    recipe.write_text(config_toml(resolve("quickstart", overrides | {"loss": {"skip_no_signal": False}})))
+    out = tmp_path / "run"
+    events = out / "events.jsonl"
+
+    def finished_by_1() -> int:
+        return sum(e["type"] == "CompletionFinished" and e["replica"] == 1 for e in told(events))
+
+    with Launched(tmp_path) as run:
+        run.control(str(recipe), "--out", str(out))
+        for group in ("trainer", "generator-0"):
+            run.join(group)
+        run.wait_until(lambda: has_trained(out / "metrics.jsonl", 2), "it waits for who may join later")
+        run.join("generator", "--join", name="second")
+        run.wait_until(lambda: finished_by_1() > 0, "it does not sample")
+        run.join("generator", "--join", name="third")
+        assert run.end("third") == 2, run.logs()
+        run.jobs["second"].send_signal(signal.SIGTERM)
+        assert run.end("second", timeout_s=30.0) == 143, run.logs()
+        run.wait_until(lambda: any(e["type"] == "ReplicaLost" for e in told(events)), "nobody was told that it left")
+        before = finished_by_1()
+        run.join("generator", "--join", name="fourth")
+        run.wait_until(lambda: finished_by_1() > before, "its number is not free, or it does not sample")
+        run.jobs["controller"].send_signal(signal.SIGINT)
+        assert run.end("controller") == 130, run.logs()
+        for name in ("generator-0", "fourth"):  # else they wait for the reader of what they sent, who has ended, and
+            run.kill(name)  # write to timelines that are accounted already
+        assert run.end("trainer") == 0, run.logs()
+    audit(out)
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["prompts"]["trained"] == summary["steps"] * 4
+    assert summary["prompts"]["lost"] == summary["prompts"]["repeated"] == 0
+    assert "joining as generator-1" in (tmp_path / "fourth.log").read_text()
+    assert "max_replicas = 2" in (tmp_path / "third.log").read_text()
+    loop = summary["accounting"]["generator-1"]
+    assert loop["absent"] > 0
+    assert loop["decode"] > 0
+
+
+def told(events):
+    """The events so far; of a line that is being written the end is missing."""
+    lines = events.read_text().splitlines(keepends=True) if events.exists() else []
+    return [json.loads(line)["event"] for line in lines if line.endswith("\n")]

@@ -473,6 +473,49 @@ def test_no_dial_is_suggested_beyond_twice_its_value(tmp_path: Path):
     assert (found.balance.dial.field, found.balance.dial.suggested) == ("trainer.epochs", 2)
 
 
+POOL = "[generator]\nmax_replicas = {}\n"
+
+
+@pytest.mark.parametrize(
+    ("waits", "most", "advice"),
+    [
+        (0.5, 4, "1 more generator than the 1 that were there would shorten steps from 1 s to 0.5 s"),
+        (0.3, 4, "1 more generator than the 1 that were there would shorten steps from 1 s to 0.7 s"),  # its own work
+        (0.9, 9, "1 more generator than the 1 that were there would shorten steps from 1 s to 0.5 s"),  # no further
+        (0.5, 1, ""),  # nobody may join
+        (0.05, 4, ""),
+    ],
+)
+def test_how_many_more_generators_would_help_a_run_that_they_may_join(
+    tmp_path: Path, waits: float, most: int, advice: str
+):
+    trainer = [("wait_generation", waits), ("forward_backward", 1 - waits)]
+    found = make_run(tmp_path, trainer=trainer, generator=[("decode", 1.0)], config=POOL.format(most))
+    assert (advice in found.balance.verdict) if advice else "more generator" not in found.balance.verdict
+
+
+def test_generators_that_were_there_for_a_part_count_as_a_part():
+    there, joined = {"decode": 10.0}, {"absent": 7.5, "decode": 2.5}
+    side = Side(
+        {"generator-0": there, "generator-1": joined, "generator-1@1": joined},
+        dict.fromkeys(["generator-0", "generator-1", "generator-1@1"], 1),
+    )
+    assert side.num_present == pytest.approx(1.25)
+    loop = Loop(
+        sides={
+            "trainer": Side({"trainer": {"wait_generation": 5.0, "optimizer": 5.0}}, {"trainer": 1}),
+            "generator": side,
+        },
+        num_steps=10,
+        length_s=10.0,
+        unit=None,
+        dials=Dials(most_replicas=2),
+    )
+    assert (
+        "1 more generator than the 1.25 that were there would shorten steps from 1 s to 0.56 s" in judge(loop).sentence
+    )
+
+
 SECONDS = st.just(0.0) | st.floats(1e-3, 10)
 STATES_OF = {
     "trainer": ["forward_backward", "optimizer", "wait_generation", "wait_rewards", "wait_straggler", "absent"],

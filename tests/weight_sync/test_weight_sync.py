@@ -46,7 +46,13 @@ class Rig:
     """One publisher, `num_readers` subscribers, and weights whose every element is the version."""
 
     def __init__(
-        self, transport: Transport, num_readers: int = 1, *, is_threaded: bool = False, num_slots: int = 2
+        self,
+        transport: Transport,
+        num_readers: int = 1,
+        *,
+        is_threaded: bool = False,
+        num_slots: int = 2,
+        away: tuple[int, ...] = (),
     ) -> None:
         specs = [
             spec
@@ -64,6 +70,7 @@ class Rig:
             trainer.inputs["releases"],
             transport,
             num_readers=num_readers,
+            away=away,
             num_slots=num_slots,
         )
         self.publisher.open(self.live)
@@ -193,6 +200,29 @@ def test_with_one_version_in_transit_the_newest_follows_when_that_is_read(tmp_pa
     subscriber.commit()
     assert subscriber.version == 3
     assert bool((parameters.flat == 3.0).all())
+    rig.close()
+
+
+def test_a_reader_that_is_away_from_the_start_holds_no_slot_and_gets_the_last_version(transport: Transport) -> None:
+    rig = Rig(transport, num_readers=2, is_threaded=False, away=(1,))
+    first, later = rig.subscribers
+    for version in range(4):
+        assert rig.publish(version), "who is away reads nothing"
+        first.poll()
+        first.commit()
+        rig.publisher.poll()  # also takes that the other one asks
+    offers = rig.ports["g1"].inputs["offers"]
+    while offers.get_nowait() is not None:  # between processes its link is away, too
+        pass
+    rig.publisher.add_reader(1)
+    later.poll()
+    later.commit()
+    assert later.version == 3
+    assert rig.publish(4)
+    for subscriber in rig.subscribers:
+        subscriber.poll()
+        subscriber.commit()
+        assert subscriber.version == 4
     rig.close()
 
 

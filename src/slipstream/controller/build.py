@@ -133,13 +133,14 @@ def nodes(
             ranks=ranks,
             device=device,
             is_replaceable=kind == "generator",
+            joins_later=kind == "generator" and kwargs["replica"] >= config.generator.replicas,
         )
 
     ranks = config.generator.tensor_parallel
     device = config.generator.device if ranks > 1 else "cpu"  # a single rank needs no process group
     made = [
         node(f"generator-{replica}", make_generator, ranks=ranks, device=device, replica=replica)
-        for replica in range(config.generator.replicas)
+        for replica in range(config.generator.most_replicas)
     ]
     made += _scoring_nodes(config, functions, environments)
     if config.rewards.models:

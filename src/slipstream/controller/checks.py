@@ -48,6 +48,10 @@ def check(
     here = computing_groups(config) - set(remote)
     check_processes(config, here, has_workers=has_workers(config))
     if "generator" in here:
+        if config.generator.most_replicas > config.generator.replicas:
+            got = f"generator.max_replicas = {config.generator.max_replicas} in a run on one machine"
+            hint = "start it with `slipstream launch`, which works on one machine, too, or raise generator.replicas"
+            raise ConfigError("generators join a running run from commands of their own", got=got, hint=hint)
         check_vllm(config)
         check_device(config)
     for group, section, device, field, ranks in (

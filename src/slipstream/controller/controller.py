@@ -148,8 +148,8 @@ class Controller:
         first = self.held_out.first()
         self.held_out.export_candidate(self.schedule.steps_done)
         self._unless_interrupted(lambda: not self.executors.missing, "all executors to be ready")
-        count = sum(replica_of(node.name) is not None for node in self.pipeline.nodes)
-        self._unless_interrupted(lambda: len(self.schedule.versions) == count, "generators to hold the first version")
+        replicas = self.pipeline.first_replicas
+        self._unless_interrupted(lambda: replicas <= self.schedule.versions.keys(), "generators to hold a version")
         if not self.is_interrupted:
             self.held_out.evaluate(first)
         self._unless_interrupted(lambda: self.schedule.is_finished, "training")

@@ -122,8 +122,9 @@ class Executors:
 
     @property
     def missing(self) -> list[str]:
-        """Return the executors that have not said yet that they are ready."""
-        return sorted(set(self.pipeline.members) - self.ready)
+        """Return the executors of those the run starts with that have not said yet that they are ready."""
+        awaited = {member for node in self.pipeline.nodes if not node.joins_later for member in node.members}
+        return sorted(awaited - self.ready)
 
     def send(self, executor: str, message: Message) -> None:
         """Send `message` to a group of processes. One that has ended is lost, and `message` with it."""
@@ -401,6 +402,8 @@ class Executors:
                     hint="its own log says why; `--resume` goes on from the last checkpoint",
                 )
             self._note(f"{change.group} {how}; its unfinished groups go elsewhere")
+            if self._place is not None and self._nodes[change.group].joins_later:
+                self._place.free(change.group, change.incarnation)
             self._forget(change.group, change.members, [change])
 
     def _forget(self, group: str, members: Sequence[str], changes: Collection[Change]) -> None:

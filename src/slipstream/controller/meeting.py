@@ -1,6 +1,7 @@
 """The store where the groups of a run on several machines meet: c10d's, beside the controller, with the run's facts.
 
     run                        the run's specification: nodes, channels, folder (JSON), sealed with the run's key
+    slipstream/pool/...        whose each replica is that may join later (`controller/pool.py`)
     slipstream/channels/...    where ports listen, and how often groups were started (`core/addresses.py`)
 
 Anybody who reaches the store can read and write it. So the specification, which names the code that groups run, counts
@@ -22,6 +23,7 @@ from typing import Any
 
 from torch.distributed import DistError, Store, TCPStore  # type: ignore[attr-defined]
 
+from slipstream.controller import pool
 from slipstream.controller.pipeline import Node, Pipeline, decode_channel, decode_node, encode_node
 from slipstream.core.addresses import AddressBook, StoreAddresses
 from slipstream.core.channel_spec import ChannelSpec
@@ -86,6 +88,7 @@ class RunSpec:
                 "this run has no such group to join",
                 got=group,
                 allowed=", ".join(node.name for node in self.nodes if node.host == "torchrun"),
+                hint="with --join the controller gives a generator its number" if group == "generator" else None,
             )
         return found
 
@@ -151,6 +154,10 @@ class MeetingPlace(Meeting):
     def child_environment(self) -> dict[str, str]:
         """Return the variables with which a child of the controller speaks with the groups."""
         return self._channel_keys.as_environment()
+
+    def free(self, group: str, incarnation: int) -> None:
+        """Let another command have replica `group`, of which this incarnation was lost."""
+        pool.free(self.store, group, up_to=incarnation)
 
     def open(self, run_dir: Path, run_id: str, *, delta: bool, relays: bool, started_s: float) -> None:
         """Let groups join from here on.

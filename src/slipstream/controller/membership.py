@@ -46,10 +46,14 @@ class Incarnations:
     A group has joined when all its ranks have said so with one incarnation; a higher one replaces it, since its agent,
     or the controller, has started it again. A group that was lost comes back with a higher incarnation only.
 
-    `groups`: name -> the names of its processes, by rank; `present` are there from the beginning, with incarnation 1.
+    `groups`: name -> the names of its processes, by rank; `present` are there from the beginning, with incarnation 1;
+    those that come `later` are known to everybody as away.
     """
 
-    def __init__(self, groups: Mapping[str, Sequence[str]], present: Collection[str] = ()) -> None:
+    def __init__(
+        self, groups: Mapping[str, Sequence[str]], present: Collection[str] = (), later: Collection[str] = ()
+    ) -> None:
+        self._later = frozenset(later)
         self._groups = {
             name: _Presence(tuple(members), 1, is_lost=False) if name in present else _Presence(tuple(members))
             for name, members in groups.items()
@@ -65,7 +69,7 @@ class Incarnations:
         return [
             Change(name, group.members, group.incarnation, is_lost=group.is_lost)
             for name, group in self._groups.items()
-            if group.incarnation > 1 or (group.is_lost and group.incarnation)
+            if group.incarnation > (name not in self._later) or (group.is_lost and group.incarnation)
         ]
 
     def joined(self, executor: str, incarnation: int) -> list[Change]:
@@ -108,7 +112,9 @@ class Membership:
         local = [node.name for node in pipeline.nodes if node.host == "process"]
         self._remote = frozenset(node.name for node in pipeline.nodes if node.host == "torchrun")
         self._known = Incarnations(
-            {node.name: node.members for node in pipeline.nodes if node.host != "inline"}, present=local
+            {node.name: node.members for node in pipeline.nodes if node.host != "inline"},
+            present=local,
+            later=[node.name for node in pipeline.nodes if node.joins_later],
         )
         self._lease = Lease(lease_s, clock)
 

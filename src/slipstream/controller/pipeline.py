@@ -11,12 +11,12 @@ import importlib
 import importlib.util
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from slipstream.core.channel_spec import ChannelSpec, Kind
+from slipstream.core.channel_spec import ChannelSpec, Kind, executor_of
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError, did_you_mean
 from slipstream.core.executor import Executor
@@ -53,7 +53,8 @@ class Node:
     each rank's, are those of `controller/placement.py`.
 
     One that `is_replaceable` has no state that the others could not give it again: where the controller has started its
-    processes, it starts them again when they are lost, while the run goes on.
+    processes, it starts them again when they are lost, while the run goes on. One that `joins_later` is away at first,
+    as if it had been lost: nothing waits for it, and it may join, leave and join again at any time.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Node:
     ranks: int = 1
     device: str = "cpu"
     is_replaceable: bool = False
+    joins_later: bool = False
 
     def __post_init__(self) -> None:
         if self.host == "inline" and self.ranks > 1:
@@ -212,7 +214,21 @@ class Pipeline:
                 )
                 for member in self.members
             ]
-        return (*self.channels, *(release for c in self.channels if (release := _release_of(c))), *own)
+        channels = (*self.channels, *(release for c in self.channels if (release := _release_of(c))), *own)
+        later = {node.name for node in self.nodes if node.joins_later}
+        return tuple(replace(c, is_awaited=False) if later and _leads_to(later, c) else c for c in channels)
+
+    @property
+    def first_replicas(self) -> set[int]:
+        """The replicas with which the run starts."""
+        found = {replica_of(node.name) for node in self.nodes if not node.joins_later}
+        return {replica for replica in found if replica is not None}
+
+
+def _leads_to(groups: Collection[str], channel: ChannelSpec) -> bool:
+    """Whether it leads into one of `groups` from another one."""
+    source, target = (split_rank_name(executor_of(port))[0] for port in (channel.source, channel.target))
+    return target in groups and source != target
 
 
 def _own_channels(node: Node, deadline_s: float) -> Iterator[ChannelSpec]:

@@ -143,6 +143,7 @@ def _connect(channels: tuple[ChannelSpec, ...], name: str, transport_dir: Path, 
 def run_rank(options: argparse.Namespace) -> int:
     """Be one rank of a group, in a process of a torchrun job, until the run is over."""
     agent = os.pidfd_open(os.getppid())  # before anything takes time: it may end meanwhile
+    from slipstream.controller import pool
     from slipstream.controller.groups import join_under_torchrun
     from slipstream.controller.meeting import JOIN_TIMEOUT_S, attend, read_spec
     from slipstream.controller.weights import memory_of
@@ -161,6 +162,8 @@ def run_rank(options: argparse.Namespace) -> int:
     group = join_under_torchrun(node, options.address, timeout_s=spec.deadline_s)
     name = rank_name(node.name, group.rank)
     incarnation = _incarnation(store, node.name, group)
+    if node.joins_later and group.is_leader and not pool.hold(store, node.name, options.claim, incarnation):
+        raise ConfigError(pool.TAKEN, got=node.name, hint=pool.HINT)
     book = StoreAddresses(
         spec.channels, store, keys.of_start(spec.start), host=options.address, deadline_s=JOIN_TIMEOUT_S
     )
@@ -179,7 +182,7 @@ def run_rank(options: argparse.Namespace) -> int:
             memory=memory_of(node, group),
         )
         host = Host(node, ports, spec.channels, spec.run_dir, run_id=spec.run_id, group=group, clock=clock, links=links)
-        if incarnation == 1:
+        if incarnation == 1 and not node.joins_later:
             host.timeline.backdate("start_up", spec.started_s)
         host.init()
         return serve(host, LeaseTether(ports, spec.lease_s, agent=agent), is_leaving=lambda: bool(leaving))
@@ -332,6 +335,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--controller", required=True)
     parser.add_argument("--group", required=True)
+    parser.add_argument("--claim", default="")
     parser.add_argument("--address", default=LOOPBACK)
     parser.add_argument("--key-file", type=Path)
     parser.add_argument("--threads", type=int, default=1)

@@ -35,11 +35,13 @@ def weights_ends(
     readers = weight_readers(channels)
     if f"{node.name}.weights" in {channel.source for channel in channels if channel.kind is Kind.WEIGHTS}:
         memory = memory_of(node, group)
+        away = weight_readers([channel for channel in channels if not channel.is_awaited])
         publisher = Publisher(
             ports.outputs.get("weights"),
             ports.inputs.get("weights-released"),
             transport_over(memory, run_id),
             num_readers=len(readers),
+            away=[list(readers).index(name) for name in away],
             reader_ranks=max(readers.values()),
             num_slots=2 if memory is HOST else 1,  # where memory is dear, and versions are on their way for less long
             group=group,

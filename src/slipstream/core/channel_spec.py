@@ -34,7 +34,8 @@ class ChannelSpec:
 
     `capacity` messages may wait untaken; a `put` beyond it waits at most `deadline_s` seconds. `route` is a key of
     ROUTES and only for SCATTER; target i of an output port is its i-th spec. `accepts` names the message types that may
-    pass (none: all of `core/types.py`). Between processes no message may have more than `max_bytes` in its wire form.
+    pass (none: all of `core/types.py`). Between processes no message may have more than `max_bytes` in its wire form. A
+    target that is not `is_awaited` is away when the source starts, until `Outbox.reconnect`.
     """
 
     name: str
@@ -46,6 +47,7 @@ class ChannelSpec:
     route: str = "replica"
     accepts: tuple[str, ...] = ()
     max_bytes: int = MAX_MESSAGE_BYTES
+    is_awaited: bool = True
 
     def __post_init__(self) -> None:
         for port in (self.source, self.target):

@@ -204,6 +204,26 @@ class LocalLink(Link):
             self._room.close()
 
 
+class AwayLink(Link):
+    """The place of a link to an executor that has not come yet: disconnected until `Outbox.reconnect` makes a link."""
+
+    sequence, depth, is_quiet = 0, 0, True
+
+    def __init__(self, spec: ChannelSpec) -> None:
+        super().__init__(spec)
+        self.address = Address("")
+        self.close()
+
+    def send(self, message: Message) -> None:  # noqa: ARG002 - nobody is there
+        self.check_open()
+
+    def pump(self) -> None:
+        """Do nothing."""
+
+    def pollables(self) -> list[Pollable]:
+        return []
+
+
 class ZmqLink(Link):
     """A DEALER that keeps every message until the other side has acknowledged that it was taken."""
 

@@ -13,7 +13,7 @@ from slipstream.core.channel_spec import ChannelSpec, ChannelStats, Kind, Route
 from slipstream.core.clock import WallClock
 from slipstream.core.errors import ChannelClosed, ChannelError, ChannelTimeout
 from slipstream.core.frames import Arrival, ChannelFrame, Reply, Stream
-from slipstream.core.links import Link, Listener, LocalLink, Pollable, WakeUp, ZmqLink, poll
+from slipstream.core.links import AwayLink, Link, Listener, LocalLink, Pollable, WakeUp, ZmqLink, poll
 from slipstream.core.types import Message
 
 _CLOCK = WallClock()
@@ -336,7 +336,7 @@ class Outbox(_End):
     ) -> None:
         """Connect to the targets: ports of this process are in `inboxes`, addresses of the others in `book`.
 
-        Waits until `book` has all of them (ChannelTimeout).
+        Waits until `book` has all that are awaited (ChannelTimeout).
         """
         super().__init__(port)
         self._route = route
@@ -354,7 +354,7 @@ class Outbox(_End):
                     self._links.append(inboxes[spec.target].local_link(spec, is_threaded=is_threaded))
                     self._awaited[self._links[-1]] = None
                 else:
-                    self._links.append(self._remote(spec, 0, sequence=0))
+                    self._links.append(self._remote(spec, 0, sequence=0) if spec.is_awaited else AwayLink(spec))
         except BaseException:
             self.close()
             raise
@@ -458,7 +458,7 @@ class Outbox(_End):
         with self._put_lock:
             self.check_open()
             for index, link in enumerate(self._links):
-                if link.executor != executor or not isinstance(link, ZmqLink):
+                if link.executor != executor or not isinstance(link, ZmqLink | AwayLink):
                     continue
                 if link.address.incarnation < incarnation or link.is_away:
                     link.close()

@@ -199,12 +199,13 @@ RESUMED_WITH = (
     "trainer.keep_checkpoints",
     "eval.stop_at",
     "eval.patience",
+    "generator.max_replicas",
     "deadline_s",
     "lease_s",
     "shutdown_grace_s",
     "max_restarts",
 )
-"""Fields that may change when a run goes on: when it ends, how often it is saved, and how long it waits."""
+"""Fields that may change when a run goes on: when it ends, how often it is saved, who may join, how long it waits."""
 
 
 def resumed_config(run_dir: Path, overrides: Mapping[str, Any] | None = None) -> RunConfig:

@@ -260,6 +260,11 @@ class GeneratorConfig(Section):
     """Sampling and the decode engine."""
 
     replicas: Count = Field(1, description="Generator processes.")
+    max_replicas: Count | None = Field(
+        None,
+        description="With `slipstream launch`: the most generators at a time; those above `replicas` may join while "
+        "the run goes on (docs/cluster.md). null: replicas.",
+    )
     tensor_parallel: Count = Field(1, description="Processes of each replica, which share every layer.")
     num_slots: Positive = Field(64, description="Completions decoded at once per replica; a multiple of 8 on CPU.")
     max_new_tokens: Positive = Field(64, description="Longest completion, in tokens; longer ones finish as 'length'.")
@@ -365,8 +370,16 @@ class GeneratorConfig(Section):
     )
     vllm: VLLMConfig = Field(default_factory=VLLMConfig, description="vLLM, with engine = 'vllm'.")
 
+    @property
+    def most_replicas(self) -> int:
+        """The most replicas at a time."""
+        return self.replicas if self.max_replicas is None else self.max_replicas
+
     @model_validator(mode="after")
     def _check_sizes(self) -> Self:
+        if self.most_replicas < self.replicas:
+            got = f"generator.max_replicas = {self.max_replicas} with generator.replicas = {self.replicas}"
+            raise ConfigError("a run starts with more generators than it may have", got=got, allowed="replicas or more")
         if self.num_slots % 8:
             raise ConfigError(
                 "num_slots must keep decode batches bit-reproducible", got=self.num_slots, allowed="multiples of 8"

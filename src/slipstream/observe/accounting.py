@@ -294,5 +294,6 @@ def _dials(config: RunConfig | None, *, inline: Collection[str]) -> Dials | None
         reward_model_ranks=config.rewards.model_ranks if config.rewards.models else 0,
         sessions=config.sessions if has_environments else 0,
         most_sessions=-(-admitted // config.generator.replicas) if has_environments else 0,
+        most_replicas=most if (most := config.generator.most_replicas) > config.generator.replicas else 0,
         environment_workers=config.environment.num_workers if has_environments and "environments" not in inline else 0,
     )

@@ -25,6 +25,7 @@ from typing import Literal
 
 import msgspec
 
+from slipstream.core.ranks import RANK_MARK
 from slipstream.observe.states import idle_share, in_words, seconds_of, totals_of
 
 SMALL = 0.1
@@ -63,6 +64,12 @@ class Side:
         return sum(seconds.get(state, 0.0) for state in states) / there_s if there_s > 0 else 0.0
 
     @property
+    def num_present(self) -> float:
+        """The number of its groups that were there, on average; ranks of one come and go together."""
+        leaders = [seconds for name, seconds in self.processes.items() if RANK_MARK not in name]
+        return sum(1 - seconds_of("gone", seconds) / (sum(seconds.values()) or 1) for seconds in leaders)
+
+    @property
     def num_units(self) -> float:
         return sum(self.units.values())
 
@@ -93,6 +100,7 @@ class Dials:
     reward_model_ranks: int = 0
     sessions: int = 0
     most_sessions: int = 0
+    most_replicas: int = 0  # 0: none may join while the run goes on
     environment_workers: int = 0  # 0: there are none, or they are in the caller's process
 
 
@@ -191,7 +199,10 @@ def judge(loop: Loop, *, allows: Callable[[Dial], bool] = lambda _: True) -> Ver
     if dial is not None and not allows(dial):
         dial = None
     clauses = [_opening(trainer, generator, bottleneck, loop.dials)]
-    if split is not None and bottleneck in ("generation", "training") and _is_shorter(split):
+    pool = "" if loop.dials is None else _pool_in_words(loop, loop.dials, trainer, generator)
+    if pool and bottleneck == "generation":
+        clauses.append(pool)
+    elif split is not None and bottleneck in ("generation", "training") and _is_shorter(split):
         clauses.append(_split_in_words(split))
     if dial is not None:
         clauses.append(dial.effect)
@@ -278,6 +289,24 @@ def _split_in_words(split: Split) -> str:
     return (
         f"in balance {split.unit} would be {exact} (now {now}), so {whole} for steps of {split.step_s_whole:.2g} s "
         f"instead of {split.step_s_now:.2g} s"
+    )
+
+
+def _pool_in_words(loop: Loop, dials: Dials, trainer: Side, generator: Side) -> str:
+    """Say how many more generators would spare the trainer its wait, of those that may join; '' where none would.
+
+    n of them sample n times as much; a step takes at least as long as the trainer's own work.
+    """
+    waits, now = trainer.share("wait_generation"), generator.num_present
+    wanted = min(now * waits / max(1 - waits, 0.05), (MOST_CHANGE - 1) * now, dials.most_replicas - now)
+    more = math.ceil(round(wanted, 2))
+    if waits < SMALL or more < 1:
+        return ""
+    step_s = loop.length_s / loop.num_steps
+    then_s = step_s * max(1 - waits, now / (now + more))
+    return (
+        f"{more} more generator{'' if more == 1 else 's'} than the {now:.3g} that were there would shorten steps from "
+        f"{step_s:.2g} s to {then_s:.2g} s (`slipstream launch --group generator --join`)"
     )
 
 

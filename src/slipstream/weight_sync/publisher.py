@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import msgspec
@@ -93,7 +93,7 @@ class Publisher:
 
     Of the ranks of `group` each has segments of its own, made by `transport`; rank 0 has the ports and `relay`, by
     which it tells the others what happens between two versions. `links`: to readers that cannot map segments, of which
-    some may be fed by others (`tree.py`).
+    some may be fed by others (`tree.py`). Readers that are `away` count as dropped until they are added.
     """
 
     def __init__(
@@ -103,6 +103,7 @@ class Publisher:
         transport: Transport,
         *,
         num_readers: int,
+        away: Collection[int] = (),
         reader_ranks: int = 1,
         num_slots: int = 2,
         group: RankGroup | None = None,
@@ -113,7 +114,7 @@ class Publisher:
         self._offers, self._releases, self._transport, self._relay = offers, releases, transport, relay
         self._links, self._group = links, RankGroup.alone() if group is None else group
         self._ranks = range(reader_ranks)
-        readers = [(replica, rank) for replica in range(num_readers) for rank in self._ranks]
+        readers = [(replica, rank) for replica in range(num_readers) if replica not in away for rank in self._ranks]
         self._ledger = SlotLedger(num_slots + 1, readers)
         self._live: torch.Tensor | None = None
         self._packer: WeightsPacker | None = None
@@ -127,7 +128,7 @@ class Publisher:
         self._has_moved = True
         self._wanting: dict[int, dict[int, WeightsWanted]] = {}
         self._greeted: set[int] = set()  # replicas that have asked before
-        self._lost: set[int] = set()  # that were dropped: what they ask for waits until they are added again
+        self._lost = set(away)  # that were dropped, or are yet to come: what they ask for waits until they are added
         self._epochs: dict[int, int] = {}
         self._tree = FeedingTree([])
 
