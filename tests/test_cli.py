@@ -167,11 +167,11 @@ def test_eval_finds_model_and_configuration_of_a_run(recipe: Path, tmp_path: Pat
     save_config(resolve(recipe), tmp_path / "config.toml")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
-    options = SimpleNamespace(model=tmp_path, recipe=None, overrides={"seed": 4})
+    options = SimpleNamespace(model=tmp_path, recipe=None, overrides={"seed": 4}, data=None, num_prompts=None)
     model, config = cli._eval_config(options)
     assert model == tmp_path / "model"
     assert config == resolve(recipe, {"seed": 4, "model": {"path": str(model)}})
-    bare = SimpleNamespace(model=model, recipe="tiny", overrides={})
+    bare = SimpleNamespace(model=model, recipe="tiny", overrides={}, data=None, num_prompts=None)
     assert cli._eval_config(bare) == (model, resolve(recipe, {"model": {"path": str(model)}}))
 
 
