@@ -5,6 +5,8 @@ from __future__ import annotations
 import fnmatch
 import re
 import runpy
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,6 +48,13 @@ def test_what_pages_link_to_is_gathered(tmp_path: Path) -> None:
     ]
     assert not left_out, f"add them to GATHERED in scripts/build_site.py: {left_out}"
     assert not any(fnmatch.fnmatch(path.name, "*.pyc") for path in tmp_path.rglob("*"))
+
+
+def test_the_site_is_built_and_every_link_leads_somewhere() -> None:
+    command = [sys.executable, "scripts/build_site.py"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "every link leads somewhere" in done.stdout
 
 
 @pytest.mark.parametrize(
