@@ -28,7 +28,6 @@ if TYPE_CHECKING:  # what needs torch is imported by the processes that do: the 
     from slipstream.weight_sync.weight_links import Links
 
 CHECK_TETHER_EVERY_S = 0.5
-FLUSH_DEADLINE_S = 10.0
 
 
 class Host:
@@ -75,10 +74,10 @@ class Host:
         if MEMBERSHIP in ports.inputs:
             for inbox in ports.inputs.values():
                 inbox.await_word()
-        self.counted_s, self.has_served, self.ends = clock.now_s(), False, ExitStack()
+        self.counted_s = clock.now_s()
+        self.ends = ExitStack()
         """Closed last in, first out, each whatever the others do: all that was opened, and only that."""
-        for close in (self._tell_of_end, self.timeline.close):
-            self.ends.callback(close)
+        self.ends.callback(self.timeline.close)
         for end in weights:
             if end is not None:
                 self.ends.callback(end.close)
@@ -129,12 +128,6 @@ class Host:
     def close(self) -> None:
         with self.while_idle, self.timeline.span("shut_down"):
             self.ends.close()
-
-    def _tell_of_end(self) -> None:
-        """Tell the controller, which reads the timeline then: it is whole, also where others see the file."""
-        if self.has_served:
-            self.ports.outputs["events"].put(Left(executor=self.name))
-            self.ports.outputs["events"].flush(deadline_s=FLUSH_DEADLINE_S)
 
     def _meet(self) -> None:
         """Connect to processes that joined, shut out those that were lost. The same news again changes nothing."""
@@ -200,10 +193,11 @@ def serve(host: Host, tether: Tether, *, is_leaving: Callable[[], bool] = lambda
                     sys.stderr.write("the controller, or the agent that started this process, is gone\n")
                     return 1
     with host.timeline.span("shut_down"):
+        host.timeline.flush()  # the controller, perhaps on another machine, reads it when it hears that this has ended
+        host.ports.outputs["events"].put(Left(executor=host.name))
         for port, outbox in host.ports.outputs.items():
             with suppress(*([] if port == "events" else [ChannelTimeout])):  # a peer that has ended takes nothing more
-                outbox.flush(deadline_s=FLUSH_DEADLINE_S)
-    host.has_served = True
+                outbox.flush(deadline_s=10.0)
     return 0
 
 
