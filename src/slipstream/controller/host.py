@@ -193,7 +193,6 @@ def serve(host: Host, tether: Tether, *, is_leaving: Callable[[], bool] = lambda
                     sys.stderr.write("the controller, or the agent that started this process, is gone\n")
                     return 1
     with host.timeline.span("shut_down"):
-        host.timeline.flush()  # the controller, perhaps on another machine, reads it when it hears that this has ended
         host.ports.outputs["events"].put(Left(executor=host.name))
         for port, outbox in host.ports.outputs.items():
             with suppress(*([] if port == "events" else [ChannelTimeout])):  # a peer that has ended takes nothing more
