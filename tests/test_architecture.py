@@ -151,7 +151,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 83_930
+MAX_LINES = 83_940
 MAX_LINES_OF_SPINE = 1_600
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -171,7 +171,7 @@ MAX_LINES_OF_FOLDER = {
     "evals": 2_685,
     "generator": 8_865,
     "jail": 1_060,
-    "jobs": 965,
+    "jobs": 975,
     "models": 7_720,
     "observe": 9_890,
     "plan": 6_325,

@@ -5,9 +5,11 @@ Ray itself: tests/cluster/test_ray.py.
 
 from __future__ import annotations
 
+import importlib
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from queue import Queue
 from types import ModuleType, SimpleNamespace
@@ -16,6 +18,7 @@ from typing import Any
 import pytest
 
 from slipstream import cli
+from slipstream.core.errors import SlipstreamError
 from slipstream.core.recipes import resolve
 from slipstream.flags import as_flags, parse
 from slipstream.jobs.machines import CONTROLLER_RESTARTS, GROUP_RESTARTS
@@ -46,7 +49,8 @@ class Actor:
     def __init__(self, cluster: FakeRay, name: str) -> None:
         self.cluster, self.name, self.running, self.command = cluster, name, Future(), []
         self.signals: list[int] = []
-        self.whereabouts = SimpleNamespace(remote=lambda: Future((f"10.0.0.{len(cluster.actors)}", 5)))
+        place = (f"10.0.0.{len(cluster.actors) + 1}", 5) if cluster.has_room else None
+        self.whereabouts = SimpleNamespace(remote=lambda: Future(place))
         self.holds = SimpleNamespace(remote=lambda path: Future((cluster.is_begun, path)))
         self.run = SimpleNamespace(remote=self._run)
         self.signal = SimpleNamespace(remote=self.signals.append)
@@ -64,7 +68,7 @@ class FakeRay(ModuleType):
         super().__init__("ray")
         self.actors: list[Actor] = []
         self.started: Queue[Actor] = Queue()
-        self.is_begun = False
+        self.is_begun, self.has_room = False, True
         self.bundles: list[dict[str, int]] = []
 
     def init(self, **_: Any) -> None: ...
@@ -83,7 +87,8 @@ class FakeRay(ModuleType):
         return SimpleNamespace(options=make)
 
     def get(self, future: Future, timeout: float | None = None) -> Any:
-        assert future.is_done.wait(60)
+        if not future.is_done.wait(60 if timeout is None else min(timeout, 60)):
+            raise TimeoutError
         if future.result == LOST:
             raise ActorDied
         if isinstance(future.result, tuple) and isinstance(future.result[0], bool):
@@ -91,8 +96,9 @@ class FakeRay(ModuleType):
         return future.result
 
     def wait(self, futures: list[Future]) -> tuple[list[Future], list[Future]]:
+        deadline_s = time.monotonic() + 120
         while not (done := [future for future in futures if future.is_done.wait(0.01)]):
-            pass
+            assert time.monotonic() < deadline_s, "no machine ends"
         return done[:1], [future for future in futures if future is not done[0]]
 
     def kill(self, actor: Actor) -> None:
@@ -127,10 +133,16 @@ class Driver:
     def __init__(self, ray: FakeRay, out: Path, **options: Any) -> None:
         from slipstream.jobs.on_ray import run_on_ray
 
-        self.ray, self.codes = ray, Queue[int]()
+        self.ray, self.codes = ray, Queue[int | SlipstreamError]()
         config = resolve("quickstart", {"generator": {"replicas": 2}, "trainer": {"ranks": 2}})
-        run: Callable[[], int] = lambda: run_on_ray(config, "auto", out, say=str, **options)  # noqa: E731
-        threading.Thread(target=lambda: self.codes.put(run()), daemon=True).start()
+
+        def run() -> None:
+            try:
+                self.codes.put(run_on_ray(config, "auto", out, say=str, **options))
+            except SlipstreamError as error:
+                self.codes.put(error)
+
+        threading.Thread(target=run, daemon=True).start()
 
     def next(self, count: int) -> dict[str, list[Actor]]:
         found: dict[str, list[Actor]] = {}
@@ -192,6 +204,19 @@ def test_a_controller_elsewhere_has_all_groups_begin_anew(ray: FakeRay, tmp_path
         second = driver.next(4)
     second["controller"][0].running.end(LOST)
     assert driver.codes.get(timeout=60) == 1
+
+
+def test_a_controller_for_which_there_is_no_machine_ends_the_run_with_a_word(
+    ray: FakeRay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.import_module("slipstream.jobs.on_ray"), "FOUND_WITHIN_S", 0.2)
+    driver = Driver(ray, tmp_path / "run")
+    first = driver.next(4)
+    ray.has_room = False
+    first["controller"][0].running.end(LOST)
+    error = driver.codes.get(timeout=60)
+    assert isinstance(error, SlipstreamError)
+    assert "no machine for the controller within 0.2 s" in str(error)
 
 
 def test_bad_input_of_any_group_ends_the_run(ray: FakeRay, tmp_path: Path) -> None:

@@ -186,7 +186,9 @@ class RayRun:
         """Start the group's machines, wait for the first that fails or for all, and return its exit code, or 0."""
         actors = self._start(group)
         try:
-            address, port = ray.get(actors[0].whereabouts.remote())
+            # A lost controller must be found another machine; of other groups the controller says when they are missed.
+            timeout_s = FOUND_WITHIN_S if group.name == CONTROLLER else None
+            address, port = ray.get(actors[0].whereabouts.remote(), timeout=timeout_s)
             commands = self._commands(group, actors, address, port)
             if commands is None:
                 return None
@@ -199,6 +201,11 @@ class RayRun:
                 if code := ray.get(done[0]):
                     return int(code)
             return 0
+        except GetTimeoutError:
+            what = f"Ray has found no machine for the controller within {FOUND_WITHIN_S:g} s"
+            raise SlipstreamError(
+                what, got=str(_bundle(group.machines)), hint="--resume goes on with the run"
+            ) from None
         except RayActorError:
             return None
         finally:
