@@ -347,11 +347,13 @@ def test_at_the_end_groups_are_told_and_their_last_words_heard(run: Run, monkeyp
     monkeypatch.setattr(executors, "STOP_DEADLINE_S", 0.5)  # one of them has hung up
     for name in ("trainer", "generator-0"):
         played[name].say(Counters(executor=name, values={"last": 1.0}), Left(executor=name))
+    played["generator-0@1"].say(Left(executor="generator-0@1"))
     heard: list[Message] = []
     run.controller.executors.end(heard.append, is_failed=False)
     for name in ("trainer", "generator-0", "generator-1"):
         assert played[name].hears(Stop) == Stop()
-    assert {message.executor for message in heard if isinstance(message, Left)} == {"trainer", "generator-0"}
+    left = {message.executor for message in heard if isinstance(message, Left)}
+    assert left == {"trainer", "generator-0", "generator-0@1"}
     assert {message.executor for message in heard if isinstance(message, Counters)} == {"trainer", "generator-0"}
     assert run.controller.executors._membership.remote_present == ["generator-1"]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from slipstream.controller.host import CHECK_TETHER_EVERY_S, Host, report, serve
-from slipstream.controller.pipeline import MEMBERSHIP, Node, Pipeline
+from slipstream.controller.pipeline import MEMBERSHIP, HostKind, Node, Pipeline
 from slipstream.core.channel import Ports, connect_local
 from slipstream.core.channel_spec import ChannelSpec, Kind
 from slipstream.core.clock import VirtualClock
@@ -21,6 +21,7 @@ from slipstream.core.ports import Outbox
 from slipstream.core.rank_group import RankGroup
 from slipstream.core.service_messages import Ready
 from slipstream.core.types import Message
+from slipstream.observe.timeline import ProcessEnd, account_file, read_timeline, timeline_path
 
 PEERS = ("generator-0", "generator-1", "rewards")
 
@@ -79,8 +80,8 @@ class Readers:
 class Trainer:
     """A trainer's host in this process, and the other ends of its channels."""
 
-    def __init__(self, folder: Path, executor: Executor, clock: VirtualClock) -> None:
-        node = Node("trainer", lambda: executor, host="inline")
+    def __init__(self, folder: Path, executor: Executor, clock: VirtualClock, where: HostKind = "inline") -> None:
+        node = Node("trainer", lambda: executor, host=where)
         others = tuple(Node(name, Counting, host="torchrun") for name in PEERS)
         outputs = tuple(ChannelSpec(f"to/{name}", Kind.BROADCAST, "trainer.out", f"{name}.in") for name in PEERS)
         channels = Pipeline((node, *others), outputs).all_channels
@@ -107,8 +108,8 @@ class Trainer:
 def made(tmp_path: Path) -> Iterator[Any]:
     hosts: list[Trainer] = []
 
-    def make(executor: Executor, clock: VirtualClock | None = None) -> Trainer:
-        hosts.append(Trainer(tmp_path, executor, VirtualClock() if clock is None else clock))
+    def make(executor: Executor, clock: VirtualClock | None = None, where: HostKind = "inline") -> Trainer:
+        hosts.append(Trainer(tmp_path, executor, VirtualClock() if clock is None else clock, where))
         return hosts[-1]
 
     yield make
@@ -218,6 +219,45 @@ def test_a_busy_process_looks_at_its_tether_now_and_then(made: Any, monkeypatch:
     assert 9 <= tether.num_looks <= 11
     assert one.said()[-1] == Left(executor="trainer"), "its last word"
     assert set(flushed) == {("trainer.events", 10.0), ("trainer.out", 10.0)}, "and nothing of it stays behind"
+
+
+def test_who_hears_that_a_process_has_left_reads_all_of_it(
+    made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor, clock, read = Counting(num_steps=2), VirtualClock(50.0), []
+    one = made(executor, clock, "process")
+    events, path = one.host.ports.outputs["events"], timeline_path(tmp_path, "trainer")
+    put = events.put
+
+    def look(message: Message) -> None:
+        if isinstance(message, Left):
+            read.append((executor.num_closed, list(read_timeline(path))))
+        put(message)
+
+    monkeypatch.setattr(events, "put", look)
+    monkeypatch.setattr(Outbox, "flush", lambda outbox, deadline_s: None)  # both ends are in this thread
+    one.host.init()
+    assert serve(one.host, Tether()) == 0
+    one.host.close()
+    assert read == [(1, list(read_timeline(path)))]
+    assert isinstance(read[0][1][-1], ProcessEnd)
+
+
+def test_a_process_is_in_some_state_from_its_beginning_to_its_end(
+    made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also between two spans, where it may wait for the disk to take its timeline."""
+    monkeypatch.setattr(Outbox, "flush", lambda outbox, deadline_s: None)
+    clock = VirtualClock(50.0)
+    one = made(Counting(num_steps=2, step_s=1.0, clock=clock), clock, "process")
+    clock.advance(2.0)
+    one.host.timeline.backdate("start_up", 49.0)
+    clock.advance(1.0)
+    one.host.init()
+    clock.advance(1.0)
+    assert serve(one.host, Tether()) == 0
+    told = account_file(timeline_path(tmp_path, "trainer"), 49.0, clock.now_s())
+    assert told == pytest.approx({"start_up": 3.0, "overhead": 4.0, "unlabelled": 0.0})
 
 
 def test_a_process_that_is_cut_off_ends_with_an_error_and_without_a_word(made: Any) -> None:

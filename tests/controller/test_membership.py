@@ -199,6 +199,8 @@ def test_who_left_as_told_is_gone_and_nobody_is_told(remote: Remote) -> None:
     remote.ports.calls.clear()
     remote.groups.left("generator-0")
     remote.groups.left("rewards")
+    assert remote.groups.remote_present == ["generator-0", "trainer"], "its other rank is still to be heard"
+    remote.groups.left("generator-0@1")
     assert remote.groups.remote_present == ["trainer"]
     assert remote.ports.calls == []
 

@@ -18,7 +18,7 @@ from listeners import listening
 from torch.distributed import DistError, HashStore, TCPStore
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousStateError
 
-from slipstream.controller.groups import SealedState
+from slipstream.controller.groups import Rendezvous, SealedState
 from slipstream.controller.meeting import Listen, Meeting, RunSpec, host_store
 from slipstream.controller.pipeline import Node
 from slipstream.core.channel_spec import ChannelSpec, Kind
@@ -79,6 +79,21 @@ def test_a_store_that_is_gone_is_an_error_that_torch_knows() -> None:
 
     with pytest.raises(RendezvousConnectionError):
         SealedState(Gone(), "run-1-trainer", KEYS).get_state()
+
+
+def test_each_start_of_a_group_meets_in_a_store_of_its_own() -> None:
+    """Gloo leaves the addresses of ranks in it: a rank that comes first would connect to where another was before."""
+    store, timeout = HashStore(), timedelta(seconds=5)
+    state = SealedState(store, "run-1-trainer", KEYS)
+    handler = Rendezvous.from_backend("run-1-trainer", store, state, 1, 1, "127.0.0.1")
+    try:
+        met = [handler.next_rendezvous().bootstrap_store_info for _ in range(2)]
+    finally:
+        handler.shutdown()
+    assert met[0].master_port != met[1].master_port
+    with pytest.raises(DistError):
+        TCPStore(met[0].master_addr, met[0].master_port, is_master=False, timeout=timedelta(seconds=0.2))
+    assert TCPStore(met[1].master_addr, met[1].master_port, is_master=False, timeout=timeout).num_keys() <= 1
 
 
 # The attack: whoever reaches a port of the group's agent writes a pickle wherever a state might be read

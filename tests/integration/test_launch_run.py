@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import sys
+import time
 
 import pytest
 from audit import audit
 from launching import Launched
+from listeners import listening
 from processes import is_alive
 
 from slipstream.core.recipes import config_toml, resolve
@@ -79,6 +82,42 @@ def test_told_to_end_with_all_its_groups_a_run_saves_its_last_step(tiny, tmp_pat
     summary = json.loads((out / "summary.json").read_text())
     assert summary["status"] == "interrupted"
     assert (out / "checkpoints" / f"step_{summary['steps']}" / "manifest.json").is_file(), run.logs()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+def test_a_replica_of_two_ranks_joins_the_controller_that_is_started_again(tiny, tmp_path):
+    """One of its ranks comes to where they meet much sooner than the other: it is not to look where that was before."""
+    recipe = tmp_path / "tiny.toml"
+    two = {"generator": {"num_slots": 16, "tensor_parallel": 2}, "trainer": {"minibatches": 2, "checkpoint_every": 1}}
+    overrides = tiny | two | {"steps": 6, "lease_s": 5.0, "rewards": {"num_workers": 1}, "warm_start": {"steps": 0}}
+    recipe.write_text(config_toml(resolve("quickstart", overrides)))
+    out = tmp_path / "run"
+
+    with Launched(tmp_path) as run:
+        run.control(str(recipe), "--out", str(out))
+        for group in ("trainer", "generator-0"):
+            run.join(group)
+        run.wait_until(lambda: has_trained(out / "metrics.jsonl", 3), "no steps")
+        before = set(run.workers("generator-0"))
+        run.kill("controller")
+        run.wait_until(lambda: len(set(run.workers("generator-0")) - before) == 2, "its agent does not start it again")
+        late, early = run.workers("generator-0")  # rank 0 is started first, and the others connect to it
+        os.kill(late, signal.SIGSTOP)
+        try:
+            run.control("--resume", str(out))
+            run.wait_until(lambda: listening(early), "the first rank does not come")
+            time.sleep(3.0)  # it would try three times in vain, and end
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(late, signal.SIGCONT)
+        for job in run.jobs:
+            assert run.end(job) == 0, run.logs()
+    audit(out)
+    summary = json.loads((out / "summary.json").read_text())
+    assert (summary["status"], summary["steps"]) == ("done", 6)
+    assert summary["prompts"]["lost"] == summary["prompts"]["repeated"] == 0
+    assert (tmp_path / "generator-0.log").read_text().count("failed (exitcode") == 1, "when the controller was killed"
 
 
 def has_trained(metrics, steps):
@@ -163,9 +202,7 @@ def test_a_generator_joins_a_running_run_samples_leaves_and_its_number_is_free_a
         run.wait_until(lambda: finished_by_1() > before, "its number is not free, or it does not sample")
         run.jobs["controller"].send_signal(signal.SIGINT)
         assert run.end("controller") == 130, run.logs()
-        for name in ("generator-0", "fourth"):  # else they wait for the reader of what they sent, who has ended, and
-            run.kill(name)  # write to timelines that are accounted already
-        assert run.end("trainer") == 0, run.logs()
+        assert [run.end(name) for name in ("trainer", "generator-0", "fourth")] == [0, 0, 0], run.logs()
     audit(out)
     summary = json.loads((out / "summary.json").read_text())
     assert summary["prompts"]["trained"] == summary["steps"] * 4

@@ -150,7 +150,12 @@ class SealedState(RendezvousBackend):
 
 
 class Rendezvous(DynamicRendezvousHandler):
-    """torch's, but the store that it makes for the group's processes listens at this machine's address only."""
+    """torch's, but the store that it makes for the group's processes listens at this machine's address only, and each
+    start of the group has its own: in one that is kept, as torch does, a rank finds where another was before."""
+
+    def next_rendezvous(self) -> Any:
+        self._shared_tcp_store_server = self._bootstrap_store_info = None
+        return super().next_rendezvous()
 
     def _create_tcp_store_server(self, master_addr: str, master_port: int) -> Any:
         return host_store(Listen(master_addr, master_port), timeout=timedelta(minutes=5))

@@ -61,9 +61,9 @@ class Host:
             device=node.device,
             within=CONTROLLER if node.host == "inline" else "",
         )
-        self.while_idle = ExitStack()
-        if node.host == "inline":  # while the others of its process work
-            self.while_idle.enter_context(self.timeline.idle())
+        self.outermost = ExitStack()
+        """The state whenever there is no other, until the timeline is closed; inline, others work meanwhile."""
+        self.outermost.enter_context(self.timeline.idle() if node.host == "inline" else self.timeline.span("overhead"))
         weights: tuple[Publisher | None, Subscriber | None] = (None, None)
         if has_weights(node.name, channels):
             from slipstream.controller.weights import weights_ends
@@ -126,7 +126,8 @@ class Host:
         )
 
     def close(self) -> None:
-        with self.while_idle, self.timeline.span("shut_down"):
+        """Close all that was opened, the timeline last. Again: nothing."""
+        with self.outermost, self.timeline.span("shut_down"):
             self.ends.close()
 
     def _meet(self) -> None:
@@ -174,29 +175,31 @@ class Tether(Protocol):
 def serve(host: Host, tether: Tether, *, is_leaving: Callable[[], bool] = lambda: False) -> int:
     """Consumes: its executor's ports. Unblocked by: a message or descriptor. Ends when: finished, or cut off.
 
-    The controller is told, once, when the process `is_leaving`.
+    The controller is told, once, when the process `is_leaving`. That it has left is said when the host is closed: the
+    timeline is read then, so it is whole. What follows is not counted: others take what they were sent.
     """
     clock = host.context.clock
     checked_s, has_told = clock.now_s(), False
-    with host.timeline.span("overhead"):
-        while not host.executor.is_finished:
-            if not host.step() and not host.executor.is_finished:
-                host.wait(tether.fds, CHECK_TETHER_EVERY_S)
-                checked_s = 0.0
-            if not has_told and is_leaving():
-                has_told = True
-                host.ports.outputs["events"].put(Leaving(executor=host.name))
-                host.executor.leave()
-            if clock.now_s() - checked_s >= CHECK_TETHER_EVERY_S:
-                checked_s = clock.now_s()
-                if tether.is_cut():
-                    sys.stderr.write("the controller, or the agent that started this process, is gone\n")
-                    return 1
-    with host.timeline.span("shut_down"):
-        host.ports.outputs["events"].put(Left(executor=host.name))
-        for port, outbox in host.ports.outputs.items():
-            with suppress(*([] if port == "events" else [ChannelTimeout])):  # a peer that has ended takes nothing more
-                outbox.flush(deadline_s=10.0)
+    while not host.executor.is_finished:
+        if not host.step() and not host.executor.is_finished:
+            host.wait(tether.fds, CHECK_TETHER_EVERY_S)
+            checked_s = 0.0
+        if not has_told and is_leaving():
+            has_told = True
+            host.ports.outputs["events"].put(Leaving(executor=host.name))
+            host.executor.leave()
+        if clock.now_s() - checked_s >= CHECK_TETHER_EVERY_S:
+            checked_s = clock.now_s()
+            if tether.is_cut():
+                sys.stderr.write("the controller, or the agent that started this process, is gone\n")
+                return 1
+    host.close()
+    outputs = host.ports.outputs
+    outputs["events"].put(Left(executor=host.name))
+    outputs["events"].flush(deadline_s=10.0)
+    for outbox in outputs.values():
+        with suppress(ChannelTimeout):  # a peer that has ended takes nothing more
+            outbox.flush(deadline_s=10.0)
     return 0
 
 

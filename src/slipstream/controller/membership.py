@@ -38,6 +38,7 @@ class _Presence:
     incarnation: int = 0  # 0: has never joined
     is_lost: bool = True
     joining: dict[str, int] = field(default_factory=dict)  # member -> the incarnation it came with
+    left: set[str] = field(default_factory=set)  # members of this incarnation that have ended as they were told to
 
 
 class Incarnations:
@@ -88,6 +89,7 @@ class Incarnations:
         group.incarnation, group.is_lost = incarnation, False
         self.absent.remove(name)
         group.joining.clear()
+        group.left.clear()
         return [*changes, Change(name, group.members, incarnation, is_lost=False)]
 
     def lost(self, executor: str) -> list[Change]:
@@ -99,6 +101,13 @@ class Incarnations:
         group.is_lost = True
         self.absent.append(name)
         return [Change(name, group.members, group.incarnation, is_lost=True)]
+
+    def left(self, executor: str) -> None:
+        """Take that rank `executor` has ended as it was told to; its group is gone when all its ranks have."""
+        group = self._groups[split_rank_name(executor)[0]]
+        group.left.add(executor)
+        if group.left.issuperset(group.members):
+            self.lost(executor)
 
 
 class Membership:
@@ -189,7 +198,7 @@ class Membership:
     def left(self, executor: str) -> None:
         """Take that `executor` has ended as it was told to."""
         if executor in self:
-            self._known.lost(executor)
+            self._known.left(executor)
             self._lease.forget(executor)
 
     def wait_s(self) -> float:

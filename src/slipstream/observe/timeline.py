@@ -176,6 +176,7 @@ class Timeline:
         self._writer = None if path is None else JsonlWriter(path)
         self._num_written = 0
         self._gap_s, self._length_s = MERGE_GAP_S, MERGE_LENGTH_S
+        self._cpu_s = _cpu_s()
         start_s = self._now_s()
         self._flushed_s = start_s
         self._count = self._units = 0  # of the open slice
@@ -187,7 +188,6 @@ class Timeline:
         self._last_also_s: dict[str, float] = {}
         self._last_count = self._last_units = 0
         self._is_closed = False
-        self._cpu_s = _cpu_s()
         zero_ns = time.time_ns() - to_ns(start_s)
         self._buffer.append(
             ProcessStart(process, os.getpid(), to_ns(start_s), threads, threads_alone, device, within, zero_ns)
@@ -219,7 +219,7 @@ class Timeline:
 
     def backdate(self, state: str, since_s: float) -> None:
         """The process was in `state` from `since_s` until now, before this timeline existed (its imports)."""
-        now_s = self._now_s()
+        now_s = self._since_s = self._now_s()
         self._release_last()
         self._buffer.append(Slice(state, to_ns(since_s), to_ns(now_s)))
         self._totals_s[state] = self._totals_s.get(state, 0.0) + (now_s - since_s)
