@@ -7,6 +7,7 @@ import json
 import peft
 import pytest
 import torch
+from covering import covering
 from hf_cases import CASES, oracle
 from safetensors.torch import load_file, save_file
 from test_families import LENGTHS, packed_inputs, packed_logits
@@ -112,8 +113,7 @@ def in_float64():
     torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize("index", range(6))
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "index"), covering(CASES, range(6), times=2))
 def test_losses_and_gradients_are_peft_s_in_float64(case, index, checkpoint, tmp_path, request):
     theirs = wrapped(case, targets_of(case)[index], use_rslora=index == 1)
     ours = ours_of(theirs, checkpoint(case)[1], tmp_path)
