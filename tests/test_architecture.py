@@ -224,9 +224,7 @@ def test_docstrings_begin_with_a_verb_or_their_object() -> None:
 
 
 def test_a_class_name_has_one_meaning() -> None:
-    names = Counter(
-        node.name for source in sources() for node in nodes(source.tree) if isinstance(node, ast.ClassDef)
-    )
+    names = Counter(node.name for source in sources() for node in nodes(source.tree) if isinstance(node, ast.ClassDef))
     assert not (twice := [name for name, count in names.items() if count > 1]), f"{twice}: each word one meaning"
 
 
