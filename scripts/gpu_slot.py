@@ -18,8 +18,10 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import importlib.util
 import json
 import os
+import runpy
 import shlex
 import shutil
 import signal
@@ -112,11 +114,19 @@ def machine() -> dict[str, Any]:
 
     return {
         "gpus": said("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"),
-        "torch": said(sys.executable, "-c", "import torch; print(torch.__version__)"),
+        "torch": torch_version(),
         "python": sys.version.split()[0],
         "commit": said("git", "rev-parse", "HEAD"),
         "cores": os.cpu_count(),
     }
+
+
+def torch_version() -> str | None:
+    """Return torch's version, that of CUDA included, which its metadata may lack; its import takes seconds."""
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        return None
+    return str(runpy.run_path(str(Path(found.origin).with_name("version.py")))["__version__"])
 
 
 def run_step(step: Step, python: str, out: Path, limit_s: float) -> Outcome:

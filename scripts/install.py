@@ -3,6 +3,7 @@
 The environment is made where there is none; without packages that is all. Only the standard library is needed. One
 line of progress says what pip is at, and for how many seconds: rewritten in place on a terminal; elsewhere printed
 where it has changed, a few seconds apart, or every half a minute.
+Modules are compiled on all cores once they are there: pip does it on one.
 What pip calls a warning (a source that does not answer is asked again, many times) is not shown; every other line of
 its error output is. Where pip fails, its last output follows, warnings too, and its exit code is that of this script.
 """
@@ -10,6 +11,7 @@ its error output is. Where pip fails, its last output follows, warnings too, and
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import queue
 import re
@@ -29,6 +31,7 @@ UNCHANGED_EVERY_S = 29.5
 REDRAW_EVERY_S = 0.5
 TAIL_LINES = 20
 PIP_OPTIONS = ("--disable-pip-version-check", "--no-input")
+COMPILE = "import compileall, sysconfig; compileall.compile_dir(sysconfig.get_path('purelib'), quiet=2, workers=0)"
 
 DOING = re.compile(
     r"\s*(Obtaining|Collecting|Downloading|Using cached|Building wheels? for|Preparing metadata|"
@@ -155,11 +158,17 @@ def watched(command: Sequence[str], progress: Progress, listener: Listener) -> i
     return code
 
 
-def run(command: Sequence[str], what: str, done: Callable[[Listener], str]) -> int:
-    """Run `command` under a line of progress; then say what was `done`, or show its last output where it failed."""
+def run(command: Sequence[str], what: str, done: Callable[[Listener], str], *, then: Sequence[str] = ()) -> int:
+    """Run `command` under a line of progress; then say what was `done`, or show its last output where it failed.
+
+    `then` follows where something was installed; whether it succeeds does not matter.
+    """
     progress = Progress(sys.stdout, what)
     listener = Listener(progress, sys.stderr)
     code = watched(command, progress, listener)
+    if then and not code and listener.installed:
+        progress.what = "compiling"
+        watched(then, progress, Listener(progress, io.StringIO()))
     if code:
         sys.stdout.flush()
         last = (*listener.output, *listener.warnings, f"failed: {what}, exit code {code}")
@@ -196,8 +205,13 @@ def main() -> int:
     if not packages:
         return 0
     print(f"installing {' '.join(packages)} into {environment}", flush=True)
-    command = [str(Path(environment) / "bin" / "python"), "-m", "pip", "install", *PIP_OPTIONS, *packages]
-    code = run(command, f"installing {' '.join(packages)}", lambda heard: f"installed {in_words(heard.installed)}")
+    python = str(Path(environment) / "bin" / "python")
+    code = run(
+        [python, "-m", "pip", "install", "--no-compile", *PIP_OPTIONS, *packages],
+        f"installing {' '.join(packages)}",
+        lambda heard: f"installed {in_words(heard.installed)}",
+        then=[python, "-c", COMPILE],
+    )
     if code and (what := lacking()):
         sys.stderr.write(
             f"hint: there is no {what} here, so packages that come as source alone cannot be built, such as pycosat, "

@@ -63,10 +63,16 @@ def sources() -> list[Source]:
     return [Source(path, ast.parse(path.read_text(encoding="utf-8"))) for path in sorted(PACKAGE.rglob("*.py"))]
 
 
+@cache
+def nodes(tree: ast.AST) -> list[ast.AST]:
+    """All of a file, gathered once."""
+    return list(ast.walk(tree))
+
+
 def imports(source: Source) -> Iterator[tuple[str, int]]:
     """Absolute names of imported modules with their lines, also inside functions; `from a import b` gives a and a.b."""
     parents = ["slipstream", *source.path.relative_to(PACKAGE).parts[:-1]]
-    for node in ast.walk(source.tree):
+    for node in nodes(source.tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -114,7 +120,7 @@ def module_edges() -> dict[str, set[str]]:
     for source in sources():
         typed = {
             line.lineno
-            for node in ast.walk(source.tree)
+            for node in nodes(source.tree)
             if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
             for line in node.body
         }
@@ -124,14 +130,14 @@ def module_edges() -> dict[str, set[str]]:
 
 
 def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    return (node for node in nodes(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
 def calls_of(tree: ast.Module, name: str) -> list[int]:
     """Lines that call the builtin `name`."""
     return [
         node.lineno
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name
     ]
 
@@ -176,7 +182,7 @@ MAX_LINES_OF_FOLDER = {
     "observe": 9_890,
     "plan": 6_325,
     "prompts": 1_400,
-    "rewards": 3_880,
+    "rewards": 3_885,
     "stages": 2_700,
     "trainer": 5_295,
     "weight_sync": 3_480,
@@ -210,7 +216,7 @@ def test_docstrings_begin_with_a_verb_or_their_object() -> None:
     bad = [
         f"{source.name}:{getattr(node, 'lineno', 1)}: {text.splitlines()[0]}"
         for source in sources()
-        for node in ast.walk(source.tree)
+        for node in nodes(source.tree)
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
         if (text := ast.get_docstring(node)) and text.split()[0].rstrip(",:") in OPENINGS
     ]
@@ -218,9 +224,7 @@ def test_docstrings_begin_with_a_verb_or_their_object() -> None:
 
 
 def test_a_class_name_has_one_meaning() -> None:
-    names = Counter(
-        node.name for source in sources() for node in ast.walk(source.tree) if isinstance(node, ast.ClassDef)
-    )
+    names = Counter(node.name for source in sources() for node in nodes(source.tree) if isinstance(node, ast.ClassDef))
     assert not (twice := [name for name, count in names.items() if count > 1]), f"{twice}: each word one meaning"
 
 
@@ -282,7 +286,7 @@ RUNS_TEXT = {  # who may compile and run text, and why
 
 
 def dotted_calls(source: Source) -> Iterator[tuple[str, ast.Call]]:
-    for node in ast.walk(source.tree):
+    for node in nodes(source.tree):
         if isinstance(node, ast.Call):
             yield ast.unparse(node.func), node
 

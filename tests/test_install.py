@@ -9,6 +9,7 @@ import re
 import runpy
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,7 @@ def fake_environment(folder: Path, *, out: str, err: str = "", code: int = 0) ->
     """Make an environment whose Python is a program that prints `out` and `err`, and ends with `code`."""
     (folder / "bin").mkdir(parents=True)
     (folder / "pyvenv.cfg").touch()
-    body = f"import sys\nopen({str(folder / 'asked')!r}, 'w').write(' '.join(sys.argv[1:]))\n"
+    body = f"import sys\nopen({str(folder / 'asked')!r}, 'a').write(' '.join(sys.argv[1:]) + '\\n')\n"
     body += f"sys.stdout.write({out!r})\nsys.stdout.flush()\nsys.stderr.write({err!r})\nsys.exit({code})\n"
     python = folder / "bin" / "python"
     python.write_text(f"#!{sys.executable}\n{body}")
@@ -54,8 +55,10 @@ def test_an_installation_is_two_lines_and_no_warning(tmp_path: Path) -> None:
     assert first == f"installing -c constraints.txt -e .[dev] into {environment}"
     assert re.fullmatch(r"installed 2 packages in \d+ s", last)
     assert all(re.match(r" *\d+ s  ", line) for line in progress)  # none, where the machine is quick
-    asked = (environment / "asked").read_text()
-    assert asked == "-m pip install --disable-pip-version-check --no-input -c constraints.txt -e .[dev]"
+    asked, compiling = (environment / "asked").read_text().splitlines()
+    options = "--no-compile --disable-pip-version-check --no-input"
+    assert asked == f"-m pip install {options} -c constraints.txt -e .[dev]"
+    assert compiling.startswith("-c import compileall")
 
 
 def test_an_error_is_shown_whatever_stands_around_it(tmp_path: Path) -> None:
@@ -99,6 +102,24 @@ def test_the_environment_is_made_where_there_is_none(tmp_path: Path) -> None:
     assert (tmp_path / "env" / "bin" / "python").exists()
     again = install(tmp_path / "env")
     assert (again.returncode, again.stdout) == (0, "")
+
+    # Modules of packages are compiled, whether or not all of them can be.
+    about = "tiny-1.dist-info"
+    files = {
+        "tiny.py": "number = 1\n",
+        "torn.py": "number = (\n",
+        f"{about}/METADATA": "Metadata-Version: 2.1\nName: tiny\nVersion: 1\n",
+        f"{about}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{about}/RECORD": "",
+    }
+    with zipfile.ZipFile(wheel := tmp_path / "tiny-1-py3-none-any.whl", "w") as file:
+        for name, text in files.items():
+            file.writestr(name, text)
+    done = install(tmp_path / "env", "--no-index", str(wheel))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-1].startswith("installed 1 package in ")
+    compiled = [path.name.partition(".")[0] for path in (tmp_path / "env").rglob("site-packages/__pycache__/t*.pyc")]
+    assert compiled == ["tiny"]
 
 
 class Terminal(io.StringIO):

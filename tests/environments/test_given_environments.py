@@ -7,7 +7,7 @@ from user_environments import Counter, add
 
 from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import resolve
-from slipstream.core.sections import FROM_PYTHON
+from slipstream.core.user_code import FROM_PYTHON
 from slipstream.environments.given import with_given_environment
 
 CONFIG = resolve(

@@ -91,7 +91,7 @@ def test_rows_that_change_slots_keep_their_bits(
     """A heavy tail with more requests than rows, in two engines; narrow heads have one length for all."""
     model = random_model(head_dim=head_dim, max_positions=224)
     rng = np.random.default_rng(1)
-    counts = np.minimum(200, 12 * rng.random(48) ** (-1 / 1.1)).astype(int)
+    counts = np.minimum(200, 12 * rng.random(32) ** (-1 / 1.1)).astype(int)
     batch = [
         Request(i, 0, random_prompt(3 + i % 11, seed=i), max_new_tokens=int(count)) for i, count in enumerate(counts)
     ]

@@ -205,9 +205,11 @@ def test_company_and_slots_change_no_bit(num_threads: int, precision: str) -> No
     batch = requests(4, 4, max_new_tokens=20)
     crowd = run(new_engine(model, num_slots=24), batch)
     for num_slots, prefill_tokens in ((1, 8), (13, 64)):
-        other = run(new_engine(model, num_slots=num_slots, prefill_tokens=prefill_tokens), batch)
-        for key, completion in crowd.items():
-            assert_same_bits(other[key], completion)
+        part = batch[::3] if num_slots == 1 else batch
+        other = run(new_engine(model, num_slots=num_slots, prefill_tokens=prefill_tokens), part)
+        assert len(other) == len(part)
+        for key, completion in other.items():
+            assert_same_bits(completion, crowd[key])
 
 
 # Exchanges

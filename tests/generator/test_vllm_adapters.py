@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import peft
 import pytest
 import torch
 import transformers
@@ -160,6 +159,8 @@ def test_a_refused_version_is_taken_back_and_none_has_seen_it(model: Transformer
 @pytest.mark.parametrize(("use_rslora", "precision"), [(False, "float32"), (True, "float32"), (False, "bfloat16")])
 def test_what_is_written_is_the_policy_for_peft(tmp_path: Path, use_rslora: bool, precision: str) -> None:
     """The base is written once, a push is its adapters; both together compute what the policy does."""
+    import peft
+
     lora = {"rank": 3, "alpha": 5, "use_rslora": use_rslora, "adapter_precision": precision}
     overrides = {"model": {"lora": lora}}
     config = resolve("quickstart", overrides).model

@@ -25,10 +25,10 @@ from slipstream.models.transformer import Transformer
 PAGE = 16
 SHAPES = (  # query heads, key-value heads, head size
     (4, 2, 8),
-    (6, 6, 16),
+    (3, 3, 16),
     (14, 2, 64),
     (3, 1, 80),
-    (32, 8, 128),
+    (8, 2, 128),
 )
 LENGTHS = (  # of the rows, and how many tokens a step looks at
     ([1], 16),

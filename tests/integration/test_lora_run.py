@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import numpy as np
-import peft
 import pytest
 import torch
 import transformers
@@ -92,9 +91,9 @@ def test_at_staleness_0_adapters_are_those_of_a_plain_loop(adapted, precision, a
     [
         ("in_flight", "float32", "float32", "float32"),
         ("between_batches", "float32", "float32", "bfloat16"),
-        ("in_flight", "int8", "float32", "float32"),
+        pytest.param("in_flight", "int8", "float32", "float32", marks=pytest.mark.slow),
         ("in_flight", "int8", "int8", "bfloat16"),
-        ("in_flight", "float32", "int8", "float32"),
+        pytest.param("in_flight", "float32", "int8", "float32", marks=pytest.mark.slow),
     ],
 )
 def test_an_asynchronous_run_publishes_adapters_alone(adapted, weight_update, precision, base, adapters, tmp_path):
@@ -234,6 +233,8 @@ def test_a_run_beside_a_rounded_base_is_resumed_and_leaves_what_any_run_does(
     monkeypatch,
 ):
     """Its reference shares the rounded base; its files name the float32 numbers, which `base` has."""
+    import peft
+
     tables = stored_in(small | {"model": adapted["model"]}, "int8", adapters) | SYNC
     tables |= {"loss": {}, "kl": {"coef": 0.05}}
     tables["warm_start"] = tables["warm_start"] | {"optimizer": {"lr": 1e-2}}
@@ -275,6 +276,8 @@ def finished(tmp_path_factory):
 
 
 def test_peft_loads_what_a_run_leaves(finished):
+    import peft
+
     base = transformers.AutoModelForCausalLM.from_pretrained(finished / "base", attn_implementation="eager")
     theirs = peft.PeftModel.from_pretrained(base, finished / "model").eval()
     tokens = torch.arange(3, 40)

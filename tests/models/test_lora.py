@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 
-import peft
 import pytest
 import torch
+from covering import covering
 from hf_cases import CASES, oracle
 from safetensors.torch import load_file, save_file
 from test_families import LENGTHS, packed_inputs, packed_logits
@@ -58,6 +58,8 @@ def targets_of(case: str):
 
 def wrapped(case: str, targets, **fields):
     """transformers' model of the case in PEFT's, with A and B away from their start."""
+    import peft  # here, since it takes seconds, and each process of the tests imports every file
+
     torch.manual_seed(7)
     config = peft.LoraConfig(r=3, lora_alpha=5, target_modules=targets, task_type="CAUSAL_LM", **fields)
     model = peft.get_peft_model(oracle(case), config)
@@ -112,8 +114,7 @@ def in_float64():
     torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize("index", range(6))
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "index"), covering(CASES, range(6), times=2))
 def test_losses_and_gradients_are_peft_s_in_float64(case, index, checkpoint, tmp_path, request):
     theirs = wrapped(case, targets_of(case)[index], use_rslora=index == 1)
     ours = ours_of(theirs, checkpoint(case)[1], tmp_path)
@@ -153,6 +154,8 @@ def test_losses_and_gradients_are_peft_s_in_float32(case, checkpoint, tmp_path):
 )
 @pytest.mark.parametrize("case", ["llama_tied", "qwen2", "qwen3", "qwen3_moe", "gpt_neox", "gpt2", "gpt2_untied"])
 def test_peft_reads_what_is_written_here_and_a_merged_model_is_the_same(case, targets, checkpoint, tmp_path):
+    import peft
+
     _, folder = checkpoint(case)
     names = {piece.target for fused in linear_layers(load_model(folder).config).values() for piece in fused.pieces}
     lora = LoraConfig(rank=2, targets=[target for target in targets if target in names], use_rslora=True)
@@ -182,6 +185,8 @@ def test_adapters_in_bfloat16_are_peft_s_of_the_rounded_numbers(case, checkpoint
 
     The gradients are those of the rounded numbers: as if none had been rounded.
     """
+    import peft
+
     _, folder = checkpoint(case)
     fields = {"rank": 3, "targets": [targets_of(case)[0][0], *targets_of(case)[5]]}
     ours = with_adapters(load_model(folder), LoraConfig(**fields, adapter_precision="bfloat16"), seed=0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import peft
 import pytest
 import torch
 from hf_cases import CASES
@@ -150,6 +149,8 @@ def test_it_takes_its_bytes_and_no_more(precision):
 
 
 def test_files_are_those_of_the_base_in_float32(tmp_path):
+    import peft
+
     folder = saved(tmp_path, model=FIELDS)
     model = load_model(folder)
     store_base(model, "int8")

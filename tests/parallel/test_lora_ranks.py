@@ -8,7 +8,6 @@ from typing import Any
 
 import lora_jobs
 import numpy as np
-import peft
 import pytest
 import torch
 import training_jobs
@@ -141,6 +140,8 @@ def test_gradients_beside_a_base_in_bfloat16(ranks: RankPool, layout: Layout) ->
 def test_a_run_goes_on_where_it_was_saved_on_other_ranks(
     ranks: RankPool, sections: dict[str, Any], folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
+    import peft
+
     spans = [
         Span(3, save=tmp_path / "step_3"),
         Span(5, 3, tmp_path / "step_3", tmp_path / "step_5", tmp_path / "dp4"),

@@ -161,10 +161,10 @@ def did_you_mean(word: str, known: Iterable[str]) -> str | None:
 
     Names of models have a size (`-7b`): one of the same size is nearer than any other.
     """
-    names = list(known)
+    names = [name for name in known if len(word) < 3 * len(name)]  # no other is near; difflib would read megabytes
     size = re.search(r"(?<![\d.])[\d.]+b$", word)
     alike = [name for name in names if size and re.search(rf"(?<![\d.]){re.escape(size[0])}$", name)]
-    near = (difflib.get_close_matches(word, some, n=1, cutoff=0.6) for some in (alike, names))
+    near = (difflib.get_close_matches(word, some, n=1, cutoff=0.6) for some in (alike, names) if some)
     close = next(filter(None, near), None)
     return f"did you mean '{close[0]}'?" if close else None
 

@@ -415,8 +415,6 @@ class GeneratorConfig(Section):
 
 MAX_GROUP_SCORES = 4096
 """Rewards that terms with per = 'group' give a group, all together: a worker's answer has at most 64 KiB."""
-FROM_PYTHON = "python:"
-"""Prefix of a term's function that was handed over from Python: its name follows."""
 FROM_JUDGE = "judge:"
 """Prefix of the function of a term that stands for one of `rewards.judges`: its name follows."""
 

@@ -22,6 +22,8 @@ from typing import Any
 from slipstream.core.errors import ConfigError, did_you_mean
 
 MAX_ERROR_CHARS = 500
+FROM_PYTHON = "python:"
+"""Prefix of a function or class that was handed over from Python: its name follows."""
 
 _OURS = str(Path(__file__).parents[1])
 _INSTALLED = {"site-packages", "dist-packages"}

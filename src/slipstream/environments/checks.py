@@ -13,7 +13,7 @@ from typing import Any
 from slipstream.core.config import RunConfig
 from slipstream.core.environment_section import NamedEnvironment
 from slipstream.core.errors import ConfigError
-from slipstream.core.sections import FROM_PYTHON
+from slipstream.core.user_code import FROM_PYTHON
 from slipstream.environments.sources import EnvironmentSource, make_source
 
 Maker = Callable[[], Any]

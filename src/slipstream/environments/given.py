@@ -14,7 +14,7 @@ from typing import Any
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import resolve
-from slipstream.core.sections import FROM_PYTHON
+from slipstream.core.user_code import FROM_PYTHON
 from slipstream.environments.agents import AgentMaker
 from slipstream.environments.checks import Given, Maker
 from slipstream.environments.protocol import Environment

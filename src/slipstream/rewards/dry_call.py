@@ -15,8 +15,9 @@ import numpy as np
 from slipstream.core.clock import WallClock
 from slipstream.core.errors import ConfigError
 from slipstream.core.plain import shortened
-from slipstream.core.sections import FROM_PYTHON, RewardsConfig, TaskConfig
+from slipstream.core.sections import RewardsConfig, TaskConfig
 from slipstream.core.types import Completion, Prompt, Segment
+from slipstream.core.user_code import FROM_PYTHON
 from slipstream.rewards.assembly import Assembly, ScoreEntry
 from slipstream.rewards.given import Functions
 from slipstream.rewards.judge import check_templates

@@ -13,19 +13,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import regex  # like `re`, with a deadline
 
 from slipstream.core.errors import ConfigError, did_you_mean
 from slipstream.core.plain import shown
-from slipstream.core.sections import FROM_PYTHON, RewardModelTerm, RewardTerm
 from slipstream.core.task_library import reasoning_gym
+from slipstream.core.user_code import FROM_PYTHON
 from slipstream.rewards.calls import Scoring, call_function, import_function
 from slipstream.rewards.code import Programs, Scorer, code_reward
 from slipstream.rewards.protocol import Per, RewardJob, Task, Term
 from slipstream.rewards.user_functions import check_function
+
+if TYPE_CHECKING:  # half of the time in which a worker starts
+    from slipstream.core.sections import RewardModelTerm, RewardTerm
 
 # Verifiers that run the answer's text through Python's or sympy's evaluator (reasoning-gym 0.1, math-verify 0.9), or
 # start it as a program.

@@ -14,7 +14,8 @@ from typing import Any
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import resolve
-from slipstream.core.sections import FROM_PYTHON, RewardsConfig, RewardTerm
+from slipstream.core.sections import RewardsConfig, RewardTerm
+from slipstream.core.user_code import FROM_PYTHON
 from slipstream.rewards.protocol import Term
 
 Reward = Callable[..., Any] | str | Mapping[str, Any]

@@ -10,9 +10,10 @@ from typing import Any
 
 from slipstream.algorithms.responses import truncate_at_token
 from slipstream.core.clock import Clock
-from slipstream.core.sections import FROM_JUDGE, FROM_PYTHON, JudgeTerm, RewardsConfig, RewardTerm, TaskConfig
+from slipstream.core.sections import FROM_JUDGE, JudgeTerm, RewardsConfig, RewardTerm, TaskConfig
 from slipstream.core.service_messages import JUDGE_PREFIX
 from slipstream.core.types import Completion, EpisodeRecord
+from slipstream.core.user_code import FROM_PYTHON
 from slipstream.rewards.assembly import Call, Where
 from slipstream.rewards.awaited import LoopScorer, Seat
 from slipstream.rewards.calls import Scoring, await_function, call_function, is_async

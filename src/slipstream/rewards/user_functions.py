@@ -6,11 +6,13 @@ import ast
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slipstream.core.errors import ConfigError
-from slipstream.core.sections import FROM_PYTHON, RewardsConfig
-from slipstream.core.user_code import defined, place_of
+from slipstream.core.user_code import FROM_PYTHON, defined, place_of
+
+if TYPE_CHECKING:  # as in `functions.py`
+    from slipstream.core.sections import RewardsConfig
 
 GIVEN = ("prompts", "completions", "completion_ids")  # keywords that every call has, before the row's columns
 MORE = ("branches", "log_extra", "log_metric")  # that a function is given which names them
