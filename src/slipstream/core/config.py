@@ -415,6 +415,9 @@ class RunConfig(Section):
                 got=f"{several} with host = 'inline'",
                 allowed="host = 'process'",
             )
+        if self.host == "inline" and (self.trainer.gpu_share or self.generator.gpu_share):
+            what = "a share of a GPU's memory is a process's"
+            raise ConfigError(what, got="gpu_share with host = 'inline'", allowed="host = 'process'")
         for section, who in (
             ("trainer", "the trainer computes"),
             ("rewards", "reward models compute"),

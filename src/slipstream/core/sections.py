@@ -27,6 +27,7 @@ from slipstream.core.fields import (
     Precision,
     Seconds,
     Section,
+    Share,
 )
 from slipstream.core.lora_section import LoraConfig
 
@@ -363,7 +364,13 @@ class GeneratorConfig(Section):
     kv_cache_gb: PositiveFloat | None = Field(
         None,
         description="Memory for keys and values on a GPU, in GiB per engine; an evaluation is a second one. null: what "
-        "all slots can fill, if 85% of the GPU (divided by its replicas) have room for that beside the weights.",
+        "all slots can fill, if 85% of the GPU (divided by its replicas) or of gpu_share have room for that beside the "
+        "weights.",
+    )
+    gpu_share: Share | None = Field(
+        None,
+        description="Largest share of a GPU's memory that each rank of a replica takes, keys and values included. "
+        "null: 1 / replicas; where the trainer computes on the same GPU, what the plan says (docs/gpu.md).",
     )
     engine: Literal["native", "vllm"] = Field(
         "native", description="What decodes: Slipstream's own engine, or vLLM beside it (docs/vllm.md)."
@@ -393,6 +400,11 @@ class GeneratorConfig(Section):
                 if self.engine == "vllm"
                 else "lower generator.num_slots, generator.max_new_tokens or prompts.max_prompt_tokens",
             )
+        if self.gpu_share is not None and self.device == "cpu":
+            what = "a CPU has its memory to itself" if self.engine == "native" else "vLLM takes its own share"
+            got = f"generator.gpu_share = {self.gpu_share:g} with generator.device = 'cpu'"
+            hint = None if self.engine == "native" else "generator.vllm.kv_cache_gb"
+            raise ConfigError(what, got=got, allowed="generator.device = 'cuda'", hint=hint)
         if self.keep_sets and not 1 <= self.top_k <= MAX_KEPT:
             raise ConfigError(
                 "kept sets need a bound on their size",

@@ -23,6 +23,7 @@ from slipstream.generator.requests import StateSpans
 from slipstream.generator.runner import ResidentVersions, RowStates, Runner
 from slipstream.generator.sampler import SamplingPlan
 from slipstream.generator.slot_runner import SlotRunner
+from slipstream.models.device import take_share
 from slipstream.models.linear import Linear
 from slipstream.models.lora import install
 from slipstream.models.served import ServedWeights
@@ -152,6 +153,7 @@ class NativeBackend(Backend):
         self._is_paged = self._device.type == "cuda" if is_paged is None else is_paged
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # where this thread compiles, launches and captures
+            take_share(config.generator.gpu_share, self._device)
         self._model = self._on_device(self._policy())
         precision = config.generator.precision
         self.num_versions = 1 if self._is_paged else config.resident_versions
@@ -226,8 +228,8 @@ class NativeBackend(Backend):
         if self._device.type != "cuda":
             return None
         memory_bytes = torch.cuda.get_device_properties(self._device).total_memory
-        sharing = most_on_one(generator, torch.cuda.device_count())
-        here = kv_bytes_beside(self.weights.num_bytes, memory_bytes // sharing)
+        share = generator.gpu_share or 1 / most_on_one(generator, torch.cuda.device_count())
+        here = kv_bytes_beside(self.weights.num_bytes, int(share * memory_bytes))
         return -int(self._group.max(torch.tensor(-here)))  # the same number of pages on every rank
 
     def _new_engine(

@@ -49,6 +49,7 @@ from slipstream.observe.hardware import describe
 from slipstream.observe.metrics import flatten
 from slipstream.observe.summary import Data, Summary, read_summary, write_summary
 from slipstream.observe.trackers import Trackers, open_trackers
+from slipstream.plan.one_gpu import with_shares
 from slipstream.prompts import PromptReport, PromptSet, task_table
 from slipstream.rewards.checks import check_answers
 from slipstream.rewards.dry_call import dry_call
@@ -154,7 +155,9 @@ def _attempt(
         prepared = _work(with_paths, run_dir, given, is_resumed=False)
     work, prompts = prepared or _build(with_paths, given, is_resumed=checkpoint is not None)  # rewards were called
     report, callbacks = prompts.report, Callbacks(load_callbacks(config, given.hooks), config.callbacks.timeout_s)
-    with_paths = _with_longest_prompt(with_paths, report)
+    with_paths, shares = with_shares(_with_longest_prompt(with_paths, report), remote=given.remote)
+    if shares is not None:
+        tell(config, given, [shares])
     cut = None if resumed is None else resumed.cut
     if cut is not None and resumed is not None:
         work = replace(work, partials=_admissible(config, resumed), num_events=cut.num_events)
