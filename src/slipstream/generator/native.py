@@ -177,6 +177,7 @@ class NativeBackend(Backend):
             likely=likely_plans(config.generator) if self._device.type == "cuda" and self._group.world == 1 else (),
         )
         self._pins: list[Pin] = []
+        self._evaluating: tuple[ServedWeights, Engine] | None = None
 
     def probe(self, tokens: np.ndarray) -> np.ndarray:
         """float32 [T - 1]: logprobs of `tokens` int32 [T], outside the live cache.
@@ -197,14 +198,26 @@ class NativeBackend(Backend):
         self._pins.remove(pin)
 
     def evaluation_engine(self, pin: Pin, spans: StateSpans) -> Engine:
-        """An engine of its own, with its own slots, on the pinned weights."""
+        """An engine of its own, with its own slots, on the pinned weights.
+
+        Where weights lie in place it stays, with its pages and the steps that it has captured, for the next evaluation,
+        whose `spans` are those of the first.
+        """
         assert pin.weights is not None, "pinned by another backend"
+        if self._evaluating is not None:
+            weights, engine = self._evaluating
+            assert engine.is_idle, "one evaluation at a time"
+            weights.load(pin.weights)
+            engine.set_version(pin.version, kv_on_update="recompute")
+            return engine
         model = self._on_device(Transformer(self._model.config, self._model.ranks))  # its weights are pinned, or shared
         if self.weights.base is not None:
             install(model, self.weights.base.shapes)
-        self.weights.serve(model, pin.weights)
+        own = self.weights.serve(model, pin.weights)
         engine = self._new_engine(model, self._config.eval.num_slots, spans, self._config.seed)
         engine.set_version(pin.version)
+        if own is not None:
+            self._evaluating = own, engine
         return engine
 
     def has_work(self) -> bool:
