@@ -238,7 +238,7 @@ class RunConfig(Section):
     @property
     def sessions(self) -> int:
         """Return the completions or episodes that a replica has open at a time."""
-        slots = self.generator.num_slots
+        slots = self.generator.rows
         return self.generator.sessions or 2 * slots if self.environment.is_set else slots
 
     def longest_prompt(self, max_positions: int) -> int:

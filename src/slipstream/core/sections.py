@@ -267,7 +267,11 @@ class GeneratorConfig(Section):
         "the run goes on (docs/cluster.md). null: replicas.",
     )
     tensor_parallel: Count = Field(1, description="Processes of each replica, which share every layer.")
-    num_slots: Positive = Field(64, description="Completions decoded at once per replica; a multiple of 8 on CPU.")
+    num_slots: Positive | None = Field(
+        None,
+        description="Completions decoded at once per replica; a multiple of 8. null: 64, or what suits a GPU that the "
+        "plan knows (docs/gpu.md).",
+    )
     max_new_tokens: Positive = Field(64, description="Longest completion, in tokens; longer ones finish as 'length'.")
     temperature: PositiveFloat = Field(1.0, description="Sampling temperature; the loss uses the same.")
     top_k: NonNegative = Field(0, description="Training samples come from the k likeliest tokens; 0: from all.")
@@ -305,7 +309,11 @@ class GeneratorConfig(Section):
         "what holds keys older than max_kv_age versions.",
     )
     max_kv_age: NonNegative = Field(0, description="Versions a key may lag behind with 'recompute_if_older_than'.")
-    prefill_tokens: Positive = Field(512, description="Prompt tokens prefilled beside one decode step at most.")
+    prefill_tokens: Positive | None = Field(
+        None,
+        description="Prompt tokens prefilled beside one decode step at most. null: 512, or what suits a GPU that the "
+        "plan knows.",
+    )
     prefill_chunk: Positive = Field(
         512,
         description="Longer prompts are prefilled in pieces of so many tokens, one a step, whatever prefill_tokens is.",
@@ -378,6 +386,16 @@ class GeneratorConfig(Section):
     vllm: VLLMConfig = Field(default_factory=VLLMConfig, description="vLLM, with engine = 'vllm'.")
 
     @property
+    def rows(self) -> int:
+        """Return `num_slots`, or what it is where nothing was chosen."""
+        return 64 if self.num_slots is None else self.num_slots
+
+    @property
+    def prefilled(self) -> int:
+        """Return `prefill_tokens`, or what it is where nothing was chosen."""
+        return 512 if self.prefill_tokens is None else self.prefill_tokens
+
+    @property
     def most_replicas(self) -> int:
         """The most replicas at a time."""
         return self.replicas if self.max_replicas is None else self.max_replicas
@@ -387,7 +405,7 @@ class GeneratorConfig(Section):
         if self.most_replicas < self.replicas:
             got = f"generator.max_replicas = {self.max_replicas} with generator.replicas = {self.replicas}"
             raise ConfigError("a run starts with more generators than it may have", got=got, allowed="replicas or more")
-        if self.num_slots % 8:
+        if self.rows % 8:
             raise ConfigError(
                 "num_slots must keep decode batches bit-reproducible", got=self.num_slots, allowed="multiples of 8"
             )

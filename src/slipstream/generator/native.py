@@ -169,7 +169,7 @@ class NativeBackend(Backend):
         residents = self.weights if self.num_versions > 1 else None
         self.engine: Engine = self._new_engine(
             self._model,
-            config.generator.num_slots,
+            config.generator.rows,
             spans,
             seed,
             residents,
@@ -264,7 +264,7 @@ class NativeBackend(Backend):
             max_len=self.max_len,
             seed=seed,
             stop_token_ids=self._stop_token_ids,
-            prefill_tokens=self._config.generator.prefill_tokens,
+            prefill_tokens=self._config.generator.prefilled,
             prefill_chunk=self._config.generator.prefill_chunk,
             prefix_cache_tokens=self._config.generator.prefix_cache_tokens,
             parked_tokens=self._parked_tokens,

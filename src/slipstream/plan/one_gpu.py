@@ -17,7 +17,7 @@ from slipstream.models.hub import with_folders
 from slipstream.models.preflight import check_policy
 from slipstream.plan.cost_model import USABLE_MEMORY, CostModel
 from slipstream.plan.counts import NO_ADAPTERS, adapters_of
-from slipstream.plan.hardware import cluster
+from slipstream.plan.hardware import GpuCluster, cluster
 from slipstream.plan.layouts import GeneratorLayout, Parts, TrainerLayout, Workload
 from slipstream.plan.lengths import LengthSample
 
@@ -69,7 +69,7 @@ def with_shares(config: RunConfig, *, remote: Collection[str] = ()) -> tuple[Run
 
 def trainer_bytes(config: RunConfig, shape: TransformerConfig) -> Parts:
     """Return the bytes that a rank of the trainer is planned to take at most, in a step of the longest completions."""
-    trainer, costs = config.trainer, _costs(config, shape)
+    trainer, costs = config.trainer, costs_of(config, shape)
     layout = TrainerLayout(
         devices=trainer.ranks,
         tensor_parallel=trainer.tensor_parallel,
@@ -88,8 +88,8 @@ def generator_bytes(config: RunConfig, shape: TransformerConfig, *, all_slots: b
 
     Identity: with room for so many keys and values `kv_bytes_beside` gives these.
     """
-    generator, costs = config.generator, _costs(config, shape)
-    slots = generator.num_slots if all_slots else 1
+    generator, costs = config.generator, costs_of(config, shape)
+    slots = generator.rows if all_slots else 1
     ranks = generator.tensor_parallel
     parts = costs.generator_memory(
         GeneratorLayout(devices=ranks, tensor_parallel=ranks, slots=slots, precision=generator.precision)
@@ -98,7 +98,8 @@ def generator_bytes(config: RunConfig, shape: TransformerConfig, *, all_slots: b
     return Parts({"weights": 3 * weights, "keys_and_values": max(both, weights)})
 
 
-def _costs(config: RunConfig, shape: TransformerConfig) -> CostModel:
+def costs_of(config: RunConfig, shape: TransformerConfig, on: GpuCluster | None = None) -> CostModel:
+    """Return the costs of a run whose completions are all as long as they may be; bytes do not depend on the GPU."""
     lora, longest = config.model.lora, config.longest_sequence(shape.max_positions)
     completion = min(config.longest_completion, longest - 1)
     workload = Workload(
@@ -111,7 +112,7 @@ def _costs(config: RunConfig, shape: TransformerConfig) -> CostModel:
         if lora.rank is None
         else adapters_of(shape, lora.rank, lora.targets, lora.adapter_precision),
     )
-    return CostModel(shape, cluster("h100", 1), workload)  # of which bytes depend on nothing
+    return CostModel(shape, on or cluster("h100", 1), workload)
 
 
 def _sides(config: RunConfig, remote: Collection[str]) -> dict[int, Counter[str]]:

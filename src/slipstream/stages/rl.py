@@ -49,6 +49,7 @@ from slipstream.observe.hardware import describe
 from slipstream.observe.metrics import flatten
 from slipstream.observe.summary import Data, Summary, read_summary, write_summary
 from slipstream.observe.trackers import Trackers, open_trackers
+from slipstream.plan.gpu_sizes import with_sizes
 from slipstream.plan.one_gpu import with_shares
 from slipstream.prompts import PromptReport, PromptSet, task_table
 from slipstream.rewards.checks import check_answers
@@ -155,9 +156,11 @@ def _attempt(
         prepared = _work(with_paths, run_dir, given, is_resumed=False)
     work, prompts = prepared or _build(with_paths, given, is_resumed=checkpoint is not None)  # rewards were called
     report, callbacks = prompts.report, Callbacks(load_callbacks(config, given.hooks), config.callbacks.timeout_s)
-    with_paths, shares = with_shares(_with_longest_prompt(with_paths, report), remote=given.remote)
-    if shares is not None:
-        tell(config, given, [shares])
+    with_paths, sizes = with_sizes(_with_longest_prompt(with_paths, report), remote=given.remote)
+    config = config.model_copy(update={"generator": with_paths.generator})
+    with_paths, shares = with_shares(with_paths, remote=given.remote)
+    if chosen := [line for line in (sizes, shares) if line is not None]:
+        tell(config, given, chosen)
     cut = None if resumed is None else resumed.cut
     if cut is not None and resumed is not None:
         work = replace(work, partials=_admissible(config, resumed), num_events=cut.num_events)
