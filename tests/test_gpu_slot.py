@@ -151,7 +151,7 @@ def test_the_steps_name_what_there_is() -> None:
         assert step.limit_s <= 600
 
 
-@pytest.mark.parametrize("probe", ["products", "fsdp", "varlen", "rates", "fused"])
+@pytest.mark.parametrize("probe", ["products", "fsdp", "varlen", "rates", "fused", "ipc_fallback"])
 def test_probes_of_what_a_cpu_has(probe: str, tmp_path: Path) -> None:
     words = [PROJECT / "scripts" / "gpu_probes.py", probe, "--device", "cpu", "--json", tmp_path / "found.json"]
     environment = os.environ | {"TRITON_INTERPRET": "1"}

@@ -121,6 +121,20 @@ def test_a_run_whose_weights_stay_on_gpus(gpu, tiny, tmp_path, precision) -> Non
 
 
 @pytest.mark.gpu
+def test_a_run_whose_gpu_memory_cannot_be_exported(gpu, tiny, tmp_path, monkeypatch) -> None:
+    """Versions go by way of host memory, both sides by turns, moments in host memory."""
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    overrides = tiny | SYNCHRONOUS | {"host": "process", "eval": EVALUATED}
+    overrides["generator"] = tiny["generator"] | {"precision": "bfloat16", "device": "cuda", "kv_cache_gb": 0.1}
+    overrides["trainer"] = tiny.get("trainer", {}) | {"device": "cuda", "offload_moments": True}
+    run = slipstream.run("quickstart", overrides=overrides, out=tmp_path / "run", display=False)
+    assert run.summary["steps"] == 3
+    assert len(errors := probe_errors(run.out)) >= 3
+    assert max(errors) < PROBE_TOLERANCES["bfloat16"]
+    assert "by way of host memory" in (run.out / "logs" / "trainer.log").read_text()
+
+
+@pytest.mark.gpu
 def test_fp8_on_a_gpu_that_has_it(gpu, tiny, tmp_path) -> None:
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("this GPU does not multiply fp8")
