@@ -5,15 +5,17 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from training_data import tiny_policy
+from training_data import make_groups, run_config, tiny_policy
 from transformers.optimization import get_scheduler
 
+from slipstream.batching import collate as batching
 from slipstream.core.errors import NonFiniteError
 from slipstream.core.imported import import_config
 from slipstream.core.recipes import resolve
 from slipstream.core.training_sections import OptimizerConfig
 from slipstream.models.flat import FlatParameters
 from slipstream.trainer.optim import AdamW, corrected_eps, lr_factor
+from slipstream.trainer.step import train_on_batch
 
 
 def fill_grads(parameters, seed, scale=0.01):
@@ -254,3 +256,17 @@ def test_offloaded_moments_lie_on_the_host_but_in_an_update(monkeypatch):
         assert {one.device.type for one in moments} == {"cpu"}
     assert alive == [2, 2]
     assert copied == 2 * (2 * [("cpu", "cuda:0", True)] + 2 * [("cuda:0", "cpu", True)])
+
+
+def test_steps_with_offloaded_moments_change_no_bit():
+    """Of whole training steps with several updates each, each of several microbatches."""
+    config = run_config(trainer={"minibatches": 2, "epochs": 2, "microbatch_tokens": 20})
+    weights = []
+    for offloads in (False, True):
+        model, flat = tiny_policy()
+        optimizer = AdamW(flat, config.trainer.optimizer, total_updates=8, offloads=offloads)
+        for _ in range(2):
+            train_on_batch(model, optimizer, make_groups(), config=config, step=0, batching=batching)
+        weights.append(flat.flat.clone())
+    assert torch.equal(*weights)
+    assert not torch.equal(weights[0], tiny_policy()[1].flat)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from slipstream.core.channel import connect_local, wait
 from slipstream.core.channel_spec import ChannelSpec, Kind
 from slipstream.core.errors import WeightSyncError
 from slipstream.core.peer_messages import WeightsWanted
-from slipstream.core.rank_group import RankGroup
+from slipstream.core.types import Message
 from slipstream.weight_sync import cuda_ipc
 from slipstream.weight_sync.cuda_ipc import CudaHandles, CudaIpc
 from slipstream.weight_sync.device_memory import DeviceMemory
@@ -208,24 +209,36 @@ def test_a_reader_that_host_memory_fails_too_ends(tmp_path: Path, made: list[Pai
 
 def test_of_several_ranks_each_puts_its_part_in_host_memory(tmp_path: Path) -> None:
     """Rank 0 relays what a reader asks; a rank that hears of it after its next version has both to show."""
-    publisher = Publisher(
-        None,
-        None,
-        CudaIpc("test", DeviceMemory(CPU), handles=FileHandles(tmp_path), directories=(tmp_path,)),
-        num_readers=1,
-        group=RankGroup.alone(),
-    )
-    publisher.open(torch.arange(10.0))
-    slots = publisher._slots
-    publisher._stage(slots, 0, 7)
-    assert slots.mirror_name is None
-    publisher.take(WeightsWanted(replica=0, rank=0, world=1, is_linked=False, in_host_memory=True))
+    relayed: list[Message] = []
+    publishers = [
+        Publisher(
+            None,
+            None,
+            CudaIpc("test", DeviceMemory(CPU), handles=FileHandles(tmp_path), directories=(tmp_path,)),
+            num_readers=1,
+            relay=SimpleNamespace(put=relayed.append) if rank == 0 else None,
+        )
+        for rank in range(2)
+    ]
+    for publisher in publishers:
+        publisher.open(torch.arange(10.0))
+        publisher._stage(publisher._slots, 0, 7)
+    wanted = WeightsWanted(replica=0, rank=0, world=2, is_linked=False, in_host_memory=True)
+    publishers[0]._want(wanted)
+    publishers[0]._want(wanted)
+    assert relayed == [wanted, wanted]
+    assert publishers[0]._slots.mirror_name is not None
+    publisher, slots = publishers[1], publishers[1]._slots
     publisher._stage(slots, 1, 8)
+    assert slots.mirror_name is None
+    for message in relayed:
+        publisher.take(message)
     mirror = publisher._transport._segments.attach(slots.mirror_name)
     assert [mirror.committed(slot) for slot in range(2)] == [slots.committed(slot) for slot in range(2)]
     assert mirror.committed(1).version == 8
     assert torch.equal(mirror.data(0), torch.arange(10.0).view(torch.uint8))
-    publisher.close()
+    for each in publishers:
+        each.close()
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
