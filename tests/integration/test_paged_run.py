@@ -68,11 +68,8 @@ def test_a_run_in_pages_with_weights_in_place(tiny, tmp_path, paged_on_a_cpu, pr
     gaps = [line["logprob_diff_max/lag_0"] for line in lines if "logprob_diff_max/lag_0" in line]
     assert len(gaps) == 3
     assert max(gaps) < (1e-4 if precision == "float32" else 0.1), "sampled by the weights of the version that is named"
-    assert any("eval_accuracy" in line for line in lines)
-    training, *evaluations = paged_on_a_cpu
-    assert training.num_rows == 16
-    assert [runner.num_rows for runner in evaluations] == [8] * len(evaluations)
-    assert len(evaluations) >= 2
+    assert sum("eval_accuracy" in line for line in lines) >= 2
+    assert [runner.num_rows for runner in paged_on_a_cpu] == [16, 8], "one of training, one of all evaluations"
 
 
 @pytest.mark.gpu

@@ -37,7 +37,7 @@ def config_of(trainer: dict[str, Any] | None = None, generator: dict[str, Any] |
     bf16 = {"device": "cuda", "precision": "bfloat16"}
     return resolve(
         "quickstart",
-        {"model": LARGE, "trainer": bf16 | (trainer or {}), "generator": bf16 | (generator or {}), **rest},
+        {"model": LARGE, "trainer": bf16 | (trainer or {}), "generator": bf16 | (generator or {})} | rest,
     )
 
 
@@ -151,3 +151,11 @@ def test_pages_are_bounded_by_the_share(gpus: Any) -> None:
         assert backend._kv_bytes() == kv_bytes_beside(10**9, int(expected))
     backend._config = config_of(generator={"gpu_share": 0.25, "replicas": 2})
     assert backend._kv_bytes() == kv_bytes_beside(10**9, int(6e9))
+
+
+def test_a_trainer_of_adapters_is_planned_by_their_rank() -> None:
+    plain, adapted = config_of(), config_of(model={**LARGE, "lora": {"rank": 4}})
+    shape = check_policy(plain)
+    whole, few = (trainer_bytes(config, shape) for config in (plain, adapted))
+    assert 0 < few["moments"] < 0.05 * whole["moments"]
+    assert few["weights"] >= whole["weights"]

@@ -160,6 +160,11 @@ class RunConfig(Section):
         return self.first_checkpoint is None
 
     @property
+    def computes_on_gpu(self) -> bool:
+        """Whether the trainer or the native engine does."""
+        return self.trainer.device == "cuda" or self.generator.device != "cpu"
+
+    @property
     def weights_stay_on_gpu(self) -> bool:
         """Whether versions go from GPU to GPU: where both ends compute there, and nothing on the way needs the host."""
         is_on_gpu = self.trainer.device == "cuda" and self.generator.device.startswith("cuda")

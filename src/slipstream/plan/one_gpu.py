@@ -14,6 +14,7 @@ from slipstream.generator.device import USABLE_MEMORY as USABLE_BY_GENERATOR
 from slipstream.generator.device import replica_device
 from slipstream.models.config import TransformerConfig
 from slipstream.models.hub import with_folders
+from slipstream.models.peft import planned_shapes
 from slipstream.models.preflight import check_policy
 from slipstream.plan.cost_model import USABLE_MEMORY, CostModel
 from slipstream.plan.counts import NO_ADAPTERS, adapters_of
@@ -102,15 +103,14 @@ def costs_of(config: RunConfig, shape: TransformerConfig, on: GpuCluster | None 
     """Return the costs of a run whose completions are all as long as they may be; bytes do not depend on the GPU."""
     lora, longest = config.model.lora, config.longest_sequence(shape.max_positions)
     completion = min(config.longest_completion, longest - 1)
+    rank = next((one.rank for one in planned_shapes(lora, shape).values()), None) if lora.is_set else None
     workload = Workload(
         groups=config.groups_per_step,
         group_size=config.samples_per_group,
         lengths=LengthSample(longest - completion, (completion,), "the longest"),
         reference=config.kl.coef > 0 and config.kl.executor == "trainer",
         critic=config.has_critic and config.critic.model == "own",
-        adapters=NO_ADAPTERS
-        if lora.rank is None
-        else adapters_of(shape, lora.rank, lora.targets, lora.adapter_precision),
+        adapters=NO_ADAPTERS if rank is None else adapters_of(shape, rank, lora.targets, lora.adapter_precision),
     )
     return CostModel(shape, on or cluster("h100", 1), workload)
 

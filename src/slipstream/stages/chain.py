@@ -24,7 +24,6 @@ from slipstream.observe.evaluation import EVALUATION_FILE
 from slipstream.observe.hardware import describe
 from slipstream.observe.summary import Summary, read_summary, write_summary
 from slipstream.observe.trackers import check_trackers
-from slipstream.plan.one_gpu import with_shares
 from slipstream.prompts import PromptSet, build_prompts, task_table
 from slipstream.prompts.template import spelled_out
 from slipstream.rewards.checks import check_rewards
@@ -60,7 +59,10 @@ def check_stages(
     check_measure(config)
     if "rl" in config.stages:
         check(config, given=given, environments=environments, remote=remote)
-        with_shares(config, remote=remote)
+        if config.computes_on_gpu:
+            from slipstream.plan.one_gpu import with_shares
+
+            with_shares(config, remote=remote)
     else:
         check_model_path(config)
         check_remote(config, remote)

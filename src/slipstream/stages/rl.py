@@ -49,8 +49,6 @@ from slipstream.observe.hardware import describe
 from slipstream.observe.metrics import flatten
 from slipstream.observe.summary import Data, Summary, read_summary, write_summary
 from slipstream.observe.trackers import Trackers, open_trackers
-from slipstream.plan.gpu_sizes import with_sizes
-from slipstream.plan.one_gpu import with_shares
 from slipstream.prompts import PromptReport, PromptSet, task_table
 from slipstream.rewards.checks import check_answers
 from slipstream.rewards.dry_call import dry_call
@@ -421,6 +419,11 @@ def _build(
 
 def _for_gpus(config: RunConfig, with_paths: RunConfig, given: FromPython) -> tuple[RunConfig, RunConfig]:
     """`config` with sizes for this machine's GPUs, which a resumed run keeps; `with_paths` with shares of them, too."""
+    if not config.computes_on_gpu:
+        return config, with_paths
+    from slipstream.plan.gpu_sizes import with_sizes
+    from slipstream.plan.one_gpu import with_shares
+
     with_paths, sizes = with_sizes(with_paths, remote=given.remote)
     config = config.model_copy(update={"generator": with_paths.generator})
     with_paths, shares = with_shares(with_paths, remote=given.remote)
