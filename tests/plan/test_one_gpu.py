@@ -159,3 +159,15 @@ def test_a_trainer_of_adapters_is_planned_by_their_rank() -> None:
     whole, few = (trainer_bytes(config, shape) for config in (plain, adapted))
     assert 0 < few["moments"] < 0.05 * whole["moments"]
     assert few["weights"] >= whole["weights"]
+
+
+@pytest.mark.parametrize("rows", [8, 4096])
+def test_planned_bytes_of_a_generator_are_those_that_its_pages_take(rows: int) -> None:
+    config = config_of(generator={"num_slots": rows})
+    shape = check_policy(config)
+    planned = generator_bytes(config, shape, all_slots=True)
+    weights = planned["weights"] / 3
+    numbers = 2 * shape.num_layers * shape.kv_size * 2  # bytes of a token's keys and values in bfloat16
+    pages = -(-config.longest_sequence(shape.max_positions) // 16)
+    found = kv_bytes_beside(int(weights), int(planned.total / 0.85))
+    assert found == pytest.approx(rows * pages * 16 * numbers, rel=1e-3)

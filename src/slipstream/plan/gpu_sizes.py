@@ -13,7 +13,7 @@ from slipstream.models.preflight import check_policy
 from slipstream.plan.counts import BYTES
 from slipstream.plan.hardware import DEVICES, Device, GpuCluster
 from slipstream.plan.layouts import Efficiency, GeneratorLayout
-from slipstream.plan.one_gpu import costs_of, generator_bytes
+from slipstream.plan.one_gpu import costs_of, generator_bytes, is_planned
 from slipstream.plan.search import most_slots
 
 ROWS = (64, 128, 256, 512, 1024)
@@ -67,10 +67,12 @@ def prefill_tokens_on(device: Device, config: RunConfig) -> int:
 
 def rows_on(device: Device, config: RunConfig, usable_bytes: float) -> int:
     """Return the least of ROWS that decodes nearly as many tokens per second as any that has work and memory."""
-    local = with_folders(config)
+    local, generator = with_folders(config), config.generator
     shape = check_policy(local)
+    if not is_planned(shape):
+        return generator.rows
     costs = costs_of(local, shape, GpuCluster(device=device, num_devices=1))
-    generator, workload = config.generator, costs.workload
+    workload = costs.workload
     most = most_slots(workload, generator.replicas, config.max_staleness)
     context = workload.lengths.prompt_mean + workload.lengths.mean / 2
     rates: dict[int, float] = {}

@@ -46,7 +46,7 @@ def with_shares(config: RunConfig, *, remote: Collection[str] = ()) -> tuple[Run
     local = with_folders(config)
     shape = check_policy(local)
     memory = min(torch.cuda.get_device_properties(gpu).total_memory for gpu in sides)
-    if shape.num_experts and shape.dense_layers:  # no plan
+    if not is_planned(shape):
         if missing:
             what = "layers with and without experts in one model are not planned: shares of the GPU are yours to say"
             raise ConfigError(what, got="no " + ", ".join(f"{name}.gpu_share" for name in sorted(missing)))
@@ -68,6 +68,11 @@ def with_shares(config: RunConfig, *, remote: Collection[str] = ()) -> tuple[Run
     return config.model_copy(update=sections), f"both sides on one GPU of {_gb(memory)}: {told}"
 
 
+def is_planned(shape: TransformerConfig) -> bool:
+    """Whether the cost model knows such a model."""
+    return not (shape.num_experts and shape.dense_layers)
+
+
 def trainer_bytes(config: RunConfig, shape: TransformerConfig) -> Parts:
     """Return the bytes that a rank of the trainer is planned to take at most, in a step of the longest completions."""
     trainer, costs = config.trainer, costs_of(config, shape)
@@ -87,7 +92,7 @@ def trainer_bytes(config: RunConfig, shape: TransformerConfig) -> Parts:
 def generator_bytes(config: RunConfig, shape: TransformerConfig, *, all_slots: bool) -> Parts:
     """Return the bytes of a rank of a replica with its evaluations, that an engine has room for a sequence, or for all.
 
-    Identity: with room for so many keys and values `kv_bytes_beside` gives these.
+    Identity: of so much usable memory `kv_bytes_beside` gives each engine its keys and values.
     """
     generator, costs = config.generator, costs_of(config, shape)
     slots = generator.rows if all_slots else 1
@@ -95,8 +100,8 @@ def generator_bytes(config: RunConfig, shape: TransformerConfig, *, all_slots: b
     parts = costs.generator_memory(
         GeneratorLayout(devices=ranks, tensor_parallel=ranks, slots=slots, precision=generator.precision)
     )
-    weights, both = parts["weights"], 2 * parts["keys_and_values"]
-    return Parts({"weights": 3 * weights, "keys_and_values": max(both, weights)})
+    weights, kept = parts["weights"], parts["keys_and_values"]  # the evaluations' come when its weights are there once
+    return Parts({"weights": 3 * weights, "keys_and_values": kept + max(kept, weights)})
 
 
 def costs_of(config: RunConfig, shape: TransformerConfig, on: GpuCluster | None = None) -> CostModel:
