@@ -151,7 +151,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 84_520
+MAX_LINES = 84_525
 MAX_LINES_OF_SPINE = 1_600
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -174,7 +174,7 @@ MAX_LINES_OF_FOLDER = {
     "jobs": 975,
     "models": 7_740,
     "observe": 9_890,
-    "plan": 6_615,
+    "plan": 6_625,
     "prompts": 1_400,
     "rewards": 3_880,
     "stages": 2_715,
