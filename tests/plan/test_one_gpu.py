@@ -9,13 +9,18 @@ import pytest
 import torch
 
 import slipstream
+from slipstream.core.clock import WallClock
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import resolve
+from slipstream.core.spans import NoSpans
 from slipstream.generator.device import kv_bytes_beside
 from slipstream.generator.native import NativeBackend
+from slipstream.models.build import build_tokenizer
+from slipstream.models.device import take_share
 from slipstream.models.preflight import check_policy
 from slipstream.plan.one_gpu import generator_bytes, trainer_bytes, with_shares
+from slipstream.trainer.policy import Policy
 
 LARGE = {"hidden_size": 1024, "intermediate_size": 4096, "num_layers": 8, "num_heads": 8, "num_kv_heads": 8}
 
@@ -171,3 +176,27 @@ def test_planned_bytes_of_a_generator_are_those_that_its_pages_take(rows: int) -
     pages = -(-config.longest_sequence(shape.max_positions) // 16)
     found = kv_bytes_beside(int(weights), int(planned.total / 0.85))
     assert found == pytest.approx(rows * pages * 16 * numbers, rel=1e-3)
+
+
+def test_each_process_takes_its_share_before_anything_lies_on_the_gpu(
+    gpus: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus(1, 24)
+    taken: list[tuple[float, str]] = []
+
+    def take(share: float, device: torch.device) -> None:
+        taken.append((share, str(device)))
+        raise InterruptedError
+
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", take)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    config = config_of(trainer={"gpu_share": 0.5}, generator={"gpu_share": 0.25})
+    with pytest.raises(InterruptedError):
+        Policy(config)
+    tokenizer = build_tokenizer(config.model)
+    with pytest.raises(InterruptedError):
+        NativeBackend(config, tokenizer=tokenizer, seed=0, stop_token_ids=[], spans=NoSpans(), clock=WallClock())
+    assert taken == [(0.5, "cuda:0"), (0.25, "cuda:0")]
+    take_share(None, torch.device("cuda", 0))
+    take_share(0.5, torch.device("cpu"))
