@@ -4,6 +4,7 @@
     products   bfloat16 products with float32 results, and e4m3's, against float64
     capture    a CUDA graph of products and index writes, replayed with other values, against running it
     ipc        memory of another process, mapped and written
+    ipc_fallback  a version to a reader that cannot map it, by way of host memory
     fsdp       one rank of FSDP2 in bfloat16: a training step of a small model, gradients in float32
     fused      layers of a decode step in few kernels against the model's own operations, in bfloat16; seconds of both
     varlen     attention over packed sequences with shared prompts in one call, against padded batches
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, multiprocessing
 
 from slipstream.algorithms.logprobs import token_logprobs
+from slipstream.core.peer_messages import WeightsOffered
 from slipstream.core.rank_group import RankGroup
 from slipstream.generator.fused_decode import fused_forward
 from slipstream.generator.paged_attention import PagedDecodeAttention, default_attend
@@ -38,6 +41,10 @@ from slipstream.models.head import wide_product
 from slipstream.models.initialise import initialise
 from slipstream.models.sharded import Division, ShardedParameters, new_sharded
 from slipstream.models.transformer import Transformer
+from slipstream.weight_sync.cuda_ipc import CudaIpc, HostWantedError
+from slipstream.weight_sync.device_memory import DeviceMemory
+from slipstream.weight_sync.reader import SegmentReader
+from slipstream.weight_sync.slots import Commit
 
 CONFIG = TransformerConfig(
     family="llama",
@@ -201,6 +208,37 @@ def ipc(device: str) -> dict[str, Any]:
     return {"bytes": shared.nbytes}
 
 
+def ipc_fallback(device: str) -> dict[str, Any]:
+    """Both ends in one process, which CUDA lets open no handle of its own; on a CPU there is none to export."""
+    place = torch.device(device, 0) if device == "cuda" else torch.device("cpu")
+    if device == "cpu":
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    sender, reader = (CudaIpc("probe", DeviceMemory(place)) for _ in range(2))
+    num_bytes = 1 << 28 if device == "cuda" else 1 << 20
+    live = torch.randint(256, (num_bytes,), dtype=torch.uint8, device=place)
+    slots = sender.create(num_bytes, 1)
+    found: dict[str, Any] = {"bytes": num_bytes, "is_exported": slots.mirror_name is None}
+    slots.invalidate(0)
+    checksum = sender.memory.copy(slots.data(0), live, slots.checksums(0))
+    slots.commit(0, Commit(1, checksum))
+    if found["is_exported"]:
+        try:
+            reader.attach(slots.name)
+        except HostWantedError as error:
+            found["cause"] = str(error).splitlines()[0]
+        assert "cause" in found, "a process has opened its own handle"
+        sender.mirror(slots)
+    none = torch.zeros(1).numpy()
+    offer = WeightsOffered(
+        version=1, slot=0, segments=(slots.name,), checksums=(checksum,), probe_tokens=none, probe_logprobs=none
+    )
+    fetch, target = SegmentReader(reader, None), reader.memory.empty(num_bytes)
+    found["fetch_s"] = best_s(lambda: fetch.fetch(offer, target), device, repeats=3)
+    assert torch.equal(target, live)
+    slots.close()
+    return found
+
+
 def fsdp(device: str) -> dict[str, Any]:
     store = dist.HashStore()
     dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", store=store, rank=0, world_size=1)
@@ -262,6 +300,7 @@ PROBES: dict[str, Callable[[str], dict[str, Any]]] = {
     "capture": capture,
     "fused": fused,
     "ipc": ipc,
+    "ipc_fallback": ipc_fallback,
     "fsdp": fsdp,
     "varlen": varlen,
 }

@@ -157,7 +157,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 83_950
+MAX_LINES = 84_540
 MAX_LINES_OF_SPINE = 1_600
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -172,20 +172,20 @@ MAX_LINES_OF_FOLDER = {
     "algorithms": 2_310,
     "batching": 360,
     "controller": 6_070,
-    "core": 10_865,
+    "core": 10_920,
     "environments": 8_075,
     "evals": 2_685,
-    "generator": 8_865,
+    "generator": 8_880,
     "jail": 1_060,
     "jobs": 975,
-    "models": 7_720,
+    "models": 7_735,
     "observe": 9_890,
-    "plan": 6_325,
+    "plan": 6_620,
     "prompts": 1_400,
     "rewards": 3_885,
-    "stages": 2_700,
-    "trainer": 5_295,
-    "weight_sync": 3_480,
+    "stages": 2_715,
+    "trainer": 5_335,
+    "weight_sync": 3_585,
 }
 LONG_FUNCTIONS = dict.fromkeys(
     ("generator/paged_kernels.py", "generator/decode_kernels.py"), "a kernel is one function"

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+import socket
+from pathlib import Path
+
 import msgspec
+import pytest
 from rich.console import Console
 
-from slipstream.doctor import Findings, features, render
+from slipstream.doctor import Findings, features, find_mps, render
 from slipstream.jail.isolation import BARRIERS
 from slipstream.observe.hardware import Hardware
 from slipstream.observe.summary import versions
@@ -78,3 +83,26 @@ def test_a_wheel_has_no_commit() -> None:
     shown = console.export_text()
     assert "none: this is no checkout" in shown
     assert "None" not in shown
+
+
+@pytest.mark.parametrize("kind", [socket.SOCK_STREAM, socket.SOCK_SEQPACKET])
+def test_a_daemon_of_mps_is_one_that_listens(
+    kind: socket.SocketKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    works, why = find_mps()
+    assert not works
+    assert str(tmp_path) in why
+    assert "not installed" in why
+    with socket.socket(socket.AF_UNIX, kind) as daemon:
+        daemon.bind(str(tmp_path / "control"))
+        daemon.listen()
+        assert find_mps() == (True, f"its daemon listens in {tmp_path}")
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    works, why = find_mps()
+    assert not works, "a file that was left is no daemon"
+    assert "`nvidia-cuda-mps-control -d` starts it" in why
+    with_gpu = Hardware(**HARDWARE.to_dict() | {"gpus": ("H100 (80 GiB)",)})
+    found = features(with_gpu, dict.fromkeys(BARRIERS, True), {}, mps=(works, why))
+    assert [one.works for one in found if "MPS" in one.name] == [False]

@@ -80,7 +80,7 @@ def sampled_groups(config: RunConfig, policy: Policy) -> list[Group]:
         policy.tokenizer,
         list(prompts),
         temperature=config.generator.temperature,
-        num_slots=config.generator.num_slots,
+        num_slots=config.generator.rows,
         stream=TRAIN_STREAM,
     )
     rollouts = score_by(config, config.rewards, completions)

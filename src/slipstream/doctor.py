@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
+import os
 import re
+import shutil
+import socket
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -56,7 +61,14 @@ def examine() -> Findings:
         hardware=hardware,
         isolation=isolation,
         extras=extras,
-        features=features(hardware, isolation, extras, no_processes=why_no_processes(), has_equal_bits=keeps_bits()),
+        features=features(
+            hardware,
+            isolation,
+            extras,
+            no_processes=why_no_processes(),
+            has_equal_bits=keeps_bits(),
+            mps=find_mps() if hardware.gpus else None,
+        ),
     )
 
 
@@ -67,10 +79,11 @@ def features(
     *,
     no_processes: str = "",
     has_equal_bits: bool = True,
+    mps: tuple[bool, str] | None = None,
 ) -> tuple[Feature, ...]:
     """Return what works here, judged by what was found.
 
-    `no_processes` is why executors have no processes, `has_equal_bits` what `keeps_bits` found.
+    `no_processes` is why executors have no processes, `has_equal_bits` what `keeps_bits` found, `mps` what `find_mps`.
     """
     shm_bytes, gpus = hardware.shm_free_bytes or 0, ", ".join(hardware.gpus)
     open_barriers = sorted(name for name in REQUIRED_FOR_UNSAFE if not isolation[name])
@@ -100,6 +113,7 @@ def features(
             Feature(f"{what} on a GPU", bool(gpus), f"{gpus}: {section}.device = 'cuda'" if gpus else _NO_GPU)
             for what, section in (("generation", "generator"), ("training", "trainer"))
         ),
+        *([] if mps is None else [Feature("kernels of several processes at once on a GPU (MPS)", *mps)]),
         Feature(
             "verifiers that evaluate model text",
             not open_barriers,
@@ -117,6 +131,25 @@ def features(
             why += f", or an environment of its own, named by {_OWN_ENVIRONMENT[extra]}"
         found.append(Feature(f"extra '{extra}'", not missing, why))
     return tuple(found)
+
+
+def find_mps() -> tuple[bool, str]:
+    """Return whether the daemon of CUDA's Multi-Process Service listens, and where, or what to do."""
+    folder = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
+        try:
+            link.connect(str(folder / "control"))
+            listens = True
+        except OSError as error:
+            listens = error.errno == errno.EPROTOTYPE  # a socket of another type has somebody behind it, too
+    if listens:
+        return True, f"its daemon listens in {folder}"
+    is_there = shutil.which("nvidia-cuda-mps-control") is not None
+    how = "`nvidia-cuda-mps-control -d` starts it" if is_there else "nvidia-cuda-mps-control is not installed"
+    return (
+        False,
+        f"no daemon listens in {folder} (CUDA_MPS_PIPE_DIRECTORY); {how}. Processes share a GPU in time slices",
+    )
 
 
 def missing_packages() -> dict[str, list[str]]:

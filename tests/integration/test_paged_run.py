@@ -68,11 +68,8 @@ def test_a_run_in_pages_with_weights_in_place(tiny, tmp_path, paged_on_a_cpu, pr
     gaps = [line["logprob_diff_max/lag_0"] for line in lines if "logprob_diff_max/lag_0" in line]
     assert len(gaps) == 3
     assert max(gaps) < (1e-4 if precision == "float32" else 0.1), "sampled by the weights of the version that is named"
-    assert any("eval_accuracy" in line for line in lines)
-    training, *evaluations = paged_on_a_cpu
-    assert training.num_rows == 16
-    assert [runner.num_rows for runner in evaluations] == [8] * len(evaluations)
-    assert len(evaluations) >= 2
+    assert sum("eval_accuracy" in line for line in lines) >= 2
+    assert [runner.num_rows for runner in paged_on_a_cpu] == [16, 8], "one of training, one of all evaluations"
 
 
 @pytest.mark.gpu
@@ -118,6 +115,20 @@ def test_a_run_whose_weights_stay_on_gpus(gpu, tiny, tmp_path, precision) -> Non
     errors = probe_errors(run.out)
     assert len(errors) >= 3
     assert max(errors) < PROBE_TOLERANCES[precision]
+
+
+@pytest.mark.gpu
+def test_a_run_whose_gpu_memory_cannot_be_exported(gpu, tiny, tmp_path, monkeypatch) -> None:
+    """Versions go by way of host memory, both sides by turns, moments in host memory."""
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    overrides = tiny | SYNCHRONOUS | {"host": "process", "eval": EVALUATED}
+    overrides["generator"] = tiny["generator"] | {"precision": "bfloat16", "device": "cuda", "kv_cache_gb": 0.1}
+    overrides["trainer"] = tiny.get("trainer", {}) | {"device": "cuda", "offload_moments": True}
+    run = slipstream.run("quickstart", overrides=overrides, out=tmp_path / "run", display=False)
+    assert run.summary["steps"] == 3
+    assert len(errors := probe_errors(run.out)) >= 3
+    assert max(errors) < PROBE_TOLERANCES["bfloat16"]
+    assert "by way of host memory" in (run.out / "logs" / "trainer.log").read_text()
 
 
 @pytest.mark.gpu

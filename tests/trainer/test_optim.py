@@ -1,17 +1,21 @@
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
-from training_data import tiny_policy
+from torch._subclasses.fake_tensor import FakeTensorMode
+from training_data import make_groups, run_config, tiny_policy
 from transformers.optimization import get_scheduler
 
+from slipstream.batching import collate as batching
 from slipstream.core.errors import NonFiniteError
 from slipstream.core.imported import import_config
 from slipstream.core.recipes import resolve
 from slipstream.core.training_sections import OptimizerConfig
 from slipstream.models.flat import FlatParameters
 from slipstream.trainer.optim import AdamW, corrected_eps, lr_factor
+from slipstream.trainer.step import train_on_batch
 
 
 def fill_grads(parameters, seed, scale=0.01):
@@ -191,3 +195,78 @@ def test_rates_of_a_file_of_trl_are_those_of_transformers_schedules():
         assert ours[first:] == pytest.approx(rates[first:])
         assert ours[: max(0, first - 1)] == pytest.approx(rates[1:first])
         assert config.trainer.optimizer.lr == 2e-4
+
+
+def updates(optimizer, parameters, first, count):
+    parameters = list(parameters)
+    for update in range(first, first + count):
+        optimizer.zero_grad()
+        fill_grads(parameters, update, scale=0.1 if update % 2 else 1e-4)
+        optimizer.step()
+
+
+def test_offloaded_moments_change_no_bit():
+    """Neither of weights nor of moments, before and after they are written into (a checkpoint)."""
+    config = OptimizerConfig(lr=1e-2, weight_decay=0.1, max_grad_norm=0.5, warmup_updates=3)
+    made = [tiny_policy() for _ in range(2)]
+    plain, offloaded = (
+        AdamW(flat, config, total_updates=10, offloads=offloads)
+        for offloads, (_, flat) in zip((False, True), made, strict=True)
+    )
+    for optimizer, (model, _) in zip((plain, offloaded), made, strict=True):
+        updates(optimizer, model.parameters(), 0, 5)
+        for views in optimizer.named_moments().values():
+            for view in views.values():
+                view.mul_(0.5)
+        optimizer.resumed(5)
+        updates(optimizer, model.parameters(), 5, 4)
+    assert torch.equal(made[0][1].flat, made[1][1].flat)
+    for mine, theirs in zip(flat_moments(plain).values(), flat_moments(offloaded).values(), strict=True):
+        assert mine.any()
+        assert torch.equal(mine, theirs)
+
+
+def test_offloaded_moments_lie_on_the_host_but_in_an_update(monkeypatch):
+    """Of stored tensors that say they are on CUDA; of their moments, two at a time are there."""
+    copied, alive = [], []
+
+    def copy_(target, source, non_blocking=False):
+        copied.append((str(source.device), str(target.device), non_blocking))
+        return torch.ops.aten.copy_.default(target, source, non_blocking)
+
+    def on_the_device(weights, grads, means, squares, _, steps, **__):
+        assert {one.device.type for one in (*weights, *grads, *means, *squares, *steps)} == {"cuda"}
+        alive.append(len(means) + len(squares))
+
+    monkeypatch.setattr(torch.Tensor, "copy_", copy_)
+    monkeypatch.setattr("slipstream.trainer.optim.adamw", on_the_device)
+    with FakeTensorMode():
+        weights = [torch.empty(4, 3, device="cuda"), torch.empty(3, device="cuda")]
+        stored = SimpleNamespace(
+            stored=lambda: weights,
+            stored_grads=lambda: [torch.empty_like(one) for one in weights],
+            named_views=dict,
+            grad_norm=lambda: 1.0,
+            reshard=lambda: None,
+        )
+        optimizer = AdamW(stored, OptimizerConfig(max_grad_norm=2.0), total_updates=3, offloads=True)
+        moments = [one for each in optimizer._moments.values() for one in each]
+        assert {one.device.type for one in moments} == {"cpu"}
+        optimizer.step()
+        assert {one.device.type for one in moments} == {"cpu"}
+    assert alive == [2, 2]
+    assert copied == 2 * (2 * [("cpu", "cuda:0", True)] + 2 * [("cuda:0", "cpu", True)])
+
+
+def test_steps_with_offloaded_moments_change_no_bit():
+    """Of whole training steps with several updates each, each of several microbatches."""
+    config = run_config(trainer={"minibatches": 2, "epochs": 2, "microbatch_tokens": 20})
+    weights = []
+    for offloads in (False, True):
+        model, flat = tiny_policy()
+        optimizer = AdamW(flat, config.trainer.optimizer, total_updates=8, offloads=offloads)
+        for _ in range(2):
+            train_on_batch(model, optimizer, make_groups(), config=config, step=0, batching=batching)
+        weights.append(flat.flat.clone())
+    assert torch.equal(*weights)
+    assert not torch.equal(weights[0], tiny_policy()[1].flat)

@@ -18,6 +18,7 @@ from slipstream.core.channel_spec import ChannelSpec, Kind
 from slipstream.core.errors import WeightSyncError
 from slipstream.core.fields import Precision
 from slipstream.core.sections import PROBE_TOLERANCES, ModelConfig
+from slipstream.generator.step_graphs import WeightAddresses
 from slipstream.models.flat import FlatParameters
 from slipstream.models.initialise import new_model
 from slipstream.models.quantized import FORMATS, Packer, WeightLayout
@@ -334,3 +335,23 @@ def test_ends_of_different_precision_refuse_each_other() -> None:
     assert "disagree about model.embed_tokens.weight" in str(loop.subscriber.failure)
     assert len(HOST.bytes_of(other.flat)) == other.num_bytes
     loop.close()
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("precision", list(FORMATS))
+def test_weights_of_evaluations_stay_in_place_from_version_to_version(precision: Precision, on_device: bool) -> None:
+    models = [new_model(CONFIG, vocab_size=40, seed=1) for _ in range(2)]
+    served = ServedWeights(models[0], precision, in_place=True, on_device=on_device)
+    own = served.serve(models[1], served.pinned())
+    assert own is not None
+    addresses = WeightAddresses(models[1])
+    versions = [ServedWeights(new_model(CONFIG, vocab_size=40, seed=seed), precision).flat for seed in (2, 3, 4)]
+    for version in versions[:2]:
+        served.rebind(version.clone())
+        expected = probe_logprobs(models[0], TOKENS)
+        pinned = served.pinned()
+        served.rebind(versions[2].clone())
+        assert not np.array_equal(probe_logprobs(models[0], TOKENS), expected)
+        own.load(pinned)
+        assert np.array_equal(probe_logprobs(models[1], TOKENS), expected)
+        addresses.check()

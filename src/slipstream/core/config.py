@@ -160,6 +160,11 @@ class RunConfig(Section):
         return self.first_checkpoint is None
 
     @property
+    def computes_on_gpu(self) -> bool:
+        """Whether the trainer or the native engine does."""
+        return self.trainer.device == "cuda" or self.generator.device != "cpu"
+
+    @property
     def weights_stay_on_gpu(self) -> bool:
         """Whether versions go from GPU to GPU: where both ends compute there, and nothing on the way needs the host."""
         is_on_gpu = self.trainer.device == "cuda" and self.generator.device.startswith("cuda")
@@ -238,7 +243,7 @@ class RunConfig(Section):
     @property
     def sessions(self) -> int:
         """Return the completions or episodes that a replica has open at a time."""
-        slots = self.generator.num_slots
+        slots = self.generator.rows
         return self.generator.sessions or 2 * slots if self.environment.is_set else slots
 
     def longest_prompt(self, max_positions: int) -> int:
@@ -415,6 +420,9 @@ class RunConfig(Section):
                 got=f"{several} with host = 'inline'",
                 allowed="host = 'process'",
             )
+        if self.host == "inline" and (self.trainer.gpu_share or self.generator.gpu_share):
+            what = "a share of a GPU's memory is a process's"
+            raise ConfigError(what, got="gpu_share with host = 'inline'", allowed="host = 'process'")
         for section, who in (
             ("trainer", "the trainer computes"),
             ("rewards", "reward models compute"),

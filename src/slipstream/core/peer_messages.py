@@ -150,7 +150,8 @@ class WeightsWanted(Message):
     """Rank `rank` of the `world` of replica `replica` wants versions from now on: it is new, or has lost its link.
 
     `is_linked`: over a point-to-point link; else it reads the segments itself. What was offered last is offered to it
-    again, once all ranks of the replica have asked. `host`: the machine it runs on.
+    again, once all ranks of the replica have asked. `host`: the machine it runs on. `in_host_memory`: nothing of that,
+    but it cannot read the trainer's GPU memory, and waits for versions in host memory.
     """
 
     replica: int
@@ -158,6 +159,7 @@ class WeightsWanted(Message):
     world: int
     is_linked: bool
     host: str = ""
+    in_host_memory: bool = False
 
 
 class WeightsLinked(Message):

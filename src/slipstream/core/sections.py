@@ -27,6 +27,7 @@ from slipstream.core.fields import (
     Precision,
     Seconds,
     Section,
+    Share,
 )
 from slipstream.core.lora_section import LoraConfig
 
@@ -266,7 +267,11 @@ class GeneratorConfig(Section):
         "the run goes on (docs/cluster.md). null: replicas.",
     )
     tensor_parallel: Count = Field(1, description="Processes of each replica, which share every layer.")
-    num_slots: Positive = Field(64, description="Completions decoded at once per replica; a multiple of 8 on CPU.")
+    num_slots: Positive | None = Field(
+        None,
+        description="Completions decoded at once per replica; a multiple of 8. null: 64, or what suits a GPU that the "
+        "plan knows (docs/gpu.md).",
+    )
     max_new_tokens: Positive = Field(64, description="Longest completion, in tokens; longer ones finish as 'length'.")
     temperature: PositiveFloat = Field(1.0, description="Sampling temperature; the loss uses the same.")
     top_k: NonNegative = Field(0, description="Training samples come from the k likeliest tokens; 0: from all.")
@@ -304,7 +309,11 @@ class GeneratorConfig(Section):
         "what holds keys older than max_kv_age versions.",
     )
     max_kv_age: NonNegative = Field(0, description="Versions a key may lag behind with 'recompute_if_older_than'.")
-    prefill_tokens: Positive = Field(512, description="Prompt tokens prefilled beside one decode step at most.")
+    prefill_tokens: Positive | None = Field(
+        None,
+        description="Prompt tokens prefilled beside one decode step at most. null: 512, or what suits a GPU that the "
+        "plan knows.",
+    )
     prefill_chunk: Positive = Field(
         512,
         description="Longer prompts are prefilled in pieces of so many tokens, one a step, whatever prefill_tokens is.",
@@ -363,12 +372,28 @@ class GeneratorConfig(Section):
     kv_cache_gb: PositiveFloat | None = Field(
         None,
         description="Memory for keys and values on a GPU, in GiB per engine; an evaluation is a second one. null: what "
-        "all slots can fill, if 85% of the GPU (divided by its replicas) have room for that beside the weights.",
+        "all slots can fill, if 85% of the GPU (divided by its replicas) or of gpu_share have room for that beside the "
+        "weights.",
+    )
+    gpu_share: Share | None = Field(
+        None,
+        description="Largest share of a GPU's memory that each rank of a replica takes, keys and values included. "
+        "null: 1 / replicas; where the trainer computes on the same GPU, what the plan says (docs/gpu.md).",
     )
     engine: Literal["native", "vllm"] = Field(
         "native", description="What decodes: Slipstream's own engine, or vLLM beside it (docs/vllm.md)."
     )
     vllm: VLLMConfig = Field(default_factory=VLLMConfig, description="vLLM, with engine = 'vllm'.")
+
+    @property
+    def rows(self) -> int:
+        """Return `num_slots`, or what it is where nothing was chosen."""
+        return 64 if self.num_slots is None else self.num_slots
+
+    @property
+    def prefilled(self) -> int:
+        """Return `prefill_tokens`, or what it is where nothing was chosen."""
+        return 512 if self.prefill_tokens is None else self.prefill_tokens
 
     @property
     def most_replicas(self) -> int:
@@ -380,7 +405,7 @@ class GeneratorConfig(Section):
         if self.most_replicas < self.replicas:
             got = f"generator.max_replicas = {self.max_replicas} with generator.replicas = {self.replicas}"
             raise ConfigError("a run starts with more generators than it may have", got=got, allowed="replicas or more")
-        if self.num_slots % 8:
+        if self.rows % 8:
             raise ConfigError(
                 "num_slots must keep decode batches bit-reproducible", got=self.num_slots, allowed="multiples of 8"
             )
@@ -393,6 +418,11 @@ class GeneratorConfig(Section):
                 if self.engine == "vllm"
                 else "lower generator.num_slots, generator.max_new_tokens or prompts.max_prompt_tokens",
             )
+        if self.gpu_share is not None and self.device == "cpu":
+            what = "a CPU has its memory to itself" if self.engine == "native" else "vLLM takes its own share"
+            got = f"generator.gpu_share = {self.gpu_share:g} with generator.device = 'cpu'"
+            hint = None if self.engine == "native" else "generator.vllm.kv_cache_gb"
+            raise ConfigError(what, got=got, allowed="generator.device = 'cuda'", hint=hint)
         if self.keep_sets and not 1 <= self.top_k <= MAX_KEPT:
             raise ConfigError(
                 "kept sets need a bound on their size",

@@ -21,6 +21,7 @@ from slipstream.core.fields import (
     Positive,
     PositiveFloat,
     Section,
+    Share,
     Steps,
 )
 from slipstream.core.teacher_section import DISTILL
@@ -134,9 +135,7 @@ class KLConfig(Section):
     sync_every: Steps | None = Field(
         None, description="Steps after which the reference moves towards the policy, again and again; null: it stays."
     )
-    mixup: Annotated[float, Field(gt=0, le=1, strict=True)] = Field(
-        0.6, description="The share of the way that it moves then: 1 makes it the policy."
-    )
+    mixup: Share = Field(0.6, description="The share of the way that it moves then: 1 makes it the policy.")
     target: PositiveFloat | None = Field(
         None, description="Steer coef so that a completion's KL stays near this many nats; null: coef is fixed."
     )
@@ -252,6 +251,16 @@ class TrainerConfig(Section):
     precision: Literal["float32", "bfloat16"] = Field(
         "float32", description="What it computes in on a GPU; weights and optimizer stay float32 there, too."
     )
+    gpu_share: Share | None = Field(
+        None,
+        description="Largest share of a GPU's memory that each rank takes, beside others on the same GPU. null: all of "
+        "it; where a generator computes there too, what the plan says (docs/gpu.md).",
+    )
+    offload_moments: bool = Field(
+        False,
+        description="Keep AdamW's moments in pinned host memory, and bring those of one tensor after the other to the "
+        "GPU for an update: 8 bytes a parameter less there, for two ways over the bus per update.",
+    )
     recompute: bool = Field(
         False,
         description="Keep only each layer's input for the backward pass, and run the layer again there: less memory, a "
@@ -317,6 +326,11 @@ class TrainerConfig(Section):
             what = "the trainer's ranks do not divide into tensor-parallel groups"
             got = f"trainer.ranks = {self.ranks}, trainer.tensor_parallel = {self.tensor_parallel}"
             raise ConfigError(what, got=got, allowed="trainer.ranks: a multiple of trainer.tensor_parallel")
+        if self.device == "cpu" and (self.gpu_share is not None or self.offload_moments):
+            field = "gpu_share" if self.gpu_share is not None else "offload_moments"
+            what = "a CPU has its memory to itself, and moments lie there"
+            got = f"trainer.{field} with trainer.device = 'cpu'"
+            raise ConfigError(what, got=got, allowed="trainer.device = 'cuda'")
         if not (self.recompute or self.recompute_products):
             what = "nothing is computed again, so that there is nothing to keep"
             got = "trainer.recompute_products = false with trainer.recompute = false"

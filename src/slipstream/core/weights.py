@@ -67,7 +67,7 @@ class WeightsPublisher(Protocol):
         ...
 
     def take(self, message: Message) -> None:
-        """Take a message that rank 0 has relayed (`WeightsLinked`)."""
+        """Take a message that rank 0 has relayed (`WeightsLinked`, `WeightsWanted`)."""
         ...
 
     def add_reader(self, replica: int) -> None:

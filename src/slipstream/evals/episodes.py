@@ -137,7 +137,7 @@ def _engine(config: RunConfig, tokenizer: Tokenizer, model: Transformer, *, num_
         max_len=max_len,
         seed=config.seed,
         stop_token_ids=stop_token_ids(tokenizer, generator),
-        prefill_tokens=generator.prefill_tokens,
+        prefill_tokens=generator.prefilled,
         prefill_chunk=generator.prefill_chunk,
         prefix_cache_tokens=generator.prefix_cache_tokens,
         parked_tokens=generator.parked_tokens,

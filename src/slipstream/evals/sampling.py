@@ -41,7 +41,7 @@ def sample_completions(
         max_len=max_len,
         seed=config.seed,
         stop_token_ids=stop_ids,
-        prefill_tokens=generator.prefill_tokens,
+        prefill_tokens=generator.prefilled,
         prefill_chunk=generator.prefill_chunk,
     )
     engine.submit(

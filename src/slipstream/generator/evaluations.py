@@ -33,6 +33,7 @@ class EvalJobs:
     ) -> None:
         self._backend, self._generator, self._spans, self._episodes = backend, generator, spans, episodes
         self._jobs: deque[EvalJob] = deque()
+        self._labelled = Labelled(spans, state="evaluate")
 
     @property
     def engine(self) -> GenerationEngine | None:
@@ -87,9 +88,8 @@ class EvalJobs:
         return job.request.prompts[item.ordinal], job.request.eval_id
 
     def _start(self, job: EvalJob) -> GenerationEngine:
-        engine = self._backend.evaluation_engine(
-            job.pin, Labelled(self._spans, version=job.pin.version, state="evaluate")
-        )
+        self._labelled.version = job.pin.version
+        engine = self._backend.evaluation_engine(job.pin, self._labelled)
         requests = [
             request_of(
                 self._generator,

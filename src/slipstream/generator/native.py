@@ -23,6 +23,7 @@ from slipstream.generator.requests import StateSpans
 from slipstream.generator.runner import ResidentVersions, RowStates, Runner
 from slipstream.generator.sampler import SamplingPlan
 from slipstream.generator.slot_runner import SlotRunner
+from slipstream.models.device import take_share
 from slipstream.models.linear import Linear
 from slipstream.models.lora import install
 from slipstream.models.served import ServedWeights
@@ -152,6 +153,7 @@ class NativeBackend(Backend):
         self._is_paged = self._device.type == "cuda" if is_paged is None else is_paged
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # where this thread compiles, launches and captures
+            take_share(config.generator.gpu_share, self._device)
         self._model = self._on_device(self._policy())
         precision = config.generator.precision
         self.num_versions = 1 if self._is_paged else config.resident_versions
@@ -167,7 +169,7 @@ class NativeBackend(Backend):
         residents = self.weights if self.num_versions > 1 else None
         self.engine: Engine = self._new_engine(
             self._model,
-            config.generator.num_slots,
+            config.generator.rows,
             spans,
             seed,
             residents,
@@ -175,6 +177,7 @@ class NativeBackend(Backend):
             likely=likely_plans(config.generator) if self._device.type == "cuda" and self._group.world == 1 else (),
         )
         self._pins: list[Pin] = []
+        self._evaluating: tuple[ServedWeights, Engine] | None = None
 
     def probe(self, tokens: np.ndarray) -> np.ndarray:
         """float32 [T - 1]: logprobs of `tokens` int32 [T], outside the live cache.
@@ -195,14 +198,26 @@ class NativeBackend(Backend):
         self._pins.remove(pin)
 
     def evaluation_engine(self, pin: Pin, spans: StateSpans) -> Engine:
-        """An engine of its own, with its own slots, on the pinned weights."""
+        """An engine of its own, with its own slots, on the pinned weights.
+
+        Where weights lie in place it stays, with its pages and the steps that it has captured, for the next evaluation,
+        whose `spans` are those of the first.
+        """
         assert pin.weights is not None, "pinned by another backend"
+        if self._evaluating is not None:
+            weights, engine = self._evaluating
+            assert engine.is_idle, "one evaluation at a time"
+            weights.load(pin.weights)
+            engine.set_version(pin.version, kv_on_update="recompute")
+            return engine
         model = self._on_device(Transformer(self._model.config, self._model.ranks))  # its weights are pinned, or shared
         if self.weights.base is not None:
             install(model, self.weights.base.shapes)
-        self.weights.serve(model, pin.weights)
+        own = self.weights.serve(model, pin.weights)
         engine = self._new_engine(model, self._config.eval.num_slots, spans, self._config.seed)
         engine.set_version(pin.version)
+        if own is not None:
+            self._evaluating = own, engine
         return engine
 
     def has_work(self) -> bool:
@@ -226,8 +241,8 @@ class NativeBackend(Backend):
         if self._device.type != "cuda":
             return None
         memory_bytes = torch.cuda.get_device_properties(self._device).total_memory
-        sharing = most_on_one(generator, torch.cuda.device_count())
-        here = kv_bytes_beside(self.weights.num_bytes, memory_bytes // sharing)
+        share = generator.gpu_share or 1 / most_on_one(generator, torch.cuda.device_count())
+        here = kv_bytes_beside(self.weights.num_bytes, int(share * memory_bytes))
         return -int(self._group.max(torch.tensor(-here)))  # the same number of pages on every rank
 
     def _new_engine(
@@ -249,7 +264,7 @@ class NativeBackend(Backend):
             max_len=self.max_len,
             seed=seed,
             stop_token_ids=self._stop_token_ids,
-            prefill_tokens=self._config.generator.prefill_tokens,
+            prefill_tokens=self._config.generator.prefilled,
             prefill_chunk=self._config.generator.prefill_chunk,
             prefix_cache_tokens=self._config.generator.prefix_cache_tokens,
             parked_tokens=self._parked_tokens,

@@ -12,6 +12,12 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 HINT = "`slipstream doctor` shows GPUs; `slipstream launch` spreads groups over machines"
 
 
+def take_share(share: float | None, device: torch.device) -> None:
+    """Let torch's allocator of this process have at most `share` of a GPU's memory; None: all."""
+    if share is not None and device.type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(share, device)
+
+
 def check_gpus(section: str, device: str, ranks_field: str, ranks: int) -> None:
     """Raise ConfigError unless this machine has a GPU for each of the `ranks` that `section.device` puts on CUDA."""
     num_gpus = torch.cuda.device_count()

@@ -342,14 +342,17 @@ class ServedWeights:
         assert self._live is not None or self._is_in_place, "made by now"
         return self.flat.to("cpu", copy=True) if self._live is None else self._live[1]
 
-    def serve(self, model: Transformer, pinned: object) -> None:
-        """Let another `model` like this one, without weights, compute with what `pinned` returned."""
+    def serve(self, model: Transformer, pinned: object) -> ServedWeights | None:
+        """Let another `model` like this one, without weights, compute with what `pinned` returned.
+
+        Return its weights where they lie in place, for `load`.
+        """
         if isinstance(pinned, _Version):
             _hollow_out(model)
             _Skeleton(model).point_at(pinned)
-            return
+            return None
         assert isinstance(pinned, Tensor), "nothing else is returned"
-        ServedWeights(
+        return ServedWeights(
             model,
             self._precision,
             flat=pinned,
@@ -357,6 +360,15 @@ class ServedWeights:
             on_device=self._on_device,
             base=self.base,
         )
+
+    @torch.no_grad()
+    def load(self, pinned: object) -> None:
+        """Compute with what `pinned` of weights like these returned, in the same place."""
+        assert self._is_in_place
+        assert isinstance(pinned, Tensor)
+        if self._on_device:
+            pinned = self.flat.copy_(pinned)
+        self.rebind(pinned)
 
     # Versions side by side
 

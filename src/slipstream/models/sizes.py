@@ -51,7 +51,7 @@ def check_sizes(config: RunConfig, shape: TransformerConfig, here: Collection[st
     longest = config.least_sequence
     if samples and generator.engine == "native":
         for field, slots, replicas in (
-            ("generator.num_slots", generator.num_slots, generator.replicas),
+            ("generator.num_slots", generator.rows, generator.replicas),
             ("eval.num_slots", config.eval.num_slots, 1),
         ):
             hint = f"lower {field}, generator.max_new_tokens or prompts.max_prompt_tokens"

@@ -154,8 +154,9 @@ def row_multiple(generator: GeneratorConfig) -> int:
 
 def generator_dials(config: RunConfig) -> dict[str, Any]:
     """Return the fields of `SimulatedSetup` that are fields of a run's generators."""
-    same = ("replicas", "segment_tokens", "prefill_tokens", "prefill_chunk", "weight_update_at")
-    fields = {name: getattr(config.generator, name) for name in same} | {"slots": config.generator.num_slots}
+    same = ("replicas", "segment_tokens", "prefill_chunk", "weight_update_at")
+    fields = {name: getattr(config.generator, name) for name in same} | {"slots": config.generator.rows}
+    fields |= {"prefill_tokens": config.generator.prefilled}
     return fields | {"weight_update": config.weight_update, "resident_versions": config.resident_versions}
 
 

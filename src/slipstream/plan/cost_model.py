@@ -203,7 +203,8 @@ class CostModel:
         """Bytes on each of the trainer's devices; `served`: the precision that versions are staged in, None for none.
 
         Float32 weights and moments, as `trainer/optim.py` keeps them, are 12 bytes a parameter in all. Beside adapters
-        the model's own weights have neither moments nor gradients, and a reference is the same weights.
+        the model's own weights have neither moments nor gradients, and a reference is the same weights. Of offloaded
+        moments those of one tensor are there at a time.
         """
         counts, model, workload = counts_of(self.model, layout.tensor_parallel), self.model, self.workload
         element = COMPUTED_BYTES[layout.precision]
@@ -224,7 +225,7 @@ class CostModel:
             gathered += counts.head_matrix * COMPUTED_BYTES[layout.head]
         parts = {
             "weights": 4 * self._held(layout) / shards * models,
-            "moments": 8 * params / shards * models,
+            "moments": 8 * min(params / shards, counts.embedding if layout.offloads_moments else math.inf) * models,
             "gradients": 4 * params / (1 if layout.reduce_once else shards) * models,
             "gathered": gathered + copies,
             "activations": model.num_layers * each + kept if layout.recompute else model.num_layers * kept,

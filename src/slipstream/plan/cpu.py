@@ -202,7 +202,7 @@ class CpuMachine:
                 "evaluation": token * evaluated,
                 "logits": 3 * 4 * replicas * layout.slots * self.shape.vocab_size,
                 "process": replicas * PROCESS_BYTES,
-                "prefill": 4 * replicas * config.generator.prefill_tokens * _kept_elements(counts),
+                "prefill": 4 * replicas * config.generator.prefilled * _kept_elements(counts),
             }
         )
 

@@ -112,6 +112,7 @@ class TrainerLayout:
     keeps_products: bool = False
     reduce_once: bool = False
     head_precision: Precision | None = None
+    offloads_moments: bool = False
 
     @property
     def data_parallel(self) -> int:

@@ -59,6 +59,10 @@ def check_stages(
     check_measure(config)
     if "rl" in config.stages:
         check(config, given=given, environments=environments, remote=remote)
+        if config.computes_on_gpu:
+            from slipstream.plan.one_gpu import with_shares
+
+            with_shares(config, remote=remote)
     else:
         check_model_path(config)
         check_remote(config, remote)

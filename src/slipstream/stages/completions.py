@@ -44,7 +44,7 @@ def sampled(
         prompts,
         temperature=config.preferences.temperature,
         num_samples=num_samples,
-        num_slots=config.generator.num_slots,
+        num_slots=config.generator.rows,
         stream=stream,
         on_progress=on_progress,
     )

@@ -154,7 +154,7 @@ def _attempt(
         prepared = _work(with_paths, run_dir, given, is_resumed=False)
     work, prompts = prepared or _build(with_paths, given, is_resumed=checkpoint is not None)  # rewards were called
     report, callbacks = prompts.report, Callbacks(load_callbacks(config, given.hooks), config.callbacks.timeout_s)
-    with_paths = _with_longest_prompt(with_paths, report)
+    config, with_paths = _for_gpus(config, _with_longest_prompt(with_paths, report), given)
     cut = None if resumed is None else resumed.cut
     if cut is not None and resumed is not None:
         work = replace(work, partials=_admissible(config, resumed), num_events=cut.num_events)
@@ -415,6 +415,21 @@ def _build(
     if config.prompts.max_prompt_tokens is None:
         check_room(_with_longest_prompt(local, prompts.report), remote=given.remote)
     return work, prompts
+
+
+def _for_gpus(config: RunConfig, with_paths: RunConfig, given: FromPython) -> tuple[RunConfig, RunConfig]:
+    """`config` with sizes for this machine's GPUs, which a resumed run keeps; `with_paths` with shares of them, too."""
+    if not config.computes_on_gpu:
+        return config, with_paths
+    from slipstream.plan.gpu_sizes import with_sizes
+    from slipstream.plan.one_gpu import with_shares
+
+    with_paths, sizes = with_sizes(with_paths, remote=given.remote)
+    config = config.model_copy(update={"generator": with_paths.generator})
+    with_paths, shares = with_shares(with_paths, remote=given.remote)
+    if chosen := [line for line in (sizes, shares) if line is not None]:
+        tell(config, given, chosen)
+    return config, with_paths
 
 
 def _with_longest_prompt(config: RunConfig, report: PromptReport) -> RunConfig:

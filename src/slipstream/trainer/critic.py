@@ -45,6 +45,7 @@ class Critic:
             critic.optimizer,
             total_updates=config.steps * config.updates_per_step,
             updates_per_step=config.updates_per_step,
+            offloads=config.trainer.offload_moments,
         )
 
     def values(self, microbatch: PackedMicrobatch, states: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from slipstream.core.disk import disk_errors, sync_files
 from slipstream.core.errors import NonFiniteError
 from slipstream.core.executor import Context, Executor
 from slipstream.core.packed import Batching, NewCollector
-from slipstream.core.peer_messages import WeightsLinked
+from slipstream.core.peer_messages import WeightsLinked, WeightsWanted
 from slipstream.core.service_messages import (
     Checkpoint,
     CheckpointSaved,
@@ -55,7 +55,7 @@ class Trainer(Executor):
     """Buffers rollouts, trains the groups that the schedule names, publishes versions, saves checkpoints.
 
     Consumes: `Rollout` (rollouts), `WarmStart`, `TrainStep`, `Skip`, `Waiting`, `Checkpoint`, `Export`, `Publish`,
-    `Stop` (commands; and `WeightsLinked`, of rank 0's publisher). Produces: versions (its WEIGHTS channel),
+    `Stop` (commands; and what rank 0's publisher relays). Produces: versions (its WEIGHTS channel),
     `GroupScored`, `StepDone`, `Published` (events). Waits for: a `TrainStep`. Ends when: told to stop. With `resume` it
     starts from that checkpoint instead of a warm start.
 
@@ -274,7 +274,7 @@ class Trainer(Executor):
             case Publish():
                 if self.published != self.version:
                     self._publish()
-            case WeightsLinked():
+            case WeightsLinked() | WeightsWanted():
                 self.publisher.take(message)
             case Stop():
                 self._report_saved(wait=True)

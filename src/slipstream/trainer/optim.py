@@ -78,20 +78,34 @@ class AdamW:
     epsilon stands (`corrected_eps`), `OptimizerConfig.schedule_by` whether `updates_per_step` updates share a rate.
     `num_updates` counts updates made; `planned` is the next update's place in the schedule, beyond `num_updates` where
     planned ones had nothing to train on. On several ranks all of them call everything but `zero_grad` together.
+    With `offloads` the moments lie in host memory (pinned, beside a GPU): an update brings those of one stored tensor
+    after the other to it, and back.
     Identities: equals torch.optim.AdamW with two parameter groups, whose function this calls (the class would import
-    torch.compile, for seconds); several ranks get the weights of one, up to rounding.
+    torch.compile, for seconds); several ranks get the weights of one, up to rounding; `offloads` changes no bit.
     """
 
     def __init__(
-        self, parameters: Parameters, config: OptimizerConfig, *, total_updates: int, updates_per_step: int = 1
+        self,
+        parameters: Parameters,
+        config: OptimizerConfig,
+        *,
+        total_updates: int,
+        updates_per_step: int = 1,
+        offloads: bool = False,
     ) -> None:
         self.parameters, self._config, self._total_updates = parameters, config, total_updates
         self._updates_per_rate = updates_per_step if config.schedule_by == "step" else 1
         self._stored = list(parameters.stored())
-        self._moments = {moment: [torch.zeros_like(tensor) for tensor in self._stored] for moment in MOMENTS}
+        self._offloads = offloads
+        self._moments = {moment: [self._new_moment(tensor) for tensor in self._stored] for moment in MOMENTS}
         self._steps = [torch.zeros((), device=tensor.device) for tensor in self._stored]
         self.num_updates = 0
         self.planned = 0
+
+    def _new_moment(self, tensor: Tensor) -> Tensor:
+        if not self._offloads:
+            return torch.zeros_like(tensor)
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda and torch.cuda.is_available())
 
     @property
     def lr(self) -> float:
@@ -134,14 +148,32 @@ class AdamW:
         if self._config.weight_decay:
             matrices = [view for view in self.parameters.named_views().values() if view.ndim >= 2]
             torch._foreach_mul_(matrices, 1.0 - lr * self._config.weight_decay)
+        if not self._offloads:
+            self._update(self._stored, list(grads), *self._moments.values(), self._steps, lr=lr)
+        else:
+            for tensor, grad, steps, *homes in zip(
+                self._stored, grads, self._steps, *self._moments.values(), strict=True
+            ):
+                moments = [torch.empty_like(tensor).copy_(home, non_blocking=True) for home in homes]
+                self._update([tensor], [grad], *([moment] for moment in moments), [steps], lr=lr)
+                for home, moment in zip(homes, moments, strict=True):
+                    home.copy_(moment, non_blocking=True)  # read again in the order of this stream
+        self.parameters.reshard()
+        self.num_updates += 1
+        self.planned += 1
+        return grad_norm
+
+    def _update(self, *state: list[Tensor], lr: float) -> None:
+        """AdamW's rule for weights, gradients, both moments and counts of steps, in this order."""
+        weights, grads, means, squares, steps = state
         beta1, beta2 = self._config.betas
         adamw(
-            self._stored,
-            list(grads),
-            self._moments["exp_avg"],
-            self._moments["exp_avg_sq"],
+            weights,
+            grads,
+            means,
+            squares,
             [],
-            self._steps,
+            steps,
             fused=True,
             amsgrad=False,
             beta1=beta1,
@@ -151,13 +183,11 @@ class AdamW:
             eps=corrected_eps(self._config, update=self.num_updates + 1),
             maximize=False,
         )
-        self.parameters.reshard()
-        self.num_updates += 1
-        self.planned += 1
-        return grad_norm
 
     def named_moments(self) -> dict[str, dict[str, Tensor]]:
         """Return each of MOMENTS by parameter name, like `Parameters.named_views`: live, never copies."""
+        if self._offloads and self._stored and self._stored[0].is_cuda:
+            torch.cuda.current_stream(self._stored[0].device).synchronize()  # the host is to read what is on its way
         return {moment: self.parameters.by_name(tensors) for moment, tensors in self._moments.items()}
 
     def resumed(self, num_updates: int) -> None:

@@ -18,6 +18,7 @@ from slipstream.core.rank_group import RankGroup
 from slipstream.core.training_sections import OptimizerConfig
 from slipstream.core.weights import WeightsPublisher
 from slipstream.models.build import build_policy, build_tokenizer
+from slipstream.models.device import take_share
 from slipstream.models.export import export_sharded
 from slipstream.models.flat import FlatParameters
 from slipstream.models.hf import save_model
@@ -57,6 +58,8 @@ class Policy:
     ) -> None:
         self._config, self._ranks = config, ranks
         is_cuda = config.trainer.device == "cuda"
+        if is_cuda:
+            take_share(config.trainer.gpu_share, torch.device("cuda", torch.cuda.current_device()))
         self.division = Division(
             data_ranks,
             tensor_ranks,
@@ -101,7 +104,13 @@ class Policy:
 
     def new_optimizer(self, config: OptimizerConfig, *, total_updates: int, updates_per_step: int = 1) -> AdamW:
         """Return another AdamW over the same weights."""
-        return AdamW(self.parameters, config, total_updates=total_updates, updates_per_step=updates_per_step)
+        return AdamW(
+            self.parameters,
+            config,
+            total_updates=total_updates,
+            updates_per_step=updates_per_step,
+            offloads=self._config.trainer.offload_moments,
+        )
 
     def new_critic(self) -> Critic:
         """Return the config's critic, which may start from the policy as it is now."""

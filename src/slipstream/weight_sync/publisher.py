@@ -17,7 +17,9 @@ from slipstream.core.peer_messages import Holding, WeightsLinked, WeightsOffered
 from slipstream.core.rank_group import RankGroup
 from slipstream.core.types import Message
 from slipstream.core.weights import WeightsPacker
+from slipstream.weight_sync.cuda_ipc import CudaIpc
 from slipstream.weight_sync.relay import SlotSource
+from slipstream.weight_sync.segment import SegmentSlots
 from slipstream.weight_sync.slots import Commit, Slots, Transport
 from slipstream.weight_sync.tree import TRAINER, FeedingTree
 from slipstream.weight_sync.weight_links import Links
@@ -205,9 +207,13 @@ class Publisher:
 
     def take(self, message: Message) -> None:
         """On ranks other than 0: what rank 0 has relayed."""
-        if not isinstance(message, WeightsLinked):
-            raise WeightSyncError("a link was expected", got=type(message).__name__)
-        self._serve(message)
+        match message:
+            case WeightsLinked():
+                self._serve(message)
+            case WeightsWanted():
+                self._mirror()
+            case _:
+                raise WeightSyncError("a link was expected", got=type(message).__name__)
 
     def drop_reader(self, replica: int) -> None:
         """Forget a dead replica: its slots come free, its link is closed, those that it has fed get another."""
@@ -305,6 +311,11 @@ class Publisher:
 
         The first time it has lost nothing: whoever was there from the start finds every offer in its channel.
         """
+        if message.in_host_memory:
+            if self._relay is not None:
+                self._relay.put(message)
+            self._mirror()
+            return
         replica, wanting = message.replica, self._wanting.setdefault(message.replica, {})
         wanting[message.rank] = message
         if len(wanting) < message.world or replica in self._lost:
@@ -315,6 +326,12 @@ class Publisher:
         if replica in self._greeted:
             self._offer_again(replica, message.world)
         self._greeted.add(replica)
+
+    def _mirror(self) -> None:
+        slots = self._opened()
+        assert isinstance(self._transport, CudaIpc)
+        assert isinstance(slots, SegmentSlots)
+        self._transport.mirror(slots)
 
     def _link(self, replica: int, host: str, world: int) -> None:
         """Tell everybody who feeds `replica` from now on."""

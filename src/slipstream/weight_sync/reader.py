@@ -12,6 +12,7 @@ from slipstream.core.peer_messages import Holding, WeightsOffered
 from slipstream.core.weights import PlacedWeights
 from slipstream.weight_sync.copies import Copies
 from slipstream.weight_sync.copying import checksum_of, verify
+from slipstream.weight_sync.cuda_ipc import CudaIpc
 from slipstream.weight_sync.resharding import make_plan
 from slipstream.weight_sync.slots import Commit, Slots, Transport
 
@@ -105,7 +106,8 @@ class SegmentReader:
     """Implements `Fetch` over a `Transport`. `rotation` sets receivers apart that find a box with several sources."""
 
     def __init__(self, transport: Transport, holding: Holding | None, *, rotation: int = 0) -> None:
-        self._memory, self._holding, self._rotation = transport.memory, holding, rotation
+        self._transport, self._holding, self._rotation = transport, holding, rotation
+        self._memory = transport.memory
         self._segments = Segments(transport)
         self._sources: list[Slots] | None = None  # that the copies are planned for
         self._copies: list[tuple[Slots, Copies]] = []
@@ -116,8 +118,14 @@ class SegmentReader:
         sources = self._segments.find(offer)
         if sources is not self._sources:
             self._copies, self._sources = self._planned(sources, len(target), offer.version), sources
-        for source, copies in self._copies:
-            self._memory.gather(copies, source.data(offer.slot), target, source.checksums(offer.slot))
+        try:
+            for source, copies in self._copies:
+                self._memory.gather(copies, source.data(offer.slot), target, source.checksums(offer.slot))
+        except RuntimeError as error:  # CUDA's
+            if not isinstance(self._transport, CudaIpc):
+                raise
+            self.close()
+            raise self._transport.give_up(error) from error
 
     def close(self) -> None:
         self._segments.close()

@@ -7,7 +7,9 @@ when an attached process exits.
                slot: marker, version, checksum
     page 1 ..  the holding and the handle; the checksums of each slot's blocks; the slots: each starting on a page
 
-A segment with a handle has no slots: their bytes lie where that leads (`cuda_ipc.py`).
+A segment with a handle has no slots: their bytes lie where that leads (`cuda_ipc.py`). Page 0 then names, behind the
+records, the segment without a handle that has the same versions for readers whom the handle leads nowhere, once there
+is one.
 """
 
 from __future__ import annotations
@@ -37,9 +39,11 @@ _MAGIC = b"SLIPSEG3"
 _HEADER = struct.Struct("<8sQQQQ")
 _RECORD = struct.Struct("<QqQ")
 _MARKER = struct.Struct("<Q")
+_MIRROR = struct.Struct("<QQ")  # marker, bytes of the name behind it
 _COMMITTED = 0x434F4D4D49545445  # any number that is not zero by accident
 _PAGE_BYTES = 4096
 _MAX_SLOTS = 64
+_MIRROR_START = _HEADER.size + _MAX_SLOTS * _RECORD.size
 _MADV_POPULATE_WRITE = 23  # Linux's; Python has no name for it
 
 
@@ -51,6 +55,7 @@ class SegmentSlots:
         self._owner_pid = os.getpid() if is_owner else None
         self._hold: int | None = None
         self._memory: torch.Tensor | None = None
+        self._mirror: SegmentSlots | None = None
         try:
             with open(path, "r+b") as file:
                 self._map = mmap.mmap(file.fileno(), 0)
@@ -99,12 +104,40 @@ class SegmentSlots:
         _MARKER.pack_into(self._map, self._record(slot), 0)
 
     def commit(self, slot: int, commit: Commit) -> None:
+        if self._mirror is not None:
+            self._copy_to(self._mirror, slot, commit)
         _RECORD.pack_into(self._map, self._record(slot), 0, commit.version, commit.checksum)
         _MARKER.pack_into(self._map, self._record(slot), _COMMITTED)
 
     def committed(self, slot: int) -> Commit | None:
         marker, version, checksum = _RECORD.unpack_from(self._map, self._record(slot))
         return Commit(version, checksum) if marker == _COMMITTED else None
+
+    def mirror_in(self, mirror: SegmentSlots) -> None:
+        """Copy what is committed to `mirror`, of the same size, and whatever is from now on; tell readers of it."""
+        assert self._mirror is None
+        name = mirror.name.encode()
+        for slot in range(self.num_slots):
+            if (commit := self.committed(slot)) is not None:
+                self._copy_to(mirror, slot, commit)
+        self._mirror = mirror
+        start = _MIRROR_START + _MIRROR.size
+        self._map[start : start + len(name)] = name
+        _MIRROR.pack_into(self._map, _MIRROR_START, 0, len(name))
+        _MARKER.pack_into(self._map, _MIRROR_START, _COMMITTED)
+
+    @property
+    def mirror_name(self) -> str | None:
+        """The segment that has all versions that are offered in this one, if there is one."""
+        marker, length = _MIRROR.unpack_from(self._map, _MIRROR_START)
+        start = _MIRROR_START + _MIRROR.size
+        return self._map[start : start + length].decode() if marker == _COMMITTED else None
+
+    def _copy_to(self, mirror: SegmentSlots, slot: int, commit: Commit) -> None:
+        mirror.invalidate(slot)
+        mirror.data(slot).copy_(self.data(slot))
+        mirror.checksums(slot)[:] = self.checksums(slot)
+        mirror.commit(slot, commit)
 
     def place(self, slot: int) -> SlotPlace:
         if self.handle or self.holding is None:
@@ -116,6 +149,8 @@ class SegmentSlots:
         """Unlink the file if this process owns it. The mapping goes with the last array that uses it. Idempotent."""
         if self._owner_pid == os.getpid():
             self._owner_pid = None
+            if self._mirror is not None:
+                self._mirror.close()
             Path(self.name).unlink(missing_ok=True)
             if self._hold is not None:
                 os.close(self._hold)

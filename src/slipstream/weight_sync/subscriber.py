@@ -18,6 +18,7 @@ from slipstream.core.links import WakeUp
 from slipstream.core.peer_messages import WeightsLinked, WeightsOffered, WeightsReleased, WeightsWanted
 from slipstream.core.spans import NoSpans, Spans
 from slipstream.core.weights import FlatWeights, PlacedWeights, Swap
+from slipstream.weight_sync.cuda_ipc import HostWantedError
 from slipstream.weight_sync.reader import Fetch, OwnSlots, SegmentReader, SlotReader
 from slipstream.weight_sync.relay import Shelf
 from slipstream.weight_sync.slots import Transport
@@ -341,12 +342,17 @@ class Subscriber:
             self._thread.join()
             self._thread = None
         staging, self._staging = self._staging, None
-        if not staging.is_void and not (self._holds_slots and staging.error is None):
+        if isinstance(staging.error, HostWantedError) and self._waiting is None:
+            self._waiting = staging.offer  # and is read once more
+        elif not staging.is_void and not (self._holds_slots and staging.error is None):
             self._release(staging.offer)
         if staging.error is None:
             self._pending = staging
         elif isinstance(staging.error, VersionGoneError):
             self.stats.num_passed_over += 1
+        elif isinstance(staging.error, HostWantedError):
+            self.stats.num_passed_over += self._waiting is not staging.offer
+            self._want(in_host_memory=True)
         elif not isinstance(staging.error, WeightSyncError):
             raise staging.error
         else:
@@ -362,7 +368,7 @@ class Subscriber:
 
     # The trainer
 
-    def _want(self) -> None:
+    def _want(self, *, in_host_memory: bool = False) -> None:
         self._releases.put(
             WeightsWanted(
                 replica=self._replica,
@@ -370,6 +376,7 @@ class Subscriber:
                 world=self._world,
                 is_linked=self._links is not None,
                 host="" if self._links is None else self._links.place.host,
+                in_host_memory=in_host_memory,
             )
         )
 

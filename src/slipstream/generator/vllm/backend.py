@@ -115,7 +115,7 @@ class VLLMBackend(Backend):
                 log_path=context.run_dir / "logs" / f"{context.name}-vllm.log",
             ),
             spec_of(config, max_len=self.max_len, stop_token_ids=stop_token_ids, shapes=self._shapes),
-            rooms={0: config.generator.num_slots, 1: config.eval.num_slots},
+            rooms={0: config.generator.rows, 1: config.eval.num_slots},
             max_len=self.max_len,
             seed=seed,
             kv_on_update=config.generator.kv_on_update,
@@ -179,8 +179,8 @@ def spec_of(
         settings,
         dtype=config.generator.precision,
         room=model_room(settings, max_len),
-        num_seqs=config.generator.num_slots + config.eval.num_slots,
-        num_tokens=config.generator.prefill_tokens,
+        num_seqs=config.generator.rows + config.eval.num_slots,
+        num_tokens=config.generator.prefilled,
     )
     arguments["logprobs_mode"] = "processed_logprobs"  # after temperature and truncation: what was really sampled from
     if config.environment.is_set:

@@ -1,0 +1,203 @@
+"""Trainer and generator on one GPU: the bytes that each is planned to take, and the shares of memory that follow."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection
+
+import torch
+
+from slipstream.core.config import RunConfig
+from slipstream.core.errors import ConfigError
+from slipstream.generator.device import USABLE_MEMORY as USABLE_BY_GENERATOR
+from slipstream.generator.device import replica_device
+from slipstream.models.config import TransformerConfig
+from slipstream.models.hub import with_folders
+from slipstream.models.peft import planned_shapes
+from slipstream.models.preflight import check_policy
+from slipstream.plan.cost_model import USABLE_MEMORY, CostModel
+from slipstream.plan.counts import NO_ADAPTERS, adapters_of
+from slipstream.plan.hardware import GpuCluster, cluster
+from slipstream.plan.layouts import GeneratorLayout, Parts, TrainerLayout, Workload
+from slipstream.plan.lengths import LengthSample
+
+DIVIDED = 0.95
+"""Share of a GPU that is divided where no shares are given: CUDA's contexts take the rest, outside of any share."""
+
+_GENERATOR_HINT = "lower generator.num_slots or eval.num_slots, generator.max_new_tokens or prompts.max_prompt_tokens"
+_TRAINER_HINT = "trainer.offload_moments = true, trainer.recompute = true, or a lower trainer.microbatch_tokens"
+
+
+def with_shares(config: RunConfig, *, remote: Collection[str] = ()) -> tuple[RunConfig, str | None]:
+    """Return `config` with a share of each GPU for both sides where they share one, and in words what was chosen.
+
+    Keys and values are bounded by the generator's share, so the trainer's part is what its steps are planned to take at
+    most: pages are laid out before the first step. ConfigError where the shares of a GPU sum to more than 1, or a side
+    is planned to take more than its share.
+    """
+    sides = _sides(config, remote)
+    given = {name: share for name in ("trainer", "generator") if (share := vars(config)[name].gpu_share) is not None}
+    both = [ranks for ranks in sides.values() if len(ranks) > 1]
+    missing = ({"trainer", "generator"} if both else set()) - given.keys()
+    if not sides or not (given or missing):
+        return config, None
+    _check_sums(sides, given)
+    local = with_folders(config)
+    shape = check_policy(local)
+    memory = min(torch.cuda.get_device_properties(gpu).total_memory for gpu in sides)
+    if not is_planned(shape):
+        if missing:
+            what = "layers with and without experts in one model are not planned: shares of the GPU are yours to say"
+            raise ConfigError(what, got="no " + ", ".join(f"{name}.gpu_share" for name in sorted(missing)))
+        return config, None
+    planned = {"trainer": trainer_bytes(local, shape), "generator": generator_bytes(local, shape, all_slots=False)}
+    usable = {"trainer": USABLE_MEMORY * memory, "generator": USABLE_BY_GENERATOR * memory}
+    chosen = dict(given)
+    if missing:
+        wanted = generator_bytes(local, shape, all_slots=True).total / usable["generator"]
+        least = {name: parts.total / usable[name] for name, parts in planned.items()}
+        beside = max(ranks["generator"] for ranks in both)
+        chosen |= _chosen(given, least, wanted, beside, planned, memory)
+    for name in chosen if given else ():
+        _check_share(name, planned[name], chosen[name], usable[name])
+    if not missing:
+        return config, None
+    sections = {name: vars(config)[name].model_copy(update={"gpu_share": chosen[name]}) for name in missing}
+    told = ", ".join(f"{name}.gpu_share = {chosen[name]:g} (planned: {_gb(planned[name].total)})" for name in planned)
+    return config.model_copy(update=sections), f"both sides on one GPU of {_gb(memory)}: {told}"
+
+
+def is_planned(shape: TransformerConfig) -> bool:
+    """Whether the cost model knows such a model."""
+    return not (shape.num_experts and shape.dense_layers)
+
+
+def trainer_bytes(config: RunConfig, shape: TransformerConfig) -> Parts:
+    """Return the bytes that a rank of the trainer is planned to take at most, in a step of the longest completions."""
+    trainer, costs = config.trainer, costs_of(config, shape)
+    layout = TrainerLayout(
+        devices=trainer.ranks,
+        tensor_parallel=trainer.tensor_parallel,
+        microbatch=trainer.microbatch_tokens / costs.workload.trained_tokens,
+        precision=trainer.precision,
+        recompute=trainer.recompute,
+        keeps_products=trainer.recompute and not trainer.recompute_products,
+        reduce_once=trainer.reduce_once,
+        offloads_moments=trainer.offload_moments,
+    )
+    return costs.train_memory(layout, served=config.generator.precision)
+
+
+def generator_bytes(config: RunConfig, shape: TransformerConfig, *, all_slots: bool) -> Parts:
+    """Return the bytes of a rank of a replica with its evaluations, that an engine has room for a sequence, or for all.
+
+    Identity: of so much usable memory `kv_bytes_beside` gives each engine its keys and values.
+    """
+    generator, costs = config.generator, costs_of(config, shape)
+    slots = generator.rows if all_slots else 1
+    ranks = generator.tensor_parallel
+    parts = costs.generator_memory(
+        GeneratorLayout(devices=ranks, tensor_parallel=ranks, slots=slots, precision=generator.precision)
+    )
+    weights, kept = parts["weights"], parts["keys_and_values"]  # the evaluations' come when its weights are there once
+    return Parts({"weights": 3 * weights, "keys_and_values": kept + max(kept, weights)})
+
+
+def costs_of(config: RunConfig, shape: TransformerConfig, on: GpuCluster | None = None) -> CostModel:
+    """Return the costs of a run whose completions are all as long as they may be; bytes do not depend on the GPU."""
+    lora, longest = config.model.lora, config.longest_sequence(shape.max_positions)
+    completion = min(config.longest_completion, longest - 1)
+    rank = next((one.rank for one in planned_shapes(lora, shape).values()), None) if lora.is_set else None
+    workload = Workload(
+        groups=config.groups_per_step,
+        group_size=config.samples_per_group,
+        lengths=LengthSample(longest - completion, (completion,), "the longest"),
+        reference=config.kl.coef > 0 and config.kl.executor == "trainer",
+        critic=config.has_critic and config.critic.model == "own",
+        adapters=NO_ADAPTERS if rank is None else adapters_of(shape, rank, lora.targets, lora.adapter_precision),
+    )
+    return CostModel(shape, on or cluster("h100", 1), workload)
+
+
+def _sides(config: RunConfig, remote: Collection[str]) -> dict[int, Counter[str]]:
+    """Return the processes of both sides on each GPU of this machine, by side."""
+    found: dict[int, Counter[str]] = {}
+    num_gpus = torch.cuda.device_count()
+    trainer, generator = config.trainer, config.generator
+    if config.host != "process" or not num_gpus:
+        return found
+    if trainer.device == "cuda" and "trainer" not in remote:
+        for rank in range(trainer.ranks):
+            found.setdefault(rank % num_gpus, Counter())["trainer"] += 1
+    if generator.device != "cpu" and "generator" not in remote:
+        for replica in range(generator.replicas):
+            for rank in range(generator.tensor_parallel):
+                gpu = replica_device(generator, replica, num_gpus, rank).index or 0
+                found.setdefault(gpu, Counter())["generator"] += 1
+    return found
+
+
+def _check_sums(sides: dict[int, Counter[str]], given: dict[str, float]) -> None:
+    for gpu, ranks in sorted(sides.items()):
+        terms = [(count, name, given[name]) for name, count in ranks.items() if name in given]
+        if sum(count * share for count, _, share in terms) > 1 + 1e-9:
+            got = " + ".join(f"{f'{n} x ' if n > 1 else ''}{name}.gpu_share = {share:g}" for n, name, share in terms)
+            raise ConfigError(
+                f"the shares of one GPU's memory sum to more than 1, on cuda:{gpu}",
+                got=got,
+                allowed="at most 1 in all",
+                hint="lower one of them, or put the generator on another GPU: generator.device = 'cuda:N'",
+            )
+
+
+def _chosen(
+    given: dict[str, float],
+    least: dict[str, float],
+    wanted: float,
+    beside: int,
+    planned: dict[str, Parts],
+    memory: float,
+) -> dict[str, float]:
+    """Return the shares that are not given, of a GPU on which a trainer is with `beside` replicas' ranks.
+
+    The generator gets room for all of its slots, if the trainer leaves that; each has half of what is over then.
+    """
+    if "trainer" in given:
+        return {"generator": _floor((DIVIDED - given["trainer"]) / beside)}
+    if "generator" in given:
+        return {"trainer": _floor(DIVIDED - beside * given["generator"])}
+    room = DIVIDED - least["trainer"]
+    if room < beside * least["generator"]:
+        raise ConfigError(
+            "trainer and generator do not fit one GPU together",
+            got=", ".join(f"{name}: {_listed(parts)}" for name, parts in planned.items()),
+            allowed=f"{DIVIDED:.0%} of {_gb(memory)}",
+            hint=f"{_TRAINER_HINT}; or another GPU for the generator: generator.device = 'cuda:1'",
+        )
+    all_slots = min(beside * wanted, room)
+    over = (room - all_slots) / 2
+    return {"trainer": _floor(least["trainer"] + over), "generator": _floor((all_slots + over) / beside)}
+
+
+def _check_share(name: str, planned: Parts, share: float, usable: float) -> None:
+    if planned.total > share * usable:
+        raise ConfigError(
+            f"the {name} is planned to take more than its share of the GPU",
+            got=_listed(planned),
+            allowed=f"{name}.gpu_share = {share:g}, of which {_gb(share * usable)} can be used",
+            hint=_TRAINER_HINT if name == "trainer" else _GENERATOR_HINT,
+        )
+
+
+def _floor(share: float) -> float:
+    return max(math.floor(100 * share + 1e-9) / 100, 0.01)
+
+
+def _listed(parts: Parts) -> str:
+    largest = sorted(parts.parts, key=lambda part: -parts[part])[:4]
+    return f"{_gb(parts.total)} (" + ", ".join(f"{part} {_gb(parts[part])}" for part in largest) + ")"
+
+
+def _gb(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.3g} GB"

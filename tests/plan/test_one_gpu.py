@@ -1,0 +1,202 @@
+"""Shares of one GPU's memory for trainer and generator: chosen from planned bytes, refused where these do not fit."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import slipstream
+from slipstream.core.clock import WallClock
+from slipstream.core.config import RunConfig
+from slipstream.core.errors import ConfigError
+from slipstream.core.recipes import resolve
+from slipstream.core.spans import NoSpans
+from slipstream.generator.device import kv_bytes_beside
+from slipstream.generator.native import NativeBackend
+from slipstream.models.build import build_tokenizer
+from slipstream.models.device import take_share
+from slipstream.models.preflight import check_policy
+from slipstream.plan.one_gpu import generator_bytes, trainer_bytes, with_shares
+from slipstream.trainer.policy import Policy
+
+LARGE = {"hidden_size": 1024, "intermediate_size": 4096, "num_layers": 8, "num_heads": 8, "num_kv_heads": 8}
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes torch count so many GPUs of so many GB."""
+
+    def pretend(count: int, gigabytes: float) -> None:
+        found = SimpleNamespace(total_memory=int(gigabytes * 1e9))
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+
+    return pretend
+
+
+def config_of(trainer: dict[str, Any] | None = None, generator: dict[str, Any] | None = None, **rest: Any) -> RunConfig:
+    bf16 = {"device": "cuda", "precision": "bfloat16"}
+    return resolve(
+        "quickstart",
+        {"model": LARGE, "trainer": bf16 | (trainer or {}), "generator": bf16 | (generator or {})} | rest,
+    )
+
+
+def test_shares_are_chosen_where_both_sides_share_a_gpu_and_said_in_one_line(gpus: Any) -> None:
+    gpus(1, 24)
+    config = config_of()
+    shared, line = with_shares(config)
+    trainer, generator = shared.trainer.gpu_share, shared.generator.gpu_share
+    assert line is not None
+    assert "\n" not in line
+    assert f"trainer.gpu_share = {trainer:g}" in line
+    assert f"generator.gpu_share = {generator:g}" in line
+    assert trainer + generator <= 0.95
+    shape = check_policy(config)
+    assert trainer_bytes(config, shape).total <= trainer * 24e9
+    assert generator_bytes(config, shape, all_slots=True).total <= 0.85 * generator * 24e9
+    assert with_shares(shared) == (shared, None), "what is chosen passes its own check"
+
+
+def test_without_a_shared_gpu_all_is_as_it_was(gpus: Any) -> None:
+    gpus(2, 24)
+    for apart in (config_of(generator={"device": "cuda:1"}), resolve("quickstart", {})):
+        assert with_shares(apart) == (apart, None)
+    replicas = config_of(generator={"device": "cuda:1", "replicas": 2})
+    assert with_shares(replicas) == (replicas, None)
+    gpus(1, 24)
+    assert with_shares(config_of(), remote=["generator"])[1] is None
+    inline = config_of(host="inline")
+    assert with_shares(inline) == (inline, None)
+
+
+def test_several_replicas_on_the_trainers_gpu_divide_what_it_leaves(gpus: Any) -> None:
+    gpus(1, 24)
+    shared, _ = with_shares(config_of(generator={"replicas": 3}))
+    assert shared.trainer.gpu_share + 3 * shared.generator.gpu_share <= 0.95
+
+
+def test_the_side_without_a_share_gets_what_the_other_leaves(gpus: Any) -> None:
+    gpus(1, 24)
+    shared, line = with_shares(config_of(trainer={"gpu_share": 0.5}))
+    assert (shared.trainer.gpu_share, shared.generator.gpu_share) == (0.5, 0.45)
+    assert line is not None
+    shared, _ = with_shares(config_of(generator={"gpu_share": 0.25}))
+    assert shared.trainer.gpu_share == 0.7
+
+
+@pytest.mark.parametrize(
+    ("changes", "gigabytes", "complaint"),
+    [
+        ({"trainer": {"gpu_share": 0.7}, "generator": {"gpu_share": 0.4}}, 24, r"(?s)sum to more than 1.*0\.7.*0\.4"),
+        ({"generator": {"gpu_share": 0.6, "replicas": 2}}, 24, r"(?s)sum to more than 1.*2 x generator.gpu_share"),
+        ({"trainer": {"gpu_share": 0.05}}, 24, "(?s)trainer is planned to take more.*0.05.*offload_moments"),
+        ({"generator": {"gpu_share": 0.01}}, 24, "(?s)generator is planned to take more.*num_slots"),
+        ({}, 3, "(?s)do not fit one GPU together.*trainer: .*weights.*generator: .*cuda:1"),
+        ({"generator": {"device": "cuda:1"}, "trainer": {"gpu_share": 0.01}}, 24, "trainer is planned to take more"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_starts(
+    changes: dict[str, Any], gigabytes: float, complaint: str, gpus: Any, tmp_path: Any
+) -> None:
+    gpus(2 if changes.get("generator", {}).get("device") == "cuda:1" else 1, gigabytes)
+    config = config_of(**changes)
+    with pytest.raises(ConfigError, match=complaint):
+        with_shares(config)
+    with pytest.raises(ConfigError, match=complaint):
+        slipstream.run("quickstart", overrides=_overrides(changes), out=tmp_path / "run", display=False)
+    assert not (tmp_path / "run" / "events.jsonl").exists()
+
+
+def _overrides(changes: dict[str, Any]) -> dict[str, Any]:
+    bf16 = {"device": "cuda", "precision": "bfloat16"}
+    sides = {name: bf16 | changes.get(name, {}) for name in ("trainer", "generator")}
+    return {"model": LARGE, **sides}
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"trainer": {"gpu_share": 0.5}}, "trainer.device = 'cuda'"),
+        ({"trainer": {"offload_moments": True}}, "moments lie there"),
+        ({"generator": {"gpu_share": 0.5}}, "generator.device = 'cuda'"),
+        ({"generator": {"gpu_share": 0.5, "engine": "vllm"}}, "generator.vllm.kv_cache_gb"),
+        ({"generator": {"gpu_share": 1.5}}, "gpu_share"),
+        ({"generator": {"gpu_share": 0.5, "device": "cuda"}, "host": "inline"}, "is a process's"),
+    ],
+)
+def test_what_the_schema_refuses(changes: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        resolve("quickstart", changes)
+
+
+def test_offloaded_moments_are_planned_with_one_tensors(gpus: Any) -> None:
+    plain, offloaded = (config_of(trainer={"offload_moments": offloads}) for offloads in (False, True))
+    shape = check_policy(plain)
+    with_moments, without = (trainer_bytes(config, shape) for config in (plain, offloaded))
+    table = shape.vocab_size * shape.hidden_size
+    assert without["moments"] == 8 * table
+    assert with_moments.total - without.total == with_moments["moments"] - 8 * table > 0
+    gpus(1, 24)
+    assert with_shares(offloaded)[0].generator.gpu_share >= with_shares(plain)[0].generator.gpu_share
+
+
+def test_pages_are_bounded_by_the_share(gpus: Any) -> None:
+    """Of all the GPU's memory, not of a part that is divided by replicas already."""
+    gpus(1, 24)
+    backend = NativeBackend.__new__(NativeBackend)
+    backend._device, backend.weights = torch.device("cuda", 0), SimpleNamespace(num_bytes=10**9)
+    backend._group = SimpleNamespace(max=lambda one: one)
+    for share, expected in ((0.5, 12e9), (None, 24e9)):
+        backend._config = config_of(generator={"gpu_share": share})
+        assert backend._kv_bytes() == kv_bytes_beside(10**9, int(expected))
+    backend._config = config_of(generator={"gpu_share": 0.25, "replicas": 2})
+    assert backend._kv_bytes() == kv_bytes_beside(10**9, int(6e9))
+
+
+def test_a_trainer_of_adapters_is_planned_by_their_rank() -> None:
+    plain, adapted = config_of(), config_of(model={**LARGE, "lora": {"rank": 4}})
+    shape = check_policy(plain)
+    whole, few = (trainer_bytes(config, shape) for config in (plain, adapted))
+    assert 0 < few["moments"] < 0.05 * whole["moments"]
+    assert few["weights"] >= whole["weights"]
+
+
+@pytest.mark.parametrize("rows", [8, 4096])
+def test_planned_bytes_of_a_generator_are_those_that_its_pages_take(rows: int) -> None:
+    config = config_of(generator={"num_slots": rows})
+    shape = check_policy(config)
+    planned = generator_bytes(config, shape, all_slots=True)
+    weights = planned["weights"] / 3
+    numbers = 2 * shape.num_layers * shape.kv_size * 2  # bytes of a token's keys and values in bfloat16
+    pages = -(-config.longest_sequence(shape.max_positions) // 16)
+    found = kv_bytes_beside(int(weights), int(planned.total / 0.85))
+    assert found == pytest.approx(rows * pages * 16 * numbers, rel=1e-3)
+
+
+def test_each_process_takes_its_share_before_anything_lies_on_the_gpu(
+    gpus: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus(1, 24)
+    taken: list[tuple[float, str]] = []
+
+    def take(share: float, device: torch.device) -> None:
+        taken.append((share, str(device)))
+        raise InterruptedError
+
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", take)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    config = config_of(trainer={"gpu_share": 0.5}, generator={"gpu_share": 0.25})
+    with pytest.raises(InterruptedError):
+        Policy(config)
+    tokenizer = build_tokenizer(config.model)
+    with pytest.raises(InterruptedError):
+        NativeBackend(config, tokenizer=tokenizer, seed=0, stop_token_ids=[], spans=NoSpans(), clock=WallClock())
+    assert taken == [(0.5, "cuda:0"), (0.25, "cuda:0")]
+    take_share(None, torch.device("cuda", 0))
+    take_share(0.5, torch.device("cpu"))
