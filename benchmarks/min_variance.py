@@ -36,7 +36,8 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     print(describe())
-    for given.completion in given.completions:
+    for completion in given.completions:
+        given.completion = completion
         sizes = {"prompts": {"max_prompt_tokens": given.prompt}, "generator": {"max_new_tokens": given.completion}}
         loss = {"name": "aipo", "params": {"level": "sequence", "max_ratio": 8.0}}
         seconds: dict[str, list[float]] = {name: [] for name in BASELINES}

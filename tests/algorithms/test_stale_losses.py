@@ -230,7 +230,9 @@ def test_the_cutoff_is_the_same_however_ranks_divide_the_tokens(squares, cuts, t
 @settings(max_examples=60, deadline=None)
 @given(
     completions=st.lists(
-        st.tuples(st.sampled_from([-1.5, 0.0, 0.7]), st.lists(st.sampled_from([0.02, 0.5, 1.0, 3.0, 40.0]), min_size=1)),
+        st.tuples(
+            st.sampled_from([-1.5, 0.0, 0.7]), st.lists(st.sampled_from([0.02, 0.5, 1.0, 3.0, 40.0]), min_size=1)
+        ),
         min_size=1,
         max_size=6,
     ),

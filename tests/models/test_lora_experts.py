@@ -1,4 +1,4 @@
-"""Adapters of joined experts against PEFT's `target_parameters`: losses, gradients, files in both directions, merged."""
+"""Adapters of joined experts against PEFT's `target_parameters`: losses, gradients, files both ways, merged."""
 
 from __future__ import annotations
 

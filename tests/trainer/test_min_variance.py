@@ -122,7 +122,7 @@ def test_the_gradient_is_the_printed_one(groups, advantages, max_ratio):
 
 def test_the_loss_is_that_of_the_advantages_it_trained_on(groups):
     loss = {"name": "aipo", "baseline": "min_variance", "advantages": "group_mean", "params": {"level": "sequence"}}
-    optimizer, metrics, twin, _ = trained(groups, loss=loss)
+    _, metrics, twin, _ = trained(groups, loss=loss)
     _, shifts = printed(groups, twin, max_ratio=4.0, normalised=False)
     total, count = 0.0, 0
     for group, shift in zip(groups, shifts, strict=True):

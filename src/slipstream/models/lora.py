@@ -144,7 +144,8 @@ class AdapterShape:
     """The adapter of a linear layer: of its `pieces`, ascending, each with A [rank, in_features] and B [rows, rank].
 
     That of E experts' joined matrices has A [E rank, in_features], expert behind expert, and B [rows, rank E], in which
-    an expert has every E-th column: so they lie in PEFT's files. One that `looks_up` gets tokens, A's columns. `precision` is that of the numbers that both sides compute with.
+    an expert has every E-th column: so they lie in PEFT's files. One that `looks_up` gets tokens, A's columns.
+    `precision` is that of the numbers that both sides compute with.
     """
 
     in_features: int

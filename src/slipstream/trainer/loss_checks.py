@@ -144,7 +144,7 @@ def _check_min_variance(config: RunConfig, loss: Loss) -> None:
     }
     if got := [one for one, is_wrong in wrong.items() if is_wrong]:
         raise ConfigError(
-            "a baseline of least variance is found from gradients that are proportional to one advantage per completion",
+            "a baseline of least variance needs gradients that are proportional to one advantage per completion",
             got=f"loss.baseline = 'min_variance' with {', '.join(got)}",
             allowed=f"{', '.join(PROPORTIONAL)} (aipo without eps_low and eps_high); advantages = 'group_mean' or "
             "'group_normalised', not whitened, of whole episodes, all trained on; nothing else in the loss",

@@ -64,7 +64,7 @@ class MinVariance:
         self._squares.clear()
 
     def finish(self) -> Metrics:
-        """Leave the sum in the optimizer's gradients; return how far the baselines are from those of `loss.advantages`."""
+        """Leave the sum in the optimizer's gradients; return how far the baselines are from the groups' means."""
         torch._foreach_copy_(self._optimizer.parameters.stored_grads(), self._total)
         moved = torch.tensor(self._baselines, dtype=torch.float64, device=self._total[0].device).abs()
         return {"baseline_shift": Mean(moved.sum(), torch.ones_like(moved).sum())}

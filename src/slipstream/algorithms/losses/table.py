@@ -258,7 +258,5 @@ def _built(name: str, params: tuple[tuple[str, float | str], ...], changed_ns: i
         elif isinstance(value, str) or not (value > above or is_zero) or value >= loss.below.get(param, math.nan):
             least = "number >= 0" if param in loss.from_zero else f"number > {above:g}"
             most = f" and < {loss.below[param]:g}" if param in loss.below else ""
-            raise ConfigError(
-                f"parameter '{param}' of loss '{name}' is out of range", got=value, allowed=least + most
-            )
+            raise ConfigError(f"parameter '{param}' of loss '{name}' is out of range", got=value, allowed=least + most)
     return replace(loss, params={**loss.params, **dict(params)})
