@@ -151,7 +151,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 83_940
+MAX_LINES = 84_260
 MAX_LINES_OF_SPINE = 1_600
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -163,22 +163,22 @@ SPINE = (
     "trainer/step.py",
 )
 MAX_LINES_OF_FOLDER = {
-    "algorithms": 2_310,
+    "algorithms": 2_360,
     "batching": 360,
     "controller": 6_055,
-    "core": 10_865,
+    "core": 10_880,
     "environments": 8_075,
     "evals": 2_685,
     "generator": 8_865,
     "jail": 1_060,
     "jobs": 975,
-    "models": 7_720,
+    "models": 7_860,
     "observe": 9_890,
-    "plan": 6_325,
+    "plan": 6_335,
     "prompts": 1_400,
     "rewards": 3_880,
     "stages": 2_700,
-    "trainer": 5_295,
+    "trainer": 5_410,
     "weight_sync": 3_480,
 }
 LONG_FUNCTIONS = dict.fromkeys(
