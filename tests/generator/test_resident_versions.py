@@ -60,7 +60,7 @@ def model_of(
         (24, "float32", False),
         (4, "bfloat16", False),
         (4, "float32", True),
-        (3, "bfloat16", True),
+        pytest.param(3, "bfloat16", True, marks=pytest.mark.slow),
     ],
 )
 def test_rows_of_three_versions_have_the_bits_of_engines_of_one(
