@@ -19,9 +19,9 @@ class MinVariance:
 
         grad = sum_i (A_i - b) h_i,   b = sum_i |h_i|^2 A_i / sum_i |h_i|^2 over the group of i
 
-    VCPO (arXiv:2602.17616), its off-policy optimal baseline, prints w_i |grad log pi(y_i)| for |h_i|. Here h_i is the
-    gradient of the loss of completion i at advantage 1, with that loss's ratios and divisor: equal up to a constant
-    where ratios are of whole completions, uncut, and the divisor is common. A constant of a group in its A_i cancels.
+    VCPO (arXiv:2602.17616): its authors print w_i |grad log pi(y_i)| for |h_i|. Here h_i is the gradient of the loss of
+    completion i at advantage 1, with that loss's ratios and divisor: equal up to a constant where ratios are of whole
+    completions, uncut, and the divisor is common. A constant of a group in its A_i cancels.
 
     Every rank reads `microbatches`, one completion at a time in canonical order, empty where it is another rank's: a
     gradient over all ranks is that of one completion then. Two more tensors like the gradient are held. Before each
