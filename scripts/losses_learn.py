@@ -78,6 +78,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "dppo_tv": {},
     "dppo_kl": {},
     "m2po": {},
+    "mu_grpo": {},
     "oapl": {"loss": {"advantages": "optimal"}},
     "ppo_head": {
         "loss": {"name": "ppo", **_ACTOR_CRITIC},
@@ -97,7 +98,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 A key is the loss, or a variant that names its own."""
 
-AWAITED = frozenset({"icepop", "sapo", "dppo_tv", "dppo_kl", "m2po", "oapl", "vcpo"})
+AWAITED = frozenset({"icepop", "sapo", "dppo_tv", "dppo_kl", "m2po", "mu_grpo", "oapl", "vcpo"})
 """Those whose runs are not in the page's table yet: `--losses` with these names, on a quiet machine, gives its rows."""
 
 

@@ -157,7 +157,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 84_540
+MAX_LINES = 84_860
 MAX_LINES_OF_SPINE = 1_600
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -169,22 +169,22 @@ SPINE = (
     "trainer/step.py",
 )
 MAX_LINES_OF_FOLDER = {
-    "algorithms": 2_310,
+    "algorithms": 2_355,
     "batching": 360,
     "controller": 6_070,
-    "core": 10_920,
+    "core": 10_930,
     "environments": 8_075,
     "evals": 2_685,
     "generator": 8_880,
     "jail": 1_060,
     "jobs": 975,
-    "models": 7_735,
+    "models": 7_875,
     "observe": 9_890,
-    "plan": 6_620,
+    "plan": 6_630,
     "prompts": 1_400,
     "rewards": 3_885,
     "stages": 2_715,
-    "trainer": 5_335,
+    "trainer": 5_450,
     "weight_sync": 3_585,
 }
 LONG_FUNCTIONS = dict.fromkeys(

@@ -192,6 +192,15 @@ HAND_DERIVED = [
         -(2.0 + 1.0 - 1.0) / 3,
         [-2 / 3, -1 / 3, 1 / 3],
     ),
+    # Ratio 2 triggers in the first completion, whose second token is left out where its advantage is negative.
+    ("mu_grpo", {}, {"veto_high": 1.5}, -(2.0 + 1.0 - 1.0) / 3, [-2 / 3, -1 / 3, 1 / 3]),
+    (
+        "mu_grpo",
+        {"advantages": tensor(-1.0, -1.0, -2.0)},
+        {"veto_high": 1.5, "eps_low": 0.2},
+        (2.0 + 1.6) / 3,
+        [2 / 3, 0.0, 0.0],
+    ),
     # Log-ratios log 2 and -log 2, halved, to be 1 and -2.
     (
         "oapl",
@@ -409,6 +418,13 @@ def test_some_numbers_may_be_zero():
     for value in (-1.0, math.nan):
         with pytest.raises(ConfigError, match="number >= 0"):
             loss_named("dpo", {"label_smoothing": value})
+
+
+def test_a_band_has_1_inside():
+    assert loss_named("mu_grpo", {"veto_low": 0.0, "veto_high": math.inf}).params["veto_low"] == 0.0
+    for param, value in (("veto_low", 1.0), ("veto_high", 1.0)):
+        with pytest.raises(ConfigError, match="number >= 0 and < 1" if param == "veto_low" else "number > 1"):
+            loss_named("mu_grpo", {param: value})
 
 
 def test_words_are_not_numbers():

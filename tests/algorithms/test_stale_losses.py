@@ -224,6 +224,57 @@ def test_the_cutoff_is_the_same_however_ranks_divide_the_tokens(squares, cuts, t
         assert torch.equal(cutoff_of(mine, threshold, others=others), whole)
 
 
+# mu-GRPO
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    completions=st.lists(
+        st.tuples(
+            st.sampled_from([-1.5, 0.0, 0.7]), st.lists(st.sampled_from([0.02, 0.5, 1.0, 3.0, 40.0]), min_size=1)
+        ),
+        min_size=1,
+        max_size=6,
+    ),
+    band=st.sampled_from([(0.2, 5.0), (0.0, 5.0), (0.2, INF), (0.6, 1.1), (0.0, INF)]),
+    clip=st.sampled_from([(0.2, 0.28), (0.8, 4.0), (INF, INF)]),
+)
+def test_mu_grpo_against_a_loop_over_tokens(completions, band, clip):
+    (low, high), (eps_low, eps_high) = band, clip
+    loss, grad, num_vetoed, total = 0.0, [], 0, sum(len(ratios) for _, ratios in completions)
+    for advantage, ratios in completions:
+        is_open = True
+        for ratio in ratios:
+            clipped = min(max(ratio, 1 - eps_low), 1 + eps_high)
+            is_counted = is_open or advantage >= 0
+            num_vetoed += not is_counted
+            loss -= min(ratio * advantage, clipped * advantage) / total if is_counted else 0.0
+            is_bound = (clipped - ratio) * advantage < 0
+            grad.append(-ratio * advantage / total if is_counted and not is_bound else 0.0)
+            is_open = is_open and low <= ratio <= high
+    inputs = random_inputs([len(ratios) for _, ratios in completions])
+    log_ratios = torch.tensor([ratio for _, ratios in completions for ratio in ratios], dtype=torch.float64).log()
+    advantages = torch.tensor([one for one, ratios in completions for _ in ratios], dtype=torch.float64)
+    inputs = replace(inputs, advantages=advantages, behaviour_logprobs=inputs.policy_logprobs - log_ratios)
+    params = {"eps_low": eps_low, "eps_high": eps_high}
+    got = evaluate("mu_grpo", inputs, veto_low=low, veto_high=high, **params)
+    assert got[0] == pytest.approx(loss, rel=1e-9, abs=1e-12)
+    torch.testing.assert_close(got[1], torch.tensor(grad, dtype=torch.float64), rtol=1e-9, atol=1e-12)
+    assert got[2]["vetoed_frac"] == pytest.approx(num_vetoed / total)
+    if band == (0.0, INF):
+        expected = evaluate("grpo", inputs, **params)
+        assert got[0] == expected[0]
+        assert torch.equal(got[1], expected[1])
+
+
+def test_on_policy_mu_grpo_is_grpo():
+    inputs = on_policy(random_inputs(LENGTHS))
+    got, expected = (evaluate(name, inputs, eps_low=0.2, eps_high=0.28) for name in ("mu_grpo", "grpo"))
+    assert got[0] == expected[0]
+    assert torch.equal(got[1], expected[1])
+    assert got[2]["vetoed_frac"] == 0.0
+
+
 # OAPL
 
 

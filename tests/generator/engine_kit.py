@@ -64,9 +64,12 @@ def fill(model: Transformer, seed: int, *, scale: float = 0.15) -> None:
                 parameter.normal_(std=scale, generator=generator)
 
 
-def adapted_model(rank: int = 4, seed: int = 0, precision: AdapterPrecision = "float32") -> Transformer:
-    """`random_model` with an adapter on every matrix, head and embedding; their numbers come with a version."""
-    model = random_model(seed)
+def adapted_model(
+    rank: int = 4, seed: int = 0, precision: AdapterPrecision = "float32", *, is_mixture: bool = False
+) -> Transformer:
+    """`random_model` or `random_mixture` with an adapter on every matrix, expert, head and embedding; their numbers
+    come with a version."""
+    model = random_mixture(seed) if is_mixture else random_model(seed)
     names = [piece.name for piece in matrices(model.config)]
     scale = {"rank": rank, "alpha": 2.0 * rank, "use_rslora": False}
     install(model, shapes_for(model.config, names, **scale, precision=precision))  # type: ignore[arg-type]

@@ -35,26 +35,39 @@ Key = tuple[int, int]
 
 
 def engine_with_versions(
-    rank: int = 4, precision: AdapterPrecision = "float32", **options: object
+    rank: int = 4, precision: AdapterPrecision = "float32", *, is_mixture: bool = False, **options: object
 ) -> tuple[Engine, ServedWeights]:
-    model = adapted_model(rank, precision=precision)
+    model = adapted_model(rank, precision=precision, is_mixture=is_mixture)
     weights = ServedWeights(model, "float32", keeps_versions=True)
     engine = new_engine(model, residents=weights, **options)
     take_version(engine, weights, 1)
     return engine, weights
 
 
-def model_of(version: int, rank: int = 4, precision: AdapterPrecision = "float32") -> Transformer:
-    model = adapted_model(rank, precision=precision)
+def model_of(
+    version: int, rank: int = 4, precision: AdapterPrecision = "float32", *, is_mixture: bool = False
+) -> Transformer:
+    model = adapted_model(rank, precision=precision, is_mixture=is_mixture)
     weights = ServedWeights(model, "float32")
     weights.rebind(adapters_of_version(weights, version))
     return model
 
 
-@pytest.mark.parametrize(("rank", "precision"), [(4, "float32"), (24, "float32"), (4, "bfloat16")])
-def test_rows_of_three_versions_have_the_bits_of_engines_of_one(rank: int, precision: AdapterPrecision) -> None:
-    engine, weights = engine_with_versions(rank, precision, stop_token_ids=[])
-    batch = requests(6, 3, max_new_tokens=30)  # in groups, whose prompts are prefilled once
+@pytest.mark.parametrize(
+    ("rank", "precision", "is_mixture"),
+    [
+        (4, "float32", False),
+        (24, "float32", False),
+        (4, "bfloat16", False),
+        (4, "float32", True),
+        pytest.param(3, "bfloat16", True, marks=pytest.mark.slow),
+    ],
+)
+def test_rows_of_three_versions_have_the_bits_of_engines_of_one(
+    rank: int, precision: AdapterPrecision, is_mixture: bool
+) -> None:
+    engine, weights = engine_with_versions(rank, precision, is_mixture=is_mixture, stop_token_ids=[])
+    batch = requests(6, 3, max_new_tokens=25 if is_mixture else 30)  # in groups, whose prompts are prefilled once
     finished: dict[Key, Finished] = {}
     for version in (1, 2, 3):
         if version > 1:
@@ -68,13 +81,15 @@ def test_rows_of_three_versions_have_the_bits_of_engines_of_one(rank: int, preci
     texts = defaultdict(set)
     for version in (1, 2, 3):
         part = batch[6 * version - 6 : 6 * version]
-        alone = run(new_engine(model_of(version, rank, precision), stop_token_ids=[]), part)
+        model = model_of(version, rank, precision, is_mixture=is_mixture)
+        alone = run(new_engine(model, stop_token_ids=[]), part)
         for key, expected in alone.items():
             assert_same_bits(finished[key], expected)
             assert finished[key].version_spans == (VersionSpan(start=0, version=version),)
         for other in (1, 2, 3):
+            model = model_of(other, rank, precision, is_mixture=is_mixture)
             begun = [replace(part[0], max_new_tokens=8)]
-            said = run(new_engine(model_of(other, rank, precision)), begun)[part[0].ordinal, 0]
+            said = run(new_engine(model), begun)[part[0].ordinal, 0]
             texts[version].add(said.tokens.tobytes())
     assert all(len(found) == 3 for found in texts.values()), "versions say different things"
 

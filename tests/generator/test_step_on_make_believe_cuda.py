@@ -202,11 +202,12 @@ def test_fp8_matrices_are_multiplied_as_they_are(family: str, cuda: None) -> Non
         assert (logits.shape, logits.dtype) == ((3, 2050), torch.float32)
 
 
-@pytest.mark.parametrize("records", [False, True])
-def test_a_step_of_a_mixture_of_experts_stays_on_the_device(records: bool, cuda: None) -> None:
+@pytest.mark.parametrize(("records", "lora"), [(False, False), (True, False), (True, True)])
+def test_a_step_of_a_mixture_of_experts_stays_on_the_device(records: bool, lora: bool, cuda: None) -> None:
     """Its rows are sorted by expert, and their experts recorded, without a number that the host has to see."""
     mixture = replace(CONFIG, family="qwen3_moe", qk_norm=True, num_experts=8, experts_per_token=2, expert_width=16)
-    model, _ = served_model(mixture, "bfloat16")
+    targets = ["q_proj", "gate_up_proj", "down_proj"]
+    model, _ = served_model(mixture, "bfloat16", *([LoraConfig(rank=8, targets=targets)] if lora else []))
     runner = PagedRunner(model, num_rows=8, max_len=64, attend=attend, fused=False, records_routes=records)
     with NoCopies():
         output = runner._step(runner._shape(8, 48, PLANS[0]))

@@ -86,6 +86,31 @@ def test_at_staleness_0_adapters_are_those_of_a_plain_loop(adapted, precision, a
     assert run.summary["staleness"]["max"] == 0
 
 
+EXPERTS = {"family": "qwen3_moe", "num_experts": 4, "lora": LORA | {"targets": ["v_proj", "gate_up_proj", "down_proj"]}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weight_update", ["at staleness 0", "between_batches", "in_flight"])
+def test_adapters_of_experts_in_a_run(adapted, weight_update, tmp_path):
+    """Equal to the plain loop at staleness 0; else audited, and published alone."""
+    overrides = adapted | {"model": adapted["model"] | EXPERTS, "steps": 2, "host": "inline"}
+    overrides |= SYNC if weight_update == "at staleness 0" else {"weight_update": weight_update}
+    run = slipstream.run("quickstart", overrides=overrides, out=tmp_path / "run", display=False)
+    tensors = adapters_of(run.out)
+    assert sum(".experts." in name for name in tensors) == 4 * adapted["model"]["num_layers"]
+    assert all(tensor.any() for tensor in tensors.values()), "all of them have moved"
+    if weight_update == "at staleness 0":
+        reference_run(resolve("quickstart", overrides), tmp_path / "reference")
+        assert_equal(run.out / "model", tmp_path / "reference")
+        return
+    audit(run.out)
+    errors = [event["probe_error"] for event in events_of(run.out) if event["type"] == "Swapped"]
+    assert errors
+    assert max(errors) < 1e-4
+    synced = run.summary["weight_sync"]
+    assert synced["bytes"] == synced["count"] * sum(tensor.nbytes for tensor in tensors.values())
+
+
 @pytest.mark.parametrize(
     ("weight_update", "precision", "base", "adapters"),
     [

@@ -293,7 +293,14 @@ MIXTURE = {"family": "qwen3_moe", "num_experts": 4}
             {"model": MIXTURE | {"lora": {"rank": 2, "base_precision": "int8"}}, "generator": {"precision": "int8"}},
             "model.lora.base_precision = 'int8'",
         ),
-        ({"model": MIXTURE | {"lora": {"rank": 2, "targets": ["up_proj"]}}}, "allowed: q_proj, k_proj, v_proj, o_proj"),
+        (
+            {"model": MIXTURE | {"lora": {"rank": 2, "targets": ["up_proj"]}}},
+            "allowed: q_proj, k_proj, v_proj, o_proj, gate_up_proj, down_proj",
+        ),
+        (
+            {"model": MIXTURE | {"lora": {"rank": 4, "targets": ["gate_up_proj"]}}, "generator": {"device": "cuda"}},
+            "a multiple of 8",
+        ),
         ({"generator": {"routing_replay": True}}, "a model without experts"),
     ],
 )

@@ -14,7 +14,7 @@ import training_jobs
 import transformers
 from covering import covering
 from lora_jobs import adapted, scattered
-from rank_models import CONFIGS
+from rank_models import CONFIGS, MIXTURE
 from rank_pool import RankPool
 from safetensors.torch import load_file, save_file
 from sharded_jobs import Layout, assembled
@@ -106,12 +106,16 @@ def test_twenty_steps_are_those_of_one_rank(ranks: RankPool, sections: dict[str,
 
 @pytest.mark.parametrize(
     ("case", "layout"),
-    covering(["mistral", "qwen3", "gpt_neox", "gpt2"], ["dp2", "tp2", "tp4", "dp2_tp2"], times=2),
+    [
+        *covering(["mistral", "qwen3", "gpt_neox", "gpt2"], ["dp2", "tp2", "tp4", "dp2_tp2"], times=2),
+        ("qwen3_moe", "dp2"),
+    ],
 )
 def test_gradients_of_every_family_are_those_of_one_rank(ranks: RankPool, case: str, layout: str) -> None:
     """Of Mistral's single key-value head all tensor-parallel ranks have a copy, of which each knows its queries'."""
-    norm, one = lora_jobs.gradient_alone(CONFIGS[case])
-    by_rank = ranks.run(lora_jobs.gradient, CONFIGS[case], LAYOUTS[layout], world=LAYOUTS[layout].world)
+    config = MIXTURE if case == "qwen3_moe" else CONFIGS[case]
+    norm, one = lora_jobs.gradient_alone(config)
+    by_rank = ranks.run(lora_jobs.gradient, config, LAYOUTS[layout], world=LAYOUTS[layout].world)
     assert [found for found, _ in by_rank] == pytest.approx([norm] * LAYOUTS[layout].world, rel=1e-5)
     assert relative([gradient for _, gradient in by_rank], one) < 3e-6
 

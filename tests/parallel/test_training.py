@@ -37,6 +37,10 @@ CASES = {
         "loss": {"name": "reinforce", "advantages": "reward", "whiten_advantages": "batch"},
         "trainer": {**TRAINER, "reduce_once": True, "recompute": True},
     },
+    "min_variance": {
+        "loss": {"name": "aipo", "baseline": "min_variance"},
+        "trainer": {**TRAINER, "reduce_once": True},
+    },
 }
 PACKING = {"num_microbatches", "tokens_read", "padding_frac", "padded_layout_frac", "rank_wait_frac", "train_s"}
 
@@ -49,6 +53,8 @@ OTHER_PAIRS = [
     ("whitened", "dp2"),
     ("ppo", "dp4"),
     ("ppo", "dp2_tp2"),
+    ("min_variance", "dp2"),
+    ("min_variance", "dp2_tp2"),
 ]
 
 

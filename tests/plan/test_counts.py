@@ -132,11 +132,14 @@ def test_counts_of_a_mixture_of_experts_are_those_of_the_module(case: str) -> No
     for precision in ("float32", "bfloat16", "int8"):
         layout = WeightLayout(model, precision)
         assert 0 <= layout.num_bytes - counts.served_bytes(precision) <= 2 * 64 * len(layout.stored)
-    found = adapters_of(config, 3)
-    shapes = shapes_for(config, targeted(config, []), rank=3, alpha=1.0, use_rslora=False)
-    assert found.params == sum(
-        shape.rank * (len(shape.pieces) * shape.in_features + sum(shape.rows)) for shape in shapes.values()
-    )
+    for targets in ([], ["q_proj", "gate_up_proj", "down_proj"], ["experts.down_proj", "lm_head"]):
+        found = adapters_of(config, 3, targets)
+        shapes = shapes_for(config, targeted(config, targets), rank=3, alpha=1.0, use_rslora=False)
+        sizes = {name: sum(p.numel() for p in Adapter(shape).parameters()) for name, shape in shapes.items()}
+        assert found.params == sum(sizes.values())
+        joined = sum(size for name, size in sizes.items() if "experts" in name)
+        assert (joined > 0) == bool(targets)
+        assert found.multiplied == pytest.approx(found.params - 4 / 6 * joined, abs=1)
     with pytest.raises(ConfigError, match="not divided"):
         _ = Counts(config, 2).params
     with pytest.raises(ConfigError, match="1 of 3 layers without"):

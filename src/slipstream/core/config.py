@@ -206,6 +206,11 @@ class RunConfig(Section):
         return self.trainer.minibatches * self.trainer.epochs
 
     @property
+    def capacity_tokens(self) -> int:
+        """The rows of an update's microbatch; 0 gives each completion a microbatch of its own."""
+        return 0 if self.loss.baseline == "min_variance" else self.trainer.microbatch_tokens
+
+    @property
     def has_critic(self) -> bool:
         return self.loss.advantages == "gae"
 

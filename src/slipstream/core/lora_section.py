@@ -26,8 +26,8 @@ class LoraConfig(Section):
     targets: list[str] = Field(
         default_factory=list,
         description="Layers that get an adapter, by the checkpoint's names as PEFT takes them: 'q_proj', 'c_attn', "
-        "'lm_head', 'layers.0.mlp.up_proj', and of the embedding of tokens: 'embed_tokens', 'wte', 'embed_in'. Empty: "
-        "every linear layer but the head.",
+        "'lm_head', 'layers.0.mlp.up_proj', of experts 'gate_up_proj', 'down_proj', and of the embedding of tokens: "
+        "'embed_tokens', 'wte', 'embed_in'. Empty: every linear layer but experts and the head.",
     )
     use_rslora: bool = Field(False, description="Multiply by alpha / sqrt(r) instead (arXiv:2312.03732).")
     dropout: Annotated[Number, Field(ge=0, lt=1)] = Field(

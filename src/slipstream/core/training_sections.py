@@ -62,6 +62,12 @@ class LossConfig(Section):
         "optimal_beta), or r - reward of the greedy completion (ReMax: one more is sampled), over the group; from a "
         "critic; or the reward itself.",
     )
+    baseline: Literal["mean", "min_variance"] = Field(
+        "mean",
+        description="What group_mean and group_normalised take off a reward: the group's mean, or its mean weighted by "
+        "the squared norms of its completions' gradients (VCPO). That takes a backward pass for each completion, one "
+        "after the other over all ranks, and two more gradients of memory.",
+    )
     credit: Literal["episode", "turn"] = Field(
         "episode",
         description="Reward that an episode's turn is judged by: the whole one, or what it brings from this turn on, "

@@ -2,6 +2,7 @@
 
     y = W x + b,   and on the rows of each adapted matrix p within it:   y_p += s B_p A_p x
     y_t = E_t,     and where the embedding of tokens is adapted:         y_t += s B A_{:,t}
+    and of the experts of a mixture, each with an A and a B of its own:  y_p += s B_e A_e x_p for a row p of expert e
 
 Hu et al. (arXiv:2106.09685), section 4.1; s = alpha / r, or alpha / sqrt(r) (rsLoRA, arXiv:2312.03732). The matrices
 that are adapted are those of the checkpoint (q, k and v are rows of one `Linear` here), by the names that PEFT gives
@@ -27,12 +28,13 @@ from torch import Tensor, nn
 from slipstream.core.errors import ConfigError
 from slipstream.core.lora_section import AdapterPrecision
 from slipstream.models.config import TransformerConfig
-from slipstream.models.experts import ExpertsLinear
+from slipstream.models.experts import ExpertsLinear, Groups, grouped_product
 from slipstream.models.layout import LogicalTensor, layout
 from slipstream.models.linear import Embedding, Linear, linear
 from slipstream.models.transformer import OneRank, Ranks, Transformer
 
 Product = Callable[[Tensor], Tensor]
+GroupedProduct = Callable[[Tensor, Groups], Tensor]
 HEAD = "head"
 """The head among linear layers, tied or not."""
 HEAD_NAME, OLD_HEAD_NAME = "lm_head", "embed_out"
@@ -46,7 +48,8 @@ class Piece:
     """A matrix of the checkpoint within a linear layer, `name` without '.weight': its rows, in the file's order.
 
     They are the layer's rows start + sum_d index[d] strides[d], for all indices over `sizes`, the last one fastest.
-    `stacked` and `unit` say how several ranks divide them (`layout.LogicalTensor`).
+    `stacked` and `unit` say how several ranks divide them (`layout.LogicalTensor`). Of the joined matrices of
+    `num_experts` experts the rows are those of one.
     """
 
     name: str
@@ -55,6 +58,7 @@ class Piece:
     strides: tuple[int, ...]
     stacked: int = 1
     unit: int = 1
+    num_experts: int = 0
 
     @property
     def num_rows(self) -> int:
@@ -91,22 +95,33 @@ def layers_of(config: TransformerConfig, ranks: Ranks) -> dict[str, Fused]:
     linears = {
         module.weight.untyped_storage()._cdata: (name, module)
         for name, module in model.named_modules()
-        if isinstance(module, Linear) and not isinstance(module, ExpertsLinear)
+        if isinstance(module, Linear)
     }
     pieces: dict[str, list[Piece]] = defaultdict(list)
     tensors = layout(model)
     for tensor in tensors:
         owner = linears.get(tensor.view.untyped_storage()._cdata)
-        if owner is not None and tensor.name.endswith(".weight"):
+        if owner is not None and tensor.name.endswith(".weight") and not isinstance(owner[1], ExpertsLinear):
             pieces[owner[0]].append(_piece(tensor, owner[1].in_features))
-    found = {
-        name: Fused(module.in_features, module.out_features, tuple(pieces[name])) for name, module in linears.values()
-    }
+    found = {}
+    for name, module in linears.values():
+        out_features = module.out_features
+        if isinstance(module, ExpertsLinear):
+            out_features //= module.num_experts
+            piece = Piece(_joined_name(name), 0, (out_features,), (1,), num_experts=module.num_experts)
+            pieces[name] = [piece]
+        found[name] = Fused(module.in_features, out_features, tuple(pieces[name]))
     rows = len(ranks.vocab_rows(config.vocab_size))
     found[HEAD] = Fused(config.hidden_size, rows, (Piece(HEAD_NAME, 0, (rows,), (1,)),))
     piece = Piece(tensors[0].name.removesuffix(".weight"), 0, (config.hidden_size,), (1,))
     found[EMBEDDING] = Fused(config.vocab_size, config.hidden_size, (piece,))
     return found
+
+
+def _joined_name(layer: str) -> str:
+    """Return what transformers calls the parameter in which it joins the experts' matrices `layer` of all families."""
+    experts, _, attribute = layer.rpartition(".experts.")
+    return f"model.{experts}.mlp.experts.{'gate_up_proj' if attribute == 'up' else 'down_proj'}"
 
 
 def _piece(tensor: LogicalTensor, in_features: int) -> Piece:
@@ -128,7 +143,9 @@ def _piece(tensor: LogicalTensor, in_features: int) -> Piece:
 class AdapterShape:
     """The adapter of a linear layer: of its `pieces`, ascending, each with A [rank, in_features] and B [rows, rank].
 
-    One that `looks_up` gets tokens, A's columns. `precision` is that of the numbers that both sides compute with.
+    That of E experts' joined matrices has A [E rank, in_features], expert behind expert, and B [rows, rank E], in which
+    an expert has every E-th column: so they lie in PEFT's files. One that `looks_up` gets tokens, A's columns.
+    `precision` is that of the numbers that both sides compute with.
     """
 
     in_features: int
@@ -159,8 +176,22 @@ class AdapterShape:
         return [piece.num_rows for piece in self.pieces]
 
     @property
+    def num_experts(self) -> int:
+        return self.pieces[0].num_experts
+
+    @property
+    def width(self) -> int:
+        """The rows of A of a piece, and the columns of B: `rank`, for each expert."""
+        return self.rank * max(self.num_experts, 1)
+
+    def of_experts(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """Return A [E, rank, in_features] and B [E, rows, rank] of the experts."""
+        count, rank = self.num_experts, a.shape[0] // self.num_experts
+        return a.view(count, rank, -1), b.view(-1, rank, count).permute(2, 0, 1)
+
+    @property
     def num_params(self) -> int:
-        return self.rank * (len(self.pieces) * self.in_features + sum(self.rows))
+        return self.width * (len(self.pieces) * self.in_features + sum(self.rows))
 
     def add(self, out: Tensor, parts: Sequence[Tensor]) -> Tensor:
         """Add the `parts` of the pieces to `out` [..., out_features] where they belong, in place."""
@@ -214,6 +245,27 @@ def adapted_product(
     return _Added.apply(out, shape, *parts) if torch.is_grad_enabled() else shape.add(out, parts)  # type: ignore
 
 
+def adapted_experts(
+    x: Tensor,
+    groups: Groups,
+    *,
+    base: GroupedProduct,
+    down: GroupedProduct,
+    up: GroupedProduct,
+    shape: AdapterShape,
+    own: OwnVersion | None = None,
+) -> Tensor:
+    """`adapted_product` of rows x [P, in_features] sorted by expert, whose A's and B's are their experts'."""
+    scale = shape.scaling if own is None else own.scale.index_select(0, groups.source)
+    return base(x, groups) + up(down(x, groups) * scale, groups)
+
+
+def stacked_experts(shape: AdapterShape, versions: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Return A [E, K rank, in_features] and B [E, rows, K rank] of K `versions` of an adapter of experts."""
+    each = [shape.of_experts(a, b) for a, b in versions]
+    return torch.cat([a for a, _ in each], 1), torch.cat([b for _, b in each], 2)
+
+
 def stacked_adapter(shape: AdapterShape, versions: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Return the A's and B's of K `versions` of one adapter as `adapted_product` takes them with `own`.
 
@@ -234,8 +286,8 @@ class Adapter(nn.Module):
     def __init__(self, shape: AdapterShape) -> None:
         super().__init__()
         self.shape = shape
-        self.a = nn.Parameter(torch.empty(len(shape.pieces) * shape.rank, shape.in_features))
-        self.b = nn.Parameter(torch.empty(sum(shape.rows), shape.rank))
+        self.a = nn.Parameter(torch.empty(len(shape.pieces) * shape.width, shape.in_features))
+        self.b = nn.Parameter(torch.empty(sum(shape.rows), shape.width))
 
     def forward(self, x: Tensor, base: Product) -> Tensor:
         """Add to `base`(x), of x [N, in_features] -> [N, out_features]; products are in the precision of x, if any."""
@@ -245,6 +297,16 @@ class Adapter(nn.Module):
         down = rows_of(a.t()) if self.shape.looks_up else partial(linear, weight=a)
         up = [partial(linear, weight=rows) for rows in torch.split(b, self.shape.rows)]
         return adapted_product(x, base=base, down=down, up=up, shape=self.shape)
+
+    def of_groups(self, x: Tensor, groups: Groups, base: GroupedProduct) -> Tensor:
+        """`forward` of rows x [P, in_features] sorted by expert -> [P, out_features of one]."""
+        a, b = self.shape.rounded(self.a).to(x.dtype), self.shape.rounded(self.b).to(x.dtype)
+        down, up = (partial(_grouped, weight=one.contiguous()) for one in self.shape.of_experts(a, b))
+        return adapted_experts(x, groups, base=base, down=down, up=up, shape=self.shape)
+
+
+def _grouped(x: Tensor, groups: Groups, *, weight: Tensor) -> Tensor:
+    return grouped_product(x, weight, groups)
 
 
 class AdaptedLinear(Linear):
@@ -260,6 +322,20 @@ class AdaptedLinear(Linear):
         """x [N, in_features] -> [N, out_features]."""
         out: Tensor = self.adapter(x, super().forward)
         return out
+
+
+class AdaptedExperts(ExpertsLinear):
+    """An `ExpertsLinear` over the weights of `base`, with an adapter of every expert beside them."""
+
+    def __init__(self, base: ExpertsLinear, adapter: Adapter) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features, self.num_experts = base.in_features, base.out_features, base.num_experts
+        self.weight, self.adapter = base.weight, adapter
+        self.register_parameter("bias", None)
+
+    def forward(self, x: Tensor, groups: Groups) -> Tensor:  # type: ignore[override]
+        """x [P, in_features], sorted by expert -> [P, out_features of one]."""
+        return self.adapter.of_groups(x, groups, super().forward)
 
 
 class AdaptedEmbedding(Embedding):
@@ -325,7 +401,10 @@ def install(model: Transformer, shapes: Mapping[str, AdapterShape]) -> Transform
             owner = model.get_submodule(parent)
             layer = owner.get_submodule(attribute)
             assert isinstance(layer, Linear), "linear_layers has named it"
-            setattr(owner, attribute, AdaptedLinear(layer, adapter))
+            if isinstance(layer, ExpertsLinear):
+                setattr(owner, attribute, AdaptedExperts(layer, adapter))
+            else:
+                setattr(owner, attribute, AdaptedLinear(layer, adapter))
     return model
 
 
@@ -386,6 +465,10 @@ def merged(model: Transformer) -> Transformer:
     for name, shape in shapes.items():
         weight = weights[f"{name}.weight"].t() if shape.looks_up else weights[f"{name}.weight"]
         a, b = (shape.rounded(tensors[f"{name}.adapter.{which}"]) for which in "ab")
+        if shape.num_experts:
+            down, up = shape.of_experts(a, b)
+            weight.add_(shape.scaling * (up @ down).flatten(0, 1))
+            continue
         for piece, down, up in zip(shape.pieces, torch.split(a, shape.rank), torch.split(b, shape.rows), strict=True):
             weight[piece.start : piece.start + piece.num_rows] += shape.scaling * (up @ down)
     return whole
@@ -404,13 +487,24 @@ def adapter_tensors(
     for layer, shape in shapes.items():
         a, b = (parameters[f"{layer}.adapter.{which}"].detach() for which in "ab")
         suffixes = (EMBEDDING_A, EMBEDDING_B) if shape.looks_up else (A_SUFFIX, B_SUFFIX)
-        pieces = zip(shape.pieces, torch.split(a, shape.rank), torch.split(b, shape.rows), strict=True)
+        pieces = zip(shape.pieces, torch.split(a, shape.width), torch.split(b, shape.rows), strict=True)
         for piece, down, rows in pieces:
-            yield f"{layer}.adapter.a", LogicalTensor(piece.name + suffixes[0], down, tuple(down.shape))
+            name = _wrapper(piece.name, layer, shapes) if shape.num_experts else piece.name
+            yield f"{layer}.adapter.a", LogicalTensor(name + suffixes[0], down, tuple(down.shape))
             strides = tuple(stride * b.stride(0) for stride in piece.strides)
-            up = rows.as_strided((*piece.sizes, shape.rank), (*strides, b.stride(1)))
-            b_shape = piece.num_rows, shape.rank
-            yield f"{layer}.adapter.b", LogicalTensor(piece.name + suffixes[1], up, b_shape, piece.stacked, piece.unit)
+            up = rows.as_strided((*piece.sizes, shape.width), (*strides, b.stride(1)))
+            b_shape = piece.num_rows, shape.width
+            yield f"{layer}.adapter.b", LogicalTensor(name + suffixes[1], up, b_shape, piece.stacked, piece.unit)
+
+
+def _wrapper(name: str, layer: str, shapes: Mapping[str, AdapterShape]) -> str:
+    """Return PEFT's name of the module that holds the adapter of a parameter `name` of joined experts.
+
+    It wraps the module of the parameters, once for each that is adapted: the last of them is outermost.
+    """
+    owner, _, attribute = layer.rpartition(".")
+    is_inner = attribute == "up" and f"{owner}.down" in shapes
+    return name.rpartition(".")[0] + ".base_layer" * is_inner
 
 
 def meta_parameters(shapes: Mapping[str, AdapterShape]) -> dict[str, Tensor]:
@@ -455,13 +549,13 @@ def is_named(piece: Piece, target: str) -> bool:
 
 
 def targeted(config: TransformerConfig, targets: Collection[str]) -> list[str]:
-    """Return the names of the matrices that `targets` mean; of none, all but the head and the embedding.
+    """Return the names of the matrices that `targets` mean; of none, all but experts, the head and the embedding.
 
     ConfigError for a target that means none.
     """
     every = matrices(config)
     if not targets:
-        return [piece.name for piece in every[:-2]]
+        return [piece.name for piece in every[:-2] if not piece.num_experts]
     for target in targets:
         if not any(is_named(piece, target) for piece in every):
             allowed = list(dict.fromkeys(piece.target for piece in every))

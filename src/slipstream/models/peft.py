@@ -9,7 +9,7 @@ What cannot be computed here as PEFT does it is refused.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from slipstream.models.lora import (
     HEAD_NAME,
     OLD_HEAD_NAME,
     AdapterShape,
+    Piece,
     adapter_tensors,
     drawn_adapter,
     install,
@@ -81,7 +82,7 @@ class AdapterFields(BaseModel):
     layer_replication: Any = None
     trainable_token_indices: Any = None
     ensure_weight_tying: bool = False
-    target_parameters: Any = None
+    target_parameters: list[str] | None = None
 
 
 def read_fields(path: Path) -> AdapterFields:
@@ -101,7 +102,7 @@ def read_fields(path: Path) -> AdapterFields:
             name: vars(fields)[name]
             for name in (
                 *("rank_pattern", "alpha_pattern", "use_dora", "use_qalora", "lora_bias"),
-                *("modules_to_save", "layer_replication", "trainable_token_indices", "target_parameters"),
+                *("modules_to_save", "layer_replication", "trainable_token_indices"),
                 "ensure_weight_tying",
             )
         },
@@ -111,7 +112,7 @@ def read_fields(path: Path) -> AdapterFields:
         raise ConfigError(
             f"the adapter in {path} is of a kind that is not supported",
             got=", ".join(given) or f"peft_type = {clip(fields.peft_type, 60)}",
-            allowed="plain LoRA: linear layers and the embedding, of one rank and alpha, the base as it is",
+            allowed="plain LoRA: linear layers, experts and the embedding, of one rank and alpha, the base as it is",
             hint="merge it in PEFT (`merge_and_unload`, `save_pretrained`), and start from that model",
         )
     return fields
@@ -157,6 +158,8 @@ def stored_shapes(
     headers = {matrix_name(name): header for name, header in tensor_headers(path / ADAPTER_WEIGHTS).items()}
     suffixes = (A_SUFFIX, B_SUFFIX, EMBEDDING_A, EMBEDDING_B)
     names = {name.removesuffix(suffix) for name in headers for suffix in suffixes if name.endswith(suffix)}
+    joined = fields.target_parameters or []
+    names |= {one.name for one in matrices(config) if one.num_experts and any(is_named(one, name) for name in joined)}
     shapes = shapes_for(
         config, names, rank=fields.r, alpha=fields.lora_alpha, use_rslora=fields.use_rslora, precision=precision
     )
@@ -334,9 +337,10 @@ def _named(base: Path | None, cached: HubId | None) -> dict[str, str | None]:
 def config_to_peft(shapes: Mapping[str, AdapterShape], config: TransformerConfig) -> dict[str, Any]:
     """Return the adapter_config.json of adapters beside a base of `config`, but for the base's name."""
     shape = next(iter(shapes.values()))
-    adapted = {piece.name for one in shapes.values() for piece in one.pieces}
-    targets = sorted({name.rpartition(".")[2] for name in adapted})
-    meant = {piece.name for piece in matrices(config) if any(is_named(piece, target) for target in targets)}
+    every, own = matrices(config), [piece for one in shapes.values() for piece in one.pieces]
+    modules, joined = (
+        _targets([one for one in own if bool(one.num_experts) == is_joined], every) for is_joined in (False, True)
+    )
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -344,10 +348,20 @@ def config_to_peft(shapes: Mapping[str, AdapterShape], config: TransformerConfig
         "lora_alpha": shape.alpha,
         "lora_dropout": 0.0,
         "use_rslora": shape.use_rslora,
-        "target_modules": targets if meant == adapted else sorted(adapted),
+        "target_modules": modules,
+        **({"target_parameters": joined} if joined else {}),
         "fan_in_fan_out": config.family == "gpt2",  # its linear layers are `Conv1D`
         "bias": "none",
         "init_lora_weights": True,
         "inference_mode": True,
         "modules_to_save": None,
     }
+
+
+def _targets(adapted: Sequence[Piece], every: Sequence[Piece]) -> list[str]:
+    """Return the last parts of the names of `adapted` matrices, or the names if others of their kind have these."""
+    found = {piece.name for piece in adapted}
+    targets = sorted({piece.target for piece in adapted})
+    is_joined = bool(adapted) and bool(adapted[0].num_experts)
+    alike = {one.name for one in every if bool(one.num_experts) == is_joined and one.target in targets}
+    return targets if alike == found else sorted(found)

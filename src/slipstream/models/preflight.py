@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -15,6 +16,7 @@ from slipstream.models.foreign_text import rehearse_tokenizer
 from slipstream.models.hf import canonical_name, misfit, read_hf_config, weight_files
 from slipstream.models.hub import is_adapter
 from slipstream.models.layout import layout
+from slipstream.models.lora import AdapterShape
 from slipstream.models.peft import base_folder, planned_shapes, stored_shapes, tokenizer_folder
 from slipstream.models.safetensors_file import Header, tensor_headers
 from slipstream.models.scalar import HEAD_NAME
@@ -22,6 +24,8 @@ from slipstream.models.sizes import check_tables
 from slipstream.models.tokenizer import Tokenizer, has_tokenizer
 from slipstream.models.transformer import Transformer
 
+GROUPED_MULTIPLE = 8
+"""Of rows and columns in `torch._grouped_mm` of bfloat16: 16 bytes."""
 Head = Literal["language", "score", "any"]
 """The head of a checkpoint: logits, one score, or either."""
 
@@ -53,7 +57,7 @@ def check_policy(config: RunConfig, *, is_sampled: bool = True) -> TransformerCo
     if shape.num_experts:
         _check_mixture(config)
     if config.model.lora.is_set:
-        planned_shapes(config.model.lora, shape)
+        _check_ranks(config, planned_shapes(config.model.lora, shape))
     if is_sampled:
         _check_lengths(config, shape)
         _check_ends(config, tokenizer, shape)
@@ -74,6 +78,17 @@ def _check_mixture(config: RunConfig) -> None:
             raise ConfigError(
                 f"a mixture of experts is not supported with this {field}", got=f"{field} = {got!r}", allowed=allowed
             )
+
+
+def _check_ranks(config: RunConfig, shapes: Mapping[str, AdapterShape]) -> None:
+    """Raise ConfigError for adapters of experts whose products a GPU's grouped kernel has no alignment for."""
+    ranks = {shape.rank for shape in shapes.values() if shape.num_experts and shape.rank % GROUPED_MULTIPLE}
+    if ranks and "cuda" in (config.trainer.device, config.generator.device):
+        raise ConfigError(
+            "on GPUs the rank of experts' adapters is a multiple of what grouped products align to",
+            got=f"rank {', '.join(map(str, ranks))}",
+            allowed=f"a multiple of {GROUPED_MULTIPLE}",
+        )
 
 
 def check_checkpoint(path: Path, head: Head) -> TransformerConfig:

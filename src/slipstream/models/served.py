@@ -33,11 +33,14 @@ from slipstream.models.lora import (
     EMBEDDING,
     HEAD,
     AdapterShape,
+    GroupedProduct,
     OwnVersion,
+    adapted_experts,
     adapted_product,
     rows_of,
     shapes_of,
     stacked_adapter,
+    stacked_experts,
 )
 from slipstream.models.products import (
     PACKS,
@@ -57,7 +60,7 @@ from slipstream.models.transformer import Transformer
 class ServedExperts(nn.Module):
     """Stands in for an `ExpertsLinear`; its products, one for each expert, are exchanged with the weights."""
 
-    product: ExpertsProduct
+    product: GroupedProduct
 
     def __init__(self, num_experts: int) -> None:
         super().__init__()
@@ -88,7 +91,7 @@ class _Version:
     products: Mapping[str, Product]  # by the layer's name, of linear ones and `EMBEDDING`
     head: Product
     vectors: Mapping[str, Tensor]  # norms, routers and position embeddings
-    experts: Mapping[str, ExpertsProduct] = field(default_factory=dict)
+    experts: Mapping[str, GroupedProduct] = field(default_factory=dict)
     adapters: Mapping[str, tuple[Tensor, Tensor]] | None = None  # A and B by the layer's name
 
 
@@ -111,15 +114,26 @@ class FrozenBase:
     def stacked(self, versions: Sequence[_Version], own: OwnVersion) -> _Version:
         """Return the base with the adapters of all `versions`, of which each row of a pass has its `own`."""
         each = [version.adapters for version in versions if version.adapters is not None]
-        stacks = {name: stacked_adapter(shape, [one[name] for one in each]) for name, shape in self.shapes.items()}
+        stacks = {
+            name: (stacked_experts if shape.num_experts else stacked_adapter)(shape, [one[name] for one in each])
+            for name, shape in self.shapes.items()
+        }
         return self._beside(stacks, packs=True, own=own)
 
     def _beside(
         self, adapters: Mapping[str, tuple[Tensor, Tensor]], *, packs: bool, own: OwnVersion | None = None
     ) -> _Version:
-        products = {**self.version.products, HEAD: self.version.head}
+        products, experts = {**self.version.products, HEAD: self.version.head}, dict(self.version.experts)
         for name, (a, b) in adapters.items():
             shape = self.shapes[name]
+            if shape.num_experts:
+                pair = (a, b) if own is not None else stacked_experts(shape, [(a, b)])
+                grouped = [ExpertsProduct(one.flatten(0, 1), None, shape.num_experts, packs=packs) for one in pair]
+                base = experts[name]
+                experts[name] = partial(
+                    adapted_experts, base=base, down=grouped[0], up=grouped[1], shape=shape, own=own
+                )
+                continue
             if shape.looks_up:
                 down: Product = rows_of(a.t().contiguous() if packs else a.t())
             else:
@@ -132,7 +146,7 @@ class FrozenBase:
                 shape=shape,
                 own=own,
             )
-        return replace(self.version, products=products, head=products[HEAD])
+        return replace(self.version, products=products, head=products[HEAD], experts=experts)
 
 
 class _Skeleton:
@@ -453,7 +467,7 @@ class ServedWeights:
             products[name] = self._product(
                 f"{name}.weight", take(f"{name}.weight"), None if bias is None else bias.values, packs
             )
-        experts = {}
+        experts: dict[str, GroupedProduct] = {}
         for name, module in self._serving.experts.items():
             weight = take(f"{name}.weight")
             values = self._held(f"{name}.weight", weight)

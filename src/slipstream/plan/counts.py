@@ -190,8 +190,9 @@ class Adapters:
     """Adapters of low rank beside a model (docs/lora.md): the numbers of all A and B, `head_params` those of the head.
 
     `kernels` start in a decode step, over all layers: in a linear layer one for all A, one for each B, and one that
-    adds. Of an embedding A is looked up, of `table_params`. `item` are the bytes of a number in a version, at every
-    precision of the generators. With tensor parallelism every rank is taken to have all of them.
+    adds. `table_params` take part in no product of a token: A of an embedding, and the experts that it does not go
+    through (a decode step is taken to meet no more). `item` are the bytes of a number in a version, at every precision
+    of the generators. With tensor parallelism every rank is taken to have all of them.
     """
 
     params: int
@@ -220,17 +221,18 @@ _LINEARS = {
     "gpt_neox": "gpt_neox.layers attention.query_key_value attention.dense mlp.dense_h_to_4h mlp.dense_4h_to_h",
 }
 """The names of a layer's matrices in the checkpoint, behind their prefix; with a plus: one linear layer here."""
+_EXPERTS = ".mlp.experts."
 _EMBEDDINGS = {"gpt2": "transformer.wte", "gpt_neox": "gpt_neox.embed_in"}
 
 
 def adapters_of(
     model: TransformerConfig, rank: int, targets: Collection[str] = (), precision: Precision = "float32"
 ) -> Adapters:
-    """Return the adapters of the matrices that `targets` mean, the ends of their names; of none, all linear layers.
+    """Return the adapters of the matrices that `targets` mean, the ends of their names; of none, all but experts.
 
     ConfigError for a target that means none. Identity: those that `models/lora.py` makes.
     """
-    every = list(_matrices(model))
+    every = [one for one in _matrices(model) if targets or _EXPERTS not in one[0]]
     allowed = list(dict.fromkeys(name.rpartition(".")[2] for name, *_ in every))
     wanted = [HEAD if target == "embed_out" else target for target in targets] or allowed[:-2]
     chosen = dict[str, tuple[str, int, int]]()
@@ -242,12 +244,17 @@ def adapters_of(
         chosen |= meant
     sizes = {name: rank * (columns + rows) for name, (_, columns, rows) in chosen.items()}
     kernels = len(chosen) + 2 * len({linear for linear, *_ in chosen.values()})
+    idle = 1 - model.experts_per_token / max(model.num_experts, 1)
     tables = rank * model.vocab_size * (every[-1][0] in chosen)
+    tables += round(idle * sum(size for name, size in sizes.items() if _EXPERTS in name))
     return Adapters(sum(sizes.values()), sizes.get(HEAD, 0), kernels, tables, int(BYTES[precision]))
 
 
 def _matrices(model: TransformerConfig) -> Iterator[tuple[str, str, int, int]]:
-    """Yield the matrices that may have an adapter, no experts: name, layer, columns, rows; head and embedding last."""
+    """Yield the matrices that may have an adapter: name, layer, columns, rows; head and embedding last.
+
+    Columns and rows of all experts where they are joined.
+    """
     prefix, *linears = _LINEARS.get(model.family, _LLAMA).split()
     hidden, inner, query, kv = model.hidden_size, model.intermediate_size, model.query_size, model.kv_size
     up = (inner,) * (1 + model.gated_mlp)
@@ -257,6 +264,10 @@ def _matrices(model: TransformerConfig) -> Iterator[tuple[str, str, int, int]]:
             names = linear.split("+")
             for name, num_rows in zip(names, rows if len(names) > 1 else (sum(rows),), strict=True):
                 yield f"{prefix}.{index}.{name}", f"{index}.{linear}", columns, num_rows
+        if model.is_sparse(index):
+            width, joined = model.num_experts * model.expert_width, model.num_experts * hidden
+            yield f"{prefix}.{index}{_EXPERTS}gate_up_proj", f"{index}.experts.up", joined, 2 * width
+            yield f"{prefix}.{index}{_EXPERTS}down_proj", f"{index}.experts.down", width, joined
     yield HEAD, HEAD, hidden, model.vocab_size
     name = _EMBEDDINGS.get(model.family, "model.embed_tokens")
     yield name, name, model.vocab_size, hidden

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 from slipstream.algorithms.losses import LOSSES, loss_named
 from slipstream.algorithms.losses.table import Loss
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.other_names import sentence_of_value
 from slipstream.core.teacher_section import DISTILL
+
+PROPORTIONAL = ("reinforce", "cispo", "aipo", "aipo_masked", "rloo", "copg")
+"""Losses whose gradient is the advantage times something that does not depend on it (`aipo` without PPO's clip)."""
 
 
 def needed_columns(config: RunConfig) -> tuple[str, ...]:
@@ -51,6 +56,8 @@ def check_loss(config: RunConfig) -> None:
         raise ConfigError(what, got="loss.advantages = 'greedy_baseline'", allowed="any other")
     _check_teacher(config)
     _check_beside(config, loss)
+    if config.loss.baseline == "min_variance":
+        _check_min_variance(config, loss)
     if ":" in config.loss.name:
         from slipstream.algorithms.losses.trial import try_loss
 
@@ -118,3 +125,28 @@ def _check_beside(config: RunConfig, loss: Loss) -> None:
     if loss.unit != "token" and config.has_critic:
         what = f"loss '{config.loss.name}' is of whole completions, a critic's advantages are of tokens"
         raise ConfigError(what, got="loss.advantages = 'gae'", allowed="a token loss with it, e.g. 'ppo'")
+
+
+def _check_min_variance(config: RunConfig, loss: Loss) -> None:
+    """Raise ConfigError where a completion's gradient is not its advantage times the one at advantage 1."""
+    section, clips = config.loss, [loss.params.get(f"eps_{side}", math.inf) for side in ("low", "high")]
+    is_clipped = section.name == "aipo" and any(one != math.inf for one in clips)
+    wrong = {
+        f"loss.name = '{section.name}'" + " with eps_low or eps_high" * is_clipped: is_clipped
+        or section.name not in PROPORTIONAL,
+        f"loss.advantages = '{section.advantages}'": section.advantages not in ("group_mean", "group_normalised"),
+        f"loss.whiten_advantages = '{section.whiten_advantages}'": section.whiten_advantages != "no",
+        "loss.credit = 'turn'": section.credit == "turn",
+        f"loss.select = '{section.select}'": section.select != "all",
+        "loss.entropy_coef > 0": section.entropy_coef > 0,
+        "kl.place = 'loss'": config.kl.coef > 0 and config.kl.place == "loss",
+        "teacher.coef > 0": config.teacher.coef > 0,
+    }
+    if got := [one for one, is_wrong in wrong.items() if is_wrong]:
+        raise ConfigError(
+            "a baseline of least variance needs gradients that are proportional to one advantage per completion",
+            got=f"loss.baseline = 'min_variance' with {', '.join(got)}",
+            allowed=f"{', '.join(PROPORTIONAL)} (aipo without eps_low and eps_high); advantages = 'group_mean' or "
+            "'group_normalised', not whitened, of whole episodes, all trained on; nothing else in the loss",
+            hint="a KL penalty may be in the reward: kl.place = 'reward'",
+        )

@@ -79,7 +79,7 @@ def _updates(
         if epoch == 0 or trainer.shuffle:
             order = order_of_groups(step.config, step.number, epoch, len(groups))
             minibatches = [
-                step.batching.collate(batch.of(part), trainer.microbatch_tokens, atom_size=atom_size)
+                step.batching.collate(batch.of(part), step.config.capacity_tokens, atom_size=atom_size)
                 for part in step.batching.split_minibatches(groups, trainer.minibatches, order=order)
             ]
             totals = _totals(minibatches, step.ranks)

@@ -26,6 +26,7 @@ from slipstream.models.experts import busiest_load
 from slipstream.models.packed import at_targets
 from slipstream.models.transformer import Transformer
 from slipstream.trainer.measure import Auxiliary, StepContext, filled, microbatch_logprobs
+from slipstream.trainer.min_variance import MinVariance
 from slipstream.trainer.optim import AdamW
 from slipstream.trainer.records import TokenSample
 from slipstream.trainer.refused import Finding, findings, located
@@ -103,6 +104,7 @@ class Updater:
         self._loss = loss_named(config.loss.name, config.loss.params)
         kl_coef = config.kl.coef if auxiliary.kl_coef is None else auxiliary.kl_coef
         self._kl_in_loss = kl_coef if config.kl.place == "loss" else 0.0
+        self._takes_single = config.loss.baseline == "min_variance"  # one completion in each microbatch
         self._has_changed_weights = False
 
     @property
@@ -155,14 +157,22 @@ class Updater:
             optimizer.zero_grad()
         reads: list[_Read] = []
         metrics: Metrics = {}
+        single = MinVariance(self._optimizer, update.microbatches, self._ranks) if self._takes_single else None
         microbatches = filled(update.microbatches, update.totals.num_microbatches)
-        for index, microbatch in enumerate(microbatches):
+        for index, microbatch in enumerate(microbatches if single is None else single.microbatches):
             with self._spans.span("forward_backward", step=self._step):
+                if single is not None:
+                    self._optimizer.zero_grad()
                 for optimizer in self._optimizers:
-                    optimizer.before_backward(is_last=index == len(microbatches) - 1)
+                    optimizer.before_backward(is_last=single is not None or index == len(microbatches) - 1)
                 reads.append(self._forward_backward(microbatch, totals))
+                if single is not None:
+                    single.take()
                 metrics = merge_metrics(metrics, reads[-1].metrics)
                 self._spans.did(microbatch.num_tokens)
+        if single is not None:
+            metrics |= single.finish()
+            reads = [replace(one, losses=one.losses * a) for one, a in zip(reads, single.centred, strict=True)]
         rule, base = self._config.trainer.ess_scaling, self._config.trainer.ess_base
         weights = [] if rule == "no" else _parts(metrics["sequence_weight"], metrics["sequence_weight_squared"])
         table = torch.cat([*(read.losses for read in reads), *weights]).tolist()
@@ -211,6 +221,8 @@ class Updater:
             said=self._said(microbatch),
         )
         columns |= dict(zip(COMPARED, compared, strict=False))  # none without a teacher
+        if self._takes_single:
+            columns["advantages"] = torch.ones_like(columns["advantages"])
         inputs = self._inputs(columns, logprobs, totals)
         policy_loss, metrics = self._policy_loss(inputs, logprobs, entropies, totals)
         is_joint = critic is not None and critic.is_head  # both losses go through the policy's trunk

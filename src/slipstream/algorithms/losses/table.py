@@ -52,7 +52,8 @@ class Loss:
     `source` is the function, or 'module.name' of one in this folder, which is imported when it is first called: the
     table itself needs no torch. `unit` is what the sum is divided by the count of; `requires` names the inputs it
     cannot do without; `params` are its constants with their defaults, `choices` the words allowed for those that are
-    words, `above` what those that are numbers must exceed (0 if it is not said), and `from_zero` those that may be 0.
+    words, `above` what those that are numbers must exceed (0 if it is not said), `below` what they must stay under (if
+    anything), and `from_zero` those that may be 0.
     `selects` are the completions of a group it can be trained on, `advantages` the estimators that it means something
     with (none named: all). `cutoff` is the 'module.name' of a function that finds the scalar input of that name, for
     one update over all ranks.
@@ -65,6 +66,7 @@ class Loss:
     kind: Kind = "policy"
     choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     above: Mapping[str, float] = field(default_factory=dict)
+    below: Mapping[str, float] = field(default_factory=dict)
     from_zero: tuple[str, ...] = ()
     selects: tuple[Select, ...] = get_args(Select)
     advantages: tuple[str, ...] = ()
@@ -156,6 +158,15 @@ LOSSES: dict[str, Loss] = {
         "dppo.dppo_kl_loss", "token", _OFF_POLICY, {"delta_low": 0.05, "delta_high": 0.05, "max_ratio": 20.0}
     ),
     "m2po": Loss("m2po.m2po_loss", "token", (*_DECOUPLED, "cutoff"), {"threshold": 0.04}, cutoff="m2po.m2po_cutoff"),
+    "mu_grpo": Loss(
+        "mu_grpo.mu_grpo_loss",
+        "token",
+        _OFF_POLICY,
+        {"eps_low": 0.8, "eps_high": 4.0, "veto_low": 0.2, "veto_high": 5.0},
+        above={"veto_high": 1.0},
+        below={"veto_low": 1.0},  # a band without 1 would veto tokens on-policy
+        from_zero=("veto_low",),
+    ),
     "oapl": Loss("oapl.oapl_loss", "sequence", _OFF_POLICY, {"beta": 1e-3}, advantages=("optimal",)),
     "distill": Loss(
         "distill.distill_loss",
@@ -244,10 +255,8 @@ def _built(name: str, params: tuple[tuple[str, float | str], ...], changed_ns: i
                 raise ConfigError.unknown(
                     f"loss '{name}' knows no {param} '{value}'", str(value), loss.choices[param], got=value
                 )
-        elif isinstance(value, str) or not (value > above or is_zero):
-            raise ConfigError(
-                f"parameter '{param}' of loss '{name}' is out of range",
-                got=value,
-                allowed="number >= 0" if param in loss.from_zero else f"number > {above:g}",
-            )
+        elif isinstance(value, str) or not (value > above or is_zero) or value >= loss.below.get(param, math.nan):
+            least = "number >= 0" if param in loss.from_zero else f"number > {above:g}"
+            most = f" and < {loss.below[param]:g}" if param in loss.below else ""
+            raise ConfigError(f"parameter '{param}' of loss '{name}' is out of range", got=value, allowed=least + most)
     return replace(loss, params={**loss.params, **dict(params)})
