@@ -291,4 +291,5 @@ def build_work(
                 allowed=f"{MAX_MESSAGE_BYTES // 2:,} bytes",
                 hint="lower warm_start.num_demonstrations, or take the stage sft",
             )
-    return RunInput(prompt_of=prompts.train.prompt, held_out=tuple(prompts.eval), warm_start=warm_start), prompts
+    work = RunInput(prompts.train.prompt, held_out=tuple(prompts.eval), warm_start=warm_start, sets=prompts.sets)
+    return work, prompts

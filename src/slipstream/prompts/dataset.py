@@ -196,7 +196,10 @@ def _load(source: str, name: str | None, split: str, *, is_streamed: bool) -> It
 def _split(loaded: Mapping[str, Any], split: str, *, source: str) -> Iterable[Mapping[str, Any]]:
     if split not in loaded:
         raise ConfigError.unknown(
-            f"dataset '{source}' has no split '{split}'", split, loaded, hint="see prompts.dataset_split"
+            f"dataset '{source}' has no split '{split}'",
+            split,
+            loaded,
+            hint="see prompts.dataset_split, or split in eval.sets",
         )
     records: Iterable[Mapping[str, Any]] = loaded[split]
     return records
