@@ -260,6 +260,12 @@ class RunConfig(Section):
         """Return the held-out prompts that there are at most; None where that is known when they are read."""
         return self.eval.sets[0].num_prompts if self.eval.sets else self.prompts.num_eval
 
+    @property
+    def num_evaluated(self) -> int | None:
+        """Return the held-out prompts of the stage evaluate; None: all of the first set."""
+        asked = self.evaluation.num_prompts
+        return 200 if asked is None and not self.eval.sets else asked
+
     def longest_prompt(self, max_positions: int) -> int:
         """Return the tokens of the longest prompt that is taken, in a model of so many positions."""
         asked = self.prompts.max_prompt_tokens
@@ -311,6 +317,7 @@ class RunConfig(Section):
                 hint="lower prompts.max_prompt_tokens (longer prompts are dropped), or raise model.max_positions",
             )
             self.model.check_heads()
+            self.model.check_template()
         self._check_prompts()
         self._check_processes()
         self.rewards.check_terms(self.samples_per_group)

@@ -237,7 +237,9 @@ class JudgeConfig(Section):
 class EvaluationConfig(Section):
     """The stage `evaluate`: where RL began and where it ended, on held-out prompts, by gold, judge and drift."""
 
-    num_prompts: Positive = Field(200, description="Held-out prompts, at most prompts.num_eval.")
+    num_prompts: Positive | None = Field(
+        None, description="Held-out prompts, at most prompts.num_eval. null: 200, or all of the first of eval.sets."
+    )
     num_samples: Count = Field(1, description="Completions per prompt; several give pass@k.")
     temperature: PositiveFloat | None = Field(
         None, description="Sampling temperature (Asynchronous RLHF: 0.01); null: that of the generator."

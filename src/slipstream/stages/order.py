@@ -28,8 +28,8 @@ def check_order(config: RunConfig) -> None:
 
 def check_asked(config: RunConfig, held_out: int) -> None:
     """Raise ConfigError where the stage `evaluate` asks for more prompts than are held out."""
-    asked, field = config.evaluation.num_prompts, "eval.sets[0]" if config.eval.sets else "prompts.num_eval"
-    if asked > held_out:
+    asked, field = config.num_evaluated, "eval.sets[0]" if config.eval.sets else "prompts.num_eval"
+    if asked is not None and asked > held_out:
         what = "the stage evaluate asks for more prompts than are held out"
         got = f"evaluation.num_prompts = {asked}, {field} = {held_out}"
         raise ConfigError(what, got=got, allowed=f"evaluation.num_prompts <= {field}")
