@@ -47,17 +47,17 @@ class HeldOut:
     def first(self) -> tuple[float, ...]:
         """Return the temperatures at which the policy that this run begins with is to be evaluated."""
         schedule, tally = self._schedule, self._observers.tally
-        known = [version for version in tally.evaluations if not tally.unevaluated(version, (GREEDY,))]
+        names = ["" if index == 0 else one.name for index, (one, _) in enumerate(self._sets)]
+        known = [version for version in tally.evaluations if all(tally.knows(version, name, GREEDY) for name in names)]
         return () if schedule.is_finished else self.pending.first(schedule.steps_done, known)
 
     def evaluate(self, temperatures: Sequence[float], version: int | None = None) -> None:
         """Ask for answers to the held-out prompts, at each temperature; of `version` those that are not known."""
         tally = self._observers.tally
-        missing = None if version is None else tally.unevaluated(version, temperatures)
         for index, (one, prompts) in enumerate(self._sets):
             name = one.name if index else ""
             for kind in temperatures:
-                if (name and kind != GREEDY) or (missing is not None and (name, kind) not in missing):
+                if (name and kind != GREEDY) or (version is not None and tally.knows(version, name, kind)):
                     continue
                 times, at = (one.num_samples, one.temperature) if kind == GREEDY else (1, kind)
                 asked = [prompt for _ in range(times) for prompt in prompts]

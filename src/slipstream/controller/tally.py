@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -248,12 +248,16 @@ class Tally:
         else:
             answers.sampled = done.found
 
-    def unevaluated(self, version: int, temperatures: Sequence[float]) -> list[tuple[str, float]]:
-        """Return the sets and the temperatures at which `version` is still to be evaluated; '' is the primary set."""
+    def unevaluated(self, version: int) -> tuple[float, ...]:
+        """Return the temperatures at which `version` is still to be evaluated, of the two at the ends of a run."""
         found = self.evaluations.get(version, VersionAnswers())
-        known = {("", GREEDY): found.greedy, ("", SAMPLED): found.sampled}
-        known |= {(one.name, GREEDY): found.sets.get(one.name) for one in self.config.eval.sets[1:]}
-        return [key for key, one in known.items() if one is None and key[1] in temperatures]
+        measured = {GREEDY: found.greedy, SAMPLED: found.sampled}
+        return tuple(temperature for temperature, one in measured.items() if one is None)
+
+    def knows(self, version: int, name: str, temperature: float) -> bool:
+        """Return whether an evaluation of `version` is done: that of a further set, or without name the primary one."""
+        found = self.evaluations.get(version, VersionAnswers())
+        return name in found.sets if name else temperature not in self.unevaluated(version)
 
     # Asked by metrics and summary
 

@@ -98,12 +98,13 @@ class EpisodeMeans:
 class EvalResult:
     """Means over `num_prompts` held-out prompts, and every answer: greedy ones first, by prompt.
 
-    `sampled_` is the mean over `num_samples` samples per prompt at temperature 1, or their set's. `reward_parts` are the means of the
-    reward's terms. Accuracies, in 0..1, are None where `eval.measure` is not set, and `pass_at_k` is empty; it maps k
-    to the unbiased estimate from the samples. `signal_frac` is the share of prompts whose samples differ in reward, as
-    RL with groups of `num_samples` needs. `num_failed` counts answers whose scoring, or whose environment, failed, and
-    `failures` the reasons. `episodes` and `sampled_episodes` are there with an environment. `data` is the data set of
-    the prompts, None where they are split off the run's own; `eval_set` the name of theirs of `eval.sets`.
+    `sampled_` is the mean over `num_samples` samples per prompt at temperature 1, or their set's. `reward_parts` are
+    the means of the reward's terms. Accuracies, in 0..1, are None where `eval.measure` is not set, and `pass_at_k` is
+    empty; it maps k to the unbiased estimate from the samples. `signal_frac` is the share of prompts whose samples
+    differ in reward, as RL with groups of `num_samples` needs. `num_failed` counts answers whose scoring, or whose
+    environment, failed, and `failures` the reasons. `episodes` and `sampled_episodes` are there with an environment.
+    `data` is the data set of the prompts, None where they are split off the run's own; `eval_set` the name of theirs
+    of `eval.sets`.
     """
 
     checkpoint: str

@@ -15,7 +15,7 @@ from slipstream.models.transformer import Transformer
 
 
 def build_tokenizer(config: ModelConfig) -> Tokenizer:
-    """The checkpoint's tokenizer, or one token per character for a fresh model. A chat template of `config` is its own."""
+    """The checkpoint's tokenizer, or one token per character for a fresh model; with `config`'s chat template."""
     if config.path is None:
         return CharTokenizer(config.alphabet)
     tokenizer = load_tokenizer(tokenizer_folder(config.path))
