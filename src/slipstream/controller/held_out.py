@@ -36,7 +36,7 @@ class HeldOut:
         sets: Mapping[str, Sequence[Prompt]] | None = None,
     ) -> None:
         self._config, self._schedule, self._observers, self._send = config, schedule, observers, send
-        own = EvalSet(name="", num_prompts=config.eval.num_prompts)
+        own = EvalSet(name="own", num_prompts=config.eval.num_prompts)
         self._sets = [(one, (sets or {})[one.name]) for one in config.eval.sets] or [(own, prompts[: own.num_prompts])]
         self.pending = PendingEvaluations(every=config.eval.every, steps=config.steps)
         self.early_stopping, self.best = EarlyStopping(config.eval), BestModel(run_dir, config.eval)
