@@ -10,6 +10,7 @@ import numpy as np
 
 from slipstream.controller.evaluations import GREEDY, SAMPLED
 from slipstream.controller.held_out import HeldOut
+from slipstream.controller.pipeline import RunInput
 from slipstream.controller.tally import Tally
 from slipstream.core.recipes import resolve
 from slipstream.core.service_messages import Evaluate
@@ -34,7 +35,8 @@ def held_out(run_dir: Path, step: int, *lines: dict[str, Any]) -> tuple[HeldOut,
         tally.recall(line)
     schedule: Any = SimpleNamespace(is_finished=False, steps_done=step, versions={0: step})
     observers: Any = SimpleNamespace(tally=tally)
-    made = HeldOut(config, run_dir, PROMPTS["first"], schedule, observers, lambda _, one: sent.append(one), PROMPTS)
+    work = RunInput(lambda _: PROMPTS["first"][0], tuple(PROMPTS["first"]), None, sets=PROMPTS)
+    made = HeldOut(config, run_dir, work, schedule, observers, lambda _, one: sent.append(one))
     return made, sent
 
 

@@ -19,7 +19,6 @@ from pathlib import Path
 import msgspec
 
 from slipstream.controller.callbacks import Callbacks
-from slipstream.controller.evaluations import GREEDY, SAMPLED
 from slipstream.controller.executors import Executors
 from slipstream.controller.held_out import HeldOut
 from slipstream.controller.ledger import Ledger, parts
@@ -93,9 +92,7 @@ class Controller:
             spans=self.timeline,
             restarts=self.tally.restarts,
         )
-        self.held_out = HeldOut(
-            config, self.run_dir, work.held_out, schedule, observers, self.executors.send, work.sets
-        )
+        self.held_out = HeldOut(config, self.run_dir, work, schedule, observers, self.executors.send)
         self.callbacks = Callbacks() if callbacks is None else callbacks
         self.waits = WaitReasons()
         self.partials = dict(work.partials)
@@ -167,7 +164,7 @@ class Controller:
             self.executors.send("trainer", messages.Publish())
         self._unless_interrupted(lambda: bool(versions) and min(versions.values()) >= last, "the last version")
         if not self.is_interrupted:  # else a resume evaluates; it restores the scores that there are
-            self.held_out.evaluate((GREEDY, SAMPLED), last)
+            self.held_out.evaluate_last(last)
         self._unless_interrupted(lambda: not self.held_out.pending, "the last evaluation")
         self._tell_of_interrupt()
         self._checkpoint()

@@ -5,39 +5,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from slipstream.controller.best import BestModel, EarlyStopping
-from slipstream.controller.evaluations import GREEDY, EvaluationDone, PendingEvaluations, Request
+from slipstream.controller.evaluations import GREEDY, SAMPLED, EvaluationDone, PendingEvaluations, Request
 from slipstream.controller.observers import Observers
+from slipstream.controller.pipeline import RunInput
 from slipstream.controller.schedule import SchedulingPolicy
 from slipstream.core.config import RunConfig
 from slipstream.core.held_out import measured
 from slipstream.core.service_messages import EvalScored, Evaluating, Settled
 from slipstream.core.stage_sections import EvalSet
-from slipstream.core.types import Message, Prompt
+from slipstream.core.types import Message
 
 
 class HeldOut:
-    """The evaluations of a run on held-out `prompts`, and on `sets` by name, of which the first has these prompts.
-
-    `send` takes an executor's name and a message for it.
-    """
+    """The evaluations of a run on the held-out prompts of `work`. `send` takes an executor's name and a message."""
 
     def __init__(
         self,
         config: RunConfig,
         run_dir: Path,
-        prompts: Sequence[Prompt],
+        work: RunInput,
         schedule: SchedulingPolicy,
         observers: Observers,
         send: Callable[[str, Message], None],
-        sets: Mapping[str, Sequence[Prompt]] | None = None,
     ) -> None:
         self._config, self._schedule, self._observers, self._send = config, schedule, observers, send
         own = EvalSet(name="own", num_prompts=config.eval.num_prompts)
-        self._sets = [(one, (sets or {})[one.name]) for one in config.eval.sets] or [(own, prompts[: own.num_prompts])]
+        self._sets = [(one, work.sets[one.name]) for one in config.eval.sets]
+        self._sets = self._sets or [(own, work.held_out[: own.num_prompts])]
         self.pending = PendingEvaluations(every=config.eval.every, steps=config.steps)
         self.early_stopping, self.best = EarlyStopping(config.eval), BestModel(run_dir, config.eval)
         for known in observers.tally.evaluations.values():
@@ -62,6 +60,10 @@ class HeldOut:
                 times, at = (one.num_samples, one.temperature) if kind == GREEDY else (1, kind)
                 asked = [prompt for _ in range(times) for prompt in prompts]
                 self._ask(self.pending.begin(asked, (kind,), self._schedule.versions, name=name, at=at))
+
+    def evaluate_last(self, version: int) -> None:
+        """Ask for what is not known of the last version."""
+        self.evaluate((GREEDY, SAMPLED), version)
 
     def ask_again(self) -> None:
         """Ask other replicas for the answers of those that are lost."""
