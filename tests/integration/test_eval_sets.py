@@ -11,6 +11,7 @@ import pytest
 
 import slipstream
 from slipstream import cli
+from slipstream.controller import build
 from slipstream.core.errors import ConfigError
 from slipstream.evals.evaluate import evaluate_model
 
@@ -160,6 +161,19 @@ def test_bad_sets_are_refused_before_anything_starts(
     with pytest.raises(ConfigError, match=message):
         slipstream.run(tables, overrides=json.loads(given), out=tmp_path / "run", display=False)
     assert not (tmp_path / "run" / "config.toml").exists()
+
+
+def test_a_set_that_fits_no_message_is_refused(
+    tables: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "MAX_MESSAGE_BYTES", 2_000)
+    with pytest.raises(ConfigError, match=r"'own' do not fit one message\n  got:     4 prompts x 9 samples"):
+        slipstream.run(
+            tables,
+            overrides={"eval.sets": [tables["eval"]["sets"][0] | {"num_samples": 9}]},
+            out=tmp_path / "run",
+            display=False,
+        )
 
 
 @pytest.mark.parametrize("streaming", [False, True])

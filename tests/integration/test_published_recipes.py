@@ -22,7 +22,7 @@ from slipstream.core.sections import ModelConfig
 from slipstream.models.hf import save_model
 from slipstream.models.initialise import new_model
 from slipstream.models.scalar import new_scalar_model, save_scalar_model
-from slipstream.models.tokenizer import char_tokenizer
+from slipstream.models.tokenizer import char_tokenizer, load_tokenizer
 
 NUM_ROWS = 20
 PADDING = 50259
@@ -211,6 +211,8 @@ def test_no_robots_from_sft_to_the_judge(models: dict[str, str], tmp_path: Path)
     assert all(line["prompt"].endswith("<|assistant|>\n") for line in lines)
     assert summary["stages"]["reward_model"]["num_preferences"] == len(lines)
     assert summary["evaluation"]["num_prompts"] == 4
+    saved = load_tokenizer(tmp_path / "run" / "model").chat_template
+    assert saved == resolve("no_robots").model.chat_template, "the base model has none"
     judged = summary["evaluation"]["after"]["judge"]
     assert sum(judged[f"num_{outcome}"] for outcome in ("wins", "ties", "losses")) == 4
 
