@@ -13,7 +13,7 @@ from slipstream.controller.held_out import HeldOut
 from slipstream.controller.pipeline import RunInput
 from slipstream.controller.tally import Tally
 from slipstream.core.recipes import resolve
-from slipstream.core.service_messages import Evaluate
+from slipstream.core.service_messages import EvalScored, Evaluate
 from slipstream.core.types import Prompt
 
 SETS = [
@@ -27,14 +27,14 @@ PROMPTS = {
 }
 
 
-def held_out(run_dir: Path, step: int, *lines: dict[str, Any]) -> tuple[HeldOut, list[Evaluate]]:
+def held_out(run_dir: Path, step: int, *lines: dict[str, Any], **rules: Any) -> tuple[HeldOut, list[Evaluate]]:
     prompts = {"tasks": [], "dataset": "rows.jsonl"}
-    config = resolve("quickstart", {"eval": {"sets": SETS, "every": 2}, "prompts": prompts})
+    config = resolve("quickstart", {"eval": {"sets": SETS, "every": 2, **rules}, "prompts": prompts})
     tally, sent = Tally(config, started_s=0.0), list[Any]()
     for line in lines:
         tally.recall(line)
     schedule: Any = SimpleNamespace(is_finished=False, steps_done=step, versions={0: step})
-    observers: Any = SimpleNamespace(tally=tally)
+    observers: Any = SimpleNamespace(tally=tally, take=tally.take)
     work = RunInput(lambda _: PROMPTS["first"][0], tuple(PROMPTS["first"]), None, sets=PROMPTS)
     made = HeldOut(config, run_dir, work, schedule, observers, lambda _, one: sent.append(one))
     return made, sent
@@ -75,3 +75,15 @@ def test_at_the_end_what_is_known_is_not_asked_again(tmp_path: Path) -> None:
     made, sent = held_out(tmp_path, 4, {"version": 4, "eval_reward": 0.5}, {"version": 4, "eval/third/reward": 0.5})
     made.evaluate((GREEDY, SAMPLED), 4)
     assert asked(sent) == [("first", 1.0, 2), SECOND]
+
+
+def test_rules_go_by_the_first_set_alone(tmp_path: Path) -> None:
+    made, sent = held_out(tmp_path, 2, stop_at=0.75, metric="reward", keep_best=True)
+    made.evaluate((GREEDY,), 2)
+    for name, reward, cause in (("second", 1.0, None), ("third", 1.0, None), ("first", 0.8, "stop_at")):
+        [one] = [one for one in sent if isinstance(one, Evaluate) and one.prompts[0].prompt_id.startswith(name)]
+        for ordinal in range(len(one.prompts)):
+            given = {"completion_text": "", "prompt_text": "", "answer": None, "num_tokens": 1, "version": 2}
+            made.scored(EvalScored(eval_id=one.eval_id, ordinal=ordinal, reward=reward, **given))
+        assert made.early_stopping.cause == cause
+        assert made.best.missed == ([] if cause is None else [2])
