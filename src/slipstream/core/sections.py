@@ -105,7 +105,7 @@ class ModelConfig(Section):
         "any other text it becomes <unk>.",
     )
     chat_template: str | None = Field(
-        None, description="Jinja template of chats; null: the tokenizer's own. It is saved with the checkpoints."
+        None, description="Jinja template of chats; null: the tokenizer's own. Exported models have it."
     )
     lora: LoraConfig = Field(
         default_factory=LoraConfig, description="Adapters of low rank, trained instead of all weights."
