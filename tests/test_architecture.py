@@ -157,7 +157,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 84_860
+MAX_LINES = 85_180
 MAX_LINES_OF_SPINE = 1_600
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -171,19 +171,19 @@ SPINE = (
 MAX_LINES_OF_FOLDER = {
     "algorithms": 2_355,
     "batching": 360,
-    "controller": 6_070,
-    "core": 10_930,
+    "controller": 6_165,
+    "core": 11_035,
     "environments": 8_075,
-    "evals": 2_685,
+    "evals": 2_700,
     "generator": 8_880,
     "jail": 1_060,
     "jobs": 975,
-    "models": 7_875,
-    "observe": 9_890,
+    "models": 7_880,
+    "observe": 9_915,
     "plan": 6_630,
-    "prompts": 1_400,
-    "rewards": 3_885,
-    "stages": 2_715,
+    "prompts": 1_450,
+    "rewards": 3_895,
+    "stages": 2_730,
     "trainer": 5_450,
     "weight_sync": 3_585,
 }

@@ -49,5 +49,6 @@ def test_a_run_has_slots_for_its_longest_prompt_and_tells_of_dropped_ones(
         "num_too_long": 10,
         "max_tokens": 24,
         "longest_tokens": 9,
+        "sets": {},
     }
     assert "WARNING: 10 of 40 prompts (25%) have more than 24 tokens" in " ".join(capsys.readouterr().out.split())

@@ -331,6 +331,7 @@ def _with_prompts(config: RunConfig, prompts: Sequence[str | Mapping[str, Any]],
         "answer_column": "answer",
         "num_eval": num_eval,
     }
+    tables["eval"]["sets"] = []
     tables["eval"]["num_prompts"] = min(config.eval.num_prompts, num_eval)
     return resolve(tables)
 

@@ -271,8 +271,9 @@ class EvalOptions(WithFields):
     data: str | None = flag(
         "Data set to answer in place of the held-out prompts: file, folder or hub id, with the columns of the recipe."
     )
-    num_prompts: int | None = flag("Prompts to answer. Default: eval.num_prompts; with --data all.")
-    num_samples: int | None = flag("Sampled answers per prompt, for pass@k. Default: 1.")
+    set: str | None = flag("Name of a set of eval.sets. Default: the first of them.", metavar="NAME")
+    num_prompts: int | None = flag("Prompts to answer. Default: eval.num_prompts; with --data, or of a set, all.")
+    num_samples: int | None = flag("Sampled answers per prompt, for pass@k. Default: 1, or the set's.")
     out: Path | None = flag("File for the answers, one JSON object a line. Default: none.")
 
 
@@ -287,9 +288,12 @@ def eval_command(argv: Sequence[str]) -> int:
     from slipstream.evals.evaluate import evaluate, write_answers
     from slipstream.evals.table import show
 
-    num_samples = 1 if options.num_samples is None else options.num_samples
     result = evaluate(
-        config, num_prompts=options.num_prompts, num_samples=num_samples, is_whole=options.data is not None
+        config,
+        num_prompts=options.num_prompts,
+        num_samples=options.num_samples,
+        is_whole=options.data is not None,
+        eval_set=options.set,
     )
     show(result, model, _console)
     if options.out is not None:

@@ -23,7 +23,7 @@ FIELDS = {
     "": "recipe seed status steps wall_s policy_version model_params eval throughput staleness accounting prompts "
     "weight_sync padding_frac versions earlier_s adapter_params evaluation alarms data restarts model_share balance "
     "error stopped_because best callback_s episodes stages judges",
-    "eval": "before after",
+    "eval": "before after primary sets",
     "eval.before": "accuracy sampled_accuracy num_prompts reward sampled_reward reward_parts "
     "sampled_reward_parts reward_error sampled_reward_error",
     "eval.after": "accuracy sampled_accuracy num_prompts reward sampled_reward reward_parts "
@@ -32,7 +32,7 @@ FIELDS = {
     "staleness": "max mean bound histogram updates_max",
     "prompts": "admitted trained failed skipped pending lost repeated regenerated_tokens failed_completions",
     "weight_sync": "count skipped bytes transfer_s_p50 pause_s_p50 pause_s_max",
-    "data": "num_train num_eval num_too_long max_tokens longest_tokens",
+    "data": "num_train num_eval num_too_long max_tokens longest_tokens sets",
     "episodes": "episodes turns mean_turns restarts failed cut tool_calls tool_errors environment_s parked_hit_frac "
     "evicted_sessions forks refused restored begun_again",
     "judges.judge": "scored cached failures requests retries input_tokens output_tokens seconds cost",

@@ -14,6 +14,7 @@ import reasoning_gym
 
 from slipstream.core.clock import VirtualClock
 from slipstream.core.errors import ConfigError
+from slipstream.core.recipes import resolve
 from slipstream.core.sections import RewardsConfig, RewardTerm, TaskConfig
 from slipstream.jail.isolation import BARRIERS
 from slipstream.rewards.calls import Scoring, call_function
@@ -103,6 +104,26 @@ def test_exact_match() -> None:
 )
 def test_math_compares_values(completion: str, answer: str, expected: float) -> None:
     assert score("math", {}, job(completion, answer=answer)) == expected
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ("She pays $3 x 14 = $<<3*14=42>>42.\n#### 42", 1.0),
+        ("6 of 42\n#### 6", 0.0),
+        (r"So $x = 6 \cdot 7 = \boxed{42}$.", 1.0),
+        ("42", 1.0),
+        (r"\frac{84}{2}", 1.0),
+    ],
+)
+def test_math_finds_the_reference_of_each_data_set_of_its_recipe(answer: str, expected: float) -> None:
+    """GSM8K's solutions, MATH's, and MATH-500's answers."""
+    [term] = resolve("math").rewards.terms
+    assert score("math", term.params, job(r"Thus \boxed{42}.", answer=answer)) == expected
+
+
+def test_math_abstains_where_the_reference_is_not_found() -> None:
+    assert score("math", {"reference_pattern": "#### (.+)"}, job("42", answer="42")) is None
 
 
 def test_regex() -> None:

@@ -23,7 +23,10 @@ from slipstream.core.environment_section import ENVIRONMENT
 from slipstream.core.errors import ConfigError
 from slipstream.core.executor import Executor
 from slipstream.core.sections import RewardTerm
-from slipstream.core.service_messages import WarmStart
+from slipstream.core.service_messages import Evaluate, WarmStart
+from slipstream.core.stage_sections import EvalSet
+from slipstream.core.types import Prompt
+from slipstream.core.wire import encode
 from slipstream.environments.checks import Given, Schemas
 from slipstream.generator.episodes import ENVIRONMENTS
 from slipstream.models.build import build_tokenizer
@@ -291,4 +294,20 @@ def build_work(
                 allowed=f"{MAX_MESSAGE_BYTES // 2:,} bytes",
                 hint="lower warm_start.num_demonstrations, or take the stage sft",
             )
-    return RunInput(prompt_of=prompts.train.prompt, held_out=tuple(prompts.eval), warm_start=warm_start), prompts
+    for one in config.eval.sets:
+        _check_message(one, prompts.sets[one.name])
+    work = RunInput(prompts.train.prompt, held_out=tuple(prompts.eval), warm_start=warm_start, sets=prompts.sets)
+    return work, prompts
+
+
+def _check_message(asked: EvalSet, prompts: Sequence[Prompt]) -> None:
+    """Raise ConfigError for a set whose prompts, with their columns, are too large for the message that asks them."""
+    message = Evaluate(eval_id=0, prompts=tuple(prompts), temperature=asked.temperature)
+    size = asked.num_samples * len(encode(message))
+    if size > MAX_MESSAGE_BYTES // 2:
+        raise ConfigError(
+            f"the prompts of eval.sets '{asked.name}' do not fit one message",
+            got=f"{len(prompts)} prompts x {asked.num_samples} samples, {size:,} bytes with their columns",
+            allowed=f"{MAX_MESSAGE_BYTES // 2:,} bytes",
+            hint="lower its num_prompts or num_samples",
+        )

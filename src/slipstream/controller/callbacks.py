@@ -61,9 +61,9 @@ class Callbacks:
         match news:
             case StepWritten(line=line):
                 self._call("on_step", StepRecord(line["step"], line["version"], MappingProxyType(dict(line))))
-            case EvaluationDone(version=version, temperature=temperature, found=found):
+            case EvaluationDone(version=version, temperature=temperature, found=found, name=name):
                 parts = MappingProxyType(dict(found.reward_parts))
-                self._call("on_eval", EvalRecord(version, temperature, found.accuracy, found.reward, parts))
+                self._call("on_eval", EvalRecord(version, temperature, found.accuracy, found.reward, parts, name))
             case CheckpointSaved(step=step, path=path):
                 self._call("on_checkpoint", CheckpointRecord(step, Path(path)))
 

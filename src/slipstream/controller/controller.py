@@ -92,7 +92,7 @@ class Controller:
             spans=self.timeline,
             restarts=self.tally.restarts,
         )
-        self.held_out = HeldOut(config, self.run_dir, work.held_out, schedule, observers, self.executors.send)
+        self.held_out = HeldOut(config, self.run_dir, work, schedule, observers, self.executors.send)
         self.callbacks = Callbacks() if callbacks is None else callbacks
         self.waits = WaitReasons()
         self.partials = dict(work.partials)
@@ -151,7 +151,7 @@ class Controller:
         replicas = self.pipeline.first_replicas
         self._unless_interrupted(lambda: replicas <= self.schedule.versions.keys(), "generators to hold a version")
         if not self.is_interrupted:
-            self.held_out.evaluate(first)
+            self.held_out.evaluate(first, self.schedule.steps_done)
         self._unless_interrupted(lambda: self.schedule.is_finished, "training")
         if self.is_interrupted:
             self._tell_of_interrupt()  # before the `Stop`, after which the schedule has no next step
@@ -164,7 +164,7 @@ class Controller:
             self.executors.send("trainer", messages.Publish())
         self._unless_interrupted(lambda: bool(versions) and min(versions.values()) >= last, "the last version")
         if not self.is_interrupted:  # else a resume evaluates; it restores the scores that there are
-            self.held_out.evaluate(self.tally.unevaluated(last))
+            self.held_out.evaluate_last(last)
         self._unless_interrupted(lambda: not self.held_out.pending, "the last evaluation")
         self._tell_of_interrupt()
         self._checkpoint()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from slipstream.core.held_out import Measured
@@ -12,25 +12,34 @@ from slipstream.core.service_messages import EvalScored, Evaluate, Evaluating
 from slipstream.core.types import Prompt, StepDone, Swapped
 
 GREEDY, SAMPLED = 0.0, 1.0
-"""Temperatures of the answers."""
+"""The kinds of an evaluation, by the temperature of its answers; a set of `eval.sets` has its own for the first."""
 
 
 class EvaluationDone(NamedTuple):
-    """The answers of `version` at `temperature` to the held-out prompts, and what they come to."""
+    """The answers of `version`, of a kind, to the held-out prompts, and what they come to.
+
+    `name` is that of their set: empty for the primary one.
+    """
 
     version: int
     temperature: float
     found: Measured
     scores: list[EvalScored]
+    name: str = ""
 
 
 @dataclass
 class PendingEvaluation:
-    """Answers at `temperature` of the version that `replica` held when it was asked; None: no replica is there."""
+    """Answers, of the kind `temperature`, of the version that `replica` held when asked; None: no replica is there.
+
+    Those of the set `name` are sampled `at` a temperature.
+    """
 
     eval_id: int
     temperature: float
     prompts: tuple[Prompt, ...]
+    name: str = ""
+    at: float = GREEDY
     replica: int | None = None
     version: int | None = None
     """The version that answers; None until the replica has said it."""
@@ -72,7 +81,7 @@ class PendingEvaluations:
     def may_be_of(self, version: int) -> bool:
         """Whether `version` is evaluated, or may yet be: the version of an evaluation that is due is not known."""
         is_due = self._is_first_due or (self._due is not None and version >= self._due)
-        greedy = [one.version for one in self._pending.values() if one.temperature == GREEDY]
+        greedy = [one.version for one in self._pending.values() if one.temperature == GREEDY and not one.name]
         return is_due or version in greedy or None in greedy
 
     def began(self, message: Evaluating) -> None:
@@ -93,12 +102,20 @@ class PendingEvaluations:
         return self._every > 0 and step % self._every == 0 and step < self._steps
 
     def begin(
-        self, prompts: Sequence[Prompt], temperatures: Sequence[float], versions: Mapping[int, int]
+        self,
+        prompts: Sequence[Prompt],
+        temperatures: Sequence[float],
+        versions: Mapping[int, int],
+        *,
+        name: str = "",
+        at: float | None = None,
     ) -> list[Request]:
         """Begin an evaluation on `prompts` at each of `temperatures`; return what is to be sent."""
         self._is_first_due = False
-        asked = temperatures if prompts else ()
-        return [request for temperature in asked for request in self._begin(temperature, tuple(prompts), versions)]
+        asked = [
+            PendingEvaluation(0, one, tuple(prompts), name=name, at=one if at is None else at) for one in temperatures
+        ]
+        return [request for one in asked if prompts for request in self._begin(one, versions)]
 
     def ask_again(self, versions: Mapping[int, int]) -> list[Request]:
         """Begin anew what replicas were asked that are gone; answers of two versions are not mixed."""
@@ -106,7 +123,7 @@ class PendingEvaluations:
         requests: list[Request] = []
         for evaluation in gone:
             del self._pending[evaluation.eval_id]
-            requests += self._begin(evaluation.temperature, evaluation.prompts, versions)
+            requests += self._begin(evaluation, versions)
         return requests
 
     def scored(self, message: EvalScored) -> PendingEvaluation | None:
@@ -119,11 +136,12 @@ class PendingEvaluations:
             return None
         return self._pending.pop(message.eval_id)
 
-    def _begin(self, temperature: float, prompts: tuple[Prompt, ...], versions: Mapping[int, int]) -> list[Request]:
-        evaluation = PendingEvaluation(self._num_begun, temperature, prompts)
+    def _begin(self, asked: PendingEvaluation, versions: Mapping[int, int]) -> list[Request]:
+        evaluation = replace(asked, eval_id=self._num_begun, version=None, answers={})
         self._num_begun += 1
         self._pending[evaluation.eval_id] = evaluation
         evaluation.replica = max(versions, key=lambda replica: (versions[replica], -replica), default=None)
         if evaluation.replica is None:
             return []
-        return [(evaluation.replica, Evaluate(eval_id=evaluation.eval_id, prompts=prompts, temperature=temperature))]
+        request = Evaluate(eval_id=evaluation.eval_id, prompts=evaluation.prompts, temperature=evaluation.at)
+        return [(evaluation.replica, request)]

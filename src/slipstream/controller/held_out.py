@@ -9,29 +9,33 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from slipstream.controller.best import BestModel, EarlyStopping
-from slipstream.controller.evaluations import GREEDY, EvaluationDone, PendingEvaluations, Request
+from slipstream.controller.evaluations import GREEDY, SAMPLED, EvaluationDone, PendingEvaluations, Request
 from slipstream.controller.observers import Observers
+from slipstream.controller.pipeline import RunInput
 from slipstream.controller.schedule import SchedulingPolicy
 from slipstream.core.config import RunConfig
 from slipstream.core.held_out import measured
 from slipstream.core.service_messages import EvalScored, Evaluating, Settled
-from slipstream.core.types import Message, Prompt
+from slipstream.core.stage_sections import EvalSet
+from slipstream.core.types import Message
 
 
 class HeldOut:
-    """The evaluations of a run on held-out `prompts`. `send` takes an executor's name and a message for it."""
+    """The evaluations of a run on the held-out prompts of `work`. `send` takes an executor's name and a message."""
 
     def __init__(
         self,
         config: RunConfig,
         run_dir: Path,
-        prompts: Sequence[Prompt],
+        work: RunInput,
         schedule: SchedulingPolicy,
         observers: Observers,
         send: Callable[[str, Message], None],
     ) -> None:
         self._config, self._schedule, self._observers, self._send = config, schedule, observers, send
-        self._prompts = prompts[: config.eval.num_prompts]
+        own = EvalSet(name="own", num_prompts=config.eval.num_prompts)
+        self._sets = [(one, work.sets[one.name]) for one in config.eval.sets]
+        self._sets = self._sets or [(own, work.held_out[: own.num_prompts])]
         self.pending = PendingEvaluations(every=config.eval.every, steps=config.steps)
         self.early_stopping, self.best = EarlyStopping(config.eval), BestModel(run_dir, config.eval)
         for known in observers.tally.evaluations.values():
@@ -40,12 +44,26 @@ class HeldOut:
 
     def first(self) -> tuple[float, ...]:
         """Return the temperatures at which the policy that this run begins with is to be evaluated."""
-        schedule, known = self._schedule, self._observers.tally.evaluations
+        schedule, tally = self._schedule, self._observers.tally
+        names = ["" if index == 0 else one.name for index, (one, _) in enumerate(self._sets)]
+        known = [version for version in tally.evaluations if all(tally.knows(version, name, GREEDY) for name in names)]
         return () if schedule.is_finished else self.pending.first(schedule.steps_done, known)
 
-    def evaluate(self, temperatures: Sequence[float]) -> None:
-        """Ask for answers to the held-out prompts, at each temperature."""
-        self._ask(self.pending.begin(self._prompts, temperatures, self._schedule.versions))
+    def evaluate(self, temperatures: Sequence[float], version: int | None = None) -> None:
+        """Ask for answers to the held-out prompts, at each temperature; of `version` those that are not known."""
+        tally = self._observers.tally
+        for index, (one, prompts) in enumerate(self._sets):
+            name = one.name if index else ""
+            for kind in temperatures:
+                if (name and kind != GREEDY) or (version is not None and tally.knows(version, name, kind)):
+                    continue
+                times, at = (one.num_samples, one.temperature) if kind == GREEDY else (1, kind)
+                asked = [prompt for _ in range(times) for prompt in prompts]
+                self._ask(self.pending.begin(asked, (kind,), self._schedule.versions, name=name, at=at))
+
+    def evaluate_last(self, version: int) -> None:
+        """Ask for what is not known of the last version."""
+        self.evaluate((GREEDY, SAMPLED), version)
 
     def ask_again(self) -> None:
         """Ask other replicas for the answers of those that are lost."""
@@ -67,10 +85,10 @@ class HeldOut:
             return
         if evaluation.replica is not None:
             self._send(f"generator-{evaluation.replica}", Settled(eval_ids=(evaluation.eval_id,)))
-        found = measured(evaluation.scores, self._config.eval.measure)
+        found = measured(evaluation.scores, self._config.eval.measure_of(evaluation.name))
         version = message.version if evaluation.version is None else evaluation.version
-        self._observers.take(EvaluationDone(version, evaluation.temperature, found, evaluation.scores))
-        if evaluation.temperature == GREEDY:
+        self._observers.take(EvaluationDone(version, evaluation.temperature, found, evaluation.scores, evaluation.name))
+        if evaluation.temperature == GREEDY and not evaluation.name:
             self.best.evaluated(version, found)
             self.early_stopping.take(found)
 

@@ -22,7 +22,7 @@ from slipstream.controller.evaluations import GREEDY, EvaluationDone
 from slipstream.controller.pipeline import CONTROLLER, replica_of
 from slipstream.controller.tally import Tally
 from slipstream.core.config import RunConfig
-from slipstream.core.held_out import GREEDY_PREFIX, SAMPLED_PREFIX
+from slipstream.core.held_out import GREEDY_PREFIX, SAMPLED_PREFIX, set_prefix
 from slipstream.core.run_log import Metrics
 from slipstream.core.service_messages import Counters, Noted, Progress, Ready
 from slipstream.core.types import GroupScored, StepDone, Swapped
@@ -139,9 +139,12 @@ class MetricLines:
                 metrics = self._tally.stepped(news) | self._vitals.of_step(version)
                 line = self._writer.write(step=step, version=version, wall_s=self._tally.wall_s, metrics=metrics)
                 yield StepWritten(line)
-            case EvaluationDone(version=version, found=found):
-                is_greedy = news.temperature == GREEDY
-                measures = found.metrics(GREEDY_PREFIX if is_greedy else SAMPLED_PREFIX)
+            case EvaluationDone(version=version, found=found, name=name):
+                is_greedy, named = news.temperature == GREEDY, name or self._config.eval.primary
+                measures = found.metrics(set_prefix(named)) if named and is_greedy else {}
+                if not name:
+                    measures |= found.metrics(GREEDY_PREFIX if is_greedy else SAMPLED_PREFIX)
+                is_greedy &= not name
                 if is_greedy and self._config.has_critic:  # the TL;DR reproduction's name of it
                     measures["objective/validation_score"] = found.reward
                 self._writer.write(step=version, version=version, wall_s=self._tally.wall_s, metrics=measures)
@@ -196,7 +199,10 @@ class Screen:
                 self._display.step(line)
             case EvaluationDone(version=version, found=found) if news.temperature == GREEDY:
                 label = {0: "before", self._steps: "after"}.get(version, f"at step {version}")
-                self._display.evaluation(label, found)
+                if news.name:
+                    self.note(f"  {news.name} {label}: {in_numbers(found)}")
+                else:
+                    self._display.evaluation(label, found)
             case EvaluationDone(found=found):
                 self.note(f"  sampled at temperature 1: {in_numbers(found)}")
 

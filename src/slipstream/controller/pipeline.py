@@ -322,7 +322,7 @@ def weight_readers(channels: Sequence[ChannelSpec]) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class RunInput:
-    """The input of a run: prompts by ordinal, held-out ones, demonstrations; and what a resume has found.
+    """The input of a run: prompts by ordinal, held-out ones (`sets` by name), demonstrations; and what a resume found.
 
     `partials` are completions by ordinal, for the first admission of their group; `num_events` those of the log so far.
     """
@@ -332,3 +332,4 @@ class RunInput:
     warm_start: WarmStart | None
     partials: Mapping[int, tuple[Unfinished, ...]] = field(default_factory=dict)
     num_events: int = 0
+    sets: Mapping[str, Sequence[Prompt]] = field(default_factory=dict)

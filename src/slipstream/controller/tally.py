@@ -16,7 +16,7 @@ from slipstream.controller.evaluations import GREEDY, SAMPLED, EvaluationDone
 from slipstream.controller.ledger import counts
 from slipstream.core.clock import Clock, WallClock
 from slipstream.core.config import RunConfig
-from slipstream.core.held_out import GREEDY_PREFIX, SAMPLED_PREFIX, Measured, in_metrics, is_right
+from slipstream.core.held_out import GREEDY_PREFIX, SAMPLED_PREFIX, Measured, in_metrics, is_right, set_prefix
 from slipstream.core.run_log import Command, Decision
 from slipstream.core.service_messages import JUDGE_PREFIX, NUM_SHOWN, Counters, EvalScored, Published, Ready
 from slipstream.core.types import (
@@ -50,6 +50,8 @@ class VersionAnswers:
     greedy: Measured | None = None
     sampled: Measured | None = None
     scores: list[EvalScored] = field(default_factory=list)
+    sets: dict[str, Measured] = field(default_factory=dict)
+    """The answers to further sets, by name."""
 
 
 @dataclass
@@ -225,6 +227,9 @@ class Tally:
             self.evaluations.setdefault(line["version"], VersionAnswers()).greedy = greedy
         if (sampled := in_metrics(line, SAMPLED_PREFIX)) is not None:
             self.evaluations.setdefault(line["version"], VersionAnswers()).sampled = sampled
+        for one in self.config.eval.sets[1:]:
+            if (found := in_metrics(line, set_prefix(one.name))) is not None:
+                self.evaluations.setdefault(line["version"], VersionAnswers()).sets[one.name] = found
 
     def _consume(self, metrics: Mapping[str, Any]) -> None:
         self.padding_weight += metrics["tokens_read"]
@@ -235,7 +240,9 @@ class Tally:
 
     def _evaluated(self, done: EvaluationDone) -> None:
         answers = self.evaluations.setdefault(done.version, VersionAnswers())
-        if done.temperature == GREEDY:
+        if done.name:
+            answers.sets[done.name] = done.found
+        elif done.temperature == GREEDY:
             answers.greedy = done.found
             answers.scores = sorted(done.scores, key=lambda score: score.ordinal)
         else:
@@ -246,6 +253,11 @@ class Tally:
         found = self.evaluations.get(version, VersionAnswers())
         measured = {GREEDY: found.greedy, SAMPLED: found.sampled}
         return tuple(temperature for temperature, one in measured.items() if one is None)
+
+    def knows(self, version: int, name: str, temperature: float) -> bool:
+        """Return whether an evaluation of `version` is done: that of a further set, or without name the primary one."""
+        found = self.evaluations.get(version, VersionAnswers())
+        return name in found.sets if name else temperature not in self.unevaluated(version)
 
     # Asked by metrics and summary
 
@@ -295,17 +307,35 @@ class Tally:
 
     def evaluation(self, version: int) -> s.Evaluation | None:
         found = self.evaluations.get(version)
-        if found is None:
+        if found is None or (found.greedy is None and found.sampled is None):
             return None
         greedy, sampled = found.greedy or Measured(), found.sampled or Measured()
-        return s.Evaluation.of(greedy, sampled, self.config.eval.num_prompts)
+        return s.Evaluation.of(greedy, sampled, self._num_held_out(self.config.eval.primary))
+
+    def _evaluations(self) -> s.Evaluations:
+        before, after = (self.evaluations.get(version, VersionAnswers()).sets for version in (0, self.steps_done))
+
+        def of(name: str, found: Mapping[str, Measured]) -> s.Evaluation | None:
+            return s.Evaluation.of(found[name], Measured(), self._num_held_out(name)) if name in found else None
+
+        return s.Evaluations(
+            before=self.evaluation(0),
+            after=self.evaluation(self.steps_done),
+            primary=self.config.eval.primary,
+            sets={
+                one.name: s.Evaluations(of(one.name, before), of(one.name, after)) for one in self.config.eval.sets[1:]
+            },
+        )
+
+    def _num_held_out(self, name: str) -> int:
+        return (self.data.sets if self.data else {}).get(name, self.config.eval.num_prompts)
 
     def write_samples(self, run_dir: Path) -> list[Sample]:
         """Write the first few held-out prompts with their greedy answers before and after to `samples.json`.
 
         After a resume, what was answered before it is known from there.
         """
-        path, measure = run_dir / "samples.json", self.config.eval.measure
+        path, measure = run_dir / "samples.json", self.config.eval.measure_of("")
         before, after = (self.evaluations.get(version, VersionAnswers()) for version in (0, self.steps_done))
         samples = [
             Sample(
@@ -351,7 +381,7 @@ class Tally:
             policy_version=self.steps_done,
             model_params=self.num_params,
             adapter_params=self.num_adapter_params or None,
-            eval=s.Evaluations(before=self.evaluation(0), after=self.evaluation(self.steps_done)),
+            eval=self._evaluations(),
             throughput=s.Throughput(
                 generated_tokens_per_s=rate(self.generated_tokens, rl_s),
                 trained_tokens_per_s=rate(self.trained_tokens, rl_s),

@@ -251,6 +251,31 @@ class RunConfig(Section):
         slots = self.generator.rows
         return self.generator.sessions or 2 * slots if self.environment.is_set else slots
 
+    def for_set(self, name: str) -> RunConfig:
+        """Return the configuration whose held-out prompts are the set `name` of eval.sets; ConfigError without it."""
+        found = {one.name: one for one in self.eval.sets}
+        if name not in found:
+            raise ConfigError.unknown("there is no such set in eval.sets", name, found, got=name, none="no name")
+        chosen, prompts = found[name], self.prompts
+        own = {key: value for key in _OF_PROMPTS if (value := getattr(chosen, key)) is not None}
+        source = (
+            (chosen.dataset, chosen.dataset_config) if chosen.dataset else (prompts.dataset, prompts.dataset_config)
+        )
+        own |= {"eval_dataset": source[0], "dataset_config": source[1], "dataset_split": chosen.split}
+        evaluation = self.eval.model_copy(update={"sets": [], "measure": self.eval.measure_of(name)})
+        return self.model_copy(update={"prompts": prompts.model_copy(update=own), "eval": evaluation})
+
+    @property
+    def num_held_out(self) -> int | None:
+        """Return the held-out prompts that there are at most; None where that is known when they are read."""
+        return self.eval.sets[0].num_prompts if self.eval.sets else self.prompts.num_eval
+
+    @property
+    def num_evaluated(self) -> int | None:
+        """Return the held-out prompts of the stage evaluate; None: all of the first set."""
+        asked = self.evaluation.num_prompts
+        return 200 if asked is None and not self.eval.sets else asked
+
     def longest_prompt(self, max_positions: int) -> int:
         """Return the tokens of the longest prompt that is taken, in a model of so many positions."""
         asked = self.prompts.max_prompt_tokens
@@ -302,6 +327,7 @@ class RunConfig(Section):
                 hint="lower prompts.max_prompt_tokens (longer prompts are dropped), or raise model.max_positions",
             )
             self.model.check_heads()
+            self.model.check_template()
         self._check_prompts()
         self._check_processes()
         self.rewards.check_terms(self.samples_per_group)
@@ -396,7 +422,17 @@ class RunConfig(Section):
                 got="prompts.streaming with " + ("prompts.tasks" if prompts.tasks else ", ".join(reads_all)),
                 allowed="prompts.dataset, stages of rl and evaluate, and no warm start",
             )
-        if self.eval.num_prompts > prompts.num_eval:
+        if self.eval.sets and prompts.eval_dataset is not None:
+            raise ConfigError(
+                "held-out prompts are named twice",
+                got=f"prompts.eval_dataset = '{prompts.eval_dataset}' with eval.sets",
+                allowed="one of the two",
+                hint="`slipstream eval RUN --data FILE` answers the prompts of a file, and no others",
+            )
+        if without := [one.name for one in self.eval.sets if not (one.dataset or prompts.dataset)]:
+            got, allowed = f"eval.sets '{without[0]}' without a dataset", "its dataset, as prompts.dataset is not given"
+            raise ConfigError("a set of prompts needs data", got=got, allowed=allowed)
+        if not self.eval.sets and self.eval.num_prompts > prompts.num_eval:
             raise ConfigError(
                 "evaluation asks for more prompts than are held out",
                 got=f"eval.num_prompts = {self.eval.num_prompts}, prompts.num_eval = {prompts.num_eval}",
@@ -445,6 +481,8 @@ class RunConfig(Section):
                 )
 
 
+_OF_PROMPTS = ("prompt_column", "answer_column", "template")
+"""Fields of a set of eval.sets that take the place of those of [prompts]."""
 _BOTH_SOURCES = (
     "[[prompts.tasks]] of the recipe and a dataset exclude each other: write a recipe with one of them, or in Python "
     'overrides={"prompts.tasks": [], "prompts.dataset": PATH}'

@@ -20,6 +20,11 @@ GREEDY_PREFIX, SAMPLED_PREFIX = "eval_", "eval_sampled_"
 """Prefixes of an evaluation's metrics."""
 
 
+def set_prefix(name: str) -> str:
+    """Return the prefix of the metrics of a named set."""
+    return f"eval/{name}/"
+
+
 class Scored(Protocol):
     """An answer with its reward, the parts of it by name (None: the term abstained), and why scoring failed."""
 
@@ -101,9 +106,10 @@ def in_metrics(line: Mapping[str, Any], prefix: str) -> Measured | None:
 
 
 def check_measure(config: RunConfig) -> None:
-    """Raise ConfigError for an `eval.measure` that names no part of the reward, and for an accuracy without any."""
-    measure = config.eval.measure
-    if measure is None and config.eval.metric == "accuracy":
+    """Raise ConfigError for a measure that names no part of the reward, and for an accuracy without any."""
+    fields = {"eval.measure": config.eval.measure}
+    fields |= {f"measure of eval.sets '{one.name}'": one.measure for one in config.eval.sets}
+    if config.eval.measure_of("") is None and config.eval.metric == "accuracy":
         raise ConfigError(
             "there is no accuracy without a measure",
             got="eval.metric = 'accuracy' without eval.measure",
@@ -111,14 +117,12 @@ def check_measure(config: RunConfig) -> None:
             hint="eval.metric = 'reward' goes by the mean reward",
         )
     names = [*config.rewards.part_names, *([ENVIRONMENT] if config.environment.is_set else [])]
-    if measure is None or measure in names:
-        return
-    raise ConfigError(
-        "eval.measure names no term of the reward",
-        got=repr(measure),
-        allowed=", ".join(repr(name) for name in names),
-        hint=did_you_mean(measure, names) or "without it there is no accuracy, and the held-out mean reward is shown",
-    )
+    for said, measure in fields.items():
+        if measure is None or measure in names:
+            continue
+        hint = did_you_mean(measure, names) or "without it there is no accuracy, and the held-out mean reward is shown"
+        allowed = ", ".join(repr(name) for name in names)
+        raise ConfigError(f"{said} names no term of the reward", got=repr(measure), allowed=allowed, hint=hint)
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -34,13 +34,17 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class EvalRecord:
-    """Version `version` has answered the held-out prompts: greedily, or at `temperature` 1 at the ends of the run."""
+    """Version `version` has answered the held-out prompts: greedily, or at `temperature` 1 at the ends of the run.
+
+    `name` is that of a further set of `eval.sets`; there `temperature` 0 is that of the set.
+    """
 
     version: int
     temperature: float
     accuracy: float | None
     reward: float | None
     reward_parts: Mapping[str, float]
+    name: str = ""
 
 
 @dataclass(frozen=True)

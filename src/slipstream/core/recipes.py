@@ -73,6 +73,7 @@ class RecipeInfo:
         """Return the checkpoints and data sets that it reads, as hub ids or relative paths: no wheel has them."""
         tables = read_toml(self.path)
         named = [tables.get(section, {}).get(field) for section, field in (*CHECKPOINTS, *DATA)]
+        named += [one.get("dataset") for one in tables.get("eval", {}).get("sets", ())]
         named += [term["path"] for section in ("rewards", "gold") for term in tables.get(section, {}).get("models", ())]
         return list(dict.fromkeys(name for name in named if name is not None and stage_of(name) is None))
 

@@ -105,6 +105,9 @@ class ModelConfig(Section):
         "Prompts, demonstrations and the fixed text of environment.observation that have another one are refused; in "
         "any other text it becomes <unk>.",
     )
+    chat_template: str | None = Field(
+        None, description="Jinja template of chats; null: the tokenizer's own. Exported models have it."
+    )
     lora: LoraConfig = Field(
         default_factory=LoraConfig, description="Adapters of low rank, trained instead of all weights."
     )
@@ -118,6 +121,14 @@ class ModelConfig(Section):
                 allowed="model.path = 'ORG/NAME' with model.revision, or model.path = 'ORG/NAME@REVISION'",
             )
         return self
+
+    def check_template(self) -> None:
+        """Raise ConfigError for a chat template of a fresh model, whose tokenizer of characters has none."""
+        if self.chat_template is not None:
+            what = "model.chat_template is for the tokenizer of a checkpoint"
+            raise ConfigError(
+                what, got="model.chat_template of a fresh model", allowed="model.path or sft.path with it"
+            )
 
     def check_heads(self) -> None:
         """Raise ConfigError for sizes that a fresh model cannot have; a checkpoint has its own."""
@@ -174,6 +185,11 @@ class PromptsConfig(Section):
         "or {prompt} unless another column has that name; no other column may be called question.",
     )
     answer_column: str = Field("answer", description="Column with the reference answer; may be absent from the data.")
+    messages_column: str | None = Field(
+        None,
+        description="Column with whole chats, where there are such: all messages but the last are the prompt, and that "
+        "one, the assistant's, is the answer, whatever the columns above say.",
+    )
     reference: str = Field(
         "{answer}", description="Reference completion from the row's columns, for preferences, win rates and a bias."
     )

@@ -237,11 +237,31 @@ class JudgeConfig(Section):
 class EvaluationConfig(Section):
     """The stage `evaluate`: where RL began and where it ended, on held-out prompts, by gold, judge and drift."""
 
-    num_prompts: Positive = Field(200, description="Held-out prompts, at most prompts.num_eval.")
+    num_prompts: Positive | None = Field(
+        None, description="Held-out prompts, at most prompts.num_eval. null: 200, or all of the first of eval.sets."
+    )
     num_samples: Count = Field(1, description="Completions per prompt; several give pass@k.")
     temperature: PositiveFloat | None = Field(
         None, description="Sampling temperature (Asynchronous RLHF: 0.01); null: that of the generator."
     )
+
+
+class EvalSet(Section):
+    """A named set of held-out prompts: a data set, or a split, of its own."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,60}$")] = Field(
+        description="Its name in metrics, summary and report: letters, digits, '_', '.' and '-'."
+    )
+    dataset: FilePath | None = Field(None, description="Path or hub id of its data; null: prompts.dataset.")
+    dataset_config: str | None = Field(None, description="Configuration of a hub `dataset` that has several.")
+    split: str = Field("test", description="Split of a Hugging Face dataset to read; files have none.")
+    prompt_column: str | None = Field(None, description="Column of the prompt; null: prompts.prompt_column.")
+    answer_column: str | None = Field(None, description="Column of the reference answer; null: prompts.answer_column.")
+    template: str | None = Field(None, description="Template of its prompts; null: prompts.template.")
+    measure: str | None = Field(None, description="The reward term that says which answers are right; null: eval's.")
+    num_prompts: Positive | None = Field(None, description="Prompts, the first distinct ones that fit; null: all.")
+    temperature: NonNegativeFloat = Field(0.0, description="Of the answers; 0: greedy.")
+    num_samples: Count = Field(1, description="Answers to each prompt; what is told are means over all of them.")
 
 
 class EvalConfig(Section):
@@ -272,12 +292,31 @@ class EvalConfig(Section):
         "the last one. The trainer exports every version that may be evaluated.",
     )
 
+    sets: list[EvalSet] = Field(
+        default_factory=list,
+        description="Named sets in place of prompts held out of the training data, which has no prompt of any of them. "
+        "The first is the primary one: the rules, `best/`, samples and the stage evaluate go by it.",
+    )
+
+    @property
+    def primary(self) -> str:
+        """Return the name of the first set; empty where the run's own prompts are held out."""
+        return self.sets[0].name if self.sets else ""
+
+    def measure_of(self, name: str) -> str | None:
+        """Return the measure of a set; '' stands for the primary one, or the run's own prompts."""
+        own = {one.name: one.measure for one in self.sets}.get(name or self.primary)
+        return own or self.measure
+
     @property
     def goes_by(self) -> Literal["accuracy", "reward"]:
-        return self.metric or ("reward" if self.measure is None else "accuracy")
+        return self.metric or ("reward" if self.measure_of("") is None else "accuracy")
 
     @model_validator(mode="after")
     def _check_rules(self) -> Self:
+        names = [one.name for one in self.sets]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ConfigError("a set of eval.sets is named twice", got=twice[0], allowed="a name for each")
         asked = [
             f"eval.{name} = {value}" for name in ("stop_at", "patience") if (value := getattr(self, name)) is not None
         ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -98,12 +98,13 @@ class EpisodeMeans:
 class EvalResult:
     """Means over `num_prompts` held-out prompts, and every answer: greedy ones first, by prompt.
 
-    `sampled_` is the mean over `num_samples` samples per prompt at temperature 1. `reward_parts` are the means of the
-    reward's terms. Accuracies, in 0..1, are None where `eval.measure` is not set, and `pass_at_k` is empty; it maps k
-    to the unbiased estimate from the samples. `signal_frac` is the share of prompts whose samples differ in reward, as
-    RL with groups of `num_samples` needs. `num_failed` counts answers whose scoring, or whose environment, failed, and
-    `failures` the reasons. `episodes` and `sampled_episodes` are there with an environment. `data` is the data set of
-    the prompts, None where they are split off the run's own.
+    `sampled_` is the mean over `num_samples` samples per prompt at temperature 1, or their set's. `reward_parts` are
+    the means of the reward's terms. Accuracies, in 0..1, are None where `eval.measure` is not set, and `pass_at_k` is
+    empty; it maps k to the unbiased estimate from the samples. `signal_frac` is the share of prompts whose samples
+    differ in reward, as RL with groups of `num_samples` needs. `num_failed` counts answers whose scoring, or whose
+    environment, failed, and `failures` the reasons. `episodes` and `sampled_episodes` are there with an environment.
+    `data` is the data set of the prompts, None where they are split off the run's own; `eval_set` the name of theirs
+    of `eval.sets`.
     """
 
     checkpoint: str
@@ -124,6 +125,7 @@ class EvalResult:
     episodes: EpisodeMeans | None = None
     sampled_episodes: EpisodeMeans | None = None
     data: str | None = None
+    eval_set: str = ""
 
     @property
     def greedy_answers(self) -> tuple[HeldOutAnswer, ...]:
@@ -141,15 +143,17 @@ def evaluate_model(
     environment_factory: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None = None,
     agent: AgentFunction | None = None,
     num_prompts: int | None = None,
-    num_samples: int = 1,
+    num_samples: int | None = None,
     data: str | Path | None = None,
+    eval_set: str | None = None,
 ) -> EvalResult:
     """Evaluate a run's directory, or a Hugging Face checkpoint's under `recipe`.
 
     `reward`, `environment`, `tools`, `environment_factory` and `agent` are what the run was started with, where that
     was from Python. With a `recipe` they are as in `slipstream.run`: what gives rewards takes the place of the terms,
     unless the tables name those. With `data`, a file, folder or hub id, it answers all prompts of that, or the first
-    `num_prompts`, in place of the held-out ones. ConfigError for bad input.
+    `num_prompts`, in place of the held-out ones. `eval_set` names one of `eval.sets`; else it is the first of them.
+    `num_samples` is 1, or what the set says. ConfigError for bad input.
     """
     _, config = eval_target(path, recipe=recipe, overrides=overrides, data=data, num_prompts=num_prompts)
     keeps_terms = recipe is None or reward is not None
@@ -164,6 +168,7 @@ def evaluate_model(
         num_prompts=num_prompts,
         num_samples=num_samples,
         is_whole=data is not None,
+        eval_set=eval_set,
     )
 
 
@@ -173,15 +178,24 @@ def evaluate(
     reward: Reward | Sequence[Reward] | None = None,
     environments: Given | None = None,
     num_prompts: int | None = None,
-    num_samples: int = 1,
+    num_samples: int | None = None,
     is_whole: bool = False,
+    eval_set: str | None = None,
 ) -> EvalResult:
     """Greedy answers, and `num_samples` sampled ones per prompt, of the checkpoint `config.model.path`.
 
     `num_prompts` defaults to `eval.num_prompts`; at most `prompts.num_eval` are held out. With `is_whole`, all of
-    `prompts.eval_dataset` are. `environments` are those that were handed over from Python.
+    `prompts.eval_dataset` are. Of `eval.sets` it is `eval_set`, or the first, whose temperature, where it is not 0, and
+    numbers are the defaults. `environments` are those that were handed over from Python.
     """
     config, functions = with_given(config, reward)
+    name, temperature = config.eval.primary if eval_set is None else eval_set, 1.0
+    if name:
+        chosen, config, is_whole = config.eval.sets, config.for_set(name), True
+        one = next(one for one in chosen if one.name == name)
+        num_prompts, num_samples = num_prompts or one.num_prompts, num_samples or one.num_samples
+        temperature = one.temperature or temperature
+    num_samples = 1 if num_samples is None else num_samples
     if num_prompts is None and not is_whole:
         num_prompts = config.eval.num_prompts
     _check(config, functions, environments, num_prompts or 1, num_samples)
@@ -196,19 +210,19 @@ def evaluate(
         ask = partial(answer, model, held_out, num_slots=config.eval.num_slots)
         completions = ask(temperature=0.0)
         num_greedy = len(completions)
-        completions += ask(temperature=1.0, num_samples=num_samples)
+        completions += ask(temperature=temperature, num_samples=num_samples)
     rollouts = _scored(config, completions, num_greedy, num_samples, functions)
     answers = tuple(
         _as_answer(
             rollout,
             config.eval.measure,
             sample=completion.sample,
-            temperature=0.0 if index < num_greedy else 1.0,
+            temperature=0.0 if index < num_greedy else temperature,
             episode=_as_played(completion, Sources.of(config)),
         )
         for index, (completion, rollout) in enumerate(zip(completions, rollouts, strict=True))
     )
-    return _result(config, answers, num_greedy, num_samples)
+    return replace(_result(config, answers, num_greedy, num_samples), eval_set=name)
 
 
 def _check(

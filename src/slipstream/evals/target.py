@@ -46,7 +46,7 @@ def eval_target(
     if data is not None:
         over["prompts"] = {"tasks": [], "dataset": str(data), "eval_dataset": str(data), "streaming": False}
     if num_prompts is not None or data is not None:
-        over["eval"] = {"num_prompts": 1}  # the number is the caller's
+        over["eval"] = {"num_prompts": 1} | ({"sets": []} if data is not None else {})  # the number is the caller's
     given = nested(overrides or {})
     config = resolve(tables, merge(given, over))
     _check_asked(config, table_of(given, "prompts"), data)

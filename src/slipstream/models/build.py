@@ -15,8 +15,13 @@ from slipstream.models.transformer import Transformer
 
 
 def build_tokenizer(config: ModelConfig) -> Tokenizer:
-    """The checkpoint's tokenizer, or one token per character for a fresh model."""
-    return CharTokenizer(config.alphabet) if config.path is None else load_tokenizer(tokenizer_folder(config.path))
+    """The checkpoint's tokenizer, or one token per character for a fresh model; with `config`'s chat template."""
+    if config.path is None:
+        return CharTokenizer(config.alphabet)
+    tokenizer = load_tokenizer(tokenizer_folder(config.path))
+    if config.chat_template is not None:
+        tokenizer.chat_template = config.chat_template
+    return tokenizer
 
 
 def max_positions(config: RunConfig) -> int:

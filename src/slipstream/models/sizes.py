@@ -152,7 +152,7 @@ def _check_samples(config: RunConfig, memory: int) -> None:
     for stage, field, count, each in (
         ("preferences", "preferences.num_prompts", preferences.num_prompts, preferences.samples_per_prompt),
         ("reward_model", "reward_model.normalise_samples", config.reward_model.normalise_samples, 1),
-        ("evaluate", "evaluation.num_prompts", evaluation.num_prompts, evaluation.num_samples),
+        ("evaluate", "evaluation.num_prompts", config.num_evaluated or 0, evaluation.num_samples),
     ):
         if stage in config.stages:
             check_completions(field, count, each, max_tokens=tokens)

@@ -66,10 +66,15 @@ class Evaluation(msgspec.Struct, frozen=True):
 
 
 class Evaluations(msgspec.Struct, frozen=True):
-    """Version 0 (after the warm start) and the last one; None for one that was not run."""
+    """Version 0 (after the warm start) and the last one; None for one that was not run.
+
+    Of `eval.sets` these are of the first, whose name is `primary`, and `sets` has the others, without `sampled_`.
+    """
 
     before: Evaluation | None = None
     after: Evaluation | None = None
+    primary: str = ""
+    sets: dict[str, Evaluations] = {}
 
     @property
     def never_right(self) -> str | None:
@@ -145,13 +150,17 @@ class Prompts(msgspec.Struct, frozen=True):
 
 
 class Data(msgspec.Struct, frozen=True):
-    """Prompts to train on and held out, those dropped as longer than `max_tokens`, and the longest of the others."""
+    """Prompts to train on and held out, those dropped as longer than `max_tokens`, and the longest of the others.
+
+    `sets` are those of each of `eval.sets`.
+    """
 
     num_train: int
     num_eval: int
     num_too_long: int
     max_tokens: int
     longest_tokens: int
+    sets: dict[str, int] = {}
 
 
 class WeightSync(msgspec.Struct, frozen=True):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate, islice
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, chain, islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -46,7 +46,8 @@ class PromptReport:
     max_tokens: int  # of a prompt that is taken
     longest: int  # tokens of the longest one taken
     tasks: dict[str, int] = field(default_factory=dict)  # training prompts per task key
-    num_held_out: int = 0  # rows of the training data that are not trained on, being in `eval_dataset`, too
+    num_held_out: int = 0  # rows of the training data that are not trained on, being in held-out data, too
+    sets: dict[str, int] = field(default_factory=dict)  # prompts of each of `eval.sets`, in their order
 
     @property
     def warning(self) -> str | None:
@@ -63,12 +64,24 @@ class PromptReport:
 
 @dataclass(frozen=True)
 class PromptSet:
-    """Training stream and held-out prompts, disjoint by normalised text; `tasks` maps `Prompt.task` to its task."""
+    """Training stream and held-out prompts, disjoint by normalised text; `tasks` maps `Prompt.task` to its task.
+
+    `sets` are those of `eval.sets` by name, of which `eval` is the first.
+    """
 
     train: PromptStream | StreamedPrompts
     eval: list[Prompt]
     report: PromptReport
     tasks: dict[str, TaskConfig]
+    sets: dict[str, list[Prompt]] = field(default_factory=dict)
+
+    @property
+    def held_out(self) -> list[Prompt]:
+        return [*self.eval, *chain.from_iterable(list(self.sets.values())[1:])]
+
+    @property
+    def all(self) -> list[Prompt]:
+        return [*self.train.prompts, *self.held_out]
 
 
 class _Collector:
@@ -83,6 +96,11 @@ class _Collector:
     def __str__(self) -> str:
         held_out = f", {self.num_held_out} of them held out" * (self.num_held_out > 0)
         return f"{self.num_candidates} rows ({self.num_duplicates} repeated{held_out}, {self.num_too_long} too long)"
+
+    def hold_out(self, prompts: Iterable[Prompt]) -> None:
+        """Take none of these for training."""
+        self.held_out = {_prompt_key(prompt) for prompt in prompts}
+        self.seen |= self.held_out
 
     def take(self, rows: Iterable[PromptRow], limit: int) -> list[tuple[str, Prompt]]:
         """Up to `limit` (key, prompt) of the rows that are new and fit; over-long ones are never reconsidered."""
@@ -120,13 +138,19 @@ def build_prompts(
     settings = prompts_that_fit(config)
     collector = _Collector(Encoder(settings, tokenizer, tools), {**_demonstrated(config), **(needed or {})})
     tasks = task_table(settings.tasks)
+    sets = {
+        one.name: held_out_prompts(config.for_set(one.name), tokenizer, tools, one.num_prompts, needed)
+        for one in config.eval.sets
+    }
+    collector.hold_out(chain.from_iterable(sets.values()))
     if settings.streaming:
-        return _streamed(settings, collector, config.seed)
+        return _streamed(settings, collector, config.seed, sets)
     if tasks:
-        train, held_out = _from_tasks(settings, tasks, collector, config.seed)
+        train, held_out = _from_tasks(settings, tasks, collector, config.seed, splits=not sets)
     else:
-        train, held_out = _from_dataset(settings, collector, config.seed)
+        train, held_out = _from_dataset(settings, collector, config.seed, splits=not sets)
     collector.encoder.check([*train, *held_out])
+    held_out = sets.get(config.eval.primary, held_out)
     per_task: dict[str, int] = {}
     for prompt in train:
         per_task[prompt.task] = per_task.get(prompt.task, 0) + 1
@@ -136,14 +160,15 @@ def build_prompts(
         num_candidates=collector.num_candidates,
         num_duplicates=collector.num_duplicates,
         num_too_long=collector.num_too_long,
-        overlap=count_overlap(train, held_out),
+        overlap=count_overlap(train, [*held_out, *chain.from_iterable(sets.values())]),
         num_held_out=collector.num_held_out,
         max_tokens=settings.max_prompt_tokens or 0,
-        longest=max(len(prompt.tokens) for prompt in (*train, *held_out)),
+        longest=max(len(prompt.tokens) for prompt in chain(train, held_out, *sets.values())),
         tasks=per_task,
+        sets={name: len(prompts) for name, prompts in sets.items()},
     )
     assert report.overlap == 0, f"{report.overlap} held-out prompts are among the training prompts"
-    return PromptSet(train=PromptStream(train, config.seed), eval=held_out, report=report, tasks=tasks)
+    return PromptSet(PromptStream(train, config.seed), held_out, report, tasks, sets)
 
 
 def held_out_prompts(
@@ -167,31 +192,36 @@ def held_out_prompts(
 HELD_OUT_SHARE = 1 / 16
 
 
-def _streamed(settings: PromptsConfig, collector: _Collector, seed: int) -> PromptSet:
+def _streamed(settings: PromptsConfig, collector: _Collector, seed: int, sets: dict[str, list[Prompt]]) -> PromptSet:
     """Return the prompts of a data set that is read as the run goes on.
 
     Held out are all whose seeded hash is in the lowest sixteenth, whatever else there is; the first `num_eval` of these
-    are evaluated. With `eval_dataset` they are its first ones, and nothing else is left out.
+    are evaluated. With `eval_dataset` they are its first ones, with `sets` those, and nothing else is left out.
     """
     template, encoder, source = Template.of(settings), collector.encoder, settings.dataset
     assert source is not None
-    limit = HELD_OUT_SHARE * 2**64 if settings.eval_dataset is None else 0
+    limit = HELD_OUT_SHARE * 2**64 if settings.eval_dataset is None and not sets else 0
 
     def is_held_out(key: str) -> bool:
         return key in keys or int.from_bytes(split_hash(key, seed), "little") < limit
 
-    keys: set[str] = set()
-    held_out: list[Prompt] = []
-    for rows in _batched(
-        read_rows(settings.eval_dataset or source, settings, template=template, needed=collector.needed), _BATCH
+    keys = set(collector.held_out)
+    held_out: list[Prompt] = list(next(iter(sets.values()), []))
+    for rows in (
+        ()
+        if sets
+        else _batched(
+            read_rows(settings.eval_dataset or source, settings, template=template, needed=collector.needed), _BATCH
+        )
     ):
         found = collector.take(rows, len(rows))
         held_out += [prompt for key, prompt in found if settings.eval_dataset is not None or is_held_out(key)]
         if len(held_out) >= settings.num_eval:
             break
-    _check_num_eval(settings, settings.eval_dataset or source, len(held_out), collector)
-    held_out = held_out[: settings.num_eval]
-    encoder.check(held_out)
+    if not sets:
+        _check_num_eval(settings, settings.eval_dataset or source, len(held_out), collector)
+        held_out = held_out[: settings.num_eval]
+        encoder.check(held_out)
     keys |= {_prompt_key(prompt) for prompt in held_out}
 
     def batches() -> Iterator[list[Prompt]]:
@@ -204,8 +234,10 @@ def _streamed(settings: PromptsConfig, collector: _Collector, seed: int) -> Prom
 
     train, most = StreamedPrompts(batches, seed, settings.shuffle_buffer), settings.max_prompt_tokens or 0
     counts = (collector.num_candidates, collector.num_duplicates, collector.num_too_long)
-    overlap = count_overlap(train.prompts, held_out)
-    return PromptSet(train, held_out, PromptReport(len(train), len(held_out), *counts, overlap, most, most), {})
+    overlap = count_overlap(train.prompts, [*held_out, *chain.from_iterable(sets.values())])
+    report = PromptReport(len(train), len(held_out), *counts, overlap, most, most)
+    report = replace(report, sets={name: len(prompts) for name, prompts in sets.items()})
+    return PromptSet(train, held_out, report, {}, sets)
 
 
 def prompts_that_fit(config: RunConfig) -> PromptsConfig:
@@ -277,12 +309,13 @@ def demonstrations(
 
 
 def _from_tasks(
-    config: PromptsConfig, tasks: Mapping[str, TaskConfig], collector: _Collector, seed: int
+    config: PromptsConfig, tasks: Mapping[str, TaskConfig], collector: _Collector, seed: int, *, splits: bool
 ) -> tuple[list[Prompt], list[Prompt]]:
+    """Return training and held-out prompts; without `splits` no held-out ones: they are of other data."""
     template = Template.of(config)
     weights = [task.weight for task in tasks.values()]
     num_train = _shares(config.num_train, weights)
-    num_eval = _shares(config.num_eval, weights)
+    num_eval = _shares(config.num_eval if splits else 0, weights)
     train: list[Prompt] = []
     held_out: list[Prompt] = []
     for (key, task), of_train, of_eval in zip(tasks.items(), num_train, num_eval, strict=True):
@@ -339,19 +372,24 @@ def _shares(total: int, weights: Sequence[float]) -> list[int]:
     return shares
 
 
-def _from_dataset(config: PromptsConfig, collector: _Collector, seed: int) -> tuple[list[Prompt], list[Prompt]]:
+def _from_dataset(
+    config: PromptsConfig, collector: _Collector, seed: int, *, splits: bool
+) -> tuple[list[Prompt], list[Prompt]]:
+    """Return training and held-out prompts; without `splits` no held-out ones: they are of other data."""
     template = Template.of(config)
     assert config.dataset is not None
-    if config.eval_dataset is not None:  # held-out prompts first: what they share with the training data leaves it
-        held_out = [p for _, p in _read(config.eval_dataset, config, template, collector, config.num_eval)]
-        _check_num_eval(config, config.eval_dataset, len(held_out), collector)
-        collector.held_out = set(collector.seen)
+    held_out: list[Prompt] = []
+    if config.eval_dataset is not None or not splits:  # held out first: what training data shares with it leaves that
+        if config.eval_dataset is not None:
+            held_out = [p for _, p in _read(config.eval_dataset, config, template, collector, config.num_eval)]
+            _check_num_eval(config, config.eval_dataset, len(held_out), collector)
+            collector.held_out = set(collector.seen)
         train = [p for _, p in _read(config.dataset, config, template, collector, config.num_train)]
         if not train:
             raise ConfigError(
                 "there are no training prompts",
                 got=f"{collector} of both datasets",
-                allowed="prompts in prompts.dataset that fit and are not in prompts.eval_dataset",
+                allowed="prompts in prompts.dataset that fit and are not in prompts.eval_dataset or eval.sets",
                 hint="name other data there, or leave it out: prompts.num_eval are then split off prompts.dataset"
                 if collector.num_held_out
                 else "see prompts.max_prompt_tokens",

@@ -196,7 +196,10 @@ def _load(source: str, name: str | None, split: str, *, is_streamed: bool) -> It
 def _split(loaded: Mapping[str, Any], split: str, *, source: str) -> Iterable[Mapping[str, Any]]:
     if split not in loaded:
         raise ConfigError.unknown(
-            f"dataset '{source}' has no split '{split}'", split, loaded, hint="see prompts.dataset_split"
+            f"dataset '{source}' has no split '{split}'",
+            split,
+            loaded,
+            hint="see prompts.dataset_split, or split in eval.sets",
         )
     records: Iterable[Mapping[str, Any]] = loaded[split]
     return records
@@ -204,6 +207,8 @@ def _split(loaded: Mapping[str, Any], split: str, *, source: str) -> Iterable[Ma
 
 def row_of(record: Mapping[str, Any], config: PromptsConfig, *, template: Template, where: str) -> PromptRow | None:
     """The row of `record`, or None for one without the two periods that `between_periods` asks for."""
+    if config.messages_column is not None and record.get(config.messages_column):
+        record = split_chat(record, config, where=where)
     if config.prompt_column not in record:
         raise ConfigError.unknown(
             f"{where} has no column '{config.prompt_column}'",
@@ -238,6 +243,16 @@ def row_of(record: Mapping[str, Any], config: PromptsConfig, *, template: Templa
     return PromptRow(
         text=messages[-1]["content"], task="dataset", answer=answer_text, messages=messages, columns=columns
     )
+
+
+def split_chat(record: Mapping[str, Any], config: PromptsConfig, *, where: str) -> dict[str, Any]:
+    """A whole chat as prompt and answer: all messages but the last, and the text of that one, the assistant's."""
+    messages = record[config.messages_column or ""]
+    last = messages[-1] if isinstance(messages, list) and len(messages) > 1 else None
+    if not isinstance(last, Mapping) or last.get("role") != "assistant" or not isinstance(last.get("content"), str):
+        raise ConfigError(f"{where}: a chat to learn from ends with the assistant's answer", got=repr(last)[:80])
+    others = {key: value for key, value in record.items() if key != config.messages_column}
+    return {**others, config.prompt_column: messages[:-1], config.answer_column: last["content"]}
 
 
 def between_periods(text: str) -> str | None:

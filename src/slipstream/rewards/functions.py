@@ -165,19 +165,26 @@ def exact_match(
     return score
 
 
-def math_equivalence(*, strict: bool = True) -> Scorer:
-    """1 when math_verify finds the final answer equivalent to the reference, which may be LaTeX or a plain number."""
+def math_equivalence(*, strict: bool = True, reference_pattern: str | None = None, timeout_s: float) -> Scorer:
+    """1 when math_verify finds the final answer equivalent to the reference, which may be LaTeX or a plain number.
+
+    `reference_pattern` finds it in a longer text, as in `exact_match`; None for one without.
+    """
     import logging
 
     from math_verify import parse, verify
 
     for library in ("math_verify", "latex2sympy2_extended"):  # they log every text that they cannot parse
         logging.getLogger(library).setLevel(logging.CRITICAL + 1)
+    of_reference = pattern_of(reference_pattern, "math", timeout_s)
 
     def score(job: RewardJob) -> float | None:
         if job.answer is None:
             return None
-        text = job.answer if "$" in job.answer or "\\boxed" in job.answer else f"${job.answer}$"
+        text = _extracted(job.answer, of_reference)
+        if text is None:
+            return None
+        text = text if "$" in text or "\\boxed" in text else f"${text}$"
         expected = parse(text, parsing_timeout=None)  # the worker's deadline is the only clock
         answer = parse(job.completion, parsing_timeout=None)
         return float(verify(expected, answer, strict=strict, timeout_seconds=None))

@@ -33,6 +33,7 @@ from slipstream.stages.child import run_in_child
 from slipstream.stages.completions import build_judge
 from slipstream.stages.named import check_conflicts
 from slipstream.stages.one_process import run_stage
+from slipstream.stages.order import check_asked
 from slipstream.stages.preference_data import dpo_positions, read_pairs
 from slipstream.stages.progress import Quiet, read_record, record_path, watch
 from slipstream.stages.reward_model import read_preferences
@@ -101,7 +102,10 @@ def check_data(config: RunConfig, run_dir: Path, given: FromPython) -> None:
         needed = columns_needed(config.rewards, given.functions) if "rl" in config.stages else {}
         if {"preferences", "evaluate"} & set(config.stages):
             needed |= columns_needed(config.gold_rewards, {})
-        _call_rewards(config, build_prompts(config, tokenizer, needed=needed), run_dir, given)
+        prompts = build_prompts(config, tokenizer, needed=needed)
+        if "evaluate" in config.stages:
+            check_asked(config, len(prompts.eval))
+        _call_rewards(config, prompts, run_dir, given)
     if has_own_demonstrations:
         stage_demonstrations(config, tokenizer)
     if "dpo" in config.stages and config.dpo.preferences is not None:
@@ -112,7 +116,7 @@ def check_data(config: RunConfig, run_dir: Path, given: FromPython) -> None:
 
 def _call_rewards(config: RunConfig, prompts: PromptSet, run_dir: Path, given: FromPython) -> None:
     """Make the dry call of all rewards that any stage scores with."""
-    tasks, rows, private = task_table(config.prompts.tasks), [*prompts.train.prompts, *prompts.eval], [str(run_dir)]
+    tasks, rows, private = task_table(config.prompts.tasks), prompts.all, [str(run_dir)]
     notes: list[str | None] = []
     if "rl" in config.stages:
         size = config.samples_per_group

@@ -55,7 +55,7 @@ def run_evaluation(config: RunConfig, run_dir: Path, progress: StageProgress) ->
     with times.span("start_up"):
         model, tokenizer = build_policy(config.model.model_copy(update={"path": str(start)}), seed=config.seed)
         with Rehearsal(config, None, private=[str(run_dir)]) as rehearsal:  # which tools prompts tell of
-            prompts = build_prompts(config, tokenizer, rehearsal.tools).eval[: settings.num_prompts]
+            prompts = build_prompts(config, tokenizer, rehearsal.tools).eval[: config.num_evaluated]
     temperature = config.generator.temperature if settings.temperature is None else settings.temperature
     written: dict[str, list[Completion]] = {}
     with times.span("decode"), answering(config, tokenizer, private=[str(run_dir)]) as answer:

@@ -67,6 +67,7 @@ def check_named(
     if not has_own_prompts:
         check_task_names(config.prompts.tasks)
     sources = [] if has_own_prompts else [config.prompts.dataset, config.prompts.eval_dataset]
+    sources += [one.dataset for one in config.eval.sets]
     sources += [config.sft.dataset] if "sft" in config.stages else []
     sources += [config.dpo.preferences] if "dpo" in config.stages else []
     sources += [config.reward_model.preferences] if "reward_model" in config.stages else []
@@ -74,6 +75,9 @@ def check_named(
         check_source(source)
     if not has_own_prompts and config.prompts.dataset is not None and _ANSWERING & set(config.stages):
         check_first(config.prompts.dataset, config.prompts)
+    for of_set in [config.for_set(one.name).prompts for one in config.eval.sets]:
+        assert of_set.eval_dataset is not None, "checked by the schema"
+        check_first(of_set.eval_dataset, of_set)
     check_environments(config, environments)
     check_callbacks(config)
     if "rl" in config.stages and config.needs_functions:

@@ -22,11 +22,17 @@ def check_order(config: RunConfig) -> None:
         _check_labels(config)
     if "evaluate" in stages and not {"dpo", "rl"} & set(stages):
         raise ConfigError("the stage evaluate measures what rl has changed, or dpo", got=f"stages = {stages}")
-    asked, held_out = config.evaluation.num_prompts, config.prompts.num_eval
-    if "evaluate" in stages and asked > held_out:
+    if "evaluate" in stages and config.num_held_out is not None:
+        check_asked(config, config.num_held_out)
+
+
+def check_asked(config: RunConfig, held_out: int) -> None:
+    """Raise ConfigError where the stage `evaluate` asks for more prompts than are held out."""
+    asked, field = config.num_evaluated, "eval.sets[0]" if config.eval.sets else "prompts.num_eval"
+    if asked is not None and asked > held_out:
         what = "the stage evaluate asks for more prompts than are held out"
-        got = f"evaluation.num_prompts = {asked}, prompts.num_eval = {held_out}"
-        raise ConfigError(what, got=got, allowed="evaluation.num_prompts <= prompts.num_eval")
+        got = f"evaluation.num_prompts = {asked}, {field} = {held_out}"
+        raise ConfigError(what, got=got, allowed=f"evaluation.num_prompts <= {field}")
 
 
 def _check_paths(config: RunConfig) -> None:

@@ -157,7 +157,9 @@ def _check_labelled(train: Sequence[Preference]) -> None:
 
 def _from_dataset(config: RunConfig, source: str, tokenizer: Tokenizer) -> tuple[list[Preference], int]:
     """Return the preferences of a data set, and how many were left out because their prompts are too long."""
-    reading = prompts_that_fit(config).model_copy(update={"prompt_column": "prompt", "between_periods": False})
+    reading = prompts_that_fit(config).model_copy(
+        update={"prompt_column": "prompt", "messages_column": None, "between_periods": False}
+    )
     template = Template.of(config.prompts)
     encoder = Encoder(reading, tokenizer)
     rows: list[PromptRow] = []

@@ -126,7 +126,9 @@ def _from_dataset(
     source = config.reward_model.preferences
     assert source is not None
     template = Template.of(config.prompts)
-    reading = prompts_that_fit(config).model_copy(update={"prompt_column": "prompt", "between_periods": False})
+    reading = prompts_that_fit(config).model_copy(
+        update={"prompt_column": "prompt", "messages_column": None, "between_periods": False}
+    )
     encoder = Encoder(reading, tokenizer)
     is_rated = config.reward_model.candidates == 1
     names = ("completion",) if is_rated else ("chosen", "rejected")
@@ -149,7 +151,8 @@ def _from_dataset(
     ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
     def tokens(text: str) -> np.ndarray:
-        ids = tokenizer.encode(text, add_special_tokens=False) + ends
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        ids += ends if ids[-1:] != ends else []  # some data has it in its texts
         return scored_tokens(np.asarray(ids, dtype=np.int32), config.rewards)
 
     prompts = encoder.encode(rows)

@@ -236,7 +236,9 @@ def _pipeline(config: RunConfig, given: FromPython, checkpoint: Path | None) -> 
 def _tally(config: RunConfig, run_dir: Path, restarts: Counter[str], report: PromptReport, cut: Cut | None) -> Tally:
     """Return the tally of an attempt, with what the run counted before the cut."""
     tally = Tally(config, started_s=WallClock().now_s(), restarts=restarts)
-    tally.data = Data(report.num_train, report.num_eval, report.num_too_long, report.max_tokens, report.longest)
+    tally.data = Data(
+        report.num_train, report.num_eval, report.num_too_long, report.max_tokens, report.longest, report.sets
+    )
     if cut is not None:
         tally.restore(cut.run)
         for line in read_metrics(run_dir / "metrics.jsonl"):
@@ -383,12 +385,12 @@ def _work(config: RunConfig, run_dir: Path, given: FromPython, *, is_resumed: bo
     """Prompts and demonstrations. ConfigError for data that cannot be read, or that the rewards cannot score."""
     with told_of("reading prompts", display=given.display):
         work, prompts = _build(config, given, is_resumed=is_resumed, private=[str(run_dir)])
-    check_answers(config.rewards, [*prompts.train.prompts, *prompts.eval])
+    check_answers(config.rewards, prompts.all)
     with told_of("calling rewards on two prompts", display=given.display):
         note = dry_call(
             config.rewards,
             task_table(config.prompts.tasks),
-            [*prompts.train.prompts, *prompts.eval],
+            prompts.all,
             functions=given.functions,
             group_size=config.samples_per_group,
             private=[str(run_dir)],
@@ -409,7 +411,7 @@ def _build(
     with Rehearsal(local, given.environments, private=private or ()) as rehearsal:
         work, prompts = build_work(local, is_resumed=is_resumed, tools=rehearsal.tools, functions=given.functions)
         if private is not None:
-            rehearsal.play([*prompts.train.prompts, *prompts.eval], build_tokenizer(local.model))
+            rehearsal.play(prompts.all, build_tokenizer(local.model))
         if private is not None and rehearsal.tools and prompts.eval[0].messages is None:
             tell(config, given, ["tools: prompts without a chat template do not show them; demonstrations alone may"])
     if config.prompts.max_prompt_tokens is None:

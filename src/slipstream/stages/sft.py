@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +15,7 @@ from slipstream.batching import collate
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.jsonl import JsonlWriter
-from slipstream.core.stage_sections import SftConfig, WarmStartConfig
+from slipstream.core.stage_sections import WarmStartConfig
 from slipstream.core.types import Prompt
 from slipstream.models.build import build_policy
 from slipstream.models.flat import FlatParameters
@@ -132,15 +132,16 @@ def stage_demonstrations(config: RunConfig, tokenizer: Tokenizer) -> tuple[list[
 def _prompts_of_dataset(config: RunConfig, tokenizer: Tokenizer) -> tuple[list[Prompt], int]:
     sft, source = config.sft, config.sft.dataset
     assert source is not None
-    reading = config.prompts.model_copy(
-        update={"prompt_column": sft.prompt_column, "answer_column": sft.completion_column, "between_periods": False}
-    )
+    columns = {
+        "prompt_column": sft.prompt_column,
+        "answer_column": sft.completion_column,
+        "messages_column": sft.messages_column,
+    }
+    reading = config.prompts.model_copy(update={**columns, "between_periods": False})
     template = Template.of(config.prompts)
     encoder = Encoder(reading, tokenizer)
     rows = []
     for where, record in read_records(source, reading.dataset_config, reading.dataset_split):
-        if record.get(sft.messages_column):
-            record = _split_chat(record, sft, where=where)
         row = row_of(record, reading, template=template, where=where)
         if row is not None and row.answer is None:
             allowed = f"a column '{sft.completion_column}', or chats in '{sft.messages_column}'"
@@ -152,16 +153,6 @@ def _prompts_of_dataset(config: RunConfig, tokenizer: Tokenizer) -> tuple[list[P
     fitting = [prompt for prompt in encoder.encode(rows) if encoder.fits(prompt)]
     encoder.check(fitting)
     return fitting, len(rows) - len(fitting)
-
-
-def _split_chat(record: Mapping[str, Any], sft: SftConfig, *, where: str) -> dict[str, Any]:
-    """A chat as prompt and completion: all messages but the last, and that one, the assistant's."""
-    messages = record[sft.messages_column]
-    last = messages[-1] if isinstance(messages, list) and len(messages) > 1 else None
-    if not isinstance(last, Mapping) or last.get("role") != "assistant" or not isinstance(last.get("content"), str):
-        raise ConfigError(f"{where}: a chat to learn from ends with the assistant's answer", got=repr(last)[:80])
-    others = {key: value for key, value in record.items() if key != sft.messages_column}
-    return {**others, sft.prompt_column: messages[:-1], sft.completion_column: last["content"]}
 
 
 def _all_learned(prompt: np.ndarray, completion: np.ndarray) -> Demonstration:

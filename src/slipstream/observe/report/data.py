@@ -82,11 +82,11 @@ class MetricsHistory:
         """How many neighbours a noisy curve of this many steps is smoothed over."""
 
     def points(self, name: str, clock: Clock = "step") -> list[Point]:
-        """A metric of the steps, or of the evaluations (`eval_`); what is missing or was no number is left out.
+        """A metric of the steps, or of the evaluations (`eval_`, `eval/`); what was no number is left out.
 
         An evaluation lies at what the clock showed when the version it is of was made.
         """
-        if not name.startswith("eval_"):
+        if not name.startswith(("eval_", "eval/")):
             xs = self.clocks[clock]
             return [(x, float(line[name])) for x, line in zip(xs, self.steps, strict=True) if is_number(line.get(name))]
         found: dict[float, float] = {}

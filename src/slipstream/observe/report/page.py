@@ -14,6 +14,7 @@ import msgspec
 import slipstream.observe.report.data as data
 from slipstream.core.disk import replace_file
 from slipstream.core.files import load_json
+from slipstream.core.held_out import set_prefix
 from slipstream.core.recipes import defaults, stage_dir
 from slipstream.core.run_log import num_missing, read_metrics
 from slipstream.observe.evaluation import MOMENTS, evaluation_rows
@@ -151,7 +152,10 @@ def _curve(folder: Path, name: str, title: str, note: str, y: Axis, hue: int, *,
 def _learning(run: data.RunData) -> str:
     lead = "Up and to the left is good; held-out lines are the proof."
     return part(
-        "learning", "Is it learning?", lead, [_rewards(run), cards(_terms(run), _judges(run), *charts(run, "learning"))]
+        "learning",
+        "Is it learning?",
+        lead,
+        [_rewards(run), cards(_sets(run), _terms(run), _judges(run), *charts(run, "learning"))],
     )
 
 
@@ -180,6 +184,21 @@ def _rewards(run: data.RunData) -> str:
         return [series for series in found if series.points]
 
     return three_clocks(title, note, [run], series_of, Axis(title.lower(), low=0.0))
+
+
+def _sets(run: data.RunData) -> str:
+    """Draw each named set of held-out prompts, by its accuracy where it has one."""
+    series, told = [], []
+    found = run.evaluations
+    named = {found.primary: found, **found.sets} if found.primary else {}
+    for hue, (name, both) in zip(count(), named.items(), strict=False):
+        points = run.history.points(f"{set_prefix(name)}accuracy") or run.history.points(f"{set_prefix(name)}reward")
+        values = [one.greedy.headline[1] for one in (both.before, both.after) if one is not None]
+        ends = " to ".join("-" if value is None else f"{value:.3f}" for value in values)
+        series.append(Series(name, points, hue, has_dots=True))
+        told.append(f"{name}: {ends}" + ("" if both.after is None else f" ({both.after.num_prompts} prompts)"))
+    note = f"Accuracy, or the mean reward without a measure. {'; '.join(told)}."
+    return chart_card("Held-out sets", note, series, Axis("mean over answers", low=0.0)) if series else ""
 
 
 def _terms(run: data.RunData) -> str:
