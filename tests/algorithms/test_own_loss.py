@@ -68,7 +68,7 @@ def test_every_estimator_of_advantages_has_a_row():
 
 @pytest.mark.usefixtures("file")
 def test_the_settings_on_the_page_are_valid():
-    assert len(SETTINGS) == 5
+    assert len(SETTINGS) == 6
     for block in SETTINGS:
         check_loss(resolve("quickstart", tomllib.loads(block)))
 

@@ -622,10 +622,10 @@ def test_terms_of_a_reward_the_kl_and_the_critic_have_pictures_where_there_are_a
 
 def test_only_fields_that_differ_come_first() -> None:
     found = differing(
-        flat({"recipe": "quickstart", "seed": 0, "steps": 7, "generator": {"num_slots": 64}, "new": {"x": 1}})
+        flat({"recipe": "quickstart", "seed": 0, "steps": 7, "generator": {"temperature": 1.0}, "new": {"x": 1}})
     )
     assert found["steps"][0] == 7
-    assert not {"seed", "generator.num_slots"} & found.keys()
+    assert not {"seed", "generator.temperature"} & found.keys()
     assert found["new.x"] == (1, None)  # of another version of the schema
     assert differing(flat({"trainer": {"optimizer": {"betas": [0.9, 0.95]}}})).keys() <= {"trainer.optimizer.betas"}
 
