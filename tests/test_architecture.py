@@ -151,7 +151,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 83_950
+MAX_LINES = 84_040
 MAX_LINES_OF_SPINE = 1_600
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -172,13 +172,13 @@ MAX_LINES_OF_FOLDER = {
     "generator": 8_865,
     "jail": 1_060,
     "jobs": 975,
-    "models": 7_775,
+    "models": 7_790,
     "observe": 9_890,
     "plan": 6_326,
     "prompts": 1_400,
     "rewards": 3_880,
     "stages": 2_700,
-    "trainer": 5_296,
+    "trainer": 5_310,
     "weight_sync": 3_480,
 }
 LONG_FUNCTIONS = dict.fromkeys(

@@ -109,7 +109,9 @@ class AdamW:
 
     def finite_grad_norm(self) -> float:
         """Return the norm of the whole model's gradient. NonFiniteError when it is NaN or inf."""
-        grad_norm = self.parameters.grad_norm()
+        return self._finite(self.parameters.grad_norm())
+
+    def _finite(self, grad_norm: float) -> float:
         if not math.isfinite(grad_norm):
             names = self.parameters.non_finite_grads()
             raise NonFiniteError(
@@ -125,15 +127,23 @@ class AdamW:
     def step(self, *, scale: float = 1.0) -> float:
         """Clip by global norm and update, at `scale` times the learning rate; return the norm before clipping.
 
-        NonFiniteError, with weights and state unchanged, when that norm is NaN or inf.
+        NonFiniteError, with weights and state unchanged, when that norm is NaN or inf. A GPU's norm is read behind the
+        update, which divides gradients as it reads them, and leaves all as it is where the norm is not finite.
         """
-        grad_norm = self.finite_grad_norm()
+        most, norm = self._config.max_grad_norm, self.parameters.norm_on_device()
+        grad_norm = self.finite_grad_norm() if norm is None else math.nan
         lr, grads = self.lr * scale, self.parameters.stored_grads()
-        if grad_norm > self._config.max_grad_norm:
-            torch._foreach_mul_(grads, self._config.max_grad_norm / (grad_norm + 1e-6))
+        decay: float | Tensor = 1.0 - lr * self._config.weight_decay
+        divisor = is_refused = None
+        if norm is not None:
+            divisor = torch.where(norm > most, (norm + 1e-6) / most, 1.0).float()
+            is_refused = (~norm.isfinite()).float()
+            decay = 1.0 - (1.0 - is_refused) * (lr * self._config.weight_decay)
+        elif grad_norm > most:
+            torch._foreach_mul_(grads, most / (grad_norm + 1e-6))
         if self._config.weight_decay:
             matrices = [view for view in self.parameters.named_views().values() if view.ndim >= 2]
-            torch._foreach_mul_(matrices, 1.0 - lr * self._config.weight_decay)
+            torch._foreach_mul_(matrices, decay)
         beta1, beta2 = self._config.betas
         adamw(
             self._stored,
@@ -150,8 +160,12 @@ class AdamW:
             weight_decay=0.0,
             eps=corrected_eps(self._config, update=self.num_updates + 1),
             maximize=False,
+            grad_scale=divisor,
+            found_inf=is_refused,
         )
         self.parameters.reshard()
+        if norm is not None:
+            grad_norm = self._finite(float(norm))
         self.num_updates += 1
         self.planned += 1
         return grad_norm
