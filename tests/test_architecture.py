@@ -151,7 +151,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 84_040
+MAX_LINES = 84_120
 MAX_LINES_OF_SPINE = 1_600
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -169,7 +169,7 @@ MAX_LINES_OF_FOLDER = {
     "core": 10_865,
     "environments": 8_075,
     "evals": 2_685,
-    "generator": 8_865,
+    "generator": 8_942,
     "jail": 1_060,
     "jobs": 975,
     "models": 7_790,
