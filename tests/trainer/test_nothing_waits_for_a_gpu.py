@@ -150,8 +150,9 @@ def test_a_step_reads_what_an_update_has_to_know(name: str, reads: Counter[str])
         ({"loss": {"name": "ppo", "advantages": "gae"}, "critic": {"model": "head"}}, {"measure.py": 1}),
         ({"trainer": {"recompute": True}}, {}),
         ({"teacher": {"path": "somewhere", "coef": 0.5}}, {}),
+        ({"loss": {"name": "distill"}, "teacher": {"path": "somewhere"}}, {}),
     ],
-    ids=["sequence", "ess", "kl", "critic", "recompute", "teacher"],
+    ids=["sequence", "ess", "kl", "critic", "recompute", "teacher", "distill"],
 )
 def test_what_stands_beside_the_loss_reads_nothing(
     changes: dict[str, Any], more: dict[str, int], reads: Counter[str]
