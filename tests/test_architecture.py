@@ -157,7 +157,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 85_180
+MAX_LINES = 85_350
 MAX_LINES_OF_SPINE = 1_600
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -175,16 +175,16 @@ MAX_LINES_OF_FOLDER = {
     "core": 11_035,
     "environments": 8_075,
     "evals": 2_700,
-    "generator": 8_880,
+    "generator": 8_955,
     "jail": 1_060,
     "jobs": 975,
-    "models": 7_880,
+    "models": 7_950,
     "observe": 9_915,
-    "plan": 6_630,
+    "plan": 6_635,
     "prompts": 1_450,
     "rewards": 3_895,
     "stages": 2_730,
-    "trainer": 5_450,
+    "trainer": 5_470,
     "weight_sync": 3_585,
 }
 LONG_FUNCTIONS = dict.fromkeys(

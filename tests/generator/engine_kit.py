@@ -11,6 +11,7 @@ from torch import nn
 from slipstream.core.lora_section import AdapterPrecision
 from slipstream.generator.engine import Engine
 from slipstream.generator.native import native_engine
+from slipstream.generator.paged_runner import PagedRunner, StepShape
 from slipstream.generator.requests import Finished, Request
 from slipstream.models.config import TransformerConfig
 from slipstream.models.lora import install, matrices, shapes_for
@@ -138,3 +139,17 @@ def assert_same_bits(left: Finished, right: Finished) -> None:
     assert np.array_equal(left.tokens, right.tokens)
     assert left.logprobs.tobytes() == right.logprobs.tobytes()
     assert left.finish_reason == right.finish_reason
+
+
+class AheadRunner(PagedRunner):
+    """Launches ahead as on CUDA: outputs lie where the next step, of any shape, writes, and are read behind that."""
+
+    def __init__(self, model: Transformer, **options: object) -> None:
+        super().__init__(model, looks_ahead=True, **options)  # type: ignore[arg-type]
+        self._outputs: list[torch.Tensor] = []
+
+    def _run(self, shape: StepShape) -> torch.Tensor:
+        for output in self._outputs:
+            output.fill_(-7)
+        self._outputs = [super()._run(shape)]
+        return self._outputs[0]

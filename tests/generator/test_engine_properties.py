@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from drawn import drawn
-from engine_kit import STOP, assert_same_bits, drain, random_model, requests, run
+from engine_kit import STOP, AheadRunner, assert_same_bits, drain, random_model, requests, run
 from hypothesis import strategies as st
 
 from slipstream.generator.engine import Engine
@@ -78,7 +78,7 @@ ACTIONS = st.one_of(
 PREFILLED_AGAIN = {"preempt", "move", "recompute", "recompute_if_older_than"}
 
 
-@pytest.mark.parametrize("is_paged", [False, True], ids=["slots", "pages"])
+@pytest.mark.parametrize("kind", ["slots", "pages", "ahead"])
 @drawn(
     8,
     100,
@@ -90,7 +90,7 @@ PREFILLED_AGAIN = {"preempt", "move", "recompute", "recompute_if_older_than"}
     prefill_chunk=st.sampled_from([8, 512]),
 )
 def test_every_request_finishes_once_with_its_own_text(
-    is_paged: bool,
+    kind: str,
     actions: list[tuple[str, int]],
     order: list[int],
     num_rows: int,
@@ -98,8 +98,11 @@ def test_every_request_finishes_once_with_its_own_text(
     prefill_tokens: int,
     prefill_chunk: int,
 ) -> None:
+    is_paged = kind != "slots"
+
     def begin(num_rows: int, version: int = 0) -> Engine:
-        paged = functools.partial(PagedRunner, MODEL, max_len=MAX_LEN, num_pages=num_pages)
+        made = AheadRunner if kind == "ahead" else PagedRunner
+        paged = functools.partial(made, MODEL, max_len=MAX_LEN, num_pages=num_pages)
         runner = paged(num_rows=num_rows) if is_paged else slots(num_rows)
         return new_engine(runner, prefill_chunk=prefill_chunk, prefill_tokens=prefill_tokens, version=version)
 

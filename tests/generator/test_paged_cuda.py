@@ -34,8 +34,10 @@ def cuda() -> torch.device:
     return torch.device("cuda")
 
 
-def engine_of(model: Transformer, *, num_rows: int = 16, captures: bool = True, **options: object) -> Engine:
-    runner = PagedRunner(model, num_rows=num_rows, max_len=MAX_LEN, captures=captures)
+def engine_of(
+    model: Transformer, *, num_rows: int = 16, captures: bool = True, looks_ahead: bool | None = None, **options: object
+) -> Engine:
+    runner = PagedRunner(model, num_rows=num_rows, max_len=MAX_LEN, captures=captures, looks_ahead=looks_ahead)
     return Engine(runner, seed=7, **({"stop_token_ids": [STOP]} | options))  # type: ignore[arg-type]
 
 
@@ -62,11 +64,12 @@ def test_a_rows_attention_has_the_same_bits_in_any_company_and_bucket(cuda: torc
         assert torch.equal(attend_split(q[one], keys, values, blocks[one], lengths[one]), together[one])
 
 
-def test_the_same_texts_as_dense_slots_on_a_cpu(cuda: torch.device) -> None:
+@pytest.mark.parametrize("looks_ahead", [False, True])
+def test_the_same_texts_as_dense_slots_on_a_cpu(looks_ahead: bool, cuda: torch.device) -> None:
     """In float32, captured. Sums that differ in rounding may part two texts, where a number lies between them."""
     batch = requests(6, 3)
     expected = run(new_engine(random_model()), batch)
-    found = run(engine_of(random_model().to(cuda), prefill_chunk=8), batch)
+    found = run(engine_of(random_model().to(cuda), prefill_chunk=8, looks_ahead=looks_ahead), batch)
     same = [np.array_equal(found[key].tokens, completion.tokens) for key, completion in expected.items()]
     assert np.mean(same) > 0.9
     for key, completion in expected.items():

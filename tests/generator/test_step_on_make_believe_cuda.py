@@ -6,6 +6,7 @@ looking at a value from the host. `NoCopies` refuses what is left, bringing valu
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -21,8 +22,10 @@ from torch.utils._pytree import tree_leaves
 
 from slipstream.core.fields import Precision
 from slipstream.core.lora_section import LoraConfig
+from slipstream.generator import paged_attention, paged_kv, paged_runner
 from slipstream.generator.native import move_but_linear
 from slipstream.generator.paged_runner import PagedRunner
+from slipstream.generator.runner import Chunk, RowStates
 from slipstream.generator.sampler import SamplingPlan
 from slipstream.models import served
 from slipstream.models.config import TransformerConfig
@@ -221,6 +224,77 @@ def test_sizes_that_fp8_cannot_multiply_are_bfloat16(cuda: None) -> None:
     assert model.layers[0].down.product._weight.dtype == torch.bfloat16
     out = model.layers[0].mlp(torch.empty(3, 32, dtype=torch.bfloat16, device=CUDA))
     assert (out.shape, out.dtype) == ((3, 32), torch.bfloat16)
+
+
+@pytest.fixture
+def crossings(cuda: None, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Counts what goes from the host to the device (`sent`, staged) and back (read), and the waits."""
+    found: Counter[str] = Counter()
+
+    def count(name: str, answer: Any) -> Any:
+        return lambda *args, **kwargs: (found.update([name]), answer(*args, **kwargs))[1]
+
+    def sent(array: Any, device: torch.device) -> torch.Tensor:
+        return torch.empty(tuple(array.shape), dtype=torch.int64, device=device)
+
+    def copied(runner: PagedRunner, output: torch.Tensor) -> Any:
+        return SimpleNamespace(numpy=lambda: np.zeros(tuple(output.shape), dtype=np.int32))
+
+    def staged(self: torch.Tensor, source: Any, non_blocking: bool = False) -> torch.Tensor:
+        if not isinstance(source, torch.Tensor):  # pinned memory
+            assert non_blocking
+            found["staged"] += 1
+        return self
+
+    for module in (paged_runner, paged_kv):
+        monkeypatch.setattr(module, "sent", count("sent", sent))
+    # Its indices are made on the host: `test_nothing_waits_for_a_gpu.py` has it.
+    monkeypatch.setattr(paged_attention, "PackedAttention", lambda lengths: lambda layer, q, k, v: torch.empty_like(q))
+    monkeypatch.setattr(PagedRunner, "_copied", count("read", copied))
+    monkeypatch.setattr(PagedRunner, "_wait", count("wait", lambda runner: None))
+    monkeypatch.setattr(torch.Tensor, "copy_", staged)
+    for name in ("cpu", "numpy", "tolist"):  # `item` and `bool` are refused
+        monkeypatch.setattr(torch.Tensor, name, count(name, getattr(torch.Tensor, name)))
+    return found
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_rows_come_and_go_and_a_step_is_read_once(family: str, crossings: Counter[str]) -> None:
+    """A prompt in two chunks, rows on it, steps ahead, a row that ends, one that moves, a swap, one that is parked."""
+    model, _ = served_model(CONFIGS[family], "bfloat16")
+    runner = PagedRunner(model, num_rows=4, max_len=512, attend=attend, fused=False, captures=False)
+    prefix, tokens = runner.open_prefix(40), np.zeros(24, dtype=np.int32)
+    assert prefix is not None
+    crossings.clear()
+
+    def crossed() -> dict[str, int]:
+        found = dict(crossings)
+        crossings.clear()
+        return found
+
+    runner.prefill([Chunk(prefix, tokens, 0)])
+    assert crossed() == {"sent": 1}
+    runner.prefill([Chunk(prefix, tokens[:16], 24)])
+    assert crossed() == {"sent": 2}, "the slots of what came before, too"
+    states = RowStates.closed(3)
+    states.positions[:] = 40
+    assert runner.open_rows([0, 1, 2], prefix, states)
+    assert crossed() == {"sent": 1}, "pages to copy"
+    with NoCopies():
+        runner.decode(3)
+        assert crossed() == {"staged": 1, "read": 1, "wait": 1}
+        for _ in range(7):  # to the end of a page
+            runner.decode(3)
+        assert crossed() == {"staged": 1, "read": 7, "wait": 7}, "block tables change with a page"
+        runner.close_rows([0])
+        runner.move_rows([2], [0])
+        runner.settle()
+        assert not crossed()
+        for _ in range(2):
+            runner.decode(2)
+        assert crossed() == {"staged": 1, "read": 2, "wait": 2}
+        assert runner.park_row(1).num_tokens == 40 + 8 + 2
+    assert not crossed()
 
 
 def test_what_these_tests_refuse(cuda: None) -> None:

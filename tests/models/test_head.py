@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream.models.head import _HeadLogprobs, head_logprobs
 from slipstream.models.linear import Linear
+from slipstream.models.transformer import OneRank
 
 N, K, V = 11, 6, 17
 
@@ -122,7 +123,7 @@ def test_on_cuda_no_product_is_of_float32():
     with FakeTensorMode(), Products() as seen:
         hidden, weight = (torch.empty(shape, dtype=torch.bfloat16, device="cuda") for shape in ((64, 32), (99, 32)))
         targets = torch.empty(64, dtype=torch.int64, device="cuda")
-        found = _HeadLogprobs.forward(ctx, hidden, weight, targets, None, 0.5, 16)
+        found = _HeadLogprobs.forward(ctx, hidden, weight, targets, None, 0.5, 16, OneRank())
         assert [one.dtype for one in found] == [torch.float32] * 2
         of_hidden, of_weight, *_ = _HeadLogprobs.backward(ctx, *found)
     assert of_hidden is not None

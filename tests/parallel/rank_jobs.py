@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from rank_models import DIVISIBLE, whole_model
+from rank_models import DIVISIBLE, LLAMA, whole_model
 from rank_pool import Rank
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from slipstream.core.packed import PackedMicrobatch
 from slipstream.core.rank_group import RankGroup
 from slipstream.generator.engine import Engine
 from slipstream.generator.native import native_engine
@@ -17,11 +22,14 @@ from slipstream.generator.paged_runner import PagedRunner
 from slipstream.generator.requests import Finished, Request
 from slipstream.models.attention import PackedAttention
 from slipstream.models.config import TransformerConfig
+from slipstream.models.head import head_logprobs
 from slipstream.models.hf import logical_tensors
+from slipstream.models.packed import at_targets
 from slipstream.models.sharded import Division, load_sharded
 from slipstream.models.shards import load_shard
 from slipstream.models.tensor_parallel import TensorParallel
 from slipstream.models.transformer import Transformer
+from slipstream.trainer.measure import microbatch_logprobs
 
 Tokens = dict[tuple[int, int], tuple[list[int], np.ndarray, tuple[Any, ...], str]]
 """(ordinal, sample) -> tokens, logprobs, version spans, why it ended."""
@@ -94,3 +102,53 @@ def generate(
     while not engine.is_idle:
         finished += engine.step()
     return collected(finished)
+
+
+@dataclass(frozen=True)
+class HeadCase:
+    """Arguments of `head_logprobs` for a whole head, and the gradients of what it returns."""
+
+    hidden: Tensor
+    weight: Tensor
+    targets: Tensor
+    kept: Tensor | None
+    grads: tuple[Tensor, Tensor]
+    temperature: float
+    at_once: int
+
+
+def head(rank: Rank, case: HeadCase, fixed_order: bool) -> list[Tensor]:
+    """Logprobs, entropies, and the gradients of states and of this rank's rows of the head."""
+    config = replace(LLAMA, vocab_size=len(case.weight))
+    parallel = TensorParallel.over(rank.group, config, fixed_order=fixed_order)
+    hidden, weight = (one.clone().requires_grad_() for one in (case.hidden, parallel.local_vocab(case.weight)))
+    found = head_logprobs(
+        hidden, weight, case.targets, case.kept, temperature=case.temperature, at_once=case.at_once, ranks=parallel
+    )
+    return [*(one.detach() for one in found), *torch.autograd.grad(found, (hidden, weight), case.grads)]
+
+
+class Largest(TorchDispatchMode):
+    """Notes the most numbers of a floating-point tensor, and the operators that make ranks communicate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most, self.collectives = 0, set[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.namespace == "c10d":
+            self.collectives.add(func.overloadpacket.__name__)
+        floats = [one for one in tree_leaves(out) if isinstance(one, Tensor) and one.is_floating_point()]
+        self.most = max([self.most, *(one.numel() for one in floats)])
+        return out
+
+
+def largest_tensor(rank: Rank, config: TransformerConfig, microbatch: PackedMicrobatch) -> tuple[int, set[str]]:
+    """Of logprobs and entropies and of their way back; layers before them not counted."""
+    model = part_of(rank, config)
+    states = at_targets(model, microbatch).detach().requires_grad_()
+    with Largest() as seen:
+        logprobs, entropies = microbatch_logprobs(model, microbatch, temperature=1.0, states=states)
+        torch.autograd.backward(logprobs.sum() + entropies.sum())
+    return seen.most, seen.collectives

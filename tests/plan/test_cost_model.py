@@ -226,12 +226,14 @@ def test_gradients_are_reduced_once_if_asked_for() -> None:
     [(LLAMA_8B, False, 4), (LLAMA_8B, True, 6), (PYTHIA, False, 3), (PYTHIA, True, 4)],
 )
 def test_sums_over_tensor_parallel_ranks(model, recompute: bool, sums: int) -> None:
-    """Llama: after attention and MLP, forward, and the gradients of both; GPT-NeoX: one sum for both, forward."""
-    model = replace(model, vocab_size=8)  # next to nothing to gather
+    """Llama: after attention and MLP, forward, and gradients of both; GPT-NeoX: one sum for both, forward. The head:
+    four numbers a sampled token, and the gradient of its state in float32, at any vocabulary."""
     layout = trainer(8, 8, 512, recompute=recompute)
-    spent = costs(model, 8).train_step(layout)["tensor_parallel"]
+    costing = costs(model, 8)
+    spent = costing.train_step(layout)["tensor_parallel"]
     one = all_reduce_s(512 * 512.5 * model.hidden_size * 2, 8, cluster("H100", 8))
-    assert spent == pytest.approx(model.num_layers * sums * one, rel=1e-3)
+    head = all_reduce_s(512 * costing.workload.lengths.mean * 4 * (4 + model.hidden_size), 8, cluster("H100", 8))
+    assert spent == pytest.approx(model.num_layers * sums * one + head, rel=1e-3)
 
 
 def test_fsdp_is_what_the_network_carries_beside_the_work() -> None:
@@ -404,7 +406,9 @@ def test_a_trainers_states_by_hand() -> None:
     # a product of the head in float32 takes it once more, and tensor-parallel ranks have no other
     wide = costs().train_memory(trainer(8, 1, head_precision="float32"))
     assert wide["gathered"] == pytest.approx(memory["gathered"] + 4 * 128256 * 4096, rel=1e-3)
-    assert (trainer(8, 1).head, trainer(8, 2).head) == ("bfloat16", "float32")
+    assert (trainer(8, 1).head, trainer(8, 2).head) == ("bfloat16", "bfloat16")
+    one, two = (costs().train_memory(trainer(8, ranks))["logits"] for ranks in (1, 2))
+    assert one == 2 * two == 3 * 4 * min(8 * costs().workload.lengths.mean * 128256, 2**28)  # a rank has its own
     alone = costs().train_memory(trainer(1, 1, precision="float32"))
     assert alone["gathered"] == 0
     # one GPU has a copy of all in bfloat16, and of the reference

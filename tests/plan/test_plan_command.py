@@ -84,7 +84,7 @@ def test_rows_with_and_without_an_executor_share_a_table(capsys, monkeypatch):
     reference, reward_model = header.index("reference"), header.index("reward model")
     rows = lines[lines.index(header) + 1 :][:4]
     assert {row[reference : reference + 9].strip() for row in rows} == {"", "1"}
-    assert {row[reward_model : reward_model + 9].strip() for row in rows} == {"1"}
+    assert {row[reward_model : reward_model + 9].strip() for row in rows} == {"1", "2"}
     idle = header.index("idle %") + len("idle %")
     for row in rows:  # one number for each executor that the row has
         executors = 3 + bool(row[reference : reference + 9].strip())

@@ -62,6 +62,9 @@ class ScriptedRunner:
     def rows_without_room(self):
         return []
 
+    def settle(self):
+        pass
+
     def decode(self, num_rows, chunks=()):
         tokens = np.zeros(num_rows, dtype=np.int64)
         self.log.append((len(self.rows), self.alone + sum(len(chunk.tokens) for chunk in chunks)))

@@ -126,8 +126,8 @@ def trained(
     return metrics
 
 
-ALWAYS = {"update.py": UPDATES, "sharded.py": UPDATES, "reduce.py": 1}
-"""An update's losses, and its norm; a step's metrics."""
+ALWAYS = {"update.py": UPDATES, "optim.py": UPDATES, "reduce.py": 1}
+"""An update's losses, and its norm, when the optimizer's kernels are launched; a step's metrics."""
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
@@ -150,16 +150,17 @@ def test_a_step_reads_what_an_update_has_to_know(name: str, reads: Counter[str])
         ({"loss": {"name": "ppo", "advantages": "gae"}, "critic": {"model": "head"}}, {"measure.py": 1}),
         ({"trainer": {"recompute": True}}, {}),
         ({"teacher": {"path": "somewhere", "coef": 0.5}}, {}),
+        ({"loss": {"name": "distill"}, "teacher": {"path": "somewhere"}}, {}),
     ],
-    ids=["sequence", "ess", "kl", "critic", "recompute", "teacher"],
+    ids=["sequence", "ess", "kl", "critic", "recompute", "teacher", "distill"],
 )
 def test_what_stands_beside_the_loss_reads_nothing(
     changes: dict[str, Any], more: dict[str, int], reads: Counter[str]
 ) -> None:
     auxiliary = Auxiliary(reference=model_without_values())
     trained({"loss": {"name": "aipo", "skip_no_signal": False}, **changes}, auxiliary=auxiliary)
-    critics = UPDATES if "critic" in changes else 0
-    assert reads == {**ALWAYS, **more, "sharded.py": UPDATES + 2 * critics}
+    of_critic = {"sharded.py": UPDATES, "optim.py": 2 * UPDATES} if "critic" in changes else {}
+    assert reads == {**ALWAYS, **more, **of_critic}, "a critic's norm is read before and behind the policy's update"
 
 
 def test_sampled_tokens_are_read_behind_the_step(reads: Counter[str]) -> None:

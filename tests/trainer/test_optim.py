@@ -14,6 +14,7 @@ from slipstream.core.imported import import_config
 from slipstream.core.recipes import resolve
 from slipstream.core.training_sections import OptimizerConfig
 from slipstream.models.flat import FlatParameters
+from slipstream.models.sharded import Division, ShardedParameters
 from slipstream.trainer.optim import AdamW, corrected_eps, lr_factor
 from slipstream.trainer.step import train_on_batch
 
@@ -247,6 +248,7 @@ def test_offloaded_moments_lie_on_the_host_but_in_an_update(monkeypatch):
             stored_grads=lambda: [torch.empty_like(one) for one in weights],
             named_views=dict,
             grad_norm=lambda: 1.0,
+            norm_on_device=lambda: None,
             reshard=lambda: None,
         )
         optimizer = AdamW(stored, OptimizerConfig(max_grad_norm=2.0), total_updates=3, offloads=True)
@@ -270,3 +272,73 @@ def test_steps_with_offloaded_moments_change_no_bit():
         weights.append(flat.flat.clone())
     assert torch.equal(*weights)
     assert not torch.equal(weights[0], tiny_policy()[1].flat)
+
+
+# As on one GPU: the norm stays on the device
+
+
+def beside_a_device(config):
+    """A model and its optimizer, stored as on one GPU, which takes the CPU for one."""
+    model, _ = tiny_policy()
+    parameters = ShardedParameters(model, Division(precision="bfloat16", copies=True))
+    parameters._division = Division(device=torch.device("meta"), precision="bfloat16", copies=True)
+    return parameters, AdamW(parameters, config, total_updates=10)
+
+
+def give_grads(parameters, update):
+    """Clipped in every other update."""
+    parameters.zero_grad()
+    generator = torch.Generator().manual_seed(update)
+    for grad in parameters.stored_grads():
+        grad.copy_(torch.randn(grad.shape, generator=generator) * (0.1 if update % 2 else 1e-4))
+
+
+def in_float64(weights, grads_of_updates, config):
+    """AdamW, clipped, by its formula; norms before clipping, too."""
+    moments, norms = [[torch.zeros_like(w), torch.zeros_like(w)] for w in weights], []
+    for update, grads in enumerate(grads_of_updates, 1):
+        norms.append(torch.cat([g.flatten() for g in grads]).norm().item())
+        factor = min(1.0, config.max_grad_norm / norms[-1])
+        for weight, grad, (m, v) in zip(weights, grads, moments, strict=True):
+            weight *= 1 - config.lr * config.weight_decay * (weight.ndim >= 2)
+            m.lerp_(factor * grad, 1 - config.betas[0])
+            v.lerp_((factor * grad) ** 2, 1 - config.betas[1])
+            corrected = m / (1 - config.betas[0] ** update), v / (1 - config.betas[1] ** update)
+            weight -= config.lr * corrected[0] / (corrected[1].sqrt() + config.eps)
+    return weights, norms
+
+
+def test_clipped_on_the_device_it_is_adamw():
+    config = OptimizerConfig(lr=1e-2, betas=(0.8, 0.95), weight_decay=0.1, max_grad_norm=0.5)
+    parameters, optimizer = beside_a_device(config)
+    weights, grads, norms = [w.double() for w in parameters.stored()], [], []
+    for update in range(5):
+        give_grads(parameters, update)
+        grads.append([grad.double() for grad in parameters.stored_grads()])
+        norms.append(optimizer.step())
+    expected, exact_norms = in_float64(weights, grads, config)
+    assert norms == pytest.approx(exact_norms, rel=1e-6)
+    assert min(norms) < config.max_grad_norm < max(norms)
+    for mine, exact in zip(parameters.stored(), expected, strict=True):
+        torch.testing.assert_close(mine.double(), exact, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e30])
+def test_an_update_that_is_refused_behind_its_launch_has_changed_nothing(bad):
+    """1e30 squared is no float32."""
+    config = OptimizerConfig(weight_decay=0.1, max_grad_norm=0.5)
+    (parameters, optimizer), (others, undisturbed) = beside_a_device(config), beside_a_device(config)
+    for update in range(3):
+        for each, its in ((parameters, optimizer), (others, undisturbed)):
+            give_grads(each, update)
+            its.step()
+        give_grads(parameters, update)
+        parameters.stored_grads()[0].view(-1)[:2] = bad
+        with pytest.raises(NonFiniteError, match="weights were not changed"):
+            optimizer.step()
+        assert optimizer.num_updates == undisturbed.num_updates == update + 1
+    state = [
+        [*each.stored(), *its._moments["exp_avg"], *its._moments["exp_avg_sq"], *its._steps]
+        for each, its in ((parameters, optimizer), (others, undisturbed))
+    ]
+    assert all(torch.equal(one, other) for one, other in zip(*state, strict=True))

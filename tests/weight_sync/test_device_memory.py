@@ -213,6 +213,28 @@ def test_staging_says_the_same_for_copied_and_packed_bytes() -> None:
     assert sums[0].tolist() == sums[1].tolist() == oracle(live.numpy().tobytes())
 
 
+def test_a_version_is_read_from_the_host_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On "meta", where a look at a value raises: checksums come to the host together, for any number of windows."""
+    reads: list[torch.Size] = []
+
+    def on_host(sums: torch.Tensor) -> np.ndarray:
+        reads.append(sums.shape)
+        return np.zeros(sums.shape, dtype=np.uint64)
+
+    monkeypatch.setattr(device_memory, "_on_host", on_host)
+    meta = DeviceMemory(torch.device("meta"))
+    source, target = (meta.empty(40 * BLOCK_BYTES + 5) for _ in range(2))
+    sums = np.zeros(41, dtype=np.uint64)
+    meta.copy(target, source, sums)
+    assert reads == [(41,)]
+    found = rows((0, 3, (1, 1), (0, 0), (0, 0), 30), (39 * BLOCK_BYTES, 100, (4, 2), (64, 8), (16, 8), 8))
+    meta.gather(found, source, target, sums)
+    meta.run_copies(found, source, target)
+    assert reads == [(41,), (2,)]
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        source.sum().item()
+
+
 def test_weights_elsewhere_are_refused() -> None:
     with pytest.raises(WeightSyncError, match="on this rank's GPU"):
         DeviceMemory(torch.device("cuda", 0)).bytes_of(torch.zeros(4))

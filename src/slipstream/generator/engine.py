@@ -156,7 +156,7 @@ class Engine:
             return self._decode(() if has_prefilled else self._chunks_beside())
 
     def set_version(self, version: int, *, kv_on_update: KvOnUpdate = "keep", max_kv_age: int = 0) -> None:
-        """The model's weights are `version` from here on; call between two steps, after they were replaced.
+        """Go on with `version`, the model's weights from here on; call between two steps.
 
         Tokens and behaviour logprobs stay. Live sequences keep the keys and values that old weights made ("keep"), or
         those with any key older than `max_kv_age` versions ("recompute": 0) leave their rows and are prefilled again
@@ -164,6 +164,7 @@ class Engine:
         forgotten in every case. With `residents` all that has begun keeps its version, and so its keys.
         """
         self.version = version
+        self._runner.settle()
         if self._versions.take(version):
             return self._prefixes.clear(None, keeps_versions=True)
         oldest = {"keep": None, "recompute": version}.get(kv_on_update, version - max_kv_age)
@@ -285,8 +286,7 @@ class Engine:
         for index, entry in enumerate(ready):
             members_of.setdefault(entry.key, []).append(index)
         states = row_states(ready, self._seed, self.version)
-        started: set[int] = set()
-        now_s = self._clock.now_s()
+        started, now_s = set[int](), self._clock.now_s()
         for key, members in members_of.items():
             prefix = self._prefixes[key] if key else None
             storage, oldest = (None, None) if prefix is None else (prefix.storage, prefix.kv_version)
@@ -354,9 +354,9 @@ class Engine:
 
     def _decode(self, chunks: Sequence[Chunk]) -> list[Finished]:
         """One token for every live row, and `chunks` prefilled."""
-        rows = self._rows
-        live_rows = np.flatnonzero(rows.is_live)
+        rows, live_rows = self._rows, np.flatnonzero(self._rows.is_live)
         decoded = self._runner.decode(int(live_rows[-1]) + 1, chunks)
+        live_rows = decoded.rows_of(live_rows)
         tokens, logprobs = decoded.tokens[live_rows], decoded.logprobs[live_rows]
         if not np.isfinite(logprobs).all():
             raise NonFiniteError(f"the policy of version {self.version} gave a logprob that is not finite")

@@ -5,8 +5,11 @@
 
 The host decides before a step which rows take part, how many blocks of their tables are looked at and how they are
 sampled, copies block tables when they changed, and reads one packed tensor after it. Between two steps nothing else
-crosses. On CUDA the step is captured in graphs, one per shape (`step_graphs.py`); on a CPU the same function runs as it
-is, which is how the tests reach it.
+crosses. A step is launched before the one before it is read: the host is at work while the device is. It then has one
+token too many for a row that has ended, which nobody reads and whose place is written anew, and none for a row that was
+opened meanwhile. All that the host does goes into one stream, behind the step that runs: what it frees, that step may
+still use. On CUDA the step is captured in graphs, one per shape (`step_graphs.py`); on a CPU the same function runs as
+it is, which is how the tests reach it.
 """
 
 from __future__ import annotations
@@ -116,6 +119,15 @@ class _DeviceRows:
             self._host[0] = np.arange(self._host.shape[1])
 
 
+@dataclass(frozen=True, eq=False)
+class _Launched:
+    """A step under way: its output on the device, the place in it of each row or -1, and what its rows were given."""
+
+    output: Tensor
+    places: np.ndarray  # int64 [rows]
+    inputs: Tensor  # int64 [rows]
+
+
 def _check_current(device: torch.device) -> None:
     """Raise ConfigError for a CUDA device that is not the current one."""
     if device.type == "cuda" and device.index != torch.cuda.current_device():
@@ -131,7 +143,8 @@ class PagedRunner:
     many again without), unless `num_pages` says how much there is or `kv_bytes` bounds it. New weights must be copied
     into the tensors that the model has: on CUDA captured steps read those, and a model whose tensors have moved raises
     WeightSyncError. Nothing here is derived from weights. `captures` False runs every step as it is on CUDA too, to
-    look for what a graph hides. `fused`: layers run in few kernels of Triton (`fused_decode.py`); None: where they can.
+    look for what a graph hides. `looks_ahead`: steps are launched ahead; None: on CUDA. `fused`: layers run in
+    few kernels of Triton (`fused_decode.py`); None: where they can.
     """
 
     joins_prefill = False  # a captured step has the shape of its rows
@@ -148,6 +161,7 @@ class PagedRunner:
         kv_dtype: torch.dtype | None = None,
         attend: AttendPages | None = None,
         captures: bool = True,
+        looks_ahead: bool | None = None,
         fused: bool | None = None,
         records_routes: bool = False,
     ) -> None:
@@ -187,8 +201,8 @@ class PagedRunner:
         is_fused = default_fused(model, self._device) if fused is None else fused
         self._forward = partial(fused_forward, model) if is_fused else model
         self._graphs = StepGraphs(model, self._device, captures=captures)
+        self._looks_ahead = self._device.type == "cuda" if looks_ahead is None else looks_ahead
         self._open_staging()
-        self._host_outputs: dict[torch.Size, Tensor] = {}
         self._row_buckets = np.array(row_buckets(num_rows))
         self._context_buckets = np.array(context_buckets(max_len))
         self._host_rows = RowStates.closed(num_rows)  # how open rows are sampled, for the plan
@@ -196,6 +210,9 @@ class PagedRunner:
 
     def _open_staging(self) -> None:
         """One piece of memory on the host, and one like it on the device: what rows begin with, and block tables."""
+        self._ahead: _Launched | None = None
+        self._arrived: Any = torch.cuda.Event() if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._host_outputs: dict[torch.Size, Tensor] = {}
         for_rows, blocks = _DeviceRows.WIDTH * self.num_rows, self._pages.blocks
         start = for_rows + for_rows % 2  # of the tables: a multiple of 16 bytes
         self._host = torch.from_numpy(np.zeros(start + -(-blocks.size // 2), dtype=np.int64))
@@ -273,14 +290,18 @@ class PagedRunner:
         if not rows:
             return
         self._pages.close_rows(rows)
+        self._forget(rows)
+
+    def _forget(self, rows: Sequence[int]) -> None:
         self._rows.close(rows)
         self._plan = None
+        if self._ahead is not None:
+            self._ahead.places[rows] = -1
 
     @torch.inference_mode()
     def park_row(self, row: int) -> PagedPrefix:
         prefix = self._pages.park_row(row)
-        self._rows.close([row])
-        self._plan = None
+        self._forget([row])
         return prefix
 
     @torch.inference_mode()
@@ -290,9 +311,21 @@ class PagedRunner:
         self._pages.move_rows(sources, destinations)
         self._rows.move(sources, destinations)
         self._host_rows.put(destinations, self._host_rows.take(sources))
+        if self._ahead is not None:
+            self._ahead.places[destinations] = self._ahead.places[sources]
+            self._ahead.places[sources] = -1
 
     def rows_without_room(self) -> list[int]:
         return self._pages.grow()
+
+    @torch.inference_mode()
+    def settle(self) -> None:
+        """Rows are again where they were before the step that was launched ahead; its keys are written anew."""
+        if self._ahead is not None:
+            self._rows.input_tokens.copy_(self._ahead.inputs)
+            self._rows.positions.sub_(self._rows.advance)
+            self._rows.num_new.sub_(self._rows.advance)
+            self._ahead = None
 
     @torch.inference_mode()
     def routes(self, row: int) -> np.ndarray | None:
@@ -310,16 +343,34 @@ class PagedRunner:
         assert not chunks, "prefill has passes of its own"
         pages = self._pages
         assert not pages.is_open[num_rows:].any(), f"a row from {num_rows} on is open"
-        pages.advance()
-        if self._plan is None:
-            self._plan = SamplingPlan.of(**self._host_rows.sampling, is_open=pages.is_open)
-        output = self._read(self._run(self._shape(num_rows, int(pages.lengths.max()), self._plan)))
+        step, self._ahead = self._ahead, None
+        if step is None or (step.places < 0).all():
+            step = self._launch(num_rows)
+        host = self._copied(step.output)
+        is_new = step.places >= 0
+        pages.advance(is_new)
+        if self._looks_ahead and not pages.grow():
+            self._ahead = self._launch(num_rows)
+        self._wait()
         self._rows.begin()
+        output = host.numpy()[step.places[:num_rows]]
         return Decoded(
             tokens=output[:, 0].astype(np.int64),
             logprobs=output[:, 1].copy().view(np.float32),
-            kept=output[:, 2:].copy() if output.shape[1] > 2 else None,
+            kept=output[:, 2:] if output.shape[1] > 2 else None,
+            is_new=is_new[:num_rows],
         )
+
+    def _launch(self, num_rows: int) -> _Launched:
+        """Start a step of the open rows as they are now, all of which have room."""
+        pages = self._pages
+        pages.expect_room()
+        if self._plan is None:
+            self._plan = SamplingPlan.of(**self._host_rows.sampling, is_open=pages.is_open)
+        self._upload()
+        inputs = self._rows.input_tokens.clone() if self._looks_ahead else self._rows.input_tokens
+        output = self._run(self._shape(num_rows, int(pages.lengths.max()) + 1, self._plan))
+        return _Launched(output, np.where(pages.is_open, np.arange(self.num_rows), -1), inputs)
 
     @torch.inference_mode()
     def warm_up(self, plans: Sequence[SamplingPlan] = (SamplingPlan(),), *, only_full: bool = False) -> None:
@@ -328,6 +379,7 @@ class PagedRunner:
         `only_full`: those of all rows, whatever their lengths.
         """
         assert not self._pages.is_open.any(), "rows are open"
+        self._upload()
         for plan in plans:
             for num_rows in self._row_buckets[: -2 if only_full else None : -1].tolist():
                 for num_tokens in self._context_buckets[::-1].tolist():
@@ -345,13 +397,18 @@ class PagedRunner:
         return StepShape(rows, pages_of(tokens, PAGE_SIZE), plan)
 
     def _run(self, shape: StepShape) -> Tensor:
-        """Run a step of this shape, after one upload of what has changed."""
+        """Run a step of this shape."""
+        return self._graphs.run(shape, partial(self._step, shape))
+
+    def _upload(self) -> None:
+        """Bring what has changed to the device."""
         if self._pages.is_changed or self._rows.is_changed:
             self._staged.copy_(self._host, non_blocking=True)
             if self._rows.is_changed:
                 self._rows.apply()
             self._pages.is_changed = self._rows.is_changed = False
-        return self._graphs.run(shape, partial(self._step, shape))
+        if self._device.type == "cuda":
+            self._arrived.record()
 
     def _step(self, shape: StepShape) -> Tensor:
         """One token for each of the first rows: int32 [B, 2 + K], the token, the bits of its logprob, the kept set.
@@ -377,17 +434,22 @@ class PagedRunner:
         columns = [sampled.tokens.int().unsqueeze(1), sampled.logprobs.view(torch.int32).unsqueeze(1)]
         return torch.cat(columns if sampled.kept is None else [*columns, sampled.kept], 1)
 
-    def _read(self, output: Tensor) -> np.ndarray:
-        """A step's output on the host, when the step is done."""
+    def _copied(self, output: Tensor) -> Tensor:
+        """A step's output on its way to the host, there behind `_wait`; the next step may overwrite it here."""
         if self._device.type != "cuda":
-            return output.numpy()
+            return output.clone()
         host = self._host_outputs.get(output.shape)
         if host is None:
             host = torch.empty(output.shape, dtype=output.dtype, pin_memory=True)
             self._host_outputs[output.shape] = host
         host.copy_(output, non_blocking=True)
-        torch.cuda.current_stream(self._device).synchronize()
-        return host.numpy()
+        self._arrived.record()
+        return host
+
+    def _wait(self) -> None:
+        """Wait for the output that was copied last, and for the upload behind it: the host's memory is free again."""
+        if self._device.type == "cuda":
+            self._arrived.synchronize()
 
 
 def _own(prefix: Prefix) -> PagedPrefix:

@@ -196,10 +196,14 @@ class PageTable:
         self.is_changed |= len(rows) > 0
         return [int(row) for row in without]
 
-    def advance(self) -> None:
-        """Every open row has stored one more token, in a page of its own."""
+    def advance(self, took_part: np.ndarray | bool = True) -> None:
+        """Every open row, or those of them that took part, has stored one more token, in a page of its own."""
+        self.expect_room()
+        self.lengths += self.is_open & took_part
+
+    def expect_room(self) -> None:
+        """Assert that every open row has a page for its next token."""
         assert not self._is_full().any(), f"no page for the next token of rows {np.flatnonzero(self._is_full())}"
-        self.lengths += self.is_open
 
     def slots(self, prefix: PagedPrefix, start: int, stop: int) -> np.ndarray:
         """int64 [stop - start]: slots of tokens `start` to `stop` of `prefix`, page * page_size + place in the page."""

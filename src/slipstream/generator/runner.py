@@ -104,6 +104,11 @@ class Decoded:
     tokens: np.ndarray  # int64 [R]
     logprobs: np.ndarray  # float32 [R]: under the distribution the token was drawn from
     kept: np.ndarray | None = None
+    is_new: np.ndarray | None = None  # bool [R], None for all: rows that have a token; others have their first later
+
+    def rows_of(self, rows: np.ndarray) -> np.ndarray:
+        """Return those of the open `rows`, int64 [N], that have a token."""
+        return rows if self.is_new is None else rows[self.is_new[rows]]
 
 
 class ResidentVersions(HeldVersions, Protocol):
@@ -173,6 +178,10 @@ class Runner(Protocol):
         """
         ...
 
+    def settle(self) -> None:
+        """The model's weights have changed: what was computed ahead is computed again."""
+        ...
+
     def routes(self, row: int) -> np.ndarray | None:
         """The experts of all tokens of this row but its last, [n, L, k] (`models.experts.route_type`), if recorded."""
         ...
@@ -180,6 +189,7 @@ class Runner(Protocol):
     def decode(self, num_rows: int, chunks: Sequence[Chunk] = ()) -> Decoded:
         """One token for every open row; all of them lie below `num_rows`. Advances the rows by that token.
 
+        Where steps are launched ahead, a row has its first token one step after it was opened (`Decoded.is_new`).
         With `joins_prefill` also what `prefill` does with `chunks`, in the same pass over the weights.
         """
         ...

@@ -126,6 +126,9 @@ class SlotRunner:
     def rows_without_room(self) -> list[int]:
         return []
 
+    def settle(self) -> None:
+        """Nothing is computed ahead."""
+
     def routes(self, row: int) -> np.ndarray | None:
         if (routes := self._kv.routes) is None:
             return None

@@ -105,6 +105,9 @@ class FlatParameters:
         """Return the norm of the whole gradient; no backward pass may follow before `zero_grad`."""
         return float(torch.linalg.vector_norm(self.grad))
 
+    def norm_on_device(self) -> None:
+        """Return None: the norm is here."""
+
     def non_finite_grads(self) -> list[str]:
         """Return the parameters whose gradient is NaN or inf somewhere."""
         return [name for name, view in self._grad_views.items() if not bool(torch.isfinite(view).all())]

@@ -2,6 +2,9 @@
 
 They are computed once more in the backward pass, from which the normalisers of the forward pass spare it a softmax.
 Products are in the precision of their operands and come out in float32: in bfloat16 nothing is cast to float32 first.
+
+Of tensor-parallel ranks each computes the logits of its own rows of the head. Forward, a maximum, then sums of a few
+numbers per row are made over ranks; backward, the gradient of the states is: no rank ever has another's logits.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import torch
 from torch import Tensor
 
 from slipstream.models.linear import linear
+from slipstream.models.transformer import OneRank, Ranks
 
 
 def wide_product(x: Tensor, weight: Tensor) -> Tensor:
@@ -30,26 +34,36 @@ class _HeadLogprobs(torch.autograd.Function):
         dz_j = g_t ([j = y_t] - [j in S_t] exp(z_j - l(S_t))) - e_t p_j (z_j - l_t + H_t)
 
     S_t is the whole vocabulary without `kept`; g and e are the gradients of logp and H. dh = dz W / T, dW = dz^T h / T,
-    in products of W's type.
+    in products of W's type. Over ranks: the maximum of z, the sums over j, and dh; z_j and dW belong to one rank.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, kept: Tensor | None, temperature: float, at_once: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        kept: Tensor | None,
+        temperature: float,
+        at_once: int,
+        ranks: Ranks,
     ) -> tuple[Tensor, Tensor]:
-        ctx.temperature, ctx.at_once = temperature, at_once
-        found: list[tuple[Tensor, Tensor, Tensor]] = []
+        ctx.temperature, ctx.at_once, ctx.ranks = temperature, at_once, ranks
+        found: list[tuple[Tensor, ...]] = []
         for rows, chosen, sets in _chunks(at_once, hidden, targets, kept):
             scaled = _scaled(rows, weight, temperature)
-            largest = scaled.amax(-1, keepdim=True)
-            masses = (scaled - largest).exp_()
-            total = masses.sum(-1)
-            normaliser = largest.squeeze(-1) + total.log()
-            entropy = normaliser - torch.linalg.vecdot(masses, scaled) / total
-            whole = normaliser if sets is None else _of_kept(scaled, sets).logsumexp(1)
-            found.append((scaled.gather(1, chosen.unsqueeze(1)).squeeze(1) - whole, entropy, normaliser))
-        logprobs, entropies, normalisers = map(torch.cat, zip(*found, strict=True))
-        ctx.save_for_backward(hidden, weight, targets, kept, normalisers, entropies)
+            each = [scaled] if sets is None else [scaled, _of_kept(scaled, sets, ranks.first_row)]
+            largest = ranks.max(torch.stack([values.amax(-1) for values in each]))
+            masses = [(values - top.unsqueeze(-1)).exp_() for values, top in zip(each, largest, strict=True)]
+            place, is_own = _own(chosen, len(weight), ranks.first_row)
+            of_target = scaled.gather(1, place.unsqueeze(1)).squeeze(1).where(is_own, 0.0)
+            parts = [of_target, torch.linalg.vecdot(masses[0], scaled), *(mass.sum(-1) for mass in masses)]
+            of_target, weighed, *totals = ranks.sum(torch.stack(parts)).unbind()
+            normalisers = [top + total.log() for top, total in zip(largest, totals, strict=True)]
+            entropy = normalisers[0] - weighed / totals[0]
+            found.append((of_target - normalisers[-1], entropy, torch.stack(normalisers, 1)))
+        logprobs, entropies, of_all = map(torch.cat, zip(*found, strict=True))
+        ctx.save_for_backward(hidden, weight, targets, kept, of_all, entropies)
         ctx.set_materialize_grads(False)
         return logprobs, entropies
 
@@ -61,13 +75,14 @@ class _HeadLogprobs(torch.autograd.Function):
         of_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
         grads = tuple(None if grad is None else grad / ctx.temperature for grad in grads)
         for rows, *own in _chunks(ctx.at_once, hidden, *others, *grads):
-            grad = _gradient(_scaled(rows, weight, ctx.temperature), *own).to(weight.dtype)
+            scaled = _scaled(rows, weight, ctx.temperature)
+            grad = _gradient(scaled, *own, first_row=ctx.ranks.first_row).to(weight.dtype)
             if needs_hidden:
-                of_hidden.append(wide_product(grad, weight.t()).to(hidden.dtype))
+                of_hidden.append(ctx.ranks.sum(wide_product(grad, weight.t())).to(hidden.dtype))
             if of_weight is not None:
                 of_weight += wide_product(grad.t(), rows.t())
         given = torch.cat(of_hidden) if needs_hidden else None
-        return given, None if of_weight is None else of_weight.to(weight.dtype), None, None, None, None
+        return given, None if of_weight is None else of_weight.to(weight.dtype), *[None] * 5
 
 
 def _chunks(at_once: int, first: Tensor, *others: Tensor | None) -> Iterator[tuple[Any, ...]]:
@@ -82,34 +97,49 @@ def _scaled(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 
-def _of_kept(scaled: Tensor, kept: Tensor) -> Tensor:
-    """Return the columns `kept` [N, K] of each row, -inf where that is -1."""
-    return scaled.gather(1, kept.clamp(min=0)).masked_fill_(kept < 0, -torch.inf)
+def _own(ids: Tensor, num_rows: int, first_row: int) -> tuple[Tensor, Tensor]:
+    """Return the places of token `ids` among this rank's rows of the head, 0 for others, and whether they have one."""
+    places = ids - first_row
+    is_own = (ids >= 0) & (places >= 0) & (places < num_rows)
+    return places.where(is_own, 0), is_own
+
+
+def _of_kept(scaled: Tensor, kept: Tensor, first_row: int) -> Tensor:
+    """Return the logits of the tokens `kept` [N, K] of each row, -inf for those of other ranks, or where that is -1."""
+    places, is_own = _own(kept, scaled.shape[1], first_row)
+    return scaled.gather(1, places).masked_fill_(~is_own, -torch.inf)
 
 
 def _gradient(
     scaled: Tensor,
     targets: Tensor,
     kept: Tensor | None,
-    normaliser: Tensor,
+    normalisers: Tensor,
     entropy: Tensor,
     g: Tensor | None,
     e: Tensor | None,
+    *,
+    first_row: int,
 ) -> Tensor:
-    """Return dz of `_HeadLogprobs`, in the memory of `scaled` where that is enough."""
-    in_kept = None if kept is None else _of_kept(scaled, kept).softmax(1)
-    logprobs = scaled.sub_(normaliser.unsqueeze(1))
+    """Return dz of `_HeadLogprobs`, in the memory of `scaled` where that is enough.
+
+    `normalisers` [N, 1] are of the vocabulary, [N, 2] of the kept sets, too.
+    """
+    normaliser, *of_sets = (column.unsqueeze(1) for column in normalisers.unbind(1))
+    in_kept = None if kept is None else (_of_kept(scaled, kept, first_row) - of_sets[0]).exp_()
+    logprobs = scaled.sub_(normaliser)
     from_entropy = None
     if e is not None:
         from_entropy = (logprobs + entropy.unsqueeze(1)).mul_(logprobs.exp()).mul_(-e.unsqueeze(1))
     if g is None:
         return logprobs.zero_() if from_entropy is None else from_entropy
-    each = g.unsqueeze(1)
+    each, width = g.unsqueeze(1), scaled.shape[1]
     if kept is None or in_kept is None:
         grad = logprobs.exp_().mul_(-each)
     else:
-        grad = logprobs.zero_().scatter_add_(1, kept.clamp(min=0), -each * in_kept)
-    grad.scatter_add_(1, targets.unsqueeze(1), each)
+        grad = logprobs.zero_().scatter_add_(1, _own(kept, width, first_row)[0], -each * in_kept)
+    place, is_own = _own(targets.unsqueeze(1), width, first_row)
+    grad.scatter_add_(1, place, each.where(is_own, 0.0))
     return grad if from_entropy is None else grad.add_(from_entropy)
 
 
@@ -121,13 +151,15 @@ def head_logprobs(
     *,
     temperature: float = 1.0,
     at_once: int,
+    ranks: Ranks = OneRank(),
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probability of each target and the entropy of its distribution, float32 [N], differentiable.
 
     `hidden` [N, K] and `weight` [V, K] of one type, `targets` int64 [N], `kept` int64 [N, S] as of
     `algorithms.logprobs.kept_token_logprobs`; logits of `at_once` rows are held at a time. Nats. The gradient of logits
-    is rounded to the type of `weight` before its two products.
+    is rounded to the type of `weight` before its two products. With `ranks` all of them call it with the same tensors
+    but `weight`, their own rows; they get the same results and gradients of `hidden`, to the bit.
     Identity: equals `token_logprobs_and_entropy` (with `kept`: `kept_token_logprobs`) of `hidden weight^T`.
     """
-    result: tuple[Tensor, Tensor] = _HeadLogprobs.apply(hidden, weight, targets, kept, temperature, at_once)  # type: ignore[no-untyped-call]
+    result: tuple[Tensor, Tensor] = _HeadLogprobs.apply(hidden, weight, targets, kept, temperature, at_once, ranks)  # type: ignore[no-untyped-call]
     return result

@@ -416,19 +416,30 @@ class ShardedParameters:
             for module in self._fsdp_modules:
                 module.set_requires_gradient_sync(is_last, recurse=False)
 
-    @torch.no_grad()
     def grad_norm(self) -> float:
         """Finish the sums over ranks; count every element of the gradient on one of the ranks that hold it."""
+        total = self._counted_square().cpu()
+        for group in (self._division.data_parallel, self._division.tensor_parallel):
+            total = group.sum(total)
+        return math.sqrt(float(total))
+
+    def norm_on_device(self) -> Tensor | None:
+        """Return `grad_norm`, float64 [], where one rank has a device of its own; nobody waits for it. Else None."""
+        division = self._division
+        if division.device.type == "cpu" or division.data_parallel.world * division.tensor_parallel.world > 1:
+            return None
+        return self._counted_square().sqrt()
+
+    @torch.no_grad()
+    def _counted_square(self) -> Tensor:
+        """Return the square of the norm of what this rank counts, float64 []."""
         if not self._are_sums:
             self._finish_gradients()
             self._are_sums = True
         counted = list(self._counted_grads())
-        total = torch.zeros(1, dtype=torch.float64)
-        if counted:
-            total += torch.stack(torch._foreach_norm(counted)).double().square().sum().cpu()
-        for group in (self._division.data_parallel, self._division.tensor_parallel):
-            total = group.sum(total)
-        return math.sqrt(float(total))
+        if not counted:
+            return torch.zeros((), dtype=torch.float64)
+        return torch.stack(torch._foreach_norm(counted)).double().square().sum()
 
     def _finish_gradients(self) -> None:
         """Sum the parts that backward passes left on several ranks.

@@ -6,14 +6,15 @@ sum over ranks: two collectives per layer, one where attention and MLP are paral
 
 - With more ranks than key-value heads, neighbouring ranks hold the same head, and each its own query heads.
 - Biases of `output` and `down` lie on rank 0 alone, which adds them to its share; norms lie on every rank.
-- The head is cut by vocabulary rows, as evenly as they go, and all ranks gather all logits. Each logit is computed on
-  one rank and copied, so logits are bitwise the same everywhere; with equal noise, so are the sampled tokens.
+- The head is cut by vocabulary rows, as evenly as they go. To sample, all ranks gather all logits. Each logit is
+  computed on one rank and copied, so logits are bitwise the same everywhere; with equal noise, so are the sampled
+  tokens. The trainer gathers none: `head.py` sums over ranks what logprobs and entropies are made of.
 - The embedding is whole on every rank. Looking up is then exact and needs no collective, and a tied head is a range of
   its rows, without a copy. It costs memory and, per version, wire: for 128k tokens times 8192 bf16 2 GB of 18 GB that
   one of eight ranks holds of a 70B model. A decode step reads only its tokens' rows, so it costs no time.
 
-Gradients. Every rank computes the same loss from the same logits, so the gradient of what is alike on all ranks
-(logits, residual stream) is too. `join` hands it to every branch; `fork`, before the products that divide the work,
+Gradients. Every rank computes the same loss from the same logprobs, so the gradient of what is alike on all ranks
+(logprobs, residual stream) is too. `join` hands it to every branch; `fork`, before the products that divide the work,
 sums what comes back: a second collective per branch. So gradients of norms, of an untied embedding and of positions are
 whole on every rank, and those of divided parameters belong to their rank. What remains are parts of a sum: key-value
 heads that several ranks hold, norms of queries and keys, and a tied embedding, of whose head each rank knows its own
@@ -31,6 +32,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -58,7 +60,7 @@ class _Fork(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.ranks._sum(grad.clone(memory_format=torch.contiguous_format)), None
+        return ctx.ranks.sum(grad.clone(memory_format=torch.contiguous_format)), None
 
 
 class _Join(torch.autograd.Function):
@@ -67,7 +69,7 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ranks: TensorParallel, x: Tensor, *branches: Tensor) -> Tensor:
         ctx.num_branches = len(branches)
-        return x + ranks._sum(*branches)
+        return x + ranks.sum(*branches)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -109,7 +111,7 @@ class TensorParallel:
         self.fixed_order = fixed_order
         self.counts_once = rank == 0
         starts = [n * config.vocab_size // world for n in range(world + 1)]
-        self._rows = range(starts[rank], starts[rank + 1])
+        self._rows, self.first_row = range(starts[rank], starts[rank + 1]), starts[rank]
         self._vocab_sizes = [stop - start for start, stop in itertools.pairwise(starts)]
 
     @classmethod
@@ -139,11 +141,11 @@ class TensorParallel:
         Consumes a single branch: its storage may be that of the sum.
         """
         if not torch.is_grad_enabled():
-            return x + self._sum(*branches)
+            return x + self.sum(*branches)
         joined: Tensor = _Join.apply(self, x, *branches)  # type: ignore[no-untyped-call]
         return joined
 
-    def _sum(self, *shares: Tensor) -> Tensor:
+    def sum(self, *shares: Tensor) -> Tensor:
         """The sum of all shares of all ranks, in place of a single one."""
         share = shares[0]
         for other in shares[1:]:
@@ -157,6 +159,10 @@ class TensorParallel:
         for share in gathered[1:]:
             total = total + share
         return total
+
+    def max(self, share: Tensor) -> Tensor:
+        self._run(partial(dist.all_reduce, op=dist.ReduceOp.MAX), share)
+        return share
 
     def local_vocab(self, weight: Tensor) -> Tensor:
         return weight[self._rows.start : self._rows.stop]

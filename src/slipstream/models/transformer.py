@@ -52,6 +52,8 @@ class Ranks(Protocol):
     counts_once: bool
     """Whether this rank has what must be counted once of a sum over ranks: the biases of `output` and `down`, and the
     gradient of looking up a tied embedding. One rank does."""
+    first_row: int
+    """The first of this rank's rows of the head."""
 
     def vocab_rows(self, vocab_size: int) -> range:
         """The rows of the head that this rank multiplies by."""
@@ -63,6 +65,14 @@ class Ranks(Protocol):
 
     def join(self, x: Tensor, *branches: Tensor) -> Tensor:
         """x [N, hidden] plus all branches [N, hidden], each of which is a share of a sum over ranks."""
+        ...
+
+    def sum(self, share: Tensor) -> Tensor:
+        """The sum over ranks of each element, the same bits on every rank; consumes `share`. No gradient passes."""
+        ...
+
+    def max(self, share: Tensor) -> Tensor:
+        """The largest over ranks of each element; consumes `share`. No gradient passes."""
         ...
 
     def local_vocab(self, weight: Tensor) -> Tensor:
@@ -94,7 +104,7 @@ class Base(Protocol):
 class OneRank:
     """The whole model in one process: there is nothing to sum and nothing to gather."""
 
-    counts_once = True
+    counts_once, first_row = True, 0
 
     def vocab_rows(self, vocab_size: int) -> range:
         return range(vocab_size)
@@ -106,6 +116,12 @@ class OneRank:
         for branch in branches:
             x = x + branch
         return x
+
+    def sum(self, share: Tensor) -> Tensor:
+        return share
+
+    def max(self, share: Tensor) -> Tensor:
+        return share
 
     def local_vocab(self, weight: Tensor) -> Tensor:
         return weight
@@ -346,19 +362,20 @@ class Transformer(nn.Module):
 
     @property
     def head_weight(self) -> Tensor | None:
-        """The matrix [V, hidden] that logits are the product with, after a `forward` that has gathered it.
-
-        None where adapters, other precisions or tensor-parallel ranks take part.
+        """The matrix [V, hidden] that logits are the product with, this rank's rows of it, after a `forward` that has
+        gathered it. None where adapters or other precisions take part.
         """
-        if self.served_head is not None or self.stored_base is not None or not isinstance(self.ranks, OneRank):
+        if self.served_head is not None or self.stored_base is not None:
             return None
-        weight: Tensor = self.embedding.weight if self.config.tie_embeddings else self.head.weight
+        return self._own_head()
+
+    def _own_head(self) -> Tensor:
+        tied = self.config.tie_embeddings
+        weight: Tensor = self.ranks.local_vocab(self.embedding.weight) if tied else self.head.weight
         return weight
 
     def head_product(self, hidden: Tensor) -> Tensor:
         """fp32 products [..., vocabulary rows of this rank] of hidden [..., hidden] with the head's own weights."""
         if self.stored_base is not None:
             return self.stored_base.head(hidden, self.ranks.local_vocab)
-        tied = self.config.tie_embeddings
-        weight = self.ranks.local_vocab(self.embedding.weight) if tied else self.head.weight
-        return linear(hidden, weight.float())
+        return linear(hidden, self._own_head().float())

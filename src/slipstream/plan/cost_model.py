@@ -213,7 +213,11 @@ class CostModel:
         tokens = layout.microbatch * workload.trained_tokens
         kept = tokens * counts.kept_elements * element
         each = tokens * element * (model.hidden_size + layout.keeps_products * counts.product_elements)
-        logits = min(layout.microbatch * workload.lengths.mean * model.vocab_size, LOGITS_AT_ONCE) * 4
+        logits = (
+            min(layout.microbatch * workload.lengths.mean * model.vocab_size, LOGITS_AT_ONCE)
+            * 4
+            / layout.tensor_parallel
+        )
         models = 2 if workload.critic else 1
         # The root (embedding and head) from forward to backward; one layer that runs, and one that comes. One rank
         # has a copy of all in the precision of products.
@@ -386,11 +390,11 @@ class CostModel:
         return Parts(work | {"data_parallel": max(0.0, fsdp - sum(work.values()))})
 
     def _head(self, layout: TrainerLayout, rollouts: float, *, is_trained: bool) -> Parts:
-        """Logits of completion tokens, gathered over the ranks that share the vocabulary."""
+        """Logits of completion tokens, each rank's own; over ranks a maximum, three sums, and the states' gradient."""
         counts = counts_of(self.model, layout.tensor_parallel)
         tokens = rollouts * self.workload.lengths.mean
-        logits = tokens * self.model.vocab_size
-        is_made_anew = layout.head != "float32" or logits > LOGITS_AT_ONCE  # in the backward pass
+        logits, ranks = tokens * self.model.vocab_size, layout.tensor_parallel
+        is_made_anew = layout.head != "float32" or ranks > 1 or logits > LOGITS_AT_ONCE  # in the backward pass
         forwards = 2 if is_trained and is_made_anew else 1
         passes = forwards + 2 if is_trained else 1
         products = passes - (is_trained and self.adapters.params > 0)  # a head beside adapters has no gradient
@@ -398,8 +402,8 @@ class CostModel:
         return Parts(
             {
                 "compute": products * self._product(tokens, counts.head_matrix, layout.head) + passes * adapter_s,
-                "activations": self._move(LOGIT_PASSES * passes * logits * 4),
-                "tensor_parallel": forwards * self._all_gather(logits * 4, layout.tensor_parallel),
+                "activations": self._move(LOGIT_PASSES * passes * logits * 4 / ranks),
+                "tensor_parallel": self._all_reduce(tokens * 4 * (4 + is_trained * self.model.hidden_size), ranks),
             }
         )
 

@@ -121,7 +121,7 @@ class TrainerLayout:
     @property
     def head(self) -> Precision:
         """Precision of the head's product: what is given, or what the trainer does (`models/head.py`)."""
-        return self.head_precision or (self.precision if self.tensor_parallel == 1 else "float32")
+        return self.head_precision or self.precision
 
 
 @dataclass(frozen=True, kw_only=True)

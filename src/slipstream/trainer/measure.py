@@ -26,7 +26,7 @@ from slipstream.core.types import Group, Rollout
 from slipstream.models.config import MAX_LOGITS
 from slipstream.models.head import head_logprobs
 from slipstream.models.packed import at_targets
-from slipstream.models.transformer import Transformer
+from slipstream.models.transformer import OneRank, Transformer
 from slipstream.trainer.critic import Critic
 from slipstream.trainer.loss_checks import needed_columns
 from slipstream.trainer.teacher import Teacher
@@ -204,9 +204,11 @@ def microbatch_logprobs(
         return logprobs, entropies, *(() if teacher is None else teacher.compare(logits, *others[-len(said) :]))
 
     at_once = rows_at_once(model, 1 if teacher is None else COPIES_COMPARED, predicting.device.type)
-    weight, is_float32 = model.head_weight, predicting.dtype == torch.float32
-    if weight is not None and teacher is None and not (is_float32 and microbatch.num_targets <= at_once):
-        return head_logprobs(columns[0], weight, *columns[1:], temperature=temperature, at_once=at_once)
+    weight, ranks = model.head_weight, model.ranks
+    is_plain = predicting.dtype == torch.float32 and microbatch.num_targets <= at_once and isinstance(ranks, OneRank)
+    if weight is not None and teacher is None and not is_plain:
+        states, *others = columns
+        return head_logprobs(states, weight, *others, temperature=temperature, at_once=at_once, ranks=ranks)
     if microbatch.num_targets <= at_once:
         return head(*columns)
     chunks = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -123,7 +124,9 @@ class AdamW:
 
     def finite_grad_norm(self) -> float:
         """Return the norm of the whole model's gradient. NonFiniteError when it is NaN or inf."""
-        grad_norm = self.parameters.grad_norm()
+        return self._finite(self.parameters.grad_norm())
+
+    def _finite(self, grad_norm: float) -> float:
         if not math.isfinite(grad_norm):
             names = self.parameters.non_finite_grads()
             raise NonFiniteError(
@@ -139,31 +142,42 @@ class AdamW:
     def step(self, *, scale: float = 1.0) -> float:
         """Clip by global norm and update, at `scale` times the learning rate; return the norm before clipping.
 
-        NonFiniteError, with weights and state unchanged, when that norm is NaN or inf.
+        NonFiniteError, with weights and state unchanged, when that norm is NaN or inf. A GPU's norm is read behind the
+        update, which divides gradients as it reads them, and leaves all as it is where the norm is not finite.
         """
-        grad_norm = self.finite_grad_norm()
+        most, norm = self._config.max_grad_norm, self.parameters.norm_on_device()
+        grad_norm = self.finite_grad_norm() if norm is None else math.nan
         lr, grads = self.lr * scale, self.parameters.stored_grads()
-        if grad_norm > self._config.max_grad_norm:
-            torch._foreach_mul_(grads, self._config.max_grad_norm / (grad_norm + 1e-6))
+        decay: float | Tensor = 1.0 - lr * self._config.weight_decay
+        divisor = is_refused = None
+        if norm is not None:
+            divisor = torch.where(norm > most, (norm + 1e-6) / most, 1.0).float()
+            is_refused = (~norm.isfinite()).float()
+            decay = 1.0 - (1.0 - is_refused) * (lr * self._config.weight_decay)
+        elif grad_norm > most:
+            torch._foreach_mul_(grads, most / (grad_norm + 1e-6))
         if self._config.weight_decay:
             matrices = [view for view in self.parameters.named_views().values() if view.ndim >= 2]
-            torch._foreach_mul_(matrices, 1.0 - lr * self._config.weight_decay)
+            torch._foreach_mul_(matrices, decay)
+        update = partial(self._update, lr=lr, grad_scale=divisor, found_inf=is_refused)
         if not self._offloads:
-            self._update(self._stored, list(grads), *self._moments.values(), self._steps, lr=lr)
+            update(self._stored, list(grads), *self._moments.values(), self._steps)
         else:
             for tensor, grad, steps, *homes in zip(
                 self._stored, grads, self._steps, *self._moments.values(), strict=True
             ):
                 moments = [torch.empty_like(tensor).copy_(home, non_blocking=True) for home in homes]
-                self._update([tensor], [grad], *([moment] for moment in moments), [steps], lr=lr)
+                update([tensor], [grad], *([moment] for moment in moments), [steps])
                 for home, moment in zip(homes, moments, strict=True):
                     home.copy_(moment, non_blocking=True)  # read again in the order of this stream
         self.parameters.reshard()
+        if norm is not None:
+            grad_norm = self._finite(float(norm))
         self.num_updates += 1
         self.planned += 1
         return grad_norm
 
-    def _update(self, *state: list[Tensor], lr: float) -> None:
+    def _update(self, *state: list[Tensor], lr: float, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
         """AdamW's rule for weights, gradients, both moments and counts of steps, in this order."""
         weights, grads, means, squares, steps = state
         beta1, beta2 = self._config.betas
@@ -182,6 +196,8 @@ class AdamW:
             weight_decay=0.0,
             eps=corrected_eps(self._config, update=self.num_updates + 1),
             maximize=False,
+            grad_scale=grad_scale,
+            found_inf=found_inf,
         )
 
     def named_moments(self) -> dict[str, dict[str, Tensor]]:
