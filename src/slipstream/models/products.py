@@ -177,4 +177,4 @@ class WideProduct:
 def looked_up(tokens: Tensor, *, table: StoredWeight, dtype: torch.dtype) -> Tensor:
     """tokens int64 [N] -> their rows of `table` [N, hidden] in `dtype`, which alone are expanded."""
     rows = table.values.index_select(0, tokens).to(dtype)
-    return rows if table.scales is None else rows * table.scales.index_select(0, tokens)[:, None]
+    return rows if table.scales is None else (rows * table.scales.index_select(0, tokens)[:, None]).to(dtype)
