@@ -157,7 +157,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 84_860
+MAX_LINES = 84_940
 MAX_LINES_OF_SPINE = 1_600
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -178,9 +178,9 @@ MAX_LINES_OF_FOLDER = {
     "generator": 8_880,
     "jail": 1_060,
     "jobs": 975,
-    "models": 7_875,
+    "models": 7_947,
     "observe": 9_890,
-    "plan": 6_630,
+    "plan": 6_643,
     "prompts": 1_400,
     "rewards": 3_885,
     "stages": 2_715,

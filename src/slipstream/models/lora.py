@@ -239,7 +239,7 @@ def adapted_product(
     Identity: B = 0 gives what `base` gives.
     """
     scale = shape.scaling if own is None else own.scale[: len(x), None]
-    low = (down(x).unflatten(-1, (len(shape.pieces), -1)) * scale).unbind(-2)
+    low = (down(x).unflatten(-1, (len(shape.pieces), -1)) * scale).unbind(-2)  # type: ignore[no-untyped-call]
     out = base(x)
     if not torch.is_grad_enabled():
         for product, part, into in zip(up, low, shape.slices(out), strict=True):

@@ -94,7 +94,10 @@ class AddedProduct:
 
     def __call__(self, x: Tensor, out: Tensor | None) -> Tensor:
         assert out is not None, "without gradients"
-        return out.addmm_(x, self._turned) if self._product is None else out.add_(self._product(x))
+        if self._product is not None:
+            return out.add_(self._product(x))
+        assert self._turned is not None, "one of the two"
+        return out.addmm_(x, self._turned)
 
 
 class Fp8Product:
