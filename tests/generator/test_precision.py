@@ -17,7 +17,7 @@ from engine_kit import assert_same_bits, drain, new_engine, random_mixture, rand
 from slipstream.algorithms.logprobs import probe_logprobs
 from slipstream.core.errors import ConfigError, ShapeError
 from slipstream.models import products
-from slipstream.models.products import DenseProduct, Fp8Product, cpu_dtype
+from slipstream.models.products import AddedProduct, DenseProduct, Fp8Product, cpu_dtype
 from slipstream.models.quantized import FORMATS, FP8, WeightLayout, scales_of
 from slipstream.models.served import ServedWeights, check_precision
 from slipstream.models.transformer import Transformer
@@ -297,3 +297,20 @@ def test_without_onednn_the_numbers_are_the_same_up_to_rounding(monkeypatch: pyt
     for precision in PRECISIONS:
         model, _ = served(random_model(scale=0.1), precision)
         assert np.abs(probe_logprobs(model, text) - expected[precision]).max() < 0.3
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize(("rank", "rows"), [(4, 24), (16, 192), (48, 576), (64, 1536)])
+def test_a_sum_in_place_has_the_bits_of_a_product_and_a_sum(rank, rows, in_place, monkeypatch):
+    """By MKL where a trial finds that, else by oneDNN: operands and result are columns of wider ones."""
+    if not in_place:
+        monkeypatch.setattr(products, "adds_in_place", lambda *shape: False)
+    draw = torch.Generator().manual_seed(rank)
+    low, whole = (torch.randn(72, width, generator=draw) for width in (3 * rank, rows + 32))
+    weight = torch.randn(rows, rank, generator=draw)
+    for num in (8, 24, 64, 72):
+        part, out = low[:num, rank : 2 * rank], whole[:num].clone()
+        AddedProduct(weight, packs=True)(part, out[:, 32:])
+        expected = whole[:num, 32:] + DenseProduct(weight)(part.contiguous())
+        assert torch.equal(out[:, 32:], expected)
+        assert torch.equal(out[:, :32], whole[:num, :32])

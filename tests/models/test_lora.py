@@ -307,7 +307,6 @@ def test_fields_that_exclude_each_other(fields, told):
 @pytest.mark.parametrize(
     ("tables", "told"),
     [
-        ({"trainer": {"device": "cuda"}, "model": {"lora": {"rank": 2, "base_precision": "int8"}}}, "on CPUs only"),
         ({"loss": {"advantages": "gae"}}, "loss.advantages = 'gae'"),
     ],
 )

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hf_cases import CASES
 from test_families import packed_inputs, packed_logits
+from test_head import Products as TypesOfProducts
 from test_lora import adapted, losses_and_gradients, ours_of, saved, targets_of, wrapped
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.pytorch_utils import Conv1D
 
 from slipstream.core.errors import ConfigError
@@ -21,13 +25,25 @@ from slipstream.models.products import DenseProduct, cpu_dtype
 from slipstream.models.quantized import StoredWeight, WeightLayout
 from slipstream.models.served import ServedWeights
 from slipstream.models.shards import base_digest
-from slipstream.models.stored_base import store_base, stored_product
+from slipstream.models.stored_base import _StoredProduct, store_base, stored_product
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:peft"),
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
 ]
 PRECISIONS = ["bfloat16", "int8"]
+
+
+class Products(TypesOfProducts):
+    """Notes the most numbers of a matrix in a product as well."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+            weight = args[2 if func.overloadpacket is torch.ops.aten.addmm else 1]
+            self.largest = max(self.largest, weight.numel())
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 @pytest.fixture
@@ -98,6 +114,46 @@ def test_a_product_is_the_engines_and_its_gradient_that_of_the_rounded_weight(pr
     torch.testing.assert_close(x.grad.double(), expected, atol=1e-5, rtol=1e-5)
     shaped = stored_product(x.detach().view(1, num, 16), weight, bias)
     assert torch.equal(shaped[0], out.detach())
+
+
+@pytest.mark.parametrize("activations", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_on_cuda_products_are_of_bfloat16_and_nothing_expanded_is_kept(precision, activations, monkeypatch):
+    """On tensors that only say where they lie; no product has operands of float32, nor more than a block of W."""
+    monkeypatch.setattr(stored_base, "EXPANDED", 50)
+    saved_by = SimpleNamespace(save_for_backward=lambda *tensors: setattr(saved_by, "saved_tensors", tensors))
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda self, source: (source.expand(self.shape), self)[1])
+    with FakeTensorMode(), Products() as seen:
+        values = torch.empty(24, 16, dtype=torch.bfloat16 if precision == "bfloat16" else torch.int8, device="cuda")
+        scales = torch.empty(24, device="cuda") if precision == "int8" else None
+        bias, x = (torch.empty(n, dtype=activations, device="cuda") for n in ((24,), (7, 16)))
+        out = _StoredProduct.forward(saved_by, x, values, scales, bias)
+        given, *others = _StoredProduct.backward(saved_by, torch.empty_like(out))
+    assert saved_by.saved_tensors == (values, scales), "the base itself, which lies there anyway"
+    assert (out.dtype, out.shape, out.device.type) == (activations, (7, 24), "cuda")
+    assert (given.dtype, given.shape, others) == (activations, (7, 16), [None] * 3)
+    assert {one for types in seen.types for one in types[:2]} == {torch.bfloat16}
+    assert seen.largest <= 50
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_model_in_bfloat16_computes_what_one_in_float32_does(precision):
+    """As on GPUs, here on a CPU: the residual stream is bfloat16, adapters stay float32, and so do their gradients."""
+    losses, norms = [], []
+    for activations in (torch.float32, torch.bfloat16):
+        model = adapted(model=FIELDS | {"family": "gpt2"}, targets=["c_attn", "lm_head", "wte"], rank=4)
+        store_base(model, precision, activations=activations)
+        assert {p.dtype for p in model.parameters() if not p.requires_grad and p.numel()} == {activations}
+        tokens, positions = packed_inputs([24])
+        logits = packed_logits(model, tokens % model.config.vocab_size, positions, [24])
+        assert logits.dtype == torch.float32
+        losses.append(logits.log_softmax(-1)[:, 3].mean())
+        losses[-1].backward()
+        trained = [p for p in model.parameters() if p.requires_grad]
+        assert {p.grad.dtype for p in trained} == {torch.float32}
+        norms.append(torch.stack([p.grad.norm() for p in trained]))
+    assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-2)
+    torch.testing.assert_close(norms[1], norms[0], rtol=0.1, atol=1e-3)
 
 
 FIELDS = {"hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "num_kv_heads": 2}

@@ -550,6 +550,14 @@ def test_memory_beside_a_frozen_model() -> None:
     assert freed[0].sides["trainer"]["offload"] < 0.36 * freed[1].sides["trainer"]["offload"]
 
 
+def test_memory_beside_a_base_in_fewer_bytes() -> None:
+    """8.03 B numbers in int8, a norm's in 4 bytes, whole on each of 8 ranks; one block of 16.8 M is expanded."""
+    adapters = adapters_of(LLAMA_8B, 32, base="int8")
+    held = costs(adapters=adapters).train_memory(trainer(devices=8))
+    assert held["weights"] == pytest.approx(8.03e9 + 0.53e9 + 4 * adapters.params, rel=2e-3), "the embedding: bfloat16"
+    assert held["gathered"] == 2 * 2**24
+
+
 def test_decoding_with_adapters_reads_them_and_starts_their_kernels() -> None:
     numbers = with_adapters().adapters.params
     step, before = (

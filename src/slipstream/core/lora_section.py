@@ -36,7 +36,7 @@ class LoraConfig(Section):
     base_precision: Literal["float32", "bfloat16", "int8"] = Field(
         "float32",
         description="Precision in which the trainer holds the frozen model: 4, 2 or 1 bytes per parameter, and the "
-        "numbers of a generator with this `generator.precision`; of another one the logprobs differ. CPUs only.",
+        "numbers of a generator with this `generator.precision`; of another one the logprobs differ.",
     )
     adapter_precision: AdapterPrecision = Field(
         "float32",
@@ -105,10 +105,3 @@ def check_lora(config: RunConfig) -> None:
                 allowed="a loss without a critic, a reference that stays, and trainer.compile = false",
                 hint="without model.lora all weights are trained",
             )
-    if config.model.lora.is_rounded and trainer.device != "cpu":
-        raise ConfigError(
-            "the trainer holds a base in fewer bytes on CPUs only",
-            got=f"model.lora.base_precision = '{config.model.lora.base_precision}', trainer.device = "
-            f"'{trainer.device}'",
-            allowed="trainer.device = 'cpu', or model.lora.base_precision = 'float32'",
-        )

@@ -34,6 +34,7 @@ from slipstream.models.linear import Embedding, Linear, linear
 from slipstream.models.transformer import OneRank, Ranks, Transformer
 
 Product = Callable[[Tensor], Tensor]
+Raising = Callable[[Tensor, Tensor | None], Tensor]
 GroupedProduct = Callable[[Tensor, Groups], Tensor]
 HEAD = "head"
 """The head among linear layers, tied or not."""
@@ -193,26 +194,25 @@ class AdapterShape:
     def num_params(self) -> int:
         return self.width * (len(self.pieces) * self.in_features + sum(self.rows))
 
-    def add(self, out: Tensor, parts: Sequence[Tensor]) -> Tensor:
-        """Add the `parts` of the pieces to `out` [..., out_features] where they belong, in place."""
-        for piece, part in zip(self.pieces, parts, strict=True):
-            out.narrow(-1, piece.start, piece.num_rows).add_(part)
-        return out
+    def slices(self, out: Tensor) -> Iterator[Tensor]:
+        """Yield the columns of `out` [..., out_features] that are the pieces'."""
+        return (out.narrow(-1, piece.start, piece.num_rows) for piece in self.pieces)
 
 
 class _Added(torch.autograd.Function):
-    """`AdapterShape.add`, whose gradients are views: autograd's own copies all of them for every slice."""
+    """Sums into the pieces' slices, whose gradients are views: autograd's own copies all of them for every slice."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, shape: AdapterShape, *parts: Tensor) -> Tensor:
         ctx.shape = shape
         ctx.mark_dirty(out)
-        return shape.add(out, parts)
+        for own, part in zip(shape.slices(out), parts, strict=True):
+            own.add_(part)
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        pieces = ctx.shape.pieces
-        return grad, None, *(grad.narrow(-1, piece.start, piece.num_rows) for piece in pieces)
+        return grad, None, *ctx.shape.slices(grad)
 
 
 @dataclass(eq=False)
@@ -227,22 +227,27 @@ def adapted_product(
     *,
     base: Product,
     down: Product,
-    up: Sequence[Product],
+    up: Sequence[Raising],
     shape: AdapterShape,
     own: OwnVersion | None = None,
 ) -> Tensor:
     """Return the adapted layer's y [N, out_features] of x [N, in_features], or of tokens [N]; see above.
 
-    `base` multiplies by W and adds b, `down` by all A's, each of `up` by one B: whatever way the caller multiplies.
+    `base` multiplies by W and adds b, `down` by all A's, each of `up` by one B, the product returned or, without
+    gradients, added to what it is given: whatever way the caller multiplies.
     With `own` each A and B is K versions' (`stacked_adapter`), and all but each row's own one are masked: exact zeros.
     Identity: B = 0 gives what `base` gives.
     """
-    scale = shape.scaling if own is None else own.scale[: len(x)]
-    low = down(x).chunk(len(shape.pieces), -1)
-    # oneDNN takes the gradient of a product with strided rows 50 times as long
-    parts = [product((part * scale).contiguous()) for product, part in zip(up, low, strict=True)]
+    scale = shape.scaling if own is None else own.scale[: len(x), None]
+    low = (down(x).unflatten(-1, (len(shape.pieces), -1)) * scale).unbind(-2)  # type: ignore[no-untyped-call]
     out = base(x)
-    return _Added.apply(out, shape, *parts) if torch.is_grad_enabled() else shape.add(out, parts)  # type: ignore
+    if not torch.is_grad_enabled():
+        for product, part, into in zip(up, low, shape.slices(out), strict=True):
+            product(part, into)
+        return out
+    # oneDNN takes the gradient of a product with strided rows 50 times as long
+    parts = [product(part.contiguous(), None) for product, part in zip(up, low, strict=True)]
+    return _Added.apply(out, shape, *parts)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def adapted_experts(
@@ -280,6 +285,11 @@ def rows_of(table: Tensor) -> Product:
     return partial(F.embedding, weight=table)
 
 
+def _raised(low: Tensor, out: Tensor | None, *, weight: Tensor) -> Tensor:
+    product = linear(low.contiguous(), weight)
+    return product if out is None else out.add_(product)
+
+
 class Adapter(nn.Module):
     """The trained part of a linear layer: `a` [num_pieces rank, in_features] and `b` [rows of all pieces, rank]."""
 
@@ -295,7 +305,7 @@ class Adapter(nn.Module):
         if not self.shape.looks_up:
             a, b = a.to(x.dtype), b.to(x.dtype)
         down = rows_of(a.t()) if self.shape.looks_up else partial(linear, weight=a)
-        up = [partial(linear, weight=rows) for rows in torch.split(b, self.shape.rows)]
+        up = [partial(_raised, weight=rows) for rows in torch.split(b, self.shape.rows)]
         return adapted_product(x, base=base, down=down, up=up, shape=self.shape)
 
     def of_groups(self, x: Tensor, groups: Groups, base: GroupedProduct) -> Tensor:

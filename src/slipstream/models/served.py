@@ -44,6 +44,7 @@ from slipstream.models.lora import (
 )
 from slipstream.models.products import (
     PACKS,
+    AddedProduct,
     DenseProduct,
     ExpertsProduct,
     Fp8Product,
@@ -142,7 +143,7 @@ class FrozenBase:
                 adapted_product,
                 base=products[name],
                 down=down,
-                up=[DenseProduct(rows, packs=packs) for rows in torch.split(b, shape.rows)],
+                up=[AddedProduct(rows, packs=packs) for rows in torch.split(b, shape.rows)],
                 shape=shape,
                 own=own,
             )

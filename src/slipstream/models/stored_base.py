@@ -1,16 +1,18 @@
 """The base beside adapters in a trainer, held in fewer bytes: the numbers that engines at that precision multiply by.
 
-    y = W x + b,  W as `quantized.py` stores it;   dL/dx = W^T dL/dy in float32
+    y = W x + b,  W as `quantized.py` stores it;   dL/dx = W^T dL/dy
 
-The forward product is the engines' (`products.DenseProduct`), so both sides round activations alike. No float copy of W
-outlives a product, in which there are `EXPANDED` of its numbers at a time.
+The forward product is the engines' (`products.DenseProduct`), so both sides round activations alike, and the gradient's
+is in float32. On CUDA both are of bfloat16 numbers, summed in float32. No float copy of W outlives a product, in which
+there are `EXPANDED` of its numbers at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat, starmap
 from typing import Any
 
 import torch
@@ -18,8 +20,9 @@ from torch import Tensor
 
 from slipstream.core.fields import Precision
 from slipstream.core.rank_group import RankGroup
+from slipstream.models.head import wide_product
 from slipstream.models.linear import Linear, linear
-from slipstream.models.products import DenseProduct, cpu_dtype, looked_up
+from slipstream.models.products import DenseProduct, WideProduct, cpu_dtype, looked_up
 from slipstream.models.quantized import StoredWeight, WeightLayout
 from slipstream.models.shards import base_digest
 from slipstream.models.transformer import Transformer
@@ -35,26 +38,43 @@ class _StoredProduct(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, values: Tensor, scales: Tensor | None, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(values, scales)
         out = x.new_empty(*x.shape[:-1], len(values))
-        for rows in _blocks(values):
-            own = [None if tensor is None else tensor[rows] for tensor in (scales, bias)]
-            out[..., rows] = DenseProduct(values[rows].to(cpu_dtype(values.dtype)), *own)(x)
+        parts = (_blocks(values, tensor) for tensor in (values, scales, bias))
+        for into, *own in zip(_blocks(values, out, -1), *parts, strict=True):
+            into.copy_(_forward(x, *own))
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         values, scales = ctx.saved_tensors
+        dtype = grad.dtype
         grad = grad if scales is None else grad * scales
-        parts = (linear(grad[..., rows].contiguous(), values[rows].float().t()) for rows in _blocks(values))
+        parts = starmap(_passed, zip(_blocks(values, grad, -1), _blocks(values, values), strict=True))
         total = next(parts)
         for part in parts:
             total += part
-        return total, None, None, None
+        return total.to(dtype), None, None, None
 
 
-def _blocks(values: Tensor) -> list[slice]:
-    """Return ranges of rows with at most `EXPANDED` numbers each."""
+def _forward(x: Tensor, values: Tensor, scales: Tensor | None, bias: Tensor | None) -> Tensor:
+    if not values.is_cuda:
+        return DenseProduct(values.to(cpu_dtype(values.dtype)), scales, bias)(x)
+    if scales is None and x.dtype == torch.bfloat16:
+        return DenseProduct(values, None, bias)(x)
+    out = WideProduct(values.bfloat16(), scales)(x)
+    return out if bias is None else out + bias
+
+
+def _passed(grad: Tensor, values: Tensor) -> Tensor:
+    """grad [..., M] times values [M, K], in float32."""
+    if not values.is_cuda:
+        return linear(grad.float().contiguous(), values.float().t())
+    return wide_product(grad.flatten(0, -2).bfloat16(), values.bfloat16().t()).view(*grad.shape[:-1], values.shape[1])
+
+
+def _blocks(values: Tensor, tensor: Tensor | None, dim: int = 0) -> Iterable[Any]:
+    """Yield `tensor` in parts of the rows [M] of `values` that have at most `EXPANDED` numbers each."""
     size = max(1, EXPANDED // values.shape[1])
-    return [slice(start, start + size) for start in range(0, len(values), size)]
+    return repeat(None, -(-len(values) // size)) if tensor is None else torch.split(tensor, size, dim)
 
 
 def stored_product(x: Tensor, weight: StoredWeight, bias: Tensor | None = None) -> Tensor:
@@ -70,11 +90,12 @@ def stored_product(x: Tensor, weight: StoredWeight, bias: Tensor | None = None) 
 class StoredBase:
     """The matrices of a base and its embedding of tokens, by their parameters' names; implements `transformer.Base`.
 
-    `digest` is that of the fp32 numbers (`shards.base_digest`).
+    `digest` is that of the fp32 numbers (`shards.base_digest`), `activations` the type of the residual stream.
     """
 
     digest: str
     weights: Mapping[str, StoredWeight]
+    activations: torch.dtype = torch.float32
 
     def head(self, hidden: Tensor, rows: Callable[[Tensor], Tensor]) -> Tensor:
         """fp32 products [..., V] of hidden [..., hidden] with the head's own weights, or `rows` of the embedding's."""
@@ -91,20 +112,28 @@ class StoredBase:
                 module.register_parameter("weight", None)
                 module.product = partial(stored_product, weight=self.weights[f"{name}.weight"], bias=module.bias)
         model.embedding.register_parameter("weight", None)
-        model.embedding.product = partial(looked_up, table=self.weights["embedding.weight"], dtype=torch.float32)
+        model.embedding.product = partial(looked_up, table=self.weights["embedding.weight"], dtype=self.activations)
 
 
 @torch.no_grad()
-def store_base(model: Transformer, precision: Precision, *, ranks: RankGroup = RankGroup.alone()) -> None:
-    """Hold the frozen base of `model`, on a CPU, at `precision`. Matrix by matrix: each is released in its turn.
+def store_base(
+    model: Transformer,
+    precision: Precision,
+    *,
+    ranks: RankGroup = RankGroup.alone(),
+    activations: torch.dtype = torch.float32,
+) -> None:
+    """Hold the frozen base of `model` at `precision`. Matrix by matrix: each is released in its turn.
 
-    The tensor-parallel `ranks` that share it call this together: scales are those of whole rows.
-    Norms, biases and embeddings of positions stay float32, as at every precision of generators.
+    The tensor-parallel `ranks` that share it call this together: scales are those of whole rows. Norms, biases and
+    embeddings of positions are in the type of `activations`, as FSDP2 would give them to every pass.
     """
     digest, parameters, weights = base_digest(model), dict(model.named_parameters()), dict[str, StoredWeight]()
     layout = WeightLayout(model, precision, is_base=True)
     for name, weight in layout.stored_weights(parameters, over_ranks=ranks.max if ranks.world > 1 else None):
         if weight.values.dtype != torch.float32:
             weights[name] = weight
-            parameters[name].data = torch.empty(0)
-    StoredBase(digest, weights).put_into(model)
+            parameters[name].data = weight.values.new_empty(0, dtype=torch.float32)
+        else:
+            parameters[name].data = weight.values.to(activations)
+    StoredBase(digest, weights, activations).put_into(model)

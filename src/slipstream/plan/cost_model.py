@@ -15,7 +15,7 @@ from statistics import NormalDist
 from slipstream.core.errors import ConfigError
 from slipstream.core.fields import Precision
 from slipstream.models.config import MAX_LOGITS, TransformerConfig
-from slipstream.plan.counts import BYTES, COMPUTED_BYTES, Adapters, Counts, counts_of
+from slipstream.plan.counts import BYTES, COMPUTED_BYTES, EXPANDED, Adapters, Counts, counts_of
 from slipstream.plan.hardware import GpuCluster, all_gather_s, all_reduce_s, last_host_task_s
 from slipstream.plan.layouts import (
     AsynchronousPlan,
@@ -227,8 +227,12 @@ class CostModel:
             gathered, copies = 0.0, params * element * (models + bool(workload.reference))
         if layout.head != layout.precision:
             gathered += counts.head_matrix * COMPUTED_BYTES[layout.head]
+        weights = 4 * self._held(layout) / shards * models
+        if self.adapters.base != "float32":  # whole on every data-parallel rank, and expanded in blocks
+            weights = counts.served_bytes(self.adapters.base) + 4 * self.adapters.params
+            gathered = 2 * min(EXPANDED, counts.head_matrix)
         parts = {
-            "weights": 4 * self._held(layout) / shards * models,
+            "weights": weights,
             "moments": 8 * min(params / shards, counts.embedding if layout.offloads_moments else math.inf) * models,
             "gradients": 4 * params / (1 if layout.reduce_once else shards) * models,
             "gathered": gathered + copies,

@@ -192,7 +192,8 @@ class Adapters:
     `kernels` start in a decode step, over all layers: in a linear layer one for all A, one for each B, and one that
     adds. `table_params` take part in no product of a token: A of an embedding, and the experts that it does not go
     through (a decode step is taken to meet no more). `item` are the bytes of a number in a version, at every precision
-    of the generators. With tensor parallelism every rank is taken to have all of them.
+    of the generators. With tensor parallelism every rank is taken to have all of them. `base` is the precision in which
+    trainers hold the model beside them.
     """
 
     params: int
@@ -200,6 +201,7 @@ class Adapters:
     kernels: int
     table_params: int = 0
     item: int = 4
+    base: Precision = "float32"
 
     @property
     def multiplied(self) -> int:
@@ -213,6 +215,7 @@ class Adapters:
 
 
 NO_ADAPTERS = Adapters(0, 0, 0)
+EXPANDED = 2**24  # numbers of a stored base that are expanded at a time (`models/stored_base.py`)
 HEAD = "lm_head"
 _ATTENTION = "self_attn.q_proj+self_attn.k_proj+self_attn.v_proj self_attn.o_proj"
 _LLAMA = f"model.layers {_ATTENTION} mlp.gate_proj+mlp.up_proj mlp.down_proj"
@@ -226,7 +229,11 @@ _EMBEDDINGS = {"gpt2": "transformer.wte", "gpt_neox": "gpt_neox.embed_in"}
 
 
 def adapters_of(
-    model: TransformerConfig, rank: int, targets: Collection[str] = (), precision: Precision = "float32"
+    model: TransformerConfig,
+    rank: int,
+    targets: Collection[str] = (),
+    precision: Precision = "float32",
+    base: Precision = "float32",
 ) -> Adapters:
     """Return the adapters of the matrices that `targets` mean, the ends of their names; of none, all but experts.
 
@@ -247,7 +254,7 @@ def adapters_of(
     idle = 1 - model.experts_per_token / max(model.num_experts, 1)
     tables = rank * model.vocab_size * (every[-1][0] in chosen)
     tables += round(idle * sum(size for name, size in sizes.items() if _EXPERTS in name))
-    return Adapters(sum(sizes.values()), sizes.get(HEAD, 0), kernels, tables, int(BYTES[precision]))
+    return Adapters(sum(sizes.values()), sizes.get(HEAD, 0), kernels, tables, int(BYTES[precision]), base)
 
 
 def _matrices(model: TransformerConfig) -> Iterator[tuple[str, str, int, int]]:

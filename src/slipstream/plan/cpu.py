@@ -20,7 +20,7 @@ from slipstream.core.recipes import merge, resolve
 from slipstream.generator.arrangement import LENGTH_MULTIPLE, round_up
 from slipstream.models.config import MAX_LOGITS, TransformerConfig
 from slipstream.plan.calibrate import Calibration, generator_dials, row_multiple
-from slipstream.plan.counts import Counts, counts_of
+from slipstream.plan.counts import EXPANDED, Counts, counts_of
 from slipstream.plan.layouts import (
     AsynchronousPlan,
     GeneratorLayout,
@@ -45,7 +45,6 @@ from slipstream.plan.reasons import limits, staleness
 from slipstream.plan.search import ROW_MULTIPLE, Found, most_slots
 from slipstream.plan.simulated_run import SimulatedSetup
 
-EXPANDED = 2**24  # numbers of a stored base that are expanded at a time (`models/stored_base.py`)
 PROCESS_BYTES = 110e6  # of a tokenizer and what the first products load, above Python and torch (docs/lora.md, Memory)
 USABLE_MEMORY = 0.8  # of a machine: the rest is the system's, and what processes hold besides their tensors
 

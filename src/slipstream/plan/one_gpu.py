@@ -115,7 +115,9 @@ def costs_of(config: RunConfig, shape: TransformerConfig, on: GpuCluster | None 
         lengths=LengthSample(longest - completion, (completion,), "the longest"),
         reference=config.kl.coef > 0 and config.kl.executor == "trainer",
         critic=config.has_critic and config.critic.model == "own",
-        adapters=NO_ADAPTERS if rank is None else adapters_of(shape, rank, lora.targets, lora.adapter_precision),
+        adapters=NO_ADAPTERS
+        if rank is None
+        else adapters_of(shape, rank, lora.targets, lora.adapter_precision, lora.base_precision),
     )
     return CostModel(shape, on or cluster("h100", 1), workload)
 

@@ -274,7 +274,9 @@ def _adapters(question: Question, subject: Subject) -> Adapters:
         allowed = "model.lora.rank and targets in its place, those of that adapter"
         raise ConfigError("a plan takes the rank of adapters", got=f"model.lora.path = {given.path}", allowed=allowed)
     rank = question.lora_rank or given.rank
-    return NO_ADAPTERS if rank is None else adapters_of(subject.shape, rank, given.targets, given.adapter_precision)
+    if rank is None:
+        return NO_ADAPTERS
+    return adapters_of(subject.shape, rank, given.targets, given.adapter_precision, given.base_precision)
 
 
 def _lengths(question: Question, subject: Subject) -> tuple[LengthSample, list[str]]:

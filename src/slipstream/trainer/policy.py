@@ -18,7 +18,7 @@ from slipstream.core.rank_group import RankGroup
 from slipstream.core.training_sections import OptimizerConfig
 from slipstream.core.weights import WeightsPublisher
 from slipstream.models.build import build_policy, build_tokenizer
-from slipstream.models.device import take_share
+from slipstream.models.device import DTYPES, take_share
 from slipstream.models.export import export_sharded
 from slipstream.models.flat import FlatParameters
 from slipstream.models.hf import save_model
@@ -91,10 +91,11 @@ class Policy:
         """Return this rank's part; a base in fewer bytes lies whole on every data-parallel rank."""
         lora, division = self._config.model.lora, self.division
         if lora.is_rounded:
-            division = replace(division, data_parallel=RankGroup.alone())
+            division = replace(division, data_parallel=RankGroup.alone(), precision="float32")  # without FSDP2
         model = build_sharded_policy(self._config.model, division, seed=self._config.seed, tokenizer=self.tokenizer)
         if lora.is_rounded:
-            store_base(model, lora.base_precision, ranks=division.tensor_parallel)
+            activations = DTYPES[self.division.precision]
+            store_base(model, lora.base_precision, ranks=division.tensor_parallel, activations=activations)
         return model
 
     @cached_property
