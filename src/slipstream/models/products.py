@@ -34,8 +34,9 @@ _PACK_FOR_ROWS = 8  # the order of blocks is the same for all numbers of rows th
 
 def cpu_dtype(stored: torch.dtype) -> torch.dtype:
     """Return the type that weights stored so are multiplied in on this CPU."""
-    has_bfloat16 = _onednn is not None and torch.cpu._is_avx512_bf16_supported()
-    return torch.bfloat16 if stored != torch.float32 and has_bfloat16 else torch.float32
+    if stored == torch.float32 or _onednn is None or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return torch.float32  # oneDNN may be told to do without what the processor has (ONEDNN_MAX_CPU_ISA)
+    return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
 
 
 class DenseProduct:
