@@ -65,7 +65,7 @@ def test_derived_values() -> None:
     [
         ({"publish_every": 4, "max_staleness": 2}, "publish_every leaves"),
         ({"reorder_window": 2, "max_staleness": 0}, "reorder_window is too wide"),
-        ({"overtake_steps": 3, "max_staleness": 2}, r"allowed: 1\.\.33 .*included"),
+        ({"overtake_steps": 3, "max_staleness": 2}, r"overtake_steps = 3\n.*allowed: 1\.\.33"),
         ({"schedule": {"policy": "areal"}, "overtake_steps": 1}, "has a window"),
         ({"trainer": {"logprob_temperature": 0.5}, "max_staleness": 1}, "read by the policy that sampled"),
         ({"reorder_window": 34, "groups_per_step": 16, "max_staleness": 2}, r"allowed: 1\.\.33"),

@@ -319,8 +319,7 @@ class RunConfig(Section):
                 got=f"schedule.queue_groups = {schedule.queue_groups}, groups_per_step = {self.groups_per_step}",
                 allowed="schedule.queue_groups >= groups_per_step",
             )
-        asked = f"reorder_window = {self.reorder_window}"
-        asked += f", overtake_steps = {self.overtake_steps}" if self.overtake_steps else ""
+        asked = f"reorder_window = {self.reorder_window}, overtake_steps = {self.overtake_steps}"
         if schedule.policy != "oldest_first" and self.window != 1:
             raise ConfigError(
                 "only the policy 'oldest_first' has a window",
@@ -345,9 +344,8 @@ class RunConfig(Section):
             raise ConfigError(
                 "reorder_window is too wide: generators and trainer would wait for each other forever",
                 got=asked,
-                allowed=f"1..{limit} ((max_staleness - publish_every + 1) * groups_per_step + 1)"
-                + (", overtake_steps * groups_per_step included" if self.overtake_steps else ""),
-                hint=f"raise max_staleness or lower {'overtake_steps' if self.overtake_steps else 'reorder_window'}",
+                allowed=f"1..{limit} ((max_staleness - publish_every + 1) * groups_per_step + 1), steps included",
+                hint="raise max_staleness, or lower reorder_window or overtake_steps",
             )
         if self.generator.segment_tokens is not None and self.weight_update == "in_flight":
             raise ConfigError(
