@@ -157,7 +157,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 84_540
+MAX_LINES = 84_560
 MAX_LINES_OF_SPINE = 1_600
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -180,7 +180,7 @@ MAX_LINES_OF_FOLDER = {
     "jobs": 975,
     "models": 7_735,
     "observe": 9_890,
-    "plan": 6_625,
+    "plan": 6_628,
     "prompts": 1_400,
     "rewards": 3_885,
     "stages": 2_715,
