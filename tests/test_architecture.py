@@ -157,7 +157,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 85_430
+MAX_LINES = 85_450
 MAX_LINES_OF_SPINE = 1_600
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -172,15 +172,15 @@ MAX_LINES_OF_FOLDER = {
     "algorithms": 2_355,
     "batching": 360,
     "controller": 6_165,
-    "core": 11_025,
+    "core": 11_040,
     "environments": 8_075,
     "evals": 2_700,
     "generator": 8_955,
     "jail": 1_060,
     "jobs": 975,
     "models": 8_025,
-    "observe": 9_915,
-    "plan": 6_650,
+    "observe": 9_920,
+    "plan": 6_655,
     "prompts": 1_450,
     "rewards": 3_895,
     "stages": 2_730,

@@ -103,7 +103,7 @@ class RunOptions(WithFields):
     recipe: str | None = flag(
         "Name of a shipped recipe (`slipstream recipes`), or the path of a .toml file.", is_positional=True
     )
-    preset: str | None = flag("How asynchronous to be: sync, one_step, bounded, continuous.")
+    preset: str | None = flag("How asynchronous to be: sync, one_step, bounded, continuous, tolerant.")
     out: Path | None = flag("Folder of the run, new or empty. Default: runs/RECIPE-TIME.")
     resume: Path | None = flag(
         "Folder of a run to go on with, from its last checkpoint; with --steps N also of one that is done."
@@ -478,7 +478,7 @@ class SimulateOptions(WithFields):
     """Flags of `slipstream simulate`."""
 
     run: Path | None = flag("Folder of a finished run.", is_positional=True)
-    preset: str | None = flag("How asynchronous to be: sync, one_step, bounded, continuous.")
+    preset: str | None = flag("How asynchronous to be: sync, one_step, bounded, continuous, tolerant.")
     generators: int | None = flag("The same as --generator.replicas.")
     slots: int | None = flag("The same as --generator.num-slots.")
     reward_s: float | None = flag("Seconds that the reward takes for a completion. Default: as in the run.")

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.controller.schedule import Schedule
+from slipstream.core.config import PRESETS
 from slipstream.core.errors import SlipstreamError
 from slipstream.core.run_log import ScheduleConfig
 from slipstream.core.types import (
@@ -272,6 +273,40 @@ def test_bound_liveness_and_exactly_once_under_random_interleavings(data):
         lose=data.draw(st.sampled_from([0.0, 0.05]), "lose"),
         restore=data.draw(st.sampled_from([0.0, 0.05]), "restore"),
     )
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_the_preset_for_stragglers_is_live_for_any_batch_and_runs_no_further_ahead(data):
+    """Its window is in steps: live for every P, and for every m up to k - overtake_steps + 1."""
+    k, passing = PRESETS["tolerant"]["max_staleness"], PRESETS["tolerant"]["overtake_steps"]
+    groups_per_step = data.draw(st.integers(1, 6), "P")
+    publish_every = data.draw(st.integers(1, k - passing + 1), "publish_every")
+    config = ScheduleConfig(
+        groups_per_step=groups_per_step,
+        completions_per_group=2,
+        max_staleness=k,
+        reorder_window=1 + passing * groups_per_step,
+        steps=data.draw(st.integers(1, 12), "steps"),
+        capacity=data.draw(st.integers(2, 40), "capacity"),
+    )
+    world = World(
+        config,
+        replicas=data.draw(st.integers(1, 3), "replicas"),
+        publish_every=publish_every,
+        drop=data.draw(st.sampled_from([0.0, 0.3]), "drop"),
+        tail=data.draw(st.sampled_from([0.0, 0.3]), "tail"),
+        rng=random.Random(data.draw(st.integers(0, 2**32), "seed")),
+    )
+    started = world.carry_out
+
+    def carry_out(commands: list) -> None:
+        started(commands)
+        untrained = world.schedule.next_ordinal - len(world.schedule.dropped) - len(world.trained)
+        assert untrained <= (k - passing + 1) * groups_per_step, "as far ahead as max_staleness = k - overtake_steps"
+
+    world.carry_out = carry_out  # type: ignore[method-assign]
+    world.run(lose=data.draw(st.sampled_from([0.0, 0.05]), "lose"))
 
 
 @settings(max_examples=60, deadline=None)

@@ -48,6 +48,7 @@ def test_presets_are_fields_of_the_schema() -> None:
         "one_step": 1,
         "bounded": 2,
         "continuous": 2,
+        "tolerant": 8,
     }
 
 
@@ -64,6 +65,8 @@ def test_derived_values() -> None:
     [
         ({"publish_every": 4, "max_staleness": 2}, "publish_every leaves"),
         ({"reorder_window": 2, "max_staleness": 0}, "reorder_window is too wide"),
+        ({"overtake_steps": 3, "max_staleness": 2}, r"overtake_steps = 3\n.*allowed: 1\.\.33"),
+        ({"schedule": {"policy": "areal"}, "overtake_steps": 1}, "has a window"),
         ({"trainer": {"logprob_temperature": 0.5}, "max_staleness": 1}, "read by the policy that sampled"),
         ({"reorder_window": 34, "groups_per_step": 16, "max_staleness": 2}, r"allowed: 1\.\.33"),
         ({"schedule": {"policy": "sample_budget"}}, "staleness_threshold belongs"),
@@ -106,7 +109,8 @@ def test_conflicts_raise(overrides: dict[str, Any], message: str) -> None:
 
 
 def test_the_widest_reorder_window_is_accepted() -> None:
-    assert resolve(BASE, {"reorder_window": 33, "groups_per_step": 16, "max_staleness": 2}).reorder_window == 33
+    assert resolve(BASE, {"reorder_window": 33, "groups_per_step": 16, "max_staleness": 2}).window == 33
+    assert resolve(BASE, {"overtake_steps": 2, "groups_per_step": 16, "max_staleness": 2}).window == 33
 
 
 @pytest.mark.parametrize(

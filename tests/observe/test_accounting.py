@@ -218,7 +218,7 @@ def test_waiting_for_the_start_of_scoring_is_no_bottleneck(
     assert bool(balance.verdict) == (bottleneck is not None)
 
 
-def test_where_stragglers_hold_a_batch_up_the_window_is_the_dial(tmp_path: Path):
+def test_where_stragglers_hold_a_batch_up_a_wider_bound_for_them_alone_is_the_dial(tmp_path: Path):
     states = {
         "trainer": [("wait_straggler", 0.5), ("wait_generation", 0.1), ("forward_backward", 0.4)],
         "generator": [("decode", 0.98), ("wait_trainer", 0.02)],
@@ -228,12 +228,17 @@ def test_where_stragglers_hold_a_batch_up_the_window_is_the_dial(tmp_path: Path)
     balance = make_run(tmp_path / "narrow", **states, config=dials).balance
     assert (balance.starves, balance.bottleneck) == ("trainer", "stragglers")
     assert balance.dial is not None
-    assert (balance.dial.field, balance.dial.suggested) == ("reorder_window", (2 - 1 + 1) * 16 + 1)
+    assert (balance.dial.field, balance.dial.suggested) == ("max_staleness", 4)
+    assert "overtake_steps = 2 " in balance.dial.effect, "as far ahead as before"
     (tmp_path / "wide").mkdir()
-    dials = "max_staleness = 2\ngroups_per_step = 16\nreorder_window = 33\n"
+    dials = "max_staleness = 8\ngroups_per_step = 16\novertake_steps = 6\n"
     balance = make_run(tmp_path / "wide", **states, config=dials).balance
     assert balance.dial is not None
-    assert (balance.dial.field, balance.dial.suggested) == ("max_staleness", 3)
+    assert (balance.dial.field, balance.dial.suggested) == ("max_staleness", 16)
+    assert "overtake_steps = 14 " in balance.dial.effect
+    (tmp_path / "one_step").mkdir()
+    dials = "max_staleness = 1\n[schedule]\npolicy = 'one_step'\n"
+    assert make_run(tmp_path / "one_step", **states, config=dials).balance.dial is None, "its bound is fixed"
 
 
 def test_a_balanced_run_needs_nothing(tmp_path: Path):

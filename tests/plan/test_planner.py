@@ -13,7 +13,7 @@ from slipstream.plan.layouts import Workload
 from slipstream.plan.lengths import LengthSample, lengths_with_tail
 from slipstream.plan.planner import CLOSE, PlanRow, bounds_up_to, plan_for_cluster, recommended, rehearse
 from slipstream.plan.question import ARCHITECTURES
-from slipstream.plan.reasons import constraints
+from slipstream.plan.reasons import constraints, staleness
 from slipstream.plan.search import Search, default_space, executors
 
 SPREAD = LengthSample(prompt_mean=256.0, completions=tuple(range(256, 769, 16)), source="test")
@@ -138,3 +138,11 @@ def test_why_names_the_constraint_that_is_active():
     roomy = replace(model.cluster.device, memory_bytes=1e13)
     rich = CostModel(model.model, replace(model.cluster, device=roomy), model.workload)
     assert "Memory is the limit" not in told_of_best(rich)
+
+
+def test_where_stragglers_ask_for_a_larger_bound_a_window_is_named():
+    assert staleness({1: 20.0, 2: 12.0, 4: 10.0, 8: 9.9}, 4).endswith(
+        "k = 2 makes it 12 s, +20%. With overtake_steps = 2 only stragglers would be older than at k = 2."
+    )
+    assert staleness({2: 10.5, 4: 10.0, 8: 9.9}, 4).endswith("k = 2 makes it 10.5 s, +5%.")
+    assert "overtake_steps" not in staleness({0: 90.0, 1: 10.0}, 1), "turns have no stragglers to tolerate"

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from benchmarks.policies import heavy_tailed, slot_idle_frac, steps_of, trained_of
+from benchmarks.stragglers import Reserved, ReservedAhead
 from slipstream.controller.policies import POLICIES, make_policy
+from slipstream.core.config import PRESETS
 from slipstream.core.errors import ScheduleError
 from slipstream.core.run_log import ScheduleConfig
 from slipstream.plan.simulated_run import Costs, MadeUp, Simulated, SimulatedSetup
@@ -113,6 +115,30 @@ def test_drop_stale_leaves_out_the_long_ones_for_good():
     assert np.mean(stale) > 1.3 * np.mean(FRESH)
     assert trace.stale_tokens > 0.1 * trace.generated_tokens
     assert trace.outcome.staleness_max <= 2, "that is what it buys"
+
+
+def test_the_preset_for_stragglers_is_faster_and_its_mean_hardly_staler():
+    preset = PRESETS["tolerant"]
+    k, passing = preset["max_staleness"], preset["overtake_steps"]
+    default, tolerant = (
+        trace_of("oldest_first"),
+        trace_of("oldest_first", max_staleness=k, reorder_window=passing * P + 1),
+    )
+    assert tolerant.wall_s < 0.7 * default.wall_s
+    assert tolerant.outcome.staleness_mean < default.outcome.staleness_mean + 0.1
+    assert BASE["max_staleness"] < tolerant.outcome.staleness_max <= k
+    assert set(trained_of(tolerant)) == set(trained_of(default)), "the same groups, each once"
+    lockstep = trace_of("oldest_first", reorder_window=BASE["max_staleness"] * P + 1)
+    assert lockstep.wall_s > default.wall_s, "a window alone holds the generators back"
+
+
+@pytest.mark.parametrize("policy", [Reserved, ReservedAhead])
+def test_reservations_keep_the_bound_and_discard_nothing(policy):
+    """What the benchmark compares with: the bound is reached, all with signal is trained, and only that is dropped."""
+    trace = run(policy(ScheduleConfig(**BASE | {"max_staleness": 4})))
+    assert trace.outcome.staleness_max == 4
+    assert set(trained_of(trace)) == set([o for o in range(10**5) if has_signal(o)][: STEPS * P])
+    assert set(trace.dropped.values()) == {"no_signal"}
 
 
 def test_areal_trains_stragglers_at_any_lag():

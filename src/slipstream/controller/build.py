@@ -47,7 +47,7 @@ def make_trainer(config: RunConfig, resume: str | None = None) -> Executor:
     """The trainer executor, with the group buffers and collation beside it."""
     from slipstream.trainer.executor import Trainer
 
-    in_flight = (config.max_staleness + 1) * config.groups_per_step + config.reorder_window
+    in_flight = (config.max_staleness + 1) * config.groups_per_step + config.window
     in_flight += config.schedule.queue_groups or 0
     new_buffer = partial(GroupBuffer, config.samples_per_group, max_groups=16 * in_flight + 1024)
     return Trainer(config=config, new_buffer=new_buffer, batching=collate, resume=resume)

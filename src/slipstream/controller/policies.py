@@ -187,7 +187,7 @@ def schedule_for(config: RunConfig, snapshot: Snapshot | None = None) -> Schedul
         groups_per_step=config.groups_per_step,
         completions_per_group=group,
         max_staleness=config.max_staleness,
-        reorder_window=config.reorder_window,
+        reorder_window=config.window,
         steps=config.steps,
         # One group in reserve keeps slots and sessions full while an admission is on its way.
         capacity=max(config.sessions, group) + group,

@@ -52,6 +52,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "one_step": {"max_staleness": 1, "weight_update": "between_batches"},
     "bounded": {"weight_update": "between_batches"},
     "continuous": {"weight_update": "in_flight"},
+    "tolerant": {"max_staleness": 8, "overtake_steps": 6, "weight_update": "in_flight"},
 }
 
 
@@ -83,6 +84,11 @@ class RunConfig(Section):
     publish_every: Positive = Field(1, description="Steps between published versions; skipped ones count in the bound.")
     reorder_window: Positive = Field(
         1, description="W: an ordinal is trained before any W or more above it. At most (k - publish_every + 1) P + 1."
+    )
+    overtake_steps: NonNegative = Field(
+        0,
+        description="Widens W by so many times P: finished groups may overtake an unfinished one by so many steps. "
+        "Generators are then k - overtake_steps steps ahead, and only stragglers are older.",
     )
     host: Literal["process", "inline"] = Field(
         "process", description="Executors in processes of their own, or all in this one, deterministically."
@@ -344,11 +350,12 @@ class RunConfig(Section):
                 got=f"schedule.queue_groups = {schedule.queue_groups}, groups_per_step = {self.groups_per_step}",
                 allowed="schedule.queue_groups >= groups_per_step",
             )
-        if schedule.policy != "oldest_first" and self.reorder_window != 1:
+        asked = f"reorder_window = {self.reorder_window}, overtake_steps = {self.overtake_steps}"
+        if schedule.policy != "oldest_first" and self.window != 1:
             raise ConfigError(
                 "only the policy 'oldest_first' has a window",
-                got=f"reorder_window = {self.reorder_window} with schedule.policy = '{schedule.policy}'",
-                allowed="reorder_window = 1",
+                got=f"{asked} with schedule.policy = '{schedule.policy}'",
+                allowed="reorder_window = 1, overtake_steps = 0",
             )
         if schedule.policy == "one_step" and (k, self.publish_every) != (1, 1):
             raise ConfigError(
@@ -364,12 +371,12 @@ class RunConfig(Section):
                 hint="raise max_staleness or publish more often",
             )
         limit = (k - self.publish_every + 1) * self.groups_per_step + 1
-        if schedule.policy == "oldest_first" and self.reorder_window > limit:
+        if schedule.policy == "oldest_first" and self.window > limit:
             raise ConfigError(
                 "reorder_window is too wide: generators and trainer would wait for each other forever",
-                got=f"reorder_window = {self.reorder_window}",
-                allowed=f"1..{limit} ((max_staleness - publish_every + 1) * groups_per_step + 1)",
-                hint="raise max_staleness or lower reorder_window",
+                got=asked,
+                allowed=f"1..{limit} ((max_staleness - publish_every + 1) * groups_per_step + 1), steps included",
+                hint="raise max_staleness, or lower reorder_window or overtake_steps",
             )
         if self.generator.segment_tokens is not None and self.weight_update == "in_flight":
             raise ConfigError(
@@ -386,6 +393,11 @@ class RunConfig(Section):
                 allowed="generator.weight_update_at = 'turn' with weight_update = 'between_batches', without adapters",
                 hint="drop weight_update_at, or use the preset 'bounded'",
             )
+
+    @property
+    def window(self) -> int:
+        """Return W of the schedule's rules."""
+        return self.reorder_window + self.overtake_steps * self.groups_per_step
 
     @property
     def mixes_turns(self) -> bool:

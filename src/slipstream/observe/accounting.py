@@ -281,11 +281,11 @@ def _dials(config: RunConfig | None, *, inline: Collection[str]) -> Dials | None
         return None
     has_workers, has_environments = "rewards" not in inline, config.environment.is_set
     admitted = (config.max_staleness + 1) * config.completions_per_step
-    same = ("max_staleness", "takes_turns", "publish_every", "reorder_window", "completions_per_group")
+    same = ("max_staleness", "takes_turns", "publish_every", "completions_per_group")
     is_ours = config.schedule.policy == "oldest_first"
     return Dials(
         **{name: getattr(config, name) for name in same},
-        widest_window=(config.max_staleness - config.publish_every + 1) * config.groups_per_step + 1 if is_ours else 1,
+        overtake_steps=config.overtake_steps if is_ours else None,
         epochs=config.trainer.epochs,
         select=config.loss.select,
         kv_on_update=config.generator.kv_on_update,

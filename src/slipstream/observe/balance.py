@@ -81,7 +81,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Dials:
-    """The fields of the configuration that balance a run; `widest_window` is the largest live `reorder_window`.
+    """The fields of the configuration that balance a run; `overtake_steps` is None where no group overtakes another.
 
     `most_sessions`: the episodes of a replica that the bound admits at a time.
     """
@@ -89,8 +89,7 @@ class Dials:
     max_staleness: int = 2
     takes_turns: bool = False
     publish_every: int = 1
-    reorder_window: int = 1
-    widest_window: int = 1
+    overtake_steps: int | None = None
     epochs: int = 1
     completions_per_group: int = 8
     select: str = "all"
@@ -377,12 +376,15 @@ def _more_episodes(dials: Dials) -> Dial | None:
     return _change("environment.num_workers", now, MOST_CHANGE * now, effect)
 
 
-def _more_room(dials: Dials) -> Dial:
-    now, widest = dials.max_staleness, dials.widest_window
-    if dials.reorder_window < widest:
-        effect = f"would let younger groups pass as far as max_staleness = {now} allows"
-        return _change("reorder_window", dials.reorder_window, widest, effect)
-    return _change("max_staleness", now, now + 1, "would let more of them pass", was=", and with it reorder_window,")
+def _more_room(dials: Dials) -> Dial | None:
+    """Suggest a wider bound, for stragglers alone: a window without it would only hold generators back."""
+    now, passing = dials.max_staleness, dials.overtake_steps
+    if passing is None:
+        return None
+    suggested = MOST_CHANGE * max(now, 1)
+    was = f" with overtake_steps = {passing + suggested - now} (now {now} and {passing})"
+    effect = "would let younger groups pass, and make no others older"
+    return _change("max_staleness", now, suggested, effect, was=was)
 
 
 def _more_updates(dials: Dials, trainer: Side) -> Dial | None:

@@ -14,6 +14,7 @@ from slipstream.plan.search import Found, Misfit, Search, Signature, executors, 
 
 BALANCED = 0.02  # executors whose times are closer than this are called equally fast
 WORTH_TELLING = 0.01  # share of an executor's time
+WORTH_TOLERATING = 0.1  # share of a step that stragglers take: above it a window is (docs/staleness.md, Stragglers)
 
 WORDS = read_toml(Path(__file__).with_name("words.toml"))
 CAUSES, USES = WORDS["causes"], WORDS["uses"]
@@ -100,7 +101,11 @@ def staleness(steps_s: Mapping[int, float], bound: int) -> str:
     lower = max((tried for tried in steps_s if tried < bound), default=None)
     if lower is None:
         return f"{told}."
-    return f"{told}: k = {lower} makes it {steps_s[lower]:.3g} s, {_longer(steps_s[lower] / steps_s[bound])}."
+    longer = steps_s[lower] / steps_s[bound]
+    told += f": k = {lower} makes it {steps_s[lower]:.3g} s, {_longer(longer)}."
+    if lower and longer > 1 + WORTH_TOLERATING:
+        told += f" With overtake_steps = {bound - lower} only stragglers would be older than at k = {lower}."
+    return told
 
 
 def against_synchronous(step_s: float, synchronous: Found | None) -> str:

@@ -36,7 +36,8 @@ from slipstream.plan.simulator import simulate
 
 SEEDS, MAX_SEEDS = 3, 1000  # simulations of each run, whose mean is returned
 _DIALS = {
-    "": "steps groups_per_step completions_per_group max_staleness weight_update publish_every reorder_window",
+    "": "steps groups_per_step completions_per_group max_staleness weight_update publish_every reorder_window "
+    "overtake_steps",
     "schedule.": "policy staleness_threshold queue_groups",
     "generator.": "replicas num_slots segment_tokens weight_update_at kv_on_update max_kv_age prefill_tokens "
     "prefill_chunk",

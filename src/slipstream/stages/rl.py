@@ -280,7 +280,7 @@ def _admissible(config: RunConfig, resumed: Resumed) -> dict[int, tuple[Unfinish
         ordinal: oldest_version(
             place_of(ordinal, cut.schedule.dropped),
             groups_per_step=config.groups_per_step,
-            reorder_window=config.reorder_window,
+            reorder_window=config.window,
             max_staleness=bound,
         )
         for ordinal in resumed.partials

@@ -178,7 +178,7 @@ class RolloutInbox:
         oldest = oldest_version(
             place_of(rollout.ordinal, dropped),
             groups_per_step=config.groups_per_step,
-            reorder_window=config.reorder_window,
+            reorder_window=config.window,
             max_staleness=config.staleness_bound,
         )
         return rollout.completion.min_version >= oldest
