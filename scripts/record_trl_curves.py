@@ -1,6 +1,6 @@
 """Record 20 training steps of TRL's trainers on fixed samples, for tests/trainer/test_trl_curves.py.
 
-    .venv-trl/bin/python scripts/record_trl_curves.py rloo online_dpo          # `make bench` creates .venv-trl
+    .venv-trl/bin/python scripts/record_trl_curves.py          # `make bench` creates .venv-trl
 
 TRL 1.12 is the last one with a PPO. It runs in the same environment, from a folder of its own:
 
@@ -8,13 +8,13 @@ TRL 1.12 is the last one with a PPO. It runs in the same environment, from a fol
     PYTHONPATH=trl-1.12 .venv-trl/bin/python scripts/record_trl_curves.py ppo ppo_ends
 
 Writes the named algorithms into tests/data/trl_curves.json (samples, settings, curves) and trl_curves.safetensors (the
-models of a GPT-NeoX of two layers before and after). Each trainer runs its own `train()`; replaced are its generation,
-which returns the fixed completions, and its rewards, which are fixed, too. PPO's minibatches are dealt in a fixed order,
-and the head of its value model has the parameters of ours: PPOTrainer takes any.
+models, a GPT-NeoX of two layers, before and after). Each trainer runs its own `train()`; replaced are its generation,
+which returns the fixed completions, and its rewards, which are fixed, too. PPO's minibatches are dealt in a fixed
+order, and the head of its value model has the parameters of ours: PPOTrainer takes any.
 
-`ppo_ends` is one update on completions that end before the response length. Behind their end PPOTrainer has a step more,
-with the score and a value of its own, which goes into advantages and value loss. Ours leaves that value out; here the
-head is 0, and so are all values: what the policy learns is then the same.
+`ppo_ends` is one update on completions that end before the response length. Behind their end PPOTrainer has one more
+step, with the score and a value of its own, which goes into advantages and value loss. Ours leaves that value out; here
+the head is 0, and so are all values: what the policy learns is then the same.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from unittest import mock
 
 import numpy as np
 import torch
-import trl
+import trl  # which imports a trainer where it is asked for: 1.12's RLOO needs packages that are not there
 from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
@@ -390,7 +390,7 @@ def main(names: list[str]) -> None:
             curves, after = TRAINERS[name](models(), drawn, folder)
         for which, one in after.items():
             tensors |= saved(one, f"{name}/{which}/")
-        versions = {one: version(one) for one in ("trl", "torch", "transformers")} | {"trl": trl.__version__}
+        versions = {one: version(one) for one in ("trl", "torch", "transformers")}
         stored["algorithms"][name] = {"versions": versions, "settings": SETTINGS[name], "curves": curves}
     stored |= {"python": platform.python_version(), "seed": SEED, "config": MODEL, "samples": drawn}
     rounded = json.loads(json.dumps(stored), parse_float=lambda digits: float(f"{float(digits):.9g}"))
@@ -415,4 +415,4 @@ def compact(value: Any, depth: int = 0) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(sys.argv[1:] or ["rloo", "online_dpo"])
