@@ -66,7 +66,7 @@ def test_every_tensor_that_a_version_swap_may_move_is_watched() -> None:
     matrices = [
         (up["base"], "_scales", r"layers\.1\.up\.product\.base\._scales"),
         (up["down"], "_weight", r"layers\.1\.up\.product\.down\._weight"),
-        (up["up"][0], "_weight", r"layers\.1\.up\.product\.up\.0\._weight"),
+        (up["up"][0]._product, "_weight", r"layers\.1\.up\.product\.up\.0\._product\._weight"),
         (head["down"], "_weight", r"served_head\.down\._weight"),
         (table["base"].keywords["table"], "values", r"embedding\.product\.base\.table\.values"),
     ]
