@@ -8,6 +8,7 @@ import gc
 import json
 import logging
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -779,6 +780,21 @@ def test_stopping_answers_what_ends_and_cancels_what_does_not() -> None:
             assert "behind" not in [ask.text for _, ask in endpoint.asked]
             with pytest.raises(openai.APIConnectionError):
                 await client.models.list()
+
+    asyncio.run(whole())
+
+
+@pytest.mark.parametrize("turns", range(9))
+def test_a_connection_that_is_being_accepted_when_the_server_stops_is_closed(turns: int) -> None:
+    async def whole() -> None:
+        async with serving(Scripted()) as server:
+            with socket.create_connection(("127.0.0.1", int(server.base_url.rpartition(":")[2]))) as client:
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                await server.stop()
+                client.settimeout(GENEROUS_S)
+                with contextlib.suppress(ConnectionResetError):
+                    assert await asyncio.to_thread(client.recv, 1) == b""
 
     asyncio.run(whole())
 

@@ -209,8 +209,8 @@ def test_ctrl_c_says_what_is_finished_and_how_to_go_on(
         if self.interrupts.number is None and self.schedule.steps_done == 1 and when == now:
             signal.raise_signal(signal.SIGINT)
 
-    def evaluating(self: HeldOut, temperatures: Any) -> None:
-        evaluate(self, temperatures)
+    def evaluating(self: HeldOut, *asked: Any) -> None:
+        evaluate(self, *asked)
         if when == "at the last evaluation" and self._schedule.is_finished:
             signal.raise_signal(signal.SIGINT)
 

@@ -38,6 +38,8 @@ from slipstream.environments.openai_replies import ResponseForm, Stamp, error_bo
 CANCEL_LIMIT_S = 1.0
 """For this long a request waits for the end of what it has cancelled; its place stays taken until then."""
 STOP_LIMIT_S = 2.0
+_TURNS_OF_AN_ACCEPT = 8
+"""More turns of the loop than asyncio needs from an accepted connection to `connection_made`: four."""
 DRAIN_LIMIT_S = 1.0
 """For this long a body that is too large is read on, for nothing."""
 NO_RETRY = {"x-should-retry": "false"}
@@ -427,11 +429,16 @@ class GatewayServer:
 
         Ends within STOP_LIMIT_S. The listening socket is closed. May be called twice.
         """
-        if self._server is not None:
-            self._server.close()
+        server, self._server = self._server, None
+        if server is not None:
+            asyncio.get_running_loop().remove_reader(self._listener)
+        for _ in range(_TURNS_OF_AN_ACCEPT):  # asyncio's server would leave open what it has accepted and not begun
+            for connection in [*self._state.connections]:
+                connection.shutdown()  # at once where no request runs, else behind its response
+            await asyncio.sleep(0)
+        if server is not None:
+            server.close()
         self._listener.close()
-        for connection in [*self._state.connections]:
-            connection.shutdown()  # at once where no request runs, else behind its response
         for _ in range(2):
             if running := [*self._state.tasks]:
                 await asyncio.wait(running, timeout=STOP_LIMIT_S / 2)

@@ -206,7 +206,7 @@ class NativeBackend(Backend):
         assert pin.weights is not None, "pinned by another backend"
         if self._evaluating is not None:
             weights, engine = self._evaluating
-            assert engine.is_idle, "one evaluation at a time"
+            engine.withdraw(lambda _: True)  # turns that ended episodes left behind
             weights.load(pin.weights)
             engine.set_version(pin.version, kv_on_update="recompute")
             return engine
