@@ -57,6 +57,7 @@ def test_the_headline_is_accuracy_where_there_is_a_measure_and_the_mean_reward_e
         until(page, "document.querySelector('#headline div:nth-child(3) dd').textContent === '0.05'")
         assert text(page, "#headline div:nth-child(3) .note") == "mean reward, was -0.7"
         assert "accuracy" not in text(page, "body")
+        page.close()  # it would ask on
 
 
 @pytest.fixture(scope="module")
