@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -60,8 +61,15 @@ def chromium() -> Iterator[Browser]:
 
 
 @pytest.fixture
-def visit(chromium: Browser) -> Iterator[Visit]:
-    """Opens pages; all are closed, and checked, at the end of the test."""
+def servers() -> Iterator[ExitStack]:
+    """What pages ask is entered here: it ends behind them, as they ask on."""
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def visit(chromium: Browser, servers: ExitStack) -> Iterator[Visit]:
+    """Opens pages; all are closed, and checked, at the end of the test, before `servers` are."""
     opened: list[tuple[Any, Page, list[str]]] = []
 
     def open_page(url: str, *, width: int = 1280, height: int = 900, dark: bool = False, still: bool = False) -> Page:

@@ -6,6 +6,7 @@ import json
 import random
 import re
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,19 +46,20 @@ def without_measure(made: Loop, folder: Path) -> Path:
 
 
 def test_the_headline_is_accuracy_where_there_is_a_measure_and_the_mean_reward_elsewhere(
-    page_of_made: Watch, visit: Visit, tmp_path_factory: pytest.TempPathFactory
+    page_of_made: Watch, visit: Visit, servers: ExitStack, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     page = visit(page_of_made.url)
     page.locator("#slider").press("End")
     until(page, "document.querySelector('#headline div:nth-child(3) dd').textContent.endsWith('%')")
     assert text(page, "#headline div:nth-child(3) .note") == "accuracy, was 30%"
-    with Watch(without_measure(Loop(seed=1, steps=20).run(), tmp_path_factory.mktemp("runs") / "made")) as other:
-        page = visit(other.url)
-        page.locator("#slider").press("End")
-        until(page, "document.querySelector('#headline div:nth-child(3) dd').textContent === '0.05'")
-        assert text(page, "#headline div:nth-child(3) .note") == "mean reward, was -0.7"
-        assert "accuracy" not in text(page, "body")
-        page.close()  # it would ask on
+    other = servers.enter_context(
+        Watch(without_measure(Loop(seed=1, steps=20).run(), tmp_path_factory.mktemp("runs") / "made"))
+    )
+    page = visit(other.url)
+    page.locator("#slider").press("End")
+    until(page, "document.querySelector('#headline div:nth-child(3) dd').textContent === '0.05'")
+    assert text(page, "#headline div:nth-child(3) .note") == "mean reward, was -0.7"
+    assert "accuracy" not in text(page, "body")
 
 
 @pytest.fixture(scope="module")
@@ -344,39 +346,39 @@ def test_alarms_are_shown_as_they_were(visit: Visit, page_of_made: Watch) -> Non
 
 
 def test_it_follows_a_run_that_grows_is_resumed_and_ends(
-    visit: Visit, tmp_path_factory: pytest.TempPathFactory
+    visit: Visit, servers: ExitStack, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     run_dir = tmp_path_factory.mktemp("grows")
     made = Loop(seed=3, steps=9, replicas=1).run()
-    with Watch(run_dir) as watch:
-        page = visit(watch.url)
-        until(page, "document.getElementById('life').textContent === 'has not begun'")
-        assert "begins by itself" in text(page, "#notice")
-        made.write(run_dir, until_s=4.0)
-        until(page, "document.getElementById('life').textContent === 'running'")
-        until(page, "document.querySelectorAll('.dot').length > 3")
-        assert page.locator("#go-live").get_attribute("aria-pressed") == "true"
-        made.write(run_dir, until_s=7.0)
-        until(
-            page,
-            "Number(document.getElementById('slider').max) > 6 && Number(document.getElementById('slider').value) > 4",
-        )
-        page.keyboard.press("ArrowLeft")
-        assert page.locator("#go-live").get_attribute("aria-pressed") == "false", "who looks back is left alone"
-        (run_dir / "attempt_1").mkdir()
-        (run_dir / "timeline").rename(run_dir / "attempt_1" / "timeline")
-        other = Loop(seed=4, steps=2, replicas=1, start_s=RAW_START_S + 60).run()
-        for path in run_dir.glob("*.jsonl"):
-            path.unlink()
-        other.write(run_dir, until_s=3.0)
-        until(page, "Number(document.getElementById('slider').max) < 4")
-        page.locator("#go-live").click()
-        other.write(run_dir)
-        until(page, "document.getElementById('life').textContent === 'done'")
-        assert page.locator("#go-live").is_hidden()
-        page.keyboard.press("End")
-        until(page, "document.querySelector('#headline dd')?.textContent === '2'")
-        assert dots(page) == {}
+    watch = servers.enter_context(Watch(run_dir))
+    page = visit(watch.url)
+    until(page, "document.getElementById('life').textContent === 'has not begun'")
+    assert "begins by itself" in text(page, "#notice")
+    made.write(run_dir, until_s=4.0)
+    until(page, "document.getElementById('life').textContent === 'running'")
+    until(page, "document.querySelectorAll('.dot').length > 3")
+    assert page.locator("#go-live").get_attribute("aria-pressed") == "true"
+    made.write(run_dir, until_s=7.0)
+    until(
+        page,
+        "Number(document.getElementById('slider').max) > 6 && Number(document.getElementById('slider').value) > 4",
+    )
+    page.keyboard.press("ArrowLeft")
+    assert page.locator("#go-live").get_attribute("aria-pressed") == "false", "who looks back is left alone"
+    (run_dir / "attempt_1").mkdir()
+    (run_dir / "timeline").rename(run_dir / "attempt_1" / "timeline")
+    other = Loop(seed=4, steps=2, replicas=1, start_s=RAW_START_S + 60).run()
+    for path in run_dir.glob("*.jsonl"):
+        path.unlink()
+    other.write(run_dir, until_s=3.0)
+    until(page, "Number(document.getElementById('slider').max) < 4")
+    page.locator("#go-live").click()
+    other.write(run_dir)
+    until(page, "document.getElementById('life').textContent === 'done'")
+    assert page.locator("#go-live").is_hidden()
+    page.keyboard.press("End")
+    until(page, "document.querySelector('#headline dd')?.textContent === '2'")
+    assert dots(page) == {}
 
 
 def test_a_server_that_is_gone_is_told_of(visit: Visit, page_of_made: Watch) -> None:
@@ -388,7 +390,9 @@ def test_a_server_that_is_gone_is_told_of(visit: Visit, page_of_made: Watch) -> 
         until(page, "document.getElementById('notice').hidden")
 
 
-def test_hostile_text_is_shown_and_never_run(visit: Visit, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_hostile_text_is_shown_and_never_run(
+    visit: Visit, servers: ExitStack, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     run_dir = tmp_path_factory.mktemp("runs") / "<img src=x onerror=alert(1)>"
     Loop(steps=6, hostile=HOSTILE, has_episodes=True).run().write(run_dir)
     (run_dir / "timeline" / "<b>generator-9<script>alert(1)<").with_suffix(".jsonl").write_text(
@@ -400,85 +404,89 @@ def test_hostile_text_is_shown_and_never_run(visit: Visit, tmp_path_factory: pyt
     with (run_dir / "alarms.jsonl").open("w") as file:
         alarm = {"name": "entropy_collapse", "severity": "warning", "value": 0.1, "threshold": 0.3, "text": HOSTILE}
         file.write(json.dumps(alarm | {"step": 0, "event": "began"}) + "\n")
-    with Watch(run_dir) as watch:
-        page = visit(watch.url + "#t=4")
-        settled(page, "document.querySelector('.token') && document.querySelector('.alarm')")
-        page.locator("#only-tokens").uncheck()
-        for ordinal in (0, 8):
-            page.evaluate("document.getElementById('follow').checked = false")
-            page.wait_for_selector(f"#group-list [data-ordinal='{ordinal}']")
-            page.locator(f"#group-list [data-ordinal='{ordinal}']").click()
-            until(page, f"document.querySelector('#reader h3').textContent.startsWith('Group {ordinal} ')")
-            for sample in (0, 1):
-                page.locator(".sample").nth(sample).click()
-                assert "<script>window.pwned = 1</script>" in text(page, "#reader")
-                assert "<script>window.pwned = 1</script>" in text(page, ".transcript")
-        assert "<script>window.pwned = 1</script>" in text(page, ".tokens")
-        for lane in page.locator(".lane").all():
-            lane.hover()
-        page.locator(".token").first.hover()
-        assert page.evaluate("window.pwned") is None
-        assert page.locator("script").count() == 1
-        assert page.locator("img, iframe, object, embed, style, a[href]").count() == 0
-        assert "\\u{202e}" in text(page, "#reader")
-        assert not re.search("[\u202e\u2066\u0000\u001b\u2028]", text(page, "body"))
-        assert page.evaluate("document.documentElement.scrollWidth") <= 1280
+    watch = servers.enter_context(Watch(run_dir))
+    page = visit(watch.url + "#t=4")
+    settled(page, "document.querySelector('.token') && document.querySelector('.alarm')")
+    page.locator("#only-tokens").uncheck()
+    for ordinal in (0, 8):
+        page.evaluate("document.getElementById('follow').checked = false")
+        page.wait_for_selector(f"#group-list [data-ordinal='{ordinal}']")
+        page.locator(f"#group-list [data-ordinal='{ordinal}']").click()
+        until(page, f"document.querySelector('#reader h3').textContent.startsWith('Group {ordinal} ')")
+        for sample in (0, 1):
+            page.locator(".sample").nth(sample).click()
+            assert "<script>window.pwned = 1</script>" in text(page, "#reader")
+            assert "<script>window.pwned = 1</script>" in text(page, ".transcript")
+    assert "<script>window.pwned = 1</script>" in text(page, ".tokens")
+    for lane in page.locator(".lane").all():
+        lane.hover()
+    page.locator(".token").first.hover()
+    assert page.evaluate("window.pwned") is None
+    assert page.locator("script").count() == 1
+    assert page.locator("img, iframe, object, embed, style, a[href]").count() == 0
+    assert "\\u{202e}" in text(page, "#reader")
+    assert not re.search("[\u202e\u2066\u0000\u001b\u2028]", text(page, "body"))
+    assert page.evaluate("document.documentElement.scrollWidth") <= 1280
 
 
-def test_an_episode_is_read_turn_by_turn(visit: Visit, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_an_episode_is_read_turn_by_turn(
+    visit: Visit, servers: ExitStack, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     made = Loop(seed=1, steps=8, has_episodes=True).run()
-    with Watch(made.write(tmp_path_factory.mktemp("runs") / "episodes")) as watch:
-        page = visit(watch.url + "#t=6")
-        settled(page, "document.querySelector('.transcript') && document.querySelector('.token')")
-        ordinal = int(page.locator("#group-list [aria-pressed=true]").get_attribute("data-ordinal") or "")
-        said = next(one["completion"] for one in made.rollouts if one["ordinal"] == ordinal)
-        name, told = said[:40], page.locator(".transcript li")
-        assert told.locator(".label").all_text_contents() == [
-            "assistant 1 · reward 0.25", "call", f"tool {name}", "assistant 2",
-        ]  # fmt: skip
-        assert told.locator("pre").all_text_contents() == [
-            said, f'{name}({name}="{said}")', f"heard: {said}", "done",
-        ]  # fmt: skip
-        facts = text(page, ".answer .facts")
-        assert "2 turns, cut by a limit · 1 tool call (1 failed) · 0.125 s in its environment" in facts
-        tokens = page.locator(".tokens .token")
-        kinds = [(tokens.nth(i).get_attribute("class") or "").split() for i in range(6)]
-        assert [("turn" in kind, "given" in kind) for kind in kinds] == [
-            (True, False), (False, False), (False, True), (False, True), (True, False), (False, False),
-        ]  # fmt: skip
-        tokens.nth(2).hover()
-        assert text(page, ".token-readout").endswith(": given, not sampled")
-        tokens.nth(4).hover()
-        assert ": turn 2, version " in text(page, ".token-readout")
-        page.get_by_text("logprob gap", exact=True).click()
-        assert "given" in (tokens.nth(2).get_attribute("class") or "")
-        assert "environments: " in text(page, '.station[data-station="rewards"]')
-        assert page.locator(".lane").count() == 6
+    watch = servers.enter_context(Watch(made.write(tmp_path_factory.mktemp("runs") / "episodes")))
+    page = visit(watch.url + "#t=6")
+    settled(page, "document.querySelector('.transcript') && document.querySelector('.token')")
+    ordinal = int(page.locator("#group-list [aria-pressed=true]").get_attribute("data-ordinal") or "")
+    said = next(one["completion"] for one in made.rollouts if one["ordinal"] == ordinal)
+    name, told = said[:40], page.locator(".transcript li")
+    assert told.locator(".label").all_text_contents() == [
+        "assistant 1 · reward 0.25", "call", f"tool {name}", "assistant 2",
+    ]  # fmt: skip
+    assert told.locator("pre").all_text_contents() == [
+        said, f'{name}({name}="{said}")', f"heard: {said}", "done",
+    ]  # fmt: skip
+    facts = text(page, ".answer .facts")
+    assert "2 turns, cut by a limit · 1 tool call (1 failed) · 0.125 s in its environment" in facts
+    tokens = page.locator(".tokens .token")
+    kinds = [(tokens.nth(i).get_attribute("class") or "").split() for i in range(6)]
+    assert [("turn" in kind, "given" in kind) for kind in kinds] == [
+        (True, False), (False, False), (False, True), (False, True), (True, False), (False, False),
+    ]  # fmt: skip
+    tokens.nth(2).hover()
+    assert text(page, ".token-readout").endswith(": given, not sampled")
+    tokens.nth(4).hover()
+    assert ": turn 2, version " in text(page, ".token-readout")
+    page.get_by_text("logprob gap", exact=True).click()
+    assert "given" in (tokens.nth(2).get_attribute("class") or "")
+    assert "environments: " in text(page, '.station[data-station="rewards"]')
+    assert page.locator(".lane").count() == 6
 
 
-def test_forks_are_read_below_the_trunk(visit: Visit, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_forks_are_read_below_the_trunk(
+    visit: Visit, servers: ExitStack, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     made = Loop(seed=1, steps=8, has_episodes=True, has_forks=True).run()
-    with Watch(made.write(tmp_path_factory.mktemp("runs") / "forks")) as watch:
-        page = visit(watch.url + "#t=6")
-        settled(page, "document.querySelector('.transcript') && document.querySelector('.token')")
-        trunk, fork = page.locator(".transcript").all()
-        assert fork.get_attribute("aria-label") == "Transcript of fork 1 of 1"
-        assert fork.locator(".label").all_text_contents() == ["user", "assistant 3"]
-        assert trunk.locator("li").count() == 4
-        assert text(page, ".label.fork") == "Fork 1 of 1: a context of its own, of 1 message"
-        assert "3 turns, cut by a limit · 1 fork · 1 tool call" in text(page, ".answer .facts")
-        pieces = page.locator(".tokens > *")
-        assert pieces.count() == 7
-        assert pieces.nth(2).text_content() == "fork 1"
-        tokens = page.locator(".tokens .token")
-        tokens.nth(2).hover()
-        assert text(page, ".token-readout").endswith(": fork 1, given, not sampled")
-        tokens.nth(4).hover()
-        assert ": fork 1, turn 3, version " in text(page, ".token-readout")
-        tokens.nth(1).focus()
-        page.keyboard.press("ArrowRight")
-        assert ": fork 1, given" in text(page, ".token-readout")
-        assert page.evaluate("document.documentElement.scrollWidth") <= 1280
+    watch = servers.enter_context(Watch(made.write(tmp_path_factory.mktemp("runs") / "forks")))
+    page = visit(watch.url + "#t=6")
+    settled(page, "document.querySelector('.transcript') && document.querySelector('.token')")
+    trunk, fork = page.locator(".transcript").all()
+    assert fork.get_attribute("aria-label") == "Transcript of fork 1 of 1"
+    assert fork.locator(".label").all_text_contents() == ["user", "assistant 3"]
+    assert trunk.locator("li").count() == 4
+    assert text(page, ".label.fork") == "Fork 1 of 1: a context of its own, of 1 message"
+    assert "3 turns, cut by a limit · 1 fork · 1 tool call" in text(page, ".answer .facts")
+    pieces = page.locator(".tokens > *")
+    assert pieces.count() == 7
+    assert pieces.nth(2).text_content() == "fork 1"
+    tokens = page.locator(".tokens .token")
+    tokens.nth(2).hover()
+    assert text(page, ".token-readout").endswith(": fork 1, given, not sampled")
+    tokens.nth(4).hover()
+    assert ": fork 1, turn 3, version " in text(page, ".token-readout")
+    tokens.nth(1).focus()
+    page.keyboard.press("ArrowRight")
+    assert ": fork 1, given" in text(page, ".token-readout")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 1280
 
 
 @pytest.mark.parametrize("dark", [False, True])
@@ -522,25 +530,27 @@ COVERED = """() => {
 }"""
 
 
-def test_on_a_phone_dots_cover_nothing_that_is_written(visit: Visit, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_on_a_phone_dots_cover_nothing_that_is_written(
+    visit: Visit, servers: ExitStack, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """However many: 330 groups of a step wait, fly and are trained at once."""
     run_dir = (
         Loop(steps=2, groups=330, size=2, replicas=1, staleness=2).run().write(tmp_path_factory.mktemp("runs") / "many")
     )
-    with Watch(run_dir) as watch:
-        page = visit(watch.url, width=390, height=844, still=True)
-        until(page, "document.querySelector('#headline dd')?.textContent === '2'")
-        most = 0
-        begin_s = watch.index.events.step_starts[0]
-        for time_s in (0.5 * begin_s, begin_s - 0.02, begin_s + 0.05, begin_s + 20.0):
-            at(page, round(time_s, 2))
-            found = page.evaluate(COVERED)
-            most = max(most, found["dots"])
-            assert found["atRest"] == []
-            assert found["inFlight"] == []
-            assert found["clip"] == "url(#open-ground)"
-            assert found["ground"] > 8
-        assert most > 300
+    watch = servers.enter_context(Watch(run_dir))
+    page = visit(watch.url, width=390, height=844, still=True)
+    until(page, "document.querySelector('#headline dd')?.textContent === '2'")
+    most = 0
+    begin_s = watch.index.events.step_starts[0]
+    for time_s in (0.5 * begin_s, begin_s - 0.02, begin_s + 0.05, begin_s + 20.0):
+        at(page, round(time_s, 2))
+        found = page.evaluate(COVERED)
+        most = max(most, found["dots"])
+        assert found["atRest"] == []
+        assert found["inFlight"] == []
+        assert found["clip"] == "url(#open-ground)"
+        assert found["ground"] > 8
+    assert most > 300
 
 
 @pytest.mark.parametrize("width", [390, 1280])
@@ -562,7 +572,9 @@ def test_what_axes_say_lies_beside_their_curves_and_no_word_is_broken(
     assert page.evaluate(BROKEN_WORDS) == []
 
 
-def test_an_axis_ends_where_all_of_its_lines_do(visit: Visit, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_an_axis_ends_where_all_of_its_lines_do(
+    visit: Visit, servers: ExitStack, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """Rewards that are never above 0, beside held-out ones that are all 0: none of them is near 1."""
     made = Loop(seed=1, steps=20).run()
     for _, line in made.metrics:
@@ -570,11 +582,11 @@ def test_an_axis_ends_where_all_of_its_lines_do(visit: Visit, tmp_path_factory: 
             line["eval_reward"] = 0.0 * line.pop("eval_accuracy")
         else:
             line["reward"] = -0.2 * (1 + line["step"] % 2)
-    with Watch(made.write(tmp_path_factory.mktemp("runs") / "made")) as other:
-        page = visit(other.url)
-        settled(page, "document.querySelector('.chart .y-axis span')?.textContent")
-        high, low = page.locator(".chart .y-axis").first.locator("span").all_text_contents()
-        assert (float(low), float(high)) == (-0.4, 0.0)
+    other = servers.enter_context(Watch(made.write(tmp_path_factory.mktemp("runs") / "made")))
+    page = visit(other.url)
+    settled(page, "document.querySelector('.chart .y-axis span')?.textContent")
+    high, low = page.locator(".chart .y-axis").first.locator("span").all_text_contents()
+    assert (float(low), float(high)) == (-0.4, 0.0)
 
 
 CONTRAST = """() => {
