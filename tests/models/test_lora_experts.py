@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 
-import peft
 import pytest
 import torch
 from hf_cases import oracle
 from safetensors.torch import load_file, save_file
 from test_families import packed_inputs, packed_logits
-from test_lora import InFloat64, losses_and_gradients, ours_of
+from test_lora import InFloat64, losses_and_gradients, ours_of, wrapped
 
 from slipstream.core.errors import ConfigError
 from slipstream.core.lora_section import LoraConfig
@@ -32,21 +31,6 @@ JOINED = {
 }
 
 
-def wrapped(case, kind):
-    """transformers' model in PEFT's, with A and B of experts away from their start."""
-    torch.manual_seed(7)
-    parameters, modules = JOINED[kind]
-    config = peft.LoraConfig(
-        r=3, lora_alpha=5, target_modules=modules, target_parameters=parameters, use_rslora=kind == "outer"
-    )
-    model = peft.get_peft_model(oracle(case), config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.copy_(0.2 * torch.randn(parameter.shape))
-    return model
-
-
 @pytest.fixture
 def in_float64():
     torch.set_default_dtype(torch.float64)
@@ -58,7 +42,8 @@ def in_float64():
 @pytest.mark.parametrize("kind", JOINED)
 @pytest.mark.parametrize("case", CASES)
 def test_losses_and_gradients_are_peft_s_in_float64(case, kind, checkpoint, tmp_path, request):
-    theirs = wrapped(case, kind)
+    parameters, modules = JOINED[kind]
+    theirs = wrapped(case, modules, target_parameters=parameters, use_rslora=kind == "outer")
     ours = ours_of(theirs, checkpoint(case)[1], tmp_path)
     request.getfixturevalue("in_float64")
     for module in theirs.double().modules():
@@ -89,6 +74,8 @@ def test_peft_reads_what_is_written_here_and_a_merged_model_is_the_same(case, ki
     save_adapter(ours, tmp_path / "adapter", base=folder, digest=base_digest(ours))
     fields = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert set(fields["target_parameters"]) == {name.rpartition(".")[2] for name in parameters}
+    import peft  # here, since it takes seconds, and each process of the tests imports every file
+
     theirs = peft.PeftModel.from_pretrained(oracle(case), tmp_path / "adapter")
     tokens, positions = packed_inputs([21])
     with torch.no_grad():

@@ -166,7 +166,7 @@ class CudaIpc:
         while (mirror := segment.mirror_name) is None:
             if time.monotonic() > until_s:
                 raise HostWantedError("the trainer has not put its versions in host memory yet", got=name)
-            time.sleep(0.01)
+            time.sleep(0.01)  # of each of the trainer's ranks: they send a reader nothing but what lies in its segment
         return self._segments.attach(mirror)
 
     def give_up(self, error: Exception) -> HostWantedError:
