@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Any
 
@@ -16,6 +17,13 @@ def vowel_share(completions: list[str], **columns: Any) -> list[float]:
 def exact(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
     """1 for the answer, 0 for anything else; surrounding whitespace apart."""
     return [float(text.strip() == right.strip()) for text, right in zip(completions, answer, strict=True)]
+
+
+def last_number(completions: list[Any], answer: list[str], **columns: Any) -> list[float]:
+    """1 where the last number that is written is the answer; completions are texts, or chats' messages."""
+    texts = [one if isinstance(one, str) else one[-1]["content"] for one in completions]
+    written = [re.findall(r"-?\d+", text) for text in texts]
+    return [float(numbers[-1:] == [right]) for numbers, right in zip(written, answer, strict=True)]
 
 
 def nothing(completions: list[Any], **columns: Any) -> list[float]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
 import statistics
 import tempfile
 import time
@@ -23,12 +24,12 @@ from typing import Any
 import torch
 from datasets import Dataset
 from late_environment import Caller
-from reward import exact, nothing, vowel_share
+from reward import exact, last_number, nothing, vowel_share
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 PACKAGES = ("trl", "transformers", "torch", "accelerate")
-REWARDS = {function.__name__: function for function in (vowel_share, exact, nothing)}
+REWARDS = {function.__name__: function for function in (vowel_share, exact, last_number, nothing)}
 ENVIRONMENTS = {"caller": Caller}
 TRAINERS = {"grpo": (GRPOTrainer, GRPOConfig, {"loss_type": "dapo"}), "rloo": (RLOOTrainer, RLOOConfig, {})}
 
@@ -132,6 +133,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
                 step_s[measured], trainer.generation_s[measured], reward.num_tokens[measured], strict=True
             )
         ],
+        "peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         "curve": {"ended_s": [ended_s - clock.began_s for ended_s in clock.ended_s], "rewards": reward.means},
         "versions": {package: version(package) for package in PACKAGES},
     }

@@ -24,6 +24,7 @@ EXPERIMENTS: dict[str, Entry] = {
     "adam_epsilon": Entry("where Adam's epsilon stands", 7),
     "stylistic_details": Entry("the original pipeline, one detail left out at a time", 25),
     "peers": Entry("TRL and the scheduling policies of other systems beside ours", 30),
+    "real_model": Entry("SmolLM2-135M on word problems, beside TRL; left out without its weights", 90),
     "gpu": Entry("GPU edition of async_vs_sync, stale_kv_cache and peers; left out without a GPU", 90),
 }
 HEADLINE: tuple[str, ...] = ("async_vs_sync", "corrections", "collation", "adam_epsilon", "stylistic_details")
