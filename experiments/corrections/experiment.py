@@ -33,13 +33,15 @@ AIPO = "AIPO, rho = 4"
 RECOMMENDED = ("AIPO, rho = 2", AIPO, "AIPO, rho = 10")
 """LlamaRL: rho in [2, 10] seems to work generally well."""
 
-ONE, MIXTURE = "one task", "mixture"
-ASKED = {ONE: ("b",), MIXTURE: tuple(TASKS)}
-SEEDS = {MIXTURE: (0, 1, 2, 3, 4), ONE: (0, 1, 2)}
-LR = 4e-4
-LRS = (1e-4, 2e-4, 1e-3)
-"""Besides LR, of the mixture, for the synchronous baseline, no correction and AIPO."""
-SWEEP_SEEDS = (0, 1, 2)
+ONE, MIXTURE = "one task", "a mixture"
+ASKED = {MIXTURE: tuple(TASKS), ONE: ("b",)}
+SEEDS = tuple(range(10))
+RATES = (1e-4, 2e-4, 4e-4, 1e-3)
+"""Learning rates of the sweep: of the synchronous baseline, on the mixture of no correction and AIPO, too, to look at."""
+SWEEP_SEEDS = (100, 101, 102)
+"""Apart from SEEDS: what chooses the rate decides nothing else."""
+STEADY = 0.05
+"""Half the range of accuracies over seeds, at most, at a rate that is stable."""
 
 WINDOW = 20
 """Steps over which training rewards are averaged before a fall is looked for."""
@@ -81,21 +83,33 @@ def run(key: Key, *, dataset: Path, begun: Path) -> Spec:
     return Spec(f"corrections {tasks} {loss} lr={lr:g} seed={seed}", RECIPE, merge(told, changed), cores=1)
 
 
-def keys() -> list[Key]:
-    """Every run."""
-    losses = (SYNC, *LOSSES)
-    return [(tasks, loss, LR, seed) for tasks in ASKED for seed in SEEDS[tasks] for loss in losses] + [
-        (MIXTURE, loss, lr, seed) for lr in LRS for seed in SWEEP_SEEDS for loss in (SYNC, NONE, AIPO)
+def swept() -> list[Key]:
+    """The runs that choose the learning rate of each task, and those that are looked at beside them."""
+    return [
+        (tasks, loss, lr, seed)
+        for tasks in ASKED
+        for loss in ((SYNC, NONE, AIPO) if tasks == MIXTURE else (SYNC,))
+        for lr in RATES
+        for seed in SWEEP_SEEDS
     ]
 
 
-def specs(lab: Lab) -> tuple[list[Spec], dict[Key, Spec]]:
-    """What runs begin with, and the runs; what is asked lies in the lab's folder afterwards."""
+def compared(rates: Mapping[str, float]) -> list[Key]:
+    """The runs of which something is claimed, at the rate of their tasks."""
+    return [(tasks, loss, rates[tasks], seed) for tasks in ASKED for seed in SEEDS for loss in (SYNC, *LOSSES)]
+
+
+def starts(lab: Lab) -> dict[tuple[str, int], Spec]:
+    """What runs begin with, by tasks and seed; what is asked lies in the lab's folder afterwards."""
     datasets = {tasks: write(kinds, lab.folder) for tasks, kinds in ASKED.items()}
-    starts = {(tasks, seed): start(datasets[tasks], tasks, seed) for tasks in ASKED for seed in SEEDS[tasks]}
-    places = {of: lab.place(spec) for of, spec in starts.items()}
-    runs = {key: run(key, dataset=datasets[key[0]], begun=places[key[0], key[3]]) for key in keys()}
-    return list(starts.values()), runs
+    return {(tasks, seed): start(datasets[tasks], tasks, seed) for tasks in ASKED for seed in (*SEEDS, *SWEEP_SEEDS)}
+
+
+def specs(lab: Lab, keys: Sequence[Key]) -> dict[Key, Spec]:
+    """The runs of `keys`, each from the start of its tasks and seed."""
+    begun = starts(lab)
+    datasets = {tasks: write(kinds, lab.folder) for tasks, kinds in ASKED.items()}
+    return {key: run(key, dataset=datasets[key[0]], begun=lab.place(begun[key[0], key[3]])) for key in keys}
 
 
 # What runs came to
@@ -148,14 +162,42 @@ def largest_fall(values: Sequence[float], window: int) -> float:
     return fall
 
 
+def outcomes(lab: Lab, keys: Sequence[Key]) -> dict[Key, Outcome]:
+    """What the runs of `keys` came to, made unless they are there."""
+    cells = specs(lab, keys)
+    places = lab.run_all(list(cells.values()))
+    return {key: outcome(metrics(place), summary(place)) for key, place in zip(cells, places, strict=True)}
+
+
+Swept = Mapping[tuple[str, str, float], Sequence[Outcome]]
+"""(tasks, loss, learning rate) -> one outcome per seed of the sweep."""
+
+
+def best_stable_rate(groups: Mapping[float, Sequence[Outcome]]) -> float:
+    """The rate with the best mean accuracy of those at which no run is unstable and seeds are within STEADY.
+
+    Where there is none, that with the least range over seeds.
+    """
+    half_range = {
+        lr: (max(one.after for one in group) - min(one.after for one in group)) / 2 for lr, group in groups.items()
+    }
+    stable = [
+        lr for lr, group in groups.items() if half_range[lr] <= STEADY and not any(one.is_unstable for one in group)
+    ]
+    if not stable:
+        return min(half_range, key=lambda lr: half_range[lr])
+    return max(stable, key=lambda lr: fmean(one.after for one in groups[lr]))
+
+
 Runs = Mapping[tuple[str, str], Sequence[Outcome]]
-"""(tasks, loss) -> one outcome per seed, at LR."""
+"""(tasks, loss) -> one outcome per seed, at the rate of the tasks."""
 
 
 def verdicts(runs: Runs) -> list[Verdict]:
     """Each claim by its rule in the README; None throughout where tokens were not as old as they should be."""
-    found = [_is_unstable_without(runs), _is_stable_with(runs), _mixture_is_harder(runs)]
-    found += [_as_good_as_synchronous(runs), _any_rho(runs), _one_side_suffices(runs), _decoupled_is_better(runs)]
+    of_tasks = [_is_unstable_without, _is_stable_with, _as_good_as_synchronous, _any_rho]
+    of_tasks += [_one_side_suffices, _decoupled_is_better]
+    found = [rule(runs, tasks) for tasks in ASKED for rule in of_tasks] + [_mixture_is_harder(runs)]
     least = min(one.staleness for (_, loss), group in runs.items() if loss != SYNC for one in group)
     if least >= LEAST_STALENESS:
         return found
@@ -176,27 +218,27 @@ def _unstable(runs: Runs, tasks: str, *losses: str) -> str:
     return f"{sum(one.is_unstable for one in group)} of {len(group)}"
 
 
-def _is_unstable_without(runs: Runs) -> Verdict:
-    unstable = any(one.is_unstable for one in runs[MIXTURE, NONE])
-    is_worse = is_greater(_falls(runs, MIXTURE, NONE), _falls(runs, MIXTURE, SYNC), paired=True)
+def _is_unstable_without(runs: Runs, tasks: str) -> Verdict:
+    unstable = any(one.is_unstable for one in runs[tasks, NONE])
+    is_worse = is_greater(_falls(runs, tasks, NONE), _falls(runs, tasks, SYNC), paired=True)
     return Verdict(
-        "Without a correction, asynchronous training on a mixture is sometimes unstable.",
+        f"On {tasks}: without a correction, asynchronous training is sometimes unstable.",
         "LlamaRL, Fig. 8",
         False if not unstable else True if is_worse else None,
-        f"{_unstable(runs, MIXTURE, NONE)} runs unstable, {_unstable(runs, MIXTURE, SYNC)} synchronous ones",
+        f"{_unstable(runs, tasks, NONE)} runs unstable, {_unstable(runs, tasks, SYNC)} synchronous ones",
     )
 
 
-def _is_stable_with(runs: Runs) -> Verdict:
-    stable = not any(one.is_unstable for loss in RECOMMENDED for one in runs[MIXTURE, loss])
-    ours = [fmean(falls) for falls in zip(*(_falls(runs, MIXTURE, loss) for loss in RECOMMENDED), strict=True)]
-    is_worse = is_greater(_falls(runs, MIXTURE, NONE), ours, paired=True)
+def _is_stable_with(runs: Runs, tasks: str) -> Verdict:
+    stable = not any(one.is_unstable for loss in RECOMMENDED for one in runs[tasks, loss])
+    ours = [fmean(falls) for falls in zip(*(_falls(runs, tasks, loss) for loss in RECOMMENDED), strict=True)]
+    is_worse = is_greater(_falls(runs, tasks, NONE), ours, paired=True)
     return Verdict(
-        "Truncated importance weights, rho from 2 to 10, keep it stable.",
+        f"On {tasks}: truncated importance weights, rho from 2 to 10, keep it stable.",
         "LlamaRL, Fig. 8 and section 6",
         False if not stable else is_worse,
-        f"{_unstable(runs, MIXTURE, *RECOMMENDED)} runs unstable; largest falls {spread(ours)}, "
-        f"without {spread(_falls(runs, MIXTURE, NONE))}",
+        f"{_unstable(runs, tasks, *RECOMMENDED)} runs unstable; largest falls {spread(ours)}, "
+        f"without {spread(_falls(runs, tasks, NONE))}",
     )
 
 
@@ -210,42 +252,42 @@ def _mixture_is_harder(runs: Runs) -> Verdict:
     )
 
 
-def _as_good_as_synchronous(runs: Runs) -> Verdict:
-    ours, sync = _after(runs, MIXTURE, AIPO), _after(runs, MIXTURE, SYNC)
+def _as_good_as_synchronous(runs: Runs, tasks: str) -> Verdict:
+    ours, sync, none = (_after(runs, tasks, loss) for loss in (AIPO, SYNC, NONE))
     return Verdict(
-        "With a correction, it is as good as synchronous training.",
+        f"On {tasks}: with a correction, it is as good as synchronous training.",
         "LlamaRL, section 4.2",
         is_as_great(ours, sync, MARGIN, paired=True),
-        f"accuracy {spread(ours)}, synchronous {spread(sync)}",
+        f"accuracy {spread(ours)}, synchronous {spread(sync)}, uncorrected {spread(none)}",
     )
 
 
-def _any_rho(runs: Runs) -> Verdict:
-    after = {loss: _after(runs, MIXTURE, loss) for loss in RECOMMENDED}
+def _any_rho(runs: Runs, tasks: str) -> Verdict:
+    after = {loss: _after(runs, tasks, loss) for loss in RECOMMENDED}
     best = max(after.values(), key=fmean)
     each = [is_as_great(values, best, MARGIN, paired=True) for values in after.values()]
     return Verdict(
-        "Any rho from 2 to 10 works well.",
+        f"On {tasks}: any rho from 2 to 10 works well.",
         "LlamaRL, section 6",
         False if False in each else None if None in each else True,
         ", ".join(spread(values) for values in after.values()),
     )
 
 
-def _one_side_suffices(runs: Runs) -> Verdict:
-    ours, clip = _after(runs, MIXTURE, AIPO), _after(runs, MIXTURE, "PPO's clip")
+def _one_side_suffices(runs: Runs, tasks: str) -> Verdict:
+    ours, clip = _after(runs, tasks, AIPO), _after(runs, tasks, "PPO's clip")
     return Verdict(
-        "The one-sided truncation is on par with PPO's clip, or slightly better.",
+        f"On {tasks}: the one-sided truncation is on par with PPO's clip, or slightly better.",
         "LlamaRL, appendix 10",
         is_as_great(ours, clip, MARGIN, paired=True),
         f"accuracy {spread(ours)}, clip {spread(clip)}",
     )
 
 
-def _decoupled_is_better(runs: Runs) -> Verdict:
-    ours, clip = _after(runs, MIXTURE, "decoupled PPO"), _after(runs, MIXTURE, "PPO's clip")
+def _decoupled_is_better(runs: Runs, tasks: str) -> Verdict:
+    ours, clip = _after(runs, tasks, "decoupled PPO"), _after(runs, tasks, "PPO's clip")
     return Verdict(
-        "On stale samples a clip around a recent policy beats one around the policy that sampled.",
+        f"On {tasks}: a clip around a recent policy beats one around the policy that sampled.",
         "AReaL (2505.24298)",
         is_greater(ours, clip, paired=True),
         f"accuracy {spread(ours)}, clip {spread(clip)}",
@@ -256,58 +298,59 @@ def _decoupled_is_better(runs: Runs) -> Verdict:
 
 
 def section(lab: Lab) -> Section:
-    starts, cells = specs(lab)
-    lab.run_all(starts)
-    places = lab.run_all(list(cells.values()))
-    outcomes = {key: outcome(metrics(place), summary(place)) for key, place in zip(cells, places, strict=True)}
-    runs: dict[tuple[str, str], list[Outcome]] = {}
-    for (tasks, loss, lr, _), one in outcomes.items():
-        if lr == LR:
-            runs.setdefault((tasks, loss), []).append(one)
-    rates: dict[tuple[str, float], list[Outcome]] = {}
-    for (tasks, loss, lr, _), one in outcomes.items():
-        if tasks == MIXTURE and loss in (SYNC, NONE, AIPO):
-            rates.setdefault((loss, lr), []).append(one)
+    lab.run_all(list(starts(lab).values()))
+    sweep = by_cell(outcomes(lab, swept()))
+    rates = {tasks: best_stable_rate({lr: sweep[tasks, SYNC, lr] for lr in RATES}) for tasks in ASKED}
+    found = outcomes(lab, compared(rates))
+    runs = {(tasks, loss): group for (tasks, loss, _), group in by_cell(found).items()}
     stale = [one for (_, loss), group in runs.items() if loss != SYNC for one in group]
     oldest = fmean(one.staleness for one in stale)
+    chosen = ", ".join(f"{rate:g} on {tasks}" for tasks, rate in rates.items())
     return Section(
         title="Corrections for staleness",
         question=f"Which loss keeps continuous training stable and good when tokens are {K} steps old, on one task and "
-        "on a mixture?",
+        "on a mixture, at the best rate at which synchronous training is stable?",
         setup="A model of 0.1 M parameters, fine-tuned first on answers half of which are wrong; "
         f"{_step_words()}. Scores come one by one, 1.5 ms apart, so groups wait: their tokens were {oldest:.2f} "
         f"steps old on average when they were trained on (bound {K}, after the first {2 * K} steps). "
-        f"Learning rate {LR:g}; "
-        f"{len(SEEDS[MIXTURE])} seeds on the mixture, {len(SEEDS[ONE])} on one task. "
+        f"Learning rates: {chosen}, the best at which the synchronous baseline is stable over seeds "
+        f"{SWEEP_SEEDS[0]} to {SWEEP_SEEDS[-1]}; verdicts are on {len(SEEDS)} other seeds. "
         f"A run is unstable if its training reward, averaged over {WINDOW} steps, falls more than {UNSTABLE} below its "
         "best so far.",
         tables={
-            f"{name.capitalize()}: held-out accuracy at temperature 1, falls of training reward": table(
+            f"On {name}: held-out accuracy at temperature 1, falls of training reward": table(
                 {loss: group for (tasks, loss), group in runs.items() if tasks == name}
             )
-            for name in (MIXTURE, ONE)
+            for name in ASKED
         }
-        | {"Mixture: accuracy by learning rate": rates_table(rates)},
-        figures={"Training reward by loss, falls by loss and tasks, accuracy by learning rate": figure(runs, rates)},
+        | {f"Accuracy by learning rate, {len(SWEEP_SEEDS)} seeds": rates_table(sweep)},
+        figures={"Training reward by loss, falls by loss and tasks, accuracy by learning rate": figure(runs, sweep)},
         verdicts=verdicts(runs),
-        cost=f"{len(outcomes)} runs on one core each",
-        notes=[by_rate(rates)],
+        cost=f"{len(sweep) * len(SWEEP_SEEDS) + len(found)} runs on one core each",
+        notes=[by_rate(sweep)],
     )
 
 
-def by_rate(rates: Mapping[tuple[str, float], Sequence[Outcome]]) -> str:
-    """At which learning rates stale training ends as good as synchronous training, in words."""
-    sync = {lr: fmean(one.after for one in group) for (loss, lr), group in rates.items() if loss == SYNC}
-    learns = [lr for lr in sorted(sync) if sync[lr] > fmean(one.before for one in rates[SYNC, lr])]
+def by_cell(found: Mapping[Key, Outcome]) -> dict[tuple[str, str, float], list[Outcome]]:
+    """Outcomes by tasks, loss and learning rate, one for each seed."""
+    cells: dict[tuple[str, str, float], list[Outcome]] = {}
+    for (tasks, loss, lr, _), one in found.items():
+        cells.setdefault((tasks, loss, lr), []).append(one)
+    return cells
+
+
+def by_rate(sweep: Swept) -> str:
+    """At which learning rates stale training of the mixture ends as good as synchronous training, in words."""
+    sync = {lr: fmean(one.after for one in sweep[MIXTURE, SYNC, lr]) for lr in RATES}
+    learns = [lr for lr in RATES if sync[lr] > fmean(one.before for one in sweep[MIXTURE, SYNC, lr])]
     as_good = {
-        loss: [f"{lr:g}" for lr in learns if fmean(one.after for one in rates[loss, lr]) >= sync[lr] - MARGIN]
+        loss: [f"{lr:g}" for lr in learns if fmean(one.after for one in sweep[MIXTURE, loss, lr]) >= sync[lr] - MARGIN]
         for loss in (AIPO, NONE)
     }
     told = "; ".join(f"{loss}: {', '.join(found) or 'none'}" for loss, found in as_good.items())
     return (
-        f"Verdicts are those of the learning rate {LR:g}. Synchronous training learns the mixture at "
-        f"{', '.join(f'{lr:g}' for lr in learns)}; rates among these at which training at staleness {K} ends at most "
-        f"{MARGIN} below it: {told}."
+        f"In the sweep, synchronous training learns the mixture at {', '.join(f'{lr:g}' for lr in learns)}; rates "
+        f"among these at which training at staleness {K} ends at most {MARGIN} below it: {told}."
     )
 
 
@@ -339,14 +382,14 @@ def table(runs: Mapping[str, Sequence[Outcome]]) -> str:
     )
 
 
-def rates_table(rates: Mapping[tuple[str, float], Sequence[Outcome]]) -> str:
-    """One row per loss, one column per learning rate."""
-    used = sorted({lr for _, lr in rates})
-    rows = [[loss, *(spread([one.after for one in rates[loss, lr]]) for lr in used)] for loss in (SYNC, NONE, AIPO)]
-    return markdown_table(["loss", *(f"{lr:g}" for lr in used)], rows)
+def rates_table(sweep: Swept) -> str:
+    """One row per tasks and loss, one column per learning rate."""
+    rows = dict.fromkeys((tasks, loss) for tasks, loss, _ in sweep)
+    cells = [[*row, *(spread([one.after for one in sweep[(*row, lr)]]) for lr in RATES)] for row in rows]
+    return markdown_table(["tasks", "loss", *(f"{lr:g}" for lr in RATES)], cells, left=2)
 
 
-def figure(runs: Runs, rates: Mapping[tuple[str, float], Sequence[Outcome]]) -> str:
+def figure(runs: Runs, sweep: Swept) -> str:
     """Training rewards on the mixture, the falls of all runs, and accuracy by learning rate."""
     image, (curves, falls, by_rate) = panels(["training reward, mixture", "largest fall", "accuracy, mixture"])
     shown = {loss: group for (tasks, loss), group in runs.items() if tasks == MIXTURE}
@@ -362,13 +405,12 @@ def figure(runs: Runs, rates: Mapping[tuple[str, float], Sequence[Outcome]]) -> 
     falls.invert_yaxis()
     falls.axvline(UNSTABLE, color="#888888", linewidth=0.8, linestyle="--")
     falls.legend(fontsize=7)
-    series = {}
-    for loss in (SYNC, NONE, AIPO):
-        used = sorted(lr for name, lr in rates if name == loss)
-        series[loss] = (used, [[one.after for one in rates[loss, lr]] for lr in used])
-    lines(by_rate, series)
+    of_mixture = {
+        loss: (RATES, [[one.after for one in sweep[MIXTURE, loss, lr]] for lr in RATES]) for loss in (SYNC, NONE, AIPO)
+    }
+    lines(by_rate, of_mixture)
     by_rate.set_xscale("log")
-    ticks(by_rate.xaxis, sorted({lr for _, lr in rates}))
+    ticks(by_rate.xaxis, RATES)
     by_rate.set_xlabel("learning rate")
     by_rate.legend(fontsize=7)
     return svg(image)

@@ -15,7 +15,9 @@ from experiments.lab import Lab, Unavailable
 from experiments.real_model import experiment, memory, runs, workload
 from experiments.real_model.runs import CONTENDERS, CONTINUOUS, ONE_STEP, SYNC, TRL, Found, Scale, Seen
 from experiments.section import render
+from slipstream.core.recipes import resolve
 from slipstream.models.tokenizer import char_tokenizer
+from slipstream.prompts.build import build_prompts
 
 # The workload
 
@@ -87,7 +89,10 @@ def test_a_process_that_has_ended_holds_nothing():
 
 # Runs
 
-TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
 
 
 def test_contenders_differ_in_their_dials_alone(tmp_path):
@@ -117,11 +122,9 @@ def test_trl_reads_the_chats_that_our_prompts_are(tmp_path):
     chats = [json.loads(line) for line in to.read_text().splitlines()]
     tokenizer = char_tokenizer()
     tokenizer.chat_template = TEMPLATE
-    config = PromptsConfig(
-        dataset=str(source), num_train=1, num_eval=1, chat=True, system="Be brief.", template="{prompt}"
-    )
-    train, held_out = build_prompts(config, tokenizer, seed=0)
-    by_text = {prompt.text: prompt.answer for prompt in (*train, *held_out)}
+    own = {"num_train": 1, "num_eval": 1, "chat": True, "system": "Be brief.", "template": "{prompt}"}
+    prompts = build_prompts(resolve(runs.RECIPE, {"prompts": {"dataset": str(source), **own}}), tokenizer)
+    by_text = {prompt.text: prompt.answer for prompt in (*prompts.train, *prompts.eval)}
     assert by_text == {
         tokenizer.apply_chat_template(chat["prompt"], tokenize=False, add_generation_prompt=True): chat["answer"]
         for chat in chats
