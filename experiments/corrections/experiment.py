@@ -37,7 +37,7 @@ ONE, MIXTURE = "one task", "a mixture"
 ASKED = {MIXTURE: tuple(TASKS), ONE: ("b",)}
 SEEDS = tuple(range(10))
 RATES = (1e-4, 2e-4, 4e-4, 1e-3)
-"""Learning rates of the sweep: of the synchronous baseline, on the mixture of no correction and AIPO, too, to look at."""
+"""Learning rates of the sweep: synchronous on either task, no correction and AIPO on the mixture, to be looked at."""
 SWEEP_SEEDS = (100, 101, 102)
 """Apart from SEEDS: what chooses the rate decides nothing else."""
 STEADY = 0.05

@@ -1,8 +1,9 @@
-"""What runs: the pipeline up to the reward model once, then RL from it, with one detail left out at a time."""
+"""What runs: two pipelines up to the reward model, then RL from them, with one detail left out at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,24 +11,71 @@ from experiments.lab import Lab, Spec
 from slipstream.core.recipes import merge
 
 RECIPE = "stylistic_mini"
-SEEDS = (0, 1, 2, 3, 4)
-"""Two more than three: a detail may matter by less than seeds differ, and a run takes a minute of one core."""
-ALL = "all details"
-WITHOUT: Mapping[str, Mapping[str, Any]] = {
-    "temperature scaling": {"trainer": {"logprob_temperature": 1.0}},
-    "whitening": {"critic": {"whiten_rewards": False}, "loss": {"whiten_advantages": "no"}},
-    "value head init": {"critic": {"head_init": "reward"}},
-    "adaptive KL": {"kl": {"target": None}},
-    "rejection score": {"loss": {"truncated": "keep"}},
-}
-"""Detail -> what is changed in the recipe to leave it out."""
-
+SEEDS = tuple(range(10))
 EVALUATED = 500
+STEPS, LONGER = 60, 100
+"""Steps of RL; the longer ones give a coefficient that is ten times off the time to come back."""
+TARGET = 1.5
+"""Nats per completion, where a run of LONGER steps with all details ends at the recipe's coefficient (seed 100)."""
+HORIZON = 500
+"""Completions: in LONGER steps a coefficient can change by a factor of 12.5."""
+COEF = 0.15
+"""The recipe's."""
 
-PIPELINE = Spec(
-    "stylistic pipeline", RECIPE, {"stages": ["sft", "preferences", "reward_model"], "host": "inline"}, cores=1
-)
-"""One policy and one reward model for all runs: what differs between them is RL."""
+USUAL, ENDLESS = "usual", "30 % without an end"
+PIPELINES: dict[str, Spec] = {
+    name: Spec(
+        f"stylistic pipeline {name}",
+        RECIPE,
+        {"stages": ["sft", "preferences", "reward_model"], "host": "inline"} | changed,
+        cores=1,
+    )
+    for name, changed in {
+        USUAL: {},
+        ENDLESS: {
+            "sft": {"demonstrations": [{"template": "{answer}.", "weight": 7}, {"template": "{answer}", "weight": 3}]}
+        },
+    }.items()
+}
+"""One policy and one reward model for all runs that begin with it: what differs between them is RL."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """Runs that differ by their seeds alone: the pipeline they begin with, their steps, and what they change."""
+
+    pipeline: str = USUAL
+    steps: int = STEPS
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _coefficient(times: float, target: float | None) -> Arm:
+    return Arm(USUAL, LONGER, {"kl": {"coef": COEF * times, "target": target, "horizon": HORIZON}})
+
+
+ALL = "all details"
+ENDS, NO_REJECTION = "30 % without an end", "30 % without an end, without rejection score"
+SMALL, SMALL_FIXED = "coefficient / 10, adaptive", "coefficient / 10, fixed"
+LARGE, LARGE_FIXED = "coefficient x 10, adaptive", "coefficient x 10, fixed"
+WITHOUT: dict[str, str] = {
+    "temperature scaling": "without temperature scaling",
+    "whitening": "without whitening",
+    "value head init": "without value head init",
+}
+"""Details that are compared with ALL, and the arm without each."""
+
+ARMS: dict[str, Arm] = {
+    ALL: Arm(),
+    WITHOUT["temperature scaling"]: Arm(overrides={"trainer": {"logprob_temperature": 1.0}}),
+    WITHOUT["whitening"]: Arm(overrides={"critic": {"whiten_rewards": False}, "loss": {"whiten_advantages": "no"}}),
+    WITHOUT["value head init"]: Arm(overrides={"critic": {"head_init": "reward"}}),
+    SMALL: _coefficient(0.1, TARGET),
+    SMALL_FIXED: _coefficient(0.1, None),
+    LARGE: _coefficient(10.0, TARGET),
+    LARGE_FIXED: _coefficient(10.0, None),
+    ENDS: Arm(ENDLESS),
+    NO_REJECTION: Arm(ENDLESS, overrides={"loss": {"truncated": "keep"}}),
+}
 
 
 def from_pipeline(pipeline: Path) -> dict[str, Any]:
@@ -40,26 +88,27 @@ def from_pipeline(pipeline: Path) -> dict[str, Any]:
     }
 
 
-def spec(pipeline: Path, without: str, seed: int) -> Spec:
-    """A run without one detail, or without none (ALL)."""
+def spec(arm: str, seed: int, pipeline: Path) -> Spec:
+    """A run of one arm."""
     base = {
         "seed": seed,
         "host": "inline",
         "stages": ["rl", "evaluate"],
+        "steps": ARMS[arm].steps,
         "evaluation": {"num_prompts": EVALUATED},
     }
-    changed = {} if without == ALL else WITHOUT[without]
-    overrides = merge(merge(base, from_pipeline(pipeline)), changed)
-    return Spec(f"stylistic without {'nothing' if without == ALL else without} seed={seed}", RECIPE, overrides, cores=1)
+    overrides = merge(merge(base, from_pipeline(pipeline)), ARMS[arm].overrides)
+    return Spec(f"stylistic {arm} seed={seed}", RECIPE, overrides, cores=1)
 
 
-def specs(pipeline: Path) -> dict[tuple[str, int], Spec]:
-    """Every run, by detail and seed; those of a seed next to each other."""
-    return {(name, seed): spec(pipeline, name, seed) for seed in SEEDS for name in (ALL, *WITHOUT)}
+def specs(lab: Lab) -> dict[tuple[str, int], Spec]:
+    """Every run, by arm and seed; those of a seed next to each other."""
+    places = {name: lab.place(pipeline) for name, pipeline in PIPELINES.items()}
+    return {(arm, seed): spec(arm, seed, places[ARMS[arm].pipeline]) for seed in SEEDS for arm in ARMS}
 
 
 def run(lab: Lab) -> dict[tuple[str, int], Path]:
     """The folders of all runs."""
-    pipeline = lab.run(PIPELINE)
-    chosen = specs(pipeline)
+    lab.run_all(list(PIPELINES.values()))
+    chosen = specs(lab)
     return dict(zip(chosen, lab.run_all(list(chosen.values())), strict=True))

@@ -1,9 +1,8 @@
-"""Each run leaves out exactly what it says; outcomes and verdicts on files and numbers made up by hand."""
+"""Each arm changes exactly what it says; outcomes and verdicts on files and numbers made up by hand."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,16 +19,36 @@ from experiments.stylistic_details.experiment import (
     smoothed,
     verdicts,
 )
-from experiments.stylistic_details.runs import ALL, PIPELINE, WITHOUT, spec, specs
+from experiments.stylistic_details.runs import (
+    ALL,
+    ARMS,
+    ENDLESS,
+    ENDS,
+    LARGE,
+    LARGE_FIXED,
+    NO_REJECTION,
+    PIPELINES,
+    SMALL,
+    SMALL_FIXED,
+    TARGET,
+    USUAL,
+    WITHOUT,
+    spec,
+    specs,
+)
 from slipstream.core.config import RunConfig
 
-LEAVES_OUT: dict[str, set[tuple[str, Any]]] = {
-    "temperature scaling": {("trainer.logprob_temperature", 1.0)},
-    "whitening": {("critic.whiten_rewards", False), ("loss.whiten_advantages", "no")},
-    "value head init": {("critic.head_init", "reward")},
-    "adaptive KL": {("kl.target", None)},
-    "rejection score": {("loss.truncated", "keep")},
+CHANGES: dict[str, tuple[str, set[tuple[str, Any]]]] = {
+    WITHOUT["temperature scaling"]: (ALL, {("trainer.logprob_temperature", 1.0)}),
+    WITHOUT["whitening"]: (ALL, {("critic.whiten_rewards", False), ("loss.whiten_advantages", "no")}),
+    WITHOUT["value head init"]: (ALL, {("critic.head_init", "reward")}),
+    SMALL: (ALL, {("kl.coef", 0.015), ("kl.target", TARGET), ("kl.horizon", 500), ("steps", 100)}),
+    SMALL_FIXED: (SMALL, {("kl.target", None)}),
+    LARGE: (SMALL, {("kl.coef", 1.5)}),
+    LARGE_FIXED: (LARGE, {("kl.target", None)}),
+    NO_REJECTION: (ENDS, {("loss.truncated", "keep")}),
 }
+"""Arm -> the arm it is compared with, and what it changes in that."""
 
 
 def flat(config: RunConfig) -> dict[str, Any]:
@@ -46,17 +65,19 @@ def flat(config: RunConfig) -> dict[str, Any]:
     return found
 
 
-def test_a_run_leaves_out_its_detail_and_nothing_else():
-    pipeline = Path("/runs/pipeline")
-    whole = flat(spec(pipeline, ALL, 1).config())
-    assert set(WITHOUT) == set(LEAVES_OUT)
-    for name, changes in LEAVES_OUT.items():
-        changed = flat(spec(pipeline, name, 1).config())
-        assert {(field, value) for field, value in changed.items() if value != whole[field]} == changes, name
+def config_of(arm: str, tmp_path, seed: int = 1) -> RunConfig:
+    return spec(arm, seed, tmp_path / ARMS[arm].pipeline).config()
 
 
-def test_every_detail_is_switched_on_in_the_run_with_all():
-    config = spec(Path("/runs/pipeline"), ALL, 0).config()
+def test_an_arm_changes_what_it_says_and_nothing_else(tmp_path):
+    assert {ALL, ENDS, *CHANGES} == set(ARMS)
+    for arm, (base, changes) in CHANGES.items():
+        whole, changed = flat(config_of(base, tmp_path)), flat(config_of(arm, tmp_path))
+        assert {(field, value) for field, value in changed.items() if value != whole[field]} == changes, arm
+
+
+def test_every_detail_is_switched_on_in_the_run_with_all(tmp_path):
+    config = config_of(ALL, tmp_path, seed=0)
     assert not config.rereads_behaviour
     assert (config.generator.temperature, config.kl.target, config.kl.coef) == (0.7, 6.0, 0.15)
     assert (config.critic.whiten_rewards, config.loss.whiten_advantages) == (True, "minibatch")
@@ -64,15 +85,22 @@ def test_every_detail_is_switched_on_in_the_run_with_all():
     assert (config.loss.truncated, config.loss.truncation_reward) == ("penalty", -1.0)
 
 
-def test_runs_share_the_models_of_one_pipeline():
-    pipeline = Path("/runs/pipeline")
-    for (name, seed), each in specs(pipeline).items():
-        config = each.config()
-        assert config.seed == seed, name
-        assert config.model.path == config.kl.reference == "/runs/pipeline/sft/model"
-        assert [term.path for term in config.rewards.models] == ["/runs/pipeline/reward_model/model"]
+def test_runs_share_the_models_of_their_pipeline(tmp_path):
+    lab = Lab(tmp_path)
+    places = {name: lab.place(pipeline) for name, pipeline in PIPELINES.items()}
+    chosen = specs(lab)
+    assert len({one.name for one in chosen.values()}) == len(chosen) == 10 * len(ARMS)
+    for (arm, seed), each in chosen.items():
+        config, pipeline = each.config(), places[ENDLESS if arm in (ENDS, NO_REJECTION) else USUAL]
+        assert config.seed == seed, arm
+        assert config.model.path == config.kl.reference == str(pipeline / "sft" / "model")
+        assert [term.path for term in config.rewards.models] == [str(pipeline / "reward_model" / "model")]
         assert config.stages == ["rl", "evaluate"]
-    assert PIPELINE.config().stages == ["sft", "preferences", "reward_model"]
+    usual, endless = (flat(PIPELINES[name].config()) for name in (USUAL, ENDLESS))
+    assert usual["stages"] == ["sft", "preferences", "reward_model"]
+    assert {field for field in usual if usual[field] != endless[field]} == {"sft.demonstrations"}
+    shown = {one["template"]: one["weight"] for one in endless["sft.demonstrations"]}
+    assert shown == {"{answer}.": 7, "{answer}": 3}
 
 
 def test_an_outcome_is_read_from_the_files_of_a_run():
@@ -88,8 +116,7 @@ def test_an_outcome_is_read_from_the_files_of_a_run():
         {
             "score_mean": float(step),
             "truncated_frac": 1.0 if step < 5 else 0.5,
-            "explained_variance": 0.25,
-            "clipped_frac": 0.125,
+            "explained_variance": 0.25 if step < 20 else 9.0,
             "kl_coef": 0.15 - 0.001 * step,
             "kl_reference_sum": 2.0 * step,
         }
@@ -97,64 +124,73 @@ def test_an_outcome_is_read_from_the_files_of_a_run():
     ]
     found = outcome(told, [*steps, {"eval": 0.5}])
     assert (found.before, found.gold, found.gold_score, found.kl, found.reward_model) == (0.25, 0.75, 0.375, 1.5, 15.0)
-    assert found.without_end == 0.5  # of the last 20 steps
-    assert (found.explained_variance, found.clipped) == (0.25, 0.125)
+    assert (found.began_without_end, found.without_end) == (1.0, 0.5)  # the first step, the last 20
+    assert (found.early_score, found.explained_variance) == (9.5, 0.25)  # the first 20
+    assert replace(found, kl=TARGET - 0.5).off_target == replace(found, kl=TARGET + 0.5).off_target == 0.5
     assert found.kl_coef == pytest.approx(0.126)
     assert found.scores == tuple(float(step) for step in range(25))
     assert found.trained_kl[:3] == (0.0, 2.0, 4.0)
 
 
-PLAIN = Outcome(0.5, 0.7, 0.8, 1.5, 1.0, 0.1, 0.2, 0.05, 0.13, tuple(range(100)), tuple(range(100)))
+PLAIN = Outcome(0.5, 0.7, 0.8, 1.5, 1.0, 0.3, 0.3, 0.1, 0.2, 0.13, tuple(range(100)), tuple(range(100)))
+VALUES = {"gold": 0.7, "kl": 1.5, "early_score": 0.3, "without_end": 0.1}
 
 
 def seeds(**changed: float) -> list[Outcome]:
-    """Three outcomes close together around PLAIN, moved."""
-    return [
-        replace(PLAIN, **{name: value + 0.001 * seed for name, value in changed.items()}) if changed else PLAIN
-        for seed in range(3)
-    ]
+    """Five outcomes close together around PLAIN, moved."""
+    values = VALUES | changed
+    return [replace(PLAIN, **{name: value + 0.001 * seed for name, value in values.items()}) for seed in range(5)]
 
 
 def base() -> dict[str, list[Outcome]]:
-    return {name: seeds(gold=0.7, kl=1.5, without_end=0.1) for name in (ALL, *WITHOUT)}
+    return {arm: seeds() for arm in ARMS}
 
 
 def test_a_detail_that_nothing_hangs_on_gets_no_verdict():
     assert {verdict.holds for verdict in verdicts(base())} == {None}
 
 
+SCALING, WHITENING, HEAD = WITHOUT.values()
+
+
 @pytest.mark.parametrize(
-    ("name", "changed", "index", "holds"),
+    ("arm", "changed", "index", "holds"),
     [
-        ("temperature scaling", {"kl": 3.0}, 0, True),
-        ("temperature scaling", {"kl": 1.0}, 0, False),
-        ("temperature scaling", {"gold": 0.6}, 1, True),
-        ("temperature scaling", {"gold": 0.8}, 1, False),
-        ("whitening", {"gold": 0.6}, 2, True),
-        ("value head init", {"gold": 0.6}, 3, True),
-        ("adaptive KL", {"gold": 0.8}, 4, False),
-        ("rejection score", {"gold": 0.6}, 5, True),
-        ("rejection score", {"without_end": 0.4}, 6, True),
-        ("rejection score", {"without_end": 0.05}, 6, False),
+        (SCALING, {"kl": 3.0}, 0, True),
+        (SCALING, {"kl": 1.0}, 0, False),
+        (SCALING, {"early_score": 0.1}, 1, True),
+        (SCALING, {"gold": 0.6}, 2, True),
+        (SCALING, {"gold": 0.8}, 2, False),
+        (WHITENING, {"early_score": 0.4}, 3, False),
+        (WHITENING, {"gold": 0.6}, 4, True),
+        (HEAD, {"early_score": 0.2}, 5, True),
+        (HEAD, {"gold": 0.6}, 6, True),
+        (SMALL_FIXED, {"kl": 4.0}, 7, True),
+        (SMALL, {"kl": 4.0}, 7, False),
+        (SMALL_FIXED, {"gold": 0.6}, 8, True),
+        (LARGE_FIXED, {"kl": 0.1}, 9, True),  # as far off below the target
+        (LARGE, {"gold": 0.6}, 10, False),
+        (NO_REJECTION, {"without_end": 0.4}, 11, True),
+        (NO_REJECTION, {"without_end": 0.05}, 11, False),
+        (NO_REJECTION, {"gold": 0.6}, 12, True),
     ],
 )
-def test_verdicts_follow_the_rules_of_the_readme(name, changed, index, holds):
-    values = {"gold": 0.7, "kl": 1.5, "without_end": 0.1} | changed
-    found = verdicts(base() | {name: seeds(**values)})
+def test_verdicts_follow_the_rules_of_the_readme(arm, changed, index, holds):
+    found = verdicts(base() | {arm: seeds(**changed)})
     assert found[index].holds is holds
-    assert name.split()[0].lower() in found[index].claim.lower() or index == 1
-    untouched = [verdict.holds for place, verdict in enumerate(found) if place != index]
-    assert set(untouched) == {None}
+    assert arm in found[index].found
+    assert {verdict.holds for place, verdict in enumerate(found) if place != index} == {None}
+    assert found[index].source.startswith("N, policy")
 
 
 def test_curves_are_averaged_without_overlap():
     assert smoothed([0.0] * 10 + [1.0] * 10 + [5.0]) == [0.0, 1.0]
 
 
-def test_table_and_figure_name_what_is_left_out():
+def test_table_and_figure_name_every_arm():
     table = outcome_table(base())
-    assert table.count("\n") == 1 + 1 + len(WITHOUT)
-    assert "| without whitening | 0.701 (0.001) |" in table
+    assert table.count("\n") == 1 + len(ARMS)
+    assert "| without whitening | 0.702 (0.002) |" in table
     assert figure(base()).count("<svg") == 1
 
 
@@ -173,13 +209,12 @@ def test_the_whole_experiment_at_toy_size(tmp_path, monkeypatch):
         "evaluation": {"num_prompts": 20},
     }
     original = runs.spec
-    monkeypatch.setattr(runs, "PIPELINE", PIPELINE.with_overrides(**small))
-    monkeypatch.setattr(
-        runs, "spec", lambda *key: original(*key).with_overrides(**{k: v for k, v in small.items() if k != "model"})
-    )
+    of_rl = {name: table for name, table in small.items() if name != "model"}
+    pipelines = {name: one.with_overrides(**small) for name, one in PIPELINES.items()}
+    monkeypatch.setattr(runs, "PIPELINES", pipelines)
+    monkeypatch.setattr(runs, "spec", lambda *key: original(*key).with_overrides(**of_rl))
     for module in (runs, experiment):
         monkeypatch.setattr(module, "SEEDS", (0, 1))
-        monkeypatch.setattr(module, "WITHOUT", {name: WITHOUT[name] for name in ("temperature scaling", "whitening")})
-    monkeypatch.setattr(experiment, "verdicts", lambda _: [])
     text = render("stylistic_details", section(Lab(tmp_path)))
     assert "| without temperature scaling |" in text
+    assert "| 30 % without an end, without rejection score |" in text
