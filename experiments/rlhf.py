@@ -86,19 +86,23 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Pipeline:
-    """How long RL is: `updates` of `prompts_per_update` x 2 completions, whatever N. `overrides` are every run's."""
+    """How long RL is: `updates` of `prompts_per_update` x 2 completions, whatever N. `overrides` are every run's.
+
+    `by_size`: tables `sft` and `reward_model` that the models of one size have besides.
+    """
 
     updates: int = 192
     prompts_per_update: int = 32
     overrides: Mapping[str, Any] = field(default_factory=dict)
+    by_size: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def told(self) -> str:
         """For a section's setup."""
         return (
-            "`tldr_mini` with more data; each seed has its own SFT policy, preferences and reward model; "
-            f"{self.updates} updates of {self.prompts_per_update} prompts x 2 completions for every N, learning rate "
-            f"{LR:g} falling to 0; win rate and KL on 500 held-out prompts x 2 completions at temperature 1"
+            "`tldr_mini` with more data; one SFT policy, and preferences and a reward model for each seed; "
+            f"{self.updates} updates of {self.prompts_per_update} prompts x 2 completions for every N, a learning rate "
+            "that falls to 0; win rate and KL on 500 held-out prompts x 2 completions at temperature 1"
         )
 
     def sft(self, size: str = USUAL) -> Spec:
@@ -109,7 +113,7 @@ class Pipeline:
             "critic": {"path": "stage:sft"},  # there is no stage yet that makes the recipe's
             "rewards": {"models": []},
         }
-        return self._spec(f"rlhf sft {size}", SFT_SEED, own)
+        return self._spec(f"rlhf sft {size}", SFT_SEED, merge(own, self._tables(size, "sft")))
 
     def judge(self, lab: Lab, seed: int, size: str = USUAL) -> Spec:
         """The reward model of one size, which begins as the SFT policy of that size.
@@ -132,7 +136,7 @@ class Pipeline:
                     "preferences": str(usual / "preferences.jsonl"),
                 },
             }
-        return self._spec(f"rlhf reward model {size} seed {seed}", seed, own)
+        return self._spec(f"rlhf reward model {size} seed {seed}", seed, merge(own, self._tables(size, "reward_model")))
 
     def rl(
         self,
@@ -144,16 +148,18 @@ class Pipeline:
         policy: str = USUAL,
         reward_model: str = USUAL,
         lr_times: float = 1.0,
+        penalty_times: float = 1.0,
     ) -> Spec:
         """RL and its evaluation; N = `num_minibatches`, which divides `updates`. ValueError where it does not.
 
-        `lr_times` is the learning rate over the loss's own.
+        `lr_times` is the learning rate over the loss's own, `penalty_times` its penalty over that: the KL in
+        the reward, or Online DPO's beta; best of 2 has neither.
         """
         if self.updates % num_minibatches:
             raise ValueError(f"{self.updates} updates are no whole number of steps of {num_minibatches}")
         start = model_of(lab.place(self.sft(policy)), "sft")
         judge = model_of(lab.place(self.judge(lab, seed, reward_model)), "reward_model")
-        own = {
+        own: dict[str, Any] = {
             "stages": ["rl", "evaluate"],
             "steps": self.updates // num_minibatches,
             "groups_per_step": self.prompts_per_update * num_minibatches,
@@ -179,6 +185,11 @@ class Pipeline:
         if lr_times != 1.0:
             own["trainer"]["optimizer"]["lr"] *= lr_times
             name += f" lr x{lr_times:g}"
+        if penalty_times != 1.0:
+            own["kl"]["coef"] *= penalty_times
+            if "beta" in own["loss"].get("params", {}):
+                own["loss"]["params"]["beta"] *= penalty_times
+            name += f" penalty x{penalty_times:g}"
         return self._spec(name, seed, own)
 
     def make(self, lab: Lab, seeds: Sequence[int], sizes: Sequence[str], runs: Sequence[Spec]) -> list[Path]:
@@ -188,6 +199,10 @@ class Pipeline:
         for some in (in_order[:1], in_order[1:]):
             lab.run_all([self.judge(lab, seed, size) for size in some for seed in seeds])
         return lab.run_all(runs)
+
+    def _tables(self, size: str, section: str) -> dict[str, Any]:
+        own = self.by_size.get(size, {})
+        return {section: own[section]} if section in own else {}
 
     def _spec(self, name: str, seed: int, own: Mapping[str, Any]) -> Spec:
         every = merge({"seed": seed, "host": "inline"}, MORE_DATA)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from statistics import fmean
 
 from experiments.comparison import is_as_great
 from experiments.figures import COLOURS, MARKERS, panels, svg
 from experiments.lab import Lab, Spec
+from experiments.policy_or_reward_size.sizes import comparable, held_out_loss, tuned_by_size
 from experiments.rlhf import (
     SEEDS,
     SIZES,
@@ -26,6 +28,8 @@ from experiments.rlhf import (
     shares_kept,
 )
 from experiments.section import Section, Verdict, markdown_table, spread
+from experiments.staleness_by_loss.experiment import MOST_ESS, as_tuned
+from experiments.staleness_by_loss.tuning import FAR, Tuned, effective_share
 
 LOSS = "online_dpo"
 ON_POLICY = 1
@@ -46,7 +50,7 @@ class Plan:
 
     pipeline: Pipeline = field(default_factory=Pipeline)
     seeds: Sequence[int] = SEEDS
-    minibatches: Sequence[int] = (ON_POLICY, 4, 16, 64)
+    minibatches: Sequence[int] = (ON_POLICY, FAR, 64)
 
     def cells(self) -> Iterator[Key]:
         for models in dict.fromkeys([*POLICIES, *REWARD_MODELS]):
@@ -55,11 +59,18 @@ class Plan:
 
 @dataclass(frozen=True)
 class Found:
-    """What the runs came to. `accuracies` are those of the reward models on held-out pairs, by size and seed."""
+    """What the runs came to. `accuracies` are those of the reward models on held-out pairs, by size and seed.
+
+    `ess` are effective sample sizes of the ratios, shares, by cell and seed; `losses` those of the SFT policies on
+    held-out demonstrations, nats per token; `tuned` is what each size of the policy has in RL.
+    """
 
     cells: Mapping[Key, Cell]
     parameters: Mapping[str, int]
     accuracies: Mapping[str, Sequence[float]]
+    ess: Mapping[Key, Sequence[float]]
+    losses: Mapping[str, float]
+    tuned: Mapping[str, Tuned]
 
     @property
     def minibatches(self) -> list[int]:
@@ -78,23 +89,27 @@ class Found:
         return None if less is None or more is None else [b - a for a, b in zip(less, more, strict=True)]
 
 
-def specs(lab: Lab, plan: Plan) -> dict[Key, list[Spec]]:
+def specs(lab: Lab, plan: Plan, tuned: Mapping[str, Tuned]) -> dict[Key, list[Spec]]:
     """The RL runs of each cell, by seed."""
     return {
-        (models, num): [
-            plan.pipeline.rl(lab, LOSS, num, seed, policy=models[0], reward_model=models[1]) for seed in plan.seeds
+        ((policy, judge), num): [
+            tuned[policy].rl(plan.pipeline, lab, LOSS, num, seed, policy=policy, reward_model=judge)
+            for seed in plan.seeds
         ]
-        for models, num in plan.cells()
+        for (policy, judge), num in plan.cells()
     }
 
 
-def read(lab: Lab, plan: Plan, made: Mapping[Key, Sequence[Spec]]) -> Found:
+def read(lab: Lab, plan: Plan, made: Mapping[Key, Sequence[Spec]], tuned: Mapping[str, Tuned]) -> Found:
     folders = {key: [lab.place(spec) for spec in some] for key, some in made.items()}
     judges = {size: [lab.place(plan.pipeline.judge(lab, seed, size)) for seed in plan.seeds] for size in SIZES}
     return Found(
         cells={key: cell_of(runs) for key, runs in folders.items()},
         parameters={models[0]: num_parameters(runs[0]) for (models, _), runs in folders.items()},
         accuracies={size: [reward_accuracy(run) for run in runs] for size, runs in judges.items()},
+        ess={key: [effective_share(run) for run in runs] for key, runs in folders.items()},
+        losses={size: held_out_loss(lab.place(plan.pipeline.sft(size))) for size in SIZES},
+        tuned=tuned,
     )
 
 
@@ -105,22 +120,35 @@ def verdicts(found: Found) -> list[Verdict]:
     return [policy_size_helps(found), reward_size_does_not(found), reward_size_saves_drift(found)]
 
 
+def has_something_to_bear(found: Found, several: Sequence[Models]) -> bool:
+    """Whether all are as far off-policy at FAR as they were to be, or farther."""
+    return all(fmean(found.ess[models, FAR]) <= MOST_ESS for models in several)
+
+
+def judges_rise(found: Found) -> bool | None:
+    """Whether a larger reward model is right more often, beyond the seeds' noise, from size to size."""
+    several = [found.accuracies[size] for size in SIZES]
+    return all_of(is_greater_by_seed(more, less) for less, more in pairwise(several))
+
+
 def policy_size_helps(found: Found) -> Verdict:
     grown = found.grown((SMALL, USUAL), (LARGE, USUAL))
+    is_known = grown is not None and has_something_to_bear(found, POLICIES)
     return Verdict(
         "A larger policy is more robust to staleness",
         "A, Fig. 5",
-        None if grown is None else is_greater_by_seed(grown, [0.0] * len(grown)),
+        is_greater_by_seed(grown, [0.0] * len(grown)) if is_known and grown is not None else None,
         "share of the gain kept: " + ", ".join(f"{one[0]} {share(found.kept(one))}" for one in POLICIES),
     )
 
 
 def reward_size_does_not(found: Found) -> Verdict:
-    """No where it helps; yes where it helps less than the policy's size does."""
+    """No where it helps; yes where it helps less than the policy's size does. None unless larger ones are better."""
     by_policy = found.grown((SMALL, USUAL), (LARGE, USUAL))
     by_reward = found.grown((USUAL, SMALL), (USUAL, LARGE))
     holds = None
-    if by_policy is not None and by_reward is not None:
+    bears = has_something_to_bear(found, [*POLICIES, *REWARD_MODELS])
+    if by_policy is not None and by_reward is not None and bears and judges_rise(found):
         helps = is_greater_by_seed(by_reward, [0.0] * len(by_reward))
         holds = False if helps else is_greater_by_seed(by_policy, by_reward) or None
     return Verdict(
@@ -136,7 +164,7 @@ def reward_size_saves_drift(found: Found) -> Verdict:
     kl = {size: [one.kl for one in cell.ended] for size, cell in ((SMALL, small), (LARGE, large))}
     rates = {SMALL: small.win_rates(), LARGE: large.win_rates()}
     is_as_good = is_as_great(rates[LARGE], rates[SMALL], AS_GOOD, paired=True)
-    holds = all_of([is_greater_by_seed(kl[SMALL], kl[LARGE]), is_as_good])
+    holds = all_of([is_greater_by_seed(kl[SMALL], kl[LARGE]), is_as_good]) if judges_rise(found) else None
     told = ", ".join(f"{size}: {spread(rates[size], 2)} at {spread(kl[size], 2)} nats" for size in (SMALL, LARGE))
     return Verdict("A larger reward model wins as often at less drift (N = 1)", "A, Fig. 5", holds, told)
 
@@ -157,7 +185,21 @@ def tables(found: Found) -> dict[str, str]:
             yield [*models, began, spread(cell.gains(), 2), share(found.kept(models))]
 
     head = ["policy", "reward model", *(f"N = {num}" for num in found.minibatches)]
-    sizes = ([size, f"{found.parameters[size]:,}", spread(found.accuracies[size], 2)] for size in SIZES)
+    sizes = (
+        [
+            size,
+            f"{found.parameters[size]:,}",
+            f"{found.losses[size]:.3f}",
+            *as_tuned(LOSS, found.tuned[size]),
+            spread(found.accuracies[size], 2),
+        ]
+        for size in SIZES
+    )
+    of_sizes = ["size", "parameters", "SFT, held-out loss", "learning rate of RL", "penalty"]
+    ess = (
+        [*models, *(spread(found.ess[models, num], 2) for num in found.minibatches)]
+        for models in dict.fromkeys([*POLICIES, *REWARD_MODELS])
+    )
     larger = " and ".join([", ".join(map(str, found.minibatches[1:-1])), str(found.minibatches[-1])])
     return {
         "Gold win rate against the references": markdown_table(head, rows("win_rate"), left=2),
@@ -165,7 +207,12 @@ def tables(found: Found) -> dict[str, str]:
         f"The share kept of the gain in win rate at N = 1, mean over N = {larger}": markdown_table(
             ["policy", "reward model", "RL begins at", "gain at N = 1", "share kept"], kept(), left=2
         ),
-        "The sizes": markdown_table(["size", "parameters", "right on held-out pairs"], sizes),
+        "How far off-policy: effective sample size of the ratios, mean over all steps": markdown_table(
+            head, ess, left=2
+        ),
+        "The sizes; the last column is the reward model's": markdown_table(
+            [*of_sizes, "right on held-out pairs"], sizes
+        ),
     }
 
 
@@ -190,18 +237,21 @@ def figure(found: Found) -> str:
 
 def section(lab: Lab, plan: Plan | None = None) -> Section:
     plan = plan or Plan()
-    made = specs(lab, plan)
+    plan = replace(plan, pipeline=comparable(lab, plan.pipeline))
+    tuned = tuned_by_size(lab, plan.pipeline, LOSS)
+    made = specs(lab, plan, tuned)
     plan.pipeline.make(lab, plan.seeds, list(SIZES), [spec for some in made.values() for spec in some])
-    found = read(lab, plan, made)
+    found = read(lab, plan, made, tuned)
     return Section(
         title="Policy size or reward-model size",
         question="Does a larger policy tolerate more staleness, and does a larger reward model?",
         setup=f"Online DPO on {plan.pipeline.told}, on {len(plan.seeds)} seeds. Each of the two models has three "
-        "sizes, beside the middle size of the other. A reward model of any size begins as the SFT policy of that size "
-        "and learns from the same pairs. N is as in the section on losses, which has the same runs of the middle "
-        "sizes.",
+        "sizes, beside the middle size of the other. Each size has rates of its own in SFT, reward model and RL; "
+        "policies are trained to the same held-out loss. A reward model of any size begins as the SFT policy of that "
+        "size and learns from the same pairs. Rate and penalty of RL are tuned as in the section on losses: an "
+        f"effective sample size near 0.45 at N = {FAR}, a drift near 1.5 nats at N = 1.",
         tables=tables(found),
         figures={"Win rate against KL by size and N": figure(found)},
         verdicts=verdicts(found),
-        cost="50 minutes on two cores, 10 of which the section on losses may have spent already",
+        cost="an hour and a half on two cores",
     )

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from itertools import pairwise
 from math import log2
-from pathlib import Path
 from statistics import fmean, linear_regression
 
 from experiments.figures import panels, svg
-from experiments.lab import Lab, Spec, metrics
+from experiments.lab import Lab, Spec
 from experiments.rlhf import (
+    KL_COEF,
     LEAST_GAIN,
+    LOSSES,
+    LR,
     NAMES,
-    SEEDS,
     USUAL,
     Cell,
     Ended,
@@ -32,8 +34,19 @@ from experiments.rlhf import (
     trodden,
 )
 from experiments.section import Section, Verdict, markdown_table, spread
+from experiments.staleness_by_loss.tuning import (
+    DRIFT,
+    ESS,
+    FAR,
+    ON_POLICY,
+    UNPENALISED,
+    Tuned,
+    effective_share,
+    tune,
+)
 
-ON_POLICY, FAR, FARTHEST = 1, 16, 64
+SEEDS = tuple(range(10))
+FARTHEST = 64
 ONE_GRADIENT = ("copg", "rloo")
 """The second is run once, at FAR with the first seed, to see that it ends where the first does."""
 ALIKE = 0.05
@@ -43,53 +56,48 @@ ON_FRONTIER = 0.03
 """Gold scores at most this far from those of N = 1 at the same KL are on its frontier."""
 NEIGHBOURS = 16
 """Steps of N = 1 that a step of another N is compared with."""
-LARGER_LR = 12.0
-"""Over each loss's own learning rate: with larger updates the same N is further off-policy."""
+MOST_ESS = 0.6
+"""Losses that have a larger effective sample size at FAR have too little to bear to be compared there."""
+MATCHED = 1.0
+"""Nats at which gold scores are compared: every loss comes by there."""
+
+Key = tuple[str, int]
+"""A loss and its N."""
+Trodden = Sequence[tuple[float, float]]
+"""(KL, gold score) of each step, and of the last policy."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is run: every loss at every N, some at FARTHEST as well, on every seed.
-
-    At the larger learning rate `minibatches_at_larger_lr` of `losses_at_larger_lr`; the others, which have no KL
-    in the reward, on-policy alone.
-    """
+    """What is run on every seed: `finely` at every N, the other losses on-policy, at FAR and at FARTHEST."""
 
     pipeline: Pipeline = field(default_factory=Pipeline)
     seeds: Sequence[int] = SEEDS
     losses: Sequence[str] = ("ppo", "proximal_rloo", "copg", "online_dpo", "best_of_2", "grpo", "aipo")
-    minibatches: Sequence[int] = (ON_POLICY, 2, 4, 8, FAR)
-    losses_at_farthest: Sequence[str] = ("ppo", "online_dpo")
-    losses_at_larger_lr: Sequence[str] = ("ppo", "proximal_rloo", "copg", "grpo", "aipo")
-    minibatches_at_larger_lr: Sequence[int] = (ON_POLICY, 4, FAR)
+    finely: str = "ppo"
+    minibatches: Sequence[int] = (ON_POLICY, 2, 4, 8, FAR, FARTHEST)
 
     def cells(self) -> Iterator[Key]:
         for loss in self.losses:
-            farthest = [FARTHEST] if loss in self.losses_at_farthest else []
-            yield from ((loss, num) for num in [*self.minibatches, *farthest])
-
-    def cells_at_larger_lr(self) -> Iterator[Key]:
-        for loss in self.losses:
-            if loss in self.losses_at_larger_lr:
-                farthest = [FARTHEST] if loss in self.losses_at_farthest else []
-                yield from ((loss, num) for num in [*self.minibatches_at_larger_lr, *farthest])
-            else:
-                yield loss, ON_POLICY
-
-
-Key = tuple[str, int]
-"""A loss and its N."""
+            of_loss = self.minibatches if loss == self.finely else (ON_POLICY, FAR, FARTHEST)
+            yield from ((loss, num) for num in of_loss)
 
 
 @dataclass(frozen=True)
-class AtOneRate:
-    """What the runs at one learning rate came to.
+class Found:
+    """What all runs came to.
 
-    `ess` are effective sample sizes of the ratios, shares, by seed the mean over all steps.
+    `ess` are effective sample sizes of the ratios, shares, by seed the mean over all steps. `paths` are those of the
+    steps and of the last policy, by cell and seed. `oldest` is the age, in updates, of the stalest minibatch at each N.
+    `twins` are the ends of the two runs with ONE_GRADIENT.
     """
 
     cells: Mapping[Key, Cell]
     ess: Mapping[Key, Sequence[float]]
+    paths: Mapping[Key, Sequence[Trodden]]
+    oldest: Mapping[int, int]
+    twins: tuple[Ended, Ended]
+    tuned: Mapping[str, Tuned]
 
     @property
     def losses(self) -> list[str]:
@@ -103,60 +111,51 @@ class AtOneRate:
         """By N."""
         return {num: cell for (name, num), cell in self.cells.items() if name == loss}
 
-
-@dataclass(frozen=True)
-class Found(AtOneRate):
-    """What all runs came to, those at the usual learning rate first.
-
-    `paths` are PPO's, by N and seed: (KL, gold score) of each step. `oldest` is the age, in updates, of the stalest
-    minibatch at each N. `twins` are the ends of the two runs with ONE_GRADIENT.
-    """
-
-    paths: Mapping[int, Sequence[Sequence[tuple[float, float]]]]
-    oldest: Mapping[int, int]
-    twins: tuple[Ended, Ended]
-    at_larger_lr: AtOneRate
+    def golds(self, loss: str, num: int) -> list[float] | None:
+        """By seed, the gold score where the drift was MATCHED; None where a seed never drifted so far."""
+        found = [gold_at(path, MATCHED) for path in self.paths[loss, num]]
+        known = [gold for gold in found if gold is not None]
+        return known if len(known) == len(found) else None
 
 
-def specs(lab: Lab, plan: Plan) -> dict[Key, list[Spec]]:
+def specs(lab: Lab, plan: Plan, tuned: Mapping[str, Tuned]) -> dict[Key, list[Spec]]:
     """The RL runs of each cell, by seed."""
-    made = {key: [plan.pipeline.rl(lab, *key, seed) for seed in plan.seeds] for key in plan.cells()}
-    return made | {(ONE_GRADIENT[1], FAR): [plan.pipeline.rl(lab, ONE_GRADIENT[1], FAR, plan.seeds[0])]}
+
+    def runs(loss: str, num: int, seeds: Sequence[int], of: str) -> list[Spec]:
+        return [tuned[of].rl(plan.pipeline, lab, loss, num, seed) for seed in seeds]
+
+    first, second = ONE_GRADIENT
+    made = {(loss, num): runs(loss, num, plan.seeds, loss) for loss, num in plan.cells()}
+    return made | {(second, FAR): runs(second, FAR, plan.seeds[:1], first)}
 
 
-def specs_at_larger_lr(lab: Lab, plan: Plan) -> dict[Key, list[Spec]]:
-    return {
-        key: [plan.pipeline.rl(lab, *key, seed, lr_times=LARGER_LR) for seed in plan.seeds]
-        for key in plan.cells_at_larger_lr()
-    }
-
-
-def read(lab: Lab, made: Mapping[Key, Sequence[Spec]], at_larger_lr: Mapping[Key, Sequence[Spec]]) -> Found:
+def read(lab: Lab, made: Mapping[Key, Sequence[Spec]], tuned: Mapping[str, Tuned]) -> Found:
     folders = {key: [lab.place(spec) for spec in some] for key, some in made.items()}
     copg, rloo = (ended(read_evaluation(folders[loss, FAR][0])) for loss in ONE_GRADIENT)
     del folders[ONE_GRADIENT[1], FAR]
     oldest: dict[int, int] = {}
     for (_, num), runs in folders.items():
         oldest[num] = max([oldest.get(num, 0), *map(oldest_update, runs)])
+    cells = {key: cell_of(runs) for key, runs in folders.items()}
     return Found(
-        *cells_and_ess(folders),
-        paths={num: [trodden(run) for run in runs] for (loss, num), runs in folders.items() if loss == "ppo"},
+        cells=cells,
+        ess={key: [effective_share(run) for run in runs] for key, runs in folders.items()},
+        paths={
+            key: [[*trodden(run), (last.kl, last.gold)] for run, last in zip(runs, cells[key].ended, strict=True)]
+            for key, runs in folders.items()
+        },
         oldest=oldest,
         twins=(copg, rloo),
-        at_larger_lr=AtOneRate(
-            *cells_and_ess({key: [lab.place(spec) for spec in some] for key, some in at_larger_lr.items()})
-        ),
+        tuned=tuned,
     )
 
 
-def cells_and_ess(folders: Mapping[Key, Sequence[Path]]) -> tuple[dict[Key, Cell], dict[Key, list[float]]]:
-    cells = {key: cell_of(runs) for key, runs in folders.items()}
-    return cells, {key: [effective_share(run) for run in runs] for key, runs in folders.items()}
-
-
-def effective_share(run: Path) -> float:
-    """Mean over a run's steps."""
-    return fmean(line["ess"] for line in metrics(run) if "ess" in line)
+def gold_at(path: Trodden, kl: float) -> float | None:
+    """The gold score where a path first has this KL, between two of its points by a straight line; None if it never."""
+    for (before, low), (after, high) in pairwise(path):
+        if before <= kl <= after and before < after:
+            return low + (high - low) * (kl - before) / (after - before)
+    return None
 
 
 # The claims, each by the rule that README.md states
@@ -166,6 +165,7 @@ def verdicts(found: Found) -> list[Verdict]:
     return [
         dpo_most_robust(found),
         best_of_2_does_not_keep(found),
+        dpo_most_robust_at_equal_drift(found),
         only_dpo_far_off(found),
         ppo_best_on_policy(found),
         first_two_alike(found),
@@ -174,22 +174,21 @@ def verdicts(found: Found) -> list[Verdict]:
         slower_along_it(found),
         copg_at_zero(found),
         proximal_above_copg(found),
-        *(
-            replace(verdict, claim=f"At {LARGER_LR:g} times the learning rate: {verdict.claim}")
-            for verdict in (
-                ppo_best_on_policy(found.at_larger_lr),
-                logarithmic_fall(found.at_larger_lr),
-                slower_along_it(found.at_larger_lr),
-                copg_at_zero(found.at_larger_lr),
-                proximal_above_copg(found.at_larger_lr),
-            )
-        ),
     ]
+
+
+OTHERS = ("ppo", "proximal_rloo", "best_of_2")
+"""Those that the source compares with Online DPO."""
+
+
+def has_something_to_bear(found: Found, losses: Sequence[str]) -> bool:
+    """Whether all are as far off-policy at FAR as they were to be, or farther."""
+    return all(fmean(found.ess[loss, FAR]) <= MOST_ESS for loss in losses)
 
 
 def dpo_most_robust(found: Found) -> Verdict:
     claim = "Online DPO is the most robust: at N = 16 it keeps more of its gain than PPO, Proximal RLOO and best of 2"
-    return _dpo_keeps_more(found, ("ppo", "proximal_rloo", "best_of_2"), claim)
+    return _dpo_keeps_more(found, OTHERS, claim)
 
 
 def best_of_2_does_not_keep(found: Found) -> Verdict:
@@ -206,7 +205,32 @@ def _dpo_keeps_more(found: Found, others: Sequence[str], claim: str) -> Verdict:
     compared = (
         None if ours is None or values is None else is_greater_by_seed(ours, values) for values in theirs.values()
     )
-    return Verdict(claim, "A, Fig. 4", all_of(compared), f"kept: {told}")
+    holds = all_of(compared) if has_something_to_bear(found, ("online_dpo", *others)) else None
+    return Verdict(claim, "A, Fig. 4", holds, f"kept: {told}")
+
+
+def dpo_most_robust_at_equal_drift(found: Found) -> Verdict:
+    """By what gold loses from N = 1 to FAR where the drift is MATCHED."""
+    lost: dict[str, list[float] | None] = {}
+    for loss in ("online_dpo", *OTHERS):
+        near, far = found.golds(loss, ON_POLICY), found.golds(loss, FAR)
+        lost[loss] = None if near is None or far is None else [a - b for a, b in zip(near, far, strict=True)]
+    ours = lost["online_dpo"]
+    compared = [
+        None if ours is None or values is None else is_greater_by_seed(values, ours)
+        for loss, values in lost.items()
+        if loss in OTHERS
+    ]
+    told = ", ".join(
+        f"{NAMES[loss]} {'not there' if values is None else spread(values)}" for loss, values in lost.items()
+    )
+    return Verdict(
+        f"At a drift of {MATCHED:g} nat Online DPO loses less gold from N = 1 to {FAR} than PPO, Proximal RLOO and "
+        "best of 2",
+        "A, Fig. 4",
+        all_of(compared) if has_something_to_bear(found, ("online_dpo", *OTHERS)) else None,
+        f"lost: {told}",
+    )
 
 
 def only_dpo_far_off(found: Found) -> Verdict:
@@ -226,7 +250,7 @@ def learns(gains: Sequence[float]) -> bool | None:
     return False if fmean(gains) < LEAST_GAIN else is_greater_by_seed(gains, [0.0] * len(gains))
 
 
-def ppo_best_on_policy(found: AtOneRate) -> Verdict:
+def ppo_best_on_policy(found: Found) -> Verdict:
     """Against the losses that the source compares."""
     others = ("proximal_rloo", "online_dpo", "best_of_2")
     win_rates = {loss: found.cells[loss, ON_POLICY].win_rates() for loss in ("ppo", *others)}
@@ -248,7 +272,7 @@ def first_two_alike(found: Found) -> Verdict:
     )
 
 
-def logarithmic_fall(found: AtOneRate) -> Verdict:
+def logarithmic_fall(found: Found) -> Verdict:
     win_rates = {num: cell.win_rates() for num, cell in found.of("ppo").items() if num > 1}
     slopes, means = slopes_by_seed(win_rates), [fmean(values) for values in win_rates.values()]
     by_log, by_num = unexplained([log2(num) for num in win_rates], means), unexplained([*map(float, win_rates)], means)
@@ -262,9 +286,10 @@ def logarithmic_fall(found: AtOneRate) -> Verdict:
 
 
 def one_frontier(found: Found) -> Verdict:
+    own = found.paths["ppo", ON_POLICY]
     above = {
-        num: [deviation(path, own) for path, own in zip(paths, found.paths[ON_POLICY], strict=True)]
-        for num, paths in found.paths.items()
+        num: [deviation(path, frontier) for path, frontier in zip(found.paths["ppo", num], own, strict=True)]
+        for num in found.of("ppo")
         if num > ON_POLICY
     }
     known = {num: [one for one in by_seed if one is not None] for num, by_seed in above.items()}
@@ -280,7 +305,7 @@ def one_frontier(found: Found) -> Verdict:
     )
 
 
-def slower_along_it(found: AtOneRate) -> Verdict:
+def slower_along_it(found: Found) -> Verdict:
     slopes = slopes_by_seed({num: [one.kl for one in cell.ended] for num, cell in found.of("ppo").items()})
     return Verdict(
         "PPO moves less far along its frontier as N grows",
@@ -290,17 +315,18 @@ def slower_along_it(found: AtOneRate) -> Verdict:
     )
 
 
-def copg_at_zero(found: AtOneRate) -> Verdict:
+def copg_at_zero(found: Found) -> Verdict:
     far = found.cells["copg", FAR].win_rates()
     return Verdict("CoPG is at 0 by N = 16", "A, Fig. 13", fmean(far) <= AT_ZERO, f"win rate {spread(far, 2)}")
 
 
-def proximal_above_copg(found: AtOneRate) -> Verdict:
+def proximal_above_copg(found: Found) -> Verdict:
     proximal, copg = (found.cells[loss, FAR].win_rates() for loss in ("proximal_rloo", "copg"))
+    holds = is_greater_by_seed(proximal, copg)
     return Verdict(
         "Proximal RLOO is above CoPG at N = 16",
         "A, Fig. 13",
-        is_greater_by_seed(proximal, copg),
+        holds if has_something_to_bear(found, ("proximal_rloo", "copg")) else None,
         f"{spread(proximal, 2)} and {spread(copg, 2)}",
     )
 
@@ -337,7 +363,7 @@ def deviation(path: Sequence[tuple[float, float]], frontier: Sequence[tuple[floa
 # What is shown
 
 
-def who_keeps(found: AtOneRate, num: int) -> str:
+def who_keeps(found: Found, num: int) -> str:
     """Losses that were run at N = `num`, by what they keep there of their gain on-policy."""
     shares = {
         loss: shares_kept(cells[num], cells[ON_POLICY]) for loss in found.losses if num in (cells := found.of(loss))
@@ -348,16 +374,9 @@ def who_keeps(found: AtOneRate, num: int) -> str:
 
 
 def tables(found: Found) -> dict[str, str]:
-    ages = ", ".join(str(found.oldest[num]) for num in found.minibatches)
-    larger = {
-        f"At {LARGER_LR:g} times the learning rate. {caption}": table for caption, table in _tables(found.at_larger_lr)
-    }
-    return dict(_tables(found, f"; the stalest minibatch is {ages} updates old")) | larger
-
-
-def _tables(found: AtOneRate, of_age: str = "") -> Iterator[tuple[str, str]]:
-    """Captions and tables of one learning rate, a row per loss and a column per N."""
+    """Captions and tables, a row per loss and a column per N."""
     columns = found.minibatches
+    ages = ", ".join(str(found.oldest[num]) for num in columns)
     began = next(iter(found.cells.values())).began
     start, perplexity = ([getattr(one, what) for one in began] for what in ("win_rate", "perplexity"))
 
@@ -374,30 +393,39 @@ def _tables(found: AtOneRate, of_age: str = "") -> Iterator[tuple[str, str]]:
         shares = (share(shares_kept(cells[num], cells[ON_POLICY])) if num in cells else "" for num in columns[1:])
         return [NAMES[loss], spread(cells[ON_POLICY].gains(), 2), *shares]
 
-    yield f"Gold win rate against the references. RL begins at {spread(start, 2)}{of_age}", at_the_end("win_rate")
-    yield "Drift: KL from the SFT policy in nats per completion", at_the_end("kl")
-    yield (
-        "Drift: the SFT policy's perplexity on the completions, per response token. "
-        f"RL begins at {spread(perplexity, 2)}",
-        at_the_end("perplexity"),
-    )
-    yield (
-        "How far off-policy: effective sample size of the importance ratios, 1 where all are 1; mean over all steps",
-        table(found.ess),
-    )
-    yield (
-        "Gain in win rate at N = 1, and the share of it that is kept",
-        markdown_table(
+    matched = {key: golds for key in found.cells if (golds := found.golds(*key)) is not None}
+    return {
+        "Each loss as it was tuned": markdown_table(
+            ["loss", "learning rate", "penalty"],
+            ([NAMES[loss], *as_tuned(loss, found.tuned[loss])] for loss in found.losses),
+        ),
+        f"Gold win rate against the references. RL begins at {spread(start, 2)}; the stalest minibatch is {ages} "
+        "updates old": at_the_end("win_rate"),
+        "Drift: KL from the SFT policy in nats per completion": at_the_end("kl"),
+        "Drift: the SFT policy's perplexity on the completions, per response token. RL begins at "
+        f"{spread(perplexity, 2)}": at_the_end("perplexity"),
+        "How far off-policy: effective sample size of the importance ratios, 1 where all are 1; mean over all "
+        "steps": table(found.ess),
+        f"Gold score where the drift is {MATCHED:g} nat; empty where a seed never drifts so far": table(matched),
+        "Gain in win rate at N = 1, and the share of it that is kept": markdown_table(
             ["loss", "gain at N = 1", *(f"kept at N = {num}" for num in columns[1:])], map(kept, found.losses)
         ),
-    )
+    }
+
+
+def as_tuned(loss: str, tuned: Tuned) -> tuple[str, str]:
+    """Learning rate and penalty in words."""
+    own = LOSSES[loss]
+    rate = own.get("trainer", {}).get("optimizer", {}).get("lr", LR) * tuned.lr_times
+    if loss in UNPENALISED:
+        return f"{rate:.1e}", "none"
+    beta = own["loss"].get("params", {}).get("beta")
+    penalty = f"KL {KL_COEF * tuned.penalty_times:g}" if beta is None else f"beta {beta * tuned.penalty_times:g}"
+    return f"{rate:.1e}", penalty
 
 
 def figure(found: Found) -> str:
-    """Win rate against KL, a panel per loss; in the last one PPO's gold score against KL as it trains.
-
-    Diamonds are runs at the larger learning rate.
-    """
+    """Win rate against KL, a panel per loss; in the last one PPO's gold score against KL as it trains."""
     shades = shades_of(found.minibatches)
     second = {ONE_GRADIENT[0]: f" = {NAMES[ONE_GRADIENT[1]]}"}
     drawn, axes = panels([*(NAMES[loss] + second.get(loss, "") for loss in found.losses), "PPO, step by step"], rows=2)
@@ -409,47 +437,43 @@ def figure(found: Found) -> str:
             kl, win_rates = [one.kl for one in cell.ended], cell.win_rates()
             axis.plot(kl, win_rates, "o", color=shades[num], markersize=3, alpha=0.6, markeredgewidth=0)
             axis.plot(fmean(kl), fmean(win_rates), "o", color=shades[num], markersize=7, label=f"N = {num}")
-        for num, cell in found.at_larger_lr.of(loss).items():
-            kl, win_rates = [one.kl for one in cell.ended], cell.win_rates()
-            axis.plot(kl, win_rates, "D", color=shades[num], markersize=2.5, alpha=0.6, markeredgewidth=0)
-            label = f"N = {num}, {LARGER_LR:g} x learning rate"
-            axis.plot(fmean(kl), fmean(win_rates), "D", color=shades[num], markersize=6, label=label)
         axis.set(ylabel="gold win rate")
     # Where there is room: the last panel has the same colours, and nothing so low.
     handles, labels = axes[found.losses.index("ppo")].get_legend_handles_labels()
     axes[-1].legend(handles, labels, fontsize=6, ncols=2, loc="lower left")
-    for num, paths in found.paths.items():
+    of_ppo = {num: found.paths["ppo", num] for num in found.of("ppo")}
+    for num, paths in of_ppo.items():
         points = [point for path in paths for point in path]
         axes[-1].plot(*zip(*points, strict=True), "o", color=shades[num], markersize=2.5, alpha=0.5, markeredgewidth=0)
     axes[-1].set(ylabel="mean gold score of a step")
-    cells = [*found.cells.values(), *found.at_larger_lr.cells.values()]
-    seen = [one.kl for cell in cells for one in cell.ended]
-    drift_axes(axes, max(seen + [kl for paths in found.paths.values() for path in paths for kl, _ in path]))
+    seen = [one.kl for cell in found.cells.values() for one in cell.ended]
+    drift_axes(axes, max(seen + [kl for paths in of_ppo.values() for path in paths for kl, _ in path]))
     return svg(drawn)
 
 
 def section(lab: Lab, plan: Plan | None = None) -> Section:
     plan = plan or Plan()
-    made, faster = specs(lab, plan), specs_at_larger_lr(lab, plan)
-    runs = [spec for some in (*made.values(), *faster.values()) for spec in some]
-    plan.pipeline.make(lab, plan.seeds, [USUAL], runs)
-    found = read(lab, made, faster)
+    tuned = tune(lab, plan.pipeline, plan.losses)
+    made = specs(lab, plan, tuned)
+    plan.pipeline.make(lab, plan.seeds, [USUAL], [spec for some in made.values() for spec in some])
+    found = read(lab, made, tuned)
     copg, rloo = found.twins
     same = "ends as CoPG's does, bit for bit" if copg == rloo else f"ends at {rloo}, CoPG's at {copg}"
     return Section(
         title="How much staleness each loss bears",
         question="A policy samples N minibatches and is then trained once on each of them. How do win rate and drift "
-        "change with N, and for which loss least?",
-        setup=f"{plan.pipeline.told}, on {len(plan.seeds)} seeds. The N minibatches are those of one step at staleness "
-        "0, as in the source. Best of 2 learns at a third of the others' rate, as in the source. Runs at "
-        f"{LARGER_LR:g} times the learning rate were added after those at the usual rate had been seen.",
+        "change with N, and for which loss least, if all are equally far off-policy and drift alike?",
+        setup=f"{plan.pipeline.told}, on {len(plan.seeds)} seeds. The N minibatches are those of one step at "
+        "staleness 0, as in the source. Each loss has the learning rate (times 3, 6, 12 or 24) at which its "
+        f"effective sample size at N = {FAR} is nearest {ESS:g}, and the penalty (times 0.5 to 8) at which N = 1 ends "
+        f"nearest a drift of {DRIFT:g} nats, both chosen on a seed of its own; best of 2 has no penalty.",
         tables=tables(found),
         figures={"Win rate against KL by loss and N": figure(found)},
         verdicts=verdicts(found),
-        cost="90 minutes on two cores",
+        cost="an hour and a half on two cores",
         notes=[
-            f"At {LARGER_LR:g} times the learning rate and N = {FAR} the kept shares of the gain are, largest first: "
-            f"{who_keeps(found.at_larger_lr, FAR)}.",
+            f"At N = {FAR} the kept shares of the gain are, largest first: {who_keeps(found, FAR)}.",
+            f"At N = {FARTHEST}: {who_keeps(found, FARTHEST)}.",
             f"RLOO and CoPG have the same gradient: RLOO's run at N = {FAR} with the first seed {same}.",
         ],
     )

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+
 import pytest
 
 from experiments.lab import Lab
 from experiments.policy_or_reward_size import experiment
 from experiments.policy_or_reward_size.experiment import POLICIES, REWARD_MODELS, Found, Plan
-from experiments.rlhf import Cell, Ended
-from experiments.staleness_by_loss import experiment as by_loss
+from experiments.policy_or_reward_size.sizes import JUDGE_RATES, SFT_RATES, SFT_STEPS, comparable, nearest_steps
+from experiments.rlhf import Cell, Ended, Pipeline
+from experiments.staleness_by_loss.tuning import Tuned
+from slipstream.core.recipes import stage_dir
 
 SEEDS = range(5)
-MINIBATCHES = (1, 4, 16, 64)
+MINIBATCHES = (1, 16, 64)
 JITTER = (0.0, 0.01, -0.01, 0.02, -0.02)
 PAPER = {"SM": (0.5, 0.3), "MM": (0.5, 0.6), "LM": (0.5, 0.9), "MS": (0.5, 0.6), "ML": (0.5, 0.6)}
 """Gain in win rate at N = 1, and the share of it that is kept at all others, in a world as the source has it."""
@@ -23,13 +28,24 @@ def cell(gain: float, kl: float) -> Cell:
     return Cell(began, [Ended(one.win_rate + gain, 0.6, kl + j, 4.0) for one, j in zip(began, JITTER, strict=True)])
 
 
-def world(kl: dict[str, float] = KL, **changed: tuple[float, float]) -> Found:
+TUNED = {"S": Tuned(24.0, 1.0), "M": Tuned(12.0, 2.0), "L": Tuned(6.0, 4.0)}
+RISING = {size: [accuracy + j for j in JITTER] for size, accuracy in {"S": 0.7, "M": 0.8, "L": 0.9}.items()}
+
+
+def world(kl: dict[str, float] = KL, ess: float = 0.5, **changed: tuple[float, float]) -> Found:
     cells = {}
     for sizes, (gain, kept) in (PAPER | changed).items():
         for num in MINIBATCHES:
             cells[(sizes[0], sizes[1]), num] = cell(gain * (1.0 if num == 1 else kept), KL.get(sizes, 0.0))
         cells[(sizes[0], sizes[1]), 1] = cell(gain, kl[sizes])
-    return Found(cells, {"S": 100_000, "M": 600_000, "L": 3_000_000}, dict.fromkeys("SML", [0.7] * 5))
+    return Found(
+        cells=cells,
+        parameters={"S": 100_000, "M": 600_000, "L": 3_000_000},
+        accuracies=RISING,
+        ess={key: [ess] * 5 for key in cells},
+        losses={"S": 0.9, "M": 0.91, "L": 0.89},
+        tuned=TUNED,
+    )
 
 
 def holds(found: Found) -> list[bool | None]:
@@ -43,7 +59,7 @@ def noisy(found: Found, sizes: tuple[str, str]) -> Found:
         own = cells[sizes, num]
         odd = Ended(own.began[0].win_rate + 0.01, 0.6, own.ended[0].kl, 4.0)
         cells[sizes, num] = Cell(own.began, [odd, *own.ended[1:]])
-    return Found(cells, found.parameters, found.accuracies)
+    return replace(found, cells=cells)
 
 
 def test_in_the_papers_world_every_claim_holds():
@@ -73,33 +89,76 @@ def test_less_drift_counts_only_at_an_equal_win_rate():
 
 def test_shares_are_means_over_all_larger_n():
     found = world()
-    cells = {**found.cells, (("S", "M"), 4): cell(0.5, 2.0)}
-    kept = Found(cells, found.parameters, found.accuracies).kept(("S", "M"))
-    assert kept == pytest.approx([(1.0 + 0.3 + 0.3) / 3] * 5)
+    cells = {**found.cells, (("S", "M"), 16): cell(0.5, 2.0)}
+    kept = replace(found, cells=cells).kept(("S", "M"))
+    assert kept == pytest.approx([(1.0 + 0.3) / 2] * 5)
+
+
+def test_nothing_is_said_where_nothing_is_borne_or_larger_judges_are_no_better():
+    assert holds(world(ess=0.7)) == [None, None, True]
+    assert holds(replace(world(), accuracies=RISING | {"L": RISING["M"]})) == [True, None, None]
 
 
 def test_the_plan_is_a_cross_of_both_sizes(tmp_path):
-    made = experiment.specs(Lab(tmp_path), Plan())
+    made = experiment.specs(Lab(tmp_path), Plan(), TUNED)
     assert {models for models, _ in made} == {*POLICIES, *REWARD_MODELS}
-    assert len(made) == 5 * 4
+    assert len(made) == 5 * 3
     assert {len(some) for some in made.values()} == {5}
-    assert {spec.config().loss.name for some in made.values() for spec in some} == {"online_dpo"}
+    for ((policy, _), _), some in made.items():
+        config = some[0].config()
+        assert config.loss.name == "online_dpo"
+        assert config.trainer.optimizer.lr == pytest.approx(1e-4 * TUNED[policy].lr_times)
+        assert config.loss.params["beta"] == pytest.approx(0.1 * TUNED[policy].penalty_times)
 
 
-def test_the_middle_sizes_are_the_other_experiments_runs(tmp_path):
-    """Made once for both."""
-    lab = Lab(tmp_path)
-    ours, theirs = experiment.specs(lab, Plan()), by_loss.specs(lab, by_loss.Plan())
-    for num in (1, 4, 16, 64):
-        places = [[lab.place(spec) for spec in some] for some in (ours[("M", "M"), num], theirs["online_dpo", num])]
-        assert places[0] == places[1]
+def test_updates_are_those_nearest_the_loss_that_all_can_reach():
+    losses = {
+        "S": {1000: 1.4, 2000: 1.1, 3000: 1.0},
+        "M": {400: 1.2, 600: 0.97, 800: 0.8},
+        "L": {200: 1.1, 300: 1.02, 400: 0.7},
+    }
+    assert nearest_steps(losses) == {"S": 3000, "M": 600, "L": 300}
+
+
+class Learning(Lab):
+    """Larger models learn sooner, each best at the second of its rates; so do their reward models."""
+
+    def run_all(self, specs):
+        for spec in specs:
+            config, folder = spec.config(), self.place(spec)
+            size = next(size for size in "SML" if f" {size}" in spec.name)
+            for stage in config.stages:
+                stage_dir(folder, stage).mkdir(parents=True, exist_ok=True)
+                if stage == "sft":
+                    steps, rate = config.sft.steps or 0, config.sft.optimizer.lr
+                    loss = 400 * {"S": 4, "M": 1.5, "L": 1}[size] / steps + (rate != SFT_RATES[size][1])
+                    record = {"held_out": {"after": {"loss": loss}}}
+                else:
+                    right = 0.5 + 0.1 * "SML".index(size) + 0.1 * (config.reward_model.optimizer.lr == JUDGE_RATES[2])
+                    record = {"held_out_accuracy": right}
+                (stage_dir(folder, stage) / "stage.json").write_text(json.dumps(record))
+        return [self.place(spec) for spec in specs]
+
+
+def test_each_size_gets_what_suits_it(tmp_path):
+    lab = Learning(tmp_path)
+    found = comparable(lab, Pipeline()).by_size
+    assert {size: own["sft"]["optimizer"]["lr"] for size, own in found.items()} == {"S": 2e-3, "M": 1e-3, "L": 5e-4}
+    losses = {size: {n: 400 * times / n for n in SFT_STEPS[size]} for size, times in (("S", 4), ("M", 1.5), ("L", 1))}
+    assert {size: own["sft"]["steps"] for size, own in found.items()} == nearest_steps(losses)
+    assert {own["reward_model"]["optimizer"]["lr"] for own in found.values()} == {1e-3}
+    config = replace(Pipeline(), by_size=found).judge(lab, 0, "L").config()
+    assert config.reward_model.optimizer.lr == 1e-3
+    usual = lab.place(replace(Pipeline(), by_size=found).judge(lab, 0))
+    assert config.reward_model.preferences == str(usual / "preferences" / "preferences.jsonl")
 
 
 def test_what_is_told():
     found = world()
-    win_rates, _, kept, sizes = experiment.tables(found).values()
-    assert "| L | M | 0.75 (0.02) | 0.70 (0.02) | 0.70 (0.02) | 0.70 (0.02) |" in win_rates
+    win_rates, _, kept, ess, sizes = experiment.tables(found).values()
+    assert "| L | M | 0.75 (0.02) | 0.70 (0.02) | 0.70 (0.02) |" in win_rates
+    assert "| M | S | 0.50 (0.00) | 0.50 (0.00) | 0.50 (0.00) |" in ess
     assert "| S | M | 0.25 (0.02) | 0.50 (0.00) | 0.30 (0.00) |" in kept
-    assert "| L | 3,000,000 | 0.70 (0.00) |" in sizes
+    assert "| L | 3,000,000 | 0.890 | 6.0e-04 | beta 0.4 | 0.90 (0.02) |" in sizes
     figure = experiment.figure(found)
     assert all(text in figure for text in ("Policy (reward model M)", "Reward model (policy M)", "L, N = 64"))
