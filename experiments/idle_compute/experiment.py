@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
@@ -12,13 +13,25 @@ from experiments.comparison import is_as_great, is_greater
 from experiments.figures import COLOURS, MARKERS, lines, panels, svg
 from experiments.idle_compute.course import course
 from experiments.lab import Lab, Spec, metrics, summary
-from experiments.rlhf import LEAST_GAIN, LR, SEEDS, Ended, Pipeline, ended, read_evaluation
+from experiments.rlhf import LEAST_GAIN, LR, SEEDS, USUAL, Ended, Pipeline, ended, read_evaluation
 from experiments.section import Section, Verdict, markdown_table, spread
+from slipstream.core.config import RunConfig
 from slipstream.core.jsonl import read_jsonl
 from slipstream.core.recipes import merge
 
 TIMED_SEEDS = (0, 1, 2)
 PIPELINE = Pipeline()
+PREAMBLE = "here is a post of letters: write down the marked ones in their order: "
+"""In front of every post of the training-bound set-up: read once by the generator, three times over by the trainer."""
+BOUND_POLICY = "L"
+BOUND = Pipeline(
+    overrides={
+        "model": {"max_positions": 112},
+        "prompts": {"template": PREAMBLE + "{question}>", "max_prompt_tokens": 96},
+    },
+    by_size={"M": {"sft": {"steps": 600}}, BOUND_POLICY: {"sft": {"steps": 400, "optimizer": {"lr": 5e-4}}}},
+)
+"""Where training takes longer than generating: a policy of 2.6 M parameters, long prompts, short answers."""
 TIMED_STEPS = 40
 COLD_STEPS = 10
 """Left out of step times."""
@@ -48,16 +61,18 @@ CELLS: dict[str, tuple[str, dict[str, Any]]] = {
     EXTREMES: ("rloo", ASYNCHRONOUS | {"completions_per_group": 4, "loss": {"select": "best_and_worst"}}),
 }
 """The loss, and what is changed in its run: one update for every 32 pairs, on-policy."""
+USUAL_CELLS = (T1, T2, T3, ALL, EXTREMES)
 TIMED = (SYNC, T1, K4)
+"""Those of the training-bound set-up."""
 
 
-def quality(lab: Lab, name: str, seed: int) -> Spec:
+def quality(lab: Lab, name: str, seed: int, *, bound: bool = False) -> Spec:
     """One run for what it learns, on one core."""
     loss, changed = CELLS[name]
-    base = PIPELINE.rl(lab, loss, 1, seed)
+    base = BOUND.rl(lab, loss, 1, seed, policy=BOUND_POLICY) if bound else PIPELINE.rl(lab, loss, 1, seed)
     told = merge(base.overrides, changed)
     told = merge(told, {"trainer": {"checkpoint_every": told["steps"] // NUM_POINTS, "keep_checkpoints": NUM_POINTS}})
-    return replace(base, name=f"idle_compute {name} seed {seed}", overrides=told)
+    return replace(base, name=f"idle_compute {'bound ' * bound}{name} seed {seed}", overrides=told)
 
 
 def timed(lab: Lab, name: str, seed: int) -> Spec:
@@ -70,7 +85,7 @@ def timed(lab: Lab, name: str, seed: int) -> Spec:
         "rewards": {"terms": []},
         "eval": {"num_prompts": 8},
     }
-    one = quality(lab, name, seed)
+    one = quality(lab, name, seed, bound=True)
     return replace(one, name=f"{one.name} timed", overrides=merge(one.overrides, alone), cores=None)
 
 
@@ -185,14 +200,14 @@ def seconds_to(runs: Runs, timings: Timings, name: str, levels: Sequence[float])
     return [place.step * step_s for place in places_at(runs, name, levels)]
 
 
-def verdicts(runs: Runs, timings: Timings) -> list[Verdict]:
-    """Each claim by the rule in the README."""
+def verdicts(runs: Runs, bound: Runs, timings: Timings) -> list[Verdict]:
+    """Each claim by the rule in the README; those about K are of the training-bound runs."""
     return [
         *_more_updates(runs),
-        _as_good_in_half_the_steps(runs),
-        _margin_doubles(runs),
-        *_faster(runs, timings),
-        _more_drift(runs, K4, "Best and worst of 4 reach the same win rate at a higher KL.", FIGURE_8),
+        _as_good_in_half_the_steps(bound),
+        _margin_doubles(bound),
+        *_faster(bound, timings),
+        _more_drift(bound, K4, "Best and worst of 4 reach the same win rate at a higher KL.", FIGURE_8),
         _extremes_hurt_rloo(runs),
     ]
 
@@ -258,11 +273,20 @@ def _faster(runs: Runs, timings: Timings) -> list[Verdict]:
     seconds = {name: seconds_to(runs, timings, name, levels) for name in TIMED}
     over_sync = [theirs / ours for ours, theirs in zip(seconds[K4], seconds[SYNC], strict=True)]
     over_two = [ours / theirs for ours, theirs in zip(seconds[K4], seconds[T1], strict=True)]
-    idle = fmean(one.generator_idle for one in timings[T1])
-    bound = f"generators idle {idle:.0%} of the time at K = 2"
+    idle, trainer = (fmean(getattr(one, f"{who}_idle") for one in timings[T1]) for who in ("generator", "trainer"))
+    told = f"at K = 2 generators idle {idle:.0%} of the time, the trainer {trainer:.0%}"
+    is_bound = idle > trainer
     return [
-        Verdict(claims[0], FIGURE_8, fmean(over_sync) >= 2.5, f"{spread(over_sync, 2)} times as fast; {bound}"),
-        Verdict(claims[1], FIGURE_8, fmean(over_two) <= 0.6, f"{spread(over_two, 2)} of it; {bound}"),
+        Verdict(
+            claim,
+            FIGURE_8,
+            holds if is_bound else None,
+            f"{spread(values, 2)} {unit}; {told}",
+        )
+        for claim, holds, values, unit in (
+            (claims[0], fmean(over_sync) >= 2.5, over_sync, "times as fast"),
+            (claims[1], fmean(over_two) <= 0.6, over_two, "of it"),
+        )
     ]
 
 
@@ -286,41 +310,59 @@ def _all_of(answers: Iterable[bool | None]) -> bool | None:
 
 
 def section(lab: Lab) -> Section:
-    cells = [(name, seed) for seed in SEEDS for name in CELLS]
-    places = PIPELINE.make(lab, SEEDS, [], [quality(lab, name, seed) for name, seed in cells])
+    usual = [(name, seed) for seed in SEEDS for name in USUAL_CELLS]
+    runs = dict(zip(usual, PIPELINE.make(lab, SEEDS, [], [quality(lab, *cell) for cell in usual]), strict=True))
+    of_k = [(name, seed) for seed in SEEDS for name in TIMED]
+    specs = [quality(lab, *cell, bound=True) for cell in of_k]
+    bound = dict(zip(of_k, BOUND.make(lab, SEEDS, [USUAL, BOUND_POLICY], specs), strict=True))
     timed_cells = [(name, seed) for seed in TIMED_SEEDS for name in TIMED]  # interleaved: a slow hour slows all of them
-    timed_places = lab.run_all([timed(lab, name, seed) for name, seed in timed_cells])
-    runs: dict[str, list[Outcome]] = {}
-    for (name, seed), place in zip(cells, places, strict=True):
-        length = quality(lab, name, seed).config().steps
-        steps = [index * (length // NUM_POINTS) for index in range(NUM_POINTS + 1)]
-        went = lab.measure(f"idle_compute course {name} seed {seed}", course, run=str(place), steps=steps)
-        rollouts = read_jsonl(place / "rollouts.jsonl", dict[str, Any])
-        margin = group_margin(rollouts, FIRST_STEPS * PIPELINE.prompts_per_update)
-        evaluation = read_evaluation(place)
-        one = Outcome(tuple(Point(**point) for point in went), margin, ended(evaluation, "before"), ended(evaluation))
-        runs.setdefault(name, []).append(one)
+    timed_places = lab.run_all([timed(lab, *cell) for cell in timed_cells])
     timings: dict[str, list[Timing]] = {}
     for (name, _), place in zip(timed_cells, timed_places, strict=True):
         timings.setdefault(name, []).append(timing(metrics(place), summary(place)))
-    config = quality(lab, T1, 0).config()
+    return told(
+        {name: [read(lab, name, seed, runs[name, seed]) for seed in SEEDS] for name in USUAL_CELLS},
+        {name: [read(lab, name, seed, bound[name, seed], bound=True) for seed in SEEDS] for name in TIMED},
+        timings,
+        quality(lab, T1, 0).config(),
+    )
+
+
+def read(lab: Lab, name: str, seed: int, place: Path, *, bound: bool = False) -> Outcome:
+    """What the run of a cell in the folder `place` came to."""
+    spec = quality(lab, name, seed, bound=bound)
+    length = spec.config().steps
+    steps = [index * (length // NUM_POINTS) for index in range(NUM_POINTS + 1)]
+    went = lab.measure(f"{spec.name} course", course, run=str(place), steps=steps)
+    rollouts = read_jsonl(place / "rollouts.jsonl", dict[str, Any])
+    margin = group_margin(rollouts, FIRST_STEPS * PIPELINE.prompts_per_update)
+    evaluation = read_evaluation(place)
+    return Outcome(tuple(Point(**point) for point in went), margin, ended(evaluation, "before"), ended(evaluation))
+
+
+def told(runs: Runs, bound: Runs, timings: Timings, config: RunConfig) -> Section:
+    """The section: from numbers to words. `config` is that of a run at K = 2."""
     return Section(
         title="Spending idle compute",
         question="If the trainer is idle, what is gained by T = 2 or 3 updates per batch? If the generators are idle, "
         "what is gained by choosing the best and the worst of 4 completions? What does either cost in drift?",
         setup=f"`tldr_mini` with Online DPO, {config.steps} steps of {config.groups_per_step} pairs, each trained on "
         "once, at most one step stale; with 4 completions, half the steps at half the learning rate. "
-        f"{len(SEEDS)} seeds, a reward model for each. Win rate is gold's against the references, drift the KL from "
+        f"{len(SEEDS)} seeds, a reward model for each. What idle generators buy is asked where training takes longer "
+        f"than generating: a policy of 2.6 M parameters behind prompts of {len(PREAMBLE)} more tokens. Win rate is "
+        "gold's against the references, drift the KL from "
         f"the SFT policy in nats per completion, both on {config.evaluation.num_prompts} held-out prompts x "
         f"{config.evaluation.num_samples} completions, at {NUM_POINTS} checkpoints. Equal win rate: "
         f"{SHARE_OF_GAIN:.0%} of the smallest best gain of the runs compared.",
         tables={
             "Held-out prompts at the end": quality_table(runs),
-            "Time of a step on the whole machine, and idle time": timing_table(timings),
+            "The same of the training-bound runs": quality_table(bound),
+            "Time of a training-bound step on the whole machine, and idle time": timing_table(timings),
         },
-        figures={"Win rate by completions and by time, and against drift": figure(runs, timings)},
-        verdicts=verdicts(runs, timings),
-        cost=f"{len(places)} runs for quality on one core each, {len(timed_places)} for time on all",
+        figures={"Win rate by completions and by time, and against drift": figure(runs, bound, timings)},
+        verdicts=verdicts(runs, bound, timings),
+        cost=f"{len(SEEDS) * (len(runs) + len(bound))} runs for quality on one core each, "
+        f"{len(TIMED_SEEDS) * len(timings)} for time on all",
     )
 
 
@@ -359,17 +401,17 @@ def timing_table(timings: Timings) -> str:
     )
 
 
-def figure(runs: Runs, timings: Timings) -> str:
+def figure(runs: Runs, bound: Runs, timings: Timings) -> str:
     """Their Figures 7 and 8: win rate along training, and against drift."""
     titles = ["T updates per batch", "T updates per batch", "best and worst of K", "best and worst of K"]
     image, (by_step, by_drift, by_time, by_drift_of_k) = panels(titles, rows=2)
     lines(by_step, {name: _by_step(runs[name], 1.0) for name in (T1, T2, T3)})
     by_step.set_xlabel("steps")
-    lines(by_time, {name: _by_step(runs[name], fmean(one.step_s for one in timings[name])) for name in TIMED})
+    lines(by_time, {name: _by_step(bound[name], fmean(one.step_s for one in timings[name])) for name in TIMED})
     by_time.set_xlabel("seconds of training")
-    for axis, names in ((by_drift, (T1, T2, T3)), (by_drift_of_k, TIMED)):
+    for axis, of_axis, names in ((by_drift, runs, (T1, T2, T3)), (by_drift_of_k, bound, TIMED)):
         for colour, marker, name in zip(COLOURS, MARKERS, names, strict=False):
-            points = list(zip(*(one.course for one in runs[name]), strict=True))
+            points = list(zip(*(one.course for one in of_axis[name]), strict=True))
             drifts = [fmean(point.kl for point in of_step) for of_step in points]
             wins = [fmean(point.win_rate for point in of_step) for of_step in points]
             axis.plot(drifts, wins, color=colour, marker=marker, markersize=4, label=name)

@@ -21,12 +21,14 @@ from experiments.idle_compute.experiment import (
     K4,
     NUM_POINTS,
     PIPELINE,
+    PREAMBLE,
     SYNC,
     T1,
     T2,
     T3,
     TIMED,
     TIMED_SEEDS,
+    USUAL_CELLS,
     Outcome,
     Point,
     Timing,
@@ -71,7 +73,8 @@ def timings(sync: float = 0.3, k2: float = 0.2, k4: float = 0.2) -> dict[str, li
 
 
 def said(found: dict[str, list[Outcome]], times: dict[str, list[Timing]] | None = None) -> list[bool | None]:
-    return [verdict.holds for verdict in verdicts(found, timings() if times is None else times)]
+    """The same runs in both set-ups."""
+    return [verdict.holds for verdict in verdicts(found, found, timings() if times is None else times)]
 
 
 def half(seed: int, **changed: float) -> Outcome:
@@ -146,6 +149,21 @@ def test_claims_that_do_not_hold():
     assert said(found, timings(sync=0.2, k4=0.4)) == [False, False, False, False, False, False, False, False, False]
 
 
+def test_claims_about_k_are_of_the_training_bound_runs():
+    bound = runs(k4=[half(seed) for seed in SEEDS])
+    usual = {name: group for name, group in runs().items() if name in USUAL_CELLS}
+    of_k = {name: bound[name] for name in TIMED}
+    found = [verdict.holds for verdict in verdicts(usual, of_k, timings(sync=0.5, k4=0.19))]
+    assert found == [None, None, None, True, True, True, True, True, None]
+
+
+def test_where_the_trainer_waits_more_nothing_is_said_of_time():
+    waiting = {name: [replace(one, trainer_idle=0.5) for one in group] for name, group in timings(sync=0.5).items()}
+    found = said(runs(k4=[half(seed) for seed in SEEDS]), waiting)
+    assert found[5:7] == [None, None]
+    assert found[3:5] == [True, True]
+
+
 def test_within_the_noise_nothing_is_said():
     mixed = [rising(seed, per_step=0.005 + (-1) ** seed * 0.001, drift=0.05) for seed in SEEDS]
     found = runs(t2=mixed, t3=mixed)
@@ -157,7 +175,7 @@ def test_tables_and_figure_have_every_run():
     rows = quality_table(runs()).splitlines()
     assert [row.split(" | ")[0].removeprefix("| ") for row in rows[2:]] == list(CELLS)
     assert f" | {NUM_STEPS} | 0.320 (0.020) | 0.620 (0.020) | 3.00 (0.00) | " in rows[2]
-    image = figure(runs(k4=[half(seed) for seed in SEEDS]), timings())
+    image = figure(runs(), runs(k4=[half(seed) for seed in SEEDS]), timings())
     assert all(name in image for name in (SYNC, T1, T2, T3, K4))
 
 
@@ -205,7 +223,7 @@ def test_a_section_from_the_files_of_runs(tmp_path, monkeypatch):
     assert [verdict.holds for verdict in found.verdicts] == [None, True, True, True, False, True, True, True, None]
     assert f"| {K4} | {PIPELINE.updates // 2} | 0.300 (0.000) | 0.900 (0.000) | 2.00 (0.00) |" in text
     assert f"| {SYNC} | 2000 (0) | 0% | 50% |" in text
-    assert "generators idle 50% of the time at K = 2" in text
+    assert "at K = 2 generators idle 50% of the time, the trainer 0%" in text
 
 
 def test_runs_are_what_the_readme_says(tmp_path):
@@ -226,7 +244,18 @@ def test_runs_are_what_the_readme_says(tmp_path):
         assert config.trainer.checkpoint_every * config.trainer.keep_checkpoints == config.steps
         assert len(config.rewards.models) == 1
     for name in TIMED:
+        config = quality(lab, name, 1, bound=True).config()
+        short = quality(lab, name, 1).config()
+        assert (config.steps, config.max_staleness) == (short.steps, short.max_staleness)
+        assert config.model.path != short.model.path
+        assert config.prompts.template.endswith(short.prompts.template)
+        assert len(config.prompts.template) - len(short.prompts.template) == len(PREAMBLE)
+        room = config.prompts.max_prompt_tokens + config.generator.max_new_tokens
+        assert len(PREAMBLE) + short.prompts.max_prompt_tokens <= config.prompts.max_prompt_tokens
+        assert room <= config.model.max_positions
+    for name in TIMED:
         config = timed(lab, name, 0).config()
+        assert config.model.path == quality(lab, name, 0, bound=True).config().model.path
         assert (config.host, config.stages, config.kl.coef) == ("process", ["rl"], 0.0)
         assert config.trainer.checkpoint_every == 0
         assert not config.rewards.terms  # one station less in the line
