@@ -192,11 +192,19 @@ class Pipeline:
             name += f" penalty x{penalty_times:g}"
         return self._spec(name, seed, own)
 
-    def make(self, lab: Lab, seeds: Sequence[int], sizes: Sequence[str], runs: Sequence[Spec]) -> list[Path]:
-        """The folders of `runs`; what they begin with is made before them, the usual size first."""
-        in_order = [USUAL, *(size for size in sizes if size != USUAL)]
-        lab.run_all([self.sft(size) for size in in_order])
-        for some in (in_order[:1], in_order[1:]):
+    def make(
+        self,
+        lab: Lab,
+        seeds: Sequence[int],
+        runs: Sequence[Spec],
+        *,
+        policies: Sequence[str] = (),
+        reward_models: Sequence[str] = (),
+    ) -> list[Path]:
+        """The folders of `runs`; what they begin with is made before them: the usual size first, then these sizes."""
+        judges = [USUAL, *(size for size in reward_models if size != USUAL)]
+        lab.run_all([self.sft(size) for size in dict.fromkeys([*judges, *policies])])
+        for some in (judges[:1], judges[1:]):
             lab.run_all([self.judge(lab, seed, size) for size in some for seed in seeds])
         return lab.run_all(runs)
 

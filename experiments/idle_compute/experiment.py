@@ -13,7 +13,7 @@ from experiments.comparison import is_as_great, is_greater
 from experiments.figures import COLOURS, MARKERS, lines, panels, svg
 from experiments.idle_compute.course import course
 from experiments.lab import Lab, Spec, metrics, summary
-from experiments.rlhf import LEAST_GAIN, LR, SEEDS, USUAL, Ended, Pipeline, ended, read_evaluation
+from experiments.rlhf import LEAST_GAIN, LR, SEEDS, Ended, Pipeline, ended, read_evaluation
 from experiments.section import Section, Verdict, markdown_table, spread
 from slipstream.core.config import RunConfig
 from slipstream.core.jsonl import read_jsonl
@@ -311,10 +311,10 @@ def _all_of(answers: Iterable[bool | None]) -> bool | None:
 
 def section(lab: Lab) -> Section:
     usual = [(name, seed) for seed in SEEDS for name in USUAL_CELLS]
-    runs = dict(zip(usual, PIPELINE.make(lab, SEEDS, [], [quality(lab, *cell) for cell in usual]), strict=True))
+    runs = dict(zip(usual, PIPELINE.make(lab, SEEDS, [quality(lab, *cell) for cell in usual]), strict=True))
     of_k = [(name, seed) for seed in SEEDS for name in TIMED]
     specs = [quality(lab, *cell, bound=True) for cell in of_k]
-    bound = dict(zip(of_k, BOUND.make(lab, SEEDS, [USUAL, BOUND_POLICY], specs), strict=True))
+    bound = dict(zip(of_k, BOUND.make(lab, SEEDS, specs, policies=[BOUND_POLICY]), strict=True))
     timed_cells = [(name, seed) for seed in TIMED_SEEDS for name in TIMED]  # interleaved: a slow hour slows all of them
     timed_places = lab.run_all([timed(lab, *cell) for cell in timed_cells])
     timings: dict[str, list[Timing]] = {}

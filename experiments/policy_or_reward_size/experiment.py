@@ -240,7 +240,8 @@ def section(lab: Lab, plan: Plan | None = None) -> Section:
     plan = replace(plan, pipeline=comparable(lab, plan.pipeline))
     tuned = tuned_by_size(lab, plan.pipeline, LOSS)
     made = specs(lab, plan, tuned)
-    plan.pipeline.make(lab, plan.seeds, list(SIZES), [spec for some in made.values() for spec in some])
+    runs = [spec for some in made.values() for spec in some]
+    plan.pipeline.make(lab, plan.seeds, runs, policies=list(SIZES), reward_models=list(SIZES))
     found = read(lab, plan, made, tuned)
     return Section(
         title="Policy size or reward-model size",

@@ -94,7 +94,7 @@ def _best_judges(lab: Lab, pipeline: Pipeline) -> dict[str, dict[str, Any]]:
         for rate in JUDGE_RATES:
             table = {"optimizer": {"lr": rate}}
             own = replace(pipeline, by_size=known | {size: {**known[size], "reward_model": table}})
-            own.make(lab, JUDGE_SEEDS, list(dict.fromkeys([USUAL, size])), [])
+            own.make(lab, JUDGE_SEEDS, [], reward_models=[size])
             accuracy[rate] = fmean(reward_accuracy(lab.place(own.judge(lab, seed, size))) for seed in JUDGE_SEEDS)
         found[size] = {"optimizer": {"lr": max(accuracy, key=lambda rate: accuracy[rate])}}
         if size == USUAL:  # whose pairs the other sizes learn from

@@ -16,7 +16,6 @@ from experiments.rlhf import (
     LOSSES,
     LR,
     NAMES,
-    USUAL,
     Cell,
     Ended,
     Pipeline,
@@ -455,7 +454,7 @@ def section(lab: Lab, plan: Plan | None = None) -> Section:
     plan = plan or Plan()
     tuned = tune(lab, plan.pipeline, plan.losses)
     made = specs(lab, plan, tuned)
-    plan.pipeline.make(lab, plan.seeds, [USUAL], [spec for some in made.values() for spec in some])
+    plan.pipeline.make(lab, plan.seeds, [spec for some in made.values() for spec in some])
     found = read(lab, made, tuned)
     copg, rloo = found.twins
     same = "ends as CoPG's does, bit for bit" if copg == rloo else f"ends at {rloo}, CoPG's at {copg}"

@@ -102,6 +102,5 @@ def _measured(
         for loss, several in settings.items()
         for one in several
     }
-    sizes = list(dict.fromkeys([USUAL, policy]))
-    runs = dict(zip(specs, pipeline.make(lab, [SEED], sizes, list(specs.values())), strict=True))
+    runs = dict(zip(specs, pipeline.make(lab, [SEED], list(specs.values()), policies=[policy]), strict=True))
     return {loss: {one: value(runs[loss, one]) for one in several} for loss, several in settings.items()}

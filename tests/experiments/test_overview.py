@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from experiments import overview
-from experiments.catalogue import EXPERIMENTS, Entry
-from experiments.section import PAGE, Section, Told, Verdict, read, write
+from experiments.catalogue import EXPERIMENTS, HEADLINE, Entry
+from experiments.section import PAGE, ROOT, Section, Told, Verdict, read, write
 
 ODD = r"a | b \n *c* `|d|`"
 SECTION = Section(
@@ -95,3 +95,10 @@ def test_the_overview_says_what_the_sections_say():
 def overview_of(page):
     _, _, rest = page.read_text(encoding="utf-8").partition(f"<!-- {overview.PLACE} -->\n")
     return rest.partition("<!-- end -->")[0]
+
+
+def test_the_headline_set_takes_less_than_three_hours():
+    assert sum(EXPERIMENTS[name].minutes for name in HEADLINE) < 180
+    hours = sum(entry.minutes for name, entry in EXPERIMENTS.items() if name != "gpu") / 60
+    assert hours == pytest.approx(12, abs=0.5)
+    assert "TRL beside us: twelve hours;" in (ROOT / "Makefile").read_text(encoding="utf-8")

@@ -126,9 +126,9 @@ def test_the_usual_policy_is_the_recipes_from_more_data(lab):
 def test_models_are_made_before_what_begins_with_them_the_usual_size_first(lab, monkeypatch):
     made: list[list[str]] = []
     monkeypatch.setattr(lab, "run_all", lambda specs: made.append([spec.name for spec in specs]) or [])
-    PIPELINE.make(lab, [0, 1], ["S", "M"], [PIPELINE.rl(lab, "ppo", 1, seed=0)])
+    PIPELINE.make(lab, [0, 1], [PIPELINE.rl(lab, "ppo", 1, seed=0)], policies=["L"], reward_models=["S", "M"])
     assert made == [
-        ["rlhf sft M", "rlhf sft S"],
+        ["rlhf sft M", "rlhf sft S", "rlhf sft L"],
         ["rlhf reward model M seed 0", "rlhf reward model M seed 1"],
         ["rlhf reward model S seed 0", "rlhf reward model S seed 1"],
         ["rlhf ppo N=1 policy M reward model M seed 0"],

@@ -1,0 +1,229 @@
+"""Losses made for very old samples, at lags of 16, 64 and 128 updates: which keeps what synchronous training gains."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from experiments.comparison import is_as_great, is_greater
+from experiments.corrections.experiment import (
+    MARGIN,
+    MIXTURE,
+    NONE,
+    RATES,
+    RECIPE,
+    SYNC,
+    SYNCHRONOUS,
+    UNSTABLE,
+    WINDOW,
+    best_stable_rate,
+    by_cell,
+    largest_fall,
+    outcomes,
+    starts,
+    swept,
+)
+from experiments.figures import lines, panels, svg, ticks
+from experiments.lab import Lab, Spec, metrics, summary
+from experiments.section import Section, Verdict, markdown_table, spread
+from slipstream.core.recipes import merge, stage_dir
+
+LAGS = (16, 64, 128)
+FAR = 64
+"""The lag that verdicts are about."""
+STEPS = 256
+SEEDS = (0, 1, 2, 3, 4)
+LOSSES: dict[str, dict[str, Any]] = {
+    NONE: {"loss": {"name": "reinforce"}},
+    "AIPO, rho = 4": {"loss": {"name": "aipo", "params": {"max_ratio": 4.0}}},
+    "PPO's clip": {"loss": {"name": "ppo", "params": {"eps_low": 0.2, "eps_high": 0.2}}},
+    "IcePop": {"loss": {"name": "icepop"}},
+    "M2PO": {"loss": {"name": "m2po"}},
+    "OAPL": {"loss": {"name": "oapl", "advantages": "optimal"}},
+    "VCPO": {
+        "loss": {"name": "aipo", "params": {"max_ratio": 8.0, "level": "sequence"}, "reduction": "sequence"},
+        "trainer": {"ess_scaling": "sqrt"},
+    },
+}
+"""Baselines are the group's mean but for OAPL; of VCPO the ratios of whole completions and its learning rate."""
+NEW = {
+    "IcePop": "2510.18855",
+    "M2PO": "2510.01161: no loss at staleness 256",
+    "OAPL": "2602.19362: trains at lags above 400 updates",
+    "VCPO": "2602.17616",
+}
+"""Those that are asked about, and where they are from."""
+
+Key = tuple[str, int, int]
+"""Loss, lag and seed; SYNC has lag 0."""
+
+
+def keys() -> list[Key]:
+    """Every run."""
+    return [
+        (loss, lag, seed)
+        for seed in SEEDS
+        for loss, lag in [(SYNC, 0), *((loss, lag) for lag in LAGS for loss in LOSSES)]
+    ]
+
+
+def run(key: Key, rate: float, *, begun: Spec, place: Path) -> Spec:
+    """One run at its lag from the policy that the run `begun`, in the folder `place`, has fine-tuned."""
+    loss, lag, seed = key
+    told = {
+        "seed": seed,
+        "steps": STEPS,
+        "max_staleness": lag,
+        "model": {"path": str(stage_dir(place, "sft") / "model")},
+        "prompts": begun.overrides["prompts"],
+        "trainer": {"minibatches": 1, "optimizer": {"lr": rate}},
+    }
+    changed = SYNCHRONOUS if loss == SYNC else LOSSES[loss]
+    return Spec(f"far off-policy {loss} lag={lag} seed={seed}", RECIPE, merge(told, changed), cores=1)
+
+
+def specs(lab: Lab, rate: float) -> dict[Key, Spec]:
+    begun = starts(lab)
+    of_seed = {seed: begun[MIXTURE, seed] for seed in SEEDS}
+    return {key: run(key, rate, begun=of_seed[key[2]], place=lab.place(of_seed[key[2]])) for key in keys()}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One run; `age` is the mean over tokens once the line is full, `oldest` the largest; `discarded` tokens."""
+
+    before: float
+    after: float
+    fall: float
+    age: float
+    oldest: int
+    discarded: int
+    effective_share: float
+
+    @property
+    def is_unstable(self) -> bool:
+        return self.fall > UNSTABLE
+
+
+def outcome(steps: Sequence[Mapping[str, Any]], told: Mapping[str, Any], lag: int) -> Outcome:
+    """From the lines of `metrics.jsonl` and from `summary.json`."""
+    trained = [line for line in steps if "reward_mean" in line]
+    settled = trained[lag:] or trained
+    return Outcome(
+        before=told["eval"]["before"]["sampled_accuracy"],
+        after=told["eval"]["after"]["sampled_accuracy"],
+        fall=largest_fall([line["reward_mean"] for line in trained], WINDOW),
+        age=fmean(line["staleness_mean"] for line in settled),
+        oldest=int(told["staleness"]["max"]),
+        discarded=int(told["balance"]["wasted_tokens"]["stale"]),
+        effective_share=fmean(line["ess"] or 0.0 for line in settled),
+    )
+
+
+Runs = Mapping[tuple[str, int], Sequence[Outcome]]
+"""(loss, lag) -> one outcome per seed."""
+
+
+def verdicts(runs: Runs) -> list[Verdict]:
+    """By the rules of the README."""
+    after = {key: [one.after for one in group] for key, group in runs.items()}
+    sync, none = after[SYNC, 0], after[NONE, FAR]
+    kept = [
+        Verdict(
+            f"{loss} is as good at a lag of {FAR} updates as synchronous training",
+            source,
+            is_as_great(after[loss, FAR], sync, MARGIN, paired=True),
+            f"accuracy {spread(after[loss, FAR])}, synchronous {spread(sync)}",
+        )
+        for loss, source in NEW.items()
+    ]
+    better = [
+        Verdict(
+            f"{loss} is better at a lag of {FAR} than no correction",
+            source,
+            is_greater(after[loss, FAR], none, paired=True),
+            f"accuracy {spread(after[loss, FAR])}, uncorrected {spread(none)}",
+        )
+        for loss, source in NEW.items()
+    ]
+    stale = [one for (loss, _), group in runs.items() if loss != SYNC for one in group]
+    bounded = all(one.oldest <= lag for (_, lag), group in runs.items() for one in group)
+    discarded = sum(one.discarded for one in stale)
+    return [
+        *kept,
+        *better,
+        Verdict(
+            "No token is staler than the bound, and none is discarded for its age",
+            "P1; docs/staleness.md",
+            bounded and discarded == 0,
+            f"in {len(stale)} runs: {'none' if bounded else 'some'} beyond, {discarded} tokens discarded",
+        ),
+    ]
+
+
+def section(lab: Lab) -> Section:
+    lab.run_all(list(starts(lab).values()))
+    sweep = by_cell(outcomes(lab, swept()))
+    rate = best_stable_rate({lr: sweep[MIXTURE, SYNC, lr] for lr in RATES})
+    cells = specs(lab, rate)
+    runs: dict[tuple[str, int], list[Outcome]] = {}
+    for (loss, lag, _), place in zip(cells, lab.run_all(list(cells.values())), strict=True):
+        runs.setdefault((loss, lag), []).append(outcome(metrics(place), summary(place), lag))
+    return Section(
+        title="Very old samples",
+        question="Some losses are made for samples that are hundreds of updates old. Which of them keeps what "
+        f"synchronous training gains, when all tokens are {', '.join(map(str, LAGS[:-1]))} or {LAGS[-1]} updates old?",
+        setup=f"The mixture of tasks, the policies and the line of slow scores of the section on corrections; {STEPS} "
+        "steps of 16 x 8 completions in one update, so that a lag is one of updates. The first `lag` steps are trained "
+        "on what the first policy has sampled, from then on every token is as old as the bound. Learning rate "
+        f"{rate:g}, the best at which the synchronous baseline of that section is stable, for all; losses have their "
+        f"authors' settings. {len(SEEDS)} seeds.",
+        tables={
+            f"Held-out accuracy at the end, synchronous {spread([one.after for one in runs[SYNC, 0]])}, RL begins at "
+            f"{spread([one.before for one in runs[SYNC, 0]])}": table(runs, lambda one: one.after),
+            f"Effective sample size of the ratios, synchronous "
+            f"{spread([one.effective_share for one in runs[SYNC, 0]])}": table(runs, lambda one: one.effective_share),
+            "Unstable runs": unstable_table(runs),
+        },
+        figures={"Accuracy at the end by lag": figure(runs)},
+        verdicts=verdicts(runs),
+        cost="an hour and a quarter on two cores, twenty minutes of it those of the section on corrections",
+        notes=[
+            "Tokens were "
+            + ", ".join(
+                f"{fmean(one.age for loss in LOSSES for one in runs[loss, lag]):.1f} (bound {lag})" for lag in LAGS
+            )
+            + " updates old on average.",
+            "VCPO is its ratios of whole completions and its learning rate; its baseline, which costs a backward pass "
+            "for each completion (`loss.baseline`), is left out.",
+            "The limit of no staleness is exact: at max_staleness 0 a run has the bits of the synchronous trainer "
+            "(`tests/integration/test_sync_equals_reference.py`), whatever the loss.",
+        ],
+    )
+
+
+def table(runs: Runs, value: Any) -> str:
+    rows = ([loss, *(spread([value(one) for one in runs[loss, lag]]) for lag in LAGS)] for loss in LOSSES)
+    return markdown_table(["loss", *(f"lag {lag}" for lag in LAGS)], rows)
+
+
+def unstable_table(runs: Runs) -> str:
+    def told(group: Sequence[Outcome]) -> str:
+        return f"{sum(one.is_unstable for one in group)} of {len(group)}"
+
+    rows = ([loss, *(told(runs[loss, lag]) for lag in LAGS)] for loss in LOSSES)
+    return markdown_table(["loss", *(f"lag {lag}" for lag in LAGS)], rows)
+
+
+def figure(runs: Runs) -> str:
+    drawn, (axis,) = panels(["Mixture, held-out accuracy"])
+    lines(axis, {loss: (LAGS, [[one.after for one in runs[loss, lag]] for lag in LAGS]) for loss in LOSSES})
+    axis.axhline(fmean(one.after for one in runs[SYNC, 0]), color="#888888", linewidth=0.8, linestyle="--")
+    axis.set_xscale("log")
+    ticks(axis.xaxis, LAGS)
+    axis.set(xlabel="lag, updates", ylabel="accuracy, sampled")
+    axis.legend(fontsize=6)
+    return svg(drawn)

@@ -1,0 +1,120 @@
+"""Runs are what the README says, and verdicts follow its rules, on runs made up by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from experiments.corrections.experiment import NONE, SYNC
+from experiments.far_off_policy.experiment import (
+    FAR,
+    LAGS,
+    LOSSES,
+    NEW,
+    SEEDS,
+    STEPS,
+    Outcome,
+    keys,
+    outcome,
+    section,
+    specs,
+    verdicts,
+)
+from experiments.lab import Lab, Spec
+from experiments.section import ROOT, render
+
+
+def test_runs_are_what_the_readme_says(tmp_path):
+    cells = specs(Lab(tmp_path), 2e-4)
+    assert list(cells) == keys()
+    assert len({one.name for one in cells.values()}) == len(cells) == 5 * (1 + 7 * 3)
+    for (loss, lag, seed), one in cells.items():
+        config = one.config()
+        assert (config.seed, config.max_staleness, config.steps, one.cores) == (seed, lag, STEPS, 1)
+        assert (config.updates_per_step, config.trainer.optimizer.lr) == (1, 2e-4)
+        assert config.loss.advantages == ("optimal" if loss == "OAPL" else "group_mean")
+        assert config.trainer.ess_scaling == ("sqrt" if loss == "VCPO" else "no")
+        assert len(config.rewards.terms) == (1 if loss == SYNC else 2)
+        assert f"seed={seed}" in str(config.model.path)
+        assert "mixture" in str(config.model.path)
+    assert NEW.keys() <= LOSSES.keys()
+
+
+def test_an_outcome_is_read_from_a_runs_files():
+    steps = [
+        {"reward_mean": 0.5, "staleness_mean": float(min(step, 16)), "ess": None if step == 30 else 0.5}
+        for step in range(48)
+    ]
+    told = {
+        "eval": {"before": {"sampled_accuracy": 0.1}, "after": {"sampled_accuracy": 0.6}},
+        "staleness": {"max": 16},
+        "balance": {"wasted_tokens": {"stale": 0}},
+    }
+    found = outcome([*steps, {"eval_accuracy": 0.5}], told, 16)
+    assert found == Outcome(0.1, 0.6, 0.0, 16.0, 16, 0, 0.5 * 31 / 32)
+
+
+def group(after: float, lag: int = FAR) -> list[Outcome]:
+    return [Outcome(0.1, after + 0.001 * seed, 0.0, float(lag), lag, 0, 0.5) for seed in SEEDS]
+
+
+def all_runs(**after: float) -> dict[tuple[str, int], list[Outcome]]:
+    """All as good as synchronous training but what is uncorrected."""
+    runs = {(loss, lag): group(after.get(loss, 0.6), lag) for loss in LOSSES for lag in LAGS}
+    return runs | {(SYNC, 0): group(0.6, 0), (NONE, FAR): group(after.get("none", 0.3))}
+
+
+def said(runs) -> list[bool | None]:
+    return [verdict.holds for verdict in verdicts(runs)]
+
+
+def test_losses_that_keep_what_is_gained():
+    assert said(all_runs()) == [True] * 9
+
+
+def test_losses_that_do_not():
+    assert said(all_runs(IcePop=0.5)) == [False, *[True] * 8]
+    assert said(all_runs(M2PO=0.2)) == [True, False, True, True, True, False, True, True, True]
+    assert said(all_runs(none=0.6)) == [*[True] * 4, *[None] * 4, True]
+
+
+def test_a_token_beyond_the_bound_or_thrown_away_is_told():
+    runs = all_runs()
+    for change in ({"oldest": 17}, {"discarded": 3}):
+        spoilt = [replace(runs["M2PO", 16][0], **change), *runs["M2PO", 16][1:]]
+        assert said(runs | {("M2PO", 16): spoilt})[-1] is False
+
+
+class MadeUp(Lab):
+    """Uncorrected runs lose what they had, all others gain."""
+
+    def run_all(self, specs: Sequence[Spec]) -> list[Path]:
+        for spec in specs:
+            config, folder = spec.config(), self.place(spec)
+            folder.mkdir(exist_ok=True)
+            loses, lag = config.loss.name == "reinforce" and config.max_staleness > 0, config.max_staleness
+            rewards = [0.6] * 40 + [0.1 if loses else 0.7] * 216
+            lines = [
+                {"reward_mean": reward, "staleness_mean": float(min(step, lag)), "ess": 0.9}
+                for step, reward in enumerate(rewards)
+            ]
+            (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+            told = {"before": {"sampled_accuracy": 0.2}, "after": {"sampled_accuracy": 0.1 if loses else 0.7}}
+            rest = {"staleness": {"max": lag}, "balance": {"wasted_tokens": {"stale": 0}}}
+            (folder / "summary.json").write_text(json.dumps({"eval": told} | rest))
+        return [self.place(spec) for spec in specs]
+
+
+def test_a_section_from_the_files_of_runs(tmp_path):
+    found = section(MadeUp(tmp_path))
+    text = render("far_off_policy", found)
+    assert [verdict.holds for verdict in found.verdicts] == [True] * 9
+    assert "synchronous 0.700 (0.000), RL begins at 0.200 (0.000)" in text
+    assert "| no correction | 0.100 (0.000) | 0.100 (0.000) | 0.100 (0.000) |" in text
+    assert "| no correction | 5 of 5 | 5 of 5 | 5 of 5 |" in text
+    assert "16.0 (bound 16), 64.0 (bound 64), 128.0 (bound 128)" in text
+    assert "Learning rate 0.0001," in found.setup
+    named = next(note for note in found.notes if "the bits of the synchronous trainer" in note).split("`")[1]
+    assert (ROOT / named).is_file()
