@@ -186,9 +186,9 @@ class Pipeline:
             own["trainer"]["optimizer"]["lr"] *= lr_times
             name += f" lr x{lr_times:g}"
         if penalty_times != 1.0:
-            own["kl"]["coef"] *= penalty_times
-            if "beta" in own["loss"].get("params", {}):
-                own["loss"]["params"]["beta"] *= penalty_times
+            of_loss: dict[str, Any] = own["loss"].get("params", {})
+            larger = {"params": {"beta": of_loss["beta"] * penalty_times}} if "beta" in of_loss else {}
+            own = merge(own, {"kl": {"coef": own["kl"]["coef"] * penalty_times}, "loss": larger})
             name += f" penalty x{penalty_times:g}"
         return self._spec(name, seed, own)
 

@@ -176,7 +176,7 @@ def _as_good(found: Found, name: str) -> Verdict:
     return Verdict(
         f"Each at its best rate, continuous training ends as good as synchronous, with a reward {TASKS[name].where}",
         "A, Fig. 1; L, Fig. 6",
-        is_as_great(ours, theirs, MARGIN, paired=True),
+        is_as_great(ours, theirs, MARGIN),
         f"{spread(ours)} at {rates[CONTINUOUS]:g}, synchronous {spread(theirs)} at {rates[SYNC]:g}",
     )
 

@@ -125,7 +125,7 @@ def _sooner(found: Found) -> Verdict:
 def _as_accurate(title: str, runs: Sequence[Seen], sync: Sequence[Seen]) -> Verdict:
     ours, theirs = ([one.accuracy for one in some] for some in (runs, sync))
     claim = f"{title.capitalize()}: as accurate as synchronous training after as many steps (margin {MARGIN:g})"
-    holds = is_as_great(ours, theirs, MARGIN, paired=True)
+    holds = is_as_great(ours, theirs, MARGIN)
     return Verdict(claim, "A, Fig. 1; L, Figs. 6, 7", holds, f"accuracy {spread(ours)}, synchronous {spread(theirs)}")
 
 

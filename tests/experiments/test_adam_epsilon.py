@@ -11,6 +11,7 @@ import pytest
 from experiments.adam_epsilon import experiment
 from experiments.adam_epsilon.experiment import (
     NAMES,
+    PIPELINE,
     SIZES,
     excess_table,
     figure,
@@ -22,7 +23,6 @@ from experiments.adam_epsilon.experiment import (
 from experiments.adam_epsilon.ratios import batch_config, excess, published, ratio_statistics
 from experiments.lab import Lab
 from experiments.section import render
-from experiments.stylistic_details.runs import PIPELINE
 
 
 def test_statistics_by_hand():

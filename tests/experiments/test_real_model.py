@@ -123,8 +123,9 @@ def test_trl_reads_the_chats_that_our_prompts_are(tmp_path):
     tokenizer = char_tokenizer()
     tokenizer.chat_template = TEMPLATE
     own = {"num_train": 1, "num_eval": 1, "chat": True, "system": "Be brief.", "template": "{prompt}"}
-    prompts = build_prompts(resolve(runs.RECIPE, {"prompts": {"dataset": str(source), **own}}), tokenizer)
-    by_text = {prompt.text: prompt.answer for prompt in (*prompts.train, *prompts.eval)}
+    tables = {"prompts": {"dataset": str(source), "eval_dataset": None, **own}, "eval": {"num_prompts": 1}}
+    prompts = build_prompts(resolve(runs.RECIPE, tables), tokenizer)
+    by_text = {prompt.text: prompt.answer for prompt in (prompts.train.prompt(0), *prompts.eval)}
     assert by_text == {
         tokenizer.apply_chat_template(chat["prompt"], tokenize=False, add_generation_prompt=True): chat["answer"]
         for chat in chats

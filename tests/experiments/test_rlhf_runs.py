@@ -29,8 +29,8 @@ TOY = Pipeline(
     },
 )
 LOSSES = ("ppo", "proximal_rloo", "copg", "online_dpo", "best_of_2")
-BY_LOSS = by_loss.Plan(TOY, seeds=(0,), losses=LOSSES, minibatches=(1, 2, 16), minibatches_at_larger_lr=(1, 16))
-BY_SIZE = by_size.Plan(TOY, seeds=(0,), minibatches=(1, 4))
+BY_LOSS = by_loss.Plan(TOY, seeds=(0,), losses=LOSSES, minibatches=(1, 2, 16, 64))
+BY_SIZE = by_size.Plan(TOY, seeds=(0,), minibatches=(1, 16))
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +46,8 @@ def losses(folder: Path) -> Section:
 @pytest.mark.timeout(900)
 def test_staleness_by_loss(losses, folder):
     """CoPG and RLOO, of one gradient, end alike to the last bit; what is there is not made again."""
-    assert len(losses.verdicts) == 15
-    assert "the stalest minibatch is 0, 1, 15, 63 updates old" in next(iter(losses.tables))
+    assert len(losses.verdicts) == 11
+    assert "the stalest minibatch is 0, 1, 15, 63 updates old" in " ".join(losses.tables)
     assert "bit for bit" in losses.notes[-1]
     made: list[str] = []
     assert by_loss.section(Lab(folder, say=made.append), BY_LOSS) == losses
@@ -55,12 +55,8 @@ def test_staleness_by_loss(losses, folder):
 
 
 @pytest.mark.timeout(900)
-def test_policy_or_reward_size(losses, folder):
-    """The middle sizes at N = 1 are the other experiment's."""
-    made: list[str] = []
-    section = by_size.section(Lab(folder, say=made.append), BY_SIZE)
-    assert made
-    assert not any("N=1 policy M reward model M" in line for line in made)
+def test_policy_or_reward_size(folder):
+    section = by_size.section(Lab(folder), BY_SIZE)
     assert len(section.verdicts) == 3
     *_, sizes = section.tables.values()
     small, middle, large = (int(number.replace(",", "")) for number in re.findall(r"\| [SML] \| ([\d,]+) ", sizes))
