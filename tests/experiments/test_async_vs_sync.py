@@ -254,7 +254,10 @@ GOOD = {
 
 def test_every_claim_can_hold():
     found = verdicts(made_up(**GOOD, **{"judge sync, split": {"step_s": 3.0}}))
-    assert [verdict.holds for verdict in found] == [True] * 10
+    assert [verdict.holds for verdict in found] == [*[True] * 9, None]  # the last is the GPU edition's
+    assert found[9].found.endswith(
+        "2.6 M: 1.80 (0.00). Two cores that both sides share cannot answer it; the experiment `gpu` asks it"
+    )
     assert found[5].found == "least with long tail, 0.64 M: 1.00 (0.00) of the ideal"
     assert found[6].found == "1.50 (0.00) times as fast"  # against co-located's 1.8 s, not split's 2.0 s
     assert found[7].found == "2.00 (0.00) times as fast"
@@ -278,8 +281,7 @@ def test_every_claim_can_hold():
         (7, {"judge sync, split": {"step_s": 2.3}}, False, set()),  # the faster one is 2.3 s now
         (8, {"training continuous": {"trainer_idle": 0.2, "generator_idle": 0.5}}, False, set()),
         (8, {"training continuous": {"trainer_idle": 0.02, "generator_idle": (0.5, 0.5, 0.01)}}, None, set()),
-        (9, {"large continuous": {"step_s": 1.4}}, False, set()),
-        (9, {"large continuous": {"step_s": (1.0, 1.2, 1.5)}}, None, {5}),
+        (9, {"large continuous": {"step_s": 1.4}}, None, set()),
     ],
 )
 def test_every_claim_can_fail_or_be_left_open(
@@ -287,7 +289,7 @@ def test_every_claim_can_fail_or_be_left_open(
 ):
     holds = judged(**(GOOD | {"judge sync, split": {"step_s": 3.0}} | changes))
     assert holds[index] is expected
-    assert all(one for other, one in enumerate(holds) if other not in others | {index})
+    assert all(one for other, one in enumerate(holds[:9]) if other not in others | {index})
 
 
 def test_a_threshold_is_reached_by_all_by_none_or_by_some():
