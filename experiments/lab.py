@@ -242,6 +242,15 @@ def metrics(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+def keep_rows(folder: Path, name: str, rows: Sequence[Mapping[str, Any]]) -> Path:
+    """The rows as JSON lines in `folder`, `name` followed by a digest of what is in them; written unless there."""
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    path = folder / f"{name}-{digest(text)}.jsonl"
+    if not path.is_file():
+        replace_file(path, text.encode())
+    return path
+
+
 def provenance() -> dict[str, Any]:
     """Where and by what something was measured."""
     return {"hardware": describe().lines(), "commit": versions().commit}

@@ -85,6 +85,20 @@ NAMES = {
 
 
 @dataclass(frozen=True)
+class Tuned:
+    """Times a loss's own learning rate, and times its own penalty: the KL in the reward, or Online DPO's beta.
+
+    Best of 2 has neither penalty.
+    """
+
+    lr_times: float = 1.0
+    penalty_times: float = 1.0
+
+
+UNTUNED = Tuned()
+
+
+@dataclass(frozen=True)
 class Pipeline:
     """How long RL is: `updates` of `prompts_per_update` x 2 completions, whatever N. `overrides` are every run's.
 
@@ -147,14 +161,9 @@ class Pipeline:
         *,
         policy: str = USUAL,
         reward_model: str = USUAL,
-        lr_times: float = 1.0,
-        penalty_times: float = 1.0,
+        tuned: Tuned = UNTUNED,
     ) -> Spec:
-        """RL and its evaluation; N = `num_minibatches`, which divides `updates`. ValueError where it does not.
-
-        `lr_times` is the learning rate over the loss's own, `penalty_times` its penalty over that: the KL in
-        the reward, or Online DPO's beta; best of 2 has neither.
-        """
+        """RL and its evaluation; N = `num_minibatches`, which divides `updates`. ValueError where it does not."""
         if self.updates % num_minibatches:
             raise ValueError(f"{self.updates} updates are no whole number of steps of {num_minibatches}")
         start = model_of(lab.place(self.sft(policy)), "sft")
@@ -182,14 +191,14 @@ class Pipeline:
         }
         name = f"rlhf {loss} N={num_minibatches} policy {policy} reward model {reward_model} seed {seed}"
         own = merge(own, LOSSES[loss])
-        if lr_times != 1.0:
-            own["trainer"]["optimizer"]["lr"] *= lr_times
-            name += f" lr x{lr_times:g}"
-        if penalty_times != 1.0:
+        if tuned.lr_times != 1.0:
+            own["trainer"]["optimizer"]["lr"] *= tuned.lr_times
+            name += f" lr x{tuned.lr_times:g}"
+        if tuned.penalty_times != 1.0:
             of_loss: dict[str, Any] = own["loss"].get("params", {})
-            larger = {"params": {"beta": of_loss["beta"] * penalty_times}} if "beta" in of_loss else {}
-            own = merge(own, {"kl": {"coef": own["kl"]["coef"] * penalty_times}, "loss": larger})
-            name += f" penalty x{penalty_times:g}"
+            larger = {"params": {"beta": of_loss["beta"] * tuned.penalty_times}} if "beta" in of_loss else {}
+            own = merge(own, {"kl": {"coef": own["kl"]["coef"] * tuned.penalty_times}, "loss": larger})
+            name += f" penalty x{tuned.penalty_times:g}"
         return self._spec(name, seed, own)
 
     def make(

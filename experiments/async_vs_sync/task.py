@@ -10,7 +10,6 @@ set of `NUM_ROWS` rows has the same ones.
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ from itertools import groupby, permutations
 from pathlib import Path
 
 from experiments.async_vs_sync.reward import ITEM_CHARS, WORD
-from experiments.lab import digest
+from experiments.lab import keep_rows
 
 NUM_ROWS = 4200
 LETTERS = "abcdefghijkl"
@@ -64,13 +63,7 @@ def rows(lengths: str) -> list[dict[str, str]]:
 
 def write(lengths: str, folder: Path) -> Path:
     """The rows as JSON lines in `folder`, under a name that stands for what is in them."""
-    text = "".join(json.dumps(row) + "\n" for row in rows(lengths))
-    path = folder / f"spelling-{lengths}-{digest(text)}.jsonl"
-    if not path.is_file():
-        part = path.with_suffix(".part")
-        part.write_text(text)
-        part.replace(path)
-    return path
+    return keep_rows(folder, f"spelling-{lengths}", rows(lengths))
 
 
 def described(lengths: str) -> dict[str, float]:

@@ -7,14 +7,12 @@ d:oats>   ooaattss    each twice
 
 from __future__ import annotations
 
-import json
 import random
 import string
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from experiments.lab import digest
-from slipstream.core.disk import replace_file
+from experiments.lab import keep_rows
 
 NUM_ROWS = 9000
 LENGTHS = (3, 4)
@@ -44,8 +42,4 @@ def rows(tasks: Sequence[str]) -> list[dict[str, str]]:
 
 def write(tasks: Sequence[str], folder: Path) -> Path:
     """The rows as JSON lines in `folder`, under a name that stands for what is in them."""
-    text = "".join(json.dumps(row) + "\n" for row in rows(tasks))
-    path = folder / f"words-{digest(text)}.jsonl"
-    if not path.is_file():
-        replace_file(path, text.encode())
-    return path
+    return keep_rows(folder, "words", rows(tasks))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -205,7 +205,7 @@ def section(lab: Lab) -> Section:
     )
 
 
-def table(runs: Runs, value: Any) -> str:
+def table(runs: Runs, value: Callable[[Outcome], float]) -> str:
     rows = ([loss, *(spread([value(one) for one in runs[loss, lag]]) for lag in LAGS)] for loss in LOSSES)
     return markdown_table(["loss", *(f"lag {lag}" for lag in LAGS)], rows)
 

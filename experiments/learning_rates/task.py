@@ -8,13 +8,11 @@ share of right letters, so no part of the answer decides, and what is to be foun
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 from typing import Any
 
-from experiments.lab import digest
-from slipstream.core.disk import replace_file
+from experiments.lab import keep_rows
 
 NUM_ROWS = 4200
 LETTERS = "abcdefghijklmnop"
@@ -41,11 +39,7 @@ def rows() -> list[dict[str, str]]:
 
 def write(folder: Path) -> Path:
     """The rows as JSON lines in `folder`, under a name that stands for what is in them."""
-    text = "".join(json.dumps(row) + "\n" for row in rows())
-    path = folder / f"shifting-{digest(text)}.jsonl"
-    if not path.is_file():
-        replace_file(path, text.encode())
-    return path
+    return keep_rows(folder, "shifting", rows())
 
 
 def share_right(completions: list[str], answer: list[str], **_: Any) -> list[float]:

@@ -99,23 +99,35 @@ def measure_trl(*, trainer: str, config: Mapping[str, Any], version: str, python
     """
     from slipstream.evals.evaluate import evaluate_model
 
-    completions = config["groups_per_step"] * config["completions_per_group"]
     with tempfile.TemporaryDirectory() as scratch:
         trained = Path(scratch) / "model"
-        measured = call_trl(
-            python,
-            trainer=trainer,
-            reward="exact",
-            model=config["model"]["path"],
-            prompts=config["prompts"]["dataset"],
-            max_new_tokens=config["generator"]["max_new_tokens"],
-            completions=completions,
-            completions_per_prompt=config["completions_per_group"],
-            lr=config["trainer"]["optimizer"]["lr"],
-            seed=config["seed"],
-            steps=config["steps"] - WARM_UP,
-            warm_up=WARM_UP,
-            save=trained,
-        )
+        asked = Path(config["prompts"]["dataset"])
+        measured = train_trl(config, trainer=trainer, reward="exact", prompts=asked, save=trained, python=python)
         accuracy = evaluate_model(trained, recipe=config).sampled_accuracy
-    return {**measured["curve"], "completions_per_step": completions, "accuracy": accuracy, "trl": version}
+    return {**measured["curve"], "completions_per_step": completions_of(config), "accuracy": accuracy, "trl": version}
+
+
+def completions_of(config: Mapping[str, Any]) -> int:
+    """Of a step."""
+    return int(config["groups_per_step"] * config["completions_per_group"])
+
+
+def train_trl(
+    config: Mapping[str, Any], *, trainer: str, reward: str, prompts: Path, save: Path, python: Path
+) -> dict[str, Any]:
+    """What `trl_baseline.py` measured of a trainer with the model, batch, optimizer and seed of `config`."""
+    return call_trl(
+        python,
+        trainer=trainer,
+        reward=reward,
+        model=config["model"]["path"],
+        prompts=prompts,
+        max_new_tokens=config["generator"]["max_new_tokens"],
+        completions=completions_of(config),
+        completions_per_prompt=config["completions_per_group"],
+        lr=config["trainer"]["optimizer"]["lr"],
+        seed=config["seed"],
+        steps=config["steps"] - WARM_UP,
+        warm_up=WARM_UP,
+        save=save,
+    )

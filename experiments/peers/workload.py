@@ -14,11 +14,9 @@ import json
 import math
 import random
 import string
-from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.lab import digest
-from slipstream.core.disk import replace_file
+from experiments.lab import keep_rows
 
 SMALLEST, MEDIAN, LARGEST = 2, 3, 60
 SIGMA = 1.0
@@ -41,19 +39,13 @@ def num_tokens(answer: str) -> int:
 def write(folder: Path) -> tuple[Path, Path]:
     """Training and held-out rows as JSON lines in `folder`, under names that stand for what is in them."""
     found = rows(NUM_TRAIN + NUM_HELD_OUT, random.Random(SEED))
-    return _kept(folder, "train", found[:NUM_TRAIN]), _kept(folder, "held-out", found[NUM_TRAIN:])
+    return keep_rows(folder, "countdown-train", found[:NUM_TRAIN]), keep_rows(
+        folder, "countdown-held-out", found[NUM_TRAIN:]
+    )
 
 
 def read(path: Path) -> list[dict[str, str]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def _kept(folder: Path, name: str, found: Sequence[dict[str, str]]) -> Path:
-    text = "".join(json.dumps(row) + "\n" for row in found)
-    path = folder / f"countdown-{name}-{digest(text)}.jsonl"
-    if not path.is_file():
-        replace_file(path, text.encode())
-    return path
 
 
 def _row(word: str, number: int) -> dict[str, str]:

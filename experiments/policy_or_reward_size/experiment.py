@@ -17,6 +17,7 @@ from experiments.rlhf import (
     USUAL,
     Cell,
     Pipeline,
+    Tuned,
     all_of,
     cell_of,
     drift_axes,
@@ -29,7 +30,7 @@ from experiments.rlhf import (
 )
 from experiments.section import Section, Verdict, markdown_table, spread
 from experiments.staleness_by_loss.experiment import MOST_ESS, as_tuned
-from experiments.staleness_by_loss.tuning import FAR, Tuned, effective_share
+from experiments.staleness_by_loss.tuning import FAR, effective_share
 
 LOSS = "online_dpo"
 ON_POLICY = 1
@@ -93,7 +94,7 @@ def specs(lab: Lab, plan: Plan, tuned: Mapping[str, Tuned]) -> dict[Key, list[Sp
     """The RL runs of each cell, by seed."""
     return {
         ((policy, judge), num): [
-            tuned[policy].rl(plan.pipeline, lab, LOSS, num, seed, policy=policy, reward_model=judge)
+            plan.pipeline.rl(lab, LOSS, num, seed, policy=policy, reward_model=judge, tuned=tuned[policy])
             for seed in plan.seeds
         ]
         for (policy, judge), num in plan.cells()

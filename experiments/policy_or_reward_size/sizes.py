@@ -14,8 +14,8 @@ from statistics import fmean
 from typing import Any
 
 from experiments.lab import Lab
-from experiments.rlhf import SIZES, USUAL, Pipeline, reward_accuracy
-from experiments.staleness_by_loss.tuning import SEED, Tuned, tune
+from experiments.rlhf import SIZES, USUAL, Pipeline, Tuned, reward_accuracy
+from experiments.staleness_by_loss.tuning import SEED, tune
 from slipstream.core.recipes import stage_dir
 
 SFT_RATES: Mapping[str, Sequence[float]] = {"S": (1e-3, 2e-3, 4e-3), "M": (5e-4, 1e-3, 2e-3), "L": (2.5e-4, 5e-4, 1e-3)}

@@ -9,28 +9,32 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from experiments.lab import RUN_DEADLINE_S, RunFailed
+
 EVERY_S = 0.25
 PROC = Path("/proc")
 
 
-class Failed(Exception):
-    """The program whose memory was to be measured ended with an error."""
-
-
-def peak_pss(words: Sequence[str]) -> int:
+def peak_pss(words: Sequence[str], *, deadline_s: float = RUN_DEADLINE_S) -> int:
     """Bytes, the largest sum over all processes of `python words` at a time: what several share counts once (PSS).
 
-    Failed with its last words where it does not end well.
+    RunFailed with its last words where it does not end well, or not within `deadline_s` seconds.
     """
-    most = 0
+    most, ends_s = 0, time.monotonic() + deadline_s
     with tempfile.TemporaryFile() as out:
         child = subprocess.Popen([sys.executable, *words], stdout=out, stderr=subprocess.STDOUT)
-        while child.poll() is None:
-            most = max(most, sum(map(pss, tree(child.pid))))
-            time.sleep(EVERY_S)
-        if child.returncode:
+        try:
+            while child.poll() is None and time.monotonic() < ends_s:
+                most = max(most, sum(map(pss, tree(child.pid))))
+                time.sleep(EVERY_S)
+        finally:
+            is_late = child.poll() is None
+            child.kill()
+            child.wait()
+        if is_late or child.returncode:
             out.seek(0)
-            raise Failed(f"exit code {child.returncode}: {out.read().decode(errors='replace')[-2000:]}")
+            ended = f"not done after {deadline_s:g} s" if is_late else f"exit code {child.returncode}"
+            raise RunFailed(f"{ended}: {out.read().decode(errors='replace')[-2000:]}")
     return most
 
 

@@ -9,9 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.trl_call import TRL_PYTHON, TrlFailed, call_trl, trl_version
+from benchmarks.trl_call import TRL_PYTHON, TrlFailed, trl_version
 from experiments.lab import Lab, RunFailed, Spec, Unavailable, metrics, summary
 from experiments.peers.reading import pace
+from experiments.peers.runs import completions_of, train_trl
 from experiments.real_model import workload
 from experiments.real_model.memory import peak_pss
 from experiments.section import ROOT
@@ -32,8 +33,6 @@ CONTENDERS: dict[str, Mapping[str, Any]] = {
 }
 """Ours, by title: what each changes in the recipe."""
 SYNC, ONE_STEP, CONTINUOUS = CONTENDERS
-WARM_UP = 1
-"""Steps that TRL's script leaves out of its own means, which nobody reads here: the curve has all."""
 MEMORY_STEPS = 3
 """A run's memory is that of a step: it does not grow."""
 HELD_OUT = 200
@@ -147,7 +146,7 @@ def see_ours(lab: Lab, spec: Spec) -> Seen:
     return Seen(
         ended_s=ended_s,
         rewards=tuple(line["reward"] for line in metrics(run) if "reward" in line),
-        completions_per_s=pace(ended_s, config["groups_per_step"] * config["completions_per_group"]),
+        completions_per_s=pace(ended_s, completions_of(config)),
         accuracy=judged["sampled"],
         greedy=judged["greedy"],
         peak_bytes=memory["peak_bytes"],
@@ -186,25 +185,11 @@ def measure_trl(*, config: Mapping[str, Any], version: str, python: Path = TRL_P
 
     `version` is TRL's, and here only to be part of what the measurement is kept by.
     """
-    completions = config["groups_per_step"] * config["completions_per_group"]
     with tempfile.TemporaryDirectory() as scratch:
         trained, asked = Path(scratch) / "model", Path(scratch) / "prompts.jsonl"
         workload.write_chats(Path(config["prompts"]["dataset"]), config["prompts"]["system"], asked)
-        measured = call_trl(
-            python,
-            trainer="grpo",
-            reward="last_number",
-            model=config["model"]["path"],
-            prompts=asked,
-            max_new_tokens=config["generator"]["max_new_tokens"],
-            completions=completions,
-            completions_per_prompt=config["completions_per_group"],
-            lr=config["trainer"]["optimizer"]["lr"],
-            seed=config["seed"],
-            steps=config["steps"] - WARM_UP,
-            warm_up=WARM_UP,
-            save=trained,
-        )
+        told = {"trainer": "grpo", "reward": "last_number"}
+        measured = train_trl(config, **told, prompts=asked, save=trained, python=python)
         accuracy = accuracies_of(model=str(trained), config=config)
-    told = {"peak_bytes": measured["peak_bytes"], "completions_per_step": completions, "trl": version}
-    return {**measured["curve"], **accuracy, **told}
+    own = {"peak_bytes": measured["peak_bytes"], "completions_per_step": completions_of(config), "trl": version}
+    return {**measured["curve"], **accuracy, **own}

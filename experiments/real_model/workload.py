@@ -14,8 +14,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from experiments.lab import digest
-from slipstream.core.disk import replace_file
+from experiments.lab import keep_rows
 
 NUM_TRAIN, NUM_HELD_OUT = 2000, 200
 SEED = 0
@@ -64,15 +63,7 @@ def rows() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
 def write(folder: Path) -> tuple[Path, Path]:
     """Training and held-out rows as JSON lines in `folder`, under names that stand for what is in them."""
     train, held_out = rows()
-    return kept(folder, "train", train), kept(folder, "held-out", held_out)
-
-
-def kept(folder: Path, name: str, found: Sequence[Mapping[str, str]]) -> Path:
-    text = "".join(json.dumps(row) + "\n" for row in found)
-    path = folder / f"stories-{name}-{digest(text)}.jsonl"
-    if not path.is_file():
-        replace_file(path, text.encode())
-    return path
+    return keep_rows(folder, "stories-train", train), keep_rows(folder, "stories-held-out", held_out)
 
 
 def _split(chance: random.Random, numbers: Sequence[Pair]) -> tuple[list[Pair], list[Pair]]:

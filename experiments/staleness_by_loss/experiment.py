@@ -19,6 +19,7 @@ from experiments.rlhf import (
     Cell,
     Ended,
     Pipeline,
+    Tuned,
     all_of,
     cell_of,
     drift_axes,
@@ -39,7 +40,6 @@ from experiments.staleness_by_loss.tuning import (
     FAR,
     ON_POLICY,
     UNPENALISED,
-    Tuned,
     effective_share,
     tune,
 )
@@ -121,7 +121,7 @@ def specs(lab: Lab, plan: Plan, tuned: Mapping[str, Tuned]) -> dict[Key, list[Sp
     """The RL runs of each cell, by seed."""
 
     def runs(loss: str, num: int, seeds: Sequence[int], of: str) -> list[Spec]:
-        return [tuned[of].rl(plan.pipeline, lab, loss, num, seed) for seed in seeds]
+        return [plan.pipeline.rl(lab, loss, num, seed, tuned=tuned[of]) for seed in seeds]
 
     first, second = ONE_GRADIENT
     made = {(loss, num): runs(loss, num, plan.seeds, loss) for loss, num in plan.cells()}

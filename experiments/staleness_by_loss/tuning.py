@@ -6,13 +6,12 @@ At a rate that suits N = 1 a policy hardly moves within 16 updates, and no loss 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from math import log
 from pathlib import Path
 from statistics import fmean
 
-from experiments.lab import Lab, Spec, metrics
-from experiments.rlhf import USUAL, Pipeline, ended, read_evaluation
+from experiments.lab import Lab, metrics
+from experiments.rlhf import USUAL, Pipeline, Tuned, ended, read_evaluation
 
 SEED = 100
 """Apart from the seeds that are compared."""
@@ -25,37 +24,6 @@ ESS = 0.45
 DRIFT = 1.5
 """Nats per completion from the SFT policy, at the end of N = 1."""
 UNPENALISED = ("best_of_2",)
-
-
-@dataclass(frozen=True)
-class Tuned:
-    """Times a loss's own learning rate, and its own penalty."""
-
-    lr_times: float
-    penalty_times: float = 1.0
-
-    def rl(
-        self,
-        pipeline: Pipeline,
-        lab: Lab,
-        loss: str,
-        num_minibatches: int,
-        seed: int,
-        *,
-        policy: str = USUAL,
-        reward_model: str = USUAL,
-    ) -> Spec:
-        """`Pipeline.rl` with it."""
-        return pipeline.rl(
-            lab,
-            loss,
-            num_minibatches,
-            seed,
-            policy=policy,
-            reward_model=reward_model,
-            lr_times=self.lr_times,
-            penalty_times=self.penalty_times,
-        )
 
 
 def tune(lab: Lab, pipeline: Pipeline, losses: Sequence[str], policy: str = USUAL) -> dict[str, Tuned]:
@@ -98,7 +66,7 @@ def _measured(
     policy: str,
 ) -> dict[str, dict[Tuned, float]]:
     specs = {
-        (loss, one): one.rl(pipeline, lab, loss, num_minibatches, SEED, policy=policy)
+        (loss, one): pipeline.rl(lab, loss, num_minibatches, SEED, policy=policy, tuned=one)
         for loss, several in settings.items()
         for one in several
     }

@@ -108,13 +108,13 @@ WORDS = {
 
 def verdicts(runs: Runs) -> list[Verdict]:
     """By the rules of the README: differences between the values of the same seeds, beyond their noise or not."""
-    scaling = WITHOUT["temperature scaling"]
-    found = [_more(runs, "kl", scaling, ALL, "Without temperature scaling KL rises faster.", SOURCES)]
+    claim, source = "Without temperature scaling KL rises faster.", SOURCES["temperature scaling"]
+    found = [_more(runs, "kl", WITHOUT["temperature scaling"], ALL, claim, source)]
     for detail, arm in WITHOUT.items():
         article = "the " if detail.endswith("init") else ""
         claim = f"Without {article}{detail} the first {FIRST} steps score less."
-        found.append(_more(runs, "early_score", ALL, arm, claim, SOURCES))
-        found.append(_more(runs, "gold", ALL, arm, f"Without {article}{detail} gold falls.", SOURCES))
+        found.append(_more(runs, "early_score", ALL, arm, claim, SOURCES[detail]))
+        found.append(_more(runs, "gold", ALL, arm, f"Without {article}{detail} gold falls.", SOURCES[detail]))
     for small, (adaptive, fixed) in {True: (SMALL, SMALL_FIXED), False: (LARGE, LARGE_FIXED)}.items():
         size = "small" if small else "large"
         claim = f"Of a coefficient ten times too {size}, adapting it brings KL nearer to the target."
@@ -127,11 +127,9 @@ def verdicts(runs: Runs) -> list[Verdict]:
     return found
 
 
-def _more(runs: Runs, value: str, larger: str, smaller: str, claim: str, source: str | Mapping[str, str]) -> Verdict:
+def _more(runs: Runs, value: str, larger: str, smaller: str, claim: str, source: str) -> Verdict:
     """That `value` is larger in the runs of one arm than in those of another."""
     ours, theirs = column(runs, larger, value), column(runs, smaller, value)
-    if not isinstance(source, str):
-        source = next(own for detail, own in source.items() if detail in claim)
     found = f"{WORDS[value]} {spread(ours)} {larger}, {spread(theirs)} {smaller}"
     return Verdict(claim, source, is_greater(ours, theirs, paired=True), found)
 

@@ -11,8 +11,7 @@ from experiments.lab import Lab
 from experiments.policy_or_reward_size import experiment
 from experiments.policy_or_reward_size.experiment import POLICIES, REWARD_MODELS, Found, Plan
 from experiments.policy_or_reward_size.sizes import JUDGE_RATES, SFT_RATES, SFT_STEPS, comparable, nearest_steps
-from experiments.rlhf import Cell, Ended, Pipeline
-from experiments.staleness_by_loss.tuning import Tuned
+from experiments.rlhf import Cell, Ended, Pipeline, Tuned
 from slipstream.core.recipes import stage_dir
 
 SEEDS = range(5)

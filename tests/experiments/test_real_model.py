@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.reward import last_number
-from experiments.lab import Lab, Unavailable
+from experiments.lab import Lab, RunFailed, Unavailable
 from experiments.real_model import experiment, memory, runs, workload
 from experiments.real_model.runs import CONTENDERS, CONTINUOUS, ONE_STEP, SYNC, TRL, Found, Scale, Seen
 from experiments.section import render
@@ -68,16 +68,41 @@ def test_the_last_number_decides():
 # Memory
 
 
-def test_memory_is_that_of_all_processes_and_ends_with_them():
-    """Two children of 64 MiB each beside a parent that holds nothing."""
-    child = "import time; held = b'x' * 2**26; time.sleep(1.5)"
-    parent = (
-        f"import subprocess as s, sys; [o.wait() for o in [s.Popen([sys.executable, '-c', {child!r}]) for _ in '12']]"
-    )
-    found = memory.peak_pss(["-c", parent])
-    assert 2 * 2**26 < found < 2 * 2**26 + 2**26
-    with pytest.raises(memory.Failed, match=r"exit code 3: told"):
+HOLD = """
+import pathlib, sys, time
+held, ends_s = b"x" * 2**26, time.monotonic() + 60
+while not pathlib.Path(sys.argv[1]).exists() and time.monotonic() < ends_s:
+    time.sleep(0.05)
+"""
+
+
+def test_memory_is_that_of_all_processes(tmp_path, monkeypatch):
+    """Two children of 64 MiB each, beside a parent that holds nothing, until a whole look has seen both."""
+    seen, sizes, look, measured = tmp_path / "seen", dict[int, int](), memory.tree, memory.pss
+
+    def tree(root):
+        if sum(sizes.values()) > 2 * 2**26:
+            seen.touch()
+        sizes.clear()
+        return look(root)
+
+    def pss(pid):
+        return sizes.setdefault(pid, measured(pid))
+
+    monkeypatch.setattr(memory, "tree", tree)
+    monkeypatch.setattr(memory, "pss", pss)
+    (tmp_path / "hold.py").write_text(HOLD)
+    start = f"subprocess.Popen([sys.executable, {str(tmp_path / 'hold.py')!r}, {str(seen)!r}])"
+    found = memory.peak_pss(["-c", f"import subprocess, sys; [one.wait() for one in [{start} for _ in '12']]"])
+    assert seen.exists()
+    assert 2 * 2**26 < found < 3 * 2**26
+
+
+def test_a_program_that_fails_or_stays_is_told():
+    with pytest.raises(RunFailed, match=r"exit code 3: told"):
         memory.peak_pss(["-c", "import sys; print('told'); sys.exit(3)"])
+    with pytest.raises(RunFailed, match=r"not done after 0.1 s"):
+        memory.peak_pss(["-c", "import time; time.sleep(600)"], deadline_s=0.1)
 
 
 def test_a_process_that_has_ended_holds_nothing():

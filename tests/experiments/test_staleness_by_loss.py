@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from experiments.lab import Lab
-from experiments.rlhf import Cell, Ended
+from experiments.rlhf import Cell, Ended, Tuned
 from experiments.staleness_by_loss import experiment
 from experiments.staleness_by_loss.experiment import (
     Found,
@@ -19,7 +19,7 @@ from experiments.staleness_by_loss.experiment import (
     slopes_by_seed,
     unexplained,
 )
-from experiments.staleness_by_loss.tuning import PENALTIES, RATES, SEED, Tuned, effective_share, nearest_drift, tune
+from experiments.staleness_by_loss.tuning import PENALTIES, RATES, SEED, effective_share, nearest_drift, tune
 
 SEEDS = range(5)
 START = 0.3
