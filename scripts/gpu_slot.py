@@ -280,10 +280,17 @@ def fetch(folder: Path, python_version: str) -> int:
 
 
 def prepared(out: Path, wheels: Path) -> str:
-    """Return the interpreter of OUT/venv, which has this one's packages and those in `wheels` that were missing."""
+    """Return the interpreter of OUT/venv, which has this one's packages and those in `wheels` that were missing.
+
+    This one may be of an environment itself, whose packages venv's own way to share them passes over.
+    """
     python = out / "venv" / "bin" / "python"
     if not python.exists():
-        subprocess.run([sys.executable, "-m", "venv", "--system-site-packages", str(out / "venv")], check=True)
+        subprocess.run([sys.executable, "-m", "venv", str(out / "venv")], check=True)
+        where = [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+        packages = Path(subprocess.run(where, check=True, capture_output=True, text=True).stdout.strip())
+        shared = dict.fromkeys(path for path in sys.path if Path(path).name in ("site-packages", "dist-packages"))
+        (packages / "of_the_machine.pth").write_text("".join(f"{path}\n" for path in shared))
     pip = [str(python), "-m", "pip", "install", "-q", "--no-index", "--find-links", str(wheels)]
     found = subprocess.run([*pip, *BUILDERS])
     if not found.returncode:
