@@ -16,6 +16,7 @@ class ComputeCopy:
     To the rest of the trainer it is what FSDP2 is on one rank (`sharded.py`): a pass computes with `dtype`, what it
     adds to a gradient is rounded to that and summed in float32, and `reshard` comes after writing into weights. But
     nothing is cast, gathered or freed while layers run. Routers, whose products are in float32, have no copy.
+    `reshard` always copies: torch counts writes into a tensor (`_version`), but not those of its fused optimizers.
     Identity: gradients and weights are FSDP2's, bit for bit; with float32, those of plain parameters.
     """
 
@@ -35,18 +36,21 @@ class ComputeCopy:
         model.register_forward_pre_hook(lambda *_: self._put_in_place())
 
     def _put_in_place(self) -> None:
-        self._refresh()
+        if self._versions() != self._seen:  # written into, as by `load_shard`, and nobody has said so
+            self._refresh()
         for (module, name, *_, main), copy in zip(self._places, self._copies, strict=True):
             module._parameters[name] = copy.requires_grad_(main.requires_grad)
 
+    def _versions(self) -> list[int]:
+        return [main._version for main in self._mains]
+
     @torch.no_grad()
     def _refresh(self) -> None:
-        if (versions := [main._version for main in self._mains]) != self._seen:
-            torch._foreach_copy_(self._copies, self._mains)
-            self._seen = versions
+        torch._foreach_copy_(self._copies, self._mains)
+        self._seen = self._versions()
 
     def reshard(self) -> None:
-        """Put the float32 weights back in their places, and copy them if they were written into."""
+        """Put the float32 weights back in their places, and copy them."""
         for module, name, _, main in self._places:
             module._parameters[name] = main
         self._refresh()
