@@ -2,7 +2,7 @@
 
     python benchmarks/train_step.py [--device cuda] [--model qwen2.5-1.5b] [--groups 4] [--samples 8] [--prompt 512]
                                     [--completion 1024] [--microbatch-tokens 32768] [--steps 3] [--json FILE]
-                                    [--only run recompute ...]
+                                    [--only run recompute ...] [--profile]
 
 A step is `trainer.step.train_on_batch`: prompts shared by their group, loss AIPO, clipping, AdamW. As a run trains (on
 CUDA in bfloat16 with a copy of the weights and attention in one call), then each with one switch changed: FSDP2 instead
@@ -19,7 +19,7 @@ import gc
 import json
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ from slipstream.observe.hardware import describe
 from slipstream.trainer.optim import AdamW
 from slipstream.trainer.step import train_on_batch
 
+MOST_KERNELS = 45
 PRODUCT = {"cuda": 8192, "cpu": 1024}
 NOMINAL_FLOP_PER_S = {"B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12}
 
@@ -136,6 +137,7 @@ def product_flop_per_s(device: torch.device) -> float:
 def run_config(given: argparse.Namespace) -> RunConfig:
     return resolve(
         {
+            "model": {"max_positions": SHAPES[given.model].max_positions},
             "groups_per_step": given.groups,
             "completions_per_group": given.samples,
             "prompts": {"tasks": [{"name": "chain_sum"}], "max_prompt_tokens": given.prompt},
@@ -161,6 +163,8 @@ def measure(given: argparse.Namespace, case: str) -> dict[str, Any]:
         synchronize(device)
         if number:  # the first warms up
             found.append(time.perf_counter() - started_s)
+    if given.profile:
+        tell_kernels(lambda: train_on_batch(model, optimizer, groups, config=config, step=0, batching=collate), device)
     flop, step_s = step_flop(shape, given), statistics.median(found)
     tokens = given.groups * (given.prompt + given.samples * given.completion)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
@@ -173,6 +177,23 @@ def measure(given: argparse.Namespace, case: str) -> dict[str, Any]:
         "microbatches": metrics["num_microbatches"],
         "peak_bytes": peak,
     }
+
+
+def tell_kernels(work: Callable[[], object], device: torch.device) -> None:
+    """Print how long which kernels run in one call."""
+    activity = torch.profiler.ProfilerActivity.CUDA if device.type == "cuda" else torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[activity]) as recorded:
+        work()
+        synchronize(device)
+    events = recorded.key_averages()
+    seconds = {
+        one.key: one.self_device_time_total / 1e6 if device.type == "cuda" else one.self_cpu_time_total / 1e6
+        for one in events
+    }
+    calls = {one.key: one.count for one in events}
+    print(f"  kernels run {sum(seconds.values()):.3f} s")
+    for name in sorted(seconds, key=seconds.__getitem__, reverse=True)[:MOST_KERNELS]:
+        print(f"  {1e3 * seconds[name]:9.2f} ms {calls[name]:6} x  {name[:150]}")
 
 
 def nominal(device: str) -> float | None:
@@ -188,6 +209,7 @@ def main(words: Sequence[str] | None = None) -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--microbatch-tokens", type=int, default=32768)
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--profile", action="store_true", help="print where the time of a step goes, by kernel")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(words)
     print(describe())

@@ -1,8 +1,10 @@
-"""Decode speed of the engine on one GPU beside the bandwidth of its memory, and where the time of a step goes.
+"""Decode speed of the engine on one GPU beside what its memory and its products allow, and where a step's time goes.
 
 Random weights, so no checkpoint is needed. A batch of different prompts of `--context` tokens decodes
-`--new-tokens` greedy tokens; counted are steps in which the whole batch was live. No two rows share keys and values, so
-every row's are read from memory in every step.
+`--new-tokens` greedy tokens; counted are steps in which the whole batch was live, from one's end to the next one's: a
+step is launched before the one before it is read. No two rows share keys and values, so every row's are read from
+memory in every step. The roofline is max(bytes of weights / bandwidth, FLOP of products / rate) + bytes of keys and
+values / bandwidth, of a copy and of a large product in bfloat16 measured beside it.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ NOMINAL_BYTES_PER_S = {  # of the makers' data sheets; the first name that a dev
 }
 BYTES_READ = {"float32": (4, 4), "bfloat16": (2, 2), "int8": (2, 2), "fp8": (1, 2)}  # of a weight, of a key
 KINDS = {  # a kernel is of the first kind one of whose words its name contains
-    "attention": ("attention", "attn", "flash", "fmha", "paged"),
+    "attention": ("attention", "attn", "flash", "fmha", "paged", "split_kernel", "join_kernel"),
     "products": ("gemm", "cutlass", "cublas", "nvjet", "xmma", "gemv", "splitk"),
     "copies": ("memcpy", "memset", "copy", "index", "gather", "scatter"),
     "sampling": ("softmax", "sort", "scan", "cum", "argmax", "topk", "reduce"),
@@ -98,6 +100,19 @@ def copy_bytes_per_s(device: torch.device, num_bytes: int = 1 << 30) -> float:
     return 2 * num_bytes / best_s
 
 
+def product_flop_per_s(device: torch.device, size: int = 8192) -> float:
+    """Best of six products of two square matrices in bfloat16; random numbers, as zeros are faster."""
+    a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
+    found = []
+    for _ in range(6):
+        synchronize(device)
+        started_s = time.perf_counter()
+        a @ b
+        synchronize(device)
+        found.append(time.perf_counter() - started_s)
+    return 2 * size**3 / min(found)
+
+
 def requests(batch: int, context: int, new_tokens: int, vocab_size: int, first: int) -> list[Request]:
     """`batch` greedy requests, ordinals and prompts from `first` on."""
     prompts = np.random.default_rng(first).integers(0, vocab_size, (batch, context)).astype(np.int32)
@@ -108,17 +123,16 @@ def requests(batch: int, context: int, new_tokens: int, vocab_size: int, first: 
 
 
 def full_steps(engine: GenerationEngine, batch: int, device: torch.device) -> list[float]:
-    """Run dry; seconds of each step that began with the full batch."""
+    """Run dry; seconds of each step that began with the full batch, but for the first, which waits for prompts."""
     taken = []
     while not engine.is_idle:
         is_full = engine.num_live == batch and engine.num_waiting == 0
-        synchronize(device)
         started_s = time.perf_counter()
         engine.step()
-        synchronize(device)
         if is_full:
             taken.append(time.perf_counter() - started_s)
-    return taken
+    synchronize(device)
+    return taken[1:]
 
 
 def profile(engine: GenerationEngine, batch: int, device: torch.device) -> tuple[float, Counter[str], Counter[str]]:
@@ -151,7 +165,7 @@ def measure(
     name: str, config: TransformerConfig, arguments: argparse.Namespace, device: torch.device
 ) -> list[dict[str, Any]]:
     """Every batch of one model, printed and returned."""
-    bandwidth = copy_bytes_per_s(device)
+    bandwidth, rate = copy_bytes_per_s(device), product_flop_per_s(device)
     nominal = nominal_bytes_per_s(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     weight_bytes, kv_bytes = BYTES_READ[arguments.precision]
     measured = []
@@ -180,12 +194,18 @@ def measure(
             raise SystemExit(f"{name}, batch {batch}: rows ended before the batch was full; raise --new-tokens")
         step_s = statistics.median(steps)
         context = arguments.context + new_tokens / 2
-        moved = weight_bytes * matmul_params(config) + batch * context * kv_bytes_per_token(config, kv_bytes)
+        of_weights = weight_bytes * matmul_params(config)
+        of_keys = batch * context * kv_bytes_per_token(config, kv_bytes)
+        moved = of_weights + of_keys
+        floor_s = max(of_weights / bandwidth, 2 * batch * matmul_params(config) / rate) + of_keys / bandwidth
         print(f"\n## {name}, random weights, {arguments.precision}, batch {batch}, context {context:.0f}\n")
-        print("| tokens/s | ms a step, median | p95 | GB a step | of copy bandwidth | of nominal | rest of a run |")
-        print("|---|---|---|---|---|---|---|")
+        print(
+            "| tokens/s | ms a step, median | p95 | roofline, ms | GB a step | of copy's | of nominal | rest of a run |"
+        )
+        print("|---|---|---|---|---|---|---|---|")
         print(
             f"| {batch / step_s:,.0f} | {1e3 * step_s:.2f} | {1e3 * float(np.quantile(steps, 0.95)):.2f} "
+            f"| {1e3 * floor_s:.2f}: {floor_s / step_s:.0%} of it at {rate / 1e12:.0f} TFLOP/s "
             f"| {moved / 1e9:.2f} | {moved / bandwidth / step_s:.0%} of {bandwidth / 1e12:.2f} TB/s "
             f"| {f'{moved / nominal / step_s:.0%} of {nominal / 1e12:.2f} TB/s' if nominal else 'unknown'} "
             f"| {statistics.median(prefill_s):.2f} s |"
@@ -206,6 +226,8 @@ def measure(
                 "tokens_per_s": batch / step_s,
                 "steps_s": steps,
                 "bytes_per_step": moved,
+                "roofline_s": floor_s,
+                "product_flop_per_s": rate,
                 "copy_bytes_per_s": bandwidth,
                 "nominal_bytes_per_s": nominal,
                 "kernel_s_per_step": {kind: seconds / PROFILED_STEPS for kind, seconds in kinds.items()},

@@ -86,7 +86,7 @@ def test_captured_steps_give_the_bits_of_steps_that_are_not(dtype: torch.dtype, 
     ]
     eager, captured = engine_of(model, captures=False), engine_of(model)
     expected, found = run(eager, batch), run(captured, batch)
-    assert captured._runner.num_graphs > 2  # type: ignore[attr-defined]
+    assert captured._runner.num_graphs > 1  # type: ignore[attr-defined]
     assert eager._runner.num_graphs == 0  # type: ignore[attr-defined]
     for key, completion in expected.items():
         assert np.array_equal(found[key].tokens, completion.tokens)

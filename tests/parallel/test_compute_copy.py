@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import sharded_jobs
 import torch
@@ -14,13 +15,16 @@ from rank_models import MIXTURE
 from sharded_jobs import Layout
 from test_sharded import SETTINGS, relative
 
+from slipstream import batching
 from slipstream.core.rank_group import RankGroup
+from slipstream.core.stage_sections import WarmStartConfig
 from slipstream.core.training_sections import OptimizerConfig
 from slipstream.models.compute_copy import ComputeCopy
 from slipstream.models.quantized import Packer, WeightLayout
 from slipstream.models.sharded import Division, ShardedParameters
 from slipstream.models.transformer import Transformer
 from slipstream.trainer.optim import AdamW
+from slipstream.trainer.supervised import supervised_updates
 
 CONFIGS = {**DENSE, "mixture": MIXTURE}
 
@@ -113,3 +117,27 @@ def test_what_is_written_into_weights_is_computed_with() -> None:
     states = model(torch.arange(9), torch.arange(9), sharded_jobs.PackedAttention([9]))
     assert states.dtype == torch.bfloat16
     assert not states.requires_grad
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.usefixtures("one_rank")
+def test_a_warm_start_learns(device: str) -> None:
+    """As the trainer makes one by default, without weight decay: four completions by heart."""
+    place = torch.device(device, 0) if device == "cuda" else torch.device(device)
+    division = Division(device=place, precision="bfloat16", copies=True)
+    model = sharded_jobs.part_of(CONFIGS["llama_tied"], division)
+    optimizer = AdamW(ShardedParameters(model, division), OptimizerConfig(lr=5e-3), total_updates=60)
+    demonstrations = [
+        (np.arange(3, dtype=np.int32) + first, np.arange(8, dtype=np.int32)[::-1] + first) for first in range(4)
+    ]
+    made = supervised_updates(
+        model,
+        optimizer,
+        demonstrations,
+        config=WarmStartConfig(steps=60, batch_size=4),
+        microbatch_tokens=64,
+        seed=0,
+        batching=batching.collate,
+    )
+    losses = [update.loss for update in made]
+    assert losses[-1] < 0.1 * losses[0]
