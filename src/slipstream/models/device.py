@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import os
 
 import torch
+from torch import Tensor
 
 from slipstream.core.errors import ConfigError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 HINT = "`slipstream doctor` shows GPUs; `slipstream launch` spreads groups over machines"
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def takes_kernels(x: Tensor) -> bool:
+    """Tell whether kernels of Triton can be launched on `x`: it lies on CUDA, and no compiler is looking."""
+    return x.is_cuda and _has_triton() and not torch.compiler.is_compiling()
 
 
 def take_share(share: float | None, device: torch.device) -> None:

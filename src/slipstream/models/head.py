@@ -1,6 +1,7 @@
 """Log-probabilities and entropies straight from final states: the head's logits exist for some rows at a time.
 
 They are computed once more in the backward pass, from which the normalisers of the forward pass spare it a softmax.
+On CUDA kernels of `head_kernels.py` read them once each way, but for the gradient of kept sets.
 Products are in the precision of their operands and come out in float32: in bfloat16 nothing is cast to float32 first.
 
 Of tensor-parallel ranks each computes the logits of its own rows of the head. Forward, a maximum, then sums of a few
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.models.device import takes_kernels
 from slipstream.models.linear import linear
 from slipstream.models.transformer import OneRank, Ranks
 
@@ -52,14 +54,14 @@ class _HeadLogprobs(torch.autograd.Function):
         found: list[tuple[Tensor, ...]] = []
         for rows, chosen, sets in _chunks(at_once, hidden, targets, kept):
             scaled = _scaled(rows, weight, temperature)
-            each = [scaled] if sets is None else [scaled, _of_kept(scaled, sets, ranks.first_row)]
-            largest = ranks.max(torch.stack([values.amax(-1) for values in each]))
-            masses = [(values - top.unsqueeze(-1)).exp_() for values, top in zip(each, largest, strict=True)]
-            place, is_own = _own(chosen, len(weight), ranks.first_row)
-            of_target = scaled.gather(1, place.unsqueeze(1)).squeeze(1).where(is_own, 0.0)
-            parts = [of_target, torch.linalg.vecdot(masses[0], scaled), *(mass.sum(-1) for mass in masses)]
-            of_target, weighed, *totals = ranks.sum(torch.stack(parts)).unbind()
-            normalisers = [top + total.log() for top, total in zip(largest, totals, strict=True)]
+            top, of_target, *sums = _statistics(scaled, *_own(chosen, len(weight), ranks.first_row)).unbind()
+            of_sets = [] if sets is None else [_of_kept(scaled, sets, ranks.first_row)]
+            largest = ranks.max(torch.stack([top, *(values.amax(-1) for values in of_sets)])).unbind()
+            shrink = (top - largest[0]).exp_()
+            masses = [(values - largest[1].unsqueeze(-1)).exp_().sum(-1) for values in of_sets]
+            parts = torch.stack([of_target, *(one * shrink for one in sums), *masses])
+            of_target, weighed, *totals = ranks.sum(parts).unbind()
+            normalisers = [most + total.log() for most, total in zip(largest, totals, strict=True)]
             entropy = normalisers[0] - weighed / totals[0]
             found.append((of_target - normalisers[-1], entropy, torch.stack(normalisers, 1)))
         logprobs, entropies, of_all = map(torch.cat, zip(*found, strict=True))
@@ -76,7 +78,7 @@ class _HeadLogprobs(torch.autograd.Function):
         grads = tuple(None if grad is None else grad / ctx.temperature for grad in grads)
         for rows, *own in _chunks(ctx.at_once, hidden, *others, *grads):
             scaled = _scaled(rows, weight, ctx.temperature)
-            grad = _gradient(scaled, *own, first_row=ctx.ranks.first_row).to(weight.dtype)
+            grad = _gradient(scaled, *own, first_row=ctx.ranks.first_row, dtype=weight.dtype)
             if needs_hidden:
                 of_hidden.append(ctx.ranks.sum(wide_product(grad, weight.t())).to(hidden.dtype))
             if of_weight is not None:
@@ -95,6 +97,18 @@ def _chunks(at_once: int, first: Tensor, *others: Tensor | None) -> Iterator[tup
 def _scaled(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
     logits = wide_product(hidden, weight)
     return logits if temperature == 1.0 else logits.div_(temperature)
+
+
+def _statistics(scaled: Tensor, place: Tensor, is_own: Tensor) -> Tensor:
+    """Return float32 [4, N] of this rank's logits: max z, z of the target or 0, sum exp(z - max z) z, and of 1."""
+    if takes_kernels(scaled):
+        from slipstream.models.head_kernels import statistics
+
+        return statistics(scaled, place.where(is_own, -1))
+    top = scaled.amax(-1)
+    mass = (scaled - top.unsqueeze(-1)).exp_()
+    of_target = scaled.gather(1, place.unsqueeze(1)).squeeze(1).where(is_own, 0.0)
+    return torch.stack([top, of_target, torch.linalg.vecdot(mass, scaled), mass.sum(-1)])
 
 
 def _own(ids: Tensor, num_rows: int, first_row: int) -> tuple[Tensor, Tensor]:
@@ -120,11 +134,17 @@ def _gradient(
     e: Tensor | None,
     *,
     first_row: int,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """Return dz of `_HeadLogprobs`, in the memory of `scaled` where that is enough.
+    """Return dz of `_HeadLogprobs` in `dtype`, in the memory of `scaled` where that is enough.
 
     `normalisers` [N, 1] are of the vocabulary, [N, 2] of the kept sets, too.
     """
+    if kept is None and takes_kernels(scaled):
+        from slipstream.models.head_kernels import gradient
+
+        place, is_own = _own(targets, scaled.shape[1], first_row)
+        return gradient(scaled, place.where(is_own, -1), normalisers[:, 0], entropy, g, e, dtype)
     normaliser, *of_sets = (column.unsqueeze(1) for column in normalisers.unbind(1))
     in_kept = None if kept is None else (_of_kept(scaled, kept, first_row) - of_sets[0]).exp_()
     logprobs = scaled.sub_(normaliser)
@@ -132,7 +152,7 @@ def _gradient(
     if e is not None:
         from_entropy = (logprobs + entropy.unsqueeze(1)).mul_(logprobs.exp()).mul_(-e.unsqueeze(1))
     if g is None:
-        return logprobs.zero_() if from_entropy is None else from_entropy
+        return (logprobs.zero_() if from_entropy is None else from_entropy).to(dtype)
     each, width = g.unsqueeze(1), scaled.shape[1]
     if kept is None or in_kept is None:
         grad = logprobs.exp_().mul_(-each)
@@ -140,7 +160,7 @@ def _gradient(
         grad = logprobs.zero_().scatter_add_(1, _own(kept, width, first_row)[0], -each * in_kept)
     place, is_own = _own(targets.unsqueeze(1), width, first_row)
     grad.scatter_add_(1, place, each.where(is_own, 0.0))
-    return grad if from_entropy is None else grad.add_(from_entropy)
+    return (grad if from_entropy is None else grad.add_(from_entropy)).to(dtype)
 
 
 def head_logprobs(
