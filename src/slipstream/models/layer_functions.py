@@ -60,7 +60,7 @@ class SwiGlu(torch.autograd.Function):
         return silu_mul(gate_up)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> Tensor:
         from slipstream.models import layer_kernels as kernels
 
@@ -87,14 +87,14 @@ class RotateHeads(torch.autograd.Function):
         return out[:, : num_rotated - kv_heads], out[:, num_rotated - kv_heads : num_rotated], out[:, num_rotated:]
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None, None]:
         cos, signed_sin = ctx.saved_tensors
         sizes = [one.shape[1] for one in upstream]
         rows, _, head_dim = upstream[0].shape
         gradient = upstream[0].new_empty(rows, sum(sizes), head_dim)
-        parts = zip(upstream, gradient.split(sizes, 1), (*sizes[:2], 0), strict=True)
-        for source, target, num_rotated in parts:
+        parts = torch.split(gradient, sizes, 1)
+        for source, target, num_rotated in zip(upstream, parts, (*sizes[:2], 0), strict=True):
             _rotate(source.contiguous(), target, cos, signed_sin, num_rotated, back=True)
         return gradient, None, None, None
 

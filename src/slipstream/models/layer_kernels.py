@@ -77,9 +77,9 @@ def rotate_kernel(
     read = source + row * source_stride + heads * HEAD_DIM
     own = tl.load(read + dims[None, :], mask=is_there, other=0.0).to(tl.float32)
     other = tl.load(read + partners[None, :], mask=is_rotated, other=0.0).to(tl.float32)
-    angle = row * ROTARY + dims
-    c = tl.load(cos + angle, mask=dims < ROTARY, other=0.0).to(tl.float32)[None, :]
-    s = tl.load(signed_sin + angle, mask=dims < ROTARY, other=0.0).to(tl.float32)[None, :]
+    angles = row * ROTARY + dims[None, :] + 0 * heads  # for each head, so that a thread reads 16 bytes
+    c = tl.load(cos + angles, mask=is_rotated, other=0.0).to(tl.float32)
+    s = tl.load(signed_sin + angles, mask=is_rotated, other=0.0).to(tl.float32)
     kind = target.dtype.element_ty
     if BACK:
         turned = own * c - other * s
