@@ -178,7 +178,7 @@ MAX_LINES_OF_FOLDER = {
     "generator": 8_955,
     "jail": 1_060,
     "jobs": 975,
-    "models": 8_025,
+    "models": 8_230,
     "observe": 9_920,
     "plan": 6_655,
     "prompts": 1_450,

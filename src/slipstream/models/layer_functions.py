@@ -103,20 +103,9 @@ def _rotate(source: Tensor, target: Tensor, cos: Tensor, signed_sin: Tensor, num
     from slipstream.models import layer_kernels as kernels
 
     rows, heads, head_dim = source.shape
-    head_block = 1 << (head_dim - 1).bit_length()
-    at_once = max(1, ROTATED_BLOCK // head_block)
-    kernels.rotate_kernel[(rows, -(-heads // at_once))](
-        source,
-        target,
-        cos.contiguous(),
-        signed_sin.contiguous(),
-        source.stride(0),
-        target.stride(0),
-        NUM_HEADS=heads,
-        NUM_ROTATED=num_rotated,
-        HEAD_DIM=head_dim,
-        HEAD_BLOCK=head_block,
-        HEADS=at_once,
-        ROTARY=cos.shape[-1],
-        BACK=back,
-    )
+    block = 1 << (head_dim - 1).bit_length()
+    at_once = max(1, ROTATED_BLOCK // block)
+    tables, strides = (cos.contiguous(), signed_sin.contiguous()), (source.stride(0), target.stride(0))
+    sizes = {"NUM_HEADS": heads, "NUM_ROTATED": num_rotated, "HEAD_DIM": head_dim, "HEAD_BLOCK": block}
+    sizes |= {"HEADS": at_once, "ROTARY": cos.shape[-1]}
+    kernels.rotate_kernel[(rows, -(-heads // at_once))](source, target, *tables, *strides, **sizes, BACK=back)

@@ -30,14 +30,8 @@ def silu_mul_kernel(
 
 
 @triton.jit
-def silu_mul_backward_kernel(
-    gate_up,  # [N, 2 WIDTH], contiguous, as `gradient`
-    upstream,  # [N, WIDTH], contiguous
-    gradient,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """With s = sigmoid(gate):  d gate = upstream * up * s * (1 + gate * (1 - s)),  d up = upstream * gate * s."""
+def silu_mul_backward_kernel(gate_up, upstream, gradient, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """gradient of gate_up = upstream * (up * s * (1 + gate * (1 - s)), gate * s), where s = sigmoid(gate)."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_there = columns < WIDTH
