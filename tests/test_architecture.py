@@ -157,7 +157,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 85_460
+MAX_LINES = 85_635
 MAX_LINES_OF_SPINE = 1_600
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -175,10 +175,10 @@ MAX_LINES_OF_FOLDER = {
     "core": 11_040,
     "environments": 8_085,
     "evals": 2_700,
-    "generator": 8_955,
+    "generator": 8_930,
     "jail": 1_060,
     "jobs": 975,
-    "models": 8_025,
+    "models": 8_230,
     "observe": 9_920,
     "plan": 6_655,
     "prompts": 1_450,

@@ -6,8 +6,9 @@ looking at a value from the host. `NoCopies` refuses what is left, bringing valu
 
 from __future__ import annotations
 
+import importlib.util
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -108,6 +109,23 @@ def indexed(x: torch.Tensor, index: Any) -> torch.Tensor:
     return x
 
 
+def launches(name: str, names: Counter[str]) -> dict[Any, Callable[..., None]]:
+    """Stand in for a kernel of Triton: whatever the grid, count it, and see to what it asks of its arguments."""
+
+    def launch(*args: Any, **constants: Any) -> None:
+        tensors = [arg for arg in tree_leaves(args) if isinstance(arg, torch.Tensor)]
+        assert all(x.is_contiguous() and x.device == CUDA for x in tensors), name
+        assert {x.dtype for x in tensors if x.dtype.is_floating_point} <= {torch.bfloat16, torch.float32}
+        names[name] += 1
+
+    class Grid(dict[Any, Callable[..., None]]):
+        def __missing__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            assert all(size > 0 for size in grid)
+            return launch
+
+    return Grid()
+
+
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A Hopper, as far as tensors can tell. What a CPU build of torch refuses even so is replaced."""
@@ -126,6 +144,9 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.Tensor, "__getitem__", indexed)
     monkeypatch.setattr(torch.Tensor, "__invert__", lambda self: torch.bitwise_not(self))
     monkeypatch.setattr(torch.Tensor, "copy_", lambda self, source: (source.expand(self.shape), self)[1])
+    if importlib.util.find_spec("triton") is not None:
+        for name in ("silu_mul_kernel", "rotate_kernel"):
+            monkeypatch.setattr(f"slipstream.models.layer_kernels.{name}", launches(name, Counter()))
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         yield
 

@@ -1,4 +1,4 @@
-"""A process of its own for `test_paged_kernels.py` and `test_decode_kernels.py`.
+"""A process of its own for `test_paged_kernels.py`, `test_decode_kernels.py` and `models/test_layer_kernels.py`.
 
 Triton compiles here, as it does when a kernel is launched.
 """
@@ -17,10 +17,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from slipstream.generator import decode_kernels, paged_kernels
-from slipstream.generator.fused_decode import HEADS_TILE, SILU_BLOCK, norm_warps
+from slipstream.generator.fused_decode import HEADS_TILE, norm_warps
 from slipstream.generator.paged_attention import KEYS_PER_TILE, SPLIT_TOKENS, SPLITS_PER_TILE
 from slipstream.generator.paged_kv import PAGE_SIZE
+from slipstream.models import layer_kernels
+from slipstream.models.layer_functions import ROTATED_BLOCK, SILU_BLOCK
 
+STRIDES = ("source_stride", "target_stride")
 SHARED_BYTES = 99 * 1024  # of the smallest GPU since capability 8.0: that of 8.6 and 8.9
 CASES = (  # compute capability, precision, query heads, key-value heads, head size
     (80, "bf16", 14, 2, 64),
@@ -31,9 +34,10 @@ CASES = (  # compute capability, precision, query heads, key-value heads, head s
 
 
 def compiled(kernel: Any, types: dict[str, str], constants: dict[str, int], capability: int, num_warps: int = 4) -> Any:
-    """The program; pointers begin at multiples of 16 bytes, as torch's do."""
+    """The program; pointers begin at multiples of 16 bytes, as torch's do, and rows of heads are multiples apart."""
     signature = types | dict.fromkeys(constants, "constexpr")
-    aligned = {(place,): [["tt.divisibility", 16]] for place, kind in enumerate(types.values()) if kind[0] == "*"}
+    multiples = [place for place, (name, kind) in enumerate(types.items()) if kind[0] == "*" or name in STRIDES]
+    aligned = {(place,): [["tt.divisibility", 16]] for place in multiples}
     source = ASTSource(kernel, signature, constants, aligned)
     return triton.compile(
         source, target=GPUTarget("cuda", capability, 32), options={"num_stages": 2, "num_warps": num_warps}
@@ -99,15 +103,12 @@ def check_resources(program: Any) -> None:
 
 def decode() -> None:
     """Everything of a fused layer for Hopper."""
-    for hidden, width, heads, kv_heads, head_dim, norms in DECODERS:
+    for hidden, _, heads, kv_heads, head_dim, norms in DECODERS:
         block = power_of_two(hidden)
         pointers = dict.fromkeys(("stream", "branch", "weight", "normed"), "*bf16")
         constants = {"HIDDEN": hidden, "BLOCK": block, "ADDS": True}
         kernel = decode_kernels.add_norm_kernel
         check_resources(compiled(kernel, pointers | {"eps": "fp32"}, constants, 90, norm_warps(block)))
-        constants = {"WIDTH": width, "BLOCK": SILU_BLOCK}
-        pointers = dict.fromkeys(("gate_up", "inner"), "*bf16")
-        check_resources(compiled(decode_kernels.silu_mul_kernel, pointers, constants, 90))
         types = dict.fromkeys(("qkv", "q_weight", "k_weight"), "*bf16") | dict.fromkeys(("cos", "signed_sin"), "*fp32")
         types |= dict.fromkeys(("positions", "slots"), "*i64")
         types |= dict.fromkeys(("queries", "keys", "values"), "*bf16") | {"eps": "fp32"}
@@ -117,5 +118,21 @@ def decode() -> None:
         check_resources(compiled(decode_kernels.enter_kernel, types, constants, 90, 2))
 
 
+def layer() -> None:
+    """What a layer computes between its products, forward and backward, for Hopper."""
+    for _, width, heads, kv_heads, head_dim, _ in DECODERS:
+        constants = {"WIDTH": width, "BLOCK": SILU_BLOCK}
+        pointers = dict.fromkeys(("gate_up", "inner"), "*bf16")
+        check_resources(compiled(layer_kernels.silu_mul_kernel, pointers, constants, 90))
+        pointers = dict.fromkeys(("gate_up", "upstream", "gradient"), "*bf16")
+        check_resources(compiled(layer_kernels.silu_mul_backward_kernel, pointers, constants, 90))
+        types = dict.fromkeys(("source", "target", "cos", "signed_sin"), "*bf16") | dict.fromkeys(STRIDES, "i32")
+        constants = {"HEAD_DIM": head_dim, "HEAD_BLOCK": power_of_two(head_dim), "ROTARY": head_dim}
+        constants |= {"NUM_ROTATED": heads + kv_heads, "HEADS": ROTATED_BLOCK // power_of_two(head_dim)}
+        for back in (False, True):
+            numbers = {"NUM_HEADS": heads + (0 if back else 2 * kv_heads), "BACK": back}
+            check_resources(compiled(layer_kernels.rotate_kernel, types, constants | numbers, 90))
+
+
 if __name__ == "__main__":
-    decode() if "decode" in sys.argv else main()
+    layer() if "layer" in sys.argv else decode() if "decode" in sys.argv else main()

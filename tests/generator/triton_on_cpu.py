@@ -1,4 +1,4 @@
-"""A process of its own for `test_paged_attention.py` and `test_decode_kernels.py`.
+"""A process of its own for `test_paged_attention.py`, `test_decode_kernels.py` and `models/test_layer_kernels.py`.
 
 Triton reads TRITON_INTERPRET=1 where a kernel is defined.
 """
@@ -6,7 +6,7 @@ Triton reads TRITON_INTERPRET=1 where a kernel is defined.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -16,11 +16,15 @@ from engine_kit import STOP, adapted_model, new_engine, random_mixture, random_m
 from torch import Tensor, nn
 
 from slipstream.generator.engine import Engine
-from slipstream.generator.fused_decode import add_norm, enter, fused_forward, silu_mul
+from slipstream.generator.fused_decode import add_norm, enter, fused_forward
 from slipstream.generator.paged_attention import SPLIT_TOKENS, PagedDecodeAttention, attend_gathered, attend_split
 from slipstream.generator.paged_kv import PagedKV
 from slipstream.generator.paged_runner import PagedRunner
-from slipstream.models.transformer import Transformer
+from slipstream.models import layer_functions, transformer
+from slipstream.models.attention import PackedAttention
+from slipstream.models.layer_functions import RotateHeads, SwiGlu, silu_mul
+from slipstream.models.sharded import Division, divide
+from slipstream.models.transformer import Transformer, rope_tables, rotate
 
 PAGE = 16
 SHAPES = (  # query heads, key-value heads, head size
@@ -202,6 +206,72 @@ def check_fused_runner() -> None:
         np.testing.assert_allclose(found[key].logprobs, completion.logprobs, atol=1e-4)
 
 
+HALVES = ((torch.bfloat16, 2**-8), (torch.float16, 2**-11))  # and one rounding, relative
+
+
+def check_gradients(
+    found: Sequence[Tensor],
+    rounded: Sequence[Tensor],
+    exact: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    bound: float,
+) -> None:
+    """Outputs of the kernels, of the operations and of float64: the same bits, and gradients nearer to float64's."""
+    assert all(torch.equal(one, other) for one, other in zip(found, rounded, strict=True))
+    upstream = [torch.randn(one.shape).to(one.dtype) for one in found]
+    torch.autograd.backward(found, [one.mT.contiguous().mT for one in upstream])  # with strides of another order
+    torch.autograd.backward(rounded, upstream)
+    torch.autograd.backward(exact, [one.double() for one in upstream])
+    own, plain, true = (one.grad.double() for one in inputs if one.grad is not None)
+    torch.testing.assert_close(own, true, atol=bound * float(true.abs().mean()) / 8, rtol=bound)
+    assert (own - true).norm() <= (plain - true).norm() > 0
+
+
+def copies(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return x.clone().requires_grad_(), x.clone().requires_grad_(), x.double().requires_grad_()
+
+
+def check_swiglu() -> None:
+    for dtype, bound in HALVES:
+        for rows, width in ((5, 48), (3, 1200), (1, 77), (2, 1024)):
+            inputs = copies((3 * torch.randn(rows, 2 * width)).to(dtype))
+            plain, exact = (F.silu(gate) * up for gate, up in (one.chunk(2, -1) for one in inputs[1:]))
+            check_gradients([SwiGlu.apply(inputs[0])], [plain], [exact], inputs, bound)
+
+
+def check_rotation() -> None:
+    for dtype, bound in HALVES:
+        for rows, heads, kv_heads, dim, fraction in ((3, 14, 2, 64, 1.0), (2, 3, 1, 24, 1.0), (5, 4, 4, 80, 0.25)):
+            config = replace(random_model().config, head_dim=dim, rotary_fraction=fraction)
+            tables = [table[torch.arange(rows) * 7][:, None].to(dtype) for table in rope_tables(config)]
+            inputs = copies(torch.randn(rows, heads + 2 * kv_heads, dim).to(dtype))
+            sizes = (heads, kv_heads, kv_heads)
+            plain, exact = (
+                [rotate(q, *rope), rotate(k, *rope), v]
+                for (q, k, v), rope in (
+                    (inputs[1].split(sizes, 1), tables),
+                    (inputs[2].split(sizes, 1), [table.double() for table in tables]),
+                )
+            )
+            check_gradients(RotateHeads.apply(inputs[0], *tables, kv_heads), plain, exact, inputs, bound)
+
+
+def check_layers() -> None:
+    """Whole models in float32, layers run once or again in the backward pass: gradients of the plain operations."""
+    states: dict[int, list[Tensor]] = {}
+    towards = torch.randn(512)
+    for takes in (False, True):
+        layer_functions.takes_kernels = transformer.takes_kernels = lambda x, takes=takes: takes  # type: ignore[assignment]
+        for case, model in enumerate((*list(fused_models())[1:], random_mixture())):
+            again, keeps = ((True, False), (True, True), (False, False))[case % 3]
+            divide(model.requires_grad_(True), Division(recomputes=takes and again, keeps_products=takes and keeps))
+            out = model(torch.arange(5), torch.tensor([0, 1, 2, 0, 1]), PackedAttention([3, 2]))
+            (out * towards[: out.shape[1]]).sum().backward()
+            found = [out.detach(), *(one.grad for one in model.parameters() if one.grad is not None)]
+            for one, other in zip(found, states.setdefault(case, found), strict=True):
+                torch.testing.assert_close(one, other, atol=2e-5 * float(other.abs().max()), rtol=0)
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
     if sys.argv[1:] == ["decode"]:
@@ -209,6 +279,11 @@ if __name__ == "__main__":
         check_each_fusion()
         check_fused_steps()
         check_fused_runner()
+    elif sys.argv[1:] == ["layer"]:
+        round_to_nearest()
+        check_swiglu()
+        check_rotation()
+        check_layers()
     else:
         check_reference()
         check_company()

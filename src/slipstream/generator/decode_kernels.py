@@ -38,23 +38,6 @@ def add_norm_kernel(
 
 
 @triton.jit
-def silu_mul_kernel(
-    gate_up,  # [B, 2 WIDTH], contiguous
-    inner,  # [B, WIDTH], contiguous
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """inner = silu(gate) * up."""
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    is_there = columns < WIDTH
-    gate = tl.load(gate_up + row * 2 * WIDTH + columns, mask=is_there, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * 2 * WIDTH + WIDTH + columns, mask=is_there, other=0.0).to(tl.float32)
-    active = (gate / (1 + tl.exp(-gate))).to(inner.dtype.element_ty).to(tl.float32)
-    tl.store(inner + row * WIDTH + columns, (active * up).to(inner.dtype.element_ty), mask=is_there)
-
-
-@triton.jit
 def enter_kernel(
     qkv,  # [B, H + 2 Hkv, D], contiguous
     q_weight,  # [D], read if NORMS

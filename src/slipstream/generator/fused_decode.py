@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from slipstream.generator.paged_attention import PagedDecodeAttention, power_of_two
 from slipstream.models.config import TransformerConfig
+from slipstream.models.layer_functions import silu_mul
 from slipstream.models.transformer import Layer, OneRank, Transformer
 
-SILU_BLOCK = 1024
 HEADS_TILE = 512  # numbers of whole heads that a program of 2 warps has: 16 bytes in bfloat16 for each thread
 
 
@@ -75,17 +75,6 @@ def add_norm(stream: Tensor, branch: Tensor | None, norm: nn.Module) -> Tensor:
 def norm_warps(block: int) -> int:
     """Warps of a program that normalises `block` numbers: 8 or 16 numbers a thread, of few programs."""
     return min(16, max(1, block // 256))
-
-
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up of [B, 2 width] -> [B, width]."""
-    from slipstream.generator import decode_kernels as kernels
-
-    gate_up = gate_up.contiguous()
-    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    inner = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
-    kernels.silu_mul_kernel[(rows, -(-width // SILU_BLOCK))](gate_up, inner, WIDTH=width, BLOCK=SILU_BLOCK)
-    return inner
 
 
 def enter(

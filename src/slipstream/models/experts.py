@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.models.config import TransformerConfig
+from slipstream.models.layer_functions import gated
 from slipstream.models.linear import Linear, linear
 
 Choose = Callable[[Tensor], Tensor]
@@ -183,8 +184,7 @@ class Experts(nn.Module):
         """x [N, hidden] -> [N, hidden], by the experts that `choose` makes of those that the router would."""
         gates, chosen = self.route(x, choose)
         groups = group(chosen, self.num_experts, on_device=multiplies_groups(x.device, x.dtype))
-        gate, up = self.up(x.index_select(0, groups.source), groups).chunk(2, -1)
-        out = self.down(self.activation(gate) * up, groups)
+        out = self.down(gated(self.activation, self.up(x.index_select(0, groups.source), groups)), groups)
         parts = out.index_select(0, groups.places.flatten()).view(*chosen.shape, out.shape[1])
         total: Tensor = parts[:, 0] * gates[:, :1]
         for choice in range(1, self.per_token):

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from slipstream.models.compute_copy import ComputeCopy
 from slipstream.models.config import TransformerConfig
 from slipstream.models.experts import Experts
+from slipstream.models.layer_functions import RotateHeads, gated, takes_kernels
 from slipstream.models.linear import Embedding, Linear, find_onednn, linear
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -278,9 +279,13 @@ class Layer(nn.Module):
         """Rotated queries [N, H, D] and keys [N, Hkv, D], and values [N, Hkv, D], of normalised x [N, hidden]."""
         heads, kv_heads = self.config.num_heads, self.config.num_kv_heads
         qkv = self.qkv(self.ranks.fork(x)).view(-1, heads + 2 * kv_heads, self.config.head_dim)
-        qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
         if self.config.qk_norm:
-            qk = torch.cat((self.q_norm(qk[:, :heads]), self.k_norm(qk[:, heads:])), 1)
+            q, k, v = qkv.split((heads, kv_heads, kv_heads), 1)
+            qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), 1)
+        if rope is not None and takes_kernels(qkv):
+            rotated: tuple[Tensor, Tensor, Tensor] = RotateHeads.apply(qkv, *rope, kv_heads)  # type: ignore[no-untyped-call]
+            return rotated
+        qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
         if rope is not None:
             qk = rotate(qk, *rope)
         return qk[:, :heads], qk[:, heads:], v
@@ -292,8 +297,7 @@ class Layer(nn.Module):
             mixed: Tensor = self.experts(x, None if attention is None else partial(attention.route, self.index))
             return mixed
         if self.config.gated_mlp:
-            gate, up = self.up(x).chunk(2, -1)
-            inner = self.activation(gate) * up
+            inner = gated(self.activation, self.up(x))
         else:
             inner = self.activation(self.up(x))
         out: Tensor = self.down(inner)
