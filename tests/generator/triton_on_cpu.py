@@ -261,7 +261,7 @@ def check_layers() -> None:
     states: dict[int, list[Tensor]] = {}
     towards = torch.randn(512)
     for takes in (False, True):
-        layer_functions.takes_kernels = transformer.takes_kernels = lambda x, takes=takes: takes  # type: ignore[assignment]
+        layer_functions.is_fused = transformer.is_fused = lambda x, takes=takes: takes  # type: ignore[assignment]
         for case, model in enumerate((*list(fused_models())[1:], random_mixture())):
             again, keeps = ((True, False), (True, True), (False, False))[case % 3]
             divide(model.requires_grad_(True), Division(recomputes=takes and again, keeps_products=takes and keeps))

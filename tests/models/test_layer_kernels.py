@@ -79,10 +79,10 @@ def test_a_layer_on_a_gpu_is_as_near_to_float32_with_kernels(recompute: str, mon
     exact = passed(layer, x.float(), tuple(table.bfloat16().float() for table in rope))  # type: ignore[arg-type]
     half, narrow = layer.bfloat16(), tuple(table.bfloat16() for table in rope)
     half.recomputes, half.keeps_products = bool(recompute), "products" in recompute
-    assert layer_functions.takes_kernels(x)
+    assert layer_functions.is_fused(x)
     found = passed(half, x, narrow)  # type: ignore[arg-type]
     for module in (layer_functions, transformer):
-        monkeypatch.setattr(module, "takes_kernels", lambda x: False)
+        monkeypatch.setattr(module, "is_fused", lambda x: False)
     plain = passed(half, x, narrow)  # type: ignore[arg-type]
     assert not all(torch.equal(one, other) for one, other in zip(found, plain, strict=True)), "the kernels took part"
     for own, other, true in zip(found, plain, exact, strict=True):

@@ -21,8 +21,8 @@ def _has_triton() -> bool:
 
 
 def takes_kernels(x: Tensor) -> bool:
-    """Tell whether kernels of Triton can be launched on `x`: it lies on CUDA, and no compiler is looking."""
-    return x.is_cuda and _has_triton() and not torch.compiler.is_compiling()
+    """Tell whether kernels of Triton compute with `x`, on CUDA; torch.compile fuses what it sees by itself."""
+    return not torch.compiler.is_compiling() and x.is_cuda and x.numel() > 0 and _has_triton()
 
 
 def take_share(share: float | None, device: torch.device) -> None:

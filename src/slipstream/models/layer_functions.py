@@ -5,9 +5,7 @@ Identity: equal to the layer's own operations up to rounding, which compute ever
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -15,25 +13,20 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from slipstream.models.device import takes_kernels
+
 SILU_BLOCK = 1024
 ROTATED_BLOCK = 1024  # numbers of whole heads that a program of 4 warps has: 16 bytes in bfloat16 for each thread
 
 
-@cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
-def takes_kernels(x: Tensor) -> bool:
-    """Tell whether kernels compute with `x`: in half precision on CUDA, unless torch.compile fuses what it sees."""
-    if torch.compiler.is_compiling():
-        return False
-    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and x.numel() > 0 and _has_triton()
+def is_fused(x: Tensor) -> bool:
+    """Tell whether these kernels compute with `x`, which is in half precision."""
+    return x.dtype in (torch.bfloat16, torch.float16) and takes_kernels(x)
 
 
 def gated(activation: Callable[[Tensor], Tensor], gate_up: Tensor) -> Tensor:
     """activation(gate) * up, differentiable, of [N, 2 I] -> [N, I]."""
-    if activation is F.silu and takes_kernels(gate_up):
+    if activation is F.silu and is_fused(gate_up):
         inner: Tensor = SwiGlu.apply(gate_up)  # type: ignore[no-untyped-call]
         return inner
     gate, up = gate_up.chunk(2, -1)

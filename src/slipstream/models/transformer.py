@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from slipstream.models.compute_copy import ComputeCopy
 from slipstream.models.config import TransformerConfig
 from slipstream.models.experts import Experts
-from slipstream.models.layer_functions import RotateHeads, gated, takes_kernels
+from slipstream.models.layer_functions import RotateHeads, gated, is_fused
 from slipstream.models.linear import Embedding, Linear, find_onednn, linear
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -282,7 +282,7 @@ class Layer(nn.Module):
         if self.config.qk_norm:
             q, k, v = qkv.split((heads, kv_heads, kv_heads), 1)
             qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), 1)
-        if rope is not None and takes_kernels(qkv):
+        if rope is not None and is_fused(qkv):
             rotated: tuple[Tensor, Tensor, Tensor] = RotateHeads.apply(qkv, *rope, kv_heads)  # type: ignore[no-untyped-call]
             return rotated
         qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
