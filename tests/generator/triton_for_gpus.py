@@ -1,4 +1,4 @@
-"""A process of its own for `test_paged_kernels.py` and `test_decode_kernels.py`.
+"""A process of its own for `test_paged_kernels.py`, `test_decode_kernels.py` and `test_checksum_kernel.py`.
 
 Triton compiles here, as it does when a kernel is launched.
 """
@@ -20,6 +20,8 @@ from slipstream.generator import decode_kernels, paged_kernels
 from slipstream.generator.fused_decode import HEADS_TILE, SILU_BLOCK, norm_warps
 from slipstream.generator.paged_attention import KEYS_PER_TILE, SPLIT_TOKENS, SPLITS_PER_TILE
 from slipstream.generator.paged_kv import PAGE_SIZE
+from slipstream.weight_sync import checksum_kernel
+from slipstream.weight_sync.copying import BLOCK_BYTES
 
 SHARED_BYTES = 99 * 1024  # of the smallest GPU since capability 8.0: that of 8.6 and 8.9
 CASES = (  # compute capability, precision, query heads, key-value heads, head size
@@ -78,11 +80,11 @@ DECODERS = (  # hidden size, inner width, query heads, key-value heads, head siz
 MOST_REGISTERS = 64  # of 65,536 of a multiprocessor: as many threads as there may be, halved
 
 
-def check_resources(program: Any) -> None:
+def check_resources(program: Any, most_registers: int = MOST_REGISTERS) -> None:
     """No spills, few registers, and bfloat16 read and written by 16 bytes a thread."""
     ptx = program.asm["ptx"]
-    assert "ld.global.v4.b32" in ptx, "reads of 16 bytes"
-    assert "st.global.v4.b32" in ptx, "writes of 16 bytes"
+    assert re.search(r"ld\.global\S*\.v4\.b32", ptx), "reads of 16 bytes"
+    assert re.search(r"st\.global\S*\.v4\.b32", ptx), "writes of 16 bytes"
     assert not re.search(r"(ld|st)\.global(\.v\d)?\.b16", ptx), "nothing number by number"
     ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
@@ -92,7 +94,7 @@ def check_resources(program: Any) -> None:
         told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     assert "0 bytes spill stores, 0 bytes spill loads" in told, told
     (registers,) = re.findall(r"Used (\d+) registers", told)
-    assert int(registers) <= MOST_REGISTERS, told
+    assert int(registers) <= most_registers, told
     if "-v" in sys.argv:
         sys.stdout.write(f"{program.metadata.name}: {program.metadata.num_warps} warps, {registers} registers\n")
 
@@ -117,5 +119,16 @@ def decode() -> None:
         check_resources(compiled(decode_kernels.enter_kernel, types, constants, 90, 2))
 
 
+def checksums() -> None:
+    """Copying checksums for Hopper, aligned as slots are: nothing is exchanged between threads but sums at the end."""
+    pointers = {"source": "*i32", "target": "*i32", "halves": "*i32", "sums": "*i64"}
+    constants = {"GROUP": checksum_kernel.GROUP, "TILE": checksum_kernel.TILE, "WORDS": BLOCK_BYTES // 4}
+    types, kernel = pointers | {"num_blocks": "i32"}, checksum_kernel.checksum_kernel
+    program = compiled(kernel, types, constants | {"COPIES": True}, 90, checksum_kernel.NUM_WARPS)
+    check_resources(program, most_registers=80)  # three programs of a multiprocessor
+    assert not re.search(r"(ld|st)\.global\S*(?<!v4)\.b32", program.asm["ptx"]), "nothing word by word"
+    assert program.metadata.shared == 8 * checksum_kernel.NUM_WARPS * checksum_kernel.GROUP, "room for these sums alone"
+
+
 if __name__ == "__main__":
-    decode() if "decode" in sys.argv else main()
+    decode() if "decode" in sys.argv else checksums() if "checksums" in sys.argv else main()

@@ -4,7 +4,7 @@ It reads each byte once, and with a target writes it once: copy and checksums in
 weights is twice as large as a block, so several blocks share each part of it that a program has read.
 """
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped"
 # Triton compiles this function from its source: its annotations are its own.
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import triton.language as tl
 from torch import Tensor
 
 GROUP, TILE, NUM_WARPS = 4, 1024, 8
-"""Blocks of a program; words of each that it has at once: with 8 warps four loads of 16 bytes for every thread."""
+"""Blocks of a program; words of each that it has at once: 16 bytes of each block for every thread of the 8 warps."""
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def checksum_kernel(
     source,  # int32 [num_blocks, WORDS], contiguous, as `target`, which is written if COPIES
     target,
-    weights,  # int64 [WORDS]
+    halves,  # int32 [2, WORDS]: of the weights, the lower ones first
     sums,  # int64 [num_blocks]
     num_blocks,
     WORDS: tl.constexpr,
@@ -29,31 +29,37 @@ def checksum_kernel(
     TILE: tl.constexpr,
     COPIES: tl.constexpr,
 ):
-    """sums[b] = sum_i weights[i] source[b, i] modulo 2^64, of GROUP blocks; target = source, if COPIES."""
+    """sums[b] = sum_i weights[i] source[b, i] modulo 2^64, of GROUP blocks; target = source, if COPIES.
+
+    Halves of weights have the size of words: both are read by the same threads, and nothing is exchanged in the loop.
+    """
     blocks = tl.program_id(0).to(tl.int64) * GROUP + tl.arange(0, GROUP)
     is_there = blocks < num_blocks
     columns = tl.arange(0, TILE)
     places = blocks[:, None] * WORDS + columns[None, :]
     total = tl.zeros([GROUP, TILE], tl.int64)
     for first in range(0, WORDS, TILE):
-        # Each word is wanted once: it should not drive the weights from the cache.
+        # Weights come first: words are waited for once, and no longer. Each of these is wanted once: evicted first.
+        lower = tl.load(halves + first + columns).to(tl.uint32, bitcast=True).to(tl.int64)
+        weights = (tl.load(halves + WORDS + first + columns).to(tl.int64) << 32) | lower
         words = tl.load(source + places + first, mask=is_there[:, None], other=0, eviction_policy="evict_first")
         if COPIES:
             tl.store(target + places + first, words, mask=is_there[:, None], eviction_policy="evict_first")
-        total += words.to(tl.int64) * tl.load(weights + first + columns)[None, :]
+        total += words.to(tl.int64) * weights[None, :]
     tl.store(sums + blocks, tl.sum(total, 1), mask=is_there)
 
 
-def sum_blocks(words: Tensor, target: Tensor | None, weights: Tensor, sums: Tensor) -> None:
+def sum_blocks(words: Tensor, target: Tensor | None, halves: Tensor, sums: Tensor) -> None:
     """Fill int64 `sums` [N] with the checksums of int32 `words` [N, W], which are copied to `target`, if there is one.
 
+    `halves` int32 [2, W]: the lower and the upper halves of the weights.
     Addresses may be any multiples of 4; where they are multiples of 16, words are read and written four at a time.
     """
     with torch.cuda.device_of(words):
         checksum_kernel[(triton.cdiv(len(words), GROUP),)](
             words,
             words if target is None else target,
-            weights,
+            halves,
             sums,
             len(words),
             WORDS=words.shape[1],

@@ -86,8 +86,8 @@ class DeviceMemory(Memory):
     def gather(self, copies: Copies, source: Tensor, target: Tensor, checksums: Checksums) -> None:
         """Window by window of the source: brought here in one copy, verified, and taken apart.
 
-        A window that is one run of whole blocks is brought to its target, and verified on the way there or, from another
-        GPU, there. So what is used is what was verified, and only whole runs cross from one GPU to another.
+        A window that is one run of whole blocks is brought straight to its target, and verified on the way or, from
+        another GPU, there. So what is used is what was verified, and only whole runs cross from one GPU to another.
         """
         windows = list(_windows(copies, len(source)))
         if not windows:
@@ -151,7 +151,7 @@ def block_checksums(data: Tensor, target: Tensor | None = None) -> Tensor:
     if data.is_cuda and whole:
         from slipstream.weight_sync.checksum_kernel import sum_blocks
 
-        sum_blocks(words, None if target is None else _blocks(target, whole), weights, sums)
+        sum_blocks(words, None if target is None else _blocks(target, whole), _weight_halves(data.device), sums[:whole])
     else:
         for first in range(0, whole, _BLOCKS_AT_ONCE):
             last = min(first + _BLOCKS_AT_ONCE, whole)
@@ -168,7 +168,8 @@ def block_checksums(data: Tensor, target: Tensor | None = None) -> Tensor:
 
 
 def _is_one_pass(data: Tensor, target: Tensor) -> bool:
-    return data.is_cuda and data.device == target.device and not (data.storage_offset() | target.storage_offset()) % 4
+    is_aligned = data.storage_offset() % 4 == target.storage_offset() % 4 == 0
+    return data.is_cuda and data.device == target.device and is_aligned
 
 
 def _blocks(data: Tensor, count: int) -> Tensor:
@@ -183,6 +184,12 @@ def _weights(device: torch.device) -> Tensor:
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     odd = (z ^ (z >> np.uint64(31))) | np.uint64(1)
     return torch.from_numpy(odd.view(np.int64)).to(device)
+
+
+@functools.cache
+def _weight_halves(device: torch.device) -> Tensor:
+    """int32 [2, words of a block]: lower and upper halves."""
+    return _weights(torch.device("cpu")).view(torch.int32).view(-1, 2).T.contiguous().to(device)
 
 
 def _on_host(sums: Tensor) -> Checksums:
