@@ -157,7 +157,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 85_580
+MAX_LINES = 85_586
 MAX_LINES_OF_SPINE = 1_600
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -185,7 +185,7 @@ MAX_LINES_OF_FOLDER = {
     "rewards": 3_895,
     "stages": 2_730,
     "trainer": 5_470,
-    "weight_sync": 3_705,
+    "weight_sync": 3_710,
 }
 LONG_FUNCTIONS = dict.fromkeys(
     ("generator/paged_kernels.py", "generator/decode_kernels.py"), "a kernel is one function"

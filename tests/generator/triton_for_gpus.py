@@ -122,10 +122,11 @@ def decode() -> None:
 def checksums() -> None:
     """Copying checksums for Hopper, aligned as slots are: nothing is exchanged between threads but sums at the end."""
     pointers = {"source": "*i32", "target": "*i32", "halves": "*i32", "sums": "*i64"}
-    constants = {"GROUP": checksum_kernel.GROUP, "TILE": checksum_kernel.TILE, "WORDS": BLOCK_BYTES // 4}
+    constants = {name: getattr(checksum_kernel, name) for name in ("GROUP", "PARTS", "TILE")}
+    constants["WORDS"] = BLOCK_BYTES // 4
     types, kernel = pointers | {"num_blocks": "i32"}, checksum_kernel.checksum_kernel
     program = compiled(kernel, types, constants | {"COPIES": True}, 90, checksum_kernel.NUM_WARPS)
-    check_resources(program, most_registers=80)  # three programs of a multiprocessor
+    check_resources(program, most_registers=80)  # six programs of a multiprocessor, with 48 KiB on the way
     assert not re.search(r"(ld|st)\.global\S*(?<!v4)\.b32", program.asm["ptx"]), "nothing word by word"
     assert program.metadata.shared == 8 * checksum_kernel.NUM_WARPS * checksum_kernel.GROUP, "room for these sums alone"
 

@@ -13,8 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-GROUP, TILE, NUM_WARPS = 4, 1024, 8
-"""Blocks of a program; words of each that it has at once: 16 bytes of each block for every thread of the 8 warps."""
+GROUP, PARTS = 4, 8
+"""Blocks that a program shares weights among, of which it reads one of so many parts: 64 MiB are 512 programs."""
+TILE, NUM_WARPS = 512, 4
+"""Words of each block at once: 16 bytes for every thread."""
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
@@ -22,23 +24,26 @@ def checksum_kernel(
     source,  # int32 [num_blocks, WORDS], contiguous, as `target`, which is written if COPIES
     target,
     halves,  # int32 [2, WORDS]: of the weights, the lower ones first
-    sums,  # int64 [num_blocks]
+    sums,  # int64 [num_blocks], added to
     num_blocks,
     WORDS: tl.constexpr,
     GROUP: tl.constexpr,
+    PARTS: tl.constexpr,
     TILE: tl.constexpr,
     COPIES: tl.constexpr,
 ):
-    """sums[b] = sum_i weights[i] source[b, i] modulo 2^64, of GROUP blocks; target = source, if COPIES.
+    """sums[b] += sum_i weights[i] source[b, i] modulo 2^64, over a part of GROUP blocks; target = source, if COPIES.
 
     Halves of weights have the size of words: both are read by the same threads, and nothing is exchanged in the loop.
     """
-    blocks = tl.program_id(0).to(tl.int64) * GROUP + tl.arange(0, GROUP)
+    program = tl.program_id(0)  # those that run together read bytes that lie together
+    blocks = (program // PARTS).to(tl.int64) * GROUP + tl.arange(0, GROUP)
     is_there = blocks < num_blocks
     columns = tl.arange(0, TILE)
     places = blocks[:, None] * WORDS + columns[None, :]
     total = tl.zeros([GROUP, TILE], tl.int64)
-    for first in range(0, WORDS, TILE):
+    start = program % PARTS * (WORDS // PARTS)
+    for first in range(start, start + WORDS // PARTS, TILE):
         # Weights come first: words are waited for once, and no longer. Each of these is wanted once: evicted first.
         lower = tl.load(halves + first + columns).to(tl.uint32, bitcast=True).to(tl.int64)
         weights = (tl.load(halves + WORDS + first + columns).to(tl.int64) << 32) | lower
@@ -46,17 +51,17 @@ def checksum_kernel(
         if COPIES:
             tl.store(target + places + first, words, mask=is_there[:, None], eviction_policy="evict_first")
         total += words.to(tl.int64) * weights[None, :]
-    tl.store(sums + blocks, tl.sum(total, 1), mask=is_there)
+    tl.atomic_add(sums + blocks, tl.sum(total, 1), mask=is_there, sem="relaxed")
 
 
 def sum_blocks(words: Tensor, target: Tensor | None, halves: Tensor, sums: Tensor) -> None:
-    """Fill int64 `sums` [N] with the checksums of int32 `words` [N, W], which are copied to `target`, if there is one.
+    """Add to int64 `sums` [N] the checksums of int32 `words` [N, W], which are copied to `target`, if there is one.
 
     `halves` int32 [2, W]: the lower and the upper halves of the weights.
     Addresses may be any multiples of 4; where they are multiples of 16, words are read and written four at a time.
     """
     with torch.cuda.device_of(words):
-        checksum_kernel[(triton.cdiv(len(words), GROUP),)](
+        checksum_kernel[(triton.cdiv(len(words), GROUP) * PARTS,)](
             words,
             words if target is None else target,
             halves,
@@ -64,6 +69,7 @@ def sum_blocks(words: Tensor, target: Tensor | None, halves: Tensor, sums: Tenso
             len(words),
             WORDS=words.shape[1],
             GROUP=GROUP,
+            PARTS=PARTS,
             TILE=TILE,
             COPIES=target is not None,
             num_warps=NUM_WARPS,

@@ -145,7 +145,7 @@ def block_checksums(data: Tensor, target: Tensor | None = None) -> Tensor:
     if data.storage_offset() % 4:
         data = data.clone()
     weights = _weights(data.device)
-    sums = torch.empty(num_blocks(len(data)), dtype=torch.int64, device=data.device)
+    sums = torch.zeros(num_blocks(len(data)), dtype=torch.int64, device=data.device)
     whole = len(data) // BLOCK_BYTES
     words = _blocks(data, whole)
     if data.is_cuda and whole:
@@ -224,7 +224,7 @@ def _is_direct(piece: StridedCopy, num_bytes: int) -> bool:
 def _pieces(copies: Copies, num_bytes: int) -> Iterator[StridedCopy]:
     """Yield the copies in parts of at most a window; where nothing helps, of one step along the first axis.
 
-    Direct runs are not cut: they need no room to land in, and one launch keeps a GPU busy that many would not fill.
+    Direct runs are not cut: they need no room to land in, and the end of each launch would leave a part of a GPU idle.
     """
     for copy in copies.rows:
         if copy.counts:
