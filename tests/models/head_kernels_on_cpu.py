@@ -42,9 +42,7 @@ def check_kernels(width: int, is_cut: bool) -> None:
         found = gradient(logits, targets, *own, torch.float32)
         torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-4)
         narrow = gradient(logits, targets, *own, torch.bfloat16)
-        torch.testing.assert_close(
-            narrow.double(), expected, atol=1e-5, rtol=2**-7
-        )  # the interpreter cuts where a GPU rounds
+        torch.testing.assert_close(narrow.double(), expected, atol=1e-5, rtol=2**-7)  # the interpreter cuts where a GPU rounds
 
 
 def check_head(dtype: torch.dtype, temperature: float) -> None:
