@@ -157,7 +157,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 85_635
+MAX_LINES = 85_900
 MAX_LINES_OF_SPINE = 1_600
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -178,14 +178,14 @@ MAX_LINES_OF_FOLDER = {
     "generator": 8_930,
     "jail": 1_060,
     "jobs": 975,
-    "models": 8_230,
+    "models": 8_365,
     "observe": 9_920,
     "plan": 6_655,
     "prompts": 1_450,
     "rewards": 3_895,
     "stages": 2_730,
     "trainer": 5_470,
-    "weight_sync": 3_585,
+    "weight_sync": 3_710,
 }
 LONG_FUNCTIONS = dict.fromkeys(
     ("generator/paged_kernels.py", "generator/decode_kernels.py"), "a kernel is one function"

@@ -1,4 +1,4 @@
-"""A process of its own for `test_paged_kernels.py`, `test_decode_kernels.py` and `models/test_layer_kernels.py`.
+"""A process of its own for tests of kernels: of attention, decode steps, layers and checksums.
 
 Triton compiles here, as it does when a kernel is launched.
 """
@@ -22,6 +22,8 @@ from slipstream.generator.paged_attention import KEYS_PER_TILE, SPLIT_TOKENS, SP
 from slipstream.generator.paged_kv import PAGE_SIZE
 from slipstream.models import layer_kernels
 from slipstream.models.layer_functions import ROTATED_BLOCK, SILU_BLOCK
+from slipstream.weight_sync import checksum_kernel
+from slipstream.weight_sync.copying import BLOCK_BYTES
 
 STRIDES = ("source_stride", "target_stride")
 SHARED_BYTES = 99 * 1024  # of the smallest GPU since capability 8.0: that of 8.6 and 8.9
@@ -82,11 +84,11 @@ DECODERS = (  # hidden size, inner width, query heads, key-value heads, head siz
 MOST_REGISTERS = 64  # of 65,536 of a multiprocessor: as many threads as there may be, halved
 
 
-def check_resources(program: Any) -> None:
+def check_resources(program: Any, most_registers: int = MOST_REGISTERS) -> None:
     """No spills, few registers, and bfloat16 read and written by 16 bytes a thread."""
     ptx = program.asm["ptx"]
-    assert "ld.global.v4.b32" in ptx, "reads of 16 bytes"
-    assert "st.global.v4.b32" in ptx, "writes of 16 bytes"
+    assert re.search(r"ld\.global\S*\.v4\.b32", ptx), "reads of 16 bytes"
+    assert re.search(r"st\.global\S*\.v4\.b32", ptx), "writes of 16 bytes"
     assert not re.search(r"(ld|st)\.global(\.v\d)?\.b16", ptx), "nothing number by number"
     ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
@@ -96,7 +98,7 @@ def check_resources(program: Any) -> None:
         told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     assert "0 bytes spill stores, 0 bytes spill loads" in told, told
     (registers,) = re.findall(r"Used (\d+) registers", told)
-    assert int(registers) <= MOST_REGISTERS, told
+    assert int(registers) <= most_registers, told
     if "-v" in sys.argv:
         sys.stdout.write(f"{program.metadata.name}: {program.metadata.num_warps} warps, {registers} registers\n")
 
@@ -134,5 +136,19 @@ def layer() -> None:
             check_resources(compiled(layer_kernels.rotate_kernel, types, constants | numbers, 90))
 
 
+def checksums() -> None:
+    """Copying checksums for Hopper, aligned as slots are: nothing is exchanged between threads but sums at the end."""
+    pointers = {"source": "*i32", "target": "*i32", "halves": "*i32", "sums": "*i64"}
+    constants = {name: getattr(checksum_kernel, name) for name in ("GROUP", "PARTS", "TILE")}
+    constants["WORDS"] = BLOCK_BYTES // 4
+    types, kernel = pointers | {"num_blocks": "i32"}, checksum_kernel.checksum_kernel
+    program = compiled(kernel, types, constants | {"COPIES": True}, 90, checksum_kernel.NUM_WARPS)
+    check_resources(program, most_registers=80)  # six programs of a multiprocessor, with 48 KiB on the way
+    assert not re.search(r"(ld|st)\.global\S*(?<!v4)\.b32", program.asm["ptx"]), "nothing word by word"
+    assert program.metadata.shared == 8 * checksum_kernel.NUM_WARPS * checksum_kernel.GROUP, "room for these sums alone"
+
+
+WORK = {"layer": layer, "decode": decode, "checksums": checksums}
+
 if __name__ == "__main__":
-    layer() if "layer" in sys.argv else decode() if "decode" in sys.argv else main()
+    next((work for name, work in WORK.items() if name in sys.argv), main)()

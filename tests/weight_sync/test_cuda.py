@@ -16,9 +16,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from slipstream.core.errors import WeightSyncError
 from slipstream.core.peer_messages import Holding, WeightsLinked, WeightsOffered
 from slipstream.core.scratch import cleanup
-from slipstream.weight_sync.copying import BLOCK_BYTES
+from slipstream.weight_sync.copies import Copies
+from slipstream.weight_sync.copying import BLOCK_BYTES, HOST, checksum_of
 from slipstream.weight_sync.cuda_ipc import CudaIpc
 from slipstream.weight_sync.device_memory import DeviceMemory, block_checksums
 from slipstream.weight_sync.reader import SegmentReader
@@ -72,6 +74,37 @@ def test_checksums_are_those_of_a_cpu() -> None:
     data = bytes_of(0)
     for count in (NUM_BYTES, NUM_BYTES - 3, 7):
         assert torch.equal(block_checksums(data[:count].cuda()).cpu(), block_checksums(data[:count]))
+
+
+RUNS = {  # (source, target, bytes of a run, steps of 512 bytes)
+    "whole": (0, 0, NUM_BYTES, 1),
+    "from a block on, to another address": (3 * BLOCK_BYTES, 4, NUM_BYTES - 3 * BLOCK_BYTES, 1),
+    "of no whole blocks": (8, 0, 9 * BLOCK_BYTES, 1),
+    "to no word": (0, 3, 5 * BLOCK_BYTES, 1),
+    "strided": (512, 16, 256, 20_000),
+}
+
+
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS.keys())
+def test_bytes_that_are_copied_and_gathered_are_those_of_a_cpu(run: tuple[int, int, int, int]) -> None:
+    memory, version = DeviceMemory(torch.device("cuda", 0)), bytes_of(0)
+    expected_sums = block_checksums(version).numpy().view(np.uint64)
+    sums, slot = np.zeros_like(expected_sums), torch.zeros(NUM_BYTES, dtype=torch.uint8, device="cuda")
+    assert memory.copy(slot, version.cuda(), sums) == checksum_of(expected_sums)
+    assert torch.equal(slot.cpu(), version)
+    assert np.array_equal(sums, expected_sums)
+
+    start, place, count, steps = run
+    columns = ([start], [place], [[steps]], [[512 * (steps > 1)]], [[count * (steps > 1)]], [count])
+    copies = Copies(*(np.array(column, np.int64) for column in columns))
+    expected = torch.zeros(place + count * steps + 5, dtype=torch.uint8)
+    HOST.run_copies(copies, version, expected)
+    target = torch.zeros(len(expected), dtype=torch.uint8, device="cuda")
+    memory.gather(copies, slot, target, sums)
+    assert torch.equal(target.cpu(), expected)
+    slot[start + 17] ^= 64
+    with pytest.raises(WeightSyncError, match=f"block {start // BLOCK_BYTES} of a version is damaged"):
+        memory.gather(copies, slot, target, sums)
 
 
 @pytest.mark.parametrize("reader_gpu", [0, 1])

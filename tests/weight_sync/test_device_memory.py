@@ -193,6 +193,40 @@ def test_a_window_holds_no_block_that_nobody_touches() -> None:
     assert (window.start, window.stop, len(window.pieces)) == (0, 10 * BLOCK_BYTES, 10)
 
 
+END = 5 * BLOCK_BYTES + 6
+RUNS = {  # (source, target, bytes) of a run: (start, stop, is direct) of its windows, of two blocks
+    (0, 0, END): [(0, END, True)],
+    (BLOCK_BYTES, 4, END - BLOCK_BYTES): [(BLOCK_BYTES, END, True)],
+    (BLOCK_BYTES, 12, 3 * BLOCK_BYTES): [(BLOCK_BYTES, 4 * BLOCK_BYTES, True)],
+    (0, 2, 3 * BLOCK_BYTES): [(0, 2 * BLOCK_BYTES, False), (2 * BLOCK_BYTES, 3 * BLOCK_BYTES, False)],
+    (0, 8, 3 * BLOCK_BYTES - 4): [(0, 2 * BLOCK_BYTES, True), (2 * BLOCK_BYTES, 3 * BLOCK_BYTES, False)],
+    (4, 0, BLOCK_BYTES): [(0, 2 * BLOCK_BYTES, False)],
+}
+
+
+@pytest.mark.parametrize(("run", "expected"), RUNS.items())
+def test_whole_blocks_go_straight_to_their_target(
+    run: tuple[int, int, int], expected: list[tuple[int, int, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Uncut, and with no room to land in; a damaged block is found there, too."""
+    monkeypatch.setattr(device_memory, "WINDOW_BYTES", 2 * BLOCK_BYTES)
+    landings: list[int] = []
+    empty = ON_CPU.empty
+    monkeypatch.setattr(ON_CPU, "empty", lambda count: landings.append(count) or empty(count))
+    start, place, count = run
+    found = rows((start, place, (1, 1), (0, 0), (0, 0), count))
+    assert [(one.start, one.stop, one.is_direct) for one in device_memory._windows(found, END)] == expected
+    source, target = random_bytes(END), torch.zeros(place + count + 3, dtype=torch.uint8)
+    checksums = np.array(oracle(source.numpy().tobytes()), np.uint64)
+    ON_CPU.gather(found, source, target, checksums)
+    assert torch.equal(target[place : place + count], source[start : start + count])
+    assert not torch.cat([target[:place], target[place + count :]]).any()
+    assert landings == [max(0 if is_direct else last - first for first, last, is_direct in expected)]
+    source[start + count - 1] ^= 1
+    with pytest.raises(WeightSyncError, match=f"block {(start + count - 1) // BLOCK_BYTES} of a version is damaged"):
+        ON_CPU.gather(found, source, target, checksums)
+
+
 def test_staging_says_the_same_for_copied_and_packed_bytes() -> None:
     live, slot = random_bytes(BLOCK_BYTES + 12), torch.zeros(BLOCK_BYTES + 12, dtype=torch.uint8)
 

@@ -1,4 +1,4 @@
-"""Copying and checking bytes of a version on a GPU, by torch alone: the same numbers on a CPU, where it is tried.
+"""Copying and checking bytes of a version on a GPU: the same numbers on a CPU, where it is tried.
 
 The checksum of a block is a sum over its words, exact modulo 2^64:
 
@@ -9,8 +9,9 @@ A word that changed is found whatever changed in it: |x - x'| < 2^32, and w_i is
 places: (w_i - w_j)(x_j - x_i) is divisible by 2^32 2^31 at most. Anything else that knows nothing of the w_i is missed
 with a chance of 2^-64, or 2^-33 where only signs change. This guards against faults, as xxh3 does on the host.
 
-It takes two kernels for 8 MiB at a time, a product of 16 MiB and its sum, which stay in a GPU's second-level cache: of
-its memory one byte is read for each byte that is checked.
+On a GPU one kernel (`checksum_kernel.py`) sums whole blocks and copies them on the way: of the GPU's memory one byte is
+read for each byte that is checked, and one written for each that is copied. Elsewhere, and for the bytes behind the
+last whole block, torch multiplies and sums, 8 MiB at a time.
 """
 
 from __future__ import annotations
@@ -74,28 +75,33 @@ class DeviceMemory(Memory):
             return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def copy(self, target: Tensor, source: Tensor, checksums: Checksums) -> int:
-        target.copy_(source)
-        return _seal(target, checksums)
+        """Checksums of the bytes that were read: a reader, which computes them of the slot's, finds a bad write."""
+        return _seal(block_checksums(source, target), checksums)
 
     def pack(self, target: Tensor, packer: WeightsPacker, checksums: Checksums) -> int:
         for _ in packer.pack(target):
             pass
-        return _seal(target, checksums)
+        return _seal(block_checksums(target), checksums)
 
     def gather(self, copies: Copies, source: Tensor, target: Tensor, checksums: Checksums) -> None:
         """Window by window of the source: brought here in one copy, verified, and taken apart.
 
-        So what is used is what was verified, and only whole runs cross from one GPU to another.
+        A window that is one run of whole blocks is brought straight to its target, and verified on the way or, from
+        another GPU, there. So what is used is what was verified, and only whole runs cross from one GPU to another.
         """
         windows = list(_windows(copies, len(source)))
         if not windows:
             return
         with self.aside():
-            landing = self.empty(max(window.stop - window.start for window in windows))
+            landing = self.empty(max(0 if window.is_direct else window.stop - window.start for window in windows))
             found = []
             for window in windows:
-                landed = landing[: window.stop - window.start]
-                landed.copy_(source[window.start : window.stop], non_blocking=True)
+                brought, first = source[window.start : window.stop], window.pieces[0].target
+                if window.is_direct:
+                    found.append(block_checksums(brought, target[first : first + len(brought)]))
+                    continue
+                landed = landing[: len(brought)]
+                landed.copy_(brought, non_blocking=True)
                 found.append(block_checksums(landed))
                 for piece in window.pieces:
                     _copy(piece, landed, target, shift=window.start)
@@ -129,24 +135,45 @@ def new_stream(device: torch.device) -> torch.cuda.Stream:
     return stream
 
 
-def block_checksums(data: Tensor) -> Tensor:
-    """int64 [blocks] of uint8 [N], each of a block of BLOCK_BYTES; the last may be shorter."""
+def block_checksums(data: Tensor, target: Tensor | None = None) -> Tensor:
+    """int64 [blocks] of uint8 [N], each of a block of BLOCK_BYTES; the last may be shorter.
+
+    With `target` [N] the data are copied there: in the same pass on one GPU, else before, and summed there.
+    """
+    if target is not None and not _is_one_pass(data, target):
+        data, target = target.copy_(data, non_blocking=True), None
     if data.storage_offset() % 4:
         data = data.clone()
     weights = _weights(data.device)
-    sums = torch.empty(num_blocks(len(data)), dtype=torch.int64, device=data.device)
+    sums = torch.zeros(num_blocks(len(data)), dtype=torch.int64, device=data.device)
     whole = len(data) // BLOCK_BYTES
-    words = data[: whole * BLOCK_BYTES].view(torch.int32).view(whole, _BLOCK_WORDS)
-    for first in range(0, whole, _BLOCKS_AT_ONCE):
-        last = min(first + _BLOCKS_AT_ONCE, whole)
-        torch.sum(words[first:last] * weights, 1, out=sums[first:last])
+    words = _blocks(data, whole)
+    if data.is_cuda and whole:
+        from slipstream.weight_sync.checksum_kernel import sum_blocks
+
+        sum_blocks(words, None if target is None else _blocks(target, whole), _weight_halves(data.device), sums[:whole])
+    else:
+        for first in range(0, whole, _BLOCKS_AT_ONCE):
+            last = min(first + _BLOCKS_AT_ONCE, whole)
+            torch.sum(words[first:last] * weights, 1, out=sums[first:last])
     if whole < len(sums):
         rest = data[whole * BLOCK_BYTES :]
         filled = torch.zeros(-(-len(rest) // 4) * 4, dtype=torch.uint8, device=data.device)
         filled[: len(rest)].copy_(rest)
         tail = filled.view(torch.int32)
         sums[whole] = (tail * weights[: len(tail)]).sum()
+        if target is not None:
+            target[whole * BLOCK_BYTES :].copy_(filled[: len(rest)])
     return sums
+
+
+def _is_one_pass(data: Tensor, target: Tensor) -> bool:
+    is_aligned = data.storage_offset() % 4 == target.storage_offset() % 4 == 0
+    return data.is_cuda and data.device == target.device and is_aligned
+
+
+def _blocks(data: Tensor, count: int) -> Tensor:
+    return data[: count * BLOCK_BYTES].view(torch.int32).view(count, _BLOCK_WORDS)
 
 
 @functools.cache
@@ -159,13 +186,19 @@ def _weights(device: torch.device) -> Tensor:
     return torch.from_numpy(odd.view(np.int64)).to(device)
 
 
+@functools.cache
+def _weight_halves(device: torch.device) -> Tensor:
+    """int32 [2, words of a block]: lower and upper halves."""
+    return _weights(torch.device("cpu")).view(torch.int32).view(-1, 2).T.contiguous().to(device)
+
+
 def _on_host(sums: Tensor) -> Checksums:
     return sums.cpu().numpy().view(np.uint64)
 
 
-def _seal(target: Tensor, checksums: Checksums) -> int:
+def _seal(sums: Tensor, checksums: Checksums) -> int:
     """Fill `checksums`. Their way to the host ends when everything before has: then the slot may be marked."""
-    checksums[:] = _on_host(block_checksums(target))
+    checksums[:] = _on_host(sums)
     return checksum_of(checksums)
 
 
@@ -176,12 +209,29 @@ class _Window(NamedTuple):
     stop: int
     pieces: list[StridedCopy]
 
+    @property
+    def is_direct(self) -> bool:
+        """Whether nothing is to be taken apart."""
+        return len(self.pieces) == 1 and _is_direct(self.pieces[0], self.stop)
 
-def _pieces(copies: Copies) -> Iterator[StridedCopy]:
-    """Yield the copies in parts of at most a window; where nothing helps, of one step along the first axis."""
+
+def _is_direct(piece: StridedCopy, num_bytes: int) -> bool:
+    """Whether a piece is a run of whole blocks of a source of `num_bytes`, and its target a multiple of words."""
+    ends = piece.stop == num_bytes or piece.stop % BLOCK_BYTES == 0
+    return not piece.counts and ends and piece.source % BLOCK_BYTES == 0 and piece.target % 4 == 0
+
+
+def _pieces(copies: Copies, num_bytes: int) -> Iterator[StridedCopy]:
+    """Yield the copies in parts of at most a window; where nothing helps, of one step along the first axis.
+
+    Direct runs are not cut: they need no room to land in, and the end of each launch would leave a part of a GPU idle.
+    """
     for copy in copies.rows:
         if copy.counts:
             yield from copy.along_first_axis(WINDOW_BYTES)
+            continue
+        if _is_direct(copy, num_bytes):
+            yield copy
             continue
         for first in range(0, copy.run, WINDOW_BYTES):
             run = min(WINDOW_BYTES, copy.run - first)
@@ -190,7 +240,7 @@ def _pieces(copies: Copies) -> Iterator[StridedCopy]:
 
 def _windows(copies: Copies, num_bytes: int) -> Iterator[_Window]:
     window: _Window | None = None
-    for piece in _pieces(copies):
+    for piece in _pieces(copies, num_bytes):
         first = piece.source // BLOCK_BYTES * BLOCK_BYTES
         last = min(num_blocks(piece.stop) * BLOCK_BYTES, num_bytes)
         if window is not None:
