@@ -148,6 +148,7 @@ def measure(num_params: int, repeats: int, device: str) -> None:
     run_id, directory = f"bench-{os.getpid()}", make_transport_dir()
     ports = connect(SPECS, "trainer", directory, 1)
     child = subprocess.Popen([sys.executable, __file__, "--generate", str(directory), run_id, str(num_params), device])
+    gone = os.pidfd_open(child.pid)  # readable when it has ended
     transport = transport_of("trainer", run_id, device == "cuda")
     publisher = Publisher(ports.outputs["offers"], ports.inputs["releases"], transport, num_readers=1, num_slots=2)
     live = torch.rand(num_params, device=transport.memory.device)
@@ -159,7 +160,10 @@ def measure(num_params: int, repeats: int, device: str) -> None:
             published = publisher.publish(version, TOKENS, live[:3].cpu().numpy().copy())
             assert published, "the reader had released its slots"
             while not isinstance(event := ports.inputs["events"].get_nowait(), Swapped):
-                if not wait([ports.inputs["events"]], ports.outputs.values(), timeout_s=DEADLINE_S):
+                is_told = wait([ports.inputs["events"]], ports.outputs.values(), [gone], timeout_s=DEADLINE_S)
+                if child.poll() is not None:
+                    raise SystemExit("the generator process has ended: its error is above")
+                if not is_told:
                     raise SystemExit(f"the generator process did not answer within {DEADLINE_S:.0f} s")
             ended_s = time.perf_counter()
             publisher.poll()
@@ -174,6 +178,7 @@ def measure(num_params: int, repeats: int, device: str) -> None:
     finally:
         child.kill()
         child.wait()
+        os.close(gone)
         publisher.close()
         ports.close()
         shutil.rmtree(directory)

@@ -55,7 +55,7 @@ class Efficiency:
     collective: float = 1.5
     host_task_s: float = 26e-6
     step_s: float = 0.5e-3
-    sequence_s: float = 25e-6
+    sequence_s: float = 2e-6
     serial_s: float = 0.0
 
 
