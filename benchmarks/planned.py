@@ -2,8 +2,8 @@
 
     python benchmarks/planned.py [--gpu H200]
 
-Decode steps of 256 rows at 1,044 tokens in bfloat16, and training steps of 4 prompts of 512 tokens with 8 completions of
-1,024 each, two microbatches, as both scripts do by default; published rates, and the planner's own shares of them.
+Decode steps of 256 rows at 1,044 tokens in bfloat16, and training steps of 4 prompts of 512 tokens with 8 completions
+of 1,024 each, two microbatches, as both scripts do by default; published rates, and the planner's own shares of them.
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ def main() -> None:
     parser.add_argument("--gpu", default="H200")
     given = parser.parse_args()
     workload = Workload(groups=4, group_size=8, lengths=LengthSample(PROMPT, (COMPLETION,), "of this script"))
-    print(
-        f"| model on one {given.gpu} | ms a decode step | its parts | s a training step | its parts |\n|---|---|---|---|---|"
-    )
+    print(f"| model on one {given.gpu} | ms a decode step | its parts | s a training step | its parts |")
+    print("|---|---|---|---|---|")
     for name in ("qwen2.5-0.5b", "qwen2.5-1.5b", "llama-3.1-8b"):
         model = CostModel(SHAPES[name], cluster(given.gpu, 1), workload)
         generator = GeneratorLayout(devices=1, tensor_parallel=1, slots=BATCH)
