@@ -27,7 +27,7 @@ class Vitals:
         scored_failed_frac        of their completions, the share that failed, trained or not
         poisoned                  completions that cannot be (`core/vetting.py`), rollouts of no group included
         publish_skipped_frac      of the versions published, the share for which no slot was free
-        publish_same_frac         of them, those with the bytes of the one before, although there were gradients
+        publish_same_frac         of them, those with the bytes or logprobs of the one before, despite gradients
         version_lag_max           steps from the version of the replica that lags most to the one just made
         version_lag_excess        how far that is beyond max_staleness + 1, from where on the replica gets no work
         wait_frac/<executor>/...  share of its time that it was in each state of waiting, as last reported; of more than

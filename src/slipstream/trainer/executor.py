@@ -86,6 +86,7 @@ class Trainer(Executor):
         self._ends.callback(self.policy.close)
         self.version, self.published = 0, -1
         self._had_gradient = False  # since the last version was published
+        self._probed: np.ndarray | None = None  # the probe text's logprobs by the last version
         assert context.publisher is not None, "a trainer needs a WEIGHTS channel"
         self.publisher = context.publisher
         self.policy.offer_to(self.publisher)
@@ -371,6 +372,7 @@ class Trainer(Executor):
             logprobs = probe_logprobs(self.policy.model, self.probe_tokens)
             with self.context.spans.span("stage", version=self.version):
                 is_offered = self.publisher.publish(self.version, self.probe_tokens, logprobs)
+            is_unmoved = not self.publisher.has_moved or np.array_equal(logprobs, self._probed)
             staging_s = self.context.clock.now_s() - started_s
             self._tell(
                 Published(
@@ -378,7 +380,7 @@ class Trainer(Executor):
                     payload_bytes=self.publisher.num_bytes,
                     staging_s=staging_s,
                     skipped=not is_offered,
-                    is_same=self._had_gradient and not self.publisher.has_moved,
+                    is_same=self._had_gradient and is_unmoved,
                 )
             )
-            self._had_gradient = False
+            self._had_gradient, self._probed = False, logprobs
