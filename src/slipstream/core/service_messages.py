@@ -131,8 +131,8 @@ class Ready(Message):
 class Published(Message):
     """The trainer offered `version` to the generators (`skipped` when every slot was still being read).
 
-    `is_same`: it has the bytes of the version before, or gives the same logprobs to the bit, although the trainer has had
-    gradients since.
+    `is_same`: it has the bytes of the version before, or gives the same logprobs to the bit, although there were
+    gradients in between.
     """
 
     version: int

@@ -86,7 +86,7 @@ class Trainer(Executor):
         self._ends.callback(self.policy.close)
         self.version, self.published = 0, -1
         self._had_gradient = False  # since the last version was published
-        self._probed: np.ndarray | None = None  # the probe text's logprobs by the last version
+        self._probed = np.empty(0, np.float32)  # the probe text's logprobs by the last version
         assert context.publisher is not None, "a trainer needs a WEIGHTS channel"
         self.publisher = context.publisher
         self.policy.offer_to(self.publisher)
