@@ -30,9 +30,7 @@ def main() -> None:
     parser.add_argument("--gpu", default="H200")
     given = parser.parse_args()
     workload = Workload(groups=4, group_size=8, lengths=LengthSample(PROMPT, (COMPLETION,), "of this script"))
-    print(
-        f"| model on one {given.gpu} | ms a decode step | its parts | s a training step | its parts | GiB | recomputed |"
-    )
+    print(f"| model on one {given.gpu} | ms a decode step | its parts | s a training step | its parts | GiB | again |")
     print("|---|---|---|---|---|---|---|")
     for name in ("qwen2.5-0.5b", "qwen2.5-1.5b", "llama-3.1-8b"):
         model = CostModel(SHAPES[name], cluster(given.gpu, 1), workload)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -134,15 +136,30 @@ def test_a_later_call_adds_to_what_is_there(steps: Path, tmp_path: Path) -> None
     assert "no step is called nowhere; there are figures, crash" in refused.stderr
 
 
-def test_the_steps_name_what_there_is() -> None:
-    """Every script, module and folder of tests, and needs that come before."""
+def shipped_steps() -> list[Any]:
     sys.path.insert(0, str(SCRIPT.parent))
     try:
-        from gpu_slot import STEPS as path
-        from gpu_slot import read_steps
+        import gpu_slot
     finally:
         sys.path.pop(0)
-    for step in read_steps(path):
+    return gpu_slot.read_steps(gpu_slot.STEPS)
+
+
+def test_every_test_for_a_gpu_is_in_a_step() -> None:
+    """By its file: others of its folder may need packages that such a machine lacks."""
+    marked = {
+        str(path.relative_to(PROJECT))
+        for path in (PROJECT / "tests").rglob("test_*.py")
+        if re.search(r"^\s*(@|pytestmark = |marks=)?pytest\.mark\.gpu|marks=pytest\.mark\.gpu", path.read_text(), re.M)
+    }
+    named = {word for step in shipped_steps() for word in step.command.split() if word.startswith("tests/")}
+    assert len(marked) > 5
+    assert named == marked
+
+
+def test_the_steps_name_what_there_is() -> None:
+    """Every script, module and folder of tests, and needs that come before."""
+    for step in shipped_steps():
         words = step.command.split()
         assert words[0] == "{python}"
         for word in words:
