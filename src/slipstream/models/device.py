@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -23,6 +24,11 @@ def _has_triton() -> bool:
 def takes_kernels(x: Tensor) -> bool:
     """Tell whether kernels of Triton compute with `x`, on CUDA; torch.compile fuses what it sees by itself."""
     return not torch.compiler.is_compiling() and x.is_cuda and x.numel() > 0 and _has_triton()
+
+
+def launching_on(x: Tensor) -> AbstractContextManager[object]:
+    """Launch kernels of Triton where `x` lies: left to themselves, they go to the current device."""
+    return torch.cuda.device_of(x) if torch.cuda.is_initialized() else nullcontext()
 
 
 def take_share(share: float | None, device: torch.device) -> None:

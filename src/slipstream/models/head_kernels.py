@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from slipstream.models.device import launching_on
+
 BLOCK = 4096
 """Logits that a program has at once."""
 
@@ -82,7 +84,8 @@ def statistics(logits: Tensor, places: Tensor) -> Tensor:
     """Return [4, N] of fp32 `logits` [N, V]: the largest, that of int64 `places` [N], sum e^(z - max) z, and of 1."""
     rows, width = logits.shape
     found = logits.new_empty(4, rows)
-    statistics_kernel[(rows,)](logits, places, found, rows, WIDTH=width, BLOCK=BLOCK, num_warps=8)
+    with launching_on(logits):
+        statistics_kernel[(rows,)](logits, places, found, rows, WIDTH=width, BLOCK=BLOCK, num_warps=8)
     return found
 
 
@@ -98,18 +101,19 @@ def gradient(
     """Return that of fp32 `logits` [N, V] in `dtype`, from float32 [N]: see `gradient_kernel`."""
     rows, width = logits.shape
     out = torch.empty_like(logits, dtype=dtype)
-    gradient_kernel[(rows, triton.cdiv(width, BLOCK))](
-        logits,
-        places,
-        normalisers.contiguous(),
-        entropies.contiguous(),
-        entropies if of_logprobs is None else of_logprobs.contiguous(),
-        entropies if of_entropies is None else of_entropies.contiguous(),
-        out,
-        WIDTH=width,
-        BLOCK=BLOCK,
-        HAS_LOGPROBS=of_logprobs is not None,
-        HAS_ENTROPIES=of_entropies is not None,
-        num_warps=8,
-    )
+    with launching_on(logits):
+        gradient_kernel[(rows, triton.cdiv(width, BLOCK))](
+            logits,
+            places,
+            normalisers.contiguous(),
+            entropies.contiguous(),
+            entropies if of_logprobs is None else of_logprobs.contiguous(),
+            entropies if of_entropies is None else of_entropies.contiguous(),
+            out,
+            WIDTH=width,
+            BLOCK=BLOCK,
+            HAS_LOGPROBS=of_logprobs is not None,
+            HAS_ENTROPIES=of_entropies is not None,
+            num_warps=8,
+        )
     return out

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from slipstream.models.device import takes_kernels
+from slipstream.models.device import launching_on, takes_kernels
 
 SILU_BLOCK = 1024
 ROTATED_BLOCK = 1024  # numbers of whole heads that a program of 4 warps has: 16 bytes in bfloat16 for each thread
@@ -40,7 +40,8 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     gate_up = gate_up.contiguous()
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     inner = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
-    kernels.silu_mul_kernel[(rows, -(-width // SILU_BLOCK))](gate_up, inner, WIDTH=width, BLOCK=SILU_BLOCK)
+    with launching_on(gate_up):
+        kernels.silu_mul_kernel[(rows, -(-width // SILU_BLOCK))](gate_up, inner, WIDTH=width, BLOCK=SILU_BLOCK)
     return inner
 
 
@@ -61,7 +62,8 @@ class SwiGlu(torch.autograd.Function):
         gradient = torch.empty_like(gate_up)
         rows, width = upstream.shape
         grid = (rows, -(-width // SILU_BLOCK))
-        kernels.silu_mul_backward_kernel[grid](gate_up, upstream, gradient, WIDTH=width, BLOCK=SILU_BLOCK)
+        with launching_on(gate_up):
+            kernels.silu_mul_backward_kernel[grid](gate_up, upstream, gradient, WIDTH=width, BLOCK=SILU_BLOCK)
         return gradient
 
 
@@ -101,4 +103,5 @@ def _rotate(source: Tensor, target: Tensor, cos: Tensor, signed_sin: Tensor, num
     tables, strides = (cos.contiguous(), signed_sin.contiguous()), (source.stride(0), target.stride(0))
     sizes = {"NUM_HEADS": heads, "NUM_ROTATED": num_rotated, "HEAD_DIM": head_dim, "HEAD_BLOCK": block}
     sizes |= {"HEADS": at_once, "ROTARY": cos.shape[-1]}
-    kernels.rotate_kernel[(rows, -(-heads // at_once))](source, target, *tables, *strides, **sizes, BACK=back)
+    with launching_on(source):
+        kernels.rotate_kernel[(rows, -(-heads // at_once))](source, target, *tables, *strides, **sizes, BACK=back)
