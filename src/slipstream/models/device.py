@@ -28,7 +28,8 @@ def takes_kernels(x: Tensor) -> bool:
 
 def launching_on(x: Tensor) -> AbstractContextManager[object]:
     """Launch kernels of Triton where `x` lies: left to themselves, they go to the current device."""
-    return torch.cuda.device_of(x) if torch.cuda.is_initialized() else nullcontext()
+    is_there = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return torch.cuda.device_of(x) if is_there else nullcontext()  # type: ignore[no-untyped-call]
 
 
 def take_share(share: float | None, device: torch.device) -> None:
