@@ -630,7 +630,9 @@ def test_a_connection_that_breaks_loses_nothing(books: Callable[..., Books]) -> 
     assert a.outputs["out"].stats.disconnects >= 1
 
 
-def test_a_lost_acknowledgement_is_asked_for_again(books: Callable[..., Books]) -> None:
+@pytest.mark.parametrize("num_more", [0, 1])
+def test_a_lost_acknowledgement_is_asked_for_again(books: Callable[..., Books], num_more: int) -> None:
+    """Also where messages were lost with it, which nobody takes: a sender that would like to put sees the room."""
     run = books(is_proxied=True)
     b, a = run.connect("b"), run.connect("a")
     (proxy,) = run.proxies.values()
@@ -638,10 +640,34 @@ def test_a_lost_acknowledgement_is_asked_for_again(books: Callable[..., Books]) 
     until(lambda: b.inputs["in"].depth == 1, [a, b])
     proxy.stall()
     assert drain(b.inputs["in"]) == [0]  # the acknowledgement goes nowhere
+    for step in range(num_more):
+        a.outputs["out"].put(item(step))
     proxy.cut()
     proxy.restore()
-    until(lambda: a.outputs["out"].depth == 0, [a, b])
+    until(lambda: (a.outputs["out"].depth, b.inputs["in"].depth) == (num_more, num_more), [a, b])
     assert b.inputs["in"].stats.received == 1
+
+
+@pytest.mark.parametrize("is_together", [False, True])
+def test_what_a_broken_connection_left_unread_takes_no_acknowledgement(
+    books: Callable[..., Books], is_together: bool
+) -> None:
+    """ZeroMQ delivers in turns what came over both connections; the answers must go to the one that is left."""
+    run = books(is_proxied=True)
+    b, a = run.connect("b"), run.connect("a")
+    (proxy,) = run.proxies.values()
+    out = a.outputs["out"]
+    until(lambda: bool(out.connected), [a])
+    with a.together() if is_together else contextlib.nullcontext():
+        for step in range(8):
+            out.put(item(step))
+    out.beat()  # a `put` that waits for room asks, too
+    time.sleep(0.1)  # all comes to `b`, which is in a long step
+    proxy.cut()
+    until(lambda: out.stats.disconnects == 1 and bool(out.connected), [a])
+    time.sleep(0.1)
+    assert take(b, 8, a) == list(range(8))
+    until(lambda: out.depth == 0, [a, b], timeout_s=3)
 
 
 @pytest.mark.parametrize("seconds", [0.5, pytest.param(10.0, marks=pytest.mark.slow)])

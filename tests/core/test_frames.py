@@ -65,3 +65,15 @@ def test_a_successor_of_one_that_was_never_heard_waits_for_its_word() -> None:
     stream.fence(2)
     assert stream.admit(PEER, ChannelFrame(False, "c", 3, 1, 1, b"x")) is Arrival.EARLY
     assert stream.admit(PEER, ChannelFrame(False, "c", 2, 1, 1, b"x")) is Arrival.NEW
+
+
+@pytest.mark.parametrize("first", [7, 2**32 - 1], ids=["near", "the numbers begin again"])
+def test_answers_go_to_the_last_connection_of_the_last_incarnation(first: int) -> None:
+    earlier, later = (b"\0" + (number % 2**32).to_bytes(4) for number in (first, first + 1))
+    stream = Stream(ChannelSpec("c", Kind.BROADCAST, "a.out", "b.in"))
+    stream.admit(earlier, ChannelFrame(False, "c", 1, 1, 1, b"x"))
+    assert stream.admit(later, ChannelFrame(True, "c", 1, 1, 3, b"")) is Arrival.GAP
+    assert stream.admit(earlier, ChannelFrame(False, "c", 1, 1, 2, b"x")) is Arrival.NEW, "it counts all the same"
+    assert stream.peer == later
+    stream.admit(earlier, ChannelFrame(False, "c", 2, 1, 1, b"x"))
+    assert stream.peer == earlier, "the one that was replaced had connected again after its successor"

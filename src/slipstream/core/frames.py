@@ -13,10 +13,10 @@ A data frame is an envelope for `count` messages with the sequence numbers from 
 travels together. Everything else is per message.
 
 `base` is the oldest sequence number that the sender still keeps; a receiver that does not know the sender starts there.
-A probe asks "do you have everything up to `sequence`?" and is always answered, by TAKEN or RESEND, and by TAKEN once
-more when all that had arrived was taken. A sender that waits for room, or until all was taken, sends one. After a
-reconnect it finds the messages and acknowledgements that the broken connection lost. Sent regularly it is a sign of
-life of both ends.
+A probe asks "do you have everything up to `sequence`?" and is always answered, by TAKEN, with RESEND if not, and by
+TAKEN once more when all that had arrived was taken. A sender that waits for room, or until all was taken, sends one.
+After a reconnect it finds the messages and acknowledgements that the broken connection lost. Sent regularly it is a
+sign of life of both ends.
 """
 
 from __future__ import annotations
@@ -163,8 +163,10 @@ class Stream:
         if frame.incarnation > self.incarnation or self._is_new:
             self.incarnation = frame.incarnation
             self.arrived = self.taken = frame.base - 1
-            self._resend_after, self._is_new = None, False
-        if peer != self.peer:  # a new connection: the old one may have lost the reply
+            self.peer, self._resend_after, self._is_new = None, None, False
+        # A later connection: the old one may have lost the reply. A ROUTER numbers its connections in turn. It may read
+        # what a broken one left behind the frames of the next, and answers to that would go nowhere.
+        if self.peer is None or 0 < (int.from_bytes(peer) - int.from_bytes(self.peer)) % 2**32 < 2**31:
             self.peer, self._resend_after = peer, None
         if frame.base > self.arrived + 1:  # acknowledged to a receiver that died: no sender keeps what lies between
             self.arrived = self.taken = frame.base - 1

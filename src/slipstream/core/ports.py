@@ -247,6 +247,7 @@ class Inbox(_End):
             case Arrival.COMPLETE:
                 self._acknowledge(stream)
             case Arrival.GAP:
+                self._reply(peer, Reply.TAKEN, stream, stream.taken)
                 self._reply(peer, Reply.RESEND, stream, stream.arrived)
             case Arrival.FENCED:
                 self.stats.refused += 1
