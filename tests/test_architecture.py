@@ -172,7 +172,7 @@ MAX_LINES_OF_FOLDER = {
     "algorithms": 2_355,
     "batching": 360,
     "controller": 6_165,
-    "core": 11_041,
+    "core": 11_045,
     "environments": 8_085,
     "evals": 2_700,
     "generator": 8_930,
