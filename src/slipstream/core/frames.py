@@ -129,6 +129,17 @@ class Arrival(enum.Enum):
     EXCESS = enum.auto()  # beyond the channel's capacity: no sender of ours sends it
 
 
+def _is_later(peer: bytes, known: bytes) -> bool:
+    """Tell whether the connection `peer` of a ROUTER was made after `known`.
+
+    A ROUTER may read what a broken connection left behind the first frames of the next, and answers to that would go
+    nowhere. libzmq numbers connections in turn, in four bytes behind a zero; of ids of another kind the last one counts.
+    """
+    if any(len(one) != 5 or one[0] for one in (peer, known)):
+        return peer != known
+    return 0 < (int.from_bytes(peer) - int.from_bytes(known)) % 2**32 < 2**31
+
+
 class Stream:
     """The receiver's state of one channel: the incarnation of its source, and how far its messages have come."""
 
@@ -164,9 +175,7 @@ class Stream:
             self.incarnation = frame.incarnation
             self.arrived = self.taken = frame.base - 1
             self.peer, self._resend_after, self._is_new = None, None, False
-        # A later connection: the old one may have lost the reply. A ROUTER numbers its connections in turn. It may read
-        # what a broken one left behind the frames of the next, and answers to that would go nowhere.
-        if self.peer is None or 0 < (int.from_bytes(peer) - int.from_bytes(self.peer)) % 2**32 < 2**31:
+        if self.peer is None or _is_later(peer, self.peer):  # the old connection may have lost the reply
             self.peer, self._resend_after = peer, None
         if frame.base > self.arrived + 1:  # acknowledged to a receiver that died: no sender keeps what lies between
             self.arrived = self.taken = frame.base - 1
