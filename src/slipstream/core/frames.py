@@ -133,7 +133,7 @@ def _is_later(peer: bytes, known: bytes) -> bool:
     """Tell whether the connection `peer` of a ROUTER was made after `known`.
 
     A ROUTER may read what a broken connection left behind the first frames of the next, and answers to that would go
-    nowhere. libzmq numbers connections in turn, in four bytes behind a zero; of ids of another kind the last one counts.
+    nowhere. libzmq numbers connections in turn, in four bytes behind a zero; of other ids the last one counts.
     """
     if any(len(one) != 5 or one[0] for one in (peer, known)):
         return peer != known
