@@ -229,6 +229,8 @@ class FakeLLM:
         assert request_id not in self.requests
         self.requests[request_id] = request
         said = {"num_cached_tokens": FAKE.get("found", self.find(tokens, salt, weight))}
+        if said["num_cached_tokens"] == "all but the last":
+            said["num_cached_tokens"] = len(tokens) - 1
         if said["num_cached_tokens"] == "unsaid":
             said = {}
         try:

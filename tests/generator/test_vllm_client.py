@@ -133,8 +133,12 @@ def test_a_push_that_was_refused_is_taken_back(model: Transformer, tmp_path: Pat
         check(item, num_new=50)
 
 
-def test_exported_completions_go_on_where_they_were(model: Transformer, tmp_path: Path) -> None:
-    with fake_engine(model, tmp_path, fake={"halts": [20]}) as engine:
+@pytest.mark.parametrize("fake", [{}, {"found": "all but the last"}], ids=["", "cached"])
+def test_exported_completions_go_on_where_they_were(
+    model: Transformer, tmp_path: Path, fake: dict[str, object]
+) -> None:
+    """Also where vLLM finds more of a resumed completion in its cache than the prompt."""
+    with fake_engine(model, tmp_path, fake=fake | {"halts": [20]}) as engine:
         engine.submit([request(i) for i in range(5)])
         drive(engine, lambda: num_tokens(engine) >= 5)
         engine.pause_admission(True)

@@ -404,7 +404,7 @@ class VLLMEngine:
             and all(0 <= start <= end <= num_tokens - live.first for _, start, end in delta.spans or [])
             and delta.finish in ("", "stop", "length")
             and not (delta.finish and num_tokens == 0)
-            and (delta.num_cached is None or 0 <= delta.num_cached <= len(live.request.prompt_tokens))
+            and (delta.num_cached is None or 0 <= delta.num_cached <= len(live.request.prompt_tokens) + live.first)
         )
         if not is_valid:
             raise ChannelError(f"tokens from {self._worker.name} make no sense", got=msgspec.to_builtins(delta))
