@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from contenders.gpu import product_flop_per_s, synchronize
 from contenders.models import SHAPES, matmul_params
 
 from slipstream.batching import collate
@@ -42,13 +43,7 @@ from slipstream.trainer.optim import AdamW
 from slipstream.trainer.step import train_on_batch
 
 MOST_KERNELS = 45
-PRODUCT = {"cuda": 8192, "cpu": 1024}
 NOMINAL_FLOP_PER_S = {"B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12}
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def groups_of(given: argparse.Namespace, vocab_size: int) -> list[Group]:
@@ -118,20 +113,6 @@ def trainer_of(config: TransformerConfig, device: torch.device, case: str) -> tu
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
     divide(model, division)
     return model, AdamW(stored_parameters(model, division), OptimizerConfig(lr=1e-6), total_updates=100)
-
-
-def product_flop_per_s(device: torch.device) -> float:
-    size = PRODUCT[device.type]
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    found = []
-    for _ in range(6):
-        synchronize(device)
-        started_s = time.perf_counter()
-        a @ b
-        synchronize(device)
-        found.append(time.perf_counter() - started_s)
-    return 2 * size**3 / min(found)
 
 
 def run_config(given: argparse.Namespace) -> RunConfig:

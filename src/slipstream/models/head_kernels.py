@@ -1,6 +1,6 @@
 """Triton kernels over the logits of `head.py`: each reads them once. To be imported only where Triton is.
 
-With torch's operations forward and backward read and write every logit some fifteen times more, in float32.
+torch's operations read and write all of them several times in either pass, in float32.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped"
