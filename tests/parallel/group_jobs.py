@@ -32,7 +32,7 @@ def broadcast(rank: Rank, payloads: list[bytes], source: int) -> bytes:
     return of(rank).broadcast(payloads[rank.rank], source=source)
 
 
-def split(rank: Rank, tensor_parallel: int) -> tuple[tuple[int, int, list[bytes]], ...]:
-    """(rank, size, who is in it) of the data-parallel group, and of the tensor-parallel one."""
-    sides = of(rank).split(tensor_parallel, timeout_s=20.0)
+def split(rank: Rank, *sizes: int) -> tuple[tuple[int, int, list[bytes]], ...]:
+    """(rank, size, who is in it) of the data-parallel group, and of those along the other axes."""
+    sides = of(rank).split(*sizes, timeout_s=20.0)
     return tuple((side.rank, side.world, side.gather(str(rank.rank).encode())) for side in sides)

@@ -51,6 +51,15 @@ def test_neighbours_share_a_model_and_every_so_many_the_data(ranks: RankPool, te
         assert model[2] == [str(data_rank * tensor_parallel + i).encode() for i in range(tensor_parallel)]
 
 
+def test_ranks_divide_along_two_axes(ranks: RankPool) -> None:
+    """rank = (data_parallel_rank * 2 + stage) * 2 + t, and along each axis the others stay the same."""
+    for rank, groups in enumerate(ranks.run(group_jobs.split, 2, 2, world=4)):
+        stage, t = divmod(rank, 2)
+        assert groups[0] == (0, 1, [str(rank).encode()])
+        assert groups[1] == (stage, 2, [str(s * 2 + t).encode() for s in range(2)])
+        assert groups[2] == (t, 2, [str(stage * 2 + i).encode() for i in range(2)])
+
+
 def test_one_process_alone_needs_nobody() -> None:
     group = RankGroup.alone()
     values = torch.ones(2)
@@ -59,10 +68,11 @@ def test_one_process_alone_needs_nobody() -> None:
     assert values.tolist() == [1.0, 1.0], "a new tensor, as with others"
     assert group.gather(b"x") == [b"x"]
     assert group.broadcast(b"x") == b"x"
-    assert group.split(1) == (group, group)
+    assert group.split() == (group,)
+    assert group.split(1, 1) == (group, group, group)
     assert group.is_leader
     with pytest.raises(ConfigError, match="do not divide"):
-        group.split(2)
+        group.split(1, 2)
     for rank, world in ((0, 2), (1, 1), (-1, 1)):
         with pytest.raises(ConfigError, match="no such rank"):
             RankGroup(rank, world)

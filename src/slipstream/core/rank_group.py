@@ -6,9 +6,12 @@ first used, as a process without tensors, such as the rewards', starts a second 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -98,32 +101,33 @@ class RankGroup:
             self._run(dist.broadcast, content, group_src=source)
         return content.numpy().tobytes()
 
-    def split(self, tensor_parallel: int, *, timeout_s: float = 120.0) -> tuple[RankGroup, RankGroup]:
-        """Return this rank's (data-parallel group, tensor-parallel group); rank = data_parallel_rank * size + t.
+    def split(self, *sizes: int, timeout_s: float = 120.0) -> tuple[RankGroup, ...]:
+        """Return this rank's data-parallel group, and behind it its group along each of the axes of `sizes`.
 
-        All ranks call it together. Ranks of one tensor-parallel group are neighbours, as they exchange the most data.
+        The last axis varies fastest: rank = (data_parallel_rank * sizes[0] + i_0) * sizes[1] + i_1 ..., so that the
+        ranks of the last axis, which exchange the most data, are neighbours. All ranks call it together. ConfigError
+        for sizes whose product does not divide the number of ranks.
         """
-        if tensor_parallel < 1 or self.world % tensor_parallel:
+        together = math.prod(sizes)
+        if together < 1 or self.world % together:
             raise ConfigError(
-                "ranks do not divide into tensor-parallel groups",
-                got=f"{self.world} ranks, tensor_parallel = {tensor_parallel}",
+                "ranks do not divide into groups",
+                got=f"{self.world} ranks, groups of {' x '.join(map(str, sizes))}",
                 allowed=", ".join(str(n) for n in range(1, self.world + 1) if self.world % n == 0),
             )
         if self.pg is None:
-            return self, self
+            return (self,) * (len(sizes) + 1)
         import torch.distributed as dist
 
-        everyone = dist.get_process_group_ranks(self.pg)
+        everyone = np.array(dist.get_process_group_ranks(self.pg)).reshape(-1, *sizes)
         backend, timeout = dist.get_backend(self.pg), timedelta(seconds=timeout_s)
-        rows = [everyone[start : start + tensor_parallel] for start in range(0, self.world, tensor_parallel)]
-        columns = [everyone[place::tensor_parallel] for place in range(tensor_parallel)]
         mine: list[RankGroup] = []
-        for side in (columns, rows):
-            for members in side:  # every rank makes every group, in one order
+        for axis, size in enumerate(everyone.shape):
+            for members in np.moveaxis(everyone, axis, -1).reshape(-1, size).tolist():  # all ranks, in one order
                 pg = dist.new_group(members, timeout=timeout, backend=backend)
                 if dist.get_rank() in members:
-                    mine.append(RankGroup.over(pg) if len(members) > 1 else RankGroup.alone())
-        return mine[0], mine[1]
+                    mine.append(RankGroup.over(pg) if size > 1 else RankGroup.alone())
+        return tuple(mine)
 
     def _reduced(self, values: Tensor, operation: str) -> Tensor:
         if self.pg is None:
