@@ -40,8 +40,29 @@ def test_every_row_is_dealt_once_and_to_all_as_many(work, world):
     assert sorted(dealt.flatten()) == list(range(12))
     assert (np.diff(dealt, axis=1) > 0).all()
     blocks = sorted(np.array(work).reshape(2 * world, -1).sum(1))
-    spread = [np.array(work)[own].sum() for own in dealt]
-    assert max(spread) - min(spread) <= blocks[-1] - blocks[0], "pairs of blocks differ by less than single ones"
+    of_rank = np.array(work)[dealt].sum(1)
+    assert of_rank.max() - of_rank.min() <= 2 * (blocks[-1] - blocks[0]), "ranks differ by no more than their blocks do"
+
+
+@given(st.lists(st.integers(1, 3000), min_size=1, max_size=9), st.sampled_from([2, 4]))
+@settings(max_examples=30, deadline=None)
+def test_no_rank_waits_long_for_another(lengths, world):
+    """The rank with most has at most the dearest block more than the mean."""
+    filler = -sum(lengths) % (64 * world)
+    lengths = [*lengths, *([filler] if filler else [])]
+    work = Structure(lengths, np.arange(sum(lengths))).keys_seen
+    of_rank = work[dealt_rows(work, world)].sum(1)
+    assert of_rank.max() <= of_rank.mean() + work.reshape(2 * world, -1).sum(1).max()
+
+
+def test_one_long_sequence_among_short_ones_is_cut_further():
+    """With 2 blocks each, the one with the end of the long sequence costs more than the mean of all ranks."""
+    lengths = [2048, *([128] * 48)]
+    work = Structure(lengths, np.arange(sum(lengths))).keys_seen
+    blocks = work.reshape(16, -1).sum(1)
+    assert (blocks.max() + blocks.min()) / (blocks.sum() / 8) > 1.3
+    of_rank = work[dealt_rows(work, 8)].sum(1)
+    assert of_rank.max() / of_rank.mean() < 1.1
 
 
 @pytest.mark.parametrize("world", [1, 2, 4, 8])

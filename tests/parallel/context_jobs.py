@@ -23,6 +23,7 @@ from slipstream.trainer.measure import microbatch_logprobs
 from slipstream.trainer.teacher import Teacher
 
 TEACHER = Teacher(TeacherConfig(path="teacher", executor="own", top_k=3), VOCAB, 0.9)
+BESIDE = TeacherConfig(path="teacher", top_k=2, temperature=0.6)
 
 
 @dataclass
@@ -82,12 +83,15 @@ def weights_of(count: int) -> Tensor:
     return torch.randn(count, 3, generator=torch.Generator().manual_seed(count))
 
 
-def read(model: Transformer) -> list[tuple[np.ndarray, ...]]:
-    """Logprobs, entropies and divergences of all microbatches, whose weighed sums go backward."""
+def read(model: Transformer, frozen: Transformer) -> list[tuple[np.ndarray, ...]]:
+    """Logprobs, entropies and divergences of all microbatches, whose weighed sums go backward.
+
+    Without a teacher; with one of its own executor; with `frozen` as one beside the trainer.
+    """
     found = []
     for plain in microbatches().values():
-        for microbatch in (plain, with_more(plain)):
-            teacher = None if microbatch is plain else TEACHER
+        more, beside = with_more(plain), Teacher(BESIDE, VOCAB, 0.9, frozen.requires_grad_(False))
+        for microbatch, teacher in ((plain, None), (more, TEACHER), (plain, beside)):
             states = at_targets(model, microbatch)
             said = () if teacher is None else teacher.said(microbatch, model.reader.targets(microbatch))
             columns = microbatch_logprobs(model, microbatch, temperature=0.9, states=states, teacher=teacher, said=said)
@@ -104,7 +108,7 @@ def read_together(rank: Rank, config: TransformerConfig, layout: Layout) -> Read
     division = division_of(rank, layout)
     model = part_of(config, division)
     parameters = ShardedParameters(model, division)
-    columns = read(model)
+    columns = read(model, part_of(config, division))
     parameters.grad_norm()
     return Read(columns, boxes(model, parameters.named_grads()))
 
@@ -116,5 +120,5 @@ def read_alone(config: TransformerConfig) -> tuple[list[tuple[np.ndarray, ...]],
     model = whole_model(config)
     flat = FlatParameters(model)
     flat.zero_grad()
-    columns = read(model)
+    columns = read(model, whole_model(config))
     return columns, {name: tensor.numpy().copy() for name, tensor in whole_tensors(config, flat.grad).items()}

@@ -86,6 +86,7 @@ def gradient(
     tensors = {tensor.name: tensor.read() for _, tensor in adapter_tensors(shapes_of(whole), parameters)}
     for shard in local_shards(model):
         shard.write(tensors[shard.box.name][shard.box.slices])
+    assert base_of(model).reader is model.reader, "a reference reads what the policy does"
     with beside(model, precision, division):
         stored = ShardedParameters(model, division)
         optimizer = AdamW(stored, OptimizerConfig(), total_updates=1)

@@ -6,9 +6,9 @@ gathered from all ranks in the forward pass, and their gradients are summed back
 pass. Grouped queries make keys and values a small part of a layer's activations; with `recompute` the gathered ones of
 one layer at a time exist.
 
-Rows. A microbatch is filled up and cut into 2C blocks of equally many rows. They are dealt by the keys that their rows
-see, the cheapest block with the dearest: all ranks have equally many rows, and about as much attention. Of one sequence
-these are the pairs of Llama 3 (arXiv:2407.21783, section 3.3.2): blocks r and 2C - 1 - r.
+Rows. A microbatch is filled up and cut into blocks of equally many rows, 2 to 8 for each rank. They are dealt by the
+keys that their rows see: all ranks have equally many rows, and about as much attention. Of one sequence these are the
+pairs of Llama 3 (arXiv:2407.21783, section 3.3.2): blocks r and 2C - 1 - r.
 
 Sequences. A run of own rows in one sequence is a piece: its queries are the last rows of a prefix of the sequence, and
 attention of a piece is that of a sequence which ends there. So shared prompts and branches need nothing of their own.
@@ -37,6 +37,8 @@ from slipstream.core.rank_group import RankGroup, lost_rank
 from slipstream.models.attention import Ends, bounds, length_batches, takes_flash
 from slipstream.models.packed import ROW_MULTIPLE, ReadRows, filled_rows
 
+MAX_IMBALANCE = 1.05
+"""Work of the rank with most over the mean up to which blocks are not cut: each is a piece with a copy of its keys."""
 TILE_QUERIES = 256
 """Queries that attend at once where there is no `flash`: their mask has a place for each of them and each key."""
 
@@ -48,15 +50,34 @@ _reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_si
 def dealt_rows(work: np.ndarray, world: int) -> np.ndarray:
     """Deal rows to `world` ranks: int64 [world, N / world], ascending on each; `work` [N] is what a row costs.
 
-    2 `world` blocks of the rows, as they lie, go in pairs: the cheapest with the dearest, and so on. N is a multiple of
-    their number. Identity: rows whose work grows by one each give all ranks the same work.
+    Of the rows, as they lie, each rank gets 2 blocks, or 4 or 8 where fewer leave a rank with more than `MAX_IMBALANCE`
+    times the mean work and blocks are no smaller than `ROW_MULTIPLE`. N is a multiple of 2 `world`.
+    Identity: rows whose work grows by one each give all ranks the same work.
     """
-    by_block = work.reshape(2 * world, -1)
-    order = by_block.sum(1).argsort(kind="stable")
-    pairs = np.stack([order[:world], order[world:][::-1]], axis=1)
-    blocks = np.arange(len(work)).reshape(by_block.shape)
-    dealt: np.ndarray = np.sort(blocks[pairs].reshape(world, -1), axis=1)
-    return dealt
+    best, least = np.zeros((world, 0), dtype=np.int64), np.inf
+    for count in (2, 4, 8):
+        size, rest = divmod(len(work), count * world)
+        if count > 2 and (rest or size < ROW_MULTIPLE or least <= MAX_IMBALANCE):
+            break
+        chosen = _dealt_blocks(work.reshape(-1, size).sum(1), world)
+        dealt = np.sort(np.arange(len(work)).reshape(-1, size)[chosen].reshape(world, -1), axis=1)
+        of_rank = work[dealt].sum(1)
+        imbalance = of_rank.max() / max(of_rank.mean(), 1)
+        if imbalance < least:
+            best, least = dealt, imbalance
+    return best
+
+
+def _dealt_blocks(work: np.ndarray, world: int) -> np.ndarray:
+    """Return the blocks of each rank, equally many: the dearest first, each to the rank with least work and room."""
+    found: list[list[int]] = [[] for _ in range(world)]
+    done = [0] * world
+    for block in work.argsort(kind="stable")[::-1].tolist():
+        with_room = (rank for rank in range(world) if len(found[rank]) < len(work) // world)
+        rank = min(with_room, key=done.__getitem__)
+        found[rank].append(block)
+        done[rank] += int(work[block])
+    return np.array(found)
 
 
 class Pieces(NamedTuple):
