@@ -22,12 +22,13 @@ def metrics(run_dir: Path) -> list[dict]:
 
 
 @pytest.mark.slow
-def test_two_data_parallel_ranks_train_what_one_does(tiny, tmp_path):
+@pytest.mark.parametrize("axis", ["data", "context"])
+def test_two_ranks_train_what_one_does(axis, tiny, tmp_path):
     """Without staleness both runs sample the same first batch, so its step is the same, up to rounding."""
     found = {}
     for ranks in (1, 2):
         overrides = tiny | {"steps": 2, "max_staleness": 0, "weight_update": "between_batches"}
-        overrides["trainer"] = {"minibatches": 2, "ranks": ranks}
+        overrides["trainer"] = {"minibatches": 2, "ranks": ranks, "context_parallel": ranks if axis == "context" else 1}
         overrides["generator"] = tiny["generator"] | {"replicas": ranks}
         overrides["host"] = "inline" if ranks == 1 else "process"
         out = tmp_path / str(ranks)
@@ -94,6 +95,7 @@ def test_a_reference_follows_the_policy_on_two_ranks_and_after_a_resume(tensor_p
     ("overrides", "match"),
     [
         ({"trainer": {"ranks": 3, "tensor_parallel": 2}}, "divide"),
+        ({"trainer": {"ranks": 2, "tensor_parallel": 2, "context_parallel": 2}}, "context_parallel = 2"),
         ({"trainer": {"ranks": 2}, "host": "inline"}, "processes of their own"),
         ({"trainer": {"device": "cuda"}}, "GPU"),
         ({"trainer": {"precision": "bfloat16"}}, "float32"),

@@ -289,6 +289,7 @@ MIXTURE = {"family": "qwen3_moe", "num_experts": 4}
         ({"model": MIXTURE, "generator": {"engine": "vllm"}}, "generator.engine = 'vllm'"),
         ({"model": MIXTURE, "generator": {"tensor_parallel": 2}}, "generator.tensor_parallel = 2"),
         ({"model": MIXTURE, "trainer": {"ranks": 2, "tensor_parallel": 2}}, "trainer.tensor_parallel = 2"),
+        ({"model": MIXTURE, "trainer": {"ranks": 2, "context_parallel": 2}}, "trainer.context_parallel = 2"),
         (
             {"model": MIXTURE | {"lora": {"rank": 2, "base_precision": "int8"}}, "generator": {"precision": "int8"}},
             "model.lora.base_precision = 'int8'",

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 from rank_models import whole_model
 from rank_pool import Rank
-from sharded_jobs import Boxes, Layout, boxes, division_of, sequences_of, update_from
+from sharded_jobs import Boxes, Layout, axes_of, boxes, division_of, sequences_of, update_from
 from training_jobs import config_of
 
 from slipstream.core.errors import ConfigError
@@ -86,10 +86,11 @@ def gradient(
     tensors = {tensor.name: tensor.read() for _, tensor in adapter_tensors(shapes_of(whole), parameters)}
     for shard in local_shards(model):
         shard.write(tensors[shard.box.name][shard.box.slices])
+    assert base_of(model).reader is model.reader, "a reference reads what the policy does"
     with beside(model, precision, division):
         stored = ShardedParameters(model, division)
         optimizer = AdamW(stored, OptimizerConfig(), total_updates=1)
-        update_from(model, optimizer, sequences_of(0, config.vocab_size), layout, division.data_parallel)
+        update_from(model, optimizer, sequences_of(0, config.vocab_size), layout, axes_of(rank, layout).data)
     assert all(parameter.grad is None for parameter in model.parameters() if not parameter.requires_grad)
     return optimizer.finite_grad_norm(), boxes(model, stored.named_grads())
 

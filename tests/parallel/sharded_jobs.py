@@ -19,7 +19,7 @@ from slipstream.core.errors import NonFiniteError
 from slipstream.core.packed import PackedMicrobatch, TrainSequence, empty_microbatch
 from slipstream.core.rank_group import RankGroup
 from slipstream.core.ranks import data_parallel_rank
-from slipstream.core.training_sections import OptimizerConfig
+from slipstream.core.training_sections import OptimizerConfig, TrainerConfig
 from slipstream.models.attention import PackedAttention
 from slipstream.models.config import TransformerConfig, local_config
 from slipstream.models.flat import FlatParameters
@@ -38,24 +38,26 @@ from slipstream.models.transformer import Transformer
 from slipstream.trainer.critic import Critic
 from slipstream.trainer.measure import microbatch_logprobs
 from slipstream.trainer.optim import AdamW
+from slipstream.trainer.rank_axes import RankAxes
 
 Boxes = list[tuple[Box, np.ndarray]]
-_GROUPS: dict[tuple[int, int], tuple[RankGroup, RankGroup]] = {}
+_AXES: dict[tuple[int, int, int], RankAxes] = {}
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Data-parallel x tensor-parallel ranks, and how they work."""
+    """Data-parallel x context-parallel x tensor-parallel ranks, and how they work."""
 
     data_parallel: int
     tensor_parallel: int
     recomputes: bool = False
     reduce_once: bool = False
     precision: Any = "float32"
+    context_parallel: int = 1
 
     @property
     def world(self) -> int:
-        return self.data_parallel * self.tensor_parallel
+        return self.data_parallel * self.context_parallel * self.tensor_parallel
 
 
 @dataclass
@@ -69,19 +71,26 @@ class Trained:
     losses: list[float] = field(default_factory=list)
 
 
-def division_of(rank: Rank, layout: Layout) -> Division:
+def axes_of(rank: Rank, layout: Layout) -> RankAxes:
     """Process groups are made once for all jobs."""
-    key = (layout.world, layout.tensor_parallel)
-    if key not in _GROUPS:
-        everyone = RankGroup.over(rank.group)
-        if layout.tensor_parallel == 1:
-            _GROUPS[key] = everyone, RankGroup.alone()
-        elif layout.data_parallel == 1:
-            _GROUPS[key] = RankGroup.alone(), everyone
-        else:
-            _GROUPS[key] = everyone.split(layout.tensor_parallel)
+    key = (layout.world, layout.context_parallel, layout.tensor_parallel)
+    if key not in _AXES:
+        trainer = TrainerConfig(
+            ranks=layout.world, context_parallel=layout.context_parallel, tensor_parallel=layout.tensor_parallel
+        )
+        _AXES[key] = RankAxes.of(RankGroup.over(rank.group), trainer, timeout_s=60.0)
+    return _AXES[key]
+
+
+def division_of(rank: Rank, layout: Layout) -> Division:
+    axes = axes_of(rank, layout)
     return Division(
-        *_GROUPS[key], precision=layout.precision, recomputes=layout.recomputes, reduce_once=layout.reduce_once
+        axes.sharing,
+        axes.tensor,
+        axes.context,
+        precision=layout.precision,
+        recomputes=layout.recomputes,
+        reduce_once=layout.reduce_once,
     )
 
 
@@ -176,15 +185,15 @@ def assembled(by_rank: Sequence[Boxes]) -> dict[str, np.ndarray]:
 
 
 def train(rank: Rank, config: TransformerConfig, layout: Layout, settings: dict[str, Any], num_updates: int) -> Trained:
-    division = division_of(rank, layout)
+    division, ranks = division_of(rank, layout), axes_of(rank, layout).data
     model = part_of(config, division)
     parameters = ShardedParameters(model, division)
     optimizer = AdamW(parameters, OptimizerConfig(**settings), total_updates=num_updates)
     seen = Trained()
     for update in range(num_updates):
         sequences = sequences_of(update, config.vocab_size)
-        loss = update_from(model, optimizer, sequences, layout, division.data_parallel)
-        seen.losses.append(float(division.data_parallel.sum(torch.tensor(loss, dtype=torch.float64))))
+        loss = update_from(model, optimizer, sequences, layout, ranks)
+        seen.losses.append(float(ranks.sum(torch.tensor(loss, dtype=torch.float64))))
         if update == 0:
             optimizer.finite_grad_norm()
             seen.first_gradient = boxes(model, parameters.named_grads())

@@ -40,6 +40,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
 ]
 LAYOUTS = {"dp2": Layout(2, 1), "dp4": Layout(4, 1), "tp2": Layout(1, 2), "tp4": Layout(1, 4), "dp2_tp2": Layout(2, 2)}
+LAYOUTS["cp2_tp2"] = Layout(1, 2, context_parallel=2)
 TRAINER = {"optimizer": {"lr": 2e-3, "max_grad_norm": 0.7}, "microbatch_tokens": 48, "minibatches": 2}
 TARGETS = ["q_proj", "k_proj", "o_proj", "up_proj", "down_proj", "lm_head", "embed_tokens"]
 SHAPE = {"hidden_size": 16, "intermediate_size": 24, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
@@ -109,6 +110,7 @@ def test_twenty_steps_are_those_of_one_rank(ranks: RankPool, sections: dict[str,
     [
         *covering(["mistral", "qwen3", "gpt_neox", "gpt2"], ["dp2", "tp2", "tp4", "dp2_tp2"], times=2),
         ("qwen3_moe", "dp2"),
+        ("qwen3", "cp2_tp2"),
     ],
 )
 def test_gradients_of_every_family_are_those_of_one_rank(ranks: RankPool, case: str, layout: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from rank_pool import Rank
-from sharded_jobs import Layout, division_of
+from sharded_jobs import Layout, axes_of
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "trainer"))  # its data serve here, too
@@ -176,9 +176,8 @@ def _warm_up(policy: Policy, config: RunConfig, ranks: RankGroup) -> Seen:
 
 
 def _divided(rank: Rank, config: RunConfig, layout: Layout) -> tuple[Policy, RankGroup]:
-    division = division_of(rank, layout)
-    policy = Policy(config, RankGroup.over(rank.group), division.data_parallel, division.tensor_parallel)
-    return policy, division.data_parallel
+    axes = axes_of(rank, layout)
+    return Policy(config, RankGroup.over(rank.group), axes.sharing, axes.tensor, axes.context), axes.data
 
 
 # Jobs

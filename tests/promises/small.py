@@ -76,6 +76,7 @@ SMALLER = {
 SCRIPTS = {
     "benchmarks/channels.py": "--messages 20 --bytes 100 --repeats 1",
     "benchmarks/code_verifier.py": "--programs 4 --workers 1 --rounds 1",
+    "benchmarks/context_parallel.py": "--tokens 256 --repeats 1",
     "benchmarks/dealing.py": "--ranks 2 --per-rank 16 --seeds 1",
     "benchmarks/distillation.py": "--small --seeds 0",
     "benchmarks/end_to_end.py": "--cases short --rounds 1 --steps 1",

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,10 +29,22 @@ class Meeting:
         self.barrier = threading.Barrier(self.world, timeout=TIMEOUT_S)
 
 
-class ThreadRanks(RankGroup):
-    """One thread's end of a group. `meetings` by the ranks that meet: all of them, rows and columns of `split`."""
+class Meetings(dict[tuple[int, ...], Meeting]):
+    """Meetings by the ranks that meet, each made when the first of them comes."""
 
-    def __init__(self, rank: int, members: tuple[int, ...], meetings: dict[tuple[int, ...], Meeting]) -> None:
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+    def __missing__(self, members: tuple[int, ...]) -> Meeting:
+        with self.lock:
+            return self.setdefault(members, Meeting(len(members)))
+
+
+class ThreadRanks(RankGroup):
+    """One thread's end of a group."""
+
+    def __init__(self, rank: int, members: tuple[int, ...], meetings: Meetings) -> None:
         self.members, self.meetings = members, meetings
         self.rank, self.world, self.pg = members.index(rank), len(members), None
         self.num_meetings = 0
@@ -51,12 +64,11 @@ class ThreadRanks(RankGroup):
     def broadcast(self, payload: bytes, *, source: int = 0) -> bytes:
         return self._exchanged(payload)[source]
 
-    def split(self, tensor_parallel: int, *, timeout_s: float = 0.0) -> tuple[RankGroup, RankGroup]:
-        whole = self.members[self.rank]
-        row = whole // tensor_parallel * tensor_parallel
-        neighbours = tuple(range(row, row + tensor_parallel))
-        column = tuple(range(whole % tensor_parallel, self.world, tensor_parallel))
-        return ThreadRanks(whole, column, self.meetings), ThreadRanks(whole, neighbours, self.meetings)
+    def split(self, *sizes: int, timeout_s: float = 0.0) -> tuple[RankGroup, ...]:
+        whole, everyone = self.members[self.rank], np.array(self.members).reshape(-1, *sizes)
+        axes = (np.moveaxis(everyone, axis, -1).reshape(-1, size) for axis, size in enumerate(everyone.shape))
+        mine = [next(members for members in axis.tolist() if whole in members) for axis in axes]
+        return tuple(ThreadRanks(whole, tuple(members), self.meetings) for members in mine)
 
     def _exchanged(self, value: Any) -> list[Any]:
         self.num_meetings += 1
@@ -68,11 +80,9 @@ class ThreadRanks(RankGroup):
         return found
 
 
-def on_ranks(world: int, job: Callable[[ThreadRanks], Any], *, tensor_parallel: int = 1) -> list[Any]:
+def on_ranks(world: int, job: Callable[[ThreadRanks], Any]) -> list[Any]:
     """`job(ranks)` on each of `world` ranks: what they return, or the exception that each of them raised, by rank."""
-    columns = [tuple(range(place, world, tensor_parallel)) for place in range(tensor_parallel)]
-    rows = [tuple(range(start, start + tensor_parallel)) for start in range(0, world, tensor_parallel)]
-    meetings = {members: Meeting(len(members)) for members in [tuple(range(world)), *columns, *rows]}
+    meetings = Meetings()
     outcomes: list[Any] = [None] * world
 
     def run(rank: int) -> None:
@@ -82,7 +92,7 @@ def on_ranks(world: int, job: Callable[[ThreadRanks], Any], *, tensor_parallel: 
             outcomes[rank] = error
         except Exception as error:  # noqa: BLE001 - the test is to see it
             outcomes[rank] = error
-            for meeting in meetings.values():
+            for meeting in list(meetings.values()):
                 meeting.barrier.abort()
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world)]

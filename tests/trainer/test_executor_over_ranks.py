@@ -71,14 +71,14 @@ class Offers:
 
 
 class SummedPolicy(Policy):
-    """Whole on every rank; gradients are summed over data-parallel ones."""
+    """Whole on every rank; gradients are summed over data-parallel ones. Context-parallel ones all read everything."""
 
-    def __init__(self, config, data_ranks):
-        self.data_ranks = data_ranks
+    def __init__(self, config, ranks, data_ranks, tensor_ranks, context_ranks):
+        self.data_ranks, self.readers = data_ranks, context_ranks.world
         super().__init__(config)
 
     def new_optimizer(self, config, *, total_updates, updates_per_step=1):
-        return SummedAdamW(self.parameters, config, total_updates=total_updates).over(self.data_ranks)
+        return SummedAdamW(self.parameters, config, total_updates=total_updates).over(self.data_ranks, self.readers)
 
 
 def demonstrations():
@@ -106,14 +106,15 @@ def steps_of(config):
         yield renamed
 
 
-def run(monkeypatch, run_dir, config, world, tensor_parallel=1):
+def run(monkeypatch, run_dir, config, world, tensor_parallel=1, context_parallel=1):
     """[rank]: (the trainer, its events, its publisher) after all steps."""
-    divided = config.trainer.model_copy(update={"ranks": world, "tensor_parallel": tensor_parallel})
-    config = config.model_copy(update={"trainer": divided})
-    monkeypatch.setattr(executor, "Policy", lambda config, ranks, data, tensor: SummedPolicy(config, data))
+    sizes = {"ranks": world, "tensor_parallel": tensor_parallel, "context_parallel": context_parallel}
+    config = config.model_copy(update={"trainer": config.trainer.model_copy(update=sizes)})
+    peers = config.trainer.peers
+    monkeypatch.setattr(executor, "Policy", SummedPolicy)
     commands, arrived = [Port() for _ in range(world)], Port()
     rollouts = [Port() for _ in range(world)]
-    num_shares = world // tensor_parallel
+    num_shares = world // peers
     steps = list(steps_of(config))
 
     def deal(groups, seed):
@@ -122,12 +123,12 @@ def run(monkeypatch, run_dir, config, world, tensor_parallel=1):
         for index in np.random.default_rng(seed).permutation(len(everything)):
             one = everything[index]
             share = data_parallel_rank(one.ordinal, one.sample, num_shares, by=dealt_by(config.loss))
-            rollouts[share * tensor_parallel].put(one)
+            rollouts[share * peers].put(one)
 
     def job(ranks):
         events, publisher = Port(), Offers()
         inputs, outputs = {"commands": commands[ranks.rank]}, {"events": events}
-        if ranks.rank % tensor_parallel == 0:
+        if ranks.rank % peers == 0:
             inputs["rollouts"] = rollouts[ranks.rank]
             outputs["arrived"] = arrived
         if ranks.rank == 0:
@@ -164,7 +165,7 @@ def run(monkeypatch, run_dir, config, world, tensor_parallel=1):
                 trainer.step()  # nothing is sampled from a version before there is one
         commands[0].put(Stop())
 
-    return results(on_ranks(world, job, tensor_parallel=tensor_parallel))
+    return results(on_ranks(world, job))
 
 
 LOSSES = {
@@ -175,20 +176,22 @@ LOSSES = {
 
 
 @pytest.mark.parametrize(
-    ("loss", "world", "tensor_parallel"),
+    ("loss", "world", "tensor_parallel", "context_parallel"),
     [
-        *((loss, 2, 1) for loss in LOSSES),
-        ("groups", 3, 1),
-        ("samples", 2, 2),
-        pytest.param("samples", 4, 2, marks=pytest.mark.slow),
+        *((loss, 2, 1, 1) for loss in LOSSES),
+        ("groups", 3, 1, 1),
+        ("samples", 2, 2, 1),
+        pytest.param("samples", 4, 2, 1, marks=pytest.mark.slow),
+        ("samples", 4, 1, 2),
+        pytest.param("samples", 8, 2, 2, marks=pytest.mark.slow),
     ],
 )
-def test_a_run_over_ranks_is_that_of_one(monkeypatch, tmp_path, loss, world, tensor_parallel):
+def test_a_run_over_ranks_is_that_of_one(monkeypatch, tmp_path, loss, world, tensor_parallel, context_parallel):
     config = run_config(
         steps=NUM_STEPS, loss=LOSSES[loss], warm_start={"steps": 10, "batch_size": 3}, observe={"tokens_every": 3}
     )
     ((one, events, publisher),) = run(monkeypatch, tmp_path / "one", config, 1)
-    by_rank = run(monkeypatch, tmp_path / "ranks", config, world, tensor_parallel)
+    by_rank = run(monkeypatch, tmp_path / "ranks", config, world, tensor_parallel, context_parallel)
     # rank 0 says what one rank would
     found = by_rank[0][1]
 
@@ -217,7 +220,8 @@ def test_a_run_over_ranks_is_that_of_one(monkeypatch, tmp_path, loss, world, ten
             np.testing.assert_allclose(logprobs, expected, atol=1e-3)
     num_duplicates = [trainer.inbox.rollouts.num_duplicates for trainer, _, _ in by_rank]
     assert sum(num_duplicates) == one.inbox.rollouts.num_duplicates == 5 * NUM_STEPS
-    assert all(count == 0 for count in num_duplicates[1::tensor_parallel] if tensor_parallel > 1)
+    peers = tensor_parallel * context_parallel
+    assert all(count == 0 for rank, count in enumerate(num_duplicates) if rank % peers)
     # one file, with the lines of all ranks in the order of one
     assert sorted(path.name for path in (tmp_path / "ranks").glob("rollouts*")) == ["rollouts.jsonl"]
     lines = list(read_rollouts(tmp_path / "ranks" / "rollouts.jsonl"))
@@ -275,7 +279,7 @@ def test_groups_of_which_a_rank_has_nothing_are_whole_there():
 def test_heads_are_told_in_one_message_for_all_that_has_come(monkeypatch, tmp_path):
     """As many messages as there are rollouts could fill the channel of a rank 0 that is busy, and block the rank."""
     config = run_config(steps=NUM_STEPS)
-    monkeypatch.setattr(executor, "Policy", lambda config, ranks, data, tensor: SummedPolicy(config, data))
+    monkeypatch.setattr(executor, "Policy", SummedPolicy)
 
     def job(ranks):
         rollouts, arrived = Port(), Port()

@@ -189,8 +189,9 @@ def test_a_step_takes_few_meetings_of_the_ranks():
 class SummedAdamW(AdamW):
     """One whole model per rank, whose gradients are summed over ranks before anybody looks at them."""
 
-    def over(self, ranks):
-        self.ranks, self.is_summed = ranks, False
+    def over(self, ranks, readers=1):
+        """As many `readers` of `ranks` have read the same."""
+        self.ranks, self.readers, self.is_summed = ranks, readers, False
         return self
 
     def zero_grad(self):
@@ -199,7 +200,7 @@ class SummedAdamW(AdamW):
 
     def finite_grad_norm(self):
         if not self.is_summed:
-            self.parameters.grad.copy_(self.ranks.sum(self.parameters.grad))
+            self.parameters.grad.copy_(self.ranks.sum(self.parameters.grad) / self.readers)
             self.is_summed = True
         return super().finite_grad_norm()
 

@@ -250,9 +250,17 @@ class TrainerConfig(Section):
     """One training step: minibatches (one optimizer update each) of microbatches (one forward-backward each)."""
 
     ranks: Count = Field(
-        1, description="Processes of the trainer: data parallel (FSDP2) x tensor parallel, with a group of their own."
+        1,
+        description="Processes of the trainer: data parallel (FSDP2) x context parallel x tensor parallel, with a group"
+        " of their own.",
     )
     tensor_parallel: Count = Field(1, description="Ranks that share each layer; divides `ranks`.")
+    context_parallel: Count = Field(
+        1,
+        description="Ranks that read each microbatch together, each some of its rows: a sequence may be so many times "
+        "longer in the same memory, for a gather of keys and values in every layer. Its product with `tensor_parallel`"
+        " divides `ranks`.",
+    )
     device: Device = Field("cpu", description="What the trainer computes on: 'cpu', or 'cuda', a GPU per rank.")
     precision: Literal["float32", "bfloat16"] = Field(
         "float32", description="What it computes in on a GPU; weights and optimizer stay float32 there, too."
@@ -326,12 +334,19 @@ class TrainerConfig(Section):
     )
     keep_checkpoints: Positive = Field(2, description="Checkpoints kept on disk.")
 
+    @property
+    def peers(self) -> int:
+        """The number of ranks that train on the same rollouts."""
+        return self.context_parallel * self.tensor_parallel
+
     @model_validator(mode="after")
     def _check_ranks(self) -> Self:
-        if self.ranks % self.tensor_parallel:
-            what = "the trainer's ranks do not divide into tensor-parallel groups"
+        if self.ranks % self.peers:
+            what = "the trainer's ranks do not divide into context- and tensor-parallel groups"
             got = f"trainer.ranks = {self.ranks}, trainer.tensor_parallel = {self.tensor_parallel}"
-            raise ConfigError(what, got=got, allowed="trainer.ranks: a multiple of trainer.tensor_parallel")
+            got += f", trainer.context_parallel = {self.context_parallel}"
+            allowed = "trainer.ranks: a multiple of trainer.tensor_parallel x trainer.context_parallel"
+            raise ConfigError(what, got=got, allowed=allowed)
         if self.device == "cpu" and (self.gpu_share is not None or self.offload_moments):
             field = "gpu_share" if self.gpu_share is not None else "offload_moments"
             what = "a CPU has its memory to itself, and moments lie there"

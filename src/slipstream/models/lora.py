@@ -430,7 +430,7 @@ def base_of(
     with torch.device("meta"):
         base = Transformer(model.config, model.ranks)
     names = [name for name, _ in base.named_parameters()]
-    base.cos, base.signed_sin = model.cos, model.signed_sin
+    base.cos, base.signed_sin, base.reader = model.cos, model.signed_sin, model.reader
     install(base, shapes or {})
     if divide is not None:
         divide(base)

@@ -26,6 +26,7 @@ from slipstream.models.hf import (
     write_weights,
 )
 from slipstream.models.layout import LogicalTensor, layout
+from slipstream.models.packed import Reader
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.models.transformer import Attention, OneRank, Ranks, Transformer
 
@@ -63,6 +64,10 @@ class ScalarModel(nn.Module):
     @property
     def varlen(self) -> bool:
         return self.backbone.varlen
+
+    @property
+    def reader(self) -> Reader:
+        return self.backbone.reader
 
     def forward(self, tokens: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """Tokens [N] int64 at positions [N] int64 of their sequences -> a value per token, fp32 [N]."""

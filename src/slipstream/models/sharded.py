@@ -10,6 +10,9 @@ then `model.logits(states)`, as everywhere; both work on whole (tensor-parallel 
 Gradients of the data-parallel ranks are summed, never averaged: losses are divided by counts over all ranks. Sums over
 tensor-parallel ranks that remain (`tensor_parallel.SharedRows`) are made once per update, by
 `ShardedParameters.grad_norm`.
+
+Ranks that read a microbatch together (`context_parallel.py`) are data-parallel ranks to all of this: each computes the
+gradients of its own rows, and they are summed.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from slipstream.core.sections import ModelConfig
 from slipstream.models.build import build_policy
 from slipstream.models.compute_copy import ComputeCopy
 from slipstream.models.config import TransformerConfig, config_from_hf, local_config, new_config
+from slipstream.models.context_parallel import ContextParallel
 from slipstream.models.device import DTYPES
 from slipstream.models.experts import Router
 from slipstream.models.flat import FlatParameters
@@ -70,8 +74,11 @@ if TYPE_CHECKING:  # torch's distributed parts take a second to import, and one 
 
 @dataclass(frozen=True)
 class Division:
-    """The division of a model over this rank and its peers, the two groups of `RankGroup.split`, and how it computes.
+    """The division of a model over this rank and its peers, groups of `RankGroup.split`, and how it computes.
 
+    `data_parallel` are the ranks that have one division of the parameters among them, and whose gradients are summed.
+    Those of `context_parallel`, which read each microbatch together, are among them: with some, fewer ranks than
+    `data_parallel` count a microbatch.
     `precision` is that of products; parameters, gradients and their sums are float32. With `recomputes` every layer
     keeps only its input for the backward pass and runs again there, with `keeps_products` without its products. torch
     compiles layers with the backend `compiles`. With `reduce_once` gradients are summed over
@@ -82,6 +89,7 @@ class Division:
 
     data_parallel: RankGroup = field(default_factory=RankGroup.alone)
     tensor_parallel: RankGroup = field(default_factory=RankGroup.alone)
+    context_parallel: RankGroup = field(default_factory=RankGroup.alone)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     precision: Literal["float32", "bfloat16"] = "float32"
     recomputes: bool = False
@@ -95,7 +103,8 @@ class Division:
     @property
     def is_whole(self) -> bool:
         """True on a single CPU rank, which divides nothing and computes in float32."""
-        return self.data_parallel.world == self.tensor_parallel.world == 1 and self.device.type == "cpu"
+        groups = (self.data_parallel, self.tensor_parallel, self.context_parallel)
+        return all(group.world == 1 for group in groups) and self.device.type == "cpu"
 
     def ranks_of(self, config: TransformerConfig) -> Ranks:
         """Return the tensor-parallel ranks of a model of the whole `config`. ConfigError if it cannot be divided so."""
@@ -142,6 +151,8 @@ def divide(model: Transformer, division: Division) -> None:
 def _prepare(model: Transformer, division: Division) -> None:
     """Let the model run as `division` says."""
     model.varlen = division.varlen
+    if division.context_parallel.pg is not None:
+        model.reader = ContextParallel(division.context_parallel)
     for layer in model.layers:
         layer.recomputes, layer.keeps_products = division.recomputes, division.keeps_products
         if division.compiles is not None:

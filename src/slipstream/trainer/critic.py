@@ -23,7 +23,7 @@ class Critic:
 
     def __init__(self, config: RunConfig, policy: Transformer, division: Division = Division()) -> None:
         critic = config.critic
-        self.is_head = critic.model == "head"
+        self.is_head, self._reader = critic.model == "head", policy.reader
         self.module: ScalarModel | nn.Linear
         if self.is_head:
             head: nn.Linear = nn.utils.skip_init(nn.Linear, policy.config.hidden_size, 1)  # type: ignore[no-untyped-call]
@@ -49,8 +49,9 @@ class Critic:
         )
 
     def values(self, microbatch: PackedMicrobatch, states: Tensor) -> Tensor:
-        """Return float32 [M], differentiable; `states` [M, hidden] are the policy's at the rows before the targets."""
+        """Return float32 [M], differentiable; `states` are the policy's at the rows before this rank's targets."""
         if isinstance(self.module, ScalarModel):
-            return at_targets(self.module, microbatch)
-        values: Tensor = self.module(states.float())
-        return values.squeeze(-1)
+            values = at_targets(self.module, microbatch)
+        else:
+            values = self.module(states.float()).squeeze(-1)
+        return self._reader.joined(microbatch, values)[0]

@@ -42,6 +42,7 @@ from slipstream.trainer.inbox import RolloutInbox
 from slipstream.trainer.loss_checks import needed_columns
 from slipstream.trainer.measure import Auxiliary, brings_reference, follows_warm_start, reference_path
 from slipstream.trainer.policy import Policy
+from slipstream.trainer.rank_axes import RankAxes
 from slipstream.trainer.records import Records, TokenSample
 from slipstream.trainer.refused import write_report
 from slipstream.trainer.step import train_on_batch
@@ -61,8 +62,8 @@ class Trainer(Executor):
 
     With several ranks, each data-parallel one keeps the rollouts it is dealt, and tells rank 0 their heads (`Arrived`):
     rank 0 knows when a group is whole, alone speaks with the controller, and relays its commands. All ranks carry them
-    out in one order, so whatever a command leads to, collectives included, they do together. Tensor-parallel peers get
-    a step's rollouts from the first of them when it is trained.
+    out in one order, so whatever a command leads to, collectives included, they do together. Context- and
+    tensor-parallel peers get a step's rollouts from the first of them when it is trained.
     """
 
     inputs = ("rollouts",)
@@ -80,9 +81,9 @@ class Trainer(Executor):
     def init(self, context: Context) -> None:
         self.context, self.ranks, config = context, context.group, self.config
         torch.set_num_threads(context.num_threads)
-        divided = self.ranks.split(config.trainer.tensor_parallel, timeout_s=config.deadline_s)
-        self.data_ranks, self.tensor_ranks = divided
-        self.policy = Policy(config, self.ranks, self.data_ranks, self.tensor_ranks)
+        axes = RankAxes.of(self.ranks, config.trainer, timeout_s=config.deadline_s)
+        self.data_ranks, self.peers = axes.data, axes.peers
+        self.policy = Policy(config, self.ranks, axes.sharing, axes.tensor, axes.context)
         self._ends.callback(self.policy.close)
         self.version, self.published = 0, -1
         self._had_gradient = False  # since the last version was published
@@ -104,7 +105,7 @@ class Trainer(Executor):
             limits,
             new_buffer=self.new_buffer,
             data_ranks=self.data_ranks,
-            tensor_ranks=self.tensor_ranks,
+            peers=self.peers,
         )
         num_tokens = min(PROBE_TOKENS, model.max_positions)
         self.probe_tokens = np.random.default_rng(config.seed).integers(0, model.vocab_size, num_tokens, dtype=np.int32)
@@ -191,7 +192,7 @@ class Trainer(Executor):
         restored = self.policy.load(path, self._others)
         self.version = restored.step
         self.kl = replace(self.kl, coef=restored.extra.get("kl_coef", self.kl.coef))
-        if self.tensor_ranks.is_leader:
+        if self.peers.is_leader:
             self.inbox.restore(path, restored.extra, version=self.version)
 
     def _build_auxiliary(self) -> None:
@@ -261,7 +262,7 @@ class Trainer(Executor):
             case TrainStep():
                 self._train(message)
             case Skip():
-                if self.tensor_ranks.is_leader:
+                if self.peers.is_leader:
                     with self.context.spans.span("record"):
                         self.records.write(self.inbox.own_groups(message.ordinals), step=None)
             case Waiting():
@@ -298,7 +299,7 @@ class Trainer(Executor):
         is_last = self.version == self.config.steps
         if self.version % self.config.publish_every == 0 or is_last:
             self._publish()
-        if self.tensor_ranks.is_leader:
+        if self.peers.is_leader:
             with self.context.spans.span("record"):
                 self.records.write(groups, step=command.step)
                 if any(map(sample.wants, command.ordinals)):
@@ -351,7 +352,7 @@ class Trainer(Executor):
         }
         with self.context.spans.span("checkpoint"):
             self.records.sync()
-            if self.tensor_ranks.is_leader:
+            if self.peers.is_leader:
                 self.inbox.save(command)
             self.policy.save(Path(command.path), step=self.version, extra=extra, others=self._others)
         self._report_saved()

@@ -189,27 +189,42 @@ def microbatch_logprobs(
 
     `states` are the final ones at those targets, for a caller who has them. Logits are computed only where a target
     is predicted. Where the microbatch has kept sets, logprobs are those over the sets; entropies never are.
+    Of ranks that read a microbatch together each brings `states` and what is `said` of its own targets; all get all M.
     """
     predicting = at_targets(model, microbatch) if states is None else states
-    kept_sets = microbatch.kept_sets
+    kept_sets, own = microbatch.kept_sets, model.reader.targets(microbatch)
     of_targets = (microbatch.targets,) if kept_sets is None else (microbatch.targets, kept_sets)
-    numbers: list[np.ndarray | Tensor] = [*of_targets, *said]
+    numbers: list[np.ndarray | Tensor] = [*(one[own] for one in of_targets), *said]
     columns = [predicting, *(sent(one, predicting.device) for one in numbers)]
+    found = _head_columns(model, columns, temperature, kept_sets is not None, teacher, len(said))
+    return model.reader.joined(microbatch, *found)
+
+
+def _head_columns(
+    model: Transformer,
+    columns: Sequence[Tensor],
+    temperature: float,
+    has_kept_sets: bool,
+    teacher: Teacher | None,
+    num_said: int,
+) -> tuple[Tensor, ...]:
+    """Return `microbatch_logprobs` of `columns`: states, targets, kept sets if there are any, what is said."""
+    predicting = columns[0]
 
     def head(rows: Tensor, targets: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
         logits = model.logits(rows)
         logprobs, entropies = token_logprobs_and_entropy(logits, targets, temperature)
-        if kept_sets is not None:
+        if has_kept_sets:
             logprobs = kept_token_logprobs(logits, targets, others[0], temperature)
-        return logprobs, entropies, *(() if teacher is None else teacher.compare(logits, *others[-len(said) :]))
+        return logprobs, entropies, *(() if teacher is None else teacher.compare(logits, *others[-num_said:]))
 
     at_once = rows_at_once(model, 1 if teacher is None else COPIES_COMPARED, predicting.device.type)
     weight, ranks = model.head_weight, model.ranks
-    is_plain = predicting.dtype == torch.float32 and microbatch.num_targets <= at_once and isinstance(ranks, OneRank)
+    is_plain = predicting.dtype == torch.float32 and len(predicting) <= at_once and isinstance(ranks, OneRank)
     if weight is not None and teacher is None and not is_plain:
         states, *others = columns
         return head_logprobs(states, weight, *others, temperature=temperature, at_once=at_once, ranks=ranks)
-    if microbatch.num_targets <= at_once:
+    if len(predicting) <= at_once:
         return head(*columns)
     chunks = [
         checkpoint(head, *chunk, use_reentrant=False)

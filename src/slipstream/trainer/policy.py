@@ -46,6 +46,7 @@ from slipstream.trainer.optim import AdamW
 class Policy:
     """The policy on one of `ranks`, which `data_ranks` and `tensor_ranks` divide: whole and flat on one CPU rank.
 
+    `context_ranks`, among `data_ranks`, read each microbatch together (`Division`).
     All ranks call every method together.
     """
 
@@ -55,6 +56,7 @@ class Policy:
         ranks: RankGroup = RankGroup.alone(),
         data_ranks: RankGroup = RankGroup.alone(),
         tensor_ranks: RankGroup = RankGroup.alone(),
+        context_ranks: RankGroup = RankGroup.alone(),
     ) -> None:
         self._config, self._ranks = config, ranks
         is_cuda = config.trainer.device == "cuda"
@@ -63,6 +65,7 @@ class Policy:
         self.division = Division(
             data_ranks,
             tensor_ranks,
+            context_ranks,
             device=torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu"),
             precision=config.trainer.precision,
             recomputes=config.trainer.recompute,

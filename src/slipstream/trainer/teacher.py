@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,14 +41,17 @@ class Teacher:
         return cls(config.teacher, vocabulary_size(tokenizer), config.logprob_temperature, model)
 
     @torch.no_grad()
-    def said(self, microbatch: PackedMicrobatch) -> tuple[Tensor, ...]:
-        """Return what the teacher has to say at each target: its states [M, hidden], or what rollouts have brought."""
+    def said(self, microbatch: PackedMicrobatch, own: slice | np.ndarray = slice(None)) -> tuple[Tensor, ...]:
+        """Return what the teacher has to say at each target: its states [M, hidden], or what rollouts have brought.
+
+        Of the targets `own` of this rank, where several ranks read the microbatch together, as the teacher's model is.
+        """
         if self.model is not None:
             return (at_targets(self.model, microbatch),)
         tokens, logprobs = microbatch.teacher_tokens, microbatch.teacher_logprobs
         assert tokens is not None, "a teacher of its own executor, and rollouts without its columns"
         assert logprobs is not None
-        return torch.from_numpy(tokens), torch.from_numpy(logprobs)
+        return torch.from_numpy(tokens[own]), torch.from_numpy(logprobs[own])
 
     def compare(self, logits: Tensor, *said: Tensor) -> tuple[Tensor, ...]:
         """Return COMPARED of each row, float32 [N]: the divergence, differentiable in `logits`; without gradient the

@@ -257,7 +257,7 @@ class Updater:
             return ()
         state = "forward_backward" if self._teacher.model is None else "teacher"
         with self._spans.span(state, step=self._step):
-            return self._teacher.said(microbatch)
+            return self._teacher.said(microbatch, self._model.reader.targets(microbatch))
 
     def _policy_loss(
         self, inputs: LossInputs, logprobs: Tensor, entropies: Tensor, totals: Totals
