@@ -62,10 +62,12 @@ def check(
     ):
         if group in here:
             check_gpus(section, device, field, ranks)
-    check_divisions(config)
+    for ranks in {config.generator.tensor_parallel, config.trainer.tensor_parallel}:
+        check_division(config.model, ranks)
     check_sizes(config, check_policy(config), here)
     check_loss(config)
     check_checkpoints(config, readers(config))
+    check_scorers(config)
     check_teacher(config)
     if "teacher" in here:
         check_reader(config)
@@ -85,10 +87,11 @@ def check_room(config: RunConfig, *, remote: Collection[str] = ()) -> None:
     check_sizes(config, check_policy(config), here)
 
 
-def check_divisions(config: RunConfig) -> None:
-    """Raise ConfigError where policy, reference or reward models do not divide over their tensor-parallel ranks."""
-    for ranks in {config.generator.tensor_parallel, config.trainer.tensor_parallel}:
-        check_division(config.model, ranks)
+def check_scorers(config: RunConfig) -> None:
+    """Raise ConfigError where a reference or reward models do not divide over their tensor-parallel ranks.
+
+    That the checkpoints are there, `check_checkpoints` has seen.
+    """
     reference = config.model.path if config.kl.reference is None else config.kl.reference
     check_division(config.model.model_copy(update={"path": reference}), config.kl.tensor_parallel)
     for model in config.rewards.models:

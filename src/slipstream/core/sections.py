@@ -27,8 +27,8 @@ from slipstream.core.fields import (
     Precision,
     Seconds,
     Section,
-    check_shared_layers,
     Share,
+    check_shared_layers,
 )
 from slipstream.core.lora_section import LoraConfig
 

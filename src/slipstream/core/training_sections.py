@@ -21,9 +21,9 @@ from slipstream.core.fields import (
     Positive,
     PositiveFloat,
     Section,
-    check_shared_layers,
     Share,
     Steps,
+    check_shared_layers,
 )
 from slipstream.core.teacher_section import DISTILL
 

@@ -58,6 +58,7 @@ from slipstream.models.scalar import (
     load_scalar_model,
     new_scalar_model,
     restore_biases,
+    start_head,
 )
 from slipstream.models.shards import Box, Part, is_dtensor, load_shard, local_parts, local_tensor, whole_shapes
 from slipstream.models.tensor_parallel import SharedRows, TensorParallel, shared_rows, whole_config
