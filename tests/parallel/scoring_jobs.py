@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "trainer"))  # its data se
 from training_data import TINY, make_groups, run_config, sharing_prompts
 
 from slipstream.batching import collate
+from slipstream.controller import host
 from slipstream.core.config import RunConfig
 from slipstream.core.types import Rollout
 from slipstream.models.scoring import Sample, score
@@ -99,3 +101,18 @@ def held(rank: Rank, layout: Layout, path: str, stored: Any = "float32") -> tupl
         reference_logprobs(model, rollouts(count), config=config, batching=collate, ranks=division.data_parallel)
         sizes.append(sum(local_tensor(parameter).nbytes for parameter in model.parameters()))
     return sizes[0], sizes[1]
+
+
+def outlive_a_rank(rank: Rank, layout: Layout, path: str) -> tuple[bool, str]:
+    """What this rank raises when rank 1 dies between two batches, and whether it may follow from another's end."""
+    config, division = config_of(path, 24), division_of(rank, layout)
+    model = build_frozen(config.model, division, seed=0, tokenizer=TOKENIZER)
+    for is_last in (False, True):
+        if is_last and rank.rank == 1:
+            os._exit(1)
+        try:
+            reference_logprobs(model, rollouts(2), config=config, batching=collate, ranks=division.data_parallel)
+        except Exception as error:  # noqa: BLE001 - as a process of the run takes it
+            assert is_last
+            return host._may_follow(error, layout.world), f"{type(error).__name__}: {error}"
+    return False, "nothing was raised"

@@ -80,3 +80,16 @@ def test_a_language_model_is_no_reward_model_on_several_ranks_either(ranks: Rank
         scoring_jobs.scored(Division(), str(tmp_path), 1, 100)
     outcomes = ranks.outcomes(scoring_jobs.scored_by, LAYOUTS["tp2"], str(tmp_path), 1, 100, world=2)
     assert all(status == "failed" and "has no scalar head" in text for status, text in outcomes)
+
+
+def test_a_lost_rank_ends_the_other_that_holds_its_copy(tmp_path: Path) -> None:
+    """At once, in the middle of a batch, with an error that the controller takes for a consequence."""
+    save_model(whole_model(CONFIGS["llama"]), tmp_path / "model")
+    pool = RankPool(2, tmp_path)
+    try:
+        outcomes = pool.outcomes(scoring_jobs.outlive_a_rank, LAYOUTS["dp2"], str(tmp_path / "model"), world=2)
+    finally:
+        pool.close()
+    (status, (may_follow, error)), died = outcomes
+    assert (status, died) == ("done", ("died", None))
+    assert may_follow, error
