@@ -39,7 +39,6 @@ LOGITS_AT_ONCE = MAX_LOGITS["cuda"]  # larger heads run in chunks that the backw
 LOGIT_PASSES = 5  # reads or writes of float32 logits, from the product to a token with its logprob, or to a loss
 PAGE = 16  # tokens of a page of keys and values (`generator/paged_kv.py`)
 USABLE_MEMORY = 0.92  # of a device: the rest is CUDA's context, NCCL's buffers and what the allocator cannot use
-ALONE = TrainerLayout(devices=1, tensor_parallel=1, microbatch=1)
 
 
 class CostModel:
