@@ -330,6 +330,35 @@ CONFLICTS = [  # the schema's, in the order of core/config.py
     wrong("reward for truncation", {"loss": {"truncated": "subtract"}}, "is to lose by it", "< 0"),
     wrong("never ends", {"generator": {"stop_at_eos": False}, "loss": {"truncated": "mask"}}, "none can end", "'keep'"),
     wrong("kl ranks", {"kl": {"ranks": 2}}, "the trainer computes reference logprobs", "kl.executor = 'own'"),
+    wrong("kl layers", {"kl": {"tensor_parallel": 2}}, "whole tensor-parallel groups", "kl.ranks = 1"),
+    wrong("kl shards", {"kl": {"sharded": True}}, "the trainer computes reference logprobs", "kl.sharded = True"),
+    wrong(
+        "reference layers",
+        {"kl": {"executor": "own", "ranks": 4, "tensor_parallel": 3}},
+        "whole tensor-parallel groups",
+        "kl.ranks = 4, kl.tensor_parallel = 3",
+        "a multiple",
+    ),
+    wrong(
+        "reward models' layers",
+        {"rewards": {"model_ranks": 3, "model_tensor_parallel": 2}},
+        "whole tensor-parallel groups",
+        "rewards.model_ranks = 3, rewards.model_tensor_parallel = 2",
+    ),
+    wrong("teacher's shards", {"teacher": {"sharded": True}}, "reads the teacher as it trains", "teacher.sharded"),
+    wrong(
+        "teacher's layers",
+        {"teacher": {"executor": "own", "top_k": 4, "ranks": 2, "tensor_parallel": 4}},
+        "whole tensor-parallel groups",
+        "teacher.tensor_parallel = 4",
+    ),
+    wrong(
+        "divided teacher in vLLM",
+        {"teacher": {"executor": "own", "top_k": 4, "engine": "vllm", "ranks": 2, "tensor_parallel": 2}},
+        "the native teacher's",
+        "teacher.tensor_parallel = 2",
+        "tensor_parallel_size",
+    ),
     wrong("one name", {"rewards": {"models": TWO_REWARD_MODELS}}, "names of their own", "'one'"),
 ]
 
@@ -687,6 +716,12 @@ if not torch.cuda.is_available():
 CHECKPOINTS += [
     wrong("no vllm", {"generator": VLLM}, "no environment with vLLM", ".venv-vllm/bin/python", "make vllm-env"),
     wrong("int8 heads", {"generator": {"tensor_parallel": 3}}, "cannot be divided", "3 ranks for 2 heads"),
+    wrong(
+        "reference's heads",
+        {"kl": {"coef": 0.1, "executor": "own", "ranks": 3, "tensor_parallel": 3}},
+        "cannot be divided",
+        "3 ranks for 2 heads",
+    ),
 ]
 
 

@@ -32,7 +32,7 @@ from slipstream.core.keys import RunKeys
 from slipstream.core.recipes import resolve
 from slipstream.flags import parse
 from slipstream.jobs.kubernetes import kubernetes_files
-from slipstream.jobs.machines import CONTROLLER_RESTARTS, CPUS_PER_RANK, GROUP_RESTARTS, Machines, machines
+from slipstream.jobs.machines import CONTROLLER_RESTARTS, CPUS_PER_RANK, GROUP_RESTARTS, Machines, lay_out, machines
 from slipstream.jobs.skypilot import skypilot_files
 from slipstream.jobs.slurm import slurm_files
 
@@ -274,6 +274,13 @@ def test_both_kinds_of_cluster_are_asked_for_the_same(
         assert resources["requests"]["cpu"] == asked["cpus-per-task"] == str(8 * each)
     assert sbatch_options(slurm["generator.sbatch"])["array"] == f"0-{generator[0] - 1}"
     assert len([name for kind, name in objects if kind == "Job"]) == 2 + generator[0]
+
+
+def test_ranks_that_share_a_models_layers_stay_on_one_machine() -> None:
+    kl = {"coef": 0.1, "executor": "own", "device": "cuda", "ranks": 12}
+    for divided, found in (({}, Machines(2, 6, 6, 48)), ({"tensor_parallel": 4}, Machines(3, 4, 4, 32))):
+        jobs = lay_out(resolve("quickstart", {"kl": kl | divided})).groups
+        assert [job.machines for job in jobs if job.kind == "reference"] == [found]
 
 
 def test_the_controller_has_cores_for_what_scores() -> None:

@@ -160,3 +160,31 @@ def test_the_controller_imports_no_executor_and_no_report_before_it_needs_one():
         f"import sys, slipstream.stages.rl\nprint([name for name in {late} if 'slipstream.' + name in sys.modules])"
     )
     assert subprocess.check_output([sys.executable, "-c", script], text=True) == "[]\n"
+
+
+def test_ranks_that_hold_one_copy_are_dealt_completions_by_the_first_of_them() -> None:
+    """Copies of a reference on two ranks each, and reward models that all ranks hold: who is sent, hands on, and
+    sends on; whose process group reaches GPUs."""
+    overrides: dict[str, Any] = {
+        "rewards": {"terms": [], "models": [{"path": "rm"}], "model_ranks": 3, "models_sharded": True},
+        "kl": {"coef": 0.1, "executor": "own", "ranks": 4, "tensor_parallel": 2, "device": "cuda"},
+    }
+    pipeline = default_pipeline(resolve("quickstart", overrides))
+    ways = {(channel.source, channel.target) for channel in pipeline.channels}
+    readers = {target for _, target in ways if target.split("@")[0] in ("reference.rollouts", "reference")}
+    assert readers == {"reference.rollouts", "reference@2.rollouts", "reference@1.handed", "reference@3.handed"}
+    assert {way for way in ways if way[1].startswith("reward_models")} == {
+        ("generator-0.completions", "reward_models.completions"),
+        ("reward_models.handed", "reward_models@1.handed"),
+        ("reward_models.handed", "reward_models@2.handed"),
+    }
+    assert {source for source, target in ways if target == "trainer.rollouts"} == {
+        "reference.measured",
+        "reference@2.measured",
+    }
+    devices = {node.name: (node.device, node.needs_group) for node in pipeline.nodes}
+    assert devices["reference"] == ("cuda", True)
+    assert devices["reward_models"] == ("cpu", True)
+    alone = {"kl": {"coef": 0.1, "executor": "own", "device": "cuda"}}
+    found = {node.name: node for node in default_pipeline(resolve("quickstart", alone)).nodes}
+    assert not found["reference"].needs_group, "with copies of their own ranks have no collectives"

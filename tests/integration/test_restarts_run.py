@@ -199,15 +199,22 @@ def test_one_loss_too_many_ends_the_run_and_leaves_nothing(tiny, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_rank_that_was_killed_is_named_and_not_the_survivor(tiny, tmp_path):
+@pytest.mark.parametrize(
+    ("victim", "ranks"),
+    [
+        ("trainer@1", {"trainer": {"minibatches": 2, "ranks": 2}}),
+        ("reference@1", {"kl": {"coef": 0.1, "executor": "own", "ranks": 2, "tensor_parallel": 2}}),
+    ],
+)
+def test_the_rank_that_was_killed_is_named_and_not_the_survivor(victim, ranks, tiny, tmp_path):
     """The other rank sits in a collective; the run ends at once, not when that gives up."""
-    process = start(tiny, tmp_path / "run", steps=10_000, max_restarts=0, trainer={"minibatches": 2, "ranks": 2})
+    process = start(tiny, tmp_path / "run", steps=10_000, max_restarts=0, **ranks)
     await_steps(tmp_path / "run", 1, process)
     executors = executors_of(process.pid)
-    os.kill(executors["trainer@1"], signal.SIGKILL)
+    os.kill(executors[victim], signal.SIGKILL)
     killed_s = time.monotonic()
     output, _ = process.communicate(timeout=30)
     assert time.monotonic() - killed_s < 20, "deadline_s is 60"
-    assert "the process of 'trainer@1' ended" in output
+    assert f"the process of '{victim}' ended" in output
     assert "SIGKILL" in output
     assert not any(is_alive(pid) for pid in executors.values())

@@ -73,6 +73,38 @@ def test_models_and_reference_on_two_ranks_each(tiny: dict[str, Any], tmp_path: 
     assert not any(name.startswith("reference") for name in summaries["one"]["accounting"])
 
 
+def test_models_and_reference_that_ranks_hold_together(tiny: dict[str, Any], tmp_path: Path) -> None:
+    """The same with a reference whose layers two ranks share, and reward models that FSDP2 cuts over two ranks."""
+    policy, tokenizer = build_policy(resolve("quickstart", tiny).model, seed=5)
+    save_scalar_model(new_scalar_model(policy, head_init="reward", seed=5), tmp_path / "rm", tokenizer)
+    kl = {"coef": 0.5, "place": "loss", "estimator": "k3"}
+    models = {"terms": [], "models": [{"path": str(tmp_path / "rm"), "name": "rm"}]}
+    whole = {"rewards": models, "kl": kl, "host": "inline"}
+    divided = {
+        "rewards": models | {"model_ranks": 2, "models_sharded": True},
+        "kl": kl | {"executor": "own", "ranks": 2, "tensor_parallel": 2},
+    }
+    rewards, steps, summaries = [], [], []
+    for name, groups in (("whole", whole), ("divided", divided)):
+        run = slipstream.run("quickstart", overrides=tiny | SYNC | groups, out=tmp_path / name, display=False)
+        found = lines(run.out / "rollouts.jsonl")
+        rewards.append({(line["step"], line["ordinal"], line["sample"]): line["reward"] for line in found})
+        steps.append(steps_of(run.out))
+        summaries.append(run.summary)
+    assert len(rewards[1]) == 2 * 16
+    assert rewards[1] == pytest.approx(rewards[0], abs=1e-5)
+    assert_same_steps(steps[1], steps[0])
+    assert steps[1][-1]["kl_reference_sum"] > 1e-3, "the policy has left its reference"
+    after = [summary["eval"]["after"] for summary in summaries]
+    assert after[1]["num_prompts"] == after[0]["num_prompts"], "held-out answers are counted once"
+    assert after[1]["reward"] == pytest.approx(after[0]["reward"], abs=1e-5)
+    states = summaries[1]["accounting"]
+    for member, state in (("reference", "reference"), ("reward_models", "score")):
+        assert states[member][state] > 0
+        assert states[f"{member}@1"][state] > 0, "both ranks read"
+        assert "send" not in states[f"{member}@1"], "the first one emits"
+
+
 def test_a_resumed_run_has_the_same_reference(tiny: dict[str, Any], tmp_path: Path) -> None:
     """That of the first attempt's warm start, which lies in the run's folder."""
     overrides = tiny | SYNC | {"host": "inline", "kl": {"coef": 0.5, "executor": "own"}}

@@ -521,6 +521,26 @@ def test_generators_that_were_there_for_a_part_count_as_a_part():
     )
 
 
+def test_more_ranks_of_reward_models_are_whole_tensor_parallel_groups():
+    """Seven would do, and a recipe with them is refused."""
+    states = {
+        "trainer": {"wait_rewards": 3.5, "wait_generation": 0.5, "forward_backward": 6.0},
+        "generator": {"decode": 3.5, "wait_trainer": 6.5},
+        "reward_models": {"score": 9.8, "wait_completions": 0.2},
+    }
+    for together, suggested in ((1, 7), (4, 8)):
+        dial = judge(
+            Loop(
+                sides={name: Side({name: seconds}, {name: 1}) for name, seconds in states.items()},
+                num_steps=10,
+                length_s=10.0,
+                dials=Dials(reward_model_ranks=4, reward_model_tensor_parallel=together),
+            )
+        ).dial
+        assert dial is not None
+        assert (dial.field, dial.now, dial.suggested) == ("rewards.model_ranks", 4, suggested)
+
+
 SECONDS = st.just(0.0) | st.floats(1e-3, 10)
 STATES_OF = {
     "trainer": ["forward_backward", "optimizer", "wait_generation", "wait_rewards", "wait_straggler", "absent"],

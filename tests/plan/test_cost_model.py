@@ -471,6 +471,34 @@ def test_a_scorer_has_a_whole_copy() -> None:
     assert memory["weights"] == pytest.approx(16.06e9, rel=1e-3)
 
 
+def test_a_divided_scorer_holds_its_part_of_the_copy() -> None:
+    """As tensor parallelism and FSDP2 divide the trainer's weights, but in the precision of products."""
+    model = costs()
+    whole = model.scorer_memory(LLAMA_8B, ScorerLayout(devices=4))
+    shared = model.scorer_memory(LLAMA_8B, ScorerLayout(devices=4, tensor_parallel=2))
+    cut = model.scorer_memory(LLAMA_8B, ScorerLayout(devices=4, sharded=True))
+    both = model.scorer_memory(LLAMA_8B, ScorerLayout(devices=4, tensor_parallel=2, sharded=True))
+    embedding = 128256 * 4096 * 2.0  # whole on each of those that share layers
+    assert cut["weights"] == whole["weights"] / 4
+    assert shared["weights"] == pytest.approx((whole["weights"] + embedding) / 2, rel=1e-3)
+    assert both["weights"] == shared["weights"] / 2
+    assert (whole["gathered"], shared["gathered"]) == (0, 0)
+    assert cut["gathered"] == pytest.approx(2 * embedding + 2 * 218.1e6 * 2, rel=1e-2)
+    trained = model.train_memory(trainer(4, 2, 1))
+    assert both["weights"] == pytest.approx(trained["weights"] / 2, rel=1e-6)
+
+
+def test_dividing_a_scorer_costs_communication_only() -> None:
+    model = costs()
+    layouts = {
+        name: ScorerLayout(devices=8, tensor_parallel=degree, sharded=sharded)
+        for name, degree, sharded in (("whole", 1, False), ("shared", 8, False), ("cut", 1, True))
+    }
+    seconds = {name: model.scoring(LLAMA_8B, layout).total for name, layout in layouts.items()}
+    assert seconds["whole"] < seconds["shared"] < 3 * seconds["whole"]
+    assert seconds["whole"] <= seconds["cut"]
+
+
 # Whole plans
 
 

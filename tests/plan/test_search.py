@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from table_costs import TableCosts
 from theory import Side, Theory
 
+from slipstream.plan.cost_model import CostModel
+from slipstream.plan.hardware import DEVICES, GpuCluster
 from slipstream.plan.layouts import (
     AsynchronousPlan,
     GeneratorLayout,
@@ -18,9 +20,13 @@ from slipstream.plan.layouts import (
     ScorerLayout,
     SynchronousPlan,
     TrainerLayout,
+    Workload,
+    layout_tables,
 )
+from slipstream.plan.lengths import LengthSample
 from slipstream.plan.planner import FREES, best_synchronous
-from slipstream.plan.search import Search, Space, executors, signature_of
+from slipstream.plan.question import ARCHITECTURES
+from slipstream.plan.search import Search, Space, default_space, executors, signature_of
 
 SPACE = Space(
     devices=(1, 2, 3, 4, 6),
@@ -56,8 +62,8 @@ def all_generators(devices, steps_in_flight=10**6):
 
 def fastest_asynchronous(costs):
     """Seconds of the best plan, over the product of everything."""
-    references = [None, *map(ScorerLayoutOf, SPACE.devices)] if costs.reference else [None]
-    reward_models = [ScorerLayoutOf(n) for n in SPACE.devices] if costs.reward_model else [None]
+    references = [None, *all_scorers()] if costs.reference else [None]
+    reward_models = all_scorers() if costs.reward_model else [None]
     best = None
     pairs = itertools.product(all_trainers(SPACE.devices), all_generators(SPACE.devices, K + 1))
     for trainer, generator in pairs:
@@ -81,8 +87,9 @@ def fastest_asynchronous(costs):
     return best
 
 
-def ScorerLayoutOf(devices):
-    return ScorerLayout(devices=devices)
+def all_scorers():
+    """Whole copies, or one that is cut over all devices; nine heads are not shared by two."""
+    return [ScorerLayout(devices=n, sharded=cut) for n in SPACE.devices for cut in (False, True) if n > cut]
 
 
 @settings(max_examples=20, deadline=None)
@@ -257,3 +264,24 @@ def test_slots_that_the_bound_leaves_empty_are_not_counted_on(bound, slots):
     space = replace(SPACE, devices=(2, 4), generator_parallel=(1,), synchronous_devices=())
     found = next(iter(Search(Greedy(seed=0, num_devices=6), space).asynchronous(bound).values()))
     assert found.plan.generator.slots == slots
+
+
+def test_a_scorer_is_divided_only_where_a_copy_does_not_fit():
+    """A reference of 70 B does not fit on an H100; one of 8 B does, and stays whole."""
+    for name, divided in (("llama-3.1-70b", True), ("llama-3.1-8b", False)):
+        model = ARCHITECTURES[name]
+        cluster = GpuCluster(device=DEVICES["H100"], num_devices=256)
+        lengths = LengthSample(prompt_mean=100.0, completions=(400, 600), source="test")
+        workload = Workload(groups=64, group_size=8, lengths=lengths, reference=True)
+        costs = CostModel(model, cluster, workload)
+        search = Search(costs, default_space(model, cluster, workload, precisions=("bfloat16",)))
+        own = [found for one, found in search.asynchronous(2).items() if one.own_reference]
+        assert own
+        for found in own:
+            layout = found.side_by_side.reference
+            assert bool(layout.division) == divided
+            assert costs.fits(costs.scorer_memory(model, layout))
+            tables = layout_tables(found.side_by_side, workload, 2, device="cuda")
+            assert ("tensor_parallel" in tables["kl"] or "sharded" in tables["kl"]) == divided
+        misfits = [one for one in search.misfits if one.executor == "reference"]
+        assert bool(misfits) == divided

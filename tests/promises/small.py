@@ -78,6 +78,7 @@ SCRIPTS = {
     "benchmarks/code_verifier.py": "--programs 4 --workers 1 --rounds 1",
     "benchmarks/context_parallel.py": "--tokens 256 --repeats 1",
     "benchmarks/dealing.py": "--ranks 2 --per-rank 16 --seeds 1",
+    "benchmarks/divided_scoring.py": "--layers 2 --hidden 64",
     "benchmarks/distillation.py": "--small --seeds 0",
     "benchmarks/end_to_end.py": "--cases short --rounds 1 --steps 1",
     "benchmarks/engine.py": "--quick --models tiny --contenders slipstream generate",

@@ -17,11 +17,12 @@ from slipstream.batching.buffer import GroupBuffer
 from slipstream.controller.checks import has_functions
 from slipstream.controller.pipeline import Node, Pipeline, RunInput, gather, scatter, weights
 from slipstream.controller.placement import num_cores, place
-from slipstream.core.channel_spec import MAX_MESSAGE_BYTES, ChannelSpec
+from slipstream.core.channel_spec import MAX_MESSAGE_BYTES, ChannelSpec, Kind
 from slipstream.core.config import RunConfig
 from slipstream.core.environment_section import ENVIRONMENT
 from slipstream.core.errors import ConfigError
 from slipstream.core.executor import Executor
+from slipstream.core.holders import HANDED, ranks_per_copy
 from slipstream.core.sections import RewardTerm
 from slipstream.core.service_messages import Evaluate, WarmStart
 from slipstream.core.stage_sections import EvalSet
@@ -90,6 +91,7 @@ def make_reward_models(config: RunConfig) -> Executor:
         batching=collate,
         microbatch_tokens=config.trainer.microbatch_tokens,
         max_tokens=config.least_sequence,
+        deadline_s=config.deadline_s,
     )
 
 
@@ -146,12 +148,19 @@ def nodes(
         for replica in range(config.generator.most_replicas)
     ]
     made += _scoring_nodes(config, functions, environments)
-    if config.rewards.models:
-        made.append(node("reward_models", make_reward_models, ranks=config.rewards.model_ranks))
-    if config.kl.executor == "own":
-        made.append(node("reference", make_reference, ranks=config.kl.ranks, is_resumed=resume is not None))
+
+    def scorer(name: str, factory: Callable[..., Executor], ranks: int, device: str, **kwargs: Any) -> Node:
+        """Ranks with copies of their own have no collectives."""
+        is_divided = ranks_per_copy(config)[name] > 1
+        return node(name, factory, ranks=ranks, device=device if is_divided else "cpu", **kwargs)
+
+    rewards, kl, teacher = config.rewards, config.kl, config.teacher
+    if rewards.models:
+        made.append(scorer("reward_models", make_reward_models, rewards.model_ranks, rewards.device))
+    if kl.executor == "own":
+        made.append(scorer("reference", make_reference, kl.ranks, kl.device, is_resumed=resume is not None))
     if config.has_own_teacher:
-        made.append(node("teacher", make_teacher, ranks=config.teacher.ranks))
+        made.append(scorer("teacher", make_teacher, teacher.ranks, teacher.device))
     checkpoint = None if resume is None else str(resume.resolve())
     trainer = config.trainer
     made.append(node("trainer", make_trainer, ranks=trainer.ranks, device=trainer.device, resume=checkpoint))
@@ -199,6 +208,7 @@ def default_pipeline(
     channels = [
         *_turn_by_turn(config, replicas),
         *_through_stations(config, made, leaders),
+        *_handed(config, made),
         *(
             gather(f"arrived/{name}", f"{name}.arrived", "trainer.arrived", deadline_s=deadline_s)
             for name in leaders[1:]
@@ -240,17 +250,30 @@ def _turn_by_turn(config: RunConfig, replicas: Sequence[Node]) -> Iterator[Chann
 def _through_stations(config: RunConfig, made: Sequence[Node], leaders: Sequence[str]) -> Iterator[ChannelSpec]:
     """The way of completions from generators, through each station that there is, to the trainer's `leaders`.
 
-    Over the ranks of a station they are dealt one by one; from there they go to whoever is next, not by its rank 0.
+    Over the copies of a station's models they are dealt one by one, to the first rank that holds each; from there they
+    go to whoever is next, not by its rank 0.
     """
+    per_copy = ranks_per_copy(config)
     node_named = {node.name: node for node in made}
     sources = [f"{node.name}.completions" for node in made if node.name.startswith("generator")]
     for name, (port_in, port_out) in STATIONS.items():
         if name in node_named:
-            members = node_named[name].members
+            members = node_named[name].members[:: per_copy.get(name, 1)]
             yield from _dealt(config, sources, [f"{member}.{port_in}" for member in members], "rollouts/samples")
             sources = [f"{member}.{port_out}" for member in members]
     targets = [f"{leader}.rollouts" for leader in leaders]
     yield from _dealt(config, sources, targets, f"rollouts/{dealt_by(config.loss)}")
+
+
+def _handed(config: RunConfig, made: Sequence[Node]) -> Iterator[ChannelSpec]:
+    """The way of batches from the first rank that holds a copy of a model that scores to the others that hold it."""
+    per_copy = ranks_per_copy(config)
+    for node in made:
+        size = per_copy.get(node.name, 1)
+        for first in range(0, node.ranks, size):
+            for member in node.members[first + 1 : first + size]:
+                source, target = f"{node.members[first]}.{HANDED}", f"{member}.{HANDED}"
+                yield ChannelSpec(f"{HANDED}/{member}", Kind.BROADCAST, source, target, deadline_s=config.deadline_s)
 
 
 def _dealt(config: RunConfig, sources: Sequence[str], targets: Sequence[str], route: str) -> Iterator[ChannelSpec]:

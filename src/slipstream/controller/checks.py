@@ -67,6 +67,7 @@ def check(
     check_sizes(config, check_policy(config), here)
     check_loss(config)
     check_checkpoints(config, readers(config))
+    check_scorers(config)
     check_teacher(config)
     if "teacher" in here:
         check_reader(config)
@@ -84,6 +85,18 @@ def check_room(config: RunConfig, *, remote: Collection[str] = ()) -> None:
     if "teacher" in here:
         check_reader(config)
     check_sizes(config, check_policy(config), here)
+
+
+def check_scorers(config: RunConfig) -> None:
+    """Raise ConfigError where a reference or reward models do not divide over their tensor-parallel ranks.
+
+    That the checkpoints are there, `check_checkpoints` has seen.
+    """
+    reference = config.model.path if config.kl.reference is None else config.kl.reference
+    check_division(config.model.model_copy(update={"path": reference}), config.kl.tensor_parallel)
+    for model in config.rewards.models:
+        divided = config.model.model_copy(update={"path": model.path})
+        check_division(divided, config.rewards.model_tensor_parallel)
 
 
 Reader = tuple[str, str | None, Head]
@@ -178,8 +191,8 @@ def check_teacher(config: RunConfig) -> None:
         got = f"{positions} positions in {teacher.path}, sequences of up to {longest} tokens"
         hint = "lower prompts.max_prompt_tokens (longer prompts are dropped) or generator.max_new_tokens"
         raise ConfigError("the teacher does not read as far as the policy writes", got=got, hint=hint)
-    if teacher.executor == "trainer":
-        check_division(config.model.model_copy(update={"path": teacher.path}), config.trainer.tensor_parallel)
+    ranks = config.trainer.tensor_parallel if teacher.executor == "trainer" else teacher.tensor_parallel
+    check_division(config.model.model_copy(update={"path": teacher.path}), ranks)
 
 
 def _check_token_table(tokenizer: Tokenizer, path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer, SerializationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
+from slipstream.core.errors import ConfigError
 from slipstream.core.plain import wrong_path, wrong_with
 
 MAX_INTEGER = 2**31 - 1
@@ -93,6 +94,16 @@ FolderName = Annotated[str, Field(max_length=100), AfterValidator(_name)]
 
 Precision = Literal["float32", "bfloat16", "int8", "fp8"]
 """Type in which a generator's weights are stored and multiplied; the trainer's are float32."""
+
+
+def check_shared_layers(section: str, ranks_field: str, ranks: int, field: str, tensor_parallel: int) -> None:
+    """Raise ConfigError unless the ranks of a scoring executor make whole tensor-parallel groups."""
+    if ranks % tensor_parallel:
+        raise ConfigError(
+            "the ranks that score do not make whole tensor-parallel groups",
+            got=f"{section}.{ranks_field} = {ranks}, {section}.{field} = {tensor_parallel}",
+            allowed=f"{section}.{ranks_field}: a multiple of {section}.{field}",
+        )
 
 
 class Section(BaseModel):

@@ -24,6 +24,21 @@ class Shares(Message):
     groups: tuple[Group, ...]
 
 
+# Between the ranks that hold one copy of a model that scores
+
+
+class ReadTogether(Message):
+    """The rollouts sent before, so many since the last of these, are the batch that all ranks of the copy read now."""
+
+    num_rollouts: int
+
+
+class Readings(Message):
+    """The numbers that a data-parallel rank has read, in the order of its microbatches."""
+
+    arrays: tuple[np.ndarray, ...]
+
+
 # Between the ranks of a generator's replica
 
 

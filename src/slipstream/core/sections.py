@@ -28,6 +28,7 @@ from slipstream.core.fields import (
     Seconds,
     Section,
     Share,
+    check_shared_layers,
 )
 from slipstream.core.lora_section import LoraConfig
 
@@ -592,8 +593,17 @@ class RewardsConfig(Section):
     model_batch_size: Count = Field(64, description="Completions that reward models score at once, at most.")
     model_ranks: Count = Field(
         1,
-        description="Processes of the reward models' executor: each has all of the models, and completions are dealt to"
-        " them one by one.",
+        description="Processes of the reward models' executor. They hold copies of all the models, each as many ranks "
+        "as model_tensor_parallel and models_sharded say; completions are dealt to the copies one by one.",
+    )
+    model_tensor_parallel: Count = Field(
+        1, description="Ranks of that executor that share each layer; divides `model_ranks`."
+    )
+    models_sharded: bool = Field(
+        False,
+        description="Cut one copy of the models over all ranks of that executor (FSDP2 over the data-parallel ones), "
+        "where they are too large for model_tensor_parallel ranks: each layer is gathered when it runs. false: "
+        "model_tensor_parallel ranks hold a copy.",
     )
     device: Device = Field("cpu", description="What reward models compute on: 'cpu', or 'cuda', a GPU per process.")
     precision: Literal["float32", "bfloat16"] = Field(
@@ -640,6 +650,13 @@ class RewardsConfig(Section):
     trust_verifier: bool = Field(
         False, description="Run verifiers known to evaluate model text even where the platform cannot isolate them."
     )
+
+    @model_validator(mode="after")
+    def _check_ranks(self) -> Self:
+        check_shared_layers(
+            "rewards", "model_ranks", self.model_ranks, "model_tensor_parallel", self.model_tensor_parallel
+        )
+        return self
 
     @model_validator(mode="after")
     def _check_names(self) -> Self:

@@ -7,7 +7,17 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from slipstream.core.errors import ConfigError
-from slipstream.core.fields import Count, Device, FilePath, Fraction, NonNegativeFloat, Positive, PositiveFloat, Section
+from slipstream.core.fields import (
+    Count,
+    Device,
+    FilePath,
+    Fraction,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    Section,
+    check_shared_layers,
+)
 from slipstream.core.sections import VLLMConfig
 
 DISTILL = "distill"
@@ -46,7 +56,16 @@ class TeacherConfig(Section):
         "after the other as it is scored, in processes of its own.",
     )
     ranks: Count = Field(
-        1, description="Processes of an own executor: each has the whole teacher; completions are dealt one by one."
+        1,
+        description="Processes of an own executor. They hold copies of the teacher, each as many ranks as "
+        "tensor_parallel and sharded say; completions are dealt to the copies one by one.",
+    )
+    tensor_parallel: Count = Field(1, description="Ranks of an own executor that share each layer; divides `ranks`.")
+    sharded: bool = Field(
+        False,
+        description="Cut one copy over all ranks of an own executor (FSDP2 over the data-parallel ones), for a teacher "
+        "too large for tensor_parallel ranks: each layer is gathered when it runs. false: tensor_parallel ranks hold a "
+        "copy.",
     )
     device: Device = Field("cpu", description="What an own executor computes on: 'cpu', or 'cuda', a GPU per process.")
     precision: Literal["float32", "bfloat16"] = Field(
@@ -59,8 +78,9 @@ class TeacherConfig(Section):
 
     @model_validator(mode="after")
     def _check_executor(self) -> Self:
-        own = {"ranks": self.ranks, "device": self.device, "precision": self.precision}
+        own = {name: vars(self)[name] for name in ("ranks", "tensor_parallel", "sharded", "device", "precision")}
         changed = [name for name, value in own.items() if value != type(self).model_fields[name].default]
+        check_shared_layers("teacher", "ranks", self.ranks, "tensor_parallel", self.tensor_parallel)
         if self.engine == "vllm":
             self._check_vllm([f"teacher.{name} = {own[name]!r}" for name in changed if name != "precision"])
         if self.executor == "trainer" and changed:
@@ -87,7 +107,7 @@ class TeacherConfig(Section):
             )
         if changed:
             raise ConfigError(
-                "ranks and device are the native teacher's: vLLM computes on what it was built for",
+                "ranks, their division and device are the native teacher's: vLLM computes on what it was built for",
                 got=", ".join(changed) + " with teacher.engine = 'vllm'",
                 allowed="their defaults",
                 hint="teacher.vllm.engine_args = { tensor_parallel_size = 2 }",

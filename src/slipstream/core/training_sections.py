@@ -23,6 +23,7 @@ from slipstream.core.fields import (
     Section,
     Share,
     Steps,
+    check_shared_layers,
 )
 from slipstream.core.teacher_section import DISTILL
 
@@ -152,7 +153,16 @@ class KLConfig(Section):
         "completion after the other as it is scored, in processes of the reference's own.",
     )
     ranks: Count = Field(
-        1, description="Processes of an own executor: each has the whole reference; completions are dealt one by one."
+        1,
+        description="Processes of an own executor. They hold copies of the reference, each as many ranks as "
+        "tensor_parallel and sharded say; completions are dealt to the copies one by one.",
+    )
+    tensor_parallel: Count = Field(1, description="Ranks of an own executor that share each layer; divides `ranks`.")
+    sharded: bool = Field(
+        False,
+        description="Cut one copy over all ranks of an own executor (FSDP2 over the data-parallel ones), for a "
+        "reference too large for tensor_parallel ranks: each layer is gathered when it runs. false: tensor_parallel "
+        "ranks hold a copy.",
     )
     device: Device = Field("cpu", description="What an own executor computes on: 'cpu', or 'cuda', a GPU per process.")
     precision: Literal["float32", "bfloat16"] = Field(
@@ -161,8 +171,9 @@ class KLConfig(Section):
 
     @model_validator(mode="after")
     def _check_executor(self) -> Self:
-        own = {"ranks": self.ranks, "device": self.device, "precision": self.precision}
+        own = {name: vars(self)[name] for name in ("ranks", "tensor_parallel", "sharded", "device", "precision")}
         changed = [name for name, value in own.items() if value != type(self).model_fields[name].default]
+        check_shared_layers("kl", "ranks", self.ranks, "tensor_parallel", self.tensor_parallel)
         if self.executor == "trainer" and changed:
             raise ConfigError(
                 "the trainer computes reference logprobs as it trains: on its ranks, its device, in its precision",

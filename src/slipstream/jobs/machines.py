@@ -51,12 +51,14 @@ class Layout(NamedTuple):
 
 
 class Scorer(NamedTuple):
-    """A group that scores completions, and may be children of the controller: `ranks` whole copies on `device`."""
+    """A group that scores completions, and may be children of the controller: `ranks` on `device`, of which
+    `tensor_parallel` share each layer."""
 
     name: str
     ranks: int
     device: str
     field: str
+    tensor_parallel: int = 1
 
 
 def lay_out(config: RunConfig, remote: Collection[str] | None = None, *, ranks_per_node: int = 8) -> Layout:
@@ -68,15 +70,21 @@ def lay_out(config: RunConfig, remote: Collection[str] | None = None, *, ranks_p
     no machine.
     """
     rewards, kl, teacher, trainer = config.rewards, config.kl, config.teacher, config.trainer
-    scorers = [Scorer("reward_models", rewards.model_ranks, rewards.device, "rewards.model_ranks")] * bool(
-        rewards.models
-    )
-    scorers += [Scorer("reference", kl.ranks, kl.device, "kl.ranks")] * (kl.executor == "own")
+    scorers = [
+        Scorer(
+            "reward_models",
+            rewards.model_ranks,
+            rewards.device,
+            "rewards.model_ranks",
+            rewards.model_tensor_parallel,
+        )
+    ] * bool(rewards.models)
+    scorers += [Scorer("reference", kl.ranks, kl.device, "kl.ranks", kl.tensor_parallel)] * (kl.executor == "own")
     is_served = teacher.engine == "vllm"
     scorers += [
         Scorer("teacher", _vllm_size(teacher.vllm), trainer.device, "teacher.vllm.engine_args.tensor_parallel_size")
         if is_served
-        else Scorer("teacher", teacher.ranks, teacher.device, "teacher.ranks")
+        else Scorer("teacher", teacher.ranks, teacher.device, "teacher.ranks", teacher.tensor_parallel)
     ] * config.has_own_teacher
     own = {scorer.name for scorer in scorers if scorer.device == "cuda"} if remote is None else set(remote)
     check_remote(config, own)
@@ -88,7 +96,7 @@ def lay_out(config: RunConfig, remote: Collection[str] | None = None, *, ranks_p
         *(
             GroupJob(each.name, _vllm_machine(config, "teacher", teacher.vllm, ranks_per_node))
             if each.name == "teacher" and is_served
-            else GroupJob(each.name, machines(each.ranks, 1, each.device, ranks_per_node))
+            else GroupJob(each.name, machines(each.ranks, each.tensor_parallel, each.device, ranks_per_node))
             for each in leaving
         ),
     ]

@@ -142,15 +142,20 @@ def load_scalar_model(
         raise misfit(path, problems, allowed=allowed)
     if has_head:
         restore_biases(model, path)
-    elif head_init is None:
+    else:
+        start_head(model, path, head_init, seed)
+    return model
+
+
+def start_head(model: ScalarModel, path: Path, head_init: HeadInit | None, seed: int) -> None:
+    """`initialise_head` for the checkpoint in folder `path`, which has none. ConfigError without `head_init`."""
+    if head_init is None:
         raise ConfigError(
             f"the checkpoint in {path} has no scalar head",
             got=f"no tensor {HEAD_NAME}",
             hint="it is a language model: say how to initialise a head, or name a reward model's folder",
         )
-    else:
-        initialise_head(model, head_init, seed)
-    return model
+    initialise_head(model, head_init, seed)
 
 
 def head_tensor(model: ScalarModel) -> LogicalTensor:

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from slipstream.core.errors import ShapeError
 from slipstream.core.packed import Batching, PackedMicrobatch, TrainSequence
+from slipstream.core.rank_group import RankGroup
 from slipstream.models.packed import at_targets
 from slipstream.models.scalar import ScalarModel
+from slipstream.models.turns import read_in_turns
 
 Sample = tuple[np.ndarray, np.ndarray]  # prompt tokens, completion tokens with EOS where it was sampled; int32
 
@@ -37,12 +39,19 @@ def microbatch_scores(model: ScalarModel, microbatch: PackedMicrobatch) -> tuple
     return scores, [microbatch.keys[index] for index in order]
 
 
-@torch.no_grad()
-def score(model: ScalarModel, samples: Sequence[Sample], *, microbatch_tokens: int, batching: Batching) -> np.ndarray:
+def score(
+    model: ScalarModel,
+    samples: Sequence[Sample],
+    *,
+    microbatch_tokens: int,
+    batching: Batching,
+    ranks: RankGroup = RankGroup.alone(),
+) -> np.ndarray:
     """One score per sample, float32 [len(samples)]: the value at its last token, of prompt and completion together.
 
     Read in microbatches of at most `microbatch_tokens` rows; completions with equal prompts share theirs. An empty
-    completion is scored at the prompt's last token. Identity: scores do not depend on what else is in `samples`.
+    completion is scored at the prompt's last token. Data-parallel `ranks` of the model call it with the same `samples`,
+    and all get the scores. Identity: scores do not depend on what else is in `samples`, nor on the ranks.
     """
     ordinals: dict[bytes, int] = {}  # of the distinct prompts
     sequences = []
@@ -50,7 +59,8 @@ def score(model: ScalarModel, samples: Sequence[Sample], *, microbatch_tokens: i
         ordinal = ordinals.setdefault(np.asarray(prompt, dtype=np.int32).tobytes(), len(ordinals))
         sequences.append(scored_sequence((ordinal, index), prompt, completion))
     scores = np.zeros(len(samples), dtype=np.float32)
-    for microbatch in batching.collate(sequences, microbatch_tokens):
-        values, keys = microbatch_scores(model, microbatch)
-        scores[[index for _, index in keys]] = values.cpu().numpy()
+    microbatches = batching.collate(sequences, microbatch_tokens)
+    found = read_in_turns(model, microbatches, lambda one: (microbatch_scores(model, one)[0],), ranks)
+    for microbatch, (values,) in zip(microbatches, found, strict=True):
+        scores[[index for _, index in sorted(microbatch.keys)]] = values
     return scores

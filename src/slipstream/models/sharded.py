@@ -62,6 +62,7 @@ from slipstream.models.scalar import (
     load_scalar_model,
     new_scalar_model,
     restore_biases,
+    start_head,
 )
 from slipstream.models.shards import Box, Part, is_dtensor, load_shard, local_parts, local_tensor, whole_shapes
 from slipstream.models.tensor_parallel import SharedRows, TensorParallel, shared_rows, whole_config
@@ -79,7 +80,8 @@ class Division:
     `data_parallel` are the ranks that have one division of the parameters among them, and whose gradients are summed.
     Those of `context_parallel`, which read each microbatch together, are among them: with some, fewer ranks than
     `data_parallel` count a microbatch.
-    `precision` is that of products; parameters, gradients and their sums are float32. With `recomputes` every layer
+    `precision` is that of products; parameters, gradients and their sums are float32, but that a frozen model may keep
+    its parameters `stored` in another precision, which is then that of products, too. With `recomputes` every layer
     keeps only its input for the backward pass and runs again there, with `keeps_products` without its products. torch
     compiles layers with the backend `compiles`. With `reduce_once` gradients are summed over
     data-parallel ranks in the last backward pass before an update only; until then each rank has one of all rows.
@@ -92,6 +94,7 @@ class Division:
     context_parallel: RankGroup = field(default_factory=RankGroup.alone)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     precision: Literal["float32", "bfloat16"] = "float32"
+    stored: Literal["float32", "bfloat16"] = "float32"
     recomputes: bool = False
     keeps_products: bool = False
     compiles: str | None = None
@@ -103,8 +106,13 @@ class Division:
     @property
     def is_whole(self) -> bool:
         """True on a single CPU rank, which divides nothing and computes in float32."""
+        return self.is_alone and self.device.type == "cpu"
+
+    @property
+    def is_alone(self) -> bool:
+        """True where one rank has all of the model, on any device."""
         groups = (self.data_parallel, self.tensor_parallel, self.context_parallel)
-        return all(group.world == 1 for group in groups) and self.device.type == "cpu"
+        return all(group.world == 1 for group in groups)
 
     def ranks_of(self, config: TransformerConfig) -> Ranks:
         """Return the tensor-parallel ranks of a model of the whole `config`. ConfigError if it cannot be divided so."""
@@ -119,9 +127,7 @@ class Division:
     @property
     def has_copy(self) -> bool:
         """True where one rank has the weights in the precision of products, too."""
-        return (
-            self.copies and self.precision != "float32" and self.data_parallel.world == self.tensor_parallel.world == 1
-        )
+        return self.copies and self.precision != "float32" and self.is_alone
 
     def mesh(self) -> DeviceMesh:
         """Return the data-parallel ranks, for torch. Process groups must be initialised, also for one rank alone."""
@@ -160,9 +166,11 @@ def _prepare(model: Transformer, division: Division) -> None:
 
 
 def _bring(module: nn.Module, division: Division) -> nn.Module:
-    """Return `module` on the division's device; on "meta", without values, where it lies there (`beside_base`)."""
-    is_meta = any(parameter.is_meta for parameter in module.parameters())
-    return module if is_meta else module.to(division.device)
+    """Return `module` on the division's device as it is `stored`; on "meta", without values, where it lies there
+    (`beside_base`)."""
+    if any(parameter.is_meta for parameter in module.parameters()):
+        return module
+    return module.to(division.device, None if division.stored == "float32" else DTYPES[division.stored])
 
 
 def _move_tables(model: Transformer, division: Division) -> None:
@@ -283,9 +291,41 @@ def build_sharded_policy(config: ModelConfig, division: Division, *, seed: int, 
     return new_sharded(whole, seed, division, config.lora)
 
 
+def build_frozen(config: ModelConfig, division: Division, *, seed: int, tokenizer: Tokenizer) -> Transformer:
+    """Return `build_sharded_policy` for a model that is only read, `stored` as `division` says.
+
+    A rank that has all of it needs no process group: the model is made on the CPU and brought to the device.
+    """
+    made = build_sharded_policy(config, _loading(division), seed=seed, tokenizer=tokenizer)
+    if division.is_alone:
+        made = made.to(division.device, DTYPES[division.stored])
+    return made.requires_grad_(False)
+
+
+def load_frozen_scalar(path: str | Path, division: Division) -> ScalarModel:
+    """Return this rank's part of the reward model in folder `path`, as `build_frozen` does; its head stays float32."""
+    if division.is_alone:
+        return load_scalar_model(path, dtype=DTYPES[division.stored]).to(division.device).requires_grad_(False)
+    return load_sharded_scalar(path, _loading(division)).requires_grad_(False)
+
+
+def _loading(division: Division) -> Division:
+    """Return the division in which a model that is only read is loaded; FSDP2 computes on the process's own GPU."""
+    if division.is_alone:
+        return Division()
+    if division.device.type == "cuda":
+        torch.cuda.set_device(division.device)
+    return division
+
+
 @torch.no_grad()
 def load_sharded_scalar(
-    path: str | Path, division: Division, *, head_init: HeadInit, seed: int, max_positions: int | None = None
+    path: str | Path,
+    division: Division,
+    *,
+    head_init: HeadInit | None = None,
+    seed: int = 0,
+    max_positions: int | None = None,
 ) -> ScalarModel:
     """Return this rank's part of the scalar model in folder `path`; see `scalar.load_scalar_model`."""
     if division.is_whole:
@@ -296,7 +336,7 @@ def load_sharded_scalar(
         head = whole.pop(HEAD_NAME, None)
         load_shard(model.backbone, whole)
         if head is None:
-            initialise_head(model, head_init, seed)
+            start_head(model, path, head_init, seed)
         else:
             problems = write_tensor(head_tensor(model), head[:])
             if problems:

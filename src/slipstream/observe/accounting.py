@@ -292,6 +292,7 @@ def _dials(config: RunConfig | None, *, inline: Collection[str]) -> Dials | None
         eval_every=config.eval.every,
         reward_workers=config.rewards.num_workers if has_workers and not config.rewards.judges else 0,
         reward_model_ranks=config.rewards.model_ranks if config.rewards.models else 0,
+        reward_model_tensor_parallel=config.rewards.model_tensor_parallel,
         sessions=config.sessions if has_environments else 0,
         most_sessions=-(-admitted // config.generator.replicas) if has_environments else 0,
         most_replicas=most if (most := config.generator.most_replicas) > config.generator.replicas else 0,

@@ -97,6 +97,7 @@ class Dials:
     eval_every: int = 0
     reward_workers: int = 1  # 0: functions are called by the controller's process
     reward_model_ranks: int = 0
+    reward_model_tensor_parallel: int = 1
     sessions: int = 0
     most_sessions: int = 0
     most_replicas: int = 0  # 0: none may join while the run goes on
@@ -361,6 +362,8 @@ def _more_scoring(loop: Loop, dials: Dials, trainer: Side) -> Dial | None:
     if now < 1:
         return None
     suggested = min(max(now + 1, math.ceil(now * factor)), MOST_CHANGE * now)
+    together = dials.reward_model_tensor_parallel if by_models else 1
+    suggested = math.ceil(suggested / together) * together
     return _change(f"rewards.{name}", now, suggested, "or faster scoring would shorten that wait")
 
 

@@ -401,7 +401,8 @@ def _layout(layout: Layout) -> str:
     if isinstance(layout, GeneratorLayout):
         precision = {"bfloat16": "bf16", "float32": "fp32"}.get(layout.precision, layout.precision)
         return f"{layout.devices}: {layout.replicas}xm{layout.tensor_parallel} b{layout.slots} {precision}"
-    return f"{layout.devices}"
+    divided = f": m{layout.tensor_parallel}" + " sharded" * layout.sharded if layout.division else ""
+    return f"{layout.devices}{divided}"
 
 
 def _memory(answer: Answer) -> Table:

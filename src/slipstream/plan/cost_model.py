@@ -39,7 +39,6 @@ LOGITS_AT_ONCE = MAX_LOGITS["cuda"]  # larger heads run in chunks that the backw
 LOGIT_PASSES = 5  # reads or writes of float32 logits, from the product to a token with its logprob, or to a loss
 PAGE = 16  # tokens of a page of keys and values (`generator/paged_kv.py`)
 USABLE_MEMORY = 0.92  # of a device: the rest is CUDA's context, NCCL's buffers and what the allocator cannot use
-ALONE = TrainerLayout(devices=1, tensor_parallel=1, microbatch=1)
 
 
 class CostModel:
@@ -125,11 +124,18 @@ class CostModel:
         return parts + Parts({"environment": waits_s}) if waits_s else parts
 
     def scoring(self, model: TransformerConfig, layout: ScorerLayout) -> Parts:
-        """Seconds in which copies of `model`, one on each device, read the rollouts of a step once."""
+        """Seconds in which the copies of `model` read the rollouts of a step once, each rank 8 at a time."""
         one = CostModel(model, self.cluster, self.workload, self.efficiency)
-        precision = layout.precision
-        alone = replace(ALONE, microbatch=8, precision=precision, recompute=False, head_precision=precision)
-        return Parts({"score": one._passes(alone, 8, 1).total * self.workload.rollouts / 8 / layout.devices})
+        copy = TrainerLayout(
+            devices=layout.devices // layout.copies,
+            tensor_parallel=layout.tensor_parallel,
+            microbatch=8,
+            precision=layout.precision,
+            recompute=False,
+            head_precision=layout.precision,
+        )
+        readers = layout.devices / layout.tensor_parallel
+        return Parts({"score": one._passes(copy, 8, 1).total * self.workload.rollouts / 8 / readers})
 
     def weight_sync(self, trainer: TrainerLayout, generator: GeneratorLayout) -> Parts:
         """Seconds of a version's way: the trainer's `stage`, the `transfer`, the generators' `pause`.
@@ -264,16 +270,21 @@ class CostModel:
         return Parts(parts)
 
     def scorer_memory(self, model: TransformerConfig, layout: ScorerLayout, *, microbatch: int = 8) -> Parts:
-        """Bytes on each device of an executor that only reads, `microbatch` rollouts at once."""
-        counts, element = counts_of(model), COMPUTED_BYTES[layout.precision]
+        """Bytes on each device of an executor that only reads, `microbatch` rollouts at once.
+
+        Frozen weights are kept in the precision of products. Of a sharded model the root is gathered while a batch is
+        read, with one layer that runs, and one that comes.
+        """
+        counts, element = counts_of(model, layout.tensor_parallel), COMPUTED_BYTES[layout.precision]
         tokens = microbatch * self.workload.trained_tokens
-        return Parts(
-            {
-                "weights": counts.params * BYTES[layout.precision],
-                "activations": tokens * (counts.kept_elements + model.hidden_size) * element,
-                "logits": 2 * min(tokens * model.vocab_size, LOGITS_AT_ONCE) * 4,
-            }
-        )
+        parts = {
+            "weights": counts.params * BYTES[layout.precision] / layout.shards,
+            "activations": tokens * (counts.kept_elements + model.hidden_size) * element,
+            "logits": 2 * min(tokens * model.vocab_size, LOGITS_AT_ONCE) * 4 / layout.tensor_parallel,
+        }
+        if layout.shards > 1:
+            parts["gathered"] = (2 * counts.layer + counts.root) * element
+        return Parts(parts)
 
     def colocated_memory(self, plan: SynchronousPlan) -> Mapping[str, Parts]:
         """Bytes on each device while it `trains` and while it `generates`; they differ by what `plan.frees` gives up.

@@ -140,10 +140,28 @@ class GeneratorLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class ScorerLayout:
-    """An executor that only reads rollouts (reference, reward model): a whole copy on each device."""
+    """An executor that only reads rollouts (reference, reward model), with copies of its model on `tensor_parallel`
+    devices each; or `sharded`: one copy, which FSDP2 cuts over all of them."""
 
     devices: int
+    tensor_parallel: int = 1
+    sharded: bool = False
     precision: Precision = "bfloat16"
+
+    @property
+    def copies(self) -> int:
+        return 1 if self.sharded else self.devices // self.tensor_parallel
+
+    @property
+    def shards(self) -> int:
+        """The data-parallel ranks that hold a copy together."""
+        return self.devices // self.tensor_parallel // self.copies
+
+    @property
+    def division(self) -> dict[str, Any]:
+        """The fields besides the number of ranks, where they are not as by default."""
+        divided: dict[str, Any] = {"tensor_parallel": self.tensor_parallel} if self.tensor_parallel > 1 else {}
+        return divided | ({"sharded": True} if self.sharded else {})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,8 +223,10 @@ def layout_tables(plan: AsynchronousPlan, workload: Workload, max_staleness: int
         tables |= {"weight_update": "between_batches", "sync_placement": "colocated"}
     if plan.reference is not None:
         own = {"executor": "own", "ranks": plan.reference.devices, "device": device}
-        tables["kl"] = own | {"precision": plan.reference.precision}
+        tables["kl"] = own | {"precision": plan.reference.precision} | plan.reference.division
     if plan.reward_model is not None:
         scored = {"model_ranks": plan.reward_model.devices, "device": device}
-        tables["rewards"] = scored | {"precision": plan.reward_model.precision}
+        names = {"tensor_parallel": "model_tensor_parallel", "sharded": "models_sharded"}
+        divided = {names[name]: value for name, value in plan.reward_model.division.items()}
+        tables["rewards"] = scored | {"precision": plan.reward_model.precision} | divided
     return tables

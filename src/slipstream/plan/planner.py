@@ -178,11 +178,11 @@ def _scoring(model: CostModel, plan: AsynchronousPlan) -> tuple[float, int, floa
     workload, behind_s = model.workload, 0.0
     if workload.reference and plan.reference is not None:
         scored_s = model.scoring(model.model, plan.reference).total
-        behind_s = scored_s * plan.reference.devices / workload.rollouts
+        behind_s = scored_s * plan.reference.copies / workload.rollouts
     if workload.reward_model is None or plan.reward_model is None:
         return 0.0, 0, behind_s
     scored_s = model.scoring(workload.reward_model, plan.reward_model).total
-    return scored_s * plan.reward_model.devices / workload.rollouts, plan.reward_model.devices, behind_s
+    return scored_s * plan.reward_model.copies / workload.rollouts, plan.reward_model.copies, behind_s
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -120,6 +120,14 @@ def generator_layouts(space: Space, devices: int, degree: int, precision: Precis
         yield GeneratorLayout(devices=devices, tensor_parallel=degree, slots=slots, precision=precision)
 
 
+def scorer_layouts(devices: int, degrees: Iterable[int]) -> Iterator[ScorerLayout]:
+    """Yield those of an executor that only reads on so many devices. Whole copies come first: of equally fast layouts
+    the search takes the first."""
+    for sharded, degree in itertools.product((False, True), degrees):
+        if devices % degree == 0 and (devices > degree or not sharded):
+            yield ScorerLayout(devices=devices, tensor_parallel=degree, sharded=sharded)
+
+
 def most_slots(workload: Workload, replicas: int, max_staleness: int) -> int:
     """Return the slots of a replica that the completions in flight can fill, at least ROW_MULTIPLE."""
     in_flight = (max_staleness + 1) * workload.rollouts / replicas
@@ -361,7 +369,7 @@ class Search:
             fits_from = [choice.devices for choice in choices if choice.devices > layout.devices]
             precision = signature.precision if executor == "trainer" else layout.precision
             least = min(fits_from, default=None)
-            self.misfits.append(Misfit(executor, degree, precision, layout.devices, held, least))
+            self.misfits.append(Misfit(executor, layout.tensor_parallel, precision, layout.devices, held, least))
         return choices
 
     def _trainers(self, signature: Signature) -> _Layouts:
@@ -397,8 +405,9 @@ class Search:
         costs = self.costs
         model = costs.model if executor == "reference" else costs.workload.reward_model
         assert model is not None
+        degrees = [degree for degree in _degrees(model, costs.cluster) if degree in self.space.trainer_parallel]
         return (
-            lambda devices: (ScorerLayout(devices=devices),),
+            lambda devices: scorer_layouts(devices, degrees),
             lambda layout: costs.scorer_memory(model, layout),
             lambda layout: (costs.scoring(model, layout).total, 0.0),
         )

@@ -6,7 +6,7 @@ A model's score of prompt and completion is that at the completion's last token.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -15,14 +15,15 @@ import torch
 from slipstream.algorithms.responses import truncate_at_token
 from slipstream.core.errors import ConfigError
 from slipstream.core.executor import Context, Executor, takes_stop
+from slipstream.core.holders import Holders
 from slipstream.core.packed import Batching
 from slipstream.core.sections import RewardModelTerm, RewardsConfig, RewardTerm
 from slipstream.core.service_messages import Counters, EvalScored, Ready
 from slipstream.core.types import Completion, Rollout
 from slipstream.core.vetting import Limits, vetted
-from slipstream.models.device import DTYPES, scoring_device
-from slipstream.models.scalar import load_scalar_model
+from slipstream.models.device import scoring_device
 from slipstream.models.scoring import Sample, score
+from slipstream.models.sharded import Division, load_frozen_scalar
 from slipstream.rewards.functions import combined_reward
 
 _COUNTERS_EVERY_S = 1.0
@@ -46,20 +47,22 @@ class ModelScorer:
         batching: Batching,
         microbatch_tokens: int,
         max_tokens: int,
+        holders: Holders | None = None,
         rank: int = 0,
     ) -> None:
         """Load the models. ConfigError for one that is not there or reads fewer than `max_tokens` tokens.
 
-        On CUDA, `rank` chooses the GPU.
+        On CUDA, `rank` chooses the GPU. The `holders` of a copy, where there are several, score together.
         """
         self._config = config
         self._terms: list[RewardTerm | RewardModelTerm] = [*terms, *config.models]
         self._batching = batching
         self._microbatch_tokens = microbatch_tokens
-        device, dtype = scoring_device(config.device, rank), DTYPES[config.precision]
-        self._models = [
-            (term.name, load_scalar_model(Path(term.path), dtype=dtype).to(device)) for term in config.models
-        ]
+        division = Division(device=scoring_device(config.device, rank), stored=config.precision)
+        if holders is not None:
+            division = replace(division, data_parallel=holders.data_parallel, tensor_parallel=holders.tensor_parallel)
+        self._ranks = division.data_parallel
+        self._models = [(term.name, load_frozen_scalar(term.path, division)) for term in config.models]
         for name, model in self._models:
             if model.config.max_positions < max_tokens:
                 what = f"reward model '{name}' does not read prompts and completions of this run"
@@ -76,7 +79,13 @@ class ModelScorer:
         sound = [rollout for rollout in rollouts if rollout.failure is None]
         samples = [self._sample(rollout.completion) for rollout in sound]
         parts = {
-            name: score(model, samples, microbatch_tokens=self._microbatch_tokens, batching=self._batching)
+            name: score(
+                model,
+                samples,
+                microbatch_tokens=self._microbatch_tokens,
+                batching=self._batching,
+                ranks=self._ranks,
+            )
             for name, model in self._models
         }
         scored = iter(
@@ -104,8 +113,8 @@ class RewardModels(Executor):
 
     Consumes `completions`: a `Rollout` that reward functions have scored, or a `Completion` where there are no
     functions. Emits a `Rollout` on `scored`; for evaluation completions `EvalScored` on `events`. Waits for: either of
-    them. Ends when: told to stop and nothing is left. Of several ranks each has all of the models and scores what it is
-    dealt; rank 0 passes the end on.
+    them. Ends when: told to stop and nothing is left; rank 0 passes the end on. Of the ranks that hold a copy of the
+    models (`Holders`) the first does this, and all score what it is dealt.
     """
 
     inputs = ("completions",)
@@ -119,11 +128,12 @@ class RewardModels(Executor):
         batching: Batching,
         microbatch_tokens: int,
         max_tokens: int,
+        deadline_s: float = 120.0,
     ) -> None:
         self._config = RewardsConfig.model_validate(config)
         self._terms = [RewardTerm.model_validate(term) for term in terms]
         self._batching = batching
-        self._microbatch_tokens, self._max_tokens = microbatch_tokens, max_tokens
+        self._microbatch_tokens, self._max_tokens, self._deadline_s = microbatch_tokens, max_tokens, deadline_s
         self._counts = {"scored": 0, "eval_scored": 0, "batches": 0}
         self._counted_s = 0.0
         self._is_stopping = self._is_finished = False
@@ -131,12 +141,19 @@ class RewardModels(Executor):
     def init(self, context: Context) -> None:
         self._context = context
         torch.set_num_threads(context.num_threads)
+        self._holders = Holders(
+            context,
+            tensor_parallel=self._config.model_tensor_parallel,
+            is_sharded=self._config.models_sharded,
+            timeout_s=self._deadline_s,
+        )
         self._scorer = ModelScorer(
             self._config,
             terms=self._terms,
             batching=self._batching,
             microbatch_tokens=self._microbatch_tokens,
             max_tokens=self._max_tokens,
+            holders=self._holders,
             rank=context.group.rank,
         )
         self._limits = Limits(
@@ -152,17 +169,10 @@ class RewardModels(Executor):
         """Take a batch of what arrived, score it, and pass it on."""
         self._is_stopping |= takes_stop(self._context)
         with self._context.spans.span("receive"):
-            batch = self._take()
+            batch = self._holders.batch(self._take)
         if batch:
-            with self._context.spans.span("score"):
-                scored = self._scorer.score(batch)
-                read = (rollout.completion for rollout in batch)
-                self._context.spans.did(sum(len(one.prompt.tokens) + len(one.trunk_tokens) for one in read))
-            self._counts["batches"] += 1
-            with self._context.spans.span("send"), self._context.together():
-                for rollout in scored:
-                    self._emit(rollout)
-        elif self._is_stopping and not self._is_finished:
+            self._score(batch)
+        elif not self._is_finished and self._holders.ends(is_stopping=self._is_stopping):
             self._report(is_last=True)
             self._is_finished = True
             return True
@@ -172,6 +182,19 @@ class RewardModels(Executor):
     @property
     def is_finished(self) -> bool:
         return self._is_finished
+
+    def _score(self, batch: Sequence[Rollout]) -> None:
+        is_leader = self._holders.is_leader
+        with self._context.spans.span("score"):
+            scored = self._scorer.score(batch)
+            read = (rollout.completion for rollout in batch)
+            self._context.spans.did(sum(len(one.prompt.tokens) + len(one.trunk_tokens) for one in read) * is_leader)
+        if not is_leader:
+            return
+        self._counts["batches"] += 1
+        with self._context.spans.span("send"), self._context.together():
+            for rollout in scored:
+                self._emit(rollout)
 
     def _take(self) -> list[Rollout]:
         batch: list[Rollout] = []

@@ -154,14 +154,14 @@ def measure(
     found = [read(microbatch).float() for microbatch in microbatches]
     on_host = torch.cat(found).cpu() if found else torch.empty(0)  # a GPU is waited for when it has got all
     for microbatch, values in zip(microbatches, torch.split(on_host, list(map(len, found))), strict=False):
-        columns |= per_sequence(microbatch, values)
+        columns |= per_sequence(microbatch, values.numpy())
     return columns
 
 
-def per_sequence(microbatch: PackedMicrobatch, values: Tensor) -> Columns:
+def per_sequence(microbatch: PackedMicrobatch, values: np.ndarray) -> Columns:
     """Return the `values` [M, ...] of the targets of each sequence of `microbatch`."""
     ends = np.cumsum(np.bincount(microbatch.segment_ids, minlength=len(microbatch.keys)))
-    return dict(zip(microbatch.keys, np.split(values.cpu().numpy(), ends)[: len(ends)], strict=True))
+    return dict(zip(microbatch.keys, np.split(values, ends)[: len(ends)], strict=True))
 
 
 COPIES_COMPARED = 4  # of a chunk's logits, where policy and teacher are compared: both, scaled, and their logprobs

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from slipstream.core.config import RunConfig
 from slipstream.core.executor import Context, takes_stop
+from slipstream.core.holders import Holders
 from slipstream.core.types import Rollout
 from slipstream.core.vetting import Limits, vetted
 from slipstream.models.config import TransformerConfig
@@ -24,16 +25,23 @@ class Shaped(Protocol):
 class Station:
     """Read what has arrived, about a microbatch at once, while others sample and train.
 
-    Consumes `rollouts`, emits them on `measured`. Waits for: a rollout. Ends when: told to stop and nothing is left. Of
-    several ranks each has the whole model and reads what it is dealt; rank 0 passes the end on. Evaluation does not
-    come here. `load` makes the model: with the first rollout, or in `load_now`. `state` is the timeline's
-    for it.
+    Consumes `rollouts`, emits them on `measured`. Waits for: a rollout. Ends when: told to stop and nothing is left;
+    rank 0 passes the end on. Of the `holders` of a copy of the model the first does this, and all read what it is
+    dealt. Evaluation does not come here. `load` makes the model: with the first rollout, or in `load_now`. `state` is
+    the timeline's for it.
     """
 
     def __init__(
-        self, context: Context, config: RunConfig, *, state: str, load: Callable[[], Shaped], read: Reading
+        self,
+        context: Context,
+        config: RunConfig,
+        *,
+        holders: Holders,
+        state: str,
+        load: Callable[[], Shaped],
+        read: Reading,
     ) -> None:
-        self._context, self._config, self._state = context, config, state
+        self._context, self._config, self._holders, self._state = context, config, holders, state
         self._load, self._read = load, read
         self._model: Shaped | None = None
         self._is_stopping = self.is_finished = False
@@ -46,9 +54,9 @@ class Station:
         """Take about a microbatch of what arrived, read it, and pass it on."""
         self._is_stopping |= takes_stop(self._context)
         with self._context.spans.span("receive"):
-            batch = self._take()
+            batch = self._holders.batch(self._take)
         if not batch:
-            self.is_finished = self._is_stopping
+            self.is_finished = self._holders.ends(is_stopping=self._is_stopping)
             return self.is_finished
         if self._model is None:
             with self._context.spans.span("start_up"):
@@ -57,17 +65,19 @@ class Station:
         batch = vetted(batch, limits_of(self._model, self._config))
         with self._context.spans.span(self._state):
             measured = self._read(self._model, batch)
-            self._context.spans.did(sum(_num_tokens(rollout) for rollout in batch))
+            self._context.spans.did(sum(_num_tokens(rollout) for rollout in batch) * self._holders.is_leader)
+        if not self._holders.is_leader:
+            return True
         with self._context.spans.span("send"), self._context.together():
             for rollout in measured:
                 self._context.outputs["measured"].put(rollout)
         return True
 
     def _take(self) -> list[Rollout]:
-        """Take about a microbatch of what has arrived: more would only delay the first of it."""
+        """Take about a microbatch for each data-parallel rank of what has arrived: more would only delay the first."""
         batch: list[Rollout] = []
         num_tokens = 0
-        while num_tokens < self._config.trainer.microbatch_tokens:
+        while num_tokens < self._config.trainer.microbatch_tokens * self._holders.data_parallel.world:
             rollout = self._context.inputs["rollouts"].get_nowait()
             if rollout is None:
                 break

@@ -10,18 +10,24 @@ from typing import Protocol
 import msgspec
 import numpy as np
 import torch
+from torch import Tensor
 
 from slipstream.core.config import RunConfig
 from slipstream.core.executor import Context, Executor
-from slipstream.core.packed import Batching
+from slipstream.core.holders import Holders
+from slipstream.core.lora_section import LoraConfig
+from slipstream.core.packed import Batching, PackedMicrobatch
+from slipstream.core.rank_group import RankGroup
 from slipstream.core.service_messages import Ready
 from slipstream.core.types import Rollout
-from slipstream.models.build import build_policy, build_tokenizer
+from slipstream.models.build import build_tokenizer
 from slipstream.models.config import TransformerConfig
-from slipstream.models.device import DTYPES, scoring_device
+from slipstream.models.device import scoring_device
 from slipstream.models.packed import at_targets
+from slipstream.models.sharded import Division, build_frozen
 from slipstream.models.tokenizer import Tokenizer, vocabulary_size
 from slipstream.models.transformer import Transformer
+from slipstream.models.turns import read_in_turns
 from slipstream.trainer.batch import train_sequence
 from slipstream.trainer.measure import per_sequence, rows_at_once
 from slipstream.trainer.station import Station
@@ -59,10 +65,23 @@ class TeacherModel(Executor):
         self._context = context
         torch.set_num_threads(context.num_threads)
         self._tokenizer = build_tokenizer(self._config.model)
-        read = partial(taught, config=self._config, tokenizer=self._tokenizer, batching=self._batching)
+        teacher = self._config.teacher
+        self._holders = Holders(
+            context,
+            tensor_parallel=teacher.tensor_parallel,
+            is_sharded=teacher.sharded,
+            timeout_s=self._config.deadline_s,
+        )
+        read = partial(
+            taught,
+            config=self._config,
+            tokenizer=self._tokenizer,
+            batching=self._batching,
+            ranks=self._holders.data_parallel,
+        )
         by = partial(read_by, top_k=self._config.teacher.top_k or 0)
         load, read = (self._load, read) if self._new_reader is None else (self._start, by)
-        self._station = Station(context, self._config, state="teacher", load=load, read=read)
+        self._station = Station(context, self._config, holders=self._holders, state="teacher", load=load, read=read)
         self._station.load_now()
         context.spans.set_idle_state("wait_rollouts")
         context.outputs["events"].put(Ready(executor=context.name))
@@ -92,18 +111,28 @@ class TeacherModel(Executor):
 
     def _load(self) -> Transformer:
         teacher = self._config.teacher
-        shape = self._config.model.model_copy(update={"path": teacher.path})
-        model, _ = build_policy(shape, seed=self._config.seed, tokenizer=self._tokenizer)
-        device = scoring_device(teacher.device, self._context.group.rank)
-        return model.to(device, DTYPES[teacher.precision]).requires_grad_(False)
+        division = Division(
+            self._holders.data_parallel,
+            self._holders.tensor_parallel,
+            device=scoring_device(teacher.device, self._context.group.rank),
+            stored=teacher.precision,
+        )
+        shape = self._config.model.model_copy(update={"path": teacher.path, "lora": LoraConfig()})
+        return build_frozen(shape, division, seed=self._config.seed, tokenizer=self._tokenizer)
 
 
-@torch.no_grad()
 def taught(
-    model: Transformer, rollouts: Sequence[Rollout], *, config: RunConfig, tokenizer: Tokenizer, batching: Batching
+    model: Transformer,
+    rollouts: Sequence[Rollout],
+    *,
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    batching: Batching,
+    ranks: RankGroup = RankGroup.alone(),
 ) -> list[Rollout]:
     """`rollouts` with the teacher's likeliest tokens where each of their tokens was sampled, and with their logprobs.
 
+    Data-parallel `ranks` of the model call it together, with the same `rollouts`.
     Identity: what a trainer that holds the teacher compares with, whatever else is among `rollouts`, up to rounding.
     """
     teacher, top_k = Teacher.of(config, tokenizer, model), config.teacher.top_k or 0
@@ -114,15 +143,22 @@ def taught(
     ]
     tokens = {one.key: np.zeros((0, top_k), dtype=np.int32) for one in sequences}
     logprobs = {one.key: np.zeros((0, top_k + 1), dtype=np.float32) for one in sequences}
-    for microbatch in batching.collate(sequences, config.trainer.microbatch_tokens):
-        states = at_targets(model, microbatch)
-        read = [teacher.likeliest(rows) for rows in torch.split(states, rows_at_once(model, device=states.device.type))]
-        tokens |= per_sequence(microbatch, torch.cat([part for part, _ in read]).int())
-        logprobs |= per_sequence(microbatch, torch.cat([part for _, part in read]))
+    microbatches = batching.collate(sequences, config.trainer.microbatch_tokens)
+    found = read_in_turns(model, microbatches, partial(_likeliest, teacher, model), ranks)
+    for microbatch, (best, measured) in zip(microbatches, found, strict=True):
+        tokens |= per_sequence(microbatch, best)
+        logprobs |= per_sequence(microbatch, measured)
     return [
         msgspec.structs.replace(rollout, teacher_tokens=tokens[sequence.key], teacher_logprobs=logprobs[sequence.key])
         for rollout, sequence in zip(rollouts, sequences, strict=True)
     ]
+
+
+def _likeliest(teacher: Teacher, model: Transformer, microbatch: PackedMicrobatch) -> tuple[Tensor, Tensor]:
+    """Return `Teacher.likeliest` at the microbatch's targets, tokens int32."""
+    states = at_targets(model, microbatch)
+    read = [teacher.likeliest(rows) for rows in torch.split(states, rows_at_once(model, device=states.device.type))]
+    return torch.cat([part for part, _ in read]).int(), torch.cat([part for _, part in read])
 
 
 def read_by(reader: Reader, rollouts: Sequence[Rollout], *, top_k: int) -> list[Rollout]:
