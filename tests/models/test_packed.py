@@ -36,7 +36,9 @@ def test_filler_rows_change_neither_states_nor_gradients(num_groups: int) -> Non
     sequences = []
     for ordinal in range(num_groups):
         prompt = rng.integers(0, 19, 4).tolist()
-        sequences += [sequence((ordinal, sample), prompt, rng.integers(0, 19, 4).tolist()) for sample in range(2)]
+        sequences += [
+            sequence((ordinal, sample), prompt, [sample, *rng.integers(0, 19, 3).tolist()]) for sample in range(2)
+        ]
     (microbatch,) = batching.collate(sequences, 4096)
     assert (microbatch.num_tokens % ROW_MULTIPLE == 0) == (num_groups == 32)
     by_key = {one.key: one for one in sequences}
