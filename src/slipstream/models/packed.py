@@ -17,7 +17,7 @@ ROW_MULTIPLE = 64
 def at_targets(model: nn.Module, microbatch: PackedMicrobatch, *, replays: bool = False) -> Tensor:
     """`model(tokens, positions, attention)` [N, ...] at the M rows that the targets are predicted from: [M, ...].
 
-    A prompt shared by several completions is read once. Filler rows are one more sequence, which nobody reads.
+    Rows that contexts share are read once. Filler rows are one more sequence, which nobody reads.
     With `replays` tokens go through the experts that the engine chose, where the microbatch knows them.
     """
     num_rows = microbatch.num_tokens
@@ -33,7 +33,7 @@ def at_targets(model: nn.Module, microbatch: PackedMicrobatch, *, replays: bool 
         sent(np.concatenate([microbatch.positions, filler]), device),
         PackedAttention(lengths, torch.from_numpy(rows), routes, varlen=bool(model.varlen)),
     )
-    # A shared prompt's last row predicts several targets. The gradient of `out[index]` adds them up by atomic
+    # The last row that contexts share predicts several targets. The gradient of `out[index]` adds them up by atomic
     # additions, in any order, as soon as there are two threads; that of an embedding has one fixed order.
     index = sent(microbatch.target_index, device)
     return F.embedding(index, out.flatten(1) if out.ndim > 1 else out[:, None]).view(-1, *out.shape[1:])
