@@ -69,7 +69,12 @@ def _check_mixture(config: RunConfig) -> None:
     generator, base_precision = config.generator, config.model.lora.base_precision
     for field, got, is_wrong, allowed in (
         ("generator.engine", generator.engine, generator.engine != "native", "'native'"),
-        ("generator.precision", generator.precision, generator.precision == "fp8", "'float32', 'bfloat16' or 'int8'"),
+        (
+            "generator.precision",
+            generator.precision,
+            generator.precision == "fp8",
+            "'float32', 'bfloat16', 'int8' or 'mxfp4'",
+        ),
         ("model.lora.base_precision", base_precision, base_precision != "float32", "'float32'"),
         ("generator.tensor_parallel", generator.tensor_parallel, generator.tensor_parallel > 1, "1"),
         ("trainer.tensor_parallel", config.trainer.tensor_parallel, config.trainer.tensor_parallel > 1, "1"),
