@@ -361,8 +361,8 @@ class GeneratorConfig(Section):
     precision: Precision = Field(
         "float32",
         description="Weights of the generators, quantised where the trainer publishes them: bfloat16 halves the bytes "
-        "of a version, int8 (per output channel, CPU only) and fp8 (per row, NVIDIA Hopper) quarter them, mxfp4 (4 bits, "
-        "a scale per 32 weights, CPU only) stores matrices in 0.53 bytes per weight (docs/generator.md).",
+        "of a version, int8 (per output channel, CPU only) and fp8 (per row, NVIDIA Hopper) quarter them, mxfp4 (4 bits"
+        ", a scale per 32 weights, CPU only) stores matrices in 0.53 bytes per weight (docs/generator.md).",
     )
     delta: bool = Field(
         False,
