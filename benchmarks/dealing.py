@@ -50,7 +50,7 @@ def waits(heads: list[RolloutHead], rank_of: Ranks, ranks: int, capacity: int) -
         of_rank[rank_of[head.ordinal, head.sample]].append(head.num_tokens)
     packed = []
     for lengths in of_rank.values():
-        atoms = [Atom((index, 0), (index, b""), 0, length) for index, length in enumerate(lengths)]
+        atoms = [Atom((index, 0), ((index, length),)) for index, length in enumerate(lengths)]
         packed.append([sum(lengths[index] for index in part) for part in first_fit(atoms, capacity)])
     total = sum(map(sum, packed))
     lockstep = sum(max(meeting) for meeting in zip_longest(*packed, fillvalue=0))

@@ -157,7 +157,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 86_950
+MAX_LINES = 87_310
 MAX_LINES_OF_SPINE = 1_600
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -170,17 +170,17 @@ SPINE = (
 )
 MAX_LINES_OF_FOLDER = {
     "algorithms": 2_355,
-    "batching": 360,
-    "controller": 6_200,
+    "batching": 455,
+    "controller": 6_205,
     "core": 11_240,
     "environments": 8_085,
     "evals": 2_700,
     "generator": 8_930,
     "jail": 1_060,
     "jobs": 980,
-    "models": 8_970,
-    "observe": 9_925,
-    "plan": 6_695,
+    "models": 9_185,
+    "observe": 9_960,
+    "plan": 6_700,
     "prompts": 1_450,
     "rewards": 3_915,
     "stages": 2_730,

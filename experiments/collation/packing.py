@@ -77,7 +77,7 @@ def first_come(lengths: Sequence[int], capacity: int) -> list[Microbatch]:
 
 def greedy(lengths: Sequence[int], capacity: int) -> list[Microbatch]:
     """Magistral's (M8), by `slipstream.batching.collate.first_fit`: longest first, each where it first fits."""
-    atoms = [Atom((index, 0), (index, b""), 0, length) for index, length in enumerate(lengths)]
+    atoms = [Atom((index, 0), ((index, length),)) for index, length in enumerate(lengths)]
     return [Microbatch(tuple(members), capacity) for members in first_fit(atoms, capacity)]
 
 

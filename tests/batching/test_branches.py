@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.batching.collate import Reading, collate, padded_layout_frac
+from slipstream.batching.collate import collate, padded_layout_frac
 from slipstream.core.packed import PackedMicrobatch, TrainSequence
 
 
@@ -23,19 +23,25 @@ def numbers(seed: int) -> Iterator[int]:
 
 
 def plain_case(seed: int) -> tuple[list[TrainSequence], int, int]:
-    """Return sequences of one context, shared prompts and given tokens among them, a capacity and an atom size."""
+    """Return sequences of one context, shared prompts and given tokens among them, a capacity and an atom size.
+
+    Two sequences begin alike by a whole prompt or not at all: a prompt of an atom's own and each completion have a
+    first token that no sibling has.
+    """
     draw = numbers(seed)
     atom_size, has_columns, has_sets = 1 + next(draw) % 2, next(draw) % 2, next(draw) % 2
     sequences = []
     for ordinal in range(1 + next(draw) % 6):
         prompt = [next(draw) % 50 for _ in range(1 + next(draw) % 9)]
         for sample in range(2 * (1 + next(draw) % 3)):
-            own_prompt = [*prompt, 7] if next(draw) % 5 == 0 else prompt
+            if sample % atom_size == 0:
+                own_prompt = [60 + sample, *prompt] if next(draw) % 5 == 0 else prompt
             turns = [(bool(i % 2 == 0), 1 + next(draw) % 7) for i in range(1 + next(draw) % 4)]
             mask = [False] * len(own_prompt) + [sampled for sampled, count in turns for _ in range(count)]
             if next(draw) % 11 == 0:
                 mask = [False] * len(mask)
             tokens = own_prompt + [next(draw) % 50 for _ in range(len(mask) - len(own_prompt))]
+            tokens[len(own_prompt)] = 70 + sample
             column = np.array([next(draw) % 1000 / 8 for _ in mask], dtype=np.float32) * mask
             counts = np.array([1 + next(draw) % 3 for _ in mask], dtype=np.int32) * mask
             more = {"values": column + 1, "returns": column - 1} if has_columns else {}
@@ -73,13 +79,13 @@ def digest(microbatches: list[PackedMicrobatch]) -> str:
     return found.hexdigest()
 
 
-def test_sequences_of_one_context_are_packed_as_before_there_were_others() -> None:
-    """The expected digest is that of the packing before branches, over the same cases."""
+def test_sequences_that_share_whole_prompts_are_packed_as_before_there_was_more_to_share() -> None:
+    """The expected digest is that of the packing before branches and prefix trees, over the same cases."""
     found = hashlib.sha256()
     for seed in range(300):
         sequences, capacity, atom_size = plain_case(seed)
         found.update(digest(collate(sequences, capacity, atom_size=atom_size)).encode())
-    assert found.hexdigest() == "9d2083494f26bc7bfb23e1ccd6d40bfde47f80eff43baeb5878d6ad71f248212"
+    assert found.hexdigest() == "215624f1412592aeb3aaa371d9de988072cfc86458d5437e305cb5260c401a3f"
 
 
 def of_branches(key: tuple[int, int], *branches: tuple[list[int], list[tuple[bool, list[int]]]]) -> TrainSequence:
@@ -128,7 +134,7 @@ def test_golden_packing_of_an_episode_with_three_branches() -> None:
     assert padded_layout_frac([microbatch]) == 1 - (5 + 5 + 1 + 3) / (4 * 5)
     assert first.num_inputs == 5 + 5 + 1
     assert first.prompt.tolist() == [1, 2]
-    assert Reading.of(first).num_rows == 7
+    assert [one.num_tokens for one in collate([first], 100)] == [7]
 
 
 def test_an_episode_whose_trunk_has_nothing_to_train_on_begins_with_its_first_turn() -> None:
@@ -179,18 +185,13 @@ def seen_by_row(microbatch: PackedMicrobatch) -> dict[int, tuple[int, ...]]:
     return seen
 
 
-def beginnings(sequence: TrainSequence) -> set[tuple[object, tuple[int, ...]]]:
-    """Return the rows that a sequence needs, by name: of its prompt's tokens its siblings have the same ones."""
-    needed: set[tuple[object, tuple[int, ...]]] = set()
-    prompt: tuple[int, ...] | None = None
+def beginnings(sequence: TrainSequence) -> set[tuple[int, tuple[int, ...]]]:
+    """Return the rows that a sequence needs, by name: what begins alike in its group has the same ones."""
+    needed: set[tuple[int, tuple[int, ...]]] = set()
     for start, end in zip(sequence.starts, [*sequence.starts[1:], len(sequence.tokens)], strict=True):
         trained = [at for at in range(start, end) if sequence.mask[at]]
-        if trained:
-            read = tuple(sequence.tokens[start : trained[-1]].tolist())
-            prompt = read[: trained[0] - start] if prompt is None else prompt
-            for length in range(1, len(read) + 1):
-                is_of_prompt = read[:length] == prompt[:length]
-                needed.add(((sequence.key[0], prompt) if is_of_prompt else sequence.key, read[:length]))
+        read = tuple(sequence.tokens[start : trained[-1]].tolist()) if trained else ()
+        needed |= {(sequence.key[0], read[:length]) for length in range(1, len(read) + 1)}
     return needed
 
 
@@ -207,8 +208,8 @@ def test_every_target_once_and_behind_its_own_branch_alone(
         seen = seen_by_row(microbatch)
         assert sorted(seen) == list(range(microbatch.num_tokens)), "no row is read for nothing"
         assert microbatch.num_tokens <= capacity or len(microbatch.keys) == atom_size
-        names = set[tuple[object, tuple[int, ...]]]().union(*(beginnings(by_key[key]) for key in microbatch.keys))
-        assert microbatch.num_tokens == len(names), "what begins alike in an episode, or with a prompt, is read once"
+        names = set[tuple[int, tuple[int, ...]]]().union(*(beginnings(by_key[key]) for key in microbatch.keys))
+        assert microbatch.num_tokens == len(names), "what begins alike in a group is read once"
         for index in range(microbatch.num_targets):
             sequence = by_key[microbatch.keys[microbatch.segment_ids[index]]]
             at = int(np.flatnonzero(sequence.versions == microbatch.versions[index])[0])

@@ -94,7 +94,9 @@ def test_equal_prompts_of_two_groups_and_unequal_ones_of_one_group_are_not_share
 
 def atoms(*shapes: tuple[int, int, int]) -> list[Atom]:
     """From (ordinal, prompt tokens, own tokens)."""
-    return [Atom((ordinal, i), (ordinal, b""), prompt, own) for i, (ordinal, prompt, own) in enumerate(shapes)]
+    return [
+        Atom((ordinal, i), ((ordinal, prompt), ((ordinal, i), own))) for i, (ordinal, prompt, own) in enumerate(shapes)
+    ]
 
 
 def test_longest_first_into_the_first_microbatch_with_room():

@@ -108,6 +108,7 @@ def test_samples_say_what_is_right_where_that_is_known(
 STEP = {
     "tokens_trained": 640.0,
     "tokens_read": 700.0,
+    "tokens_unshared": 1000.0,
     "padding_frac": 0.0,
     "staleness_updates_max": 0.0,
     "staleness_tokens/lag_0": 640.0,
@@ -125,6 +126,20 @@ def test_a_run_that_ended_before_its_first_step_has_no_rates(tmp_path: Path, *, 
     tally.ended_s = 61.0
     rates = tally.summary(tmp_path).throughput
     assert (rates.generated_tokens_per_s, rates.trained_tokens_per_s, rates.completions_per_s) == (None, None, None)
+
+
+def test_the_summary_says_how_many_rows_sharing_saved(tmp_path: Path) -> None:
+    """Over all steps; those of a version that did not count them are left out."""
+    tally = Tally(resolve("quickstart"), started_s=0.0, clock=VirtualClock())
+    begin(tally, 60.0)
+    assert tally.summary(tmp_path).rows is None
+    without = {name: value for name, value in STEP.items() if name != "tokens_unshared"}
+    for step, metrics in enumerate([STEP, without, STEP]):
+        tally.stepped(StepDone(step=step, version=step + 1, metrics=metrics))
+    tally.ended_s = 63.0
+    rows = tally.summary(tmp_path).rows
+    assert rows is not None
+    assert (rows.unshared, rows.read, rows.saved_frac) == (2000, 1400, pytest.approx(0.3))
 
 
 @pytest.mark.parametrize(("step_s", "is_told"), [(0.0, False), (LEAST_S / 2, False), (2.0, True)])

@@ -13,7 +13,7 @@ from slipstream.stages.named import resolve
 
 
 @pytest.mark.parametrize(
-    ("precision", "largest_gap"), [("int8", 0.5), pytest.param("bfloat16", 0.1, marks=pytest.mark.slow)]
+    ("precision", "largest_gap"), [("int8", 0.5), ("mxfp4", 2.0), pytest.param("bfloat16", 0.1, marks=pytest.mark.slow)]
 )
 def test_a_run_trains_on_what_reduced_precision_sampled(tiny, tmp_path, precision, largest_gap):
     """The behaviour logprobs are those of the quantised weights: the gap at lag 0 is theirs, and is reported."""
@@ -67,6 +67,8 @@ def test_processes_and_inline_agree_at_int8(tiny, tmp_path):
 def test_what_the_configuration_refuses(tiny):
     with pytest.raises(ConfigError, match="vLLM is given weights as the trainer"):
         resolve("quickstart", tiny | {"generator": {"precision": "int8", "engine": "vllm"}})
+    with pytest.raises(ConfigError, match="vLLM is given weights as the trainer"):
+        resolve("quickstart", tiny | {"generator": {"precision": "mxfp4", "engine": "vllm"}})
     assert resolve("quickstart", tiny).generator.max_probe_error == 1e-3
     assert resolve("quickstart", tiny | {"generator": {"precision": "int8"}}).generator.max_probe_error == 0.75
     set_by_hand = {"precision": "int8", "probe_tolerance": 0.25}

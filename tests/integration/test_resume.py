@@ -286,7 +286,7 @@ def test_an_extended_run_is_one_that_was_as_long_from_the_start(small, tmp_path,
         for lines in (found, expected)
     ]
     assert accuracies[0] == accuracies[1]
-    for key in ("prompts", "eval", "staleness", "padding_frac"):
+    for key in ("prompts", "eval", "staleness", "padding_frac", "rows"):
         assert extended.summary[key] == whole.summary[key], key
     assert extended.summary["earlier_s"] > 0
     assert resolve(extended.out / "config.toml").trainer.checkpoint_every == 1

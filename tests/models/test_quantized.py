@@ -9,6 +9,7 @@ from slipstream.core.errors import ShapeError
 from slipstream.core.sections import ModelConfig
 from slipstream.models.flat import FlatParameters
 from slipstream.models.initialise import new_model
+from slipstream.models.mxfp4 import MXFP4
 from slipstream.models.quantized import FORMATS, FP8, Packer, WeightLayout, scales_of
 from slipstream.models.transformer import Transformer
 
@@ -43,6 +44,11 @@ def test_every_weight_comes_back_within_its_bound(precision: str, family: str, t
     assert list(types) == list(weights)
     for name, view in layout.views(out).items():
         error = (view.dequantized().double() - weights[name]).abs()
+        if types[name] == MXFP4:
+            scales = (view.scales.int() << 23).view(torch.float32).double().repeat_interleave(32, 1)
+            largest = torch.maximum(weights[name].abs(), scales[:, : error.shape[1]].clamp_min(2.0**-127))
+            assert (error <= largest / 4).all(), name
+            continue
         if view.scales is not None:
             assert torch.equal(view.scales, scales_of(weights[name].float(), types[name]))
         if types[name] == torch.float32:
@@ -67,6 +73,7 @@ def test_what_each_precision_stores() -> None:
         ("bfloat16", torch.bfloat16, torch.bfloat16, torch.bfloat16),
         ("int8", torch.int8, torch.int8, torch.bfloat16),
         ("fp8", FP8, torch.bfloat16, torch.bfloat16),
+        ("mxfp4", MXFP4, torch.bfloat16, torch.bfloat16),
     ):
         assert types[precision]["layers.0.qkv.weight"] == matrix
         assert types[precision]["head.weight"] == head
@@ -114,6 +121,8 @@ def test_bytes_on_the_way_shrink() -> None:
     sizes = {precision: WeightLayout(model, precision).num_bytes for precision in PRECISIONS}
     assert 1.9 < sizes["float32"] / sizes["bfloat16"] <= 2
     assert 3.7 < sizes["float32"] / sizes["int8"] <= 4
+    tables = 2 * 512 * 128
+    assert (sizes["mxfp4"] - tables) / (sizes["bfloat16"] - tables) < 0.28, "17/32 of a byte instead of two"
 
 
 def test_bytes_of_another_layout_are_refused() -> None:

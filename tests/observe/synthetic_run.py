@@ -24,6 +24,7 @@ from slipstream.observe.summary import (
     Staleness,
     Summary,
     Throughput,
+    TrainedRows,
     Versions,
     WeightSync,
     read_summary,
@@ -87,6 +88,7 @@ def make_summary(**changes: object) -> Summary:
             count=20, skipped=1, bytes=52_000_000, transfer_s_p50=0.004, pause_s_p50=0.0004, pause_s_max=0.002
         ),
         padding_frac=0.0,
+        rows=TrainedRows(unshared=90_000, read=54_000, saved_frac=0.4),
         episodes=EpisodeCounts(
             episodes=350,
             turns=910,

@@ -203,6 +203,16 @@ CASES: dict[str, dict[str, tuple[dict[str, Any], str, bool]]] = {
         "short": ({"waste": {"no_signal": 4050}, "steps": 5}, "Wasted", NOT_SAID),
         "no step": ({"waste": {"no_signal": 4050}, "steps": 0}, "Wasted", NOT_SAID),
     },
+    "shared": {
+        "much": (
+            {"steps": 12, "line": {"tokens_unshared": 1000.0, "tokens_read": 600.0}},
+            "The trainer computed 7,200 of 12,000 rows, 40% saved where contexts begin alike.",
+            SAID,
+        ),
+        "little": ({"line": {"tokens_unshared": 1000.0, "tokens_read": 960.0}}, "rows", NOT_SAID),
+        "of an older version": ({"line": {"tokens_read": 960.0}}, "rows", NOT_SAID),
+        "no step": ({"steps": 0}, "rows", NOT_SAID),
+    },
     "rang": {
         "one rang": ({"alarms": (alarm("began"),)}, "Alarms that rang: ess_collapse.", SAID),
         "none rang": ({}, "No alarm rang.", SAID),

@@ -22,7 +22,7 @@ from slipstream.observe.summary import (
 FIELDS = {
     "": "recipe seed status steps wall_s policy_version model_params eval throughput staleness accounting prompts "
     "weight_sync padding_frac versions earlier_s adapter_params evaluation alarms data restarts model_share balance "
-    "error stopped_because best callback_s episodes stages judges",
+    "error stopped_because best callback_s episodes stages judges rows",
     "eval": "before after primary sets",
     "eval.before": "accuracy sampled_accuracy num_prompts reward sampled_reward reward_parts "
     "sampled_reward_parts reward_error sampled_reward_error",
@@ -36,6 +36,7 @@ FIELDS = {
     "episodes": "episodes turns mean_turns restarts failed cut tool_calls tool_errors environment_s parked_hit_frac "
     "evicted_sessions forks refused restored begun_again",
     "judges.judge": "scored cached failures requests retries input_tokens output_tokens seconds cost",
+    "rows": "unshared read saved_frac",
     "versions": "python torch slipstream commit",
     "balance": "idle interference wasted_tokens starves bottleneck verdict split dial",
     "balance.interference": "decode train",

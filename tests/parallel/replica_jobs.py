@@ -117,6 +117,10 @@ def bytes_of_part(model: Transformer, precision: Any, part: Transformer) -> torc
     whole, local = WeightLayout(model, precision), WeightLayout(part, precision)
     flat = torch.zeros(local.num_bytes, dtype=torch.uint8)
     source, target = whole.views(whole_bytes(model, precision)), local.views(flat)
+    if precision == "mxfp4":  # numbers that are stored without loss
+        numbers = {name: weight.dequantized().double() for name, weight in source.items()}
+        list(local.pack({name: cut.float() for name, cut in _cut(numbers, model, part).items()}, flat))
+        return flat
     values = _cut({name: weight.values.double() for name, weight in source.items()}, model, part)
     scales = {
         name: (torch.ones(()) if weight.scales is None else weight.scales[:, None]).expand_as(weight.values)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from slipstream.core.service_messages import CompletionsFinished, Counters, Eval
 from slipstream.core.types import Completion, Message, Swapped
 from slipstream.generator.lockstep import COMMANDS_AT_ONCE, LockStep
 from slipstream.models.build import check_division
+from slipstream.models.config import TransformerConfig
 from slipstream.models.served import ServedWeights
 
 BETWEEN: dict[str, Any] = {"weight_update": "between_batches", "max_staleness": 2}
@@ -211,10 +213,24 @@ TOLERANCES: dict[Precision, float] = {"float32": 1e-4, "bfloat16": 0.1, "int8": 
 @pytest.mark.parametrize(("precision", "in_place"), covering(TOLERANCES, [False, True]))
 def test_a_rank_serves_its_part_of_a_version(ranks: RankPool, precision: Precision, in_place: bool) -> None:
     """Scales of whole rows included; the tolerance is for sums whose shares are rounded on each rank."""
-    tolerance = TOLERANCES[precision]
+    cases = {"llama_tied": 2, "gpt2_untied": 4, "qwen3": 4, "llama_biased": 2}
+    assert_served(ranks, {name: (CONFIGS[name], world) for name, world in cases.items()}, precision, in_place)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_rank_serves_whole_blocks_of_a_version(ranks: RankPool, in_place: bool) -> None:
+    """With mxfp4: the numbers of one process, on ranks wide enough for them."""
+    wide = {"head_dim": 32, "intermediate_size": 128}
+    cases = {"llama_tied": 2, "gpt2_untied": 4}
+    assert_served(ranks, {name: (replace(CONFIGS[name], **wide), n) for name, n in cases.items()}, "mxfp4", in_place)
+
+
+def assert_served(
+    ranks: RankPool, cases: dict[str, tuple[TransformerConfig, int]], precision: Precision, in_place: bool
+) -> None:
+    tolerance = TOLERANCES.get(precision, 0.1)
     text = np.random.default_rng(2).integers(2, CONFIGS["llama"].vocab_size, 40).astype(np.int32)
-    for name, world in (("llama_tied", 2), ("gpt2_untied", 4), ("qwen3", 4), ("llama_biased", 2)):
-        config = CONFIGS[name]
+    for name, (config, world) in cases.items():
         expected = []
         for seed in (0, 1, 1, 0):
             model = whole_model(config, seed)

@@ -74,7 +74,7 @@ def test_params_are_those_of_the_module(case: str, world: int) -> None:
     assert counts.embedding == sum(p.numel() for name, p in model.named_parameters() if "embedding" in name)
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8", "fp8"])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8", "fp8", "mxfp4"])
 @pytest.mark.parametrize("case", CONFIGS)
 def test_served_bytes_are_those_of_the_layout(case: str, precision: Precision) -> None:
     config = replace(CONFIGS[case], hidden_size=128, intermediate_size=256, vocab_size=512)

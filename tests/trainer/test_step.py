@@ -134,9 +134,11 @@ def test_the_same_step_gives_the_same_bits():
     finally:
         torch.set_num_threads(num_threads)
     (weights, _, metrics), *repeats = runs
-    rollouts = [rollout.completion for group in groups for rollout in group.rollouts]
-    prompts = sum(len(group.rollouts[0].completion.prompt.tokens) for group in groups)
-    assert metrics["tokens_read"] == prompts + sum(completion.num_tokens - 1 for completion in rollouts)
+    completions = [rollout.completion for group in groups for rollout in group.rollouts]
+    parts = [[one.prompt.tokens, *(segment.tokens for segment in one.segments)] for one in completions]
+    texts = [(one.ordinal, *np.concatenate(part)) for one, part in zip(completions, parts, strict=True)]
+    assert metrics["tokens_read"] == len({text[:length] for text in texts for length in range(2, len(text))})
+    assert metrics["tokens_unshared"] == sum(len(text) - 2 for text in texts) > metrics["tokens_read"]
     for repeated, _, _ in repeats:
         assert torch.equal(weights, repeated)
 

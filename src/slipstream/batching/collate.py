@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from slipstream.batching.balance import balanced_permutation as balanced_permutation
+from slipstream.batching.prefix_tree import PrefixForest, Stretch
 from slipstream.core.errors import ConfigError, ShapeError
 from slipstream.core.packed import OPTIONAL_COLUMNS, AnyGroup, PackedMicrobatch, TrainSequence
-
-_NO_ROWS = np.zeros(0, dtype=np.int64)
 
 
 def split_minibatches(
@@ -33,113 +33,110 @@ def split_minibatches(
 
 @dataclass(frozen=True)
 class Atom:
-    """A sequence, or several of one prompt (a pair), that collation never splits.
+    """A sequence, or several (a pair), that collation never splits.
 
-    It reads `num_own` rows, and `num_prompt` that siblings may share. `prompt` is (ordinal, the prompt's tokens as
-    bytes): equal tokens alone, in two groups, are not shared.
+    `parts` are the stretches of rows that it reads, each once, and the number of their rows: (name, rows), the shared
+    ones in front of those behind them. Atoms with a part of the same name share its rows in a microbatch.
     """
 
     key: tuple[int, int]
-    prompt: tuple[int, bytes]
-    num_prompt: int
-    num_own: int
+    parts: tuple[tuple[Hashable, int], ...]
+
+    @property
+    def num_rows(self) -> int:
+        """The rows that it reads where nothing is shared."""
+        return sum(rows for _, rows in self.parts)
 
 
 def first_fit(atoms: Sequence[Atom], capacity_tokens: int) -> list[list[int]]:
-    """Indices of atoms per microbatch: longest first, siblings behind their longest, each where it first fits.
+    """Indices of atoms per microbatch: longest first, what shares rows behind it, each where it first fits.
 
-    Magistral's greedy collation, where capacity counts the rows that are really read: an atom goes to the first
-    microbatch that reads its prompt already and has room for the rest of it, else to the first with room for all of
-    it, else to a new one. Siblings come one after another so that few microbatches read the same prompt. Ties in length
-    go by key, so the result does not depend on the order of the input. An atom longer than the capacity gets a
-    microbatch of its own: atoms are never split. Identity: without siblings, plain first-fit decreasing.
+    Magistral's greedy collation, where capacity counts the rows that are really read: an atom goes to the microbatch
+    that reads most of its rows already and has room for the rest, else to the first with room for all of it, else to a
+    new one. Atoms come in the order of the tree that their parts make, the branch with the longest atom first, so that
+    few microbatches read the same rows. Ties in length go by key, so the result does not depend on the order of the
+    input. An atom longer than the capacity gets a microbatch of its own: atoms are never split. Identity: without
+    shared parts, plain first-fit decreasing.
     """
-    siblings: dict[tuple[int, bytes], list[int]] = {}
-    for index in sorted(range(len(atoms)), key=lambda i: (-atoms[i].num_prompt - atoms[i].num_own, atoms[i].key)):
-        siblings.setdefault(atoms[index].prompt, []).append(index)
+    sizes = [(-atom.num_rows, atom.key) for atom in atoms]
+    longest: dict[Hashable, tuple[int, tuple[int, int]]] = {}  # of the atoms with a part
+    for atom, size in zip(atoms, sizes, strict=True):
+        for name, _ in atom.parts:
+            longest[name] = min(size, longest.get(name, size))
+    order = [(*(longest[name] for name, _ in atom.parts), size) for atom, size in zip(atoms, sizes, strict=True)]
     bins: list[list[int]] = []
     room: list[int] = []
-    for members in siblings.values():
-        reading: list[int] = []  # microbatches that hold this prompt
-        for index in members:
-            rows = atoms[index].num_own
-            place = next((b for b in reading if room[b] >= rows), None)
-            if place is None:
-                rows += atoms[index].num_prompt
-                place = next((b for b, free in enumerate(room) if free >= rows), None)
-                if place is None:
-                    place = len(bins)
-                    bins.append([])
-                    room.append(capacity_tokens)
-                reading.append(place)
-            bins[place].append(index)
-            room[place] -= rows
+    holding: dict[Hashable, list[int]] = {}  # microbatches that read a part
+    for index in sorted(range(len(atoms)), key=order.__getitem__):
+        parts, num_rows = atoms[index].parts, -sizes[index][0]
+        shared = Counter[int]()
+        for name, rows in parts:
+            for place in holding.get(name, ()):
+                shared[place] += rows
+        chosen = next((place for place, known in shared.most_common() if room[place] >= num_rows - known), None)
+        if chosen is None:
+            chosen = next((place for place, free in enumerate(room) if free >= num_rows), None)
+        if chosen is None:
+            chosen = len(bins)
+            bins.append([])
+            room.append(capacity_tokens)
+        bins[chosen].append(index)
+        room[chosen] -= num_rows - shared[chosen]
+        for name, _ in parts:
+            if chosen not in (places := holding.setdefault(name, [])):
+                places.append(chosen)
     return bins
 
 
 def collate(sequences: Sequence[TrainSequence], capacity_tokens: int, *, atom_size: int = 1) -> list[PackedMicrobatch]:
-    """Pack sequences into microbatches of at most `capacity_tokens` rows, each with every prompt at most once.
+    """Pack sequences into microbatches of at most `capacity_tokens` rows; what begins alike is read once in each.
 
     Every `atom_size` sequences in the order given stay together, side by side in that order. Those in which a sequence
     has no token to train on are left out: they would add nothing to any loss. An episode with branches is a sequence of
-    several contexts: all of them go where it goes, and what one begins with as an earlier one does is read once.
+    several contexts: all of them go where it goes. The contexts of one ordinal share the rows of the tokens that they
+    begin with alike, those of two ordinals none. Sequences that replay the engine's experts share their prompt, and
+    behind it the rows with the same experts.
     Identity: logprobs, losses and gradients are those of every context of every sequence read alone.
     """
     if len(sequences) % atom_size:
         raise ShapeError("sequences do not fill whole atoms", got=len(sequences), allowed=f"a multiple of {atom_size}")
-    read = [Reading.of(sequence) for sequence in sequences]
-    whole = [read[start : start + atom_size] for start in range(0, len(read), atom_size)]
-    trained = [members for members in whole if all(one.contexts for one in members)]
+    forest = PrefixForest()
+    whole = [sequences[start : start + atom_size] for start in range(0, len(sequences), atom_size)]
+    contexts = [[one.contexts for one in members] for members in whole]
+    trained = [
+        [Reading.of(one, parts, forest) for one, parts in zip(members, found, strict=True)]
+        for members, found in zip(whole, contexts, strict=True)
+        if all(found)
+    ]
     atoms = [_atom(members) for members in trained]
     return [_pack([one for index in chosen for one in trained[index]]) for chosen in first_fit(atoms, capacity_tokens)]
 
 
 @dataclass(frozen=True)
 class Reading:
-    """A sequence as the model reads it: its contexts that have targets, and the rows that they need.
-
-    `prompt` is (ordinal, the prompt's tokens as bytes), what siblings may share of the first context. `prefixes` say
-    for each context how many first tokens it has in common with an earlier one of the sequence, and which: (index,
-    number). `num_rows` are the rows of all of them where no sibling is.
-    """
+    """A sequence as the model reads it: its contexts that have targets, and the stretch with which each ends."""
 
     sequence: TrainSequence
     contexts: list[tuple[int, np.ndarray]]
-    prompt: tuple[int, bytes]
-    num_prompt: int
-    prefixes: list[tuple[int, int]]
-    num_rows: int
+    ends: list[Stretch]
 
     @classmethod
-    def of(cls, sequence: TrainSequence) -> Reading:
-        tokens, contexts = sequence.tokens, sequence.contexts
-        if not contexts:
-            return cls(sequence, [], (sequence.key[0], b""), 0, [], 0)
-        (start, trained), *_ = contexts
-        prompt, prefixes = tokens[start : trained[0]], [(0, 0)]
-        read = [tokens[begin : targets[-1]] for begin, targets in contexts]
-        for index in range(1, len(read)):
-            shared = [_common(read[index], earlier) for earlier in read[:index]]
-            prefixes.append((shared.index(max(shared)), max(shared)))
-        num_rows = sum(map(len, read)) - sum(num_shared for _, num_shared in prefixes)
-        return cls(sequence, contexts, (sequence.key[0], prompt.tobytes()), len(prompt), prefixes, num_rows)
-
-
-def _common(one: np.ndarray, other: np.ndarray) -> int:
-    """Return the number of tokens up to the first in which they differ."""
-    shorter = min(len(one), len(other))
-    differs = one[:shorter] != other[:shorter]
-    return int(differs.argmax()) if differs.any() else shorter
+    def of(cls, sequence: TrainSequence, contexts: list[tuple[int, np.ndarray]], forest: PrefixForest) -> Reading:
+        """Put the `contexts` of `sequence` into `forest`."""
+        (ordinal, _), ends = sequence.key, []
+        for start, targets in contexts:
+            read = slice(start, int(targets[-1]))
+            tokens, tree, routes, num_alike = sequence.tokens[read], (ordinal, b""), None, 0
+            if sequence.routes is not None:  # siblings read their prompt once whatever its experts are
+                routes, num_alike = sequence.routes[read], int(targets[0]) - start
+                tree = (ordinal, tokens[:num_alike].tobytes())
+            ends.append(forest.add(tree, tokens, routes, num_alike))
+        return cls(sequence, contexts, ends)
 
 
 def _atom(members: Sequence[Reading]) -> Atom:
-    prompts = {one.prompt: one.num_prompt for one in members}
-    num_rows = sum(prompts.values()) + sum(one.num_rows - one.num_prompt for one in members)
-    shared, num_prompt = next(iter(prompts.items()))
-    key = members[0].sequence.key
-    if len(prompts) > 1:
-        shared, num_prompt = (key[0], b""), 0  # nothing that a sibling could share as a whole
-    return Atom(key=key, prompt=shared, num_prompt=num_prompt, num_own=num_rows - num_prompt)
+    stretches = dict.fromkeys(stretch for one in members for end in one.ends for stretch in end.path)
+    return Atom(members[0].sequence.key, tuple((stretch, len(stretch.tokens)) for stretch in stretches))
 
 
 def _pack(readings: Sequence[Reading]) -> PackedMicrobatch:
@@ -150,25 +147,23 @@ def _pack(readings: Sequence[Reading]) -> PackedMicrobatch:
     routes: list[np.ndarray] = []
     rows: list[np.ndarray] = []  # of each context, and so below
     target_index: list[np.ndarray] = []
-    prompt_rows: dict[tuple[int, bytes], np.ndarray] = {}
+    rows_of: dict[Stretch, np.ndarray] = {}
     num_rows = 0
     for one in readings:
-        first_of_sequence = len(rows)
-        for (start, trained), (twin, num_shared) in zip(one.contexts, one.prefixes, strict=True):
-            if len(rows) > first_of_sequence:
-                known = rows[first_of_sequence + twin][:num_shared]
-            else:
-                known = prompt_rows.get(one.prompt, _NO_ROWS)
-            first, length = len(known), int(trained[-1]) - start  # the first token that has no row yet
-            added = np.arange(num_rows, num_rows + length - first, dtype=np.int64)
-            rows.append(np.concatenate([known, added]) if first else added)
+        for (start, trained), end in zip(one.contexts, one.ends, strict=True):
+            known = [rows_of[stretch] for stretch in end.path if stretch in rows_of]
+            first, length = sum(map(len, known)), int(trained[-1]) - start  # the first token that has no row yet
+            rows.append(np.concatenate([*known, np.arange(num_rows, num_rows + length - first, dtype=np.int64)]))
+            begin = 0
+            for stretch in end.path:
+                rows_of.setdefault(stretch, rows[-1][begin : begin + len(stretch.tokens)])
+                begin += len(stretch.tokens)
             tokens.append(one.sequence.tokens[start + first : start + length])
             if one.sequence.routes is not None:
                 routes.append(one.sequence.routes[start + first : start + length])
             positions.append(np.arange(first, length, dtype=np.int64))
             target_index.append(rows[-1][trained - start - 1])
-            num_rows += len(added)
-        prompt_rows.setdefault(one.prompt, rows[first_of_sequence][: one.num_prompt])
+            num_rows += length - first
     targets = [np.concatenate([trained for _, trained in one.contexts]) for one in readings]
 
     def of_targets(name: str, dtype: type) -> np.ndarray:
@@ -214,7 +209,7 @@ def _optional_of(sequences: Sequence[TrainSequence]) -> tuple[str, ...]:
 def padding_frac(microbatches: Sequence[PackedMicrobatch]) -> float:
     """Return the share of padding if all microbatches were filled up to the fullest (greedy packing keeps it small).
 
-    Sizes are rows really read, so a shared prompt counts once per microbatch. Nothing is really padded; it is the idle
+    Sizes are rows really read, so shared ones count once per microbatch. Nothing is really padded; it is the idle
     share of ranks that run one microbatch each. One microbatch gives 0.
     """
     sizes = [microbatch.num_tokens for microbatch in microbatches]
@@ -224,7 +219,7 @@ def padding_frac(microbatches: Sequence[PackedMicrobatch]) -> float:
 def padded_layout_frac(microbatches: Sequence[PackedMicrobatch]) -> float:
     """Return the share of padding in the rectangular layout [contexts, longest] of the same microbatches.
 
-    Packing saves it. Every context counts with its own copy of the prompt, as in that layout; sharing saves more.
+    Packing saves it. Every context counts with its own copy of what it shares, as in that layout; sharing saves more.
     """
     slots = sum(len(microbatch.lengths) * max(microbatch.lengths) for microbatch in microbatches)
     return 1.0 - sum(sum(microbatch.lengths) for microbatch in microbatches) / slots if slots else 0.0

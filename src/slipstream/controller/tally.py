@@ -80,6 +80,7 @@ class Tally:
     trained_completions: int = 0
     padded_tokens: float = 0.0
     padding_weight: float = 0.0
+    rows: Counter[str] = field(default_factory=Counter)  # of the trainer, by metric
     staleness: Counter[int] = field(default_factory=Counter)
     staleness_updates_max: int = 0
     counters: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -234,6 +235,8 @@ class Tally:
     def _consume(self, metrics: Mapping[str, Any]) -> None:
         self.padding_weight += metrics["tokens_read"]
         self.padded_tokens += metrics["padding_frac"] * metrics["tokens_read"]
+        if "tokens_unshared" in metrics:  # not in lines of versions before there was this metric
+            self.rows.update({name: int(metrics[name]) for name in ("tokens_unshared", "tokens_read")})
         self.staleness_updates_max = max(self.staleness_updates_max, int(metrics["staleness_updates_max"]))
         for name in [name for name in metrics if name.startswith("staleness_tokens/")]:
             self.staleness[int(name.rpartition("_")[2])] += int(metrics[name])
@@ -413,6 +416,7 @@ class Tally:
                 pause_s_max=max(self.pauses_s, default=None),
             ),
             padding_frac=self.padded_tokens / self.padding_weight if self.padding_weight else 0.0,
+            rows=s.TrainedRows.of([self.rows]),
             versions=s.versions(),
             stages=s.stage_records(run_dir),
             data=self.data,

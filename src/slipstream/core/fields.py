@@ -92,7 +92,7 @@ Device = Annotated[str, Field(pattern=r"^(cpu|cuda)$")]
 FolderName = Annotated[str, Field(max_length=100), AfterValidator(_name)]
 
 
-Precision = Literal["float32", "bfloat16", "int8", "fp8"]
+Precision = Literal["float32", "bfloat16", "int8", "fp8", "mxfp4"]
 """Type in which a generator's weights are stored and multiplied; the trainer's are float32."""
 
 

@@ -88,7 +88,7 @@ class TrainSequence:
     def prompt(self) -> np.ndarray:
         """The tokens before the first one trained on, in the context of that one, int32.
 
-        Sequences of one ordinal with equal prompts share it.
+        Sequences of one ordinal with equal prompts share it, and what they begin with alike behind it.
         """
         return next((self.tokens[start : trained[0]] for start, trained in self.contexts), self.tokens[:0])
 
@@ -99,15 +99,15 @@ class TrainSequence:
 
 @dataclass(frozen=True)
 class PackedMicrobatch:
-    """Sequences stored one after the other without padding, each prompt once, for one forward and backward pass.
+    """Sequences stored one after the other without padding, each row once, for one forward and backward pass.
 
-    `tokens` and `positions` int64 [N] are the model's inputs: for each group that is present, its prompt followed by
-    the tokens of its completions. `lengths` [C] are the input tokens of each context (sum T), and `rows` int64 [T] are
-    their rows: those of context 0, then of context 1, ...; a prompt's rows occur once per context. A sequence has one
+    `tokens` and `positions` int64 [N] are the model's inputs: for each group that is present, a prefix tree of its
+    contexts. `lengths` [C] are the input tokens of each context (sum T), and `rows` int64 [T] are their rows: those of
+    context 0, then of context 1, ...; shared rows occur once per context, in front of its own. A sequence has one
     context, an episode with branches one for each branch that is read.
     Row `target_index[m]` predicts `targets[m]`; all fields below `targets` are int64 / float32 [M] and aligned with it:
     a sampled token t is predicted from the row of token t - 1, so logits are needed at `target_index` only, and the
-    last row of a prompt predicts the first token of each of its completions. `segment_ids` counts the sequences from
+    last row that contexts share predicts the next token of each. `segment_ids` counts the sequences from
     0 within the microbatch; `keys` names them. `kept_counts` are the sizes of the targets' kept sets, which follow one
     another in `kept_tokens` int64; a logprob of such a target is taken over its set.
     `teacher_tokens` and `teacher_logprobs` are what a teacher of its own executor has said at each target.
@@ -156,7 +156,7 @@ class PackedMicrobatch:
 
     @property
     def num_tokens(self) -> int:
-        """The number of rows that the model reads: a shared prompt counts once."""
+        """The number of rows that the model reads: shared ones count once."""
         return len(self.tokens)
 
     @property

@@ -266,7 +266,7 @@ class VLLMConfig(Section):
     )
 
 
-PROBE_TOLERANCES: dict[Precision, float] = {"float32": 1e-3, "bfloat16": 0.25, "int8": 0.75, "fp8": 1.5}
+PROBE_TOLERANCES: dict[Precision, float] = {"float32": 1e-3, "bfloat16": 0.25, "int8": 0.75, "fp8": 1.5, "mxfp4": 3.0}
 """Nats: one and a half to two and a half times the largest mean error seen on probe texts (`benchmarks/probe.py`)."""
 
 
@@ -362,7 +362,8 @@ class GeneratorConfig(Section):
     precision: Precision = Field(
         "float32",
         description="Weights of the generators, quantised where the trainer publishes them: bfloat16 halves the bytes "
-        "of a version, int8 (per output channel, CPU only) and fp8 (per row, NVIDIA Hopper) quarter them.",
+        "of a version, int8 (per output channel, CPU only) and fp8 (per row, NVIDIA Hopper) quarter them, mxfp4 (4 bits"
+        ", a scale per 32 weights, CPU only) stores matrices in 0.53 bytes per weight (docs/generator.md).",
     )
     delta: bool = Field(
         False,

@@ -310,7 +310,7 @@ class TrainerConfig(Section):
     varlen: bool = Field(
         True,
         description="On a GPU in bfloat16, attend to all sequences of a microbatch in one call of torch's varlen_attn, "
-        "each prompt once, where a small example comes out right; otherwise, and with false, they are padded.",
+        "each row once, where a small example comes out right; otherwise, and with false, they are padded.",
     )
     reduce_once: bool = Field(
         False,
@@ -321,7 +321,7 @@ class TrainerConfig(Section):
     epochs: Epochs = Field(1, description="Passes over the batch per step (T of Asynchronous RLHF).")
     shuffle: bool = Field(False, description="Deal the groups into minibatches anew in every epoch, by the seed (N).")
     microbatch_tokens: Positive = Field(
-        8192, description="Tokens of a microbatch; a prompt that completions share counts once."
+        8192, description="Tokens of a microbatch; what completions of a prompt begin with alike counts once."
     )
     logprob_temperature: PositiveFloat | None = Field(
         None,

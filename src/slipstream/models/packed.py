@@ -85,15 +85,15 @@ def filled_rows(
 def at_targets(model: nn.Module, microbatch: PackedMicrobatch, *, replays: bool = False) -> Tensor:
     """`model(tokens, positions, attention)` [N, ...] at the M rows that the targets are predicted from: [M, ...].
 
-    A prompt shared by several completions is read once. Of ranks that read a microbatch together each gets what its
-    own targets are predicted from (`Reader.targets`). With `replays` tokens go through the experts that the engine
-    chose, where the microbatch knows them.
+    Rows that contexts share are read once. Of ranks that read a microbatch together each gets what its own targets are
+    predicted from (`Reader.targets`). With `replays` tokens go through the experts that the engine chose, where the
+    microbatch knows them.
     """
     device = next(model.parameters()).device
     reader = cast(Reader, model.reader)
     read = reader.rows(microbatch, varlen=bool(model.varlen), replays=replays)
     out = model(sent(read.tokens, device), sent(read.positions, device), read.attention)
-    # A shared prompt's last row predicts several targets. The gradient of `out[index]` adds them up by atomic
+    # The last row that contexts share predicts several targets. The gradient of `out[index]` adds them up by atomic
     # additions, in any order, as soon as there are two threads; that of an embedding has one fixed order.
     index = sent(read.target_index, device)
     return F.embedding(index, out.flatten(1) if out.ndim > 1 else out[:, None]).view(-1, *out.shape[1:])

@@ -17,6 +17,7 @@ from slipstream.models.hf import canonical_name, misfit, read_hf_config, weight_
 from slipstream.models.hub import is_adapter
 from slipstream.models.layout import layout
 from slipstream.models.lora import AdapterShape
+from slipstream.models.mxfp4 import BLOCK
 from slipstream.models.peft import base_folder, planned_shapes, stored_shapes, tokenizer_folder
 from slipstream.models.safetensors_file import Header, tensor_headers
 from slipstream.models.scalar import HEAD_NAME
@@ -56,6 +57,8 @@ def check_policy(config: RunConfig, *, is_sampled: bool = True) -> TransformerCo
         )
     if shape.num_experts:
         _check_mixture(config)
+    if config.generator.precision == "mxfp4":
+        _check_blocks(config, shape)
     if config.model.lora.is_set:
         _check_ranks(config, planned_shapes(config.model.lora, shape))
     if is_sampled:
@@ -69,7 +72,12 @@ def _check_mixture(config: RunConfig) -> None:
     generator, base_precision = config.generator, config.model.lora.base_precision
     for field, got, is_wrong, allowed in (
         ("generator.engine", generator.engine, generator.engine != "native", "'native'"),
-        ("generator.precision", generator.precision, generator.precision == "fp8", "'float32', 'bfloat16' or 'int8'"),
+        (
+            "generator.precision",
+            generator.precision,
+            generator.precision == "fp8",
+            "'float32', 'bfloat16', 'int8' or 'mxfp4'",
+        ),
         ("model.lora.base_precision", base_precision, base_precision != "float32", "'float32'"),
         ("generator.tensor_parallel", generator.tensor_parallel, generator.tensor_parallel > 1, "1"),
         ("trainer.tensor_parallel", config.trainer.tensor_parallel, config.trainer.tensor_parallel > 1, "1"),
@@ -79,6 +87,23 @@ def _check_mixture(config: RunConfig) -> None:
             raise ConfigError(
                 f"a mixture of experts is not supported with this {field}", got=f"{field} = {got!r}", allowed=allowed
             )
+
+
+def _check_blocks(config: RunConfig, shape: TransformerConfig) -> None:
+    """Raise ConfigError where tensor parallelism would cut blocks of mxfp4 (`quantized.CUT_BY_COLUMNS`)."""
+    widths = {"heads' outputs": shape.query_size, "inner numbers of the MLP": shape.intermediate_size}
+    for section, ranks in (
+        ("generator", config.generator.tensor_parallel),
+        ("trainer", config.trainer.tensor_parallel),
+    ):
+        for name, width in widths.items():
+            if ranks > 1 and width % (BLOCK * ranks):
+                raise ConfigError(
+                    f"with generator.precision = 'mxfp4' a rank has whole blocks of {BLOCK} columns",
+                    got=f"{section}.tensor_parallel = {ranks} with {width} {name}",
+                    allowed=f"ranks with a multiple of {BLOCK} columns each",
+                    hint="fewer ranks, or generator.precision = 'bfloat16'",
+                )
 
 
 def _check_ranks(config: RunConfig, shapes: Mapping[str, AdapterShape]) -> None:

@@ -8,10 +8,13 @@ A quantised matrix W [M, K] has one scale per row, an output channel of y = x W^
     int8   scale_m = max_k |W_mk| / 127,  Q = round(W / scale):   |W - scale Q| <= scale / 2
     fp8    scale_m = max_k |W_mk| / 448,  Q = e4m3(W / scale):    |W - scale Q| <= max(|W| / 16, scale / 1024)
 
+mxfp4 has a scale X for each block of 32 numbers of a row (`mxfp4.py`): |W - Q| <= max(|W|, X) / 4.
+
 Norms, biases, position embeddings and routers of experts stay fp32 in every precision: a thousandth of the bytes.
 
 A rank's part of a divided model has a layout of its own, that of its local shapes. Its scales are those of whole rows,
-also where it holds some of a row's columns: so its weights are the numbers that one process would compute with.
+also where it holds some of a row's columns: so its weights are the numbers that one process would compute with. With
+mxfp4 it holds whole blocks of a row, or is refused.
 """
 
 from __future__ import annotations
@@ -19,23 +22,25 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.core.errors import ShapeError
+from slipstream.core.errors import ConfigError, ShapeError
 from slipstream.core.fields import Precision
 from slipstream.core.peer_messages import Holding
 from slipstream.models.linear import Linear
 from slipstream.models.lora import precision_of, shapes_of
+from slipstream.models.mxfp4 import BLOCK, MXFP4, block_scales, expanded, num_blocks, num_bytes, rounded
 from slipstream.models.shards import Part, local_parts, local_tensor
+from slipstream.models.tensor_parallel import TensorParallel
 from slipstream.models.transformer import Transformer
 
 FP8 = torch.float8_e4m3fn
 LARGEST = {torch.int8: 127.0, FP8: 448.0}
-"""The number that the largest weight of a row becomes, by the types that have scales."""
+"""The number that the largest weight of a row becomes, by the types that have a scale for each."""
 
 CUT_BY_COLUMNS = ("output.weight", "down.weight")
 """How the names of the matrices end that tensor parallelism divides by columns (`tensor_parallel.py`)."""
@@ -50,7 +55,7 @@ _CUDA_BLOCK = 1 << 26  # enough for a kernel to be worth its launch
 class Format:
     """How a precision stores the matrices of linear layers, and `table`: the head, or the embedding that is tied to it.
 
-    fp8 keeps the head in bfloat16: its 3 bits of mantissa would fall on the logits directly.
+    fp8 and mxfp4 keep the head in bfloat16: their few bits of mantissa would fall on the logits directly.
     An embedding that is looked up only is bfloat16 in all of them but float32.
     """
 
@@ -63,12 +68,16 @@ FORMATS: dict[Precision, Format] = {
     "bfloat16": Format(torch.bfloat16, torch.bfloat16),
     "int8": Format(torch.int8, torch.int8),
     "fp8": Format(FP8, torch.bfloat16),
+    "mxfp4": Format(MXFP4, torch.bfloat16),
 }
 
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a parameter lies: `dtype` in `shape` from byte `start`, and fp32 scales [shape[0]] if it has any."""
+    """Where a parameter of `shape` lies: in `dtype` from byte `start`, and its scales if it has any.
+
+    These are fp32 [shape[0]], or of mxfp4 uint8 [shape[0], blocks].
+    """
 
     name: str
     dtype: torch.dtype
@@ -77,21 +86,68 @@ class Stored:
     scales_start: int | None
 
     @property
+    def is_mxfp4(self) -> bool:
+        return self.dtype == MXFP4
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape of the values as they are stored: of mxfp4 with two in a byte."""
+        return (*self.shape[:-1], num_bytes(self.shape[-1])) if self.is_mxfp4 else self.shape
+
+    @property
+    def scales_shape(self) -> tuple[int, ...]:
+        return (self.shape[0], num_blocks(self.shape[-1])) if self.is_mxfp4 else self.shape[:1]
+
+    @property
+    def scales_bytes(self) -> int:
+        return math.prod(self.scales_shape) * (1 if self.is_mxfp4 else 4)
+
+    @property
     def end(self) -> int:
-        return self.start + math.prod(self.shape) * self.dtype.itemsize
+        return self.start + math.prod(self.stored_shape) * self.dtype.itemsize
+
+    def view(self, flat: Tensor) -> StoredWeight:
+        """The weight in the bytes of a whole version."""
+        values, scales = flat[self.start : self.end], None
+        if self.scales_start is not None:
+            scales = flat[self.scales_start : self.scales_start + self.scales_bytes]
+            scales = (scales if self.is_mxfp4 else scales.view(torch.float32)).view(self.scales_shape)
+        values = values if self.is_mxfp4 else values.view(self.dtype)
+        return StoredWeight(values.view(self.stored_shape), scales, self.shape[-1] if self.is_mxfp4 else None)
+
+    def empty(self, device: torch.device) -> StoredWeight:
+        """One in memory of its own."""
+        scales = None
+        if self.scales_start is not None:
+            kind = torch.uint8 if self.is_mxfp4 else torch.float32
+            scales = torch.empty(self.scales_shape, dtype=kind, device=device)
+        dtype = torch.uint8 if self.is_mxfp4 else self.dtype
+        values = torch.empty(self.stored_shape, dtype=dtype, device=device)
+        return StoredWeight(values, scales, self.shape[-1] if self.is_mxfp4 else None)
 
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """Views of a parameter's bytes: the weight is values, or values times scales[:, None]."""
+    """Views of a parameter's bytes: the weight is values, or values times scales[:, None].
+
+    `columns`: of an mxfp4 matrix, whose values are uint8 and have scales of blocks.
+    """
 
     values: Tensor
     scales: Tensor | None
+    columns: int | None = None
 
     def dequantized(self) -> Tensor:
         """fp32, in the parameter's shape."""
-        weight = self.values.float()
-        return weight if self.scales is None else weight * self.scales[:, None]
+        weight = self.in_type(torch.float32)
+        return weight.values if weight.scales is None else weight.values * weight.scales[:, None]
+
+    def in_type(self, dtype: torch.dtype) -> StoredWeight:
+        """The same with values in `dtype`. Blocks are multiplied by their scales: of mxfp4 nothing is left to scale."""
+        if self.columns is None:
+            return StoredWeight(self.values.to(dtype), self.scales)
+        assert self.scales is not None, "mxfp4 weights have scales"
+        return StoredWeight(expanded(self.values, self.scales, self.columns, dtype), None)
 
 
 class WeightLayout:
@@ -118,11 +174,12 @@ class WeightLayout:
             if adapted and (name in adapted) == is_base:
                 continue
             dtype, shape = types[name], tuple(local_tensor(parameter).shape)
-            scales_start = None
-            if dtype in LARGEST:
-                scales_start = end
-                end = _round_up(end + 4 * shape[0], alignment)
-            stored = Stored(name, dtype, shape, end, scales_start)
+            has_scales = dtype in LARGEST or dtype == MXFP4
+            stored = Stored(name, dtype, shape, end, end if has_scales else None)
+            if has_scales:
+                stored = replace(stored, start=_round_up(end + stored.scales_bytes, alignment))
+            if stored.is_mxfp4 and isinstance(model.ranks, TensorParallel):
+                _check_blocks(stored)
             end = _round_up(stored.end, alignment)
             self.stored.append(stored)
         self.num_bytes = end
@@ -141,15 +198,7 @@ class WeightLayout:
                 got=f"{list(flat.shape)} {flat.dtype}, contiguous = {flat.is_contiguous()}",
                 allowed=f"[{self.num_bytes}] torch.uint8, contiguous",
             )
-        return {
-            s.name: StoredWeight(
-                flat[s.start : s.end].view(s.dtype).view(s.shape),
-                None
-                if s.scales_start is None
-                else flat[s.scales_start : s.scales_start + 4 * s.shape[0]].view(torch.float32),
-            )
-            for s in self.stored
-        }
+        return {s.name: s.view(flat) for s in self.stored}
 
     def pack(
         self, weights: Mapping[str, Tensor], out: Tensor, *, over_ranks: Callable[[Tensor], Tensor] | None = None
@@ -178,17 +227,16 @@ class WeightLayout:
         largest = {} if over_ranks is None else self._largest(weights, over_ranks)
         for stored in self.stored:
             weight = weights[stored.name].detach()
-            values, scales = weight, None
+            found = StoredWeight(weight, None)
             if stored.dtype != weight.dtype:
-                values = torch.empty(stored.shape, dtype=stored.dtype, device=weight.device)
-                scales = None if stored.scales_start is None else weight.new_empty(stored.shape[0])
-                for _ in _fill(StoredWeight(values, scales), weight, largest.get(stored.name)):
+                found = stored.empty(weight.device)
+                for _ in _fill(found, weight, largest.get(stored.name)):
                     pass
-            yield stored.name, StoredWeight(values, scales)
+            yield stored.name, found
 
     def _largest(self, weights: Mapping[str, Tensor], over_ranks: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         """The largest |weight| of the rows that ranks hold columns of, by name."""
-        cut = [s.name for s in self.stored if s.scales_start is not None and s.name.endswith(CUT_BY_COLUMNS)]
+        cut = [s.name for s in self.stored if s.dtype in LARGEST and s.name.endswith(CUT_BY_COLUMNS)]
         own = [weights[name].detach().abs().amax(1) for name in cut]
         if not own:
             return {}
@@ -204,12 +252,20 @@ def _fill(view: StoredWeight, weight: Tensor, largest: Tensor | None) -> Iterato
     sources = torch.split(weight, max(1, block // max(1, math.prod(weight.shape[1:]))))
     rows = max(1, len(sources[0]))
     scales: Sequence[Tensor | None] = [None] * len(sources)
-    if view.scales is not None:
+    if view.columns is not None and view.scales is not None:
+        view.scales.copy_(block_scales(weight))
+        scales = torch.split(view.scales, rows)
+    elif view.scales is not None:
         row_scales = _scales(weight.abs().amax(1) if largest is None else largest, view.values.dtype)
         view.scales.copy_(row_scales)
         scales = torch.split(row_scales, rows)
     for source, target, scale in zip(sources, torch.split(view.values, rows), scales, strict=True):
-        target.copy_(source if scale is None else _rounded(source / scale[:, None], target.dtype))
+        if scale is None:
+            target.copy_(source)
+        elif view.columns is not None:
+            target.copy_(rounded(source, scale))
+        else:
+            target.copy_(_rounded(source / scale[:, None], target.dtype))
         yield target.nbytes
 
 
@@ -263,11 +319,26 @@ def _types(model: Transformer, form: Format) -> dict[str, torch.dtype]:
 
 
 def _holding(parts: Sequence[Part], stored: Mapping[str, Stored], num_bytes: int, base: str) -> Holding:
-    """Values and, as tensors of their own, scales: of a row that ranks hold columns of, all have the scale."""
+    """Values and, as tensors of their own, scales: of a row that ranks hold columns of, all have the scale.
+
+    Of mxfp4 these are tensors of bytes: their columns are those of the weight over 2, and over 32.
+    """
     numbers: dict[tuple[str, tuple[int, ...], torch.dtype], int] = {}
     rows: dict[tuple[int, ...], None] = {}
     for part in parts:
         place, box = stored[part.parameter], part.box
+        if place.is_mxfp4:
+            for name, per, shape, start in (
+                (box.name, 2, place.stored_shape, place.start),
+                (f"{box.name}/scales", BLOCK, place.scales_shape, place.scales_start),
+            ):
+                assert start is not None, "mxfp4 weights have scales"
+                of_bytes = _in_bytes(part, per)
+                number = numbers.setdefault((name, of_bytes.box.shape, MXFP4), len(numbers))
+                offset = start + shape[1] * of_bytes.start[0] + of_bytes.start[1]
+                pitches = [(shape[1], 1)[dim] for dim in part.order]
+                rows[_row(number, offset, of_bytes.box.start, of_bytes.box.stop, pitches)] = None
+            continue
         item = place.dtype.itemsize
         pitches = [item * math.prod(place.shape[dim + 1 :]) for dim in range(len(place.shape))]
         offset = place.start + sum(pitch * first for pitch, first in zip(pitches, part.start, strict=True))
@@ -293,6 +364,29 @@ def _holding(parts: Sequence[Part], stored: Mapping[str, Stored], num_bytes: int
         strides=strides,
         base=base,
     )
+
+
+def _in_bytes(part: Part, per: int) -> Part:
+    """Return `part` where `per` columns of the parameter are one element. It begins with a whole one."""
+    axis, box = part.order.index(1), part.box
+    assert part.start[1] % per == box.start[axis] % per == 0, "whole blocks"
+
+    def narrow(sizes: tuple[int, ...], at: int) -> tuple[int, ...]:
+        return (*sizes[:at], -(-sizes[at] // per), *sizes[at + 1 :])
+
+    narrowed = replace(box, shape=narrow(box.shape, axis), start=narrow(box.start, axis), stop=narrow(box.stop, axis))
+    return replace(part, box=narrowed, start=narrow(part.start, 1))
+
+
+def _check_blocks(stored: Stored) -> None:
+    """Raise ConfigError where a rank holds parts of blocks: their scales are those of whole ones."""
+    if stored.name.endswith(CUT_BY_COLUMNS) and stored.shape[1] % BLOCK:
+        raise ConfigError(
+            "tensor parallelism cuts this matrix within blocks of mxfp4",
+            got=f"{stored.shape[1]} columns of {stored.name} on a rank",
+            allowed=f"a multiple of {BLOCK}",
+            hint="fewer ranks, or another generator.precision",
+        )
 
 
 def _row(

@@ -22,7 +22,7 @@ def scored_sequence(key: tuple[int, int], prompt: np.ndarray, completion: np.nda
     """A sequence whose last target is predicted from the row of its last real token, which is where a score is read.
 
     That target is one more token behind the completion; the model never reads it, so its id says nothing. The
-    completion's own tokens are targets as well, so that completions of one ordinal share the rows of their prompt.
+    completion's own tokens are targets as well, so that completions of one ordinal share the rows that they begin with.
     """
     if not len(prompt):
         raise ShapeError("a score needs a prompt", got="no prompt tokens")

@@ -53,7 +53,7 @@ from slipstream.models.products import (
     cpu_dtype,
     looked_up,
 )
-from slipstream.models.quantized import FP8, StoredWeight, WeightLayout
+from slipstream.models.quantized import FP8, LARGEST, StoredWeight, WeightLayout
 from slipstream.models.shards import base_digest
 from slipstream.models.transformer import Transformer
 
@@ -208,6 +208,12 @@ def check_precision(precision: Precision, device: torch.device) -> None:
         raise ConfigError(
             "int8 weights are for CPUs", got=f"generator.precision = 'int8' on {device}", allowed="'bfloat16' or 'fp8'"
         )
+    if precision == "mxfp4" and device.type != "cpu":
+        raise ConfigError(
+            "mxfp4 weights are for CPUs: on a GPU they would be held in bfloat16, beside the bytes that arrive",
+            got=f"generator.precision = 'mxfp4' on {device}",
+            allowed="'bfloat16' or 'fp8'",
+        )
 
 
 def check_mixture(config: TransformerConfig, precision: Precision, device: torch.device) -> None:
@@ -218,7 +224,7 @@ def check_mixture(config: TransformerConfig, precision: Precision, device: torch
         raise ConfigError(
             "a mixture of experts does not generate at this precision here",
             got=f"generator.precision = '{precision}' on {device}",
-            allowed="'bfloat16' on a GPU; 'float32', 'bfloat16' or 'int8' on a CPU",
+            allowed="'bfloat16' on a GPU; 'float32', 'bfloat16', 'int8' or 'mxfp4' on a CPU",
         )
     if not multiplies_groups(device, torch.bfloat16):
         raise ConfigError(
@@ -429,9 +435,10 @@ class ServedWeights:
         packed = {f"{name}.weight" for name in (*serving.linears, *serving.experts)} if PACKS else set()
         packed.discard("embedding.weight")
         weights = {
-            name: StoredWeight(
-                view.values if name in packed else view.values.clone(),
-                None if view.scales is None else view.scales.clone(),
+            name: replace(
+                view,
+                values=view.values if name in packed else view.values.clone(),
+                scales=None if view.scales is None else view.scales.clone(),
             )
             for name, view in self._layout.views(flat).items()
         }
@@ -441,7 +448,8 @@ class ServedWeights:
         """Products and views over `weights`: views of bytes, or of stable storage."""
         if self.base is None:
             return self._whole(weights, packs)
-        return self.base.adapted({name: self._held(name, weight) for name, weight in weights.items()}, packs=packs)
+        adapters = {name: self._held(name, weight).values for name, weight in weights.items()}
+        return self.base.adapted(adapters, packs=packs)
 
     @torch.no_grad()
     def _pack(self, layout: WeightLayout, flat: Tensor, group: RankGroup | None) -> None:
@@ -453,9 +461,8 @@ class ServedWeights:
         """Make the weights ready that no version brings, each released as soon as it is packed."""
         weights = {}
         for name, weight in layout.stored_weights(self._parameters, over_ranks=None if group is None else group.max):
-            weights[name] = StoredWeight(
-                weight.values.to(self._device), None if weight.scales is None else weight.scales.to(self._device)
-            )
+            scales = None if weight.scales is None else weight.scales.to(self._device)
+            weights[name] = replace(weight, values=weight.values.to(self._device), scales=scales)
             del self._parameters[name], weight
         return self._whole(weights, packs=True)
 
@@ -470,26 +477,26 @@ class ServedWeights:
             )
         experts: dict[str, GroupedProduct] = {}
         for name, module in self._serving.experts.items():
-            weight = take(f"{name}.weight")
-            values = self._held(f"{name}.weight", weight)
-            experts[name] = ExpertsProduct(values, weight.scales, module.num_experts, packs=packs)
+            held = self._held(f"{name}.weight", take(f"{name}.weight"))
+            experts[name] = ExpertsProduct(held.values, held.scales, module.num_experts, packs=packs)
         table = weights["embedding.weight"]
         products[EMBEDDING] = partial(looked_up, table=table, dtype=self._activations)
         head = products.get("head")
         if head is None:
             head = self._product("embedding.weight", self._rows_of_head(table), None, packs)
-        vectors = {name: self._held(name, weights[name]) for name in self._serving.vectors}
+        vectors = {name: self._held(name, weights[name]).values for name in self._serving.vectors}
         return _Version(products, head, vectors, experts)
 
     def _product(self, name: str, weight: StoredWeight, bias: Tensor | None, packs: bool) -> Product:
-        values = self._held(name, weight)
+        held = self._held(name, weight)
+        values, scales = held.values, held.scales
         is_head = name in ("head.weight", "embedding.weight")
         if is_head and values.dtype != torch.float32 and values.device.type == "cuda":
-            return WideProduct(values, weight.scales)
+            return WideProduct(values, scales)
         if self._precision == "fp8" and not is_head:
-            assert weight.scales is not None, "fp8 weights have scales"
-            return Fp8Product(values, weight.scales, bias, packs=packs)
-        return DenseProduct(values, weight.scales, bias, packs=packs)
+            assert scales is not None, "fp8 weights have scales"
+            return Fp8Product(values, scales, bias, packs=packs)
+        return DenseProduct(values, scales, bias, packs=packs)
 
     def _rows_of_head(self, table: StoredWeight) -> StoredWeight:
         """Return the rows of a tied embedding that this rank multiplies by; with one rank all of them."""
@@ -509,15 +516,15 @@ class ServedWeights:
             return torch.bfloat16
         return torch.bfloat16 if stored == torch.int8 else stored
 
-    def _held(self, name: str, weight: StoredWeight) -> Tensor:
-        return weight.values.to(self._held_types[name])
+    def _held(self, name: str, weight: StoredWeight) -> StoredWeight:
+        return weight.in_type(self._held_types[name])
 
     def _open_storage(self, home: Tensor | None) -> None:
         """Tensors that keep their addresses, and the products over them; in `home` what is held as it is stored."""
         self._storage = {
             s.name: StoredWeight(
                 torch.empty(s.shape, dtype=self._held_types[s.name], device=self._device),
-                None if s.scales_start is None else torch.empty(s.shape[0], device=self._device),
+                torch.empty(s.shape[0], device=self._device) if s.dtype in LARGEST else None,
             )
             for s in self._layout.stored
             if home is None or self._held_types[s.name] != s.dtype
@@ -525,7 +532,7 @@ class ServedWeights:
         self._converted = tuple(self._storage)
         if home is not None:
             self._storage = {
-                name: StoredWeight(self._storage[name].values if name in self._storage else view.values, view.scales)
+                name: StoredWeight(self._storage[name].values, view.scales) if name in self._storage else view
                 for name, view in self._layout.views(home).items()
             }
         self._serving.point_at(self._version(self._storage, packs=False))
@@ -544,11 +551,11 @@ class ServedWeights:
                 self._bring(flat)
             source = self._arrival
         for name, weight in self._layout.views(source).items():
-            target = self._storage[name]
-            target.values.copy_(weight.values)
+            target, held = self._storage[name], weight.in_type(self._storage[name].values.dtype)
+            target.values.copy_(held.values)
             if target.scales is not None:
-                assert weight.scales is not None, "both follow one layout"
-                target.scales.copy_(weight.scales)
+                assert held.scales is not None, "both follow one layout"
+                target.scales.copy_(held.scales)
         if self._device.type == "cuda":
             self._copied.record()
             self._copied.synchronize()  # so that who measures a swap sees all of it
@@ -565,7 +572,8 @@ class ServedWeights:
             flat.data, self.flat.data = self.flat.data, flat.data
         views = self._layout.views(flat)
         for name in self._converted:
-            self._storage[name].values.copy_(views[name].values)
+            stable = self._storage[name].values
+            stable.copy_(views[name].in_type(stable.dtype).values)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()  # staging may write to the other buffer from here on
 

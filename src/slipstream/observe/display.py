@@ -219,6 +219,8 @@ class Display:
             self._say(f"best: held-out {best.metric} {best.value:.3f} at step {best.version}")
         if staleness.histogram:
             self._say(f"staleness mean {staleness.mean:.2f}  max {staleness.max}  bound {self._bound} (steps)")
+        if summary.rows is not None:
+            self._say(f"the trainer computed {summary.rows.in_words}")
         if summary.accounting:
             self._say("the time of each process, from its start to its end:")
         for process, seconds in summary.accounting.items():

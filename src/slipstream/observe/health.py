@@ -109,10 +109,10 @@ def unfit(config: RunConfig) -> frozenset[AlarmName]:
     """Alarms that would ring for what the configuration has chosen, whose advice it has declined.
 
     In one process executors wait for each other's turns, and at staleness 0 trainer and generators take turns. A
-    schedule that promises no bound has none that a replica could be behind. Weights in 8 bits are another model.
+    schedule that promises no bound has none that a replica could be behind. Weights in 4 or 8 bits are another model.
     """
     found: set[AlarmName] = set()
-    if config.generator.precision in ("int8", "fp8"):
+    if config.generator.precision in ("int8", "fp8", "mxfp4"):
         found.add("logprob_mismatch")
     if config.host == "inline":
         found |= {"starving_trainer", "starving_generator", "straggler"}

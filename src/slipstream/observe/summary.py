@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import subprocess
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -174,6 +175,28 @@ class WeightSync(msgspec.Struct, frozen=True):
     pause_s_max: float | None
 
 
+class TrainedRows(msgspec.Struct, frozen=True):
+    """Rows of the trainer's microbatches, of one epoch: those of all contexts, and those that were `read`.
+
+    Contexts of a group that begin alike share rows; `saved_frac` is the share that was not computed.
+    """
+
+    unshared: int
+    read: int
+    saved_frac: float
+
+    @classmethod
+    def of(cls, lines: Iterable[Mapping[str, Any]]) -> TrainedRows | None:
+        """Sum over the metrics of steps; None where they have no such counts."""
+        counted = [line for line in lines if "tokens_unshared" in line]
+        unshared, read = (int(sum(line[name] for line in counted)) for name in ("tokens_unshared", "tokens_read"))
+        return cls(unshared, read, 1.0 - read / unshared) if unshared else None
+
+    @property
+    def in_words(self) -> str:
+        return f"{self.read:,} of {self.unshared:,} rows, {self.saved_frac:.0%} saved where contexts begin alike"
+
+
 class EpisodeCounts(msgspec.Struct, frozen=True):
     """The episodes with an environment, of training and of evaluations, as the environments' process counted them.
 
@@ -237,10 +260,10 @@ class Versions(msgspec.Struct, frozen=True):
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Everything `summary.json` holds. `accounting` maps process to state to seconds; each process sums to `wall_s`.
 
-    After a resume `steps`, `eval`, `staleness`, `prompts` and `padding_frac` are of all that led to the final weights;
-    `wall_s`, `throughput`, `accounting`, `balance`, `weight_sync`, `episodes` and `judges` of the last attempt.
-    `earlier_s` is what the attempts before it took up to the checkpoint that it went on from: `earlier_s + wall_s` is
-    the run's time, less what was abandoned.
+    After a resume `steps`, `eval`, `staleness`, `prompts`, `padding_frac` and `rows` are of all that led to the final
+    weights; `wall_s`, `throughput`, `accounting`, `balance`, `weight_sync`, `episodes` and `judges` of the last
+    attempt. `earlier_s` is what the attempts before it took up to the checkpoint that it went on from: `earlier_s +
+    wall_s` is the run's time, less what was abandoned.
     """
 
     recipe: str
@@ -273,6 +296,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     episodes: EpisodeCounts | None = None  # None without an environment
     stages: dict[str, dict[str, Any]] = {}  # `stage.json` of the other stages that are done, by name
     judges: dict[str, JudgeCounts] = {}  # by name
+    rows: TrainedRows | None = None  # None before a step
 
     @classmethod
     def without_rl(cls, config: RunConfig, run_dir: Path, evaluation: dict[str, Any] | None) -> Summary:

@@ -11,9 +11,10 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.fields import Precision
 from slipstream.models.config import TransformerConfig, local_config
 
-BYTES: dict[Precision, float] = {"float32": 4, "bfloat16": 2, "fp8": 1, "int8": 1}  # bytes of an element of a matrix
-COMPUTED_BYTES: dict[Precision, float] = {"float32": 4, "bfloat16": 2, "fp8": 2, "int8": 2}
-"""Bytes of an element of an activation, a key or a value: fp8 and int8 are formats of weights and operands alone."""
+BYTES: dict[Precision, float] = {"float32": 4, "bfloat16": 2, "fp8": 1, "int8": 1, "mxfp4": 17 / 32}
+"""Bytes of an element of a matrix, of mxfp4 with its blocks' scales."""
+COMPUTED_BYTES: dict[Precision, float] = {"float32": 4, "bfloat16": 2, "fp8": 2, "int8": 2, "mxfp4": 2}
+"""Bytes of an element of an activation, a key or a value: 8 bits and less are formats of weights and operands alone."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ class Counts:
     def served_bytes(self, precision: Precision) -> float:
         """Bytes of a version at a generator's precision, stored as `FORMATS` of `models/quantized.py` says."""
         matrix, looked_up = BYTES[precision], 4 if precision == "float32" else 2
-        table = 2 if precision == "fp8" else matrix
+        table = 2 if precision in ("fp8", "mxfp4") else matrix
         scale = 4 if matrix == 1 else 0
         local, model = self.local, self.model
         rows = local.query_size + 2 * local.kv_size + local.hidden_size

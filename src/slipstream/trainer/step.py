@@ -43,7 +43,7 @@ def train_on_batch(
     completions are judged by the policy and critic that train on them. The first update measures how far the policy is
     from the behaviour policy before any weight changed (`logprob_diff_max/lag_<n>`: completions sampled wholly under
     the version n steps back; rounding only at lag 0). `tokens_read` counts the rows of all microbatches of the first
-    pass, a prompt once per microbatch; `tokens_trained` its targets. `tokens` collects logprobs and advantages of the
+    pass, shared ones once each; `tokens_trained` its targets. `tokens` collects logprobs and advantages of the
     groups it samples; `spans` gets the time by state (on CUDA as this thread sees it, which waits for the device behind
     an update's last microbatch and for its gradient norm). Raises StalenessError when a token breaks the bound, and
     NonFiniteError before an update with a loss or gradient that is not finite.

@@ -48,14 +48,16 @@ def _packing_metrics(microbatches: Sequence[PackedMicrobatch], step: StepContext
     own = [
         sum(microbatch.num_targets for microbatch in microbatches),
         sum(microbatch.num_tokens for microbatch in microbatches),
+        sum(sum(microbatch.lengths) for microbatch in microbatches),
         len(microbatches),
         len(microbatches) * batching.padding_frac(microbatches),
         len(microbatches) * batching.padded_layout_frac(microbatches),
     ]
-    trained, read, count, padding, layout = step.ranks.sum(torch.tensor(own, dtype=torch.float64)).tolist()
+    trained, read, unshared, count, padding, layout = step.ranks.sum(torch.tensor(own, dtype=torch.float64)).tolist()
     return {
         "tokens_trained": trained,
         "tokens_read": read,
+        "tokens_unshared": unshared,
         "num_microbatches": count,
         "padding_frac": padding / max(count, 1.0),
         "padded_layout_frac": layout / max(count, 1.0),

@@ -19,6 +19,7 @@ from slipstream.observe.report.charts import against_kl, chart_card, gained, ove
 from slipstream.observe.report.data import Compared, RunData, as_saved, meaning, read_run, shown
 from slipstream.observe.report.html import card, cards, document, field, items, part, table, text
 from slipstream.observe.report.overview import status_of
+from slipstream.observe.summary import TrainedRows
 from slipstream.observe.svg import Axis, Point, Series, empty, number, shortened, smoothed
 from slipstream.observe.svg_blocks import percent_name, state_bars
 
@@ -267,9 +268,15 @@ def outcome_table(runs: Mapping[str, RunData]) -> str:
         line("trainer waits", lambda run: run.idle("trainer"), percent_name),
         line("generators wait", lambda run: run.idle("generator"), percent_name),
         line("wasted tokens, of those trained on", lambda run: run.wasted_share, percent_name),
+        line("rows saved where contexts begin alike", _saved, percent_name),
         line("alarms", lambda run: float(len(run.alarms)), number),
     ]
     return table(["", *runs], (cells for one in lines if (cells := _row(one, several))), kind="outcomes")
+
+
+def _saved(run: RunData) -> float | None:
+    rows = TrainedRows.of(run.history.steps)
+    return None if rows is None else rows.saved_frac
 
 
 def are_alike(runs: Sequence[RunData]) -> bool:

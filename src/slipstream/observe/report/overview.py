@@ -19,7 +19,7 @@ from slipstream.observe.health import WATCHED_STEPS, AlarmSpan
 from slipstream.observe.noise import LEAST_TREND, Estimate, mean_of, rises, share
 from slipstream.observe.report.data import RunData
 from slipstream.observe.report.html import card, cards, items, part, table, text
-from slipstream.observe.summary import Evaluations, violations
+from slipstream.observe.summary import Evaluations, TrainedRows, violations
 from slipstream.observe.svg import number
 from slipstream.observe.svg_blocks import percent_name
 
@@ -278,6 +278,12 @@ def wasted(run: RunData) -> str:
     return f"Wasted: {percent_name(total / trained)} as many tokens as were trained on, {most} {run.wasted_by(worst)}."
 
 
+def shared(run: RunData) -> str:
+    """Say how many rows of the trainer were saved by contexts that begin alike, where that is some."""
+    rows = TrainedRows.of(run.history.steps)
+    return "" if rows is None or rows.saved_frac < SMALL else f"The trainer computed {rows.in_words}."
+
+
 def rang(run: RunData) -> str:
     """Name the alarms that rang; that none did is said only where all of them could have."""
     if names := sorted({alarm.name for alarm in run.alarms}):
@@ -364,7 +370,7 @@ def put_beside(run: RunData) -> str:
     return f"Put it beside another run: slipstream report {run.path} OTHER"
 
 
-SENTENCES: tuple[Callable[[RunData], str], ...] = (learned, taught, aged, starved, wasted, rang)
+SENTENCES: tuple[Callable[[RunData], str], ...] = (learned, taught, aged, starved, wasted, shared, rang)
 ADVICE: tuple[Callable[[RunData], str], ...] = (
     few_signals,
     go_on,
