@@ -391,19 +391,29 @@ class CostModel:
     def colocated_memory(self, plan: SynchronousPlan) -> Mapping[str, Parts]:
         """Bytes on each device while it `trains` and while it `generates`; they differ by what `plan.frees` gives up.
 
-        Nobody reads a version while another is made, so there is neither a staging copy nor a shadow.
+        The sum of what each of the two layouts takes, whatever the other one is.
         """
-        training = self.train_memory(plan.trainer, served=None)
-        generating = self.generator_memory(plan.generator, shadow=False)
+        trainer = self.colocated_trainer(plan.trainer, plan.frees)
+        generator = self.colocated_generator(plan.generator, plan.frees)
+        return {phase: trainer[phase] + generator[phase] for phase in trainer}
+
+    def colocated_trainer(self, layout: TrainerLayout, frees: Frees) -> Mapping[str, Parts]:
+        """Bytes of a trainer in both phases. Nobody reads a version while another is made: no copy is staged."""
+        training = self.train_memory(layout, served=None)
+        if frees == "nothing":
+            return {"trains": training, "generates": training}
+        kept = training.without("gradients", "activations", "logits", "gathered")
+        if frees == "optimizer_too":
+            kept = kept.without("moments", "weights")
+        return {"trains": training, "generates": kept}
+
+    def colocated_generator(self, layout: GeneratorLayout, frees: Frees) -> Mapping[str, Parts]:
+        """Bytes of generators in both phases, with one version and no shadow of it."""
+        generating = self.generator_memory(layout, shadow=False)
         version = Parts({"served": generating["weights"]})
         generating = generating.without("weights")
-        if plan.frees == "nothing":
-            both = training + generating + version
-            return {"trains": both, "generates": both}
-        kept = training.without("gradients", "activations", "logits", "gathered")
-        if plan.frees == "optimizer_too":
-            kept = kept.without("moments", "weights")
-        return {"trains": training + version, "generates": kept + generating + version}
+        both = generating + version
+        return {"trains": both if frees == "nothing" else version, "generates": both}
 
     @property
     def usable_bytes(self) -> float:
