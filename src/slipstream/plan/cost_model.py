@@ -8,10 +8,11 @@ happens now and then (checkpoints, evaluations, restarts).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 from statistics import NormalDist
+from typing import Any
 
 from slipstream.core.errors import ConfigError
 from slipstream.core.fields import Precision
@@ -45,13 +46,19 @@ ALONE = TrainerLayout(devices=1, tensor_parallel=1, microbatch=1)
 
 
 class CostModel:
-    """Times and memory of `model` on `cluster` for `workload`."""
+    """Times and memory of `model` on `cluster` for `workload`.
+
+    `memory_grows`: twice the microbatch takes at least the same memory, and so does it without recomputation.
+    """
+
+    memory_grows = True
 
     def __init__(
         self, model: TransformerConfig, cluster: GpuCluster, workload: Workload, efficiency: Efficiency | None = None
     ) -> None:
         self.model, self.cluster, self.workload = model, cluster, workload
         self.efficiency = efficiency or Efficiency()
+        self._known: dict[tuple[Any, ...], Any] = {}  # what a search asks for again and again
 
     def train_step(self, layout: TrainerLayout) -> Parts:
         """Seconds of a step: microbatches, the wait for the data-parallel rank with most tokens, optimizer updates.
@@ -78,25 +85,35 @@ class CostModel:
         return count if layout.chunks == 1 else -(-count // layout.pipeline_parallel) * layout.pipeline_parallel
 
     def train_floor_s(self, layout: TrainerLayout) -> float:
-        """Seconds that `train_step` exceeds: the operations of all products at full speed, and the bubble.
+        """Seconds that `train_step` takes at least: work on all tokens at the rate of the largest microbatch there is.
 
-        A lower bound, as nothing that it leaves out is negative, and no product is faster than its operations are.
+        A lower bound: no part of the work takes less per rollout in smaller microbatches (assumption 7.1 of LlamaRL),
+        and what it leaves out (gathers that nothing hides, messages of stages, imbalance, updates) is never negative.
         """
-        workload, counts, is_frozen = (
-            self.workload,
-            counts_of(self.model, layout.tensor_parallel),
-            self.adapters.params > 0,
-        )
+        workload = self.workload
         count = workload.minibatches * self.microbatches(layout)
         filled = workload.epochs * (count + workload.minibatches * self._filling(layout))
         rollouts = filled * max(workload.rollouts / layout.data_parallel / count, 1.0) / layout.context_parallel
-        passes = (4 if layout.recompute and not layout.keeps_products else 3) - is_frozen
-        rate = self.cluster.device.flops_of(layout.precision) * self.efficiency.matmul
-        layer_s = 2 * passes * rollouts * workload.trained_tokens * counts.active_matrix / rate
-        head_rate = self.cluster.device.flops_of(layout.head) * self.efficiency.matmul
-        head_s = 2 * (3 - is_frozen) * rollouts * workload.lengths.mean * counts.head_matrix / head_rate
+        layer_s, head_s = self._least_s(layout)
         slowest_s = max(one.layers * layer_s + one.is_last * head_s for one in self._stages(layout))
-        return (2.0 if workload.critic else 1.0) * slowest_s
+        return (2.0 if workload.critic else 1.0) * rollouts * slowest_s * (1 - 1e-9)
+
+    def _least_s(self, layout: TrainerLayout) -> tuple[float, float]:
+        """Return the least seconds of work on a rollout: of a layer, and of the head."""
+        degree, recompute, keeps = layout.tensor_parallel, layout.recompute, layout.keeps_products
+        key = ("least", degree, recompute, keeps, layout.precision, layout.head_precision)
+        if key not in self._known:
+            count = self.workload.rollouts
+            alone = replace(layout, devices=degree, pipeline_parallel=1, chunks=1, context_parallel=1)
+            passes = self._num_passes(layout)
+            layer = self._passes_of(alone, Stage(1, is_first=False, is_last=False), count, passes)
+            head = self._head(alone, count, is_trained=True)
+            self._known[key] = layer.without("data_parallel").total / count, head.total / count
+        return self._known[key]
+
+    @staticmethod
+    def _num_passes(layout: TrainerLayout) -> int:
+        return 4 if layout.recompute and not layout.keeps_products else 3
 
     def reference_pass(self, layout: TrainerLayout) -> Parts:
         """Seconds of the reference's logprobs, where it lies beside the trainer and is divided as the policy is."""
@@ -111,6 +128,10 @@ class CostModel:
 
             max(P slowest stage,  sum of the stages + (P - 1) hops)
         """
+        key = ("decode", layout.tensor_parallel, layout.pipeline_parallel, layout.precision, live, context)
+        return self._once(key, lambda: self._decode(layout, live, context))
+
+    def _decode(self, layout: GeneratorLayout, live: float, context: float) -> Parts:
         if layout.pipeline_parallel == 1:
             whole = counts_of(self.model, layout.tensor_parallel).whole
             return self._decode_stage(layout, whole, live=live, context=context)
@@ -189,6 +210,11 @@ class CostModel:
         parts = even + Parts({"straggler": max(0.0, sum(each) - even.without("prefill").total)})
         waits_s = self.workload.turns.slowest_s(self.workload.rollouts)
         return parts + Parts({"environment": waits_s}) if waits_s else parts
+
+    def generating_floor_s(self, layout: GeneratorLayout) -> float:
+        """Seconds that `generating_turn` takes at least: without waiting for the longest completion."""
+        mine = self.workload.rollouts / layout.replicas
+        return self._full(replace(layout, slots=min(layout.slots, math.ceil(mine))), mine).total * (1 - 1e-9)
 
     def scoring(self, model: TransformerConfig, layout: ScorerLayout) -> Parts:
         """Seconds in which copies of `model`, one on each device, read the rollouts of a step once."""
@@ -280,13 +306,25 @@ class CostModel:
         the model's own weights have neither moments nor gradients, and a reference is the same weights. Of offloaded
         moments those of one tensor are there at a time. Of pipeline stages it is the one that holds most.
         """
-        each = [
-            self._states(layout, stage) + self._working(layout, stage) + self._beside(layout, stage, served)
-            for stage in self._stages(layout)
-        ]
-        return max(each, key=lambda parts: parts.total)
+        place = layout.devices, layout.tensor_parallel, layout.pipeline_parallel, layout.chunks, layout.context_parallel
+        held = (*place, layout.reduce_once, layout.offloads_moments)
+        working = (*place, layout.microbatch, layout.precision, layout.recompute, layout.keeps_products, layout.head)
 
-    def _states(self, layout: TrainerLayout, stage: Stage) -> Parts:
+        def held_by(stage: Stage) -> Parts:
+            states = self._once(("states", stage, *held), lambda: self._states(layout, stage))
+            run = self._once(("working", stage, *working), lambda: self._working(layout, stage))
+            beside = self._once(("beside", stage, *place, served), lambda: self._beside(layout, stage, served))
+            return Parts({**states, **run, **beside})
+
+        return max(map(held_by, self._stages(layout)), key=lambda parts: parts.total)
+
+    def _once(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+        """Return what `make` does, from the second time on without doing it."""
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
+
+    def _states(self, layout: TrainerLayout, stage: Stage) -> dict[str, float]:
         """Bytes of a rank of `stage` for weights, moments and gradients."""
         counts, shards = counts_of(self.model, layout.tensor_parallel), layout.data_parallel
         params, models = self._trained_of(layout, stage), 2 if self.workload.critic else 1
@@ -294,14 +332,13 @@ class CostModel:
         weights = 4 * (counts.params_of(stage) + adapters) / shards * models
         if self.adapters.base != "float32":  # whole on every data-parallel rank, and expanded in blocks
             weights = counts.served_bytes(self.adapters.base, stage) + 4 * adapters
-        parts = {
+        return {
             "weights": weights,
             "moments": 8 * min(params / shards, counts.embedding if layout.offloads_moments else math.inf) * models,
             "gradients": 4 * params / (1 if layout.reduce_once else shards) * models,
         }
-        return Parts(parts)
 
-    def _beside(self, layout: TrainerLayout, stage: Stage, served: Precision | None) -> Parts:
+    def _beside(self, layout: TrainerLayout, stage: Stage, served: Precision | None) -> dict[str, float]:
         """Bytes of a rank of `stage` for staged versions and a reference."""
         counts, parts, shards = counts_of(self.model, layout.tensor_parallel), dict[str, float](), layout.data_parallel
         if served is not None:
@@ -309,9 +346,9 @@ class CostModel:
             parts["staging"] = 2 * (staged or counts.served_bytes(served, stage)) / shards
         if self.workload.reference and not self.adapters.params:
             parts["reference"] = 4 * self._trained_of(layout, stage) / shards
-        return Parts(parts)
+        return parts
 
-    def _working(self, layout: TrainerLayout, stage: Stage) -> Parts:
+    def _working(self, layout: TrainerLayout, stage: Stage) -> dict[str, float]:
         """Bytes of a rank of `stage` while it computes: layers as they run, and all microbatches that it has begun.
 
         Ranks that share a sequence have the keys and values of all of it, of a layer that is computed again while it
@@ -344,13 +381,11 @@ class CostModel:
             last = stage.is_last
             begun *= in_flight(layout.pipeline_parallel, self.microbatches(layout), layout.chunks, is_last=last)
         others = 2 * counts.local.kv_size * element * tokens * (layout.context_parallel - 1)
-        return Parts(
-            {
-                "gathered": gathered + copies,
-                "activations": begun * each + kept + others if layout.recompute else begun * (kept + others),
-                "logits": 3 * logits if stage.is_last else 0.0,  # as they are, their probabilities, their gradient
-            }
-        )
+        return {
+            "gathered": gathered + copies,
+            "activations": begun * each + kept + others if layout.recompute else begun * (kept + others),
+            "logits": 3 * logits if stage.is_last else 0.0,  # as they are, their probabilities, their gradient
+        }
 
     def generator_memory(self, layout: GeneratorLayout, *, shadow: bool = True) -> Parts:
         """Bytes on each of a replica's devices: the version that is live, the one that arrives, keys and values.
@@ -358,8 +393,13 @@ class CostModel:
         Slots are counted at their longest (prompt and longest completion): the engine admits by that. Of pipeline
         stages it is the one that holds most; each has keys and values of its layers alone.
         """
-        each = [self._stage_memory(layout, stage, shadow=shadow) for stage in self._generator_stages(layout)]
-        return max(each, key=lambda parts: parts.total)
+
+        def largest() -> Parts:
+            each = [self._stage_memory(layout, stage, shadow=shadow) for stage in self._generator_stages(layout)]
+            return max(each, key=lambda parts: parts.total)
+
+        place = layout.tensor_parallel, layout.pipeline_parallel, layout.slots, layout.precision
+        return self._once(("generator", *place, shadow), largest)
 
     def _stage_memory(self, layout: GeneratorLayout, stage: Stage, *, shadow: bool) -> Parts:
         counts, lengths = counts_of(self.model, layout.tensor_parallel), self.workload.lengths
@@ -505,7 +545,7 @@ class CostModel:
 
     def _microbatch(self, layout: TrainerLayout, rollouts: float) -> Parts:
         """Seconds of the forward and backward pass over `rollouts` on one model-parallel group."""
-        return self._passes(layout, rollouts, 4 if layout.recompute and not layout.keeps_products else 3)
+        return self._passes(layout, rollouts, self._num_passes(layout))
 
     def _passes(self, layout: TrainerLayout, rollouts: float, passes: int) -> Parts:
         """Seconds of so many passes over the layers of the slowest stage."""

@@ -411,21 +411,27 @@ def undominated(turns: Iterable[Turn]) -> list[Turn]:
 
 
 def _best_on(costs: CostModel, space: Space, devices: int, below_s: float) -> Found | None:
+    """Return the best pair that takes less than `below_s`: layouts that cannot be in one are skipped, untimed."""
+    layouts = [
+        (costs.train_floor_s(layout), layout)
+        for degree in space.trainer_parallel
+        if devices % degree == 0
+        for layout in trainer_layouts(costs, space, devices, degree)
+    ]
+    least_s = min((floor_s for floor_s, _ in layouts), default=math.inf)
     generators = [
         (costs.generating_turn(layout).total, layout)
         for degree, precision in itertools.product(space.generator_parallel, space.generator_precisions)
         if devices % degree == 0
         for layout in generator_layouts(space, devices, degree, precision)
         if costs.fits(costs.generator_memory(layout, shadow=False))
+        and least_s + costs.generating_floor_s(layout) < below_s
     ]
     least_s = min((seconds for seconds, _ in generators), default=math.inf)
     trainers = [
         layout
-        for degree in space.trainer_parallel
-        if devices % degree == 0
-        for layout in trainer_layouts(costs, space, devices, degree)
-        if costs.train_floor_s(layout) + least_s < below_s
-        and costs.fits(costs.train_memory(layout, served=None).without("reference"))
+        for floor_s, layout in layouts
+        if floor_s + least_s < below_s and costs.fits(costs.train_memory(layout, served=None).without("reference"))
     ]
     turns = undominated(
         _turns(costs.training_turn(layout, frees).total, layout, frees, costs.colocated_trainer(layout, frees))

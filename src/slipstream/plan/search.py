@@ -5,12 +5,12 @@
 
 over integer degrees of parallelism (tensor, pipeline, context), bounded microbatches and decode concurrencies,
 recomputation, when gradients are summed, the precision of the generators, and where the reference lies: LlamaRL's
-problems (7) and (8) with what it leaves out (docs/planning.md). Executors side by side share only devices and the precision that versions are published
-in; so for each precision every executor's choices are listed, and `best_split` finds the division exactly. Executors
-that take turns: `planner.best_synchronous`.
+problems (7) and (8) with what it leaves out (docs/planning.md). Executors side by side share only devices and the
+precision that versions are published in; so for each precision every executor's choices are listed, and `best_split`
+finds the division exactly. Executors that take turns: `planner.best_synchronous`.
 
-Of a trainer on so many devices only the fastest layout counts, so one is skipped, untimed, whose lower bound
-(`CostModel.train_floor_s`) is not below the seconds of one that was found there: exact, as it could not have been taken.
+Of a trainer on so many devices only the fastest layout counts. One whose lower bound (`CostModel.train_floor_s`) is not
+below the seconds of one that was found there is skipped: exact, as it could not have been taken.
 
 The staleness bound k enters twice. No more than k + 1 steps' completions are in flight, so decode slots beyond that
 stay empty. And a completion that begins under version v is trained by step v + k at the latest, which waits for it:
@@ -323,6 +323,7 @@ class Search:
             )
         ]
         self._train_s = cache(lambda layout: costs.train_step(layout).total)
+        self._floor_s = cache(costs.train_floor_s)
         self._kept: dict[tuple[int, bool], dict[tuple[Any, ...], Frontier]] = {}
         self._listed: dict[tuple[Any, ...], list[Choice]] = {}  # by executor, and what a signature says of it
         for executor in ("trainer", "generator", "reference", "reward_model"):
@@ -416,21 +417,10 @@ class Search:
         for devices in self.space.devices:
             if devices % degree:
                 continue
-            fitting, nearest = list[Choice](), list[tuple[Parts, Any]]()
-            for layout in layouts(devices):
-                if isinstance(layout, TrainerLayout) and self._is_beaten(layout, fitting):
-                    continue
-                held = memory(layout)
-                if self.costs.fits(held):
-                    seconds, longest_s = times(layout)
-                    fitting.append(Choice(devices, seconds, layout, held, longest_s))
-                elif not fitting:
-                    nearest = (
-                        [min(*nearest, (held, layout), key=lambda one: one[0].total)] if nearest else [(held, layout)]
-                    )
+            fitting, nearest = self._on_devices(devices, layouts(devices), memory, times)
             choices += fitting
-            if nearest and not fitting:
-                closest = nearest[0]
+            if nearest is not None and not fitting:
+                closest = nearest
         if closest is not None:
             held, layout = closest
             fits_from = [choice.devices for choice in choices if choice.devices > layout.devices]
@@ -439,13 +429,27 @@ class Search:
             self.misfits.append(Misfit(executor, degree, precision, layout.devices, held, least, stages))
         return choices
 
-    def _is_beaten(self, layout: TrainerLayout, fitting: Sequence[Choice]) -> bool:
-        """Return whether a lower bound shows that `layout` is no faster than one that fits, among flat ones if it is.
-
-        The others are listed, and so the fastest flat layout and the fastest of all on so many devices.
-        """
-        others = [choice.seconds for choice in fitting if choice.layout.is_flat or not layout.is_flat]
-        return bool(others) and self.costs.train_floor_s(layout) >= min(others)
+    def _on_devices(
+        self, devices: int, layouts: Iterable[Any], memory: Callable[[Any], Parts], times: Callable[[Any], Any]
+    ) -> tuple[list[Choice], tuple[Parts, Any] | None]:
+        """Return the choices among `layouts`, and the one that takes least memory of those that do not fit."""
+        fitting, nearest, full = list[Choice](), None, _Full(self.costs)
+        least_s = {True: math.inf, False: math.inf}  # of flat layouts, which are listed first, and of all
+        for layout in layouts:
+            if isinstance(layout, TrainerLayout) and (
+                self._floor_s(layout) >= least_s[layout.is_flat] or full.has_less(layout)
+            ):
+                continue
+            held = memory(layout)
+            if self.costs.fits(held):
+                seconds, longest_s = times(layout)
+                fitting.append(Choice(devices, seconds, layout, held, longest_s))
+                least_s[False] = min(least_s[False], seconds)
+                least_s[True] = min(least_s[True], seconds) if is_flat(layout) else least_s[True]
+            else:
+                full.add(layout)
+                nearest = (held, layout) if nearest is None or held.total < nearest[0].total else nearest
+        return fitting, nearest
 
     def _trainers(self, signature: Signature) -> _Layouts:
         costs, precision, degree = self.costs, signature.precision, signature.trainer_parallel
@@ -484,6 +488,33 @@ class Search:
             lambda devices: (ScorerLayout(devices=devices),),
             lambda layout: costs.scorer_memory(model, layout),
             lambda layout: (costs.scoring(model, layout).total, 0.0),
+        )
+
+
+class _Full:
+    """The trainers that did not fit, to skip those that certainly need as much memory or more.
+
+    Those are of the same division with a microbatch as large or larger, where nothing is given up that the former did.
+    Microbatches come in ascending order.
+    """
+
+    def __init__(self, costs: CostModel) -> None:
+        self._grows = costs.memory_grows
+        self._seen: dict[tuple[Any, ...], list[TrainerLayout]] = {}
+
+    @staticmethod
+    def _key(layout: TrainerLayout) -> tuple[Any, ...]:
+        return layout.pipeline_parallel, layout.chunks, layout.context_parallel, layout.precision
+
+    def add(self, layout: Layout) -> None:
+        if self._grows and isinstance(layout, TrainerLayout):
+            self._seen.setdefault(self._key(layout), []).append(layout)
+
+    def has_less(self, layout: TrainerLayout) -> bool:
+        """Return whether one that takes no more than `layout` did not fit."""
+        return any(
+            (one.recompute or not layout.recompute) and (layout.reduce_once or not one.reduce_once)
+            for one in self._seen.get(self._key(layout), ())
         )
 
 
