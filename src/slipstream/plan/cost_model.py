@@ -109,7 +109,8 @@ class CostModel:
             layer = self._passes_of(alone, Stage(1, is_first=False, is_last=False), count, passes)
             head = self._head(alone, count, is_trained=True)
             self._known[key] = layer.without("data_parallel").total / count, head.total / count
-        return self._known[key]
+        found: tuple[float, float] = self._known[key]
+        return found
 
     @staticmethod
     def _num_passes(layout: TrainerLayout) -> int:
@@ -318,11 +319,12 @@ class CostModel:
 
         return max(map(held_by, self._stages(layout)), key=lambda parts: parts.total)
 
-    def _once(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+    def _once[T](self, key: tuple[Any, ...], make: Callable[[], T]) -> T:
         """Return what `make` does, from the second time on without doing it."""
         if key not in self._known:
             self._known[key] = make()
-        return self._known[key]
+        found: T = self._known[key]
+        return found
 
     def _states(self, layout: TrainerLayout, stage: Stage) -> dict[str, float]:
         """Bytes of a rank of `stage` for weights, moments and gradients."""

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+MOST_STAGES = 16
+"""Stages that are tried, at most."""
+
 
 @dataclass(frozen=True)
 class Stage:

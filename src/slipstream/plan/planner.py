@@ -27,9 +27,9 @@ from slipstream.core.run_log import ScheduleConfig
 from slipstream.plan.cost_model import CostModel
 from slipstream.plan.layouts import AsynchronousPlan, Frees, Parts, SynchronousPlan, Workload
 from slipstream.plan.lengths import WithTurns
+from slipstream.plan.pipeline import MOST_STAGES
 from slipstream.plan.reasons import against_synchronous, constraints, limits, losses, misfit_line, staleness
 from slipstream.plan.search import (
-    MOST_STAGES,
     SCORERS,
     Found,
     Misfit,

@@ -43,11 +43,11 @@ from slipstream.plan.layouts import (
     Workload,
     is_flat,
 )
+from slipstream.plan.pipeline import MOST_STAGES
 
 SCORERS = ("reference", "reward_model")
 FINE_CLUSTER = 64
 """Devices up to which executors are given any number of them; in larger clusters whole nodes beyond the first."""
-MOST_STAGES = 16
 LONG = 2**14
 """Tokens of a sequence up to which one rank trains on all of it."""
 _STAGES, _CHUNKS, _CONTEXT = (1, 2, 4, 8, 16), (1, 2, 4), (1, 2, 4, 8)
@@ -353,8 +353,8 @@ class Search:
 
     def shifted(self, found: Found, giver: str, taker: str) -> Found | None:
         """Return `found` with the fewest devices that `giver` can give moved to `taker`; None where it has no fewer."""
-        frontiers = self._frontiers(found.max_staleness, flat=found.flat)
-        frontiers = self._of(frontiers, signature_of(found.side_by_side))
+        every = self._frontiers(found.max_staleness, flat=found.flat)
+        frontiers = self._of(every, signature_of(found.side_by_side))
         counts = {name: layout.devices for name, layout in executors(found.plan).items()}
         less = fastest(frontiers[giver], counts[giver] - 1)
         if less is None:
@@ -362,8 +362,8 @@ class Search:
         more = fastest(frontiers[taker], counts[taker] + counts[giver] - less.devices)
         others = {name: fastest(frontiers[name], count) for name, count in counts.items()}
         chosen = others | {giver: less, taker: more}
-        chosen = {name: choice for name, choice in chosen.items() if choice is not None}
-        return self._found(chosen, found.max_staleness, flat=found.flat)
+        fitting = {name: choice for name, choice in chosen.items() if choice is not None}
+        return self._found(fitting, found.max_staleness, flat=found.flat)
 
     def _frontiers(self, max_staleness: int, *, flat: bool) -> dict[tuple[Any, ...], Frontier]:
         """Return the choices of every executor under a bound."""
@@ -404,7 +404,7 @@ class Search:
         return found
 
     def _list(self, executor: str, signature: Signature) -> list[Choice]:
-        """Time every layout that fits; of the most devices on which none does, remember the closest one."""
+        """Time every layout that fits; of the most devices up to which none does, remember the closest one."""
         if executor == "trainer":
             degree, listed = signature.trainer_parallel, self._trainers(signature)
         elif executor == "generator":
@@ -419,7 +419,7 @@ class Search:
                 continue
             fitting, nearest = self._on_devices(devices, layouts(devices), memory, times)
             choices += fitting
-            if nearest is not None and not fitting:
+            if nearest is not None and not choices:  # where some fit, a larger number may just not divide
                 closest = nearest
         if closest is not None:
             held, layout = closest
