@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 from statistics import NormalDist
-from typing import Any
+from typing import Any, TypeVar
 
 from slipstream.core.errors import ConfigError
 from slipstream.core.fields import Precision
@@ -42,6 +42,7 @@ LOGITS_AT_ONCE = MAX_LOGITS["cuda"]  # larger heads run in chunks that the backw
 LOGIT_PASSES = 5  # reads or writes of float32 logits, from the product to a token with its logprob, or to a loss
 PAGE = 16  # tokens of a page of keys and values (`generator/paged_kv.py`)
 USABLE_MEMORY = 0.92  # of a device: the rest is CUDA's context, NCCL's buffers and what the allocator cannot use
+T = TypeVar("T")
 ALONE = TrainerLayout(devices=1, tensor_parallel=1, microbatch=1)
 
 
@@ -319,7 +320,7 @@ class CostModel:
 
         return max(map(held_by, self._stages(layout)), key=lambda parts: parts.total)
 
-    def _once[T](self, key: tuple[Any, ...], make: Callable[[], T]) -> T:
+    def _once(self, key: tuple[Any, ...], make: Callable[[], T]) -> T:
         """Return what `make` does, from the second time on without doing it."""
         if key not in self._known:
             self._known[key] = make()
