@@ -44,6 +44,7 @@ from slipstream.plan.lengths import LengthSample, lengths_with_tail
 from slipstream.plan.question import ARCHITECTURES
 
 GROUPS, GROUP_SIZE = 512, 4
+GPUS_PER_NODE = 8
 PROMPT_TOKENS = 150  # a problem of MATH in a chat template; the paper says nothing
 LONGEST = 16384  # nothing is cut: the paper names no limit
 TOLERANCE = 0.3
@@ -131,12 +132,24 @@ def lengths(mean: float, tail: float) -> LengthSample:
     return lengths_with_tail(PROMPT_TOKENS, mean, tail * mean, LONGEST, points=GROUPS * GROUP_SIZE)
 
 
+def divided(degree: int, *, stages: bool) -> dict[str, int]:
+    """A model-parallel size as tensor parallelism, or with `stages` that of a node, in as many stages as it takes."""
+    tensor_parallel = min(degree, GPUS_PER_NODE) if stages else degree
+    return {"tensor_parallel": tensor_parallel, "pipeline_parallel": degree // tensor_parallel}
+
+
 def predict(
-    row: Row, fitted: Fitted, efficiency: Efficiency | None = None, *, deals_by_length: bool = False
+    row: Row,
+    fitted: Fitted,
+    efficiency: Efficiency | None = None,
+    *,
+    deals_by_length: bool = False,
+    stages: tuple[bool, bool] = (False, False),
 ) -> Prediction:
     """What the cost model says of `row`, with as few microbatches as fit in memory.
 
-    The paper does not say that rollouts are dealt to ranks by length; Slipstream deals them so.
+    The paper does not say that rollouts are dealt to ranks by length; Slipstream deals them so. `stages`: whether
+    model-parallel sizes above a node are read as pipeline stages, of the trainer and of the generator.
     """
     efficiency = replace(efficiency or Efficiency(), sequence_s=fitted.sequence_s, serial_s=fitted.serial_s)
     sampled = lengths(fitted.mean, fitted.tail)
@@ -144,9 +157,8 @@ def predict(
     workload = replace(workload, deals_by_length=deals_by_length)
     gpus = row.trainer[0] if row.is_baseline else row.trainer[0] + row.generator[0]
     costs = CostModel(ARCHITECTURES[f"llama-3.1-{row.model.lower()}"], cluster("H100", gpus), workload, efficiency)
-    generator = GeneratorLayout(
-        devices=row.generator[0], tensor_parallel=row.generator[1], slots=row.slots, precision=row.precision
-    )
+    place = divided(row.generator[1], stages=stages[1])
+    generator = GeneratorLayout(devices=row.generator[0], **place, slots=row.slots, precision=row.precision)
 
     def plan(trainer: TrainerLayout) -> SynchronousPlan:
         return SynchronousPlan(trainer=trainer, generator=generator, frees="gradients_and_activations")
@@ -160,11 +172,16 @@ def predict(
     mine = GROUPS * GROUP_SIZE * degree // devices
     layouts = (
         TrainerLayout(
-            devices=devices, tensor_parallel=degree, microbatch=math.ceil(mine / count), head_precision="bfloat16"
+            devices=devices,
+            **divided(degree, stages=stages[0]),
+            microbatch=math.ceil(mine / count),
+            head_precision="bfloat16",
         )
         for count in range(1, mine + 1)
     )
-    trainer = next(filter(fits, layouts))
+    fitting = list(filter(fits, layouts)) if stages[0] else [next(filter(fits, layouts))]
+    # A pipeline waits less with more microbatches, so the fewest are not the best there.
+    trainer = min(fitting, key=lambda one: costs.train_step(one).total)
     if row.is_baseline:
         step = costs.synchronous(plan(trainer))
     else:
@@ -284,6 +301,7 @@ def report() -> None:
     gains = speedups({row: one.seconds for row, one in balanced.items()})
     named = ", ".join(f"{name} {gain:.2f}" for name, gain in gains.items())
     print(f"\nif rollouts were dealt to ranks by length: {told}; speed-ups {named}")
+    report_stages(fitted, predictions)
     print("\nwhat the seconds are, and what would make each row exact:\n")
     for row, prediction in predictions.items():
         sides = prediction.step.sides
@@ -296,6 +314,36 @@ def report() -> None:
         ways = [f"a mean of {mean:.0f} tokens" if mean else "no mean length"]
         ways.append(f"collectives {slower:.1f} times as slow" if slower else "no speed of collectives")
         print(f"    exact with  {', or '.join(ways)}")
+
+
+def report_stages(fitted: Fitted, flat: dict[Row, Prediction]) -> None:
+    """Model-parallel sizes above a node, read as stages of one node each: of generators alone, and of both sides."""
+    lines = [["row", "paper s", "tensor parallel", "off", "generator tp x pp", "s", "off", "both tp x pp", "s", "off"]]
+    ways = {which: {row: predict(row, fitted, stages=which) for row in ROWS} for which in ((False, True), (True, True))}
+    for row in ROWS:
+        if row.is_fitted:
+            continue
+        cells = [row.name, f"{row.paper_s:g}", f"{flat[row].seconds:.1f}", off(flat[row].seconds, row.paper_s)]
+        for predictions in ways.values():
+            seconds = predictions[row].seconds
+            degrees = divided(row.generator[1], stages=True).values()
+            cells += [" x ".join(map(str, degrees)), f"{seconds:.1f}", off(seconds, row.paper_s)]
+        lines.append(cells)
+    print("\nmodel-parallel sizes of more than a node, read as pipeline stages:\n")
+    print(table(lines))
+    told = []
+    for which, predictions in {
+        "tensor parallel": flat,
+        "generator": ways[False, True],
+        "both": ways[True, True],
+    }.items():
+        gains = speedups({row: one.seconds for row, one in predictions.items()})
+        told.append(f"{which} " + ", ".join(f"{name} {gain:.2f}" for name, gain in gains.items()))
+    print(f"\nspeed-ups: {'; '.join(told)}")
+    for row, one in ways[True, True].items():
+        if not row.is_fitted:
+            step_ms, trainer = Parts(one.decode.times(1e3).parts), one.step.sides["trainer"]
+            print(f"{row.name}, both: decode step {step_ms.total:.1f} ms: {parts(step_ms)}; trainer {parts(trainer)}")
 
 
 FIXED: tuple[tuple[str, float], ...] = (

@@ -546,6 +546,7 @@ class PlanOptions:
         "Of the generators: those to be tried.", metavar="float32|bfloat16|fp8 ..."
     )
     max_staleness: int | None = flag("Largest bound to be tried, in steps.")
+    max_stages: int | None = flag("Most pipeline stages to be tried; 1: none. Default: 16.")
     reference: bool = flag("There is a reference policy, for a KL penalty.", default=False)
     critic: bool = flag("There is a critic of the policy's size.", default=False)
     reward_model: str | None = flag("The model that scores, named as the policy is.")

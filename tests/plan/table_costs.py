@@ -39,6 +39,7 @@ class TableCosts:
     model: TransformerConfig = ARCHITECTURES["smollm2-135m"]
     usable_bytes: float = 12.0
     asked: dict[Any, int] = field(default_factory=dict)
+    memory_grows: bool = False
 
     def __post_init__(self) -> None:
         self.cluster = GpuCluster(device=DEVICES["H100"], num_devices=self.num_devices)
@@ -58,6 +59,13 @@ class TableCosts:
 
     def train_step(self, layout: TrainerLayout) -> Parts:
         return Parts({"train": self.drawn("train", layout)})
+
+    def train_floor_s(self, layout: TrainerLayout) -> float:
+        """A bound anywhere below the seconds of a step."""
+        return self.train_step(layout).total * self.drawn("floor", layout) / 20
+
+    def generating_floor_s(self, layout: GeneratorLayout) -> float:
+        return self.generating_turn(layout).total * self.drawn("floor", layout) / 20
 
     def reference_pass(self, layout: TrainerLayout) -> Parts:
         return Parts({"reference": self.drawn("reference", layout)})
@@ -83,10 +91,17 @@ class TableCosts:
         return Parts({"weights": self.drawn("holds", layout)})
 
     def colocated_memory(self, plan: SynchronousPlan) -> Mapping[str, Parts]:
-        freed = {"nothing": 1.0, "gradients_and_activations": 0.6, "optimizer_too": 0.2}[plan.frees]
-        trains = self.train_memory(plan.trainer, served=None)
-        generates = self.generator_memory(plan.generator, shadow=False)
-        return {"trains": trains, "generates": trains.times(freed) + generates}
+        trainer = self.colocated_trainer(plan.trainer, plan.frees)
+        generator = self.colocated_generator(plan.generator, plan.frees)
+        return {phase: trainer[phase] + generator[phase] for phase in trainer}
+
+    def colocated_trainer(self, layout: TrainerLayout, frees: Frees) -> Mapping[str, Parts]:
+        freed = {"nothing": 1.0, "gradients_and_activations": 0.6, "optimizer_too": 0.2}[frees]
+        trains = self.train_memory(layout, served=None)
+        return {"trains": trains, "generates": trains.times(freed)}
+
+    def colocated_generator(self, layout: GeneratorLayout, frees: Frees) -> Mapping[str, Parts]:
+        return {"trains": Parts({}), "generates": self.generator_memory(layout, shadow=False)}
 
     def training_turn(self, layout: TrainerLayout, frees: Frees) -> Parts:
         return self.train_step(layout) + Parts({"offload": self.drawn("frees", frees, layout)})

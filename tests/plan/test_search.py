@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 
 import pytest
@@ -24,7 +25,7 @@ from slipstream.plan.layouts import (
     layout_tables,
 )
 from slipstream.plan.lengths import LengthSample
-from slipstream.plan.planner import FREES, best_synchronous
+from slipstream.plan.planner import CLOSE, FREES, best_synchronous, worth_staging
 from slipstream.plan.question import ARCHITECTURES
 from slipstream.plan.search import Search, Space, default_space, executors, signature_of
 
@@ -90,6 +91,94 @@ def fastest_asynchronous(costs):
 def all_scorers():
     """Whole copies, or one that is cut over all devices; nine heads are not shared by two."""
     return [ScorerLayout(devices=n, sharded=cut) for n in SPACE.devices for cut in (False, True) if n > cut]
+
+
+STAGED = replace(
+    SPACE,
+    devices=(1, 2, 4, 6),
+    trainer_stages=(1, 2),
+    generator_stages=(1, 2),
+    chunks=(1, 2),
+    context_parallel=(1, 2),
+    synchronous_devices=(2, 4),
+)
+
+
+def staged_trainers(devices):
+    for layout in all_trainers(devices):
+        for stages, chunks, context in itertools.product((1, 2), (1, 2), (1, 2)):
+            shards, left = divmod(layout.devices, layout.tensor_parallel * stages * context)
+            if left == 0 and (stages > 1 or chunks == 1) and (layout.microbatch == 1 or 8 / shards > 1):
+                yield replace(layout, pipeline_parallel=stages, chunks=chunks, context_parallel=context)
+
+
+def staged_generators(devices, steps_in_flight=10**6):
+    for n, m, p, b, precision in itertools.product(devices, (1, 2), (1, 2), (8, 16), ("bfloat16", "fp8")):
+        if n % (m * p) == 0 and b <= max(8, -(-8 * steps_in_flight // (n // (m * p)) // 8) * 8):
+            yield GeneratorLayout(devices=n, tensor_parallel=m, pipeline_parallel=p, slots=b, precision=precision)
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 10_000), num_devices=st.integers(2, 8))
+def test_stages_and_context_equal_brute_force(seed, num_devices):
+    costs = TableCosts(seed=seed, num_devices=num_devices)
+    best = {True: math.inf, False: math.inf}
+    generators = []
+    for layout in staged_generators(STAGED.devices, K + 1):
+        if costs.fits(costs.generator_memory(layout)):
+            seconds = costs.generation(layout, waits_for_longest=False).total
+            pause_s = costs.weight_sync(None, layout)["pause"]
+            bound_s = 7.5 * seconds * layout.slots * layout.replicas / (8 * 6) / K
+            generators.append((max(seconds + pause_s, bound_s), layout))
+    for trainer in staged_trainers(STAGED.devices):
+        for seconds, layout in generators:
+            held = costs.train_memory(trainer, served=layout.precision)
+            if trainer.devices + layout.devices <= num_devices and costs.fits(held):
+                stage_s = costs.weight_sync(trainer, layout)["stage"]
+                step_s = max(costs.train_step(trainer).total + stage_s, seconds)
+                for flat in (True, False):
+                    if not flat or (trainer.is_flat and layout.is_flat):
+                        best[flat] = min(best[flat], step_s)
+    search = Search(costs, STAGED)
+    for flat, expected in best.items():
+        found = list(search.asynchronous(K, flat=flat).values())
+        assert (found[0].seconds if found else math.inf) == expected
+    table = worth_staging(search, K)
+    expected = best[True] if best[True] <= CLOSE * best[False] else best[False]
+    assert next((found.seconds for found in table.values()), math.inf) == expected
+
+
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 10_000))
+def test_synchronous_stages_equal_brute_force(seed):
+    costs, best = TableCosts(seed=seed, num_devices=4), {True: math.inf, False: math.inf}
+    for devices in STAGED.synchronous_devices:
+        for trainer, generator in itertools.product(staged_trainers([devices]), staged_generators([devices])):
+            for frees in FREES:
+                plan = SynchronousPlan(trainer=trainer, generator=generator, frees=frees)
+                if costs.fits(*costs.colocated_memory(plan).values()):
+                    seconds = costs.synchronous(plan).seconds
+                    for flat in {False, trainer.is_flat and generator.is_flat}:
+                        best[flat] = min(best[flat], seconds)
+    found = best_synchronous(costs, STAGED)
+    expected = best[False] if best[False] < best[True] / CLOSE else best[True]
+    assert (math.inf if found is None else found.seconds) == expected
+    if found is not None:
+        assert costs.fits(*costs.colocated_memory(found.plan).values())
+
+
+def test_stages_have_to_make_a_step_more_than_two_percent_shorter():
+    """A trainer alone with 100 s, and one of two stages with 98.5 or 97 s."""
+    for staged_s, is_taken in ((98.5, False), (97.0, True)):
+
+        class Two(TableCosts):
+            def drawn(self, *key, staged_s=staged_s):
+                if key[0] == "train":
+                    return staged_s if key[1].pipeline_parallel == 2 else 100.0
+                return 1.0
+
+        table = worth_staging(Search(Two(seed=0, num_devices=6), STAGED), 100)
+        assert (next(iter(table.values())).plan.trainer.pipeline_parallel == 2) is is_taken
 
 
 @settings(max_examples=20, deadline=None)

@@ -24,8 +24,9 @@ from slipstream.plan.cost_model import CostModel
 from slipstream.plan.counts import counts_of
 from slipstream.plan.cpu import CalibratedTimes, CpuMachine, Times, plan_for_cpu
 from slipstream.plan.hardware import GpuCluster
-from slipstream.plan.layouts import GeneratorLayout, Layout, Parts, TrainerLayout, Workload, layout_tables
+from slipstream.plan.layouts import GeneratorLayout, Layout, Parts, TrainerLayout, Workload, is_flat, layout_tables
 from slipstream.plan.measured import CalibratedCostModel, Curves, MeasuredCurves, measured_model, read_measured
+from slipstream.plan.pipeline import MOST_STAGES
 from slipstream.plan.planner import SAME, Plan, PlanRow, Rehearsed, plan_for_cluster
 from slipstream.plan.question import (
     MOST_STALENESS,
@@ -115,14 +116,15 @@ class Answer:
 
     @cached_property
     def refusal(self) -> ConfigError | None:
-        """The error of a run of this plan, which then only says what adapters would take there; None if it can run.
+        """The error of a run of this plan, which then only says what it would take there; None if it can run.
 
-        ConfigError where it cannot, and has none: a plan that cannot be run is no plan.
+        That is so of adapters, and of stages and parts of sequences that no run has. ConfigError of any other one: a
+        plan that cannot be run is no plan.
         """
         try:
             resolve(self._tables)
         except ConfigError as error:
-            if not self.plan.workload.adapters.params:
+            if not self.plan.workload.adapters.params and all(map(is_flat, executors(self.plan.best.plan).values())):
                 raise
             return error
         return None
@@ -233,10 +235,11 @@ def answer(question: Question) -> Answer:
             hint="for this machine: train for a few steps, and plan for the run's folder",
         )
     bound = MOST_STALENESS if question.max_staleness is None else question.max_staleness
-    if bound < 1 or question.rows < 1:
-        got = f"--max-staleness {bound}, --rows {question.rows}"
+    stages = MOST_STAGES if question.max_stages is None else question.max_stages
+    if bound < 1 or question.rows < 1 or stages < 1:
+        got = f"--max-staleness {bound}, --rows {question.rows}, --max-stages {stages}"
         allowed = "1 or more; staleness 0 is the synchronous configuration beside them"
-        raise ConfigError("a plan has rows, and some staleness", got=got, allowed=allowed)
+        raise ConfigError("a plan has rows, some staleness, and a stage", got=got, allowed=allowed)
     workload, assumed = workload_of(question, subject)
     longest = max_new_tokens(question, subject, workload.lengths)
     base = base_tables(subject, workload, longest, reward_model=question.reward_model)
@@ -254,7 +257,8 @@ def answer(question: Question) -> Answer:
     else:
         model, has_experts = _cost_model(subject, cluster, workload, measured), subject.shape.num_experts > 0
         precisions = precisions_of(question, cluster, has_experts=has_experts)
-        plan = plan_for_cluster(model, precisions=precisions, max_staleness=bound, num_rows=question.rows)
+        tried: dict[str, Any] = {"precisions": precisions, "max_staleness": bound, "max_stages": stages}
+        plan = plan_for_cluster(model, **tried, num_rows=question.rows)
     found = Answer(subject=subject, plan=plan, cluster=cluster, assumed=assumed, base=base)
     _ = found.refusal
     return found
@@ -303,7 +307,11 @@ def show(answer: Answer, console: Console) -> None:
     per = "in all" if answer.cluster is None else f"per {answer.unit}"
     for title, table, legend in (
         (f"Best configurations under max_staleness k = {answer.plan.max_staleness}", _configurations(answer), True),
-        (f"Memory of the best, GB {per}, of {gigabytes(answer.plan.usable_bytes)}", _memory(answer), False),
+        (
+            f"Memory of the best, GB {per}, of {gigabytes(answer.plan.usable_bytes)}, and its {answer.unit}s",
+            _memory(answer),
+            False,
+        ),
         ("The best for each k, by the real schedule in virtual time", _bounds(answer), False),
     ):
         console.print(f"\n{title}", style="bold", highlight=False)
@@ -349,7 +357,9 @@ def _heading(answer: Answer) -> list[str]:
             f"instead of {gigabytes(whole)}"
         )
     if answer.refusal is not None:
-        lines.append(f"no run can do this yet: {reason(answer.refusal)}")
+        line = f"no run can do this yet: {reason(answer.refusal)}"
+        is_staged = not all(map(is_flat, executors(answer.plan.best.plan).values()))
+        lines.append(f"{line} (--max-stages 1 plans without stages)" if is_staged else line)
     if answer.assumed:
         lines.append(f"assumed, as not given: {', '.join(answer.assumed)}")
     return lines
@@ -396,18 +406,25 @@ def _told(rehearsed: Rehearsed) -> list[str]:
 
 
 def _layout(layout: Layout) -> str:
+    """Write a layout as its devices, tensor x pipeline x data parallel, and what else it has."""
     if isinstance(layout, TrainerLayout):
-        return f"{layout.devices}: m{layout.tensor_parallel} b{layout.microbatch:g}" + " r" * layout.recompute
+        axes = f"{layout.tensor_parallel}x{layout.pipeline_parallel}x{layout.data_parallel}"
+        further = f" v{layout.chunks}" * (layout.chunks > 1) + f" c{layout.context_parallel}" * (
+            layout.context_parallel > 1
+        )
+        return f"{axes}{further} b{layout.microbatch:g}" + " r" * layout.recompute
     if isinstance(layout, GeneratorLayout):
         precision = {"bfloat16": "bf16", "float32": "fp32"}.get(layout.precision, layout.precision)
-        return f"{layout.devices}: {layout.replicas}xm{layout.tensor_parallel} b{layout.slots} {precision}"
+        axes = f"{layout.tensor_parallel}x{layout.pipeline_parallel}x{layout.replicas}"
+        return f"{axes} b{layout.slots} {precision}"
     divided = f": m{layout.tensor_parallel}" + " sharded" * layout.sharded if layout.division else ""
     return f"{layout.devices}{divided}"
 
 
 def _memory(answer: Answer) -> Table:
     best = answer.plan.best.found
-    table = _table([""], [_title(name) for name in best.memory])
+    layouts = executors(best.plan)
+    table = _table([""], [_title(name) + f": {layouts[name].devices}" * (name in layouts) for name in best.memory])
     causes = dict.fromkeys(cause for held in best.memory.values() for cause in held.parts)
     for cause in causes:
         held = (gigabytes(parts.parts[cause]) if cause in parts.parts else "" for parts in best.memory.values())

@@ -1,22 +1,24 @@
 """The costs of a step: seconds and bytes of every executor, for a model on a cluster (docs/planning.md).
 
 A roofline with named losses. Every time is a sum of parts that have a cause (`Parts`), so a prediction can be taken
-apart. Left out: pipeline parallelism, networks that others use too, and what only happens now and then (checkpoints,
-evaluations, restarts).
+apart. Of pipeline stages the slowest one counts (`pipeline.py`). Left out: networks that others use too, and what only
+happens now and then (checkpoints, evaluations, restarts).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cache
 from statistics import NormalDist
+from typing import Any, TypeVar
 
 from slipstream.core.errors import ConfigError
 from slipstream.core.fields import Precision
 from slipstream.models.config import MAX_LOGITS, TransformerConfig
 from slipstream.plan.counts import BYTES, COMPUTED_BYTES, EXPANDED, Adapters, Counts, counts_of
-from slipstream.plan.hardware import GpuCluster, all_gather_s, all_reduce_s, last_host_task_s
+from slipstream.plan.hardware import GpuCluster, all_gather_s, all_reduce_s, last_host_task_s, send_s
 from slipstream.plan.layouts import (
     AsynchronousPlan,
     Efficiency,
@@ -30,6 +32,7 @@ from slipstream.plan.layouts import (
     Workload,
 )
 from slipstream.plan.lengths import imbalance, slowest_replica
+from slipstream.plan.pipeline import Stage, in_flight, middle_stages, stage_ends
 
 # Per layer, counted by `test_decode_kernels.py`: two norms, four products, rotation and cache, attention and reduction,
 # activation. Layers that our engine does not fuse (divided over ranks, LayerNorm) have up to 20.
@@ -39,64 +42,148 @@ LOGITS_AT_ONCE = MAX_LOGITS["cuda"]  # larger heads run in chunks that the backw
 LOGIT_PASSES = 5  # reads or writes of float32 logits, from the product to a token with its logprob, or to a loss
 PAGE = 16  # tokens of a page of keys and values (`generator/paged_kv.py`)
 USABLE_MEMORY = 0.92  # of a device: the rest is CUDA's context, NCCL's buffers and what the allocator cannot use
+T = TypeVar("T")
 
 
 class CostModel:
-    """Times and memory of `model` on `cluster` for `workload`."""
+    """Times and memory of `model` on `cluster` for `workload`.
+
+    `memory_grows`: twice the microbatch takes at least the same memory, and so does it without recomputation.
+    """
+
+    memory_grows = True
 
     def __init__(
         self, model: TransformerConfig, cluster: GpuCluster, workload: Workload, efficiency: Efficiency | None = None
     ) -> None:
         self.model, self.cluster, self.workload = model, cluster, workload
         self.efficiency = efficiency or Efficiency()
+        self._known: dict[tuple[Any, ...], Any] = {}  # what a search asks for again and again
 
     def train_step(self, layout: TrainerLayout) -> Parts:
         """Seconds of a step: microbatches, the wait for the data-parallel rank with most tokens, optimizer updates.
 
-        A reference beside the trainer runs forward only; a critic of the policy's size costs the same again.
+        A pipeline is filled and emptied once for each update, (P - 1) / V microbatches. A reference beside the trainer
+        runs forward only; a critic of the policy's size costs the same again.
         """
         workload = self.workload
-        mine = workload.rollouts / layout.data_parallel
-        count = workload.minibatches * max(1, math.ceil(mine / workload.minibatches / layout.microbatch - 1e-9))
+        count = workload.minibatches * self.microbatches(layout)
         # A rollout is not divided: with more ranks than rollouts some have none, and the others one.
-        microbatch = self._microbatch(layout, max(mine / count, 1.0)).times(count * workload.epochs)
+        one = self._microbatch(layout, max(workload.rollouts / layout.data_parallel / count, 1.0))
+        microbatch = one.times(count * workload.epochs)
         updates = self._update(layout).times(workload.minibatches * workload.epochs)
         parts = microbatch + Parts({"imbalance": self._imbalance(layout) * microbatch.total}) + updates
+        if layout.pipeline_parallel > 1:
+            parts += Parts({"bubble": workload.minibatches * workload.epochs * self._filling(layout) * one.total})
         parts = parts.times(2.0) if workload.critic else parts
         return parts + Parts({"serial": self.efficiency.serial_s})
+
+    def microbatches(self, layout: TrainerLayout) -> int:
+        """Return the microbatches of a data-parallel rank in a minibatch; interleaved stages take P of them in turn."""
+        mine = self.workload.rollouts / layout.data_parallel
+        count = max(1, math.ceil(mine / self.workload.minibatches / layout.microbatch - 1e-9))
+        return count if layout.chunks == 1 else -(-count // layout.pipeline_parallel) * layout.pipeline_parallel
+
+    def train_floor_s(self, layout: TrainerLayout) -> float:
+        """Seconds that `train_step` takes at least: work on all tokens at the rate of the largest microbatch there is.
+
+        A lower bound: no part of the work takes less per rollout in smaller microbatches (assumption 7.1 of LlamaRL),
+        and what it leaves out (gathers that nothing hides, messages of stages, imbalance, updates) is never negative.
+        """
+        workload = self.workload
+        count = workload.minibatches * self.microbatches(layout)
+        filled = workload.epochs * (count + workload.minibatches * self._filling(layout))
+        rollouts = filled * max(workload.rollouts / layout.data_parallel / count, 1.0) / layout.context_parallel
+        layer_s, head_s = self._least_s(layout)
+        slowest_s = max(one.layers * layer_s + one.is_last * head_s for one in self._stages(layout))
+        return (2.0 if workload.critic else 1.0) * rollouts * slowest_s * (1 - 1e-9)
+
+    def _least_s(self, layout: TrainerLayout) -> tuple[float, float]:
+        """Return the least seconds of work on a rollout: of a layer, and of the head."""
+        degree, recompute, keeps = layout.tensor_parallel, layout.recompute, layout.keeps_products
+        key = ("least", degree, recompute, keeps, layout.precision, layout.head_precision)
+        if key not in self._known:
+            count = self.workload.rollouts
+            alone = replace(layout, devices=degree, pipeline_parallel=1, chunks=1, context_parallel=1)
+            passes = self._num_passes(layout)
+            layer = self._passes_of(alone, Stage(1, is_first=False, is_last=False), count, passes)
+            head = self._head(alone, count, is_trained=True)
+            # Logits of a smaller microbatch may be few enough to be kept: then two or three products of four are left.
+            kept = 2 / 3 if layout.head == "float32" and degree == 1 else 1.0
+            self._known[key] = layer.without("data_parallel").total / count, kept * head.total / count
+        found: tuple[float, float] = self._known[key]
+        return found
+
+    @staticmethod
+    def _num_passes(layout: TrainerLayout) -> int:
+        return 4 if layout.recompute and not layout.keeps_products else 3
 
     def reference_pass(self, layout: TrainerLayout) -> Parts:
         """Seconds of the reference's logprobs, where it lies beside the trainer and is divided as the policy is."""
         mine = max(self.workload.rollouts / layout.data_parallel, 1.0)
         count = max(1, math.ceil(mine / layout.microbatch - 1e-9))
-        return Parts({"reference": self._passes(layout, mine / count, 1).total * count})
+        return Parts({"reference": self._passes(layout, mine / count, 1).total * (count + self._filling(layout))})
 
     def decode_step(self, layout: GeneratorLayout, *, live: float, context: float) -> Parts:
-        """Seconds for one token of each of `live` completions, that see `context` tokens in the mean."""
+        """Seconds for one token of each of `live` completions, that see `context` tokens in the mean.
+
+        P stages have as many batches in flight, of live / P completions each; every one of them gets a token in
+
+            max(P slowest stage,  sum of the stages + (P - 1) hops)
+        """
+        key = ("decode", layout.tensor_parallel, layout.pipeline_parallel, layout.precision, live, context)
+        return self._once(key, lambda: self._decode(layout, live, context))
+
+    def _decode(self, layout: GeneratorLayout, live: float, context: float) -> Parts:
+        if layout.pipeline_parallel == 1:
+            whole = counts_of(self.model, layout.tensor_parallel).whole
+            return self._decode_stage(layout, whole, live=live, context=context)
+        batches = min(layout.pipeline_parallel, max(live, 1.0))
+        rows, hop_s = live / batches, self._hop_s(layout, live / batches)
+        first, last = (
+            self._decode_stage(layout, stage, live=rows, context=context) for stage in self._generator_stages(layout)
+        )
+        slowest = max(first, last, key=lambda parts: parts.total)
+        whole = counts_of(self.model, layout.tensor_parallel).whole
+        in_turn = self._decode_stage(layout, whole, live=rows, context=context)
+        others = layout.pipeline_parallel - 1
+        in_turn += Parts({"sampler": others * self.efficiency.step_s, "pipeline": others * hop_s})
+        full = (slowest + Parts({"pipeline": hop_s})).times(batches)
+        return max(full, in_turn, key=lambda parts: parts.total)
+
+    def _decode_stage(self, layout: GeneratorLayout, stage: Stage, *, live: float, context: float) -> Parts:
+        """Seconds of a stage's part of a decode step; only the last one has logits, and a sampler."""
         counts, model, ranks = counts_of(self.model, layout.tensor_parallel), self.model, layout.tensor_parallel
-        precision, activation = layout.precision, COMPUTED_BYTES[layout.precision]
+        precision, activation, has_head = layout.precision, COMPUTED_BYTES[layout.precision], stage.is_last
         head_precision: Precision = "bfloat16" if precision == "fp8" else precision
         width, logits = live * model.hidden_size * activation, live * model.vocab_size * 4
-        sums, host_s = model.num_layers * counts.joins, self.efficiency.host_task_s
+        sums, host_s, share = stage.layers * counts.joins, self.efficiency.host_task_s, stage.layers / model.num_layers
+        head_s = self._product(live, counts.head_matrix, head_precision) if has_head else 0.0
         return Parts(
             {
-                "weights": model.num_layers * self._layer(live, counts, precision)
-                + self._product(live, counts.head_matrix, head_precision)
-                + self._product(live, self.adapters.multiplied, "float32"),
-                "keys_and_values": self._move(live * context * counts.kv_bytes(precision)),
-                "kernels": (model.num_layers * DECODE_KERNELS + self.adapters.kernels + LOGIT_PASSES)
+                "weights": stage.layers * self._layer(live, counts, precision)
+                + head_s
+                + self._product(live, share * self.adapters.multiplied, "float32"),
+                "keys_and_values": self._move(live * context * counts.kv_bytes(precision, stage.layers)),
+                "kernels": (stage.layers * DECODE_KERNELS + share * self.adapters.kernels + has_head * LOGIT_PASSES)
                 * self.efficiency.kernel_s,
                 "tensor_parallel": sums * self._all_reduce(width, ranks)
-                + self._all_gather(logits, ranks)
-                + (sums + 1) * last_host_task_s(host_s, ranks, self.cluster),
-                "sampler": self._move(LOGIT_PASSES * logits)
+                + has_head * self._all_gather(logits, ranks)
+                + (sums + has_head) * last_host_task_s(host_s, ranks, self.cluster),
+                "sampler": has_head * self._move(LOGIT_PASSES * logits)
                 + self.efficiency.step_s
-                + live * self.efficiency.sequence_s,
+                + has_head * live * self.efficiency.sequence_s,
             }
         )
 
+    def _hop_s(self, layout: GeneratorLayout, rows: float) -> float:
+        """Seconds until the next stage has the states of `rows`; between nodes it also waits for two hosts."""
+        nbytes = rows * self.model.hidden_size * COMPUTED_BYTES[layout.precision]
+        is_far = self.cluster.nodes_of(layout.model_ranks) > 1
+        return send_s(nbytes, self.cluster, between_nodes=is_far) + is_far * 1.5 * self.efficiency.host_task_s
+
     def prefill(self, layout: GeneratorLayout, *, prompts: float) -> Parts:
-        """Seconds to prefill so many prompts on one replica, in full chunks beside decode steps."""
+        """Seconds to prefill so many prompts on one replica (its fullest stage), in full chunks beside decode steps."""
         counts, model = counts_of(self.model, layout.tensor_parallel), self.model
         tokens = prompts * self.workload.lengths.prompt_mean
         attention = 2 * PREFILL_CHUNK * self.workload.lengths.prompt_mean * counts.local.query_size
@@ -104,7 +191,11 @@ class CostModel:
         nbytes = PREFILL_CHUNK * model.hidden_size * COMPUTED_BYTES[layout.precision]
         layer += counts.joins * self._all_reduce(nbytes, layout.tensor_parallel)
         adapters = self._product(PREFILL_CHUNK, self.adapters.multiplied, "float32")
-        return Parts({"prefill": (model.num_layers * layer + adapters) * tokens / PREFILL_CHUNK})
+        layers = self._generator_stages(layout)[0].layers
+        chunk_s = layers * layer + layers / model.num_layers * adapters
+        if layout.pipeline_parallel > 1:
+            chunk_s += self._hop_s(layout, PREFILL_CHUNK)
+        return Parts({"prefill": chunk_s * tokens / PREFILL_CHUNK})
 
     def generation(self, layout: GeneratorLayout, *, waits_for_longest: bool) -> Parts:
         """Seconds in which `layout` generates the rollouts of a step.
@@ -122,6 +213,11 @@ class CostModel:
         parts = even + Parts({"straggler": max(0.0, sum(each) - even.without("prefill").total)})
         waits_s = self.workload.turns.slowest_s(self.workload.rollouts)
         return parts + Parts({"environment": waits_s}) if waits_s else parts
+
+    def generating_floor_s(self, layout: GeneratorLayout) -> float:
+        """Seconds that `generating_turn` takes at least: without waiting for the longest completion."""
+        mine = self.workload.rollouts / layout.replicas
+        return self._full(replace(layout, slots=min(layout.slots, math.ceil(mine))), mine).total * (1 - 1e-9)
 
     def scoring(self, model: TransformerConfig, layout: ScorerLayout) -> Parts:
         """Seconds in which the copies of `model` read the rollouts of a step once, each rank 8 at a time."""
@@ -146,9 +242,7 @@ class CostModel:
         (`weight_sync/resharding.py`). Only `stage` and `pause` cost work; a transfer costs staleness. A version of
         adapters is these alone.
         """
-        part = self.adapters.version_bytes
-        part = part or counts_of(self.model, generator.tensor_parallel).served_bytes(generator.precision)
-        whole = part * generator.tensor_parallel
+        part, whole = self._served(generator)
         params = self._trained(trainer) / trainer.data_parallel
         bandwidth = self.cluster.device.network_bandwidth * self.efficiency.network
         staged = params * (self.adapters.item if self.adapters.params else BYTES[generator.precision])
@@ -159,6 +253,16 @@ class CostModel:
                 "pause": self._move(4 * part),  # live and arrived bytes change places: two reads, two writes
             }
         )
+
+    def _served(self, layout: GeneratorLayout) -> tuple[float, float]:
+        """Return the bytes of a version for the rank that gets most of it, and for all ranks of a replica."""
+        if version := self.adapters.version_bytes:
+            return version, version * layout.model_ranks
+        counts, ends = counts_of(self.model, layout.tensor_parallel), self._generator_stages(layout)
+        parts = [counts.served_bytes(layout.precision, stage) for stage in ends]
+        middle = Stage(middle_stages(self.model.num_layers, layout.pipeline_parallel), is_first=False, is_last=False)
+        whole = sum(parts) if len(ends) == 1 else sum(parts) + counts.served_bytes(layout.precision, middle)
+        return max(parts), whole * layout.tensor_parallel
 
     def asynchronous(self, plan: AsynchronousPlan) -> StepTime:
         """Executors side by side: the slowest one's time, and what share of it the others wait."""
@@ -210,59 +314,113 @@ class CostModel:
 
         Float32 weights and moments, as `trainer/optim.py` keeps them, are 12 bytes a parameter in all. Beside adapters
         the model's own weights have neither moments nor gradients, and a reference is the same weights. Of offloaded
-        moments those of one tensor are there at a time.
+        moments those of one tensor are there at a time. Of pipeline stages it is the one that holds most.
         """
-        counts, model, workload = counts_of(self.model, layout.tensor_parallel), self.model, self.workload
-        element = COMPUTED_BYTES[layout.precision]
-        params, shards = self._trained(layout), layout.data_parallel
-        uses_fsdp = shards > 1 or layout.precision != "float32"
-        tokens = layout.microbatch * workload.trained_tokens
-        kept = tokens * counts.kept_elements * element
-        each = tokens * element * (model.hidden_size + layout.keeps_products * counts.product_elements)
-        logits = (
-            min(layout.microbatch * workload.lengths.mean * model.vocab_size, LOGITS_AT_ONCE)
-            * 4
-            / layout.tensor_parallel
-        )
-        models = 2 if workload.critic else 1
-        # The root (embedding and head) from forward to backward; one layer that runs, and one that comes. One rank
-        # has a copy of all in the precision of products.
-        gathered = (2 * counts.layer + counts.root) * element if uses_fsdp else 0.0
-        copies = 0.0
-        if uses_fsdp and layout.devices == 1 and not self.adapters.params:
-            gathered, copies = 0.0, params * element * (models + bool(workload.reference))
-        if layout.head != layout.precision:
-            gathered += counts.head_matrix * COMPUTED_BYTES[layout.head]
-        weights = 4 * self._held(layout) / shards * models
+        place = layout.devices, layout.tensor_parallel, layout.pipeline_parallel, layout.chunks, layout.context_parallel
+        held = (*place, layout.reduce_once, layout.offloads_moments)
+        working = (*place, layout.microbatch, layout.precision, layout.recompute, layout.keeps_products, layout.head)
+
+        def held_by(stage: Stage) -> Parts:
+            states = self._once(("states", stage, *held), lambda: self._states(layout, stage))
+            run = self._once(("working", stage, *working), lambda: self._working(layout, stage))
+            beside = self._once(("beside", stage, *place, served), lambda: self._beside(layout, stage, served))
+            return Parts({**states, **run, **beside})
+
+        return max(map(held_by, self._stages(layout)), key=lambda parts: parts.total)
+
+    def _once(self, key: tuple[Any, ...], make: Callable[[], T]) -> T:
+        """Return what `make` does, from the second time on without doing it."""
+        if key not in self._known:
+            self._known[key] = make()
+        found: T = self._known[key]
+        return found
+
+    def _states(self, layout: TrainerLayout, stage: Stage) -> dict[str, float]:
+        """Bytes of a rank of `stage` for weights, moments and gradients."""
+        counts, shards = counts_of(self.model, layout.tensor_parallel), layout.data_parallel
+        params, models = self._trained_of(layout, stage), 2 if self.workload.critic else 1
+        adapters = self._adapters_of(stage)
+        weights = 4 * (counts.params_of(stage) + adapters) / shards * models
         if self.adapters.base != "float32":  # whole on every data-parallel rank, and expanded in blocks
-            weights = counts.served_bytes(self.adapters.base) + 4 * self.adapters.params
-            gathered = 2 * min(EXPANDED, counts.head_matrix)
-        parts = {
+            weights = counts.served_bytes(self.adapters.base, stage) + 4 * adapters
+        return {
             "weights": weights,
             "moments": 8 * min(params / shards, counts.embedding if layout.offloads_moments else math.inf) * models,
             "gradients": 4 * params / (1 if layout.reduce_once else shards) * models,
-            "gathered": gathered + copies,
-            "activations": model.num_layers * each + kept if layout.recompute else model.num_layers * kept,
-            "logits": 3 * logits,  # as they are, their probabilities, their gradient
         }
+
+    def _beside(self, layout: TrainerLayout, stage: Stage, served: Precision | None) -> dict[str, float]:
+        """Bytes of a rank of `stage` for staged versions and a reference."""
+        counts, parts, shards = counts_of(self.model, layout.tensor_parallel), dict[str, float](), layout.data_parallel
         if served is not None:
-            parts["staging"] = 2 * (self.adapters.version_bytes or counts.served_bytes(served)) / shards
-        if workload.reference and not self.adapters.params:
-            parts["reference"] = 4 * params / shards
-        return Parts(parts)
+            staged = self.adapters.item * self._adapters_of(stage)
+            parts["staging"] = 2 * (staged or counts.served_bytes(served, stage)) / shards
+        if self.workload.reference and not self.adapters.params:
+            parts["reference"] = 4 * self._trained_of(layout, stage) / shards
+        return parts
+
+    def _working(self, layout: TrainerLayout, stage: Stage) -> dict[str, float]:
+        """Bytes of a rank of `stage` while it computes: layers as they run, and all microbatches that it has begun.
+
+        Ranks that share a sequence have the keys and values of all of it, of a layer that is computed again while it
+        is, else of all layers.
+        """
+        counts, model, workload = counts_of(self.model, layout.tensor_parallel), self.model, self.workload
+        element, params = COMPUTED_BYTES[layout.precision], self._trained_of(layout, stage)
+        uses_fsdp = layout.data_parallel > 1 or layout.precision != "float32"
+        tokens = layout.microbatch * workload.trained_tokens / layout.context_parallel
+        kept = tokens * counts.kept_elements * element
+        each = tokens * element * (model.hidden_size + layout.keeps_products * counts.product_elements)
+        logits = (
+            min(layout.microbatch * workload.lengths.mean / layout.context_parallel * model.vocab_size, LOGITS_AT_ONCE)
+            * 4
+            / layout.tensor_parallel
+        )
+        # The root (embedding and head) from forward to backward; one layer that runs, and one that comes. One rank
+        # has a copy of all in the precision of products.
+        gathered = (2 * counts.layer + counts.root_of(stage)) * element if uses_fsdp else 0.0
+        copies = 0.0
+        if uses_fsdp and layout.devices == 1 and not self.adapters.params:
+            models = 2 if workload.critic else 1
+            gathered, copies = 0.0, params * element * (models + bool(workload.reference))
+        if layout.head != layout.precision and stage.is_last:
+            gathered += counts.head_matrix * COMPUTED_BYTES[layout.head]
+        if self.adapters.base != "float32":
+            gathered = 2 * min(EXPANDED, counts.head_matrix)
+        begun: float = stage.layers
+        if layout.pipeline_parallel > 1:
+            last = stage.is_last
+            begun *= in_flight(layout.pipeline_parallel, self.microbatches(layout), layout.chunks, is_last=last)
+        others = 2 * counts.local.kv_size * element * tokens * (layout.context_parallel - 1)
+        return {
+            "gathered": gathered + copies,
+            "activations": begun * each + kept + others if layout.recompute else begun * (kept + others),
+            "logits": 3 * logits if stage.is_last else 0.0,  # as they are, their probabilities, their gradient
+        }
 
     def generator_memory(self, layout: GeneratorLayout, *, shadow: bool = True) -> Parts:
         """Bytes on each of a replica's devices: the version that is live, the one that arrives, keys and values.
 
-        Slots are counted at their longest (prompt and longest completion): the engine admits by that.
+        Slots are counted at their longest (prompt and longest completion): the engine admits by that. Of pipeline
+        stages it is the one that holds most; each has keys and values of its layers alone.
         """
+
+        def largest() -> Parts:
+            each = [self._stage_memory(layout, stage, shadow=shadow) for stage in self._generator_stages(layout)]
+            return max(each, key=lambda parts: parts.total)
+
+        place = layout.tensor_parallel, layout.pipeline_parallel, layout.slots, layout.precision
+        return self._once(("generator", *place, shadow), largest)
+
+    def _stage_memory(self, layout: GeneratorLayout, stage: Stage, *, shadow: bool) -> Parts:
         counts, lengths = counts_of(self.model, layout.tensor_parallel), self.workload.lengths
-        base, version = counts.served_bytes(layout.precision), self.adapters.version_bytes
+        base, version = counts.served_bytes(layout.precision, stage), self.adapters.version_bytes
         longest = math.ceil((lengths.prompt_mean + lengths.longest + self.given) / PAGE) * PAGE
+        rows = -(-layout.slots // layout.pipeline_parallel)
         parts = {
             "weights": base + version,
-            "keys_and_values": layout.slots * longest * counts.kv_bytes(layout.precision),
-            "logits": 3 * layout.slots * self.model.vocab_size * 4,
+            "keys_and_values": layout.slots * longest * counts.kv_bytes(layout.precision, stage.layers),
+            "logits": 3 * rows * self.model.vocab_size * 4 if stage.is_last else 0.0,
             "prefill": PREFILL_CHUNK * counts.kept_elements * COMPUTED_BYTES[layout.precision],
         }
         if shadow:
@@ -289,19 +447,29 @@ class CostModel:
     def colocated_memory(self, plan: SynchronousPlan) -> Mapping[str, Parts]:
         """Bytes on each device while it `trains` and while it `generates`; they differ by what `plan.frees` gives up.
 
-        Nobody reads a version while another is made, so there is neither a staging copy nor a shadow.
+        The sum of what each of the two layouts takes, whatever the other one is.
         """
-        training = self.train_memory(plan.trainer, served=None)
-        generating = self.generator_memory(plan.generator, shadow=False)
+        trainer = self.colocated_trainer(plan.trainer, plan.frees)
+        generator = self.colocated_generator(plan.generator, plan.frees)
+        return {phase: trainer[phase] + generator[phase] for phase in trainer}
+
+    def colocated_trainer(self, layout: TrainerLayout, frees: Frees) -> Mapping[str, Parts]:
+        """Bytes of a trainer in both phases. Nobody reads a version while another is made: no copy is staged."""
+        training = self.train_memory(layout, served=None)
+        if frees == "nothing":
+            return {"trains": training, "generates": training}
+        kept = training.without("gradients", "activations", "logits", "gathered")
+        if frees == "optimizer_too":
+            kept = kept.without("moments", "weights")
+        return {"trains": training, "generates": kept}
+
+    def colocated_generator(self, layout: GeneratorLayout, frees: Frees) -> Mapping[str, Parts]:
+        """Bytes of generators in both phases, with one version and no shadow of it."""
+        generating = self.generator_memory(layout, shadow=False)
         version = Parts({"served": generating["weights"]})
         generating = generating.without("weights")
-        if plan.frees == "nothing":
-            both = training + generating + version
-            return {"trains": both, "generates": both}
-        kept = training.without("gradients", "activations", "logits", "gathered")
-        if plan.frees == "optimizer_too":
-            kept = kept.without("moments", "weights")
-        return {"trains": training + version, "generates": kept + generating + version}
+        both = generating + version
+        return {"trains": both if frees == "nothing" else version, "generates": both}
 
     @property
     def usable_bytes(self) -> float:
@@ -328,13 +496,34 @@ class CostModel:
         """Mean tokens of a rollout that environments give."""
         return self.workload.turns.given_mean
 
+    def _stages(self, layout: TrainerLayout) -> tuple[Stage, ...]:
+        return _ends(self.model.num_layers, layout.pipeline_parallel, layout.chunks)
+
+    def _generator_stages(self, layout: GeneratorLayout) -> tuple[Stage, ...]:
+        return _ends(self.model.num_layers, layout.pipeline_parallel, 1)
+
+    @staticmethod
+    def _filling(layout: TrainerLayout) -> float:
+        """Return the microbatches that pass until a pipeline is full and empty again."""
+        return (layout.pipeline_parallel - 1) / layout.chunks
+
+    def _adapters_of(self, stage: Stage) -> int:
+        """Return a stage's numbers of adapters, taken to be as many in each layer."""
+        return self.adapters.params * stage.layers // self.model.num_layers
+
+    def _trained_of(self, layout: TrainerLayout, stage: Stage) -> int:
+        if self.adapters.params:
+            return self._adapters_of(stage)
+        return counts_of(self.model, layout.tensor_parallel).params_of(stage)
+
     def _held(self, layout: TrainerLayout) -> float:
-        """Return the parameters of a data-parallel group's rank, trained or not."""
-        return counts_of(self.model, layout.tensor_parallel).params + self.adapters.params
+        """Return the parameters of a data-parallel group's rank, trained or not, of its fullest stage."""
+        counts = counts_of(self.model, layout.tensor_parallel)
+        return max(counts.params_of(stage) + self._adapters_of(stage) for stage in self._stages(layout))
 
     def _trained(self, layout: TrainerLayout) -> float:
         """Return the parameters among them that have gradients."""
-        return self.adapters.params or counts_of(self.model, layout.tensor_parallel).params
+        return max(self._trained_of(layout, stage) for stage in self._stages(layout))
 
     def _full(self, layout: GeneratorLayout, rollouts: float) -> Parts:
         """Seconds in which a replica with all its slots taken generates `rollouts`."""
@@ -372,42 +561,69 @@ class CostModel:
 
     def _microbatch(self, layout: TrainerLayout, rollouts: float) -> Parts:
         """Seconds of the forward and backward pass over `rollouts` on one model-parallel group."""
-        return self._passes(layout, rollouts, 4 if layout.recompute and not layout.keeps_products else 3)
+        return self._passes(layout, rollouts, self._num_passes(layout))
 
     def _passes(self, layout: TrainerLayout, rollouts: float, passes: int) -> Parts:
-        """Seconds of so many passes over the layers, the last two of them backward unless there is just one.
+        """Seconds of so many passes over the layers of the slowest stage."""
+        each = [self._passes_of(layout, stage, rollouts, passes) for stage in self._stages(layout)]
+        return max(each, key=lambda parts: parts.total)
+
+    def _passes_of(self, layout: TrainerLayout, stage: Stage, rollouts: float, passes: int) -> Parts:
+        """Seconds of so many passes over a stage, the last two of them backward unless there is just one.
 
         One of these is the gradient of the weights, which those beside adapters do not have; attention has both.
         """
-        is_trained, layers, element = passes > 1, self.model.num_layers, COMPUTED_BYTES[layout.precision]
+        is_trained, layers, element = passes > 1, stage.layers, COMPUTED_BYTES[layout.precision]
         counts, ranks = counts_of(self.model, layout.tensor_parallel), layout.tensor_parallel
-        tokens = rollouts * self.workload.trained_tokens
+        tokens = rollouts * self.workload.trained_tokens / layout.context_parallel
         attention = 4 * tokens * self.context * counts.local.query_size
         product_s = self._layer(tokens, counts, layout.precision, flops=attention)
         compute_s = passes * layers * product_s
         if is_trained and self.adapters.params:
             frozen_s = product_s - self._product(tokens, 0, layout.precision, flops=attention)
-            adapters_s = self._product(tokens, self.adapters.multiplied - self.adapters.head_params, layout.precision)
+            multiplied = (self.adapters.multiplied - self.adapters.head_params) * (layers / self.model.num_layers)
+            adapters_s = self._product(tokens, multiplied, layout.precision)
             compute_s += passes * adapters_s - layers * frozen_s
         moved_s, width = self._move(tokens * counts.moved_elements * element), tokens * self.model.hidden_size * element
         # Forward, again if recomputed, and of each branch's gradient.
         sums = counts.joins * (passes - 2) + 2 if is_trained else counts.joins
-        head = self._head(layout, rollouts, is_trained=is_trained)
+        head = self._head(layout, rollouts, is_trained=is_trained) if stage.is_last else Parts({})
         work = {
             "compute": compute_s + head["compute"],
             "activations": passes * layers * moved_s + head["activations"],
             "tensor_parallel": layers * sums * self._all_reduce(width, ranks) + head["tensor_parallel"],
-        }
+        } | self._between_ranks(layout, layers, tokens, passes)
         # A layer is gathered forward and backward, the root is kept in between.
-        fsdp = (1 + is_trained) * layers * self._gather(layout, counts.layer) + self._gather(layout, counts.root)
+        fsdp = (1 + is_trained) * layers * self._gather(layout, counts.layer)
+        fsdp += self._gather(layout, counts.root_of(stage))
         if is_trained and not layout.reduce_once:
-            fsdp += self._reduce_gradients(layout)
+            fsdp += self._reduce_gradients(layout, stage)
         return Parts(work | {"data_parallel": max(0.0, fsdp - sum(work.values()))})
+
+    def _between_ranks(self, layout: TrainerLayout, layers: int, tokens: float, passes: int) -> dict[str, float]:
+        """Seconds of messages between stages, and between the ranks that share sequences, that nothing hides.
+
+        A stage sends the states of each of its chunks forward, and their gradients back. Keys and values are gathered
+        for each layer, again if it is computed again, and their gradients are summed.
+        """
+        parts, element = {}, COMPUTED_BYTES[layout.precision]
+        if layout.pipeline_parallel > 1:
+            nbytes = tokens * self.model.hidden_size * element / self.efficiency.network
+            is_far = self.cluster.nodes_of(layout.model_ranks) > 1
+            sent = layout.chunks * (2 if passes > 1 else 1)
+            parts["pipeline"] = sent * send_s(nbytes, self.cluster, between_nodes=is_far)
+        if layout.context_parallel > 1:
+            kv_size = counts_of(self.model, layout.tensor_parallel).local.kv_size
+            nbytes = 2 * kv_size * element * tokens * layout.context_parallel
+            ranks, stride = layout.context_parallel, layout.tensor_parallel
+            gather_s = self.efficiency.collective * all_gather_s(nbytes, ranks, self.cluster, stride=stride)
+            parts["context"] = layers * max(passes - 1, 1) * gather_s
+        return parts
 
     def _head(self, layout: TrainerLayout, rollouts: float, *, is_trained: bool) -> Parts:
         """Logits of completion tokens, each rank's own; over ranks a maximum, three sums, and the states' gradient."""
         counts = counts_of(self.model, layout.tensor_parallel)
-        tokens = rollouts * self.workload.lengths.mean
+        tokens = rollouts * self.workload.lengths.mean / layout.context_parallel
         logits, ranks = tokens * self.model.vocab_size, layout.tensor_parallel
         is_made_anew = layout.head != "float32" or ranks > 1 or logits > LOGITS_AT_ONCE  # in the backward pass
         forwards = 2 if is_trained and is_made_anew else 1
@@ -425,21 +641,25 @@ class CostModel:
     def _gather(self, layout: TrainerLayout, params: float) -> float:
         """Seconds until every data-parallel rank has all of them, in the precision of products."""
         nbytes = params * COMPUTED_BYTES[layout.precision] / self.efficiency.network
-        return all_gather_s(nbytes, layout.data_parallel, self.cluster, stride=layout.tensor_parallel)
+        return all_gather_s(nbytes, layout.data_parallel, self.cluster, stride=layout.model_ranks)
 
-    def _reduce_gradients(self, layout: TrainerLayout) -> float:
-        """Seconds to sum all gradients over data-parallel ranks, in float32."""
+    def _reduce_gradients(self, layout: TrainerLayout, stage: Stage) -> float:
+        """Seconds to sum a stage's gradients over data-parallel ranks, in float32."""
         if self.adapters.params:
-            return 4 / COMPUTED_BYTES[layout.precision] * self._gather(layout, self.adapters.params)
+            return 4 / COMPUTED_BYTES[layout.precision] * self._gather(layout, self._adapters_of(stage))
         counts = counts_of(self.model, layout.tensor_parallel)
-        once = self.model.num_layers * self._gather(layout, counts.layer) + self._gather(layout, counts.root)
+        once = stage.layers * self._gather(layout, counts.layer) + self._gather(layout, counts.root_of(stage))
         return 4 / COMPUTED_BYTES[layout.precision] * once
 
     def _update(self, layout: TrainerLayout) -> Parts:
         """An optimizer update: weights, moments and gradient are read, the first three written; and late gradients."""
         parts = {"optimizer": self._move(28 * self._trained(layout) / layout.data_parallel)}
         if layout.reduce_once:
-            parts["data_parallel"] = self._reduce_gradients(layout)
+            parts["data_parallel"] = max(self._reduce_gradients(layout, stage) for stage in self._stages(layout))
+        if layout.context_parallel > 1:  # gradients of the shards, of those who had other parts of the sequences
+            nbytes, ranks = 4 * self._trained(layout) / layout.data_parallel, layout.context_parallel
+            whole_s = all_gather_s(nbytes, ranks, self.cluster, stride=layout.tensor_parallel)
+            parts["context"] = 2 * self.efficiency.collective * whole_s
         return Parts(parts)
 
     def _imbalance(self, layout: TrainerLayout) -> float:
@@ -460,3 +680,6 @@ class CostModel:
         mine = max(workload.rollouts / ranks, 1.0)
         highest = NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
         return deviation / workload.trained_tokens / math.sqrt(mine) * highest
+
+
+_ends = cache(stage_ends)

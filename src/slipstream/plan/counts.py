@@ -10,6 +10,7 @@ from functools import cache, cached_property
 from slipstream.core.errors import ConfigError
 from slipstream.core.fields import Precision
 from slipstream.models.config import TransformerConfig, local_config
+from slipstream.plan.pipeline import Stage
 
 BYTES: dict[Precision, float] = {"float32": 4, "bfloat16": 2, "fp8": 1, "int8": 1, "mxfp4": 17 / 32}
 """Bytes of an element of a matrix, of mxfp4 with its blocks' scales."""
@@ -125,8 +126,25 @@ class Counts:
         head = 0 if self.model.tie_embeddings else self.head_matrix
         return head + self.embedding + (2 if self.model.layer_norm else 1) * self.model.hidden_size
 
-    def served_bytes(self, precision: Precision) -> float:
-        """Bytes of a version at a generator's precision, stored as `FORMATS` of `models/quantized.py` says."""
+    @property
+    def whole(self) -> Stage:
+        """The only stage of a model that is not divided into several."""
+        return Stage(self.model.num_layers, is_first=True, is_last=True)
+
+    def root_of(self, stage: Stage) -> int:
+        """Return the parameters of a stage outside of its layers; a tied head apart from the embedding is a copy."""
+        if stage.is_first and stage.is_last:
+            return self.root
+        norm = (2 if self.model.layer_norm else 1) * self.model.hidden_size
+        return stage.is_first * self.embedding + stage.is_last * (self.head_matrix + norm)
+
+    def params_of(self, stage: Stage) -> int:
+        """Return all that the rank of a stage holds. Identity: of the whole model `params`."""
+        return stage.layers * self.layer + self.root_of(stage)
+
+    def served_bytes(self, precision: Precision, stage: Stage | None = None) -> float:
+        """Bytes of a version, or of a stage's part, at a generator's precision, as `models/quantized.py` stores it."""
+        stage = stage or self.whole
         matrix, looked_up = BYTES[precision], 4 if precision == "float32" else 2
         table = 2 if precision in ("fp8", "mxfp4") else matrix
         scale = 4 if matrix == 1 else 0
@@ -135,16 +153,19 @@ class Counts:
         width = local.expert_width if local.num_experts else local.intermediate_size
         rows += max(local.num_experts, 1) * ((2 if local.gated_mlp else 1) * width + local.hidden_size)
         layer = self.layer_matrix * matrix + rows * scale + self.layer_vectors * 4
-        tables = model.vocab_size * model.hidden_size * (table if model.tie_embeddings else looked_up)
-        if not model.tie_embeddings:
+        tables: float = 0
+        if stage.is_first:
+            tables = model.vocab_size * model.hidden_size * (table if model.tie_embeddings else looked_up)
+        if stage.is_last and not (model.tie_embeddings and stage.is_first):
             tables += self.head_matrix * table
-        if model.rotary_dim == 0:
+        if stage.is_first and model.rotary_dim == 0:
             tables += model.max_positions * model.hidden_size * 4
-        return model.num_layers * layer + tables + (2 if model.layer_norm else 1) * model.hidden_size * 4
+        norm = stage.is_last * (2 if model.layer_norm else 1) * model.hidden_size * 4
+        return stage.layers * layer + tables + norm
 
-    def kv_bytes(self, precision: Precision) -> float:
-        """Keys and values of one token in all layers."""
-        return 2 * self.model.num_layers * self.local.kv_size * COMPUTED_BYTES[precision]
+    def kv_bytes(self, precision: Precision, layers: int | None = None) -> float:
+        """Keys and values of one token in all layers, or in so many."""
+        return 2 * (layers or self.model.num_layers) * self.local.kv_size * COMPUTED_BYTES[precision]
 
     @property
     def joins(self) -> int:

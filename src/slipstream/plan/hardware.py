@@ -178,6 +178,15 @@ def all_gather_s(nbytes: float, ranks: int, cluster: GpuCluster, *, stride: int 
     return min(one.seconds(hops, min(hops, network_hops), nodes, moved, links) for one in _RING)
 
 
+def send_s(nbytes: float, cluster: GpuCluster, *, between_nodes: bool) -> float:
+    """Seconds until another device has `nbytes`: one hop, by one device's link or by its adapter."""
+    device = cluster.device
+    links = device.node_bandwidth * _NVLINK_REACHED
+    if between_nodes:
+        links = min(links, device.network_bandwidth * _NETWORK_REACHED)
+    return min(one.seconds(1, between_nodes, 1 + between_nodes, nbytes, links) for one in _RING)
+
+
 def last_host_task_s(mean_s: float, ranks: int, cluster: GpuCluster) -> float:
     """Seconds until the last rank's host task is done that a collective in a CUDA graph has between nodes.
 

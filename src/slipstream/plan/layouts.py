@@ -102,7 +102,11 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerLayout:
-    """FSDP2 over `devices / tensor_parallel` data-parallel ranks. `microbatch`: rollouts of one forward-backward."""
+    """FSDP2 over the data-parallel ranks, each of which is `model_ranks` devices, neighbours on nodes.
+
+    `microbatch`: rollouts of one forward-backward. `pipeline_parallel`: stages, `chunks` of the model in each;
+    `context_parallel`: ranks that share each sequence. The last axis of stages x context x tensor is the nearest.
+    """
 
     devices: int
     tensor_parallel: int
@@ -113,10 +117,22 @@ class TrainerLayout:
     reduce_once: bool = False
     head_precision: Precision | None = None
     offloads_moments: bool = False
+    pipeline_parallel: int = 1
+    chunks: int = 1
+    context_parallel: int = 1
+
+    @property
+    def model_ranks(self) -> int:
+        return self.tensor_parallel * self.context_parallel * self.pipeline_parallel
 
     @property
     def data_parallel(self) -> int:
-        return self.devices // self.tensor_parallel
+        return self.devices // self.model_ranks
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether a model has neither stages nor parts of sequences."""
+        return self.pipeline_parallel == self.context_parallel == 1
 
     @property
     def head(self) -> Precision:
@@ -126,16 +142,29 @@ class TrainerLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class GeneratorLayout:
-    """`devices / tensor_parallel` replicas, each of which decodes at most `slots` completions at once."""
+    """Replicas of `model_ranks` devices, each of which decodes at most `slots` completions at once.
+
+    Of `pipeline_parallel` stages each has a part of these at a time.
+    """
 
     devices: int
     tensor_parallel: int
     slots: int
     precision: Precision = "bfloat16"
+    pipeline_parallel: int = 1
+
+    @property
+    def model_ranks(self) -> int:
+        return self.tensor_parallel * self.pipeline_parallel
 
     @property
     def replicas(self) -> int:
-        return self.devices // self.tensor_parallel
+        return self.devices // self.model_ranks
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether every rank has a part of all layers."""
+        return self.pipeline_parallel == 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,6 +205,12 @@ class AsynchronousPlan:
 
 Layout = TrainerLayout | GeneratorLayout | ScorerLayout
 
+
+def is_flat(layout: Layout) -> bool:
+    """Return whether a layout has neither pipeline stages nor parts of sequences."""
+    return isinstance(layout, ScorerLayout) or layout.is_flat
+
+
 Frees = Literal["nothing", "gradients_and_activations", "optimizer_too"]
 """The memory that a co-located trainer gives up while it generates: none; gradients, activations, and keys and values
 while it trains; or the optimizer and fp32 weights as well, by way of host memory."""
@@ -205,6 +240,15 @@ class StepTime:
         return cls(seconds=seconds, sides=sides, idle=idle)
 
 
+DIVISIONS = {
+    "pipeline_parallel": "pipeline_parallel",
+    "chunks": "pipeline_chunks",
+    "context_parallel": "context_parallel",
+}
+"""Attributes of layouts -> fields of `trainer` and `generator`, written where they are more than 1. A plan with one
+that the schema does not have is an estimate without a recipe (`Answer.refusal`)."""
+
+
 def layout_tables(plan: AsynchronousPlan, workload: Workload, max_staleness: int, *, device: str) -> dict[str, Any]:
     """Return the fields of a run that a plan determines."""
     trainer, generator = plan.trainer, plan.generator
@@ -218,6 +262,8 @@ def layout_tables(plan: AsynchronousPlan, workload: Workload, max_staleness: int
         training |= {"ranks": trainer.devices, "tensor_parallel": trainer.tensor_parallel}
         training["reduce_once"] = trainer.reduce_once
         generating["tensor_parallel"] = generator.tensor_parallel
+        for table, layout in ((training, trainer), (generating, generator)):
+            table |= {field: vars(layout)[name] for name, field in DIVISIONS.items() if vars(layout).get(name, 1) > 1}
     tables: dict[str, Any] = {"max_staleness": max_staleness, "trainer": training, "generator": generating}
     if not max_staleness:
         tables |= {"weight_update": "between_batches", "sync_placement": "colocated"}

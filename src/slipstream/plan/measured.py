@@ -28,7 +28,7 @@ from slipstream.plan.simulated_run import Batch, Costs, SimulatedWorkload
 
 Side = Literal["trainer", "generator"]
 FORMAT = 1
-COMMUNICATION = ("tensor_parallel", "data_parallel")
+COMMUNICATION = ("tensor_parallel", "data_parallel", "pipeline", "context")
 """Parts that one GPU alone does not have: they stay as the cost model has them."""
 _SHAPE = ("family", "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
 
@@ -249,8 +249,14 @@ class CalibratedCostModel(CostModel):
     def _microbatch(self, layout: TrainerLayout, rollouts: float) -> Parts:
         rows = rollouts * self.workload.trained_tokens
         alone = replace(layout, devices=1, tensor_parallel=1, microbatch=rollouts, head_precision=layout.head)
+        alone = replace(alone, pipeline_parallel=1, chunks=1, context_parallel=1)
         factor = rows * self._curves.trained_row_s(1, rows) / super()._microbatch(alone, rollouts).total
         return _scaled(super()._microbatch(layout, rollouts), factor)
+
+    def train_floor_s(self, layout: TrainerLayout) -> float:
+        """Return 0: measured curves need not fall, so that no layout can be ruled out without timing it."""
+        del layout
+        return 0.0
 
     def decode_step(self, layout: GeneratorLayout, *, live: float, context: float) -> Parts:
         alone = GeneratorLayout(devices=1, tensor_parallel=1, slots=layout.slots, precision=layout.precision)

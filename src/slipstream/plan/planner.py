@@ -15,8 +15,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from operator import itemgetter
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
@@ -25,10 +25,21 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.fields import Precision
 from slipstream.core.run_log import ScheduleConfig
 from slipstream.plan.cost_model import CostModel
-from slipstream.plan.layouts import AsynchronousPlan, Frees, SynchronousPlan, Workload
+from slipstream.plan.layouts import AsynchronousPlan, Frees, Parts, SynchronousPlan, Workload
 from slipstream.plan.lengths import WithTurns
+from slipstream.plan.pipeline import MOST_STAGES
 from slipstream.plan.reasons import against_synchronous, constraints, limits, losses, misfit_line, staleness
-from slipstream.plan.search import Found, Misfit, Search, Space, default_space, generator_layouts, trainer_layouts
+from slipstream.plan.search import (
+    SCORERS,
+    Found,
+    Misfit,
+    Search,
+    Signature,
+    Space,
+    default_space,
+    generator_layouts,
+    trainer_layouts,
+)
 from slipstream.plan.simulated_run import Batch, Costs, MadeUp, Simulated, SimulatedSetup, SimulatedWorkload
 from slipstream.plan.simulator import simulate
 
@@ -41,7 +52,6 @@ FREES: tuple[Frees, ...] = ("nothing", "gradients_and_activations", "optimizer_t
 STEPS, LEAST_STEPS = 14, 6  # looked at: so many less the bound, as more hangs on single completions where it is small
 NEVER_WAITS = 0.01  # idle share below which the trainer limits
 SEED = 0
-SCORERS = ("reference", "reward_model")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,16 +280,18 @@ def plan_for_cluster(
     max_staleness: int = 8,
     num_rows: int = 3,
     space: Space | None = None,
+    max_stages: int = MOST_STAGES,
 ) -> Plan:
     """Return the best plan for `model`'s cluster under bounds of at most `max_staleness` (1 or more) steps.
 
     ConfigError where nothing fits, with the number of devices on which something would.
     """
-    space = space or default_space(model.model, model.cluster, model.workload, precisions=precisions)
+    place = model.model, model.cluster, model.workload
+    space = space or default_space(*place, precisions=precisions, max_stages=max_stages)
     search = Search(model, space)
-    tables = {bound: search.asynchronous(bound) for bound in bounds_up_to(max_staleness)}
+    tables = {bound: worth_staging(search, bound) for bound in bounds_up_to(max_staleness)}
     if not any(tables.values()):
-        raise _too_small(model, search, precisions)
+        raise _too_small(model, search, precisions, max_stages)
     found = {bound: list(table.values()) for bound, table in tables.items()}
     # Executors on devices of their own, of which one works at a time.
     in_turns = replace(found[1][0], max_staleness=0, longest_s=0.0)
@@ -306,7 +318,14 @@ def plan_for_cluster(
     )
 
 
-def _too_small(model: CostModel, search: Search, precisions: Sequence[Precision]) -> ConfigError:
+def worth_staging(search: Search, max_staleness: int) -> dict[Signature, Found]:
+    """Return the best configurations under a bound, flat ones unless others make a step more than 2% shorter."""
+    flat, staged = (search.asynchronous(max_staleness, flat=flat) for flat in (True, False))
+    best_s = [next((found.seconds for found in table.values()), math.inf) for table in (flat, staged)]
+    return flat if best_s[0] <= CLOSE * best_s[1] else staged
+
+
+def _too_small(model: CostModel, search: Search, precisions: Sequence[Precision], max_stages: int) -> ConfigError:
     """Name the executor that is furthest from fitting, and a cluster that is large enough."""
     cluster, usable = model.cluster, model.usable_bytes
     by_size = sorted(search.misfits, key=lambda misfit: misfit.memory.total)
@@ -315,19 +334,20 @@ def _too_small(model: CostModel, search: Search, precisions: Sequence[Precision]
     return ConfigError(
         f"this model does not fit on {cluster.num_devices} {cluster.device.name}",
         got="executors that need more devices than there are" if worst is None else misfit_line(worst, usable),
-        allowed=_large_enough(model, precisions),
+        allowed=_large_enough(model, precisions, max_stages),
         hint="lower the longest completion or prompt, or take GPUs with more memory",
     )
 
 
-def _large_enough(model: CostModel, precisions: Sequence[Precision]) -> str:
+def _large_enough(model: CostModel, precisions: Sequence[Precision], max_stages: int) -> str:
     """Name the smallest of ever larger clusters on which something fits."""
     per_node = model.cluster.device.devices_per_node
     count = model.cluster.num_devices
     while count < MOST_DEVICES:
         count = count * 2 if count < per_node else (count // per_node + max(1, count // per_node // 4)) * per_node
         larger = CostModel(model.model, replace(model.cluster, num_devices=count), model.workload, model.efficiency)
-        space = default_space(larger.model, larger.cluster, larger.workload, precisions=precisions)
+        place = larger.model, larger.cluster, larger.workload
+        space = default_space(*place, precisions=precisions, max_stages=max_stages)
         if Search(larger, space).asynchronous(max_staleness=1):
             return f"{count} of them, for one"
     return f"more than {MOST_DEVICES} of them"
@@ -341,35 +361,95 @@ def best_synchronous(costs: CostModel, space: Space) -> Found | None:
     LlamaRL's baseline has one degree of parallelism for both and keeps everything in memory (section 7). This one may
     divide the model differently in each phase, and give up what the other phase does not need. Time is a sum and memory
     is not, so pairs are taken in the order of their sum, and the first one that fits is the best.
+
+    Stages and parts of sequences only where they make a step more than 2% shorter.
     """
-    found = [_best_on(costs, space, devices) for devices in space.synchronous_devices]
-    return min((one for one in found if one is not None), key=lambda one: one.seconds, default=None)
+    best = _best_of(costs, space.flat, math.inf)
+    if space == space.flat:
+        return best
+    return _best_of(costs, space, math.inf if best is None else best.seconds / CLOSE) or best
 
 
-def _best_on(costs: CostModel, space: Space, devices: int) -> Found | None:
-    trainers = [
-        layout
+def _best_of(costs: CostModel, space: Space, below_s: float) -> Found | None:
+    """Return the fastest configuration of `space` that takes less than `below_s`."""
+    best = None
+    for devices in space.synchronous_devices:
+        found = _best_on(costs, space, devices, below_s)
+        if found is not None:
+            best, below_s = found, found.seconds
+    return best
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A layout of one side of a co-located plan: its seconds, and its bytes while the devices train and generate."""
+
+    seconds: float
+    bytes_of: Mapping[str, float]
+    layout: Any
+    frees: Frees
+
+
+def _turns(seconds: float, layout: Any, frees: Frees, memory: Mapping[str, Parts]) -> Turn:
+    return Turn(seconds, {phase: parts.total for phase, parts in memory.items()}, layout, frees)
+
+
+def undominated(turns: Iterable[Turn]) -> list[Turn]:
+    """Return those of `turns`, by rising seconds, that no earlier one with the same `frees` needs at most the bytes of.
+
+    The others are in no best pair: memory of a pair is a sum, so what fits with one of them fits with that earlier one,
+    which takes no longer.
+    """
+    kept: list[Turn] = []
+    for turn in sorted(turns, key=lambda one: one.seconds):
+        if not any(
+            one.frees == turn.frees and all(one.bytes_of[phase] <= held for phase, held in turn.bytes_of.items())
+            for one in kept
+        ):
+            kept.append(turn)
+    return kept
+
+
+def _best_on(costs: CostModel, space: Space, devices: int, below_s: float) -> Found | None:
+    """Return the best pair that takes less than `below_s`: layouts that cannot be in one are skipped, untimed."""
+    layouts = [
+        (costs.train_floor_s(layout), layout)
         for degree in space.trainer_parallel
         if devices % degree == 0
-        for layout in trainer_layouts(costs.workload, space, devices, degree)
-        if costs.fits(costs.train_memory(layout, served=None).without("reference"))
+        for layout in trainer_layouts(costs, space, devices, degree)
     ]
+    least_s = min((floor_s for floor_s, _ in layouts), default=math.inf)
     generators = [
-        layout
+        (costs.generating_turn(layout).total, layout)
         for degree, precision in itertools.product(space.generator_parallel, space.generator_precisions)
         if devices % degree == 0
         for layout in generator_layouts(space, devices, degree, precision)
         if costs.fits(costs.generator_memory(layout, shadow=False))
+        and least_s + costs.generating_floor_s(layout) < below_s
     ]
-    turns = [(costs.training_turn(layout, frees).total, layout, frees) for layout in trainers for frees in FREES]
-    turns.sort(key=itemgetter(0))
-    others = sorted(((costs.generating_turn(layout).total, layout) for layout in generators), key=itemgetter(0))
-    sums = np.add.outer([turn[0] for turn in turns], [other[0] for other in others])
+    least_s = min((seconds for seconds, _ in generators), default=math.inf)
+    trainers = [
+        layout
+        for floor_s, layout in layouts
+        if floor_s + least_s < below_s and costs.fits(costs.train_memory(layout, served=None).without("reference"))
+    ]
+    turns = undominated(
+        _turns(costs.training_turn(layout, frees).total, layout, frees, costs.colocated_trainer(layout, frees))
+        for layout in trainers
+        for frees in FREES
+    )
+    others = undominated(
+        _turns(seconds, layout, frees, costs.colocated_generator(layout, frees))
+        for seconds, layout in generators
+        for frees in FREES
+    )
+    sums = np.add.outer([turn.seconds for turn in turns], [other.seconds for other in others])
     for place in np.argsort(sums, axis=None, kind="stable").tolist():
-        (_, trainer, frees), (_, generator) = turns[place // len(others)], others[place % len(others)]
-        plan = SynchronousPlan(trainer=trainer, generator=generator, frees=frees)
-        memory = costs.colocated_memory(plan)
-        if costs.fits(*memory.values()):
+        turn, other = turns[place // len(others)], others[place % len(others)]
+        if sums.flat[place] >= below_s:
+            return None
+        plan = SynchronousPlan(trainer=turn.layout, generator=other.layout, frees=turn.frees)
+        if turn.frees == other.frees and costs.fits(*(memory := costs.colocated_memory(plan)).values()):
             step = costs.synchronous(plan)
             assert math.isclose(step.seconds, sums.flat[place], rel_tol=1e-6), "a step takes both turns"
             return Found(plan=plan, step=step, memory=memory)

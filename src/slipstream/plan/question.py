@@ -26,6 +26,7 @@ from slipstream.plan.counts import NO_ADAPTERS, Adapters, adapters_of
 from slipstream.plan.hardware import IN_GB, GpuCluster, device_fields, device_named
 from slipstream.plan.layouts import Workload
 from slipstream.plan.lengths import LengthSample, Turns, lengths_of_run, lengths_with_tail
+from slipstream.plan.pipeline import MOST_STAGES
 
 GROUPS, GROUP_SIZE = 512, 4  # a batch where none is given: LlamaRL's (section 8)
 PROMPT_TOKENS, COMPLETION_TOKENS = 512.0, 1024.0  # mean lengths where none are given
@@ -36,6 +37,7 @@ MOST = {
     "lora_rank": MAX_COUNT,
     "max_new_tokens": MAX_INTEGER,
     **dict.fromkeys(("max_staleness", "rows"), 100),
+    "max_stages": MOST_STAGES,
 }
 MAX_SIMULATED = 2**19  # completions of a step, of which the search simulates twenty for each row
 LENGTHS = ("prompt_tokens", "completion_tokens", "p99_tokens")
@@ -75,6 +77,7 @@ class Question:
     completions_per_group: int | None = None
     precision: tuple[Precision, ...] | None = None
     max_staleness: int | None = None
+    max_stages: int | None = None
     reference: bool = False
     critic: bool = False
     reward_model: str | None = None

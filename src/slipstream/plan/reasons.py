@@ -9,7 +9,7 @@ from pathlib import Path
 from slipstream.core.recipes import read_toml
 from slipstream.plan.cost_model import CostModel
 from slipstream.plan.hardware import GB
-from slipstream.plan.layouts import Parts
+from slipstream.plan.layouts import Parts, is_flat
 from slipstream.plan.search import Found, Misfit, Search, Signature, executors, most_slots, signature_of
 
 BALANCED = 0.02  # executors whose times are closer than this are called equally fast
@@ -83,6 +83,10 @@ def losses(search: Search, found: Found, table: Mapping[Signature, Found]) -> st
             value = getattr(other, field)
             told = words.get(str(value), words.get("other")).format(value)
             changed.append(f"{told} {_longer(table[other].seconds / found.seconds)}")
+    other_way = next(iter(search.asynchronous(found.max_staleness, flat=not found.flat).values()), None)
+    if other_way is not None and not (found.flat and all(map(is_flat, executors(other_way.plan).values()))):
+        told = "pipeline stages" if found.flat else "no pipeline stages"
+        changed.append(f"{told} {_longer(other_way.seconds / found.seconds)}")
     for giver, taker in (("trainer", "generator"), ("generator", "trainer")):
         moved = search.shifted(found, giver, taker)
         if moved is not None:
@@ -127,6 +131,7 @@ def misfit_line(misfit: Misfit, usable_bytes: float, unit: str = "GPU") -> str:
     count = f"{misfit.devices} {unit}{'s' * (misfit.devices > 1)}"
     where = f"on {count}" if misfit.fits_from is None else f"on {count} or fewer"
     degree = f", {misfit.tensor_parallel} of them sharing each layer" if misfit.tensor_parallel > 1 else ""
+    degree += f", in {misfit.stages} stages" if misfit.stages > 1 else ""
     shares = f"more {unit}s to share each layer" if misfit.executor == "generator" else f"more {unit}s"
     remedy = f"it takes {shares}" if misfit.fits_from is None else f"it fits on {misfit.fits_from}"
     who = f"{NAMES[misfit.executor].capitalize()} {where}{degree} ({misfit.precision} versions)"

@@ -3,11 +3,14 @@
     asynchronous   minimise  max_e seconds_e(layout_e)   subject to  sum_e devices_e <= G0,   memory_e(layout_e) <= M0
     synchronous    minimise  training + generation        subject to  memory of both on the same devices <= M0
 
-over integer degrees of parallelism, bounded microbatches and decode concurrencies, recomputation, when gradients are
-summed, the precision of the generators, and where the reference lies: LlamaRL's problems (7) and (8) with what it
-leaves out (docs/planning.md). Executors side by side share only devices and the precision that versions are published
-in; so for each precision every executor's choices are listed, and `best_split` finds the division exactly. Executors
-that take turns: `planner.best_synchronous`.
+over integer degrees of parallelism (tensor, pipeline, context), bounded microbatches and decode concurrencies,
+recomputation, when gradients are summed, the precision of the generators, and where the reference lies: LlamaRL's
+problems (7) and (8) with what it leaves out (docs/planning.md). Executors side by side share only devices and the
+precision that versions are published in; so for each precision every executor's choices are listed, and `best_split`
+finds the division exactly. Executors that take turns: `planner.best_synchronous`.
+
+Of a trainer on so many devices only the fastest layout counts. One whose lower bound (`CostModel.train_floor_s`) is not
+below the seconds of one that was found there is skipped: exact, as it could not have been taken.
 
 The staleness bound k enters twice. No more than k + 1 steps' completions are in flight, so decode slots beyond that
 stay empty. And a completion that begins under version v is trained by step v + k at the latest, which waits for it:
@@ -38,10 +41,16 @@ from slipstream.plan.layouts import (
     SynchronousPlan,
     TrainerLayout,
     Workload,
+    is_flat,
 )
+from slipstream.plan.pipeline import MOST_STAGES
 
+SCORERS = ("reference", "reward_model")
 FINE_CLUSTER = 64
 """Devices up to which executors are given any number of them; in larger clusters whole nodes beyond the first."""
+LONG = 2**14
+"""Tokens of a sequence up to which one rank trains on all of it."""
+_STAGES, _CHUNKS, _CONTEXT = (1, 2, 4, 8, 16), (1, 2, 4), (1, 2, 4, 8)
 ROW_MULTIPLE = 8  # decode slots are a multiple of it (`generator.num_slots`)
 _SLOTS = (*range(8, 65, 8), 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1536, 2048)
 _ANY_TRAINER = TrainerLayout(devices=1, tensor_parallel=1, microbatch=1)
@@ -53,7 +62,8 @@ _NOTHING = Parts({})
 class Space:
     """The layouts that are tried. `devices`: counts that an executor may get; `slots`: multiples of eight, ascending.
 
-    `synchronous_devices`: counts that trainer and generator may share, one after the other.
+    `synchronous_devices`: counts that trainer and generator may share, one after the other. `trainer_stages`,
+    `generator_stages`, `chunks`, `context_parallel`: ascending, from 1; chunks are those of several stages.
     """
 
     devices: tuple[int, ...]
@@ -66,16 +76,35 @@ class Space:
     recompute: tuple[bool, ...] = (False, True)
     reduce_once: tuple[bool, ...] = (False, True)
     synchronous_devices: tuple[int, ...] = ()
+    trainer_stages: tuple[int, ...] = (1,)
+    generator_stages: tuple[int, ...] = (1,)
+    chunks: tuple[int, ...] = (1,)
+    context_parallel: tuple[int, ...] = (1,)
+
+    @property
+    def flat(self) -> Space:
+        """The same without stages and parts of sequences."""
+        return replace(self, trainer_stages=(1,), generator_stages=(1,), context_parallel=(1,))
 
 
 def default_space(
-    model: TransformerConfig, cluster: GpuCluster, workload: Workload, *, precisions: Sequence[Precision]
+    model: TransformerConfig,
+    cluster: GpuCluster,
+    workload: Workload,
+    *,
+    precisions: Sequence[Precision],
+    max_stages: int = MOST_STAGES,
 ) -> Space:
     """Return all degrees by which the model's heads divide, within a node or over whole nodes; microbatches by powers
-    of two, slots by multiples of eight up to 64 and by factors of at most 1.25 up to 1024."""
+    of two, slots by multiples of eight up to 64 and by factors of at most 1.25 up to 1024; stages by powers of two.
+
+    Ranks share sequences only where these may be longer than LONG tokens.
+    """
     parallel = tuple(_degrees(model, cluster))
     per_rank = math.ceil(workload.rollouts / workload.minibatches)
     count, per_node = cluster.num_devices, cluster.device.devices_per_node
+    stages = tuple(n for n in _STAGES if n <= min(max_stages, count, model.num_layers))
+    longest = workload.lengths.prompt_mean + workload.lengths.longest + workload.turns.given_mean
     return Space(
         devices=tuple(n for n in range(1, count + 1) if count <= FINE_CLUSTER or n < per_node or n % per_node == 0),
         trainer_parallel=parallel,
@@ -84,6 +113,10 @@ def default_space(
         slots=_SLOTS,
         generator_precisions=tuple(precisions),
         synchronous_devices=tuple(sorted({max(1, count // 2**halvings) for halvings in range(4)})),
+        trainer_stages=stages,
+        generator_stages=stages,
+        chunks=_CHUNKS,
+        context_parallel=_CONTEXT if longest > LONG else (1,),
     )
 
 
@@ -100,24 +133,38 @@ def _degrees(model: TransformerConfig, cluster: GpuCluster) -> Iterator[int]:
         yield degree
 
 
-def trainer_layouts(workload: Workload, space: Space, devices: int, degree: int) -> Iterator[TrainerLayout]:
-    """Yield those of `space` on so many devices; microbatches up to the first that holds all rollouts of a rank."""
-    shards = devices // degree
-    mine = math.ceil(workload.rollouts / shards / workload.minibatches)
-    largest = min((size for size in space.microbatches if size >= mine), default=space.microbatches[-1])
-    for precision, size, recompute, once in itertools.product(
-        space.trainer_precisions, space.microbatches, space.recompute, space.reduce_once
-    ):
-        is_same = once and shards == 1 and False in space.reduce_once  # one rank has nothing to sum
-        if size <= largest and not is_same:
-            place: dict[str, Any] = {"devices": devices, "tensor_parallel": degree, "precision": precision}
-            yield TrainerLayout(**place, microbatch=size, recompute=recompute, reduce_once=once)
+def trainer_layouts(costs: CostModel, space: Space, devices: int, degree: int) -> Iterator[TrainerLayout]:
+    """Yield those of `space` on so many devices; microbatches up to the first that holds all rollouts of a rank.
+
+    Those without stages and parts of sequences come first.
+    """
+    for stages, chunks, context in itertools.product(space.trainer_stages, space.chunks, space.context_parallel):
+        is_possible = chunks == 1 or (stages > 1 and stages * chunks <= costs.model.num_layers)
+        ranks = degree * stages * context
+        if devices % ranks or not is_possible:
+            continue
+        shards = devices // ranks
+        place: dict[str, Any] = {"devices": devices, "tensor_parallel": degree, "pipeline_parallel": stages}
+        place |= {"chunks": chunks, "context_parallel": context}
+        mine = math.ceil(costs.workload.rollouts / shards / costs.workload.minibatches)
+        largest = min((size for size in space.microbatches if size >= mine), default=space.microbatches[-1])
+        for precision, size, recompute, once in itertools.product(
+            space.trainer_precisions, space.microbatches, space.recompute, space.reduce_once
+        ):
+            is_same = once and shards == 1 and False in space.reduce_once  # one rank has nothing to sum
+            if size <= largest and not is_same:
+                yield TrainerLayout(
+                    **place, precision=precision, microbatch=size, recompute=recompute, reduce_once=once
+                )
 
 
 def generator_layouts(space: Space, devices: int, degree: int, precision: Precision) -> Iterator[GeneratorLayout]:
     """Yield those of `space` on so many devices."""
-    for slots in space.slots:
-        yield GeneratorLayout(devices=devices, tensor_parallel=degree, slots=slots, precision=precision)
+    for stages in space.generator_stages:
+        if devices % (degree * stages) == 0:
+            place: dict[str, Any] = {"devices": devices, "tensor_parallel": degree, "pipeline_parallel": stages}
+            for slots in space.slots:
+                yield GeneratorLayout(**place, slots=slots, precision=precision)
 
 
 def scorer_layouts(devices: int, degrees: Iterable[int]) -> Iterator[ScorerLayout]:
@@ -212,7 +259,8 @@ _Layouts = tuple[Callable[[int], Iterable[Layout]], Callable[[Any], Parts], Call
 class Found:
     """A configuration that fits: its layouts, its step, and the bytes on each executor's devices by what they hold.
 
-    `longest_s`: seconds of a step's longest completion, where steps overlap.
+    `longest_s`: seconds of a step's longest completion, where steps overlap. `flat`: found among the layouts without
+    stages and parts of sequences alone.
     """
 
     plan: AsynchronousPlan | SynchronousPlan
@@ -220,6 +268,7 @@ class Found:
     memory: Mapping[str, Parts]
     longest_s: float = 0.0
     max_staleness: int = 0
+    flat: bool = False
 
     @property
     def seconds(self) -> float:
@@ -237,7 +286,7 @@ class Found:
 class Misfit:
     """An executor of which no layout with this degree fits on `devices` or fewer; it does from `fits_from` on, if ever.
 
-    `memory` is that of the layout on `devices` that comes closest.
+    `memory` is that of the layout on `devices` that comes closest, and `stages` its pipeline stages.
     """
 
     executor: str
@@ -246,6 +295,7 @@ class Misfit:
     devices: int
     memory: Parts
     fits_from: int | None
+    stages: int = 1
 
 
 @dataclass(frozen=True)
@@ -281,6 +331,8 @@ class Search:
             )
         ]
         self._train_s = cache(lambda layout: costs.train_step(layout).total)
+        self._floor_s = cache(costs.train_floor_s)
+        self._kept: dict[tuple[int, bool], dict[tuple[Any, ...], Frontier]] = {}
         self._listed: dict[tuple[Any, ...], list[Choice]] = {}  # by executor, and what a signature says of it
         for executor in ("trainer", "generator", "reference", "reward_model"):
             for one in self.signatures:
@@ -291,13 +343,16 @@ class Search:
         is_there = {"reference": signature.own_reference, "reward_model": self.costs.workload.reward_model is not None}
         return ["trainer", "generator", *(name for name, is_one in is_there.items() if is_one)]
 
-    def asynchronous(self, max_staleness: int) -> dict[Signature, Found]:
-        """Return the best configuration of every signature that has one, under this bound (>= 1), fastest first."""
-        frontiers, found = self._frontiers(max_staleness), {}
+    def asynchronous(self, max_staleness: int, *, flat: bool = False) -> dict[Signature, Found]:
+        """Return the best configuration of every signature that has one, under this bound (>= 1), fastest first.
+
+        `flat`: of layouts without stages and parts of sequences.
+        """
+        frontiers, found = self._frontiers(max_staleness, flat=flat), {}
         for one in self.signatures:
             chosen = best_split(self._of(frontiers, one), self.costs.cluster.num_devices)
             if chosen is not None:
-                found[one] = self._found(chosen, max_staleness)
+                found[one] = self._found(chosen, max_staleness, flat=flat)
 
         def by_time(item: tuple[Signature, Found]) -> tuple[float, ...]:  # among equals the least busy first
             return item[1].seconds, *sorted((side.total for side in item[1].step.sides.values()), reverse=True)
@@ -306,7 +361,8 @@ class Search:
 
     def shifted(self, found: Found, giver: str, taker: str) -> Found | None:
         """Return `found` with the fewest devices that `giver` can give moved to `taker`; None where it has no fewer."""
-        frontiers = self._of(self._frontiers(found.max_staleness), signature_of(found.side_by_side))
+        every = self._frontiers(found.max_staleness, flat=found.flat)
+        frontiers = self._of(every, signature_of(found.side_by_side))
         counts = {name: layout.devices for name, layout in executors(found.plan).items()}
         less = fastest(frontiers[giver], counts[giver] - 1)
         if less is None:
@@ -314,25 +370,34 @@ class Search:
         more = fastest(frontiers[taker], counts[taker] + counts[giver] - less.devices)
         others = {name: fastest(frontiers[name], count) for name, count in counts.items()}
         chosen = others | {giver: less, taker: more}
-        return self._found({name: choice for name, choice in chosen.items() if choice is not None}, found.max_staleness)
+        fitting = {name: choice for name, choice in chosen.items() if choice is not None}
+        return self._found(fitting, found.max_staleness, flat=found.flat)
 
-    def _frontiers(self, max_staleness: int) -> dict[tuple[Any, ...], Frontier]:
+    def _frontiers(self, max_staleness: int, *, flat: bool) -> dict[tuple[Any, ...], Frontier]:
         """Return the choices of every executor under a bound."""
-        return {
-            key: frontier(
-                replace(choice, seconds=max(choice.seconds, choice.longest_s / max_staleness))
-                for choice in choices
-                if not isinstance(choice.layout, GeneratorLayout)
-                or choice.layout.slots <= most_slots(self.costs.workload, choice.layout.replicas, max_staleness)
-            )
-            for key, choices in self._listed.items()
-        }
+        key = max_staleness, flat
+        if key not in self._kept:
+            self._kept[key] = {
+                executor: frontier(
+                    replace(choice, seconds=max(choice.seconds, choice.longest_s / max_staleness))
+                    for choice in choices
+                    if self._is_filled(choice.layout, max_staleness) and (is_flat(choice.layout) or not flat)
+                )
+                for executor, choices in self._listed.items()
+            }
+        return self._kept[key]
+
+    def _is_filled(self, layout: Layout, max_staleness: int) -> bool:
+        """Return whether the completions in flight can fill the slots of a layout that has any."""
+        if not isinstance(layout, GeneratorLayout):
+            return True
+        return layout.slots <= most_slots(self.costs.workload, layout.replicas, max_staleness)
 
     def _of(self, frontiers: Mapping[tuple[Any, ...], Frontier], signature: Signature) -> dict[str, Frontier]:
         """Return those of the executors that configurations of this signature have."""
         return {name: frontiers[signature.key(name)] for name in self._executors(signature)}
 
-    def _found(self, chosen: Mapping[str, Choice], max_staleness: int) -> Found:
+    def _found(self, chosen: Mapping[str, Choice], max_staleness: int, *, flat: bool) -> Found:
         plan = AsynchronousPlan(**{name: choice.layout for name, choice in chosen.items()})
         found = Found(
             plan=plan,
@@ -340,13 +405,14 @@ class Search:
             memory={name: choice.memory for name, choice in chosen.items()},
             longest_s=chosen["generator"].longest_s,
             max_staleness=max_staleness,
+            flat=flat,
         )
         listed_s = max(choice.seconds for choice in chosen.values())
         assert math.isclose(found.seconds, listed_s, rel_tol=1e-6), "a step takes what its slowest executor takes"
         return found
 
     def _list(self, executor: str, signature: Signature) -> list[Choice]:
-        """Time every layout that fits; of the most devices on which none does, remember the closest one."""
+        """Time every layout that fits; of the most devices up to which none does, remember the closest one."""
         if executor == "trainer":
             degree, listed = signature.trainer_parallel, self._trainers(signature)
         elif executor == "generator":
@@ -359,18 +425,41 @@ class Search:
         for devices in self.space.devices:
             if devices % degree:
                 continue
-            tried = [(memory(layout), layout) for layout in layouts(devices)]
-            fitting = [(held, layout, *times(layout)) for held, layout in tried if self.costs.fits(held)]
-            choices += [Choice(devices, seconds, layout, held, longest) for held, layout, seconds, longest in fitting]
-            if tried and not fitting:
-                closest = min(tried, key=lambda one: one[0].total)
+            fitting, nearest = self._on_devices(devices, layouts(devices), memory, times)
+            choices += fitting
+            if nearest is not None and not choices:  # where some fit, a larger number may just not divide
+                closest = nearest
         if closest is not None:
             held, layout = closest
             fits_from = [choice.devices for choice in choices if choice.devices > layout.devices]
             precision = signature.precision if executor == "trainer" else layout.precision
-            least = min(fits_from, default=None)
-            self.misfits.append(Misfit(executor, layout.tensor_parallel, precision, layout.devices, held, least))
+            least, stages = min(fits_from, default=None), 1 if executor in SCORERS else layout.pipeline_parallel
+            self.misfits.append(
+                Misfit(executor, layout.tensor_parallel, precision, layout.devices, held, least, stages)
+            )
         return choices
+
+    def _on_devices(
+        self, devices: int, layouts: Iterable[Any], memory: Callable[[Any], Parts], times: Callable[[Any], Any]
+    ) -> tuple[list[Choice], tuple[Parts, Any] | None]:
+        """Return the choices among `layouts`, and the one that takes least memory of those that do not fit."""
+        fitting, nearest, full = list[Choice](), None, _Full(self.costs)
+        least_s = {True: math.inf, False: math.inf}  # of flat layouts, which are listed first, and of all
+        for layout in layouts:
+            if isinstance(layout, TrainerLayout) and (
+                self._floor_s(layout) >= least_s[layout.is_flat] or full.has_less(layout)
+            ):
+                continue
+            held = memory(layout)
+            if self.costs.fits(held):
+                seconds, longest_s = times(layout)
+                fitting.append(Choice(devices, seconds, layout, held, longest_s))
+                least_s[False] = min(least_s[False], seconds)
+                least_s[True] = min(least_s[True], seconds) if is_flat(layout) else least_s[True]
+            else:
+                full.add(layout)
+                nearest = (held, layout) if nearest is None or held.total < nearest[0].total else nearest
+        return fitting, nearest
 
     def _trainers(self, signature: Signature) -> _Layouts:
         costs, precision, degree = self.costs, signature.precision, signature.trainer_parallel
@@ -383,7 +472,7 @@ class Search:
             return self._train_s(layout) + stage_s + reference_s, 0.0
 
         return (
-            lambda devices: trainer_layouts(costs.workload, self.space, devices, degree),
+            lambda devices: trainer_layouts(costs, self.space, devices, degree),
             lambda layout: costs.train_memory(layout, served=precision).without(*elsewhere),
             times,
         )
@@ -410,6 +499,33 @@ class Search:
             lambda devices: scorer_layouts(devices, degrees),
             lambda layout: costs.scorer_memory(model, layout),
             lambda layout: (costs.scoring(model, layout).total, 0.0),
+        )
+
+
+class _Full:
+    """The trainers that did not fit, to skip those that certainly need as much memory or more.
+
+    Those are of the same division with a microbatch as large or larger, where nothing is given up that the former did.
+    Microbatches come in ascending order.
+    """
+
+    def __init__(self, costs: CostModel) -> None:
+        self._grows = costs.memory_grows
+        self._seen: dict[tuple[Any, ...], list[TrainerLayout]] = {}
+
+    @staticmethod
+    def _key(layout: TrainerLayout) -> tuple[Any, ...]:
+        return layout.pipeline_parallel, layout.chunks, layout.context_parallel, layout.precision
+
+    def add(self, layout: Layout) -> None:
+        if self._grows and isinstance(layout, TrainerLayout):
+            self._seen.setdefault(self._key(layout), []).append(layout)
+
+    def has_less(self, layout: TrainerLayout) -> bool:
+        """Return whether one that takes no more than `layout` did not fit."""
+        return any(
+            (one.recompute or not layout.recompute) and (layout.reduce_once or not one.reduce_once)
+            for one in self._seen.get(self._key(layout), ())
         )
 
 
