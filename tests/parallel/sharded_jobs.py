@@ -40,22 +40,23 @@ from slipstream.trainer.measure import microbatch_logprobs
 from slipstream.trainer.optim import AdamW
 
 Boxes = list[tuple[Box, np.ndarray]]
-_GROUPS: dict[tuple[int, int], tuple[RankGroup, RankGroup]] = {}
+_GROUPS: dict[tuple[int, int, int], tuple[RankGroup, ...]] = {}
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Data-parallel x tensor-parallel ranks, and how they work."""
+    """Data-parallel x tensor-parallel ranks, with pipeline stages between these axes, and how they work."""
 
     data_parallel: int
     tensor_parallel: int
     recomputes: bool = False
     reduce_once: bool = False
     precision: Any = "float32"
+    stages: int = 1
 
     @property
     def world(self) -> int:
-        return self.data_parallel * self.tensor_parallel
+        return self.data_parallel * self.stages * self.tensor_parallel
 
 
 @dataclass
@@ -71,17 +72,21 @@ class Trained:
 
 def division_of(rank: Rank, layout: Layout) -> Division:
     """Process groups are made once for all jobs."""
-    key = (layout.world, layout.tensor_parallel)
+    key = (layout.data_parallel, layout.stages, layout.tensor_parallel)
     if key not in _GROUPS:
         everyone = RankGroup.over(rank.group)
-        if layout.tensor_parallel == 1:
-            _GROUPS[key] = everyone, RankGroup.alone()
-        elif layout.data_parallel == 1:
-            _GROUPS[key] = RankGroup.alone(), everyone
+        if layout.world in key:
+            _GROUPS[key] = tuple(everyone if size == layout.world else RankGroup.alone() for size in key)
         else:
-            _GROUPS[key] = everyone.split(layout.tensor_parallel)
+            _GROUPS[key] = everyone.split(layout.stages, layout.tensor_parallel)
+    data, stages, tensor = _GROUPS[key]
     return Division(
-        *_GROUPS[key], precision=layout.precision, recomputes=layout.recomputes, reduce_once=layout.reduce_once
+        data,
+        tensor,
+        precision=layout.precision,
+        recomputes=layout.recomputes,
+        reduce_once=layout.reduce_once,
+        pipeline_parallel=stages,
     )
 
 

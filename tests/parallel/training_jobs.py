@@ -177,7 +177,7 @@ def _warm_up(policy: Policy, config: RunConfig, ranks: RankGroup) -> Seen:
 
 def _divided(rank: Rank, config: RunConfig, layout: Layout) -> tuple[Policy, RankGroup]:
     division = division_of(rank, layout)
-    policy = Policy(config, RankGroup.over(rank.group), division.data_parallel, division.tensor_parallel)
+    policy = Policy(config, RankGroup.over(rank.group), *(division.ranks[axis] for axis in (0, 2, 1)))
     return policy, division.data_parallel
 
 

@@ -194,7 +194,7 @@ def default_pipeline(
     made = nodes(config, functions=functions, environments=environments, resume=resume, remote=remote)
     replicas = [node for node in made if node.name.startswith("generator")]
     trainer = next(node for node in made if node.name == "trainer")
-    leaders = trainer.members[:: config.trainer.tensor_parallel]  # of the data-parallel ranks: they get the rollouts
+    leaders = trainer.members[:: config.trainer.ranks_per_model]  # of the data-parallel ranks: they get the rollouts
     deadline_s = config.deadline_s
     channels = [
         *_turn_by_turn(config, replicas),

@@ -250,9 +250,21 @@ class TrainerConfig(Section):
     """One training step: minibatches (one optimizer update each) of microbatches (one forward-backward each)."""
 
     ranks: Count = Field(
-        1, description="Processes of the trainer: data parallel (FSDP2) x tensor parallel, with a group of their own."
+        1,
+        description="Processes of the trainer: data parallel (FSDP2) x pipeline parallel x tensor parallel, with a "
+        "group of their own.",
     )
     tensor_parallel: Count = Field(1, description="Ranks that share each layer; divides `ranks`.")
+    pipeline_parallel: Count = Field(
+        1,
+        description="Stages, each with a part of the layers, that microbatches pass one after the other; times "
+        "`tensor_parallel` it divides `ranks`. A stage idles (stages - 1) / (microbatches + stages - 1) of an update.",
+    )
+    pipeline_chunks: Count = Field(
+        1,
+        description="Ranges of layers in each stage. 1: the schedule 1F1B. More: interleaved 1F1B, which idles as many "
+        "times less, and passes activations between stages as many times more often.",
+    )
     device: Device = Field("cpu", description="What the trainer computes on: 'cpu', or 'cuda', a GPU per rank.")
     precision: Literal["float32", "bfloat16"] = Field(
         "float32", description="What it computes in on a GPU; weights and optimizer stay float32 there, too."
@@ -326,12 +338,25 @@ class TrainerConfig(Section):
     )
     keep_checkpoints: Positive = Field(2, description="Checkpoints kept on disk.")
 
+    @property
+    def ranks_per_model(self) -> int:
+        """Return how many ranks share one model: stages times tensor-parallel ranks."""
+        return self.pipeline_parallel * self.tensor_parallel
+
     @model_validator(mode="after")
     def _check_ranks(self) -> Self:
-        if self.ranks % self.tensor_parallel:
-            what = "the trainer's ranks do not divide into tensor-parallel groups"
-            got = f"trainer.ranks = {self.ranks}, trainer.tensor_parallel = {self.tensor_parallel}"
-            raise ConfigError(what, got=got, allowed="trainer.ranks: a multiple of trainer.tensor_parallel")
+        if self.ranks % self.ranks_per_model:
+            what = "the trainer's ranks do not divide into those of one model each"
+            got = (
+                f"trainer.ranks = {self.ranks}, trainer.tensor_parallel = {self.tensor_parallel}, "
+                f"trainer.pipeline_parallel = {self.pipeline_parallel}"
+            )
+            allowed = "trainer.ranks: a multiple of trainer.tensor_parallel x trainer.pipeline_parallel"
+            raise ConfigError(what, got=got, allowed=allowed)
+        if self.pipeline_chunks > 1 and self.pipeline_parallel == 1:
+            got = f"trainer.pipeline_chunks = {self.pipeline_chunks} with trainer.pipeline_parallel = 1"
+            allowed = "trainer.pipeline_parallel above 1, or trainer.pipeline_chunks = 1"
+            raise ConfigError("chunks are ranges of a pipeline stage's layers", got=got, allowed=allowed)
         if self.device == "cpu" and (self.gpu_share is not None or self.offload_moments):
             field = "gpu_share" if self.gpu_share is not None else "offload_moments"
             what = "a CPU has its memory to itself, and moments lie there"
@@ -357,6 +382,27 @@ def check_training(config: RunConfig) -> None:
     _check_horizon(config)
     _check_ends(config)
     _check_whitening(config)
+    _check_stages(config)
+
+
+def _check_stages(config: RunConfig) -> None:
+    """Raise ConfigError for what a trainer in pipeline stages cannot do yet (docs/cluster.md)."""
+    if config.trainer.pipeline_parallel == 1:
+        return
+    loss = config.loss
+    for what, field, is_refused in (
+        ("adapters (model.lora)", "model.lora", config.model.lora.is_set),
+        ("a critic", f"loss.advantages = '{loss.advantages}'", config.has_critic),
+        ("a teacher", "teacher.path", config.has_teacher),
+        ("a baseline of each completion's gradient", f"loss.baseline = '{loss.baseline}'", loss.baseline != "mean"),
+    ):
+        if is_refused:
+            raise ConfigError(
+                f"pipeline stages do not go together with {what} yet",
+                got=f"{field} with trainer.pipeline_parallel = {config.trainer.pipeline_parallel}",
+                allowed="trainer.pipeline_parallel = 1",
+                hint="trainer.tensor_parallel and data-parallel ranks (FSDP2) divide a model, too",
+            )
 
 
 def _check_batch(config: RunConfig) -> None:

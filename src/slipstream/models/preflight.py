@@ -73,6 +73,7 @@ def _check_mixture(config: RunConfig) -> None:
         ("model.lora.base_precision", base_precision, base_precision != "float32", "'float32'"),
         ("generator.tensor_parallel", generator.tensor_parallel, generator.tensor_parallel > 1, "1"),
         ("trainer.tensor_parallel", config.trainer.tensor_parallel, config.trainer.tensor_parallel > 1, "1"),
+        ("trainer.pipeline_parallel", config.trainer.pipeline_parallel, config.trainer.pipeline_parallel > 1, "1"),
     ):
         if is_wrong:
             raise ConfigError(

@@ -12,13 +12,13 @@ import numpy as np
 import torch
 
 from slipstream.algorithms.kl import AdaptiveKL
-from slipstream.algorithms.logprobs import probe_logprobs
 from slipstream.core.config import RunConfig
 from slipstream.core.disk import disk_errors, sync_files
 from slipstream.core.errors import NonFiniteError
 from slipstream.core.executor import Context, Executor
 from slipstream.core.packed import Batching, NewCollector
 from slipstream.core.peer_messages import WeightsLinked, WeightsWanted
+from slipstream.core.rank_group import RankGroup
 from slipstream.core.service_messages import (
     Checkpoint,
     CheckpointSaved,
@@ -40,7 +40,7 @@ from slipstream.trainer.critic import Critic
 from slipstream.trainer.following import FollowingReference
 from slipstream.trainer.inbox import RolloutInbox
 from slipstream.trainer.loss_checks import needed_columns
-from slipstream.trainer.measure import Auxiliary, brings_reference, follows_warm_start, reference_path
+from slipstream.trainer.measure import Auxiliary, brings_reference, follows_warm_start, probed, reference_path
 from slipstream.trainer.policy import Policy
 from slipstream.trainer.records import Records, TokenSample
 from slipstream.trainer.refused import write_report
@@ -61,8 +61,8 @@ class Trainer(Executor):
 
     With several ranks, each data-parallel one keeps the rollouts it is dealt, and tells rank 0 their heads (`Arrived`):
     rank 0 knows when a group is whole, alone speaks with the controller, and relays its commands. All ranks carry them
-    out in one order, so whatever a command leads to, collectives included, they do together. Tensor-parallel peers get
-    a step's rollouts from the first of them when it is trained.
+    out in one order, so whatever a command leads to, collectives included, they do together. Peers, the stages and
+    tensor-parallel ranks of one model, get a step's rollouts from the first of them when it is trained.
     """
 
     inputs = ("rollouts",)
@@ -80,9 +80,8 @@ class Trainer(Executor):
     def init(self, context: Context) -> None:
         self.context, self.ranks, config = context, context.group, self.config
         torch.set_num_threads(context.num_threads)
-        divided = self.ranks.split(config.trainer.tensor_parallel, timeout_s=config.deadline_s)
-        self.data_ranks, self.tensor_ranks = divided
-        self.policy = Policy(config, self.ranks, self.data_ranks, self.tensor_ranks)
+        self.data_ranks, stage_ranks, tensor_ranks, self.peers = _divided(self.ranks, config)
+        self.policy = Policy(config, self.ranks, self.data_ranks, tensor_ranks, stage_ranks)
         self._ends.callback(self.policy.close)
         self.version, self.published = 0, -1
         self._had_gradient = False  # since the last version was published
@@ -104,7 +103,7 @@ class Trainer(Executor):
             limits,
             new_buffer=self.new_buffer,
             data_ranks=self.data_ranks,
-            tensor_ranks=self.tensor_ranks,
+            peers=self.peers,
         )
         num_tokens = min(PROBE_TOKENS, model.max_positions)
         self.probe_tokens = np.random.default_rng(config.seed).integers(0, model.vocab_size, num_tokens, dtype=np.int32)
@@ -191,7 +190,7 @@ class Trainer(Executor):
         restored = self.policy.load(path, self._others)
         self.version = restored.step
         self.kl = replace(self.kl, coef=restored.extra.get("kl_coef", self.kl.coef))
-        if self.tensor_ranks.is_leader:
+        if self.peers.is_leader:
             self.inbox.restore(path, restored.extra, version=self.version)
 
     def _build_auxiliary(self) -> None:
@@ -261,7 +260,7 @@ class Trainer(Executor):
             case TrainStep():
                 self._train(message)
             case Skip():
-                if self.tensor_ranks.is_leader:
+                if self.peers.is_leader:
                     with self.context.spans.span("record"):
                         self.records.write(self.inbox.own_groups(message.ordinals), step=None)
             case Waiting():
@@ -298,7 +297,7 @@ class Trainer(Executor):
         is_last = self.version == self.config.steps
         if self.version % self.config.publish_every == 0 or is_last:
             self._publish()
-        if self.tensor_ranks.is_leader:
+        if self.peers.is_leader:
             with self.context.spans.span("record"):
                 self.records.write(groups, step=command.step)
                 if any(map(sample.wants, command.ordinals)):
@@ -351,7 +350,7 @@ class Trainer(Executor):
         }
         with self.context.spans.span("checkpoint"):
             self.records.sync()
-            if self.tensor_ranks.is_leader:
+            if self.peers.is_leader:
                 self.inbox.save(command)
             self.policy.save(Path(command.path), step=self.version, extra=extra, others=self._others)
         self._report_saved()
@@ -369,7 +368,7 @@ class Trainer(Executor):
         self.published = self.version
         with self.context.spans.span("publish", version=self.version):
             started_s = self.context.clock.now_s()
-            logprobs = probe_logprobs(self.policy.model, self.probe_tokens)
+            logprobs = probed(self.policy.model, self.probe_tokens, self.batching)
             with self.context.spans.span("stage", version=self.version):
                 is_offered = self.publisher.publish(self.version, self.probe_tokens, logprobs)
             is_unmoved = not self.publisher.has_moved or np.array_equal(logprobs, self._probed)
@@ -384,3 +383,13 @@ class Trainer(Executor):
                 )
             )
             self._had_gradient, self._probed = False, logprobs
+
+
+def _divided(ranks: RankGroup, config: RunConfig) -> tuple[RankGroup, RankGroup, RankGroup, RankGroup]:
+    """Return this rank's groups: data parallel, its pipeline, tensor parallel, and the ranks that share its model."""
+    trainer, timeout_s = config.trainer, config.deadline_s
+    sizes = trainer.pipeline_parallel, trainer.tensor_parallel
+    data, stages, tensor = ranks.split(*sizes, timeout_s=timeout_s)
+    if 1 in sizes:
+        return data, stages, tensor, tensor if sizes[0] == 1 else stages
+    return data, stages, tensor, ranks.split(trainer.ranks_per_model, timeout_s=timeout_s)[1]

@@ -29,7 +29,7 @@ class RolloutInbox:
     """Keep the rollouts that this rank is dealt; on rank 0 also the heads of all ranks' rollouts.
 
     Rank 0 knows from the heads when a group is whole, and tells the controller (`GroupScored`). Only the first of
-    tensor-parallel peers receives rollouts; the others get a step's from it (`shares`).
+    the ranks that share a model (`peers`) receives rollouts; the others get a step's from it (`shares`).
     """
 
     def __init__(
@@ -40,10 +40,10 @@ class RolloutInbox:
         *,
         new_buffer: NewCollector,
         data_ranks: RankGroup,
-        tensor_ranks: RankGroup,
+        peers: RankGroup,
     ) -> None:
         self._config, self._context, self._limits = config, context, limits
-        self._ranks, self._data_ranks, self._tensor_ranks = context.group, data_ranks, tensor_ranks
+        self._ranks, self._data_ranks, self._peers = context.group, data_ranks, peers
         self._dealt = dealt_by(config.loss)
         self.rollouts: GroupCollector[Rollout] = new_buffer(expects=self._is_dealt_here)
         self.heads: GroupCollector[RolloutHead] = new_buffer()
@@ -60,7 +60,7 @@ class RolloutInbox:
         """Take what has arrived: rollouts on the ranks that are dealt some, their heads on rank 0. True for any."""
         has_news = False
         heads: list[RolloutHead] = []
-        if self._tensor_ranks.is_leader:
+        if self._peers.is_leader:
             rollouts = []
             while (message := self._context.inputs["rollouts"].get_nowait()) is not None:
                 has_news = True
@@ -116,17 +116,17 @@ class RolloutInbox:
 
     def shares(self, command: TrainStep, batching: Batching) -> list[Group]:
         """Return what this rank trains of the step's groups, dealt by length. All ranks call it together."""
-        groups = self.own_groups(command.ordinals) if self._tensor_ranks.is_leader else []
+        groups = self.own_groups(command.ordinals) if self._peers.is_leader else []
         ranks = self._data_ranks
-        if ranks.world > 1 and self._tensor_ranks.is_leader:
+        if ranks.world > 1 and self._peers.is_leader:
             dealt = balanced_ranks(
                 command.heads, config=self._config, step=command.step, batching=batching, num_ranks=ranks.world
             )
             groups = exchanged(groups, dealt, ranks)
-        if self._tensor_ranks.world == 1:
+        if self._peers.world == 1:
             return groups
-        payload = wire.encode(Shares(groups=tuple(groups))) if self._tensor_ranks.is_leader else b""
-        shares = wire.decode(self._tensor_ranks.broadcast(payload), (Shares,))
+        payload = wire.encode(Shares(groups=tuple(groups))) if self._peers.is_leader else b""
+        shares = wire.decode(self._peers.broadcast(payload), (Shares,))
         assert isinstance(shares, Shares)
         return list(shares.groups)
 
