@@ -53,6 +53,7 @@ class Layout:
     reduce_once: bool = False
     precision: Any = "float32"
     stages: int = 1
+    chunks: int = 1
 
     @property
     def world(self) -> int:
@@ -87,11 +88,13 @@ def division_of(rank: Rank, layout: Layout) -> Division:
         recomputes=layout.recomputes,
         reduce_once=layout.reduce_once,
         pipeline_parallel=stages,
+        chunks=layout.chunks,
     )
 
 
 def part_of(config: TransformerConfig, division: Division) -> Transformer:
-    model = Transformer(local_config(config, division.tensor_parallel.world), division.ranks_of(config))
+    local = local_config(config, division.tensor_parallel.world)
+    model = Transformer(local, division.ranks_of(config), division.stage)
     divide(model, division)
     load_shard(model, logical_tensors(whole_model(config)))
     return model
