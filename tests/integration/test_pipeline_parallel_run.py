@@ -53,6 +53,23 @@ def test_two_stages_train_and_serve_what_one_rank_does(tiny: dict[str, Any], tmp
     assert {path.stem for path in (out / "checkpoints").iterdir()} == {"step_1", "step_2"}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [{"pipeline_chunks": 2}, {"tensor_parallel": 2, "checkpoint_every": 1}], ids=str)
+def test_four_ranks_get_their_rollouts_and_publish_together(
+    more: dict[str, int], tiny: dict[str, Any], tmp_path: Path
+) -> None:
+    """Two data-parallel pipelines, whose first ranks get rollouts; and one of two tensor-parallel stages."""
+    out, model = tmp_path / "run", tiny["model"] | {"num_layers": 4}
+    overrides = tiny | {"steps": 3, "model": model, "trainer": {"ranks": 4, "pipeline_parallel": 2, **more}}
+    overrides["generator"] = tiny["generator"] | {"precision": "int8"}
+    summary = slipstream.run("quickstart", overrides=overrides, out=out, display=False).summary
+    audit(out)
+    assert audit_trace(out)["swaps"] == 4
+    assert {"trainer", "trainer@1", "trainer@2", "trainer@3"} <= set(summary["accounting"])
+    exported = AutoModelForCausalLM.from_pretrained(out / "model")
+    assert sum(p.numel() for p in exported.parameters()) == summary["model_params"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "match"),
     [
@@ -65,6 +82,7 @@ def test_two_stages_train_and_serve_what_one_rank_does(tiny: dict[str, Any], tmp
         ({"trainer": TWO, "loss": {"name": "ppo", "advantages": "gae"}}, "a critic"),
         ({"trainer": TWO, "loss": {"name": "aipo", "baseline": "min_variance"}}, "baseline"),
         ({"trainer": TWO | {"compile": True}}, "compile"),
+        ({"trainer": TWO, "teacher": {"path": str(Path(__file__).parent)}, "loss": {"name": "distill"}}, "a teacher"),
         ({"trainer": TWO, "host": "inline"}, "processes of their own"),
         ({"trainer": TWO, "model": MIXTURE}, "mixture of experts"),
     ],

@@ -138,6 +138,8 @@ class StagePasses:
         try:
             run = schedule.step if trains else schedule.eval
             run(target=indices if self.is_last else None, return_outputs=False, microbatch=indices)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             if error.__cause__ is not None:  # torch wraps what went wrong in a pass of this stage
                 raise error.__cause__ from None
