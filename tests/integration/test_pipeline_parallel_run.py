@@ -30,7 +30,8 @@ def test_two_stages_train_and_serve_what_one_rank_does(tiny: dict[str, Any], tmp
     found = {}
     for ranks in (1, 2):
         overrides = tiny | {"steps": 2, "max_staleness": 0, "weight_update": "between_batches", "kl": {"coef": 0.1}}
-        overrides["warm_start"] = tiny["warm_start"] | {"steps": 10}
+        overrides["warm_start"] = tiny["warm_start"] | {"steps": 4}
+        overrides["eval"] = tiny["eval"] | {"num_prompts": 4}
         overrides["trainer"] = {"ranks": ranks, "pipeline_parallel": ranks, "checkpoint_every": 1}
         overrides["host"] = "inline" if ranks == 1 else "process"
         overrides["observe"] = {"tokens_every": 1}

@@ -60,7 +60,7 @@ def check(by_rank: list[Seen], one: Seen) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["fsdp", "interleaved", *(pytest.param(name, marks=pytest.mark.slow) for name in ("1f1b", "tensor"))]
+    "name", ["fsdp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("1f1b", "tensor", "interleaved"))]
 )
 def test_twenty_steps_in_stages_are_those_of_one_rank(ranks: RankPool, name: str) -> None:
     """A tied embedding, on two stages, stays equal to the bit (`assembled`). Microbatches are of unequal lengths."""
