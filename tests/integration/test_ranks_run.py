@@ -72,9 +72,9 @@ def stored(checkpoint: Path, model: str) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tensor_parallel", [1, 2])
-def test_a_reference_follows_the_policy_on_two_ranks_and_after_a_resume(tensor_parallel, tiny, tmp_path):
-    trainer = {"ranks": 2, "tensor_parallel": tensor_parallel, "checkpoint_every": 1, "keep_checkpoints": 9}
+@pytest.mark.parametrize("division", [{}, {"tensor_parallel": 2}, {"pipeline_parallel": 2}], ids=str)
+def test_a_reference_follows_the_policy_on_two_ranks_and_after_a_resume(division, tiny, tmp_path):
+    trainer = {"ranks": 2, **division, "checkpoint_every": 1, "keep_checkpoints": 9}
     tables = tiny | {"steps": 4, "trainer": trainer, "kl": {"coef": 0.1, "sync_every": 2, "mixup": 0.6}}
     tables["warm_start"] = tiny["warm_start"] | {"steps": 5}
     run = slipstream.run("quickstart", overrides=tables, out=tmp_path / "run", display=False).out

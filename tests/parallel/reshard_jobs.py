@@ -27,6 +27,7 @@ from slipstream.models.config import TransformerConfig
 from slipstream.models.hf import logical_tensors
 from slipstream.models.quantized import Packer, WeightLayout
 from slipstream.models.shards import load_shard, local_shards, local_tensor
+from slipstream.models.stages import Stage
 from slipstream.models.tensor_parallel import TensorParallel
 from slipstream.models.transformer import Transformer
 from slipstream.weight_sync.publisher import Publisher
@@ -41,7 +42,8 @@ DEADLINE_S = 30.0
 
 @dataclass(frozen=True)
 class Trainer:
-    """Its ranks are data_parallel x tensor_parallel; with `replicate` FSDP shards over half of the former only."""
+    """Its ranks are data_parallel x stages x tensor_parallel, stages alone or beside one of the others; with
+    `replicate` FSDP shards over half of the data-parallel ones only."""
 
     config: TransformerConfig
     precision: Precision
@@ -56,10 +58,12 @@ class Trainer:
     timeout_s: float = 20.0
     bucket_bytes: int = 3000
     on_device: bool = False
+    stages: int = 1
+    chunks: int = 1
 
     @property
     def world(self) -> int:
-        return self.data_parallel * self.tensor_parallel
+        return self.data_parallel * self.stages * self.tensor_parallel
 
 
 def specs(trainer: Trainer, generators: list[tuple[int, int]]) -> list[ChannelSpec]:
@@ -112,14 +116,15 @@ def group_of(rank: Rank, members: list[int]) -> dist.ProcessGroup:
 
 def new_part(rank: Rank, trainer: Trainer) -> tuple[Transformer, dist.ProcessGroup | None]:
     """This rank's part of the trainer's model, and its tensor-parallel group."""
-    grid = np.arange(trainer.world).reshape(trainer.data_parallel, trainer.tensor_parallel)
-    place, turn = divmod(rank.rank, trainer.tensor_parallel)
-    group = None
+    grid = np.arange(trainer.world).reshape(trainer.data_parallel, trainer.stages, trainer.tensor_parallel)
+    place, at, turn = (int(index) for index in np.unravel_index(rank.rank, grid.shape))
+    grid, stage, group = grid[:, at], Stage(at, trainer.stages, trainer.chunks), None
     if trainer.tensor_parallel > 1:
         group = group_of(rank, grid[place].tolist())
-        model = TensorParallel.over(group, trainer.config).new_model()
+        ranks = TensorParallel.over(group, trainer.config)
+        model = Transformer(ranks.local_config, ranks, stage)
     else:
-        model = Transformer(trainer.config)
+        model = Transformer(trainer.config, stage=stage)
     if trainer.data_parallel > 1:
         mesh = DeviceMesh.from_group(group_of(rank, grid[:, turn].tolist()), "cpu", mesh_dim_names=("shard",))
         if trainer.replicate:

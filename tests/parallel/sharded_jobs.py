@@ -41,12 +41,12 @@ from slipstream.trainer.optim import AdamW
 from slipstream.trainer.rank_axes import RankAxes
 
 Boxes = list[tuple[Box, np.ndarray]]
-_AXES: dict[tuple[int, int, int], RankAxes] = {}
+_AXES: dict[tuple[int, int, int, int], RankAxes] = {}
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Data-parallel x context-parallel x tensor-parallel ranks, and how they work."""
+    """Data-parallel x tensor-parallel ranks, with stages or context-parallel ranks between, and how they work."""
 
     data_parallel: int
     tensor_parallel: int
@@ -54,10 +54,12 @@ class Layout:
     reduce_once: bool = False
     precision: Any = "float32"
     context_parallel: int = 1
+    stages: int = 1
+    chunks: int = 1
 
     @property
     def world(self) -> int:
-        return self.data_parallel * self.context_parallel * self.tensor_parallel
+        return self.data_parallel * self.stages * self.context_parallel * self.tensor_parallel
 
 
 @dataclass
@@ -73,10 +75,13 @@ class Trained:
 
 def axes_of(rank: Rank, layout: Layout) -> RankAxes:
     """Process groups are made once for all jobs."""
-    key = (layout.world, layout.context_parallel, layout.tensor_parallel)
+    key = (layout.world, layout.stages, layout.context_parallel, layout.tensor_parallel)
     if key not in _AXES:
         trainer = TrainerConfig(
-            ranks=layout.world, context_parallel=layout.context_parallel, tensor_parallel=layout.tensor_parallel
+            ranks=layout.world,
+            pipeline_parallel=layout.stages,
+            context_parallel=layout.context_parallel,
+            tensor_parallel=layout.tensor_parallel,
         )
         _AXES[key] = RankAxes.of(RankGroup.over(rank.group), trainer, timeout_s=60.0)
     return _AXES[key]
@@ -91,11 +96,14 @@ def division_of(rank: Rank, layout: Layout) -> Division:
         precision=layout.precision,
         recomputes=layout.recomputes,
         reduce_once=layout.reduce_once,
+        pipeline_parallel=axes.stage,
+        chunks=layout.chunks,
     )
 
 
 def part_of(config: TransformerConfig, division: Division) -> Transformer:
-    model = Transformer(local_config(config, division.tensor_parallel.world), division.ranks_of(config))
+    local = local_config(config, division.tensor_parallel.world)
+    model = Transformer(local, division.ranks_of(config), division.stage)
     divide(model, division)
     load_shard(model, logical_tensors(whole_model(config)))
     return model

@@ -282,6 +282,14 @@ def test_a_mixture_of_experts_from_two_ranks_to_two_replicas(ranks: RankPool, pr
     deliver(ranks, MIXTURE, [1, 1], precision, data_parallel=2)
 
 
+@pytest.mark.parametrize("is_linked", [False, True], ids=["memory", "gloo"])
+def test_two_pipeline_stages_to_one_and_to_a_pair(ranks: RankPool, is_linked: bool) -> None:
+    """A tied embedding lies on both stages; GPT-2's positions on the first, with chunks 0 and 2 of four."""
+    deliver(ranks, replace(CONFIGS["gpt2"], num_layers=5), [1], "int8", stages=2, chunks=2, is_linked=is_linked)
+    deliver(ranks, CONFIGS["qwen2"], [2], "float32", stages=2, tensor_parallel=2, is_linked=is_linked)
+    deliver(ranks, CONFIGS["llama"], [1], "bfloat16", data_parallel=2, stages=2, is_linked=is_linked)
+
+
 def test_uneven_and_replicated_shards(ranks: RankPool) -> None:
     """Three ranks cut rows that three does not divide; two times two ranks hold everything twice."""
     deliver(ranks, replace(CONFIGS["llama"], intermediate_size=52), [2], "int8", data_parallel=3)

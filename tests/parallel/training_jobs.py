@@ -5,31 +5,36 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from rank_models import whole_model
 from rank_pool import Rank
-from sharded_jobs import Layout, axes_of
+from sharded_jobs import Layout, axes_of, division_of, part_of, sequences_of
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "trainer"))  # its data serve here, too
 
 from training_data import TINY, make_groups, run_config, sharing_prompts
 
+from slipstream.algorithms.logprobs import probe_logprobs
 from slipstream.batching import collate
 from slipstream.core.config import RunConfig
+from slipstream.core.errors import NonFiniteError
 from slipstream.core.rank_group import RankGroup
 from slipstream.core.ranks import data_parallel_rank
 from slipstream.core.sections import ModelConfig
 from slipstream.core.stage_sections import WarmStartConfig
 from slipstream.core.types import Group
+from slipstream.models.config import TransformerConfig
 from slipstream.models.sharded import module_parts
 from slipstream.models.shards import Box
 from slipstream.trainer.checkpoint import CRITIC
 from slipstream.trainer.critic import Critic
-from slipstream.trainer.measure import Auxiliary
+from slipstream.trainer.measure import Auxiliary, Columns, measure, probed, reads_logprobs
 from slipstream.trainer.policy import Policy
 from slipstream.trainer.scores import dealt_by, head_of
 from slipstream.trainer.step import train_on_batch
@@ -37,6 +42,7 @@ from slipstream.trainer.supervised import supervised_updates
 
 Boxes = list[tuple[Box, np.ndarray]]
 Named = dict[str, Tensor]
+PROBE = np.arange(9, dtype=np.int32)
 
 
 @dataclass
@@ -125,18 +131,7 @@ def _train(policy: Policy, config: RunConfig, span: Span, ranks: RankGroup) -> S
     if span.load is not None:
         assert policy.load(span.load, others).step == span.first
     for step in range(span.first, span.stop):
-        groups = batch_of(config, step)
-        metrics = train_on_batch(
-            policy.model,
-            policy.optimizer,
-            share_of(groups, config, ranks),
-            config=config,
-            step=step,
-            batching=collate,
-            auxiliary=auxiliary,
-            heads=[head_of(rollout, config.rewards) for group in groups for rollout in group.rollouts],
-            ranks=ranks,
-        )
+        metrics = _step(policy, config, batch_of(config, step), ranks, auxiliary, step=step)
         seen.metrics.append(metrics)
     if span.save is not None:
         policy.save(span.save, step=span.stop, extra={}, others=others)
@@ -149,6 +144,22 @@ def _train(policy: Policy, config: RunConfig, span: Span, ranks: RankGroup) -> S
     for name, one in trained.items():
         seen.weights += _boxes(name, _module(one), _weights(one))
     return seen
+
+
+def _step(
+    policy: Policy, config: RunConfig, groups: list[Group], ranks: RankGroup, auxiliary: Auxiliary, step: int = 0
+) -> dict[str, float]:
+    return train_on_batch(
+        policy.model,
+        policy.optimizer,
+        share_of(groups, config, ranks),
+        config=config,
+        step=step,
+        batching=collate,
+        auxiliary=auxiliary,
+        heads=[head_of(rollout, config.rewards) for group in groups for rollout in group.rollouts],
+        ranks=ranks,
+    )
 
 
 def _warm_up(policy: Policy, config: RunConfig, ranks: RankGroup) -> Seen:
@@ -177,7 +188,8 @@ def _warm_up(policy: Policy, config: RunConfig, ranks: RankGroup) -> Seen:
 
 def _divided(rank: Rank, config: RunConfig, layout: Layout) -> tuple[Policy, RankGroup]:
     axes = axes_of(rank, layout)
-    return Policy(config, RankGroup.over(rank.group), axes.sharing, axes.tensor, axes.context), axes.data
+    policy = Policy(config, RankGroup.over(rank.group), axes.sharing, axes.tensor, axes.context, axes.stage)
+    return policy, axes.data
 
 
 # Jobs
@@ -197,7 +209,55 @@ def warm_up(rank: Rank, layout: Layout) -> Seen:
     return _warm_up(policy, config, ranks)
 
 
+def read(rank: Rank, configs: dict[str, TransformerConfig], layout: Layout) -> dict[str, list[Columns]]:
+    """The logprobs of `sequences_of` under models in stages, read in microbatches; and of the probe."""
+    division, found = division_of(rank, layout), {}
+    for name, config in configs.items():
+        model, sequences = part_of(config, division), sequences_of(0, config.vocab_size)
+        read = measure(reads_logprobs(model, 1.0), sequences, microbatch_tokens=60, batching=collate)
+        found[name] = [read, {(0, 0): probed(model, PROBE, collate)}]
+    return found
+
+
+def refused(rank: Rank, sections: dict[str, Any], layout: Layout) -> list[str]:
+    """Errors of a step with a logprob that is no number, and of one with such a gradient on rank 0; weights stay."""
+    config = config_of(sections)
+    policy, ranks = _divided(rank, config, layout)
+    before = _boxes("policy", policy.model, _weights(policy))
+    errors = []
+    for is_gradient in (False, True):
+        groups = batch_of(config, 0)
+        if is_gradient:
+            policy.optimizer.step = partial(_poisoned, rank, policy, policy.optimizer.step)  # type: ignore[method-assign]
+        else:
+            groups[1].rollouts[2].completion.segments[0].behaviour_logprobs[:] = np.nan
+        try:
+            _step(policy, config, groups, ranks, Auxiliary(policy.reference(None)))
+        except NonFiniteError as error:
+            errors.append(str(error))
+    after = _boxes("policy", policy.model, _weights(policy))
+    assert all(np.array_equal(old, new) for (_, old), (_, new) in zip(before, after, strict=True))
+    policy.close()
+    return errors
+
+
+def _poisoned(rank: Rank, policy: Policy, step: Callable[..., float], **how: float) -> float:
+    policy.optimizer.finite_grad_norm()
+    if rank.rank == 0:
+        policy.parameters.named_grads()["layers.0.qkv.weight"][0, 0] = np.inf
+    return step(**how)
+
+
 # One rank
+
+
+def read_alone(configs: dict[str, TransformerConfig]) -> dict[str, list[Columns]]:
+    found = {}
+    for name, config in configs.items():
+        model, sequences = whole_model(config), sequences_of(0, config.vocab_size)
+        read = measure(reads_logprobs(model, 1.0), sequences, microbatch_tokens=400, batching=collate)
+        found[name] = [read, {(0, 0): probe_logprobs(model, PROBE)}]
+    return found
 
 
 def alone(work: Callable[..., Seen], sections: dict[str, Any], *args: Any) -> Seen:

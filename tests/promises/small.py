@@ -94,6 +94,8 @@ SCRIPTS = {
     "benchmarks/peers.py": "--only ours --seeds 1 --steps 2 --folder kept",
     "benchmarks/policies.py": "--steps 4 --seeds 1",
     "benchmarks/precision.py": "--model MODEL --rows 8 --steps 2 --threads 1",
+    "benchmarks/pipeline_stages.py": "--layers 4 --hidden 32 --groups 2 --samples 2 --prompt 8 --completion 16"
+    " --microbatch-tokens 64 --steps 1",
     "benchmarks/probe.py": "--model MODEL --texts 2",
     "benchmarks/rehearsal.py": "--steps 3",
     "benchmarks/rounds.py": "--ranks 2 --rounds 300",

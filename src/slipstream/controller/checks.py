@@ -15,7 +15,7 @@ from slipstream.generator.device import check_device
 from slipstream.generator.vllm.backend import check_vllm
 from slipstream.generator.vllm.reader import check_reader
 from slipstream.models.build import build_tokenizer, check_division, max_positions
-from slipstream.models.config import config_from_hf
+from slipstream.models.config import TransformerConfig, config_from_hf
 from slipstream.models.device import check_gpus
 from slipstream.models.foreign_text import rehearse_tokenizer
 from slipstream.models.hf import read_hf_config
@@ -24,6 +24,7 @@ from slipstream.models.peft import tokenizer_folder
 from slipstream.models.preflight import Head, check_checkpoint, check_policy
 from slipstream.models.shards import whole_shapes
 from slipstream.models.sizes import check_sizes
+from slipstream.models.stages import Stage
 from slipstream.models.tokenizer import Tokenizer, has_tokenizer, load_tokenizer, vocabulary_size
 from slipstream.prompts import task_table
 from slipstream.rewards.checks import check_rewards
@@ -64,7 +65,9 @@ def check(
             check_gpus(section, device, field, ranks)
     for ranks in {config.generator.tensor_parallel, config.trainer.tensor_parallel}:
         check_division(config.model, ranks)
-    check_sizes(config, check_policy(config), here)
+    shape = check_policy(config)
+    check_stages(config, shape)
+    check_sizes(config, shape, here)
     check_loss(config)
     check_checkpoints(config, readers(config))
     check_scorers(config)
@@ -161,6 +164,15 @@ def check_following(config: RunConfig) -> None:
             allowed="a model of the policy's sizes, whole",
             hint="without kl.sync_every any model of its tokens will do",
         )
+
+
+def check_stages(config: RunConfig, policy: TransformerConfig) -> None:
+    """Raise ConfigError where `policy`, or the reference beside it, has fewer layers than the trainer's stages."""
+    stage, path = Stage(0, config.trainer.pipeline_parallel, config.trainer.pipeline_chunks), config.kl.reference
+    stage.check(policy.num_layers)
+    is_read = config.kl.executor == "trainer" and "reference_logprobs" in needed_columns(config)
+    if is_read and path is not None and stage_of(path) is None and has_checkpoint(Path(path)):
+        stage.check(check_checkpoint(Path(path), "language").num_layers)
 
 
 def check_teacher(config: RunConfig) -> None:

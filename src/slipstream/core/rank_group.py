@@ -123,10 +123,13 @@ class RankGroup:
         backend, timeout = dist.get_backend(self.pg), timedelta(seconds=timeout_s)
         mine: list[RankGroup] = []
         for axis, size in enumerate(everyone.shape):
+            if size == 1:
+                mine.append(RankGroup.alone())
+                continue
             for members in np.moveaxis(everyone, axis, -1).reshape(-1, size).tolist():  # all ranks, in one order
                 pg = dist.new_group(members, timeout=timeout, backend=backend)
                 if dist.get_rank() in members:
-                    mine.append(RankGroup.over(pg) if size > 1 else RankGroup.alone())
+                    mine.append(RankGroup.over(pg))
         return tuple(mine)
 
     def _reduced(self, values: Tensor, operation: str) -> Tensor:

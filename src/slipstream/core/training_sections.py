@@ -262,15 +262,25 @@ class TrainerConfig(Section):
 
     ranks: Count = Field(
         1,
-        description="Processes of the trainer: data parallel (FSDP2) x context parallel x tensor parallel, with a group"
-        " of their own.",
+        description="Processes of the trainer: data parallel (FSDP2) x pipeline parallel x context parallel x tensor "
+        "parallel, with a group of their own.",
     )
     tensor_parallel: Count = Field(1, description="Ranks that share each layer; divides `ranks`.")
     context_parallel: Count = Field(
         1,
         description="Ranks that read each microbatch together, each some of its rows: a sequence may be so many times "
         "longer in the same memory, for a gather of keys and values in every layer. Its product with `tensor_parallel`"
-        " divides `ranks`.",
+        " divides `ranks`. Not with stages.",
+    )
+    pipeline_parallel: Count = Field(
+        1,
+        description="Stages, each with a part of the layers, that microbatches pass one after the other; times "
+        "`tensor_parallel` it divides `ranks`. A stage idles (stages - 1) / (microbatches + stages - 1) of an update.",
+    )
+    pipeline_chunks: Count = Field(
+        1,
+        description="Ranges of layers in each stage. 1: the schedule 1F1B. More: interleaved 1F1B, which idles as many "
+        "times less, and passes activations between stages as many times more often.",
     )
     device: Device = Field("cpu", description="What the trainer computes on: 'cpu', or 'cuda', a GPU per rank.")
     precision: Literal["float32", "bfloat16"] = Field(
@@ -347,17 +357,28 @@ class TrainerConfig(Section):
 
     @property
     def peers(self) -> int:
-        """The number of ranks that train on the same rollouts."""
-        return self.context_parallel * self.tensor_parallel
+        """The number of ranks that train on the same rollouts: stages, context- and tensor-parallel ranks."""
+        return self.pipeline_parallel * self.context_parallel * self.tensor_parallel
 
     @model_validator(mode="after")
     def _check_ranks(self) -> Self:
         if self.ranks % self.peers:
-            what = "the trainer's ranks do not divide into context- and tensor-parallel groups"
-            got = f"trainer.ranks = {self.ranks}, trainer.tensor_parallel = {self.tensor_parallel}"
-            got += f", trainer.context_parallel = {self.context_parallel}"
-            allowed = "trainer.ranks: a multiple of trainer.tensor_parallel x trainer.context_parallel"
-            raise ConfigError(what, got=got, allowed=allowed)
+            sizes = ("tensor_parallel", "context_parallel", "pipeline_parallel")
+            fields = {f"trainer.{name}": getattr(self, name) for name in sizes}
+            got = ", ".join(f"{name} = {size}" for name, size in [("trainer.ranks", self.ranks), *fields.items()])
+            allowed = f"trainer.ranks: a multiple of {' x '.join(fields)}"
+            raise ConfigError(
+                "the trainer's ranks do not divide into those of one model each", got=got, allowed=allowed
+            )
+        if self.pipeline_parallel > 1 and self.context_parallel > 1:
+            got = f"trainer.pipeline_parallel = {self.pipeline_parallel}"
+            got += f" with trainer.context_parallel = {self.context_parallel}"
+            what = "ranks that read a microbatch together are not divided into pipeline stages"
+            raise ConfigError(what, got=got, allowed="one of the two above 1")
+        if self.pipeline_chunks > 1 and self.pipeline_parallel == 1:
+            got = f"trainer.pipeline_chunks = {self.pipeline_chunks} with trainer.pipeline_parallel = 1"
+            allowed = "trainer.pipeline_parallel above 1, or trainer.pipeline_chunks = 1"
+            raise ConfigError("chunks are ranges of a pipeline stage's layers", got=got, allowed=allowed)
         if self.device == "cpu" and (self.gpu_share is not None or self.offload_moments):
             field = "gpu_share" if self.gpu_share is not None else "offload_moments"
             what = "a CPU has its memory to itself, and moments lie there"
@@ -383,6 +404,27 @@ def check_training(config: RunConfig) -> None:
     _check_horizon(config)
     _check_ends(config)
     _check_whitening(config)
+    _check_stages(config)
+
+
+def _check_stages(config: RunConfig) -> None:
+    """Raise ConfigError for what a trainer in pipeline stages cannot do yet (docs/cluster.md)."""
+    if config.trainer.pipeline_parallel == 1:
+        return
+    loss = config.loss
+    for what, field, is_refused in (
+        ("adapters (model.lora)", "model.lora", config.model.lora.is_set),
+        ("a critic", f"loss.advantages = '{loss.advantages}'", config.has_critic),
+        ("a teacher", "teacher.path", config.has_teacher),
+        ("a baseline of each completion's gradient", f"loss.baseline = '{loss.baseline}'", loss.baseline != "mean"),
+    ):
+        if is_refused:
+            raise ConfigError(
+                f"pipeline stages do not go together with {what} yet",
+                got=f"{field} with trainer.pipeline_parallel = {config.trainer.pipeline_parallel}",
+                allowed="trainer.pipeline_parallel = 1",
+                hint="trainer.tensor_parallel and data-parallel ranks (FSDP2) divide a model, too",
+            )
 
 
 def _check_batch(config: RunConfig) -> None:

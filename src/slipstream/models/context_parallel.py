@@ -35,7 +35,7 @@ from slipstream.core.errors import ShapeError
 from slipstream.core.packed import PackedMicrobatch, sent
 from slipstream.core.rank_group import RankGroup, lost_rank
 from slipstream.models.attention import Ends, bounds, length_batches, takes_flash
-from slipstream.models.packed import ROW_MULTIPLE, ReadRows, filled_rows
+from slipstream.models.packed import ROW_MULTIPLE, ReadRows, filled_rows, rounded_up
 
 MAX_IMBALANCE = 1.05
 """Work of the rank with most over the mean up to which blocks are not cut: each is a piece with a copy of its keys."""
@@ -316,7 +316,9 @@ class Share:
     @classmethod
     def of(cls, microbatch: PackedMicrobatch, group: RankGroup, *, varlen: bool) -> Share:
         world, rank = group.world, group.rank
-        tokens, positions, lengths, rows = filled_rows(microbatch, ROW_MULTIPLE * world)
+        tokens, positions, lengths, rows = filled_rows(
+            microbatch, rounded_up(microbatch.num_tokens, ROW_MULTIPLE * world)
+        )
         structure = Structure(lengths, rows)
         dealt = dealt_rows(structure.keys_seen, world)
         place = np.empty(len(tokens), dtype=np.int64)

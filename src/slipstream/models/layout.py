@@ -67,9 +67,10 @@ def _rows(prefix: str, names: list[str], sizes: list[int], linear: nn.Module, un
 def _llama(model: Transformer) -> Iterator[LogicalTensor]:
     """Llama, Mistral, Qwen2 and Qwen3, and the mixtures of experts Mixtral and Qwen3-MoE."""
     c: TransformerConfig = model.config
-    yield _whole("model.embed_tokens.weight", model.embedding.weight)
-    for i, layer in enumerate(model.layers):
-        prefix = f"model.layers.{i}"
+    if model.has_embedding:
+        yield _whole("model.embed_tokens.weight", model.embedding.weight)
+    for layer in model.layers:
+        prefix = f"model.layers.{layer.index}"
         yield from _affine(f"{prefix}.input_layernorm", layer.attention_norm)
         sizes = [c.query_size, c.kv_size, c.kv_size]
         yield from _rows(f"{prefix}.self_attn", ["q_proj", "k_proj", "v_proj"], sizes, layer.qkv, unit=c.head_dim)
@@ -78,14 +79,20 @@ def _llama(model: Transformer) -> Iterator[LogicalTensor]:
             yield from _affine(f"{prefix}.self_attn.k_norm", layer.k_norm)
         yield from _affine(f"{prefix}.self_attn.o_proj", layer.output)
         yield from _affine(f"{prefix}.post_attention_layernorm", layer.mlp_norm)
-        if c.is_sparse(i):
+        if layer.is_sparse:
             yield from _experts(prefix, c, layer.experts)
             continue
         yield from _rows(f"{prefix}.mlp", ["gate_proj", "up_proj"], [c.intermediate_size] * 2, layer.up)
         yield from _affine(f"{prefix}.mlp.down_proj", layer.down)
-    yield from _affine("model.norm", model.final_norm)
-    if not c.tie_embeddings:
-        yield from _affine("lm_head", model.head)
+    yield from _end(model, "model.norm", "lm_head")
+
+
+def _end(model: Transformer, norm: str, head: str) -> Iterator[LogicalTensor]:
+    """Final norm and head, where the last layers are."""
+    if model.stage.is_last:
+        yield from _affine(norm, model.final_norm)
+        if not model.config.tie_embeddings:
+            yield from _affine(head, model.head)
 
 
 def _experts(prefix: str, config: TransformerConfig, experts: Experts) -> Iterator[LogicalTensor]:
@@ -101,9 +108,10 @@ def _experts(prefix: str, config: TransformerConfig, experts: Experts) -> Iterat
 
 def _gpt_neox(model: Transformer) -> Iterator[LogicalTensor]:
     c: TransformerConfig = model.config
-    yield _whole("gpt_neox.embed_in.weight", model.embedding.weight)
-    for i, layer in enumerate(model.layers):
-        prefix = f"gpt_neox.layers.{i}"
+    if model.has_embedding:
+        yield _whole("gpt_neox.embed_in.weight", model.embedding.weight)
+    for layer in model.layers:
+        prefix = f"gpt_neox.layers.{layer.index}"
         yield from _affine(f"{prefix}.input_layernorm", layer.attention_norm)
         yield from _affine(f"{prefix}.post_attention_layernorm", layer.mlp_norm)
         for suffix, parameter in layer.qkv.named_parameters(recurse=False):
@@ -113,25 +121,23 @@ def _gpt_neox(model: Transformer) -> Iterator[LogicalTensor]:
         yield from _affine(f"{prefix}.attention.dense", layer.output)
         yield from _affine(f"{prefix}.mlp.dense_h_to_4h", layer.up)
         yield from _affine(f"{prefix}.mlp.dense_4h_to_h", layer.down)
-    yield from _affine("gpt_neox.final_layer_norm", model.final_norm)
-    if not c.tie_embeddings:
-        yield from _affine("embed_out", model.head)
+    yield from _end(model, "gpt_neox.final_layer_norm", "embed_out")
 
 
 def _gpt2(model: Transformer) -> Iterator[LogicalTensor]:
-    yield _whole("transformer.wte.weight", model.embedding.weight)
-    yield _whole("transformer.wpe.weight", model.position_embedding.weight)
-    for i, layer in enumerate(model.layers):
-        prefix = f"transformer.h.{i}"
+    if model.has_embedding:
+        yield _whole("transformer.wte.weight", model.embedding.weight)
+    if model.stage.is_first:
+        yield _whole("transformer.wpe.weight", model.position_embedding.weight)
+    for layer in model.layers:
+        prefix = f"transformer.h.{layer.index}"
         yield from _affine(f"{prefix}.ln_1", layer.attention_norm)
         yield from _conv1d(f"{prefix}.attn.c_attn", layer.qkv, stacked=3)
         yield from _conv1d(f"{prefix}.attn.c_proj", layer.output)
         yield from _affine(f"{prefix}.ln_2", layer.mlp_norm)
         yield from _conv1d(f"{prefix}.mlp.c_fc", layer.up)
         yield from _conv1d(f"{prefix}.mlp.c_proj", layer.down)
-    yield from _affine("transformer.ln_f", model.final_norm)
-    if not model.config.tie_embeddings:
-        yield from _affine("lm_head", model.head)
+    yield from _end(model, "transformer.ln_f", "lm_head")
 
 
 def _conv1d(name: str, linear: nn.Linear, stacked: int = 1) -> Iterator[LogicalTensor]:

@@ -54,10 +54,7 @@ class OneReader:
 
     def rows(self, microbatch: PackedMicrobatch, *, varlen: bool, replays: bool) -> ReadRows:
         """Read all rows. With `replays` tokens go through the experts that the engine chose, where they are known."""
-        routes = torch.from_numpy(microbatch.routes) if replays and microbatch.routes is not None else None
-        tokens, positions, lengths, rows = filled_rows(microbatch, ROW_MULTIPLE)
-        attention = PackedAttention(lengths, torch.from_numpy(rows), routes, varlen=varlen)
-        return ReadRows(tokens, positions, attention, microbatch.target_index)
+        return read_rows(microbatch, rounded_up(microbatch.num_tokens), varlen=varlen, replays=replays)
 
     def targets(self, microbatch: PackedMicrobatch) -> slice | np.ndarray:  # noqa: ARG002 - the Reader protocol
         return slice(None)
@@ -66,20 +63,34 @@ class OneReader:
         return columns
 
 
-def filled_rows(
-    microbatch: PackedMicrobatch, multiple: int
-) -> tuple[np.ndarray, np.ndarray, tuple[int, ...], np.ndarray]:
-    """Return tokens, positions, lengths and rows of a microbatch with its number of rows filled up to a multiple.
+def rounded_up(num_rows: int, multiple: int = ROW_MULTIPLE) -> int:
+    """Return the number of rows that a microbatch of `num_rows` is filled up to."""
+    return -(-num_rows // multiple) * multiple
 
-    Filler rows are one more sequence, which is never read.
+
+def filled_rows(
+    microbatch: PackedMicrobatch, num_rows: int
+) -> tuple[np.ndarray, np.ndarray, tuple[int, ...], np.ndarray]:
+    """Return tokens, positions, lengths and rows of a microbatch that is filled up to `num_rows`.
+
+    Fillers are sequences of at most ROW_MULTIPLE tokens, so that attending costs little there. They are never read.
     """
-    num_rows, lengths, rows = microbatch.num_tokens, microbatch.lengths, microbatch.rows
-    filler = np.zeros(-num_rows % multiple, dtype=np.int64)
-    if len(filler):
-        lengths = (*lengths, len(filler))
-        rows = np.concatenate([rows, num_rows + np.arange(len(filler))])
+    num_fillers, lengths, rows = num_rows - microbatch.num_tokens, microbatch.lengths, microbatch.rows
+    filler = np.zeros(num_fillers, dtype=np.int64)
+    if num_fillers:
+        whole, rest = divmod(num_fillers, ROW_MULTIPLE)
+        lengths = (*lengths, *[ROW_MULTIPLE] * whole, *[rest] * (rest > 0))
+        rows = np.concatenate([rows, microbatch.num_tokens + np.arange(num_fillers)])
     tokens = np.concatenate([microbatch.tokens, filler])
     return tokens, np.concatenate([microbatch.positions, filler]), lengths, rows
+
+
+def read_rows(microbatch: PackedMicrobatch, num_rows: int, *, varlen: bool, replays: bool) -> ReadRows:
+    """Return all rows of a microbatch that is filled up to `num_rows`, as one rank reads them."""
+    routes = torch.from_numpy(microbatch.routes) if replays and microbatch.routes is not None else None
+    tokens, positions, lengths, rows = filled_rows(microbatch, num_rows)
+    attention = PackedAttention(lengths, torch.from_numpy(rows), routes, varlen=varlen)
+    return ReadRows(tokens, positions, attention, microbatch.target_index)
 
 
 def at_targets(model: nn.Module, microbatch: PackedMicrobatch, *, replays: bool = False) -> Tensor:
@@ -93,7 +104,12 @@ def at_targets(model: nn.Module, microbatch: PackedMicrobatch, *, replays: bool 
     reader = cast(Reader, model.reader)
     read = reader.rows(microbatch, varlen=bool(model.varlen), replays=replays)
     out = model(sent(read.tokens, device), sent(read.positions, device), read.attention)
+    return target_rows(out, read.target_index)
+
+
+def target_rows(out: Tensor, target_index: np.ndarray) -> Tensor:
+    """Return the rows of `out` [N, ...] that targets are predicted from: [M, ...]."""
     # The last row that contexts share predicts several targets. The gradient of `out[index]` adds them up by atomic
     # additions, in any order, as soon as there are two threads; that of an embedding has one fixed order.
-    index = sent(read.target_index, device)
+    index = sent(target_index, out.device)
     return F.embedding(index, out.flatten(1) if out.ndim > 1 else out[:, None]).view(-1, *out.shape[1:])

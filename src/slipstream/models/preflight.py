@@ -82,6 +82,7 @@ def _check_mixture(config: RunConfig) -> None:
         ("generator.tensor_parallel", generator.tensor_parallel, generator.tensor_parallel > 1, "1"),
         ("trainer.tensor_parallel", config.trainer.tensor_parallel, config.trainer.tensor_parallel > 1, "1"),
         ("trainer.context_parallel", config.trainer.context_parallel, config.trainer.context_parallel > 1, "1"),
+        ("trainer.pipeline_parallel", config.trainer.pipeline_parallel, config.trainer.pipeline_parallel > 1, "1"),
     ):
         if is_wrong:
             raise ConfigError(

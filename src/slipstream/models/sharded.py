@@ -1,4 +1,5 @@
-"""A model in training: whole on one CPU rank, else divided; tensor parallel inside a layer, FSDP2 over data parallel.
+"""A model in training: whole on one CPU rank, else divided; tensor parallel inside a layer, FSDP2 over data parallel,
+and layers over pipeline stages (`stages.py`; passes run as `stage_passes.py` says).
 
 On one CPU rank (`Division.is_whole`) a model is what `build.py` and `scalar.py` make, stored flat. Elsewhere a rank's
 `Transformer` is its tensor-parallel share (`tensor_parallel.py`), whose parameters torch's `fully_shard` cuts by rows
@@ -8,8 +9,8 @@ then `model.logits(states)`, as everywhere; both work on whole (tensor-parallel 
 `torch.no_grad()`: in `torch.inference_mode()` torch would gather into tensors that can never be trained on.
 
 Gradients of the data-parallel ranks are summed, never averaged: losses are divided by counts over all ranks. Sums over
-tensor-parallel ranks that remain (`tensor_parallel.SharedRows`) are made once per update, by
-`ShardedParameters.grad_norm`.
+tensor-parallel ranks that remain (`tensor_parallel.SharedRows`), and over the two stages of a tied embedding, are made
+once per update, by `ShardedParameters.grad_norm`.
 
 Ranks that read a microbatch together (`context_parallel.py`) are data-parallel ranks to all of this: each computes the
 gradients of its own rows, and they are summed.
@@ -25,6 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -65,6 +67,7 @@ from slipstream.models.scalar import (
     start_head,
 )
 from slipstream.models.shards import Box, Part, is_dtensor, load_shard, local_parts, local_tensor, whole_shapes
+from slipstream.models.stages import Stage, add_of_peer
 from slipstream.models.tensor_parallel import SharedRows, TensorParallel, shared_rows, whole_config
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.models.transformer import OneRank, Ranks, Transformer
@@ -80,6 +83,7 @@ class Division:
     `data_parallel` are the ranks that have one division of the parameters among them, and whose gradients are summed.
     Those of `context_parallel`, which read each microbatch together, are among them: with some, fewer ranks than
     `data_parallel` count a microbatch.
+    The ranks of `pipeline_parallel` are stages, each with `chunks` ranges of layers (`stages.Stage`).
     `precision` is that of products; parameters, gradients and their sums are float32, but that a frozen model may keep
     its parameters `stored` in another precision, which is then that of products, too. With `recomputes` every layer
     keeps only its input for the backward pass and runs again there, with `keeps_products` without its products. torch
@@ -102,17 +106,28 @@ class Division:
     fixed_order: bool = False
     varlen: bool = True
     copies: bool = False
+    pipeline_parallel: RankGroup = field(default_factory=RankGroup.alone)
+    chunks: int = 1
+
+    @property
+    def stage(self) -> Stage:
+        """The pipeline stage of this rank."""
+        return Stage(self.pipeline_parallel.rank, self.pipeline_parallel.world, self.chunks)
+
+    @property
+    def ranks(self) -> tuple[RankGroup, RankGroup, RankGroup]:
+        """This rank's groups along all axes."""
+        return self.data_parallel, self.pipeline_parallel, self.tensor_parallel
+
+    @property
+    def is_alone(self) -> bool:
+        """True on a single rank."""
+        return all(group.world == 1 for group in self.ranks)
 
     @property
     def is_whole(self) -> bool:
         """True on a single CPU rank, which divides nothing and computes in float32."""
         return self.is_alone and self.device.type == "cpu"
-
-    @property
-    def is_alone(self) -> bool:
-        """True where one rank has all of the model, on any device."""
-        groups = (self.data_parallel, self.tensor_parallel, self.context_parallel)
-        return all(group.world == 1 for group in groups)
 
     def ranks_of(self, config: TransformerConfig) -> Ranks:
         """Return the tensor-parallel ranks of a model of the whole `config`. ConfigError if it cannot be divided so."""
@@ -163,6 +178,10 @@ def _prepare(model: Transformer, division: Division) -> None:
         layer.recomputes, layer.keeps_products = division.recomputes, division.keeps_products
         if division.compiles is not None:
             layer.compile_parts(division.compiles)
+    if division.pipeline_parallel.world > 1:
+        from slipstream.models.stage_passes import StagePasses  # torch's takes time to import
+
+        model.passes = StagePasses(model, division.pipeline_parallel, division.device, DTYPES[division.precision])
 
 
 def _bring(module: nn.Module, division: Division) -> nn.Module:
@@ -254,7 +273,9 @@ def new_sharded(
 
 def _unfilled(config: TransformerConfig, division: Division, lora: LoraConfig = LoraConfig()) -> Transformer:
     """Nothing is written before it is divided, so a CPU gives memory for the parts only."""
-    model = Transformer(local_config(config, division.tensor_parallel.world), division.ranks_of(config))
+    division.stage.check(config.num_layers)
+    local = local_config(config, division.tensor_parallel.world)
+    model = Transformer(local, division.ranks_of(config), division.stage)
     if lora.is_set:
         install(model, planned_shapes(lora, config))
     divide(model, replace(division, copies=division.copies and not lora.is_set))
@@ -407,6 +428,11 @@ class ShardedParameters:
         divided = [module for module in model.modules() if isinstance(module, Transformer)]
         self._copies = [module.compute_copy for module in divided if module.compute_copy is not None]
         self.reshard()
+        self._tied = {
+            f"{prefix}.embedding.weight".lstrip(".")  # on the first stage and on the last one
+            for prefix, module in model.named_modules()
+            if isinstance(module, Transformer) and module.config.tie_embeddings and module.stage.world > 1
+        }
         shared = _shared_rows(model, division.tensor_parallel)
         self._locals = {
             name: _Local(parameter, self._rows_of(parameter), shared.get(name))
@@ -470,14 +496,13 @@ class ShardedParameters:
     def grad_norm(self) -> float:
         """Finish the sums over ranks; count every element of the gradient on one of the ranks that hold it."""
         total = self._counted_square().cpu()
-        for group in (self._division.data_parallel, self._division.tensor_parallel):
+        for group in self._division.ranks:
             total = group.sum(total)
         return math.sqrt(float(total))
 
     def norm_on_device(self) -> Tensor | None:
         """Return `grad_norm`, float64 [], where one rank has a device of its own; nobody waits for it. Else None."""
-        division = self._division
-        if division.device.type == "cpu" or division.data_parallel.world * division.tensor_parallel.world > 1:
+        if self._division.device.type == "cpu" or not self._division.is_alone:
             return None
         return self._counted_square().sqrt()
 
@@ -495,7 +520,8 @@ class ShardedParameters:
     def _finish_gradients(self) -> None:
         """Sum the parts that backward passes left on several ranks.
 
-        Over data-parallel ranks: parameters that FSDP does not manage. Over tensor-parallel ranks: partial rows.
+        Over data-parallel ranks: parameters that FSDP does not manage. Over tensor-parallel ranks: partial rows. Over
+        first and last stage: a tied embedding.
         """
         data_parallel, tensor_parallel = self._division.data_parallel, self._division.tensor_parallel
         if data_parallel.world > 1:
@@ -508,18 +534,25 @@ class ShardedParameters:
                 by_sharers.setdefault(local.shared.sharers, []).append(rows)
         for sharers in sorted(by_sharers, key=len):
             _sum_in_place(by_sharers[sharers], tensor_parallel, sharers=sharers)
+        stages = self._division.pipeline_parallel
+        for name in sorted(self._tied & self._locals.keys()):
+            add_of_peer(self._locals[name].grad, stages, peer=stages.world - 1 - stages.rank)
 
     def non_finite_grads(self) -> list[str]:
         flags = torch.tensor([not bool(torch.isfinite(grad).all()) for grad in self.stored_grads()])
         flags = flags.to(torch.int64)
         for group in (self._division.data_parallel, self._division.tensor_parallel):
             flags = group.max(flags)
-        return [name for name, flag in zip(self._locals, flags.tolist(), strict=True) if flag]
+        own = [name for name, flag in zip(self._locals, flags.tolist(), strict=True) if flag]
+        of_stages = self._division.pipeline_parallel.gather(msgspec.json.encode(own))
+        return list(dict.fromkeys(name for part in of_stages for name in msgspec.json.decode(part, type=list[str])))
 
     def _counted_grads(self) -> Iterator[Tensor]:
         """Yield the gradients that this rank counts: rows that several ranks hold are counted on the first of them."""
-        for local in self._locals.values():
+        for name, local in self._locals.items():
             if self._division.data_parallel.rank > 0 and not is_dtensor(local.parameter):
+                continue
+            if name in self._tied and not self._division.stage.is_first:
                 continue
             grad = local.grad
             if local.shared is not None and local.shared.sharers.start != self._division.tensor_parallel.rank:

@@ -122,7 +122,9 @@ def base_parts(model: Transformer) -> list[Part]:
         whole, rank, world = whole_shapes(model.config), 0, 1
     held = {name: placed(name, parameter) for name, parameter in model.named_parameters()}
     with torch.device("meta"):
-        undivided = Transformer(model.config, ranks)  # as FSDP2 and adapters found it: parameters are plain tensors
+        undivided = Transformer(
+            model.config, ranks, model.stage
+        )  # as FSDP2 and adapters found it: parameters are plain tensors
     parameters = dict(undivided.named_parameters())
     owners = {parameter.untyped_storage()._cdata: name for name, parameter in parameters.items()}
     parts = []

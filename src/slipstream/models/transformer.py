@@ -11,7 +11,7 @@ import importlib.util
 import math
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,10 @@ from slipstream.models.experts import Experts
 from slipstream.models.layer_functions import RotateHeads, gated, is_fused
 from slipstream.models.linear import Embedding, Linear, find_onednn, linear
 from slipstream.models.packed import OneReader, Reader
+from slipstream.models.stages import Stage
+
+if TYPE_CHECKING:
+    from slipstream.models.stage_passes import StagePasses
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -309,38 +313,51 @@ class Transformer(nn.Module):
     """A causal decoder: embedding, layers, final norm; `logits` is the head, tied to the embedding or not.
 
     A tied head has no parameter of its own, so `parameters()` lists every weight exactly once. `config` counts the
-    heads and inner width of this rank, and the whole vocabulary.
+    heads and inner width of this rank, and the whole vocabulary and all layers; a pipeline `stage` has some of them.
     """
 
     cos: Tensor
     signed_sin: Tensor
 
-    def __init__(self, config: TransformerConfig, ranks: Ranks = OneRank()) -> None:
+    def __init__(self, config: TransformerConfig, ranks: Ranks = OneRank(), stage: Stage = Stage()) -> None:
         super().__init__()
-        self.config, self.ranks = config, ranks
-        self.embedding = _embedding(config.vocab_size, config.hidden_size)
-        if config.rotary_dim == 0:
+        self.config, self.ranks, self.stage = config, ranks, stage
+        self.has_embedding = stage.is_first or (stage.is_last and config.tie_embeddings)
+        if self.has_embedding:
+            self.embedding = _embedding(config.vocab_size, config.hidden_size)
+        if stage.is_first and config.rotary_dim == 0:
             self.position_embedding = _embedding(config.max_positions, config.hidden_size)
-        layers = nn.ModuleList(Layer(config, index, ranks) for index in range(config.num_layers))
+        layers = nn.ModuleList()
+        for index in stage.layers(config.num_layers):
+            layers.add_module(str(index), Layer(config, index, ranks))
         self.layers = cast("list[Layer]", layers)
-        self.final_norm = _norm(config, config.hidden_size)
-        if not config.tie_embeddings:
+        if stage.is_last:
+            self.final_norm = _norm(config, config.hidden_size)
+        if stage.is_last and not config.tie_embeddings:
             self.head = _linear(config.hidden_size, len(ranks.vocab_rows(config.vocab_size)), bias=False)
         self.served_head: Callable[[Tensor], Tensor] | None = None  # what `served.py` or `lora.py` put in place
         self.stored_base: Base | None = None
         self.compute_copy: ComputeCopy | None = None  # what `sharded.divide` puts in the parameters' places
+        self.passes: StagePasses | None = None  # what `sharded.divide` gives a stage: passes run through all of them
         self.varlen = True  # whether packed sequences go to `attention.flash` where that is right
         self.reader: Reader = OneReader()  # which rows of a microbatch are read here
         cos, signed_sin = rope_tables(config)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("signed_sin", signed_sin, persistent=False)
 
-    def forward(self, tokens: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        """Tokens [N] int64 at positions [N] int64 of their sequences -> states [N, hidden] after the final norm."""
-        x, rope = self._embed(tokens, positions)
-        for layer in self.layers:
+    def forward(
+        self, tokens: Tensor, positions: Tensor, attention: Attention, stream: Tensor | None = None, chunk: int = 0
+    ) -> Tensor:
+        """Tokens [N] int64 at positions [N] int64 of their sequences -> states [N, hidden] after the final norm.
+
+        A stage runs one `chunk` of its layers, from the residual `stream` [N, hidden] of the chunk before it, and gives
+        the stream behind them; the last chunk gives the states.
+        """
+        x, rope = self._embed(tokens, positions, stream)
+        is_whole, own = self.stage.num_chunks == 1, self.stage.layers_of(chunk, self.config.num_layers)
+        for layer in self.layers if is_whole else [layer for layer in self.layers if layer.index in own]:
             x = layer(x, rope, attention)
-        out: Tensor = self.final_norm(x)
+        out: Tensor = self.final_norm(x) if chunk == self.stage.num_chunks - 1 else x
         return out
 
     def prefill(self, tokens: Tensor, positions: Tensor, attention: Attention) -> None:
@@ -351,13 +368,16 @@ class Transformer(nn.Module):
         last = self.layers[-1]
         attention(last.index, *last.project(last.attention_norm(x), rope))
 
-    def _embed(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-        """The residual stream's start [N, hidden], and what rotates queries and keys in every layer."""
-        x: Tensor = self.embedding(tokens)
-        if self.config.tie_embeddings and not self.ranks.counts_once and x.requires_grad and self.embedding.is_trained:
+    def _embed(
+        self, tokens: Tensor, positions: Tensor, stream: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        """The residual stream's start [N, hidden], unless it has one, and what rotates queries and keys in layers."""
+        x: Tensor = self.embedding(tokens) if stream is None else stream
+        is_tied = stream is None and self.config.tie_embeddings
+        if is_tied and not self.ranks.counts_once and x.requires_grad and self.embedding.is_trained:
             x = x.detach()
         if self.config.rotary_dim == 0:
-            return x + self.position_embedding(positions), None
+            return x + self.position_embedding(positions) if stream is None else x, None
         cos, signed_sin = self.cos[positions], self.signed_sin[positions]
         return x, (cos[:, None].to(x.dtype), signed_sin[:, None].to(x.dtype))
 

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from slipstream.algorithms.kl import AdaptiveKL
-from slipstream.algorithms.logprobs import probe_logprobs
 from slipstream.core.config import RunConfig
 from slipstream.core.disk import disk_errors, sync_files
 from slipstream.core.errors import NonFiniteError
@@ -40,7 +39,7 @@ from slipstream.trainer.critic import Critic
 from slipstream.trainer.following import FollowingReference
 from slipstream.trainer.inbox import RolloutInbox
 from slipstream.trainer.loss_checks import needed_columns
-from slipstream.trainer.measure import Auxiliary, brings_reference, follows_warm_start, reference_path
+from slipstream.trainer.measure import Auxiliary, brings_reference, follows_warm_start, probed, reference_path
 from slipstream.trainer.policy import Policy
 from slipstream.trainer.rank_axes import RankAxes
 from slipstream.trainer.records import Records, TokenSample
@@ -62,8 +61,8 @@ class Trainer(Executor):
 
     With several ranks, each data-parallel one keeps the rollouts it is dealt, and tells rank 0 their heads (`Arrived`):
     rank 0 knows when a group is whole, alone speaks with the controller, and relays its commands. All ranks carry them
-    out in one order, so whatever a command leads to, collectives included, they do together. Context- and
-    tensor-parallel peers get a step's rollouts from the first of them when it is trained.
+    out in one order, so whatever a command leads to, collectives included, they do together. Peers, the stages,
+    context- and tensor-parallel ranks of one model, get a step's rollouts from the first of them when it is trained.
     """
 
     inputs = ("rollouts",)
@@ -83,7 +82,7 @@ class Trainer(Executor):
         torch.set_num_threads(context.num_threads)
         axes = RankAxes.of(self.ranks, config.trainer, timeout_s=config.deadline_s)
         self.data_ranks, self.peers = axes.data, axes.peers
-        self.policy = Policy(config, self.ranks, axes.sharing, axes.tensor, axes.context)
+        self.policy = Policy(config, self.ranks, axes.sharing, axes.tensor, axes.context, axes.stage)
         self._ends.callback(self.policy.close)
         self.version, self.published = 0, -1
         self._had_gradient = False  # since the last version was published
@@ -370,7 +369,7 @@ class Trainer(Executor):
         self.published = self.version
         with self.context.spans.span("publish", version=self.version):
             started_s = self.context.clock.now_s()
-            logprobs = probe_logprobs(self.policy.model, self.probe_tokens)
+            logprobs = probed(self.policy.model, self.probe_tokens, self.batching)
             with self.context.spans.span("stage", version=self.version):
                 is_offered = self.publisher.publish(self.version, self.probe_tokens, logprobs)
             is_unmoved = not self.publisher.has_moved or np.array_equal(logprobs, self._probed)

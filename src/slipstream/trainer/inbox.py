@@ -29,7 +29,7 @@ class RolloutInbox:
     """Keep the rollouts that this rank is dealt; on rank 0 also the heads of all ranks' rollouts.
 
     Rank 0 knows from the heads when a group is whole, and tells the controller (`GroupScored`). Only the first of
-    `peers`, context- and tensor-parallel ones, receives rollouts; the others get a step's from it (`shares`).
+    the ranks that share a model (`peers`) receives rollouts; the others get a step's from it (`shares`).
     """
 
     def __init__(

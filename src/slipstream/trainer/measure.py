@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from slipstream.algorithms.logprobs import kept_token_logprobs, token_logprobs_and_entropy
+from slipstream.algorithms.logprobs import kept_token_logprobs, probe_logprobs, token_logprobs_and_entropy
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ShapeError
 from slipstream.core.packed import Batching, PackedMicrobatch, TrainSequence, empty_microbatch, sent
@@ -97,7 +97,7 @@ def measured_columns(
     its own sequences.
     """
     config = step.config
-    of_policy = reads_logprobs(model, config.logprob_temperature, replays=True)
+    of_policy: Read = reads_logprobs(model, config.logprob_temperature, replays=True)
     readers: dict[str, Read] = {
         "behaviour_logprobs": of_policy,  # at staleness 0, the only case
         "reference_logprobs": reads_logprobs(auxiliary.reference, config.logprob_temperature),
@@ -118,15 +118,32 @@ def measured_columns(
     return columns
 
 
-def reads_logprobs(model: Transformer | None, temperature: float, *, replays: bool = False) -> Read:
-    """Return the function that reads the logprobs of a microbatch's targets under `model`; `replays`: `at_targets`."""
+@dataclass(frozen=True)
+class LogprobReader:
+    """A `Read` of the logprobs of a microbatch's targets under `model`; `replays`: `at_targets`.
 
-    def read(microbatch: PackedMicrobatch) -> Tensor:
-        assert model is not None, "the config needs a reference policy, and none was built"
-        states = at_targets(model, microbatch, replays=replays)
-        return microbatch_logprobs(model, microbatch, temperature=temperature, states=states)[0]
+    A model in pipeline stages reads all microbatches on their way through these, and none alone.
+    """
 
-    return read
+    given: Transformer | None
+    temperature: float
+    replays: bool = False
+
+    @property
+    def model(self) -> Transformer:
+        assert self.given is not None, "the config needs a reference policy, and none was built"
+        return self.given
+
+    def __call__(self, microbatch: PackedMicrobatch) -> Tensor:
+        return self.at_states(microbatch, at_targets(self.model, microbatch, replays=self.replays))
+
+    def at_states(self, microbatch: PackedMicrobatch, states: Tensor) -> Tensor:
+        return microbatch_logprobs(self.model, microbatch, temperature=self.temperature, states=states)[0]
+
+
+def reads_logprobs(model: Transformer | None, temperature: float, *, replays: bool = False) -> LogprobReader:
+    """Return what reads logprobs under `model`, which a config may not need."""
+    return LogprobReader(model, temperature, replays)
 
 
 def _values(model: Transformer, critic: Critic | None, microbatch: PackedMicrobatch) -> Tensor:
@@ -146,16 +163,29 @@ def measure(
 ) -> Columns:
     """Return what `read` gives for the targets of each sequence, float32 [num_targets]: [0] where it has none.
 
-    `read` maps a microbatch to [M], one number per target. `sequences` are this rank's own; all `ranks` call it.
+    `read` maps a microbatch to [M], one number per target. `sequences` are this rank's own; all `ranks` call it, and
+    all stages of a model that has them, with the same.
     Identity: equals reading every sequence alone.
     """
     columns = {sequence.key: np.zeros(0, dtype=np.float32) for sequence in sequences}
     microbatches = in_step(batching.collate(sequences, microbatch_tokens), ranks)
-    found = [read(microbatch).float() for microbatch in microbatches]
+    if isinstance(read, LogprobReader) and read.model.passes is not None:
+        found = read.model.passes.read(microbatches, read.at_states, replays=read.replays)
+    else:
+        found = [read(microbatch).float() for microbatch in microbatches]
     on_host = torch.cat(found).cpu() if found else torch.empty(0)  # a GPU is waited for when it has got all
     for microbatch, values in zip(microbatches, torch.split(on_host, list(map(len, found))), strict=False):
         columns |= per_sequence(microbatch, values.numpy())
     return columns
+
+
+def probed(model: Transformer, tokens: np.ndarray, batching: Batching) -> np.ndarray:
+    """Return `probe_logprobs` of a model that may lie in pipeline stages, which all call it."""
+    if model.passes is None:
+        return probe_logprobs(model, tokens)
+    sequence = TrainSequence.read_only((0, 0), tokens, np.arange(len(tokens)) > 0)
+    columns = measure(reads_logprobs(model, 1.0), [sequence], microbatch_tokens=len(tokens), batching=batching)
+    return columns[sequence.key]
 
 
 def per_sequence(microbatch: PackedMicrobatch, values: np.ndarray) -> Columns:

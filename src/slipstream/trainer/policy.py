@@ -44,7 +44,7 @@ from slipstream.trainer.optim import AdamW
 
 
 class Policy:
-    """The policy on one of `ranks`, which `data_ranks` and `tensor_ranks` divide: whole and flat on one CPU rank.
+    """The policy on one of `ranks`, which the other groups divide: whole and flat on one CPU rank.
 
     `context_ranks`, among `data_ranks`, read each microbatch together (`Division`).
     All ranks call every method together.
@@ -57,6 +57,7 @@ class Policy:
         data_ranks: RankGroup = RankGroup.alone(),
         tensor_ranks: RankGroup = RankGroup.alone(),
         context_ranks: RankGroup = RankGroup.alone(),
+        stage_ranks: RankGroup = RankGroup.alone(),
     ) -> None:
         self._config, self._ranks = config, ranks
         is_cuda = config.trainer.device == "cuda"
@@ -74,6 +75,8 @@ class Policy:
             reduce_once=config.trainer.reduce_once,
             varlen=config.trainer.varlen,
             copies=config.trainer.compute_copy,
+            pipeline_parallel=stage_ranks,
+            chunks=config.trainer.pipeline_chunks,
         )
         self.tokenizer = build_tokenizer(config.model)
         self.model = self._build()

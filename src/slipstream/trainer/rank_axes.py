@@ -1,4 +1,4 @@
-"""The groups of the trainer's ranks: rank = ((data * C) + context) * T + tensor."""
+"""The groups of the trainer's ranks: rank = ((data * P + stage) * C + context) * T + tensor."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from slipstream.core.training_sections import TrainerConfig
 class RankAxes:
     """The groups that one rank of the trainer is in; all ranks of one axis differ in that alone.
 
-    `data` ranks have different rollouts, and everything is counted over them. `context` ranks read each microbatch
-    together, `tensor` ranks share each layer. `peers`, context x tensor, train on the same rollouts, which the first of
-    them gets. `sharing` ranks, data x context, divide the parameters among them and sum their gradients.
+    `data` ranks have different rollouts, and everything is counted over them. `stage` ranks have a part of the layers
+    each, `context` ranks read each microbatch together, `tensor` ranks share each layer. `peers`, stage x context x
+    tensor, train on the same rollouts, which the first of them gets. `sharing` ranks, data x context, divide the
+    parameters among them and sum their gradients.
     """
 
     data: RankGroup
+    stage: RankGroup
     context: RankGroup
     tensor: RankGroup
     peers: RankGroup
@@ -25,11 +27,15 @@ class RankAxes:
 
     @classmethod
     def of(cls, ranks: RankGroup, trainer: TrainerConfig, *, timeout_s: float) -> RankAxes:
-        """Divide `ranks` as the config says. All of them call it together."""
-        contexts, tensors = trainer.context_parallel, trainer.tensor_parallel
-        if contexts == 1:
+        """Divide `ranks` as the config says, either into stages or by context. All of them call it together."""
+        stages, contexts, tensors = trainer.pipeline_parallel, trainer.context_parallel, trainer.tensor_parallel
+        between = max(stages, contexts)
+        if between == 1:
             data, tensor = ranks.split(tensors, timeout_s=timeout_s)
-            return cls(data, RankGroup.alone(), tensor, peers=tensor, sharing=data)
-        data, context, tensor = ranks.split(contexts, tensors, timeout_s=timeout_s)
-        peers = context if tensors == 1 else ranks.split(contexts * tensors, timeout_s=timeout_s)[1]
-        return cls(data, context, tensor, peers, sharing=ranks.split(tensors, timeout_s=timeout_s)[0])
+            return cls(data, RankGroup.alone(), RankGroup.alone(), tensor, peers=tensor, sharing=data)
+        data, middle, tensor = ranks.split(between, tensors, timeout_s=timeout_s)
+        peers = middle if tensors == 1 else ranks.split(between * tensors, timeout_s=timeout_s)[1]
+        if stages > 1:
+            return cls(data, middle, RankGroup.alone(), tensor, peers, sharing=data)
+        sharing = ranks.split(tensors, timeout_s=timeout_s)[0]
+        return cls(data, RankGroup.alone(), middle, tensor, peers, sharing)

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from functools import reduce
 from operator import add
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
 from slipstream.algorithms.logprobs import token_logprobs_and_entropy
 from slipstream.core.errors import ConfigError, ShapeError
-from slipstream.core.packed import Batching, TrainSequence
+from slipstream.core.packed import Batching, PackedMicrobatch, TrainSequence
 from slipstream.core.rank_group import RankGroup
 from slipstream.core.stage_sections import WarmStartConfig
 from slipstream.models.packed import at_targets
@@ -65,19 +66,37 @@ def supervised_updates(
         batch = [sequences[index] for index in chosen]
         num_tokens = sum(sequence.num_targets for sequence in batch)
         optimizer.zero_grad()
-        losses: list[Tensor] = []
         microbatches = in_step(batching.collate(batch[ranks.rank :: ranks.world], microbatch_tokens), ranks)
-        for index, microbatch in enumerate(microbatches):
-            optimizer.before_backward(is_last=index == len(microbatches) - 1)
-            logprobs, _ = microbatch_logprobs(model, microbatch, temperature=1.0)
-            loss = -logprobs.sum() / num_tokens
-            torch.autograd.backward(loss)
-            losses.append(loss.detach().double())
-        total = float(ranks.sum(torch.tensor(reduce(add, torch.stack(losses).tolist()), dtype=torch.float64)))
+        own = _forward_backward(model, optimizer, microbatches, num_tokens)
+        total = float(ranks.sum(torch.tensor(own, dtype=torch.float64)))
         require_finite_loss(total, update=update, kind="demonstrations", chosen=chosen)
         lr = optimizer.lr
         grad_norm = optimizer.step()
         yield SupervisedUpdate(update, total, grad_norm, lr, num_tokens)
+
+
+def _forward_backward(
+    model: Transformer, optimizer: AdamW, microbatches: Sequence[PackedMicrobatch], num_tokens: int
+) -> float:
+    """Add the gradients of all microbatches; return this rank's part of the loss, the same on all pipeline stages."""
+    losses: list[Tensor] = []
+
+    def loss_of(index: int, states: Tensor) -> Tensor:
+        logprobs, _ = microbatch_logprobs(model, microbatches[index], temperature=1.0, states=states)
+        loss = -logprobs.sum() / num_tokens
+        losses.append(loss.detach().double())
+        return loss
+
+    if model.passes is not None:
+        model.passes.train(microbatches, loss_of, before_backward=optimizer.before_backward)
+    else:
+        for index, microbatch in enumerate(microbatches):
+            optimizer.before_backward(is_last=index == len(microbatches) - 1)
+            torch.autograd.backward(loss_of(index, at_targets(model, microbatch)))
+    total: float = reduce(add, torch.stack(losses).tolist()) if losses else 0.0
+    if model.passes is not None:
+        total = msgspec.msgpack.decode(model.passes.from_last(msgspec.msgpack.encode(total)), type=float)
+    return total
 
 
 @dataclass(frozen=True)

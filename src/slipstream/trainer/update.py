@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -19,7 +19,17 @@ from slipstream.algorithms.losses import LossInputs, loss_named
 from slipstream.algorithms.losses.distill import weighed_divergences
 from slipstream.algorithms.losses.spec import sequence_weight_metrics
 from slipstream.algorithms.ratios import effective_share, step_scale, token_ratios
-from slipstream.algorithms.reduce import Max, Mean, Metrics, masked_max, masked_mean, merge_metrics, sum_over_units
+from slipstream.algorithms.reduce import (
+    Max,
+    Mean,
+    Metrics,
+    decode_metrics,
+    encode_metrics,
+    masked_max,
+    masked_mean,
+    merge_metrics,
+    sum_over_units,
+)
 from slipstream.core.errors import NonFiniteError
 from slipstream.core.packed import PackedMicrobatch, sent
 from slipstream.models.experts import busiest_load
@@ -31,6 +41,9 @@ from slipstream.trainer.optim import AdamW
 from slipstream.trainer.records import TokenSample
 from slipstream.trainer.refused import Finding, findings, located
 from slipstream.trainer.teacher import COMPARED, teacher_metrics
+
+if TYPE_CHECKING:
+    from slipstream.models.stage_passes import StagePasses
 
 
 @dataclass(frozen=True)
@@ -79,6 +92,27 @@ class _Read:
     microbatch: PackedMicrobatch
     inputs: LossInputs
     entropies: Tensor
+
+
+@dataclass(frozen=True)
+class _Own:
+    """An update's microbatches on this rank: `sums` of both losses, and behind them of what scales its step.
+
+    `findings` are those of microbatches whose losses are not finite.
+    """
+
+    sums: list[float]
+    metrics: Metrics
+    findings: list[Finding]
+
+
+class _LastStageRead(msgspec.Struct, frozen=True):
+    """An `_Own` on its way to the other stages, with the logprobs of the microbatches that are sampled, by index."""
+
+    sums: list[float]
+    metrics: bytes
+    findings: list[Finding]
+    logprobs: dict[int, bytes]
 
 
 class Updater:
@@ -155,17 +189,39 @@ class Updater:
         totals = replace(update.totals, cutoff=self._cutoff(update.microbatches))
         for optimizer in self._optimizers:
             optimizer.zero_grad()
+        if self._model.passes is not None:
+            own = self._through_stages(self._model.passes, update.microbatches, totals)
+        else:
+            own = self._summed(*self._one_by_one(update.microbatches, totals))
+        sums = self._ranks.sum(torch.tensor(own.sums, dtype=torch.float64)).tolist()
+        for name, value in zip(("loss", "value loss"), sums, strict=False):
+            if not math.isfinite(value):  # on one rank, and so in the sum that all have
+                raise NonFiniteError(
+                    f"the {name} is not finite; weights were not changed",
+                    got=f"{name} {value} at update {self._optimizer.num_updates}",
+                    hint="lower trainer.optimizer.lr, or look at this batch's rewards and logprobs",
+                    report={"findings": [msgspec.to_builtins(one) for one in own.findings]},
+                )
+        rule, base = self._config.trainer.ess_scaling, self._config.trainer.ess_base
+        if rule == "no":
+            return sums[0], 1.0, own.metrics
+        total, count, squares, _ = sums[2:]
+        return sums[0], step_scale(effective_share(total, squares, count), base=base, rule=rule), own.metrics
+
+    def _one_by_one(self, microbatches: Sequence[PackedMicrobatch], totals: Totals) -> tuple[list[_Read], Metrics]:
+        """Read the microbatches one after the other."""
         reads: list[_Read] = []
         metrics: Metrics = {}
-        single = MinVariance(self._optimizer, update.microbatches, self._ranks) if self._takes_single else None
-        microbatches = filled(update.microbatches, update.totals.num_microbatches)
+        single = MinVariance(self._optimizer, microbatches, self._ranks) if self._takes_single else None
+        microbatches = filled(microbatches, totals.num_microbatches)
         for index, microbatch in enumerate(microbatches if single is None else single.microbatches):
             with self._spans.span("forward_backward", step=self._step):
                 if single is not None:
                     self._optimizer.zero_grad()
                 for optimizer in self._optimizers:
                     optimizer.before_backward(is_last=single is not None or index == len(microbatches) - 1)
-                reads.append(self._forward_backward(microbatch, totals))
+                states = at_targets(self._model, microbatch, replays=True)
+                reads.append(self._read(microbatch, states, totals, torch.autograd.backward))
                 if single is not None:
                     single.take()
                 metrics = merge_metrics(metrics, reads[-1].metrics)
@@ -173,25 +229,40 @@ class Updater:
         if single is not None:
             metrics |= single.finish()
             reads = [replace(one, losses=one.losses * a) for one, a in zip(reads, single.centred, strict=True)]
-        rule, base = self._config.trainer.ess_scaling, self._config.trainer.ess_base
-        weights = [] if rule == "no" else _parts(metrics["sequence_weight"], metrics["sequence_weight_squared"])
+        return reads, metrics
+
+    def _summed(self, reads: Sequence[_Read], metrics: Metrics) -> _Own:
+        weights: list[Tensor] = []
+        if self._config.trainer.ess_scaling != "no":
+            weights = _parts(metrics["sequence_weight"], metrics["sequence_weight_squared"])
         table = torch.cat([*(read.losses for read in reads), *weights]).tolist()
         by_microbatch = [table[at : at + 2] for at in range(0, 2 * len(reads), 2)]
         losses = [reduce(add, column) for column in zip(*by_microbatch, strict=True)]
-        sums = self._ranks.sum(torch.tensor([*losses, *table[2 * len(reads) :]], dtype=torch.float64)).tolist()
-        for name, value in zip(("loss", "value loss"), sums, strict=False):
-            if not math.isfinite(value):  # on one rank, and so in the sum that all have
-                found = _findings(zip(reads, by_microbatch, strict=True))
-                raise NonFiniteError(
-                    f"the {name} is not finite; weights were not changed",
-                    got=f"{name} {value} at update {self._optimizer.num_updates}",
-                    hint="lower trainer.optimizer.lr, or look at this batch's rewards and logprobs",
-                    report={"findings": [msgspec.to_builtins(one) for one in found]},
-                )
-        if rule == "no":
-            return sums[0], 1.0, metrics
-        total, count, squares, _ = sums[2:]
-        return sums[0], step_scale(effective_share(total, squares, count), base=base, rule=rule), metrics
+        sums = [*losses, *table[2 * len(reads) :]]
+        return _Own(sums, metrics, _findings(zip(reads, by_microbatch, strict=True)))
+
+    def _through_stages(self, passes: StagePasses, microbatches: Sequence[PackedMicrobatch], totals: Totals) -> _Own:
+        """Send the microbatches through the pipeline's stages; return on all of them what the last one has read."""
+        reads: list[_Read] = []
+        microbatches = filled(microbatches, totals.num_microbatches)
+
+        def loss(index: int, states: Tensor) -> Tensor:
+            given: list[Tensor] = []  # the stage goes backward from it
+            reads.append(self._read(microbatches[index], states, totals, given.append))
+            return given[0]
+
+        with self._spans.span("forward_backward", step=self._step):
+            passes.train(microbatches, loss, before_backward=self._optimizer.before_backward, replays=True)
+            self._spans.did(sum(microbatch.num_tokens for microbatch in microbatches))
+            payload = b""
+            if passes.is_last:
+                metrics: Metrics = reduce(merge_metrics, (read.metrics for read in reads))
+                payload = _encoded(self._summed(reads, metrics), reads, self._tokens)
+            own, logprobs = _decoded(passes.from_last(payload))
+        if self._tokens is not None and not passes.is_last:
+            for index, values in logprobs.items():
+                self._tokens.take(microbatches[index], values)
+        return own
 
     def _cutoff(self, microbatches: Sequence[PackedMicrobatch]) -> Tensor | None:
         """Return what the loss masks beyond in the update of these `microbatches` and the other ranks'."""
@@ -207,10 +278,16 @@ class Updater:
         parts = self._ranks.gather(values.numpy().tobytes())
         return torch.from_numpy(np.concatenate([np.frombuffer(part, dtype=np.float32) for part in parts]))
 
-    def _forward_backward(self, microbatch: PackedMicrobatch, totals: Totals) -> _Read:
-        """Add the gradients of one microbatch."""
+    def _read(
+        self,
+        microbatch: PackedMicrobatch,
+        states: Tensor,
+        totals: Totals,
+        backward: Callable[[Tensor], None],
+    ) -> _Read:
+        """Compute the losses of a microbatch from the `states` at its targets, and let `backward` have them: one loss,
+        or with a critic that has a trunk of its own two."""
         critic = self._critic
-        states = at_targets(self._model, microbatch, replays=True)
         columns = microbatch.tensors(states.device)
         logprobs, entropies, *compared = microbatch_logprobs(
             self._model,
@@ -227,17 +304,17 @@ class Updater:
         policy_loss, metrics = self._policy_loss(inputs, logprobs, entropies, totals)
         is_joint = critic is not None and critic.is_head  # both losses go through the policy's trunk
         if not is_joint:  # the activations of one model at a time
-            torch.autograd.backward(policy_loss)
+            backward(policy_loss)
         losses = [policy_loss, torch.zeros_like(policy_loss)]
         if critic is not None:
             value_loss, value_metrics = self._value_loss(
                 inputs, columns, critic.values(microbatch, states), num_tokens=totals.num_tokens
             )
-            torch.autograd.backward(policy_loss + value_loss if is_joint else value_loss)
+            backward(policy_loss + value_loss if is_joint else value_loss)
             metrics |= value_metrics
             losses[1] = value_loss
         metrics["entropy"] = masked_mean(entropies.detach(), inputs.mask)
-        if self._model.config.num_experts:
+        if self._model.config.num_experts and self._model.passes is None:
             has_tokens = torch.full((), int(microbatch.num_tokens > 0), device=states.device)
             metrics["expert_load_max"] = Mean(busiest_load(self._model), has_tokens)
         if self._config.trainer.ess_scaling != "no":
@@ -322,6 +399,20 @@ class Updater:
             max_tokens=self._config.longest_completion,
             cutoff=None if totals.cutoff is None else sent(totals.cutoff, logprobs.device),
         )
+
+
+def _encoded(own: _Own, reads: Sequence[_Read], tokens: TokenSample | None) -> bytes:
+    logprobs: dict[int, bytes] = {}
+    for index, read in enumerate(reads):
+        if tokens is not None and any(tokens.wants(ordinal) for ordinal, _ in read.microbatch.keys):
+            logprobs[index] = read.inputs.need("policy_logprobs").float().cpu().numpy().tobytes()
+    return msgspec.msgpack.encode(_LastStageRead(own.sums, encode_metrics(own.metrics), own.findings, logprobs))
+
+
+def _decoded(payload: bytes) -> tuple[_Own, dict[int, Tensor]]:
+    told = msgspec.msgpack.decode(payload, type=_LastStageRead)
+    logprobs = {at: torch.from_numpy(np.frombuffer(one, np.float32).copy()) for at, one in told.logprobs.items()}
+    return _Own(told.sums, decode_metrics(told.metrics), told.findings), logprobs
 
 
 def _without_graph(inputs: LossInputs) -> LossInputs:
