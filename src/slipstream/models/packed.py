@@ -33,7 +33,7 @@ class ReadRows:
     target_index: np.ndarray
 
 
-class Reader(Protocol):
+class MicrobatchReader(Protocol):
     """How ranks read a microbatch: one by itself (`OneReader`), or several together (`ContextParallel`)."""
 
     def rows(self, microbatch: PackedMicrobatch, *, varlen: bool, replays: bool) -> ReadRows:
@@ -59,7 +59,7 @@ class OneReader:
         attention = PackedAttention(lengths, torch.from_numpy(rows), routes, varlen=varlen)
         return ReadRows(tokens, positions, attention, microbatch.target_index)
 
-    def targets(self, microbatch: PackedMicrobatch) -> slice | np.ndarray:  # noqa: ARG002 - the Reader protocol
+    def targets(self, microbatch: PackedMicrobatch) -> slice | np.ndarray:  # noqa: ARG002 - the MicrobatchReader protocol
         return slice(None)
 
     def joined(self, microbatch: PackedMicrobatch, *columns: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG002
@@ -86,11 +86,11 @@ def at_targets(model: nn.Module, microbatch: PackedMicrobatch, *, replays: bool 
     """`model(tokens, positions, attention)` [N, ...] at the M rows that the targets are predicted from: [M, ...].
 
     A prompt shared by several completions is read once. Of ranks that read a microbatch together each gets what its
-    own targets are predicted from (`Reader.targets`). With `replays` tokens go through the experts that the engine
+    own targets are predicted from (`MicrobatchReader.targets`). With `replays` tokens go through the experts that the engine
     chose, where the microbatch knows them.
     """
     device = next(model.parameters()).device
-    reader = cast(Reader, model.reader)
+    reader = cast(MicrobatchReader, model.reader)
     read = reader.rows(microbatch, varlen=bool(model.varlen), replays=replays)
     out = model(sent(read.tokens, device), sent(read.positions, device), read.attention)
     # A shared prompt's last row predicts several targets. The gradient of `out[index]` adds them up by atomic
