@@ -13,7 +13,7 @@ from test_attention import dense_attention, shared_rows
 from test_recomputed import LLAMA
 
 from slipstream.models import attention
-from slipstream.models.attention import Ends, PackedAttention
+from slipstream.models.attention import SequenceEnds, PackedAttention
 from slipstream.models.initialise import initialise
 from slipstream.models.sharded import Division, divide
 from slipstream.models.transformer import Transformer
@@ -63,9 +63,9 @@ def test_one_call_equals_every_sequence_alone(drawn, heads_and_kv_heads):
 
 
 def test_rows_that_lie_otherwise_are_padded():
-    assert Ends.of([3, 3], torch.tensor([1, 0, 2, 0, 1, 3])) is None
-    assert Ends.of([2, 3], torch.tensor([0, 1, 2, 0, 3])) is None
-    assert Ends.of([2, 2, 3], torch.tensor([0, 1, 0, 1, 0, 1, 2])).queries.tolist() == [0, 2, 3]
+    assert SequenceEnds.of([3, 3], torch.tensor([1, 0, 2, 0, 1, 3])) is None
+    assert SequenceEnds.of([2, 3], torch.tensor([0, 1, 2, 0, 3])) is None
+    assert SequenceEnds.of([2, 2, 3], torch.tensor([0, 1, 0, 1, 0, 1, 2])).queries.tolist() == [0, 2, 3]
 
 
 @pytest.mark.parametrize(("alignment", "is_right"), [("last", True), ("first", False), ("missing", False)])

@@ -123,7 +123,7 @@ class _Index(NamedTuple):
         return padded
 
 
-class Ends(NamedTuple):
+class SequenceEnds(NamedTuple):
     """Sequences end to end: from where to where their queries lie, int32 [C + 1], and their keys; the most of each.
 
     Queries are the rows themselves, each in the sequence that it is first in, which it is at the end of. Keys are the
@@ -140,7 +140,7 @@ class Ends(NamedTuple):
     starts: Tensor | None
 
     @classmethod
-    def of(cls, lengths: Sequence[int], rows: Tensor | None) -> Ends | None:
+    def of(cls, lengths: Sequence[int], rows: Tensor | None) -> SequenceEnds | None:
         """None where rows do not lie like this: sequences with rows of their own before shared ones."""
         size = torch.tensor(lengths)
         if rows is None:
@@ -162,8 +162,8 @@ class Ends(NamedTuple):
         most = int(own.max()), int(size.max())
         return cls(bounds(own[is_read]), bounds(size), *most, num_rows, source, index.places, index.starts)
 
-    def to(self, device: torch.device) -> Ends:
-        return Ends(*(sent(one, device) if isinstance(one, Tensor) else one for one in self))  # type: ignore[arg-type]
+    def to(self, device: torch.device) -> SequenceEnds:
+        return SequenceEnds(*(sent(one, device) if isinstance(one, Tensor) else one for one in self))  # type: ignore[arg-type]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self.source is not None:
@@ -208,7 +208,7 @@ def flash_is_right(device: torch.device, dtype: torch.dtype, heads: int, kv_head
 
 def _try_flash(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> bool:
     lengths, rows = [5, 4, 3], torch.tensor([0, 1, 2, 3, 4, 0, 1, 5, 6, 7, 8, 9])
-    ends, padded = Ends.of(lengths, rows), PackedAttention(lengths, rows).padded
+    ends, padded = SequenceEnds.of(lengths, rows), PackedAttention(lengths, rows).padded
     assert ends is not None, "each has rows of its own behind shared ones"
     fused = torch.randn(10, heads + 2 * kv_heads, head_dim, generator=torch.Generator().manual_seed(0))
     found = []
@@ -237,7 +237,7 @@ class PackedAttention:
     Sequences of similar length are gathered into right-padded batches for `scaled_dot_product_attention(is_causal)`,
     which needs no mask: padding lies after every real query. The index tensors are computed once, here, follow the
     tokens to their device, and serve every layer. With `varlen` half precision on CUDA is one call of `flash` instead,
-    where the rows lie so (`Ends`), as those of a microbatch do, and it is right there. `routes` [R, L, k] are the
+    where the rows lie so (`SequenceEnds`), as those of a microbatch do, and it is right there. `routes` [R, L, k] are the
     experts that the first R rows go through in each layer, as far as they are known (`experts.replayed`).
     Identity: packed, shared or not, equals each sequence alone.
     """
@@ -252,8 +252,8 @@ class PackedAttention:
             self._index  # noqa: B018 - rows that do not fit are refused here
 
     @functools.cached_property
-    def _ends(self) -> Ends | None:
-        return Ends.of(self._lengths, self._rows)
+    def _ends(self) -> SequenceEnds | None:
+        return SequenceEnds.of(self._lengths, self._rows)
 
     @functools.cached_property
     def _index(self) -> _Index:

@@ -34,7 +34,7 @@ from torch import Tensor
 from slipstream.core.errors import ShapeError
 from slipstream.core.packed import PackedMicrobatch, sent
 from slipstream.core.rank_group import RankGroup, lost_rank
-from slipstream.models.attention import Ends, bounds, length_batches, takes_flash
+from slipstream.models.attention import SequenceEnds, bounds, length_batches, takes_flash
 from slipstream.models.packed import ROW_MULTIPLE, ReadRows, filled_rows, rounded_up
 
 MAX_IMBALANCE = 1.05
@@ -80,7 +80,7 @@ def _dealt_blocks(work: np.ndarray, world: int) -> np.ndarray:
     return np.array(found)
 
 
-class Pieces(NamedTuple):
+class RowPieces(NamedTuple):
     """Runs of own rows in one sequence each, in the order of these rows, which they are all of.
 
     A piece has `num_queries` [P] rows, the last of the `num_keys` [P] first of its sequence, whose keys its last query
@@ -110,7 +110,7 @@ class Structure:
         seen: np.ndarray = self._offset + 1
         return seen
 
-    def pieces(self, own: np.ndarray, most_queries: int | None = None) -> Pieces:
+    def pieces(self, own: np.ndarray, most_queries: int | None = None) -> RowPieces:
         """Return the pieces of the rows `own`, ascending, of at most `most_queries` rows each."""
         sequence, offset = self._sequence[own], self._offset[own]
         is_first = np.ones(len(own), dtype=bool)
@@ -123,11 +123,11 @@ class Structure:
         lasts = np.append(starts[1:], len(own)) - 1
         num_keys = offset[lasts] + 1
         before = np.repeat(self._begin[sequence[lasts]] - (num_keys.cumsum() - num_keys), num_keys)
-        return Pieces(lasts - starts + 1, num_keys, self._rows[before + np.arange(len(before))])
+        return RowPieces(lasts - starts + 1, num_keys, self._rows[before + np.arange(len(before))])
 
 
 class _Tile(NamedTuple):
-    """Pieces of similar lengths, padded: B of at most Q queries and K keys.
+    """RowPieces of similar lengths, padded: B of at most Q queries and K keys.
 
     `queries` [B * Q] and `keys` [B * K] are the rows in each place, `own` and `places` the queries that are real and
     their places. A key is seen up to `offset` [B] behind its query's place. Rows `key_rows` are among the keys, each at
@@ -168,7 +168,7 @@ class _Tile(NamedTuple):
         )
 
 
-def _tiles(pieces: Pieces) -> list[_Tile]:
+def _tiles(pieces: RowPieces) -> list[_Tile]:
     """Batch pieces of similar lengths, as `PackedAttention` does sequences."""
     num_queries, num_keys = (torch.from_numpy(one) for one in pieces[:2])
     keys = torch.from_numpy(pieces.keys)
@@ -281,14 +281,14 @@ class SharedAttention:
         return mixed
 
     @functools.cached_property
-    def _ends(self) -> Ends:
+    def _ends(self) -> SequenceEnds:
         pieces = self._structure.pieces(self._own)
         source = torch.from_numpy(self._place[pieces.keys])
         counts = source.bincount(minlength=len(self._place))
         queries, keys = map(torch.from_numpy, pieces[:2])
         most = int(queries.max()), int(keys.max())
         places, starts = source.argsort(stable=True), counts.cumsum(0) - counts
-        return Ends(bounds(queries), bounds(keys), *most, len(self._own), source, places, starts)
+        return SequenceEnds(bounds(queries), bounds(keys), *most, len(self._own), source, places, starts)
 
     @functools.cached_property
     def _tiles(self) -> list[_Tile]:
@@ -360,7 +360,7 @@ class _JoinTargets(torch.autograd.Function):
 
 
 class ContextParallel:
-    """The ranks of `group`, which read each microbatch together. Implements `packed.Reader`.
+    """The ranks of `group`, which read each microbatch together. Implements `packed.MicrobatchReader`.
 
     All of them call every method with the same microbatch, in the same order.
     """

@@ -33,7 +33,7 @@ class ReadRows:
     target_index: np.ndarray
 
 
-class Reader(Protocol):
+class MicrobatchReader(Protocol):
     """How ranks read a microbatch: one by itself (`OneReader`), or several together (`ContextParallel`)."""
 
     def rows(self, microbatch: PackedMicrobatch, *, varlen: bool, replays: bool) -> ReadRows:
@@ -56,7 +56,7 @@ class OneReader:
         """Read all rows. With `replays` tokens go through the experts that the engine chose, where they are known."""
         return read_rows(microbatch, rounded_up(microbatch.num_tokens), varlen=varlen, replays=replays)
 
-    def targets(self, microbatch: PackedMicrobatch) -> slice | np.ndarray:  # noqa: ARG002 - the Reader protocol
+    def targets(self, microbatch: PackedMicrobatch) -> slice | np.ndarray:  # noqa: ARG002 - the MicrobatchReader protocol
         return slice(None)
 
     def joined(self, microbatch: PackedMicrobatch, *columns: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG002
@@ -97,11 +97,11 @@ def at_targets(model: nn.Module, microbatch: PackedMicrobatch, *, replays: bool 
     """`model(tokens, positions, attention)` [N, ...] at the M rows that the targets are predicted from: [M, ...].
 
     Rows that contexts share are read once. Of ranks that read a microbatch together each gets what its own targets are
-    predicted from (`Reader.targets`). With `replays` tokens go through the experts that the engine chose, where the
+    predicted from (`MicrobatchReader.targets`). With `replays` tokens go through the experts that the engine chose, where the
     microbatch knows them.
     """
     device = next(model.parameters()).device
-    reader = cast(Reader, model.reader)
+    reader = cast(MicrobatchReader, model.reader)
     read = reader.rows(microbatch, varlen=bool(model.varlen), replays=replays)
     out = model(sent(read.tokens, device), sent(read.positions, device), read.attention)
     return target_rows(out, read.target_index)

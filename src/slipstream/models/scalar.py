@@ -26,7 +26,7 @@ from slipstream.models.hf import (
     write_weights,
 )
 from slipstream.models.layout import LogicalTensor, layout
-from slipstream.models.packed import Reader
+from slipstream.models.packed import MicrobatchReader
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.models.transformer import Attention, OneRank, Ranks, Transformer
 
@@ -66,7 +66,7 @@ class ScalarModel(nn.Module):
         return self.backbone.varlen
 
     @property
-    def reader(self) -> Reader:
+    def reader(self) -> MicrobatchReader:
         return self.backbone.reader
 
     def forward(self, tokens: Tensor, positions: Tensor, attention: Attention) -> Tensor:

@@ -23,7 +23,7 @@ from slipstream.models.config import TransformerConfig
 from slipstream.models.experts import Experts
 from slipstream.models.layer_functions import RotateHeads, gated, is_fused
 from slipstream.models.linear import Embedding, Linear, find_onednn, linear
-from slipstream.models.packed import OneReader, Reader
+from slipstream.models.packed import OneReader, MicrobatchReader
 from slipstream.models.stages import Stage
 
 if TYPE_CHECKING:
@@ -340,7 +340,7 @@ class Transformer(nn.Module):
         self.compute_copy: ComputeCopy | None = None  # what `sharded.divide` puts in the parameters' places
         self.passes: StagePasses | None = None  # what `sharded.divide` gives a stage: passes run through all of them
         self.varlen = True  # whether packed sequences go to `attention.flash` where that is right
-        self.reader: Reader = OneReader()  # which rows of a microbatch are read here
+        self.reader: MicrobatchReader = OneReader()  # which rows of a microbatch are read here
         cos, signed_sin = rope_tables(config)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("signed_sin", signed_sin, persistent=False)
