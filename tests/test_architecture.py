@@ -157,7 +157,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 85_930
+MAX_LINES = 86_520
 MAX_LINES_OF_SPINE = 1_600
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -172,7 +172,7 @@ MAX_LINES_OF_FOLDER = {
     "algorithms": 2_355,
     "batching": 360,
     "controller": 6_165,
-    "core": 11_050,
+    "core": 11_054,
     "environments": 8_085,
     "evals": 2_700,
     "generator": 8_930,
@@ -180,7 +180,7 @@ MAX_LINES_OF_FOLDER = {
     "jobs": 975,
     "models": 8_380,
     "observe": 9_920,
-    "plan": 6_655,
+    "plan": 7_240,
     "prompts": 1_450,
     "rewards": 3_895,
     "stages": 2_730,
