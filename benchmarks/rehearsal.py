@@ -37,7 +37,7 @@ def main() -> None:
     workload = Workload(groups=512, group_size=4, lengths=lengths_with_tail(512, 1024, 4096, 8192))
     for name, devices in CASES:
         model = CostModel(ARCHITECTURES[name], cluster("h100", devices), workload)
-        space = default_space(model.model, model.cluster, workload, precisions=("bfloat16", "fp8"))
+        space = default_space(model.model, model.cluster, workload, precisions=("bfloat16", "fp8"), max_stages=1)
         search = Search(model, space)
         for bound in BOUNDS:
             found = next(iter(search.asynchronous(bound).values()))

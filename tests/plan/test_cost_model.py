@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from itertools import pairwise
+from statistics import NormalDist
 
 import numpy as np
 import pytest
@@ -271,6 +272,21 @@ def test_ranks_wait_longer_where_rollouts_are_dealt_by_number() -> None:
     step = costs(lengths=lengths, shares_prompts=True, deals_by_length=False).train_step(trainer(16))
     rest = step["imbalance"] / (step.total - step["imbalance"] - step["optimizer"])
     assert rest == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize(("ranks", "by_number"), [(2, 0.066), (8, 0.159), (64, 0.259)])
+def test_waiting_is_what_benchmarks_dealing_measured(ranks: int, by_number: float) -> None:
+    """docs/cluster.md: 64 completions per rank with the long tail of `experiments/collation`, 16 to 512 tokens; dealt
+    by length at most half a percent."""
+    points = [NormalDist().inv_cdf((place + 0.5) / 1000) for place in range(1000)]
+    tail = LengthSample(1e-9, tuple(round(min(max(64 * math.exp(1.2 * z), 16), 512)) for z in points), "long tail")
+    waits = []
+    for deals_by_length in (False, True):
+        work = Workload(groups=8 * ranks, group_size=8, lengths=tail, deals_by_length=deals_by_length)
+        more = CostModel(LLAMA_8B, cluster("H100", ranks), work)._imbalance(trainer(ranks))
+        waits.append(more / (1 + more))
+    assert waits[0] == pytest.approx(by_number, abs=0.015)
+    assert waits[1] <= 0.005
 
 
 def test_a_rollout_is_not_divided_over_ranks() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import tomli_w
 from measured_kit import measured, quickstart_shape
+from rich.console import Console
 
 import slipstream
 from benchmarks.eta_figure import write_measured
@@ -23,6 +24,9 @@ from slipstream.models.initialise import initialise
 from slipstream.models.preflight import check_policy
 from slipstream.models.tokenizer import char_tokenizer
 from slipstream.models.transformer import Transformer
+from slipstream.plan import layouts
+from slipstream.plan.answer import show
+from slipstream.plan.planner import CLOSE
 from slipstream.plan.question import subject_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -140,6 +144,32 @@ def test_adapters_are_planned_for_and_what_no_run_does_is_said(eta, capsys, tmp_
     assert (planned.trainer.device, planned.model.lora.rank) == ("cuda", 32)
     with pytest.raises(ConfigError, match="those of the weights that were trained"):
         slipstream.make_plan(str(tmp_path / "mine.toml"), measured=eta)
+
+
+def test_stages_are_bounded_and_what_no_run_has_is_said(monkeypatch, capsys, tmp_path):
+    """70B in bfloat16 on nodes of two GPUs: within one no replica fits, and over four it waits for the network."""
+    given = {"gpus": 64, "gpus_per_node": 2, "groups_per_step": 16, "completion_tokens": 100.0, "rows": 1}
+    given |= {"max_staleness": 1, "precision": ("bfloat16",)}
+    flat = slipstream.make_plan("llama-3.1-70b", **given, max_stages=1)
+    monkeypatch.setattr(layouts, "DIVISIONS", {"pipeline_parallel": "no_such_axis"})  # as long as a run has no stages
+    staged = slipstream.make_plan("llama-3.1-70b", **given)
+    assert flat.plan.best.plan.generator.is_flat
+    assert staged.plan.best.plan.generator.pipeline_parallel > 1
+    assert staged.plan.best.found.seconds < flat.plan.best.found.seconds / CLOSE
+    assert flat.to_dict()["recipe"]["generator"]["replicas"] == flat.plan.best.plan.generator.replicas
+    assert staged.to_dict()["recipe"] is None
+    with pytest.raises(ConfigError, match="no_such_axis"):
+        staged.write_recipe(tmp_path / "out.toml")
+    show(staged, Console(width=200))
+    printed = capsys.readouterr().out
+    assert "no run can do this yet: unknown field 'no_such_axis'" in printed
+    assert "(--max-stages 1 plans without stages)" in printed
+    generator = staged.plan.best.plan.generator
+    axes = f"{generator.tensor_parallel}x{generator.pipeline_parallel}x{generator.replicas} b{generator.slots}"
+    assert axes in printed
+    for stages, refused in ((0, "a plan has rows, some staleness, and a stage"), (17, "--max-stages is out of range")):
+        with pytest.raises(ConfigError, match=refused):
+            slipstream.make_plan("llama-3.1-8b", gpus=8, max_stages=stages)
 
 
 def test_a_price_is_that_of_the_whole_cluster():

@@ -72,6 +72,18 @@ def test_the_fastest_row_comes_first_and_of_equals_the_freshest():
     assert ranked([slow, fast, as_fast_and_fresh]) == (as_fast_and_fresh, fast, slow)
 
 
+def test_a_plan_says_its_stages_where_there_are_several():
+    flat = layout_tables(PLAN, WORKLOAD, 3, device="cuda")
+    staged = AsynchronousPlan(
+        trainer=replace(PLAN.trainer, pipeline_parallel=2, chunks=2, context_parallel=2),
+        generator=replace(PLAN.generator, pipeline_parallel=2),
+    )
+    tables = layout_tables(staged, WORKLOAD, 3, device="cuda")
+    divisions = {"pipeline_parallel": 2, "pipeline_chunks": 2, "context_parallel": 2}
+    assert tables["trainer"] == flat["trainer"] | divisions
+    assert tables["generator"] == flat["generator"] | {"replicas": 1, "pipeline_parallel": 2}
+
+
 def test_a_plan_says_every_field_that_it_decides():
     tables = layout_tables(PLAN, WORKLOAD, 3, device="cuda")
     trainer, generator = tables["trainer"], tables["generator"]

@@ -381,7 +381,7 @@ def _best_of(costs: CostModel, space: Space, below_s: float) -> Found | None:
 
 
 @dataclass(frozen=True)
-class Turn:
+class SideInTurns:
     """A layout of one side of a co-located plan: its seconds, and its bytes while the devices train and generate."""
 
     seconds: float
@@ -390,17 +390,17 @@ class Turn:
     frees: Frees
 
 
-def _turns(seconds: float, layout: Any, frees: Frees, memory: Mapping[str, Parts]) -> Turn:
-    return Turn(seconds, {phase: parts.total for phase, parts in memory.items()}, layout, frees)
+def _turns(seconds: float, layout: Any, frees: Frees, memory: Mapping[str, Parts]) -> SideInTurns:
+    return SideInTurns(seconds, {phase: parts.total for phase, parts in memory.items()}, layout, frees)
 
 
-def undominated(turns: Iterable[Turn]) -> list[Turn]:
+def undominated(turns: Iterable[SideInTurns]) -> list[SideInTurns]:
     """Return those of `turns`, by rising seconds, that no earlier one with the same `frees` needs at most the bytes of.
 
     The others are in no best pair: memory of a pair is a sum, so what fits with one of them fits with that earlier one,
     which takes no longer.
     """
-    kept: list[Turn] = []
+    kept: list[SideInTurns] = []
     for turn in sorted(turns, key=lambda one: one.seconds):
         if not any(
             one.frees == turn.frees and all(one.bytes_of[phase] <= held for phase, held in turn.bytes_of.items())
