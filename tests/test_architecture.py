@@ -157,7 +157,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 85_930
+MAX_LINES = 86_286
 MAX_LINES_OF_SPINE = 1_600
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -170,21 +170,21 @@ SPINE = (
 )
 MAX_LINES_OF_FOLDER = {
     "algorithms": 2_355,
-    "batching": 360,
-    "controller": 6_165,
-    "core": 11_050,
+    "batching": 451,
+    "controller": 6_166,
+    "core": 11_055,
     "environments": 8_085,
     "evals": 2_700,
     "generator": 8_930,
     "jail": 1_060,
     "jobs": 975,
-    "models": 8_380,
-    "observe": 9_920,
-    "plan": 6_655,
+    "models": 8_591,
+    "observe": 9_956,
+    "plan": 6_656,
     "prompts": 1_450,
     "rewards": 3_895,
     "stages": 2_730,
-    "trainer": 5_470,
+    "trainer": 5_471,
     "weight_sync": 3_710,
 }
 LONG_FUNCTIONS = dict.fromkeys(
