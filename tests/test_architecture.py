@@ -178,7 +178,7 @@ MAX_LINES_OF_FOLDER = {
     "generator": 8_930,
     "jail": 1_060,
     "jobs": 980,
-    "models": 9_580,
+    "models": 9_575,
     "observe": 9_960,
     "plan": 7_285,
     "prompts": 1_450,

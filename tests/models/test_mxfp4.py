@@ -12,9 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.core.errors import ConfigError
+from slipstream.core.recipes import resolve
 from slipstream.core.sections import ModelConfig
 from slipstream.models.initialise import new_model
 from slipstream.models.mxfp4 import block_scales, expanded, num_blocks, num_bytes, rounded
+from slipstream.models.preflight import check_policy
 from slipstream.models.quantized import WeightLayout
 from slipstream.models.tensor_parallel import TensorParallel
 
@@ -154,6 +156,16 @@ def test_bytes_are_those_that_are_planned() -> None:
             assert (one.end - one.start, one.scales_bytes) == (math.prod(one.shape) // 2, math.prod(one.shape) // 32)
     matrices = [one.name for one in layout.stored if one.is_mxfp4]
     assert len(matrices) == 2 * 4, "queries with keys and values, output, both ways of the MLP"
+
+
+@pytest.mark.parametrize("section", ["generator", "trainer"])
+def test_a_cut_inside_a_block_is_refused_before_the_run(section: str) -> None:
+    sizes = {"hidden_size": 64, "num_heads": 2, "num_kv_heads": 2}
+    settings = {"generator": {"precision": "mxfp4"}, "trainer": {}}
+    settings[section] |= {"tensor_parallel": 2} | ({"ranks": 2} if section == "trainer" else {})
+    check_policy(resolve("quickstart", settings | {"model": sizes | {"intermediate_size": 64}}))
+    with pytest.raises(ConfigError, match=f"{section}.tensor_parallel = 2 with 96 inner"):
+        check_policy(resolve("quickstart", settings | {"model": sizes | {"intermediate_size": 96}}))
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -32,8 +32,8 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _EXPONENT = 2  # of E2M1's largest number, 6 = 1.5 * 2^2
 _NAN = 255  # as a scale
 _MANTISSA_BITS = 23  # of a float32
-_TIES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
-"""Between neighbours of `E2M1`: the n-th goes to number n + 1 where n is odd, else to n, whose mantissa is even."""
+_HALF = (1 << (_MANTISSA_BITS - 2)) - 1  # with the last bit that stays: rounds to the nearest, ties to even
+_BIAS = 2 * (127 - 1)  # of a float32 and of E2M1, before a bit of mantissa
 
 
 def num_bytes(columns: int) -> int:
@@ -57,11 +57,16 @@ def block_scales(weight: Tensor) -> Tensor:
 def rounded(weight: Tensor, scales: Tensor) -> Tensor:
     """fp32 [M, K] and `block_scales` of it -> E2M1 numbers, two in a byte, uint8 [M, bytes]."""
     inverse = ((254 - scales.int()).clamp_min(0) << _MANTISSA_BITS).view(torch.float32)  # a power of two: exact
-    scaled = weight * inverse.repeat_interleave(BLOCK, 1)[:, : weight.shape[1]]
-    codes = torch.bucketize(scaled.abs(), _bounds(weight.device), out_int32=True).to(torch.uint8)
-    codes |= scaled.signbit().to(torch.uint8) << 3
-    first, second = F.pad(codes, (0, codes.shape[1] % 2)).view(len(codes), -1, 2).unbind(2)
-    return first | (second << 4)
+    padded = F.pad(weight, (0, -weight.shape[1] % BLOCK)).view(len(weight), -1, BLOCK)
+    scaled = padded.mul(inverse[:, :, None])
+    signs = (scaled.view(torch.int32) >> 28) & 8
+    bits = scaled.abs_().clamp_max_(E2M1[-1]).view(torch.int32)
+    # From 1 on exponent and first bit of mantissa are E2M1's, but for the bias; below it counts halves.
+    last = (bits >> (_MANTISSA_BITS - 1)) & 1
+    codes = ((bits + last + _HALF) >> (_MANTISSA_BITS - 1)) - _BIAS
+    codes = torch.where(scaled < 1, (scaled + scaled).round_().to(torch.int32), codes) | signs
+    first, second = codes.view(len(weight), -1, 2)[:, : num_bytes(weight.shape[1])].unbind(2)
+    return (first | (second << 4)).to(torch.uint8)
 
 
 def expanded(values: Tensor, scales: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
@@ -72,14 +77,6 @@ def expanded(values: Tensor, scales: Tensor, columns: int, dtype: torch.dtype) -
     powers = torch.where(scales == _NAN, torch.nan, bits.view(torch.float32)).to(dtype)
     numbers = _numbers(values.device, dtype).index_select(0, codes.flatten().int()).view(codes.shape)
     return numbers.mul_(powers.repeat_interleave(BLOCK, 1)[:, :columns])
-
-
-@functools.cache
-def _bounds(device: torch.device) -> Tensor:
-    """The largest numbers that are rounded down to the n-th of `E2M1`."""
-    ties = torch.tensor(_TIES)
-    below = torch.nextafter(ties, torch.zeros(()))
-    return torch.where(torch.arange(len(ties)) % 2 == 1, below, ties).to(device)
 
 
 @functools.cache

@@ -328,14 +328,14 @@ def _holding(parts: Sequence[Part], stored: Mapping[str, Stored], num_bytes: int
     for part in parts:
         place, box = stored[part.parameter], part.box
         if place.is_mxfp4:
-            for name, per, shape, start in (
+            for name, per, shape, first in (
                 (box.name, 2, place.stored_shape, place.start),
                 (f"{box.name}/scales", BLOCK, place.scales_shape, place.scales_start),
             ):
-                assert start is not None, "mxfp4 weights have scales"
+                assert first is not None, "mxfp4 weights have scales"
                 of_bytes = _in_bytes(part, per)
                 number = numbers.setdefault((name, of_bytes.box.shape, MXFP4), len(numbers))
-                offset = start + shape[1] * of_bytes.start[0] + of_bytes.start[1]
+                offset = first + shape[1] * of_bytes.start[0] + of_bytes.start[1]
                 pitches = [(shape[1], 1)[dim] for dim in part.order]
                 rows[_row(number, offset, of_bytes.box.start, of_bytes.box.stop, pitches)] = None
             continue
