@@ -13,7 +13,7 @@ from test_attention import dense_attention, shared_rows
 from test_recomputed import LLAMA
 
 from slipstream.models import attention
-from slipstream.models.attention import SequenceEnds, PackedAttention
+from slipstream.models.attention import PackedAttention, SequenceEnds
 from slipstream.models.initialise import initialise
 from slipstream.models.sharded import Division, divide
 from slipstream.models.transformer import Transformer

@@ -237,8 +237,8 @@ class PackedAttention:
     Sequences of similar length are gathered into right-padded batches for `scaled_dot_product_attention(is_causal)`,
     which needs no mask: padding lies after every real query. The index tensors are computed once, here, follow the
     tokens to their device, and serve every layer. With `varlen` half precision on CUDA is one call of `flash` instead,
-    where the rows lie so (`SequenceEnds`), as those of a microbatch do, and it is right there. `routes` [R, L, k] are the
-    experts that the first R rows go through in each layer, as far as they are known (`experts.replayed`).
+    where the rows lie so (`SequenceEnds`), as those of a microbatch do, and it is right there. `routes` [R, L, k] are
+    the experts that the first R rows go through in each layer, as far as they are known (`experts.replayed`).
     Identity: packed, shared or not, equals each sequence alone.
     """
 

@@ -86,8 +86,8 @@ def at_targets(model: nn.Module, microbatch: PackedMicrobatch, *, replays: bool 
     """`model(tokens, positions, attention)` [N, ...] at the M rows that the targets are predicted from: [M, ...].
 
     A prompt shared by several completions is read once. Of ranks that read a microbatch together each gets what its
-    own targets are predicted from (`MicrobatchReader.targets`). With `replays` tokens go through the experts that the engine
-    chose, where the microbatch knows them.
+    own targets are predicted from (`MicrobatchReader.targets`). With `replays` tokens go through the experts that the
+    engine chose, where the microbatch knows them.
     """
     device = next(model.parameters()).device
     reader = cast(MicrobatchReader, model.reader)

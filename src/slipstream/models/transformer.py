@@ -23,7 +23,7 @@ from slipstream.models.config import TransformerConfig
 from slipstream.models.experts import Experts
 from slipstream.models.layer_functions import RotateHeads, gated, is_fused
 from slipstream.models.linear import Embedding, Linear, find_onednn, linear
-from slipstream.models.packed import OneReader, MicrobatchReader
+from slipstream.models.packed import MicrobatchReader, OneReader
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
