@@ -108,7 +108,12 @@ def staged_trainers(devices):
     for layout in all_trainers(devices):
         for stages, chunks, context in itertools.product((1, 2), (1, 2), (1, 2)):
             shards, left = divmod(layout.devices, layout.tensor_parallel * stages * context)
-            if left == 0 and (stages > 1 or chunks == 1) and (layout.microbatch == 1 or 8 / shards > 1):
+            if (
+                left == 0
+                and 1 in (stages, context)
+                and (stages > 1 or chunks == 1)
+                and (layout.microbatch == 1 or 8 / shards > 1)
+            ):
                 yield replace(layout, pipeline_parallel=stages, chunks=chunks, context_parallel=context)
 
 

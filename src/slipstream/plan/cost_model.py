@@ -243,7 +243,7 @@ class CostModel:
         adapters is these alone.
         """
         part, whole = self._served(generator)
-        params = self._trained(trainer) / trainer.data_parallel
+        params = self._trained(trainer) / trainer.sharing
         bandwidth = self.cluster.device.network_bandwidth * self.efficiency.network
         staged = params * (self.adapters.item if self.adapters.params else BYTES[generator.precision])
         return Parts(
@@ -296,7 +296,7 @@ class CostModel:
         if self.workload.reference:
             training += self.reference_pass(layout)
         if frees == "optimizer_too":  # fp32 weights and two moments, to the host and back
-            kept = (4 * self._held(layout) + 8 * self._trained(layout)) / layout.data_parallel
+            kept = (4 * self._held(layout) + 8 * self._trained(layout)) / layout.sharing
             training += Parts({"offload": 2 * kept / self.cluster.device.host_bandwidth})
         if self.workload.reward_model is not None:
             training += self.scoring(self.workload.reward_model, ScorerLayout(devices=layout.devices))
@@ -337,7 +337,7 @@ class CostModel:
 
     def _states(self, layout: TrainerLayout, stage: Stage) -> dict[str, float]:
         """Bytes of a rank of `stage` for weights, moments and gradients."""
-        counts, shards = counts_of(self.model, layout.tensor_parallel), layout.data_parallel
+        counts, shards = counts_of(self.model, layout.tensor_parallel), layout.sharing
         params, models = self._trained_of(layout, stage), 2 if self.workload.critic else 1
         adapters = self._adapters_of(stage)
         weights = 4 * (counts.params_of(stage) + adapters) / shards * models
@@ -351,7 +351,7 @@ class CostModel:
 
     def _beside(self, layout: TrainerLayout, stage: Stage, served: Precision | None) -> dict[str, float]:
         """Bytes of a rank of `stage` for staged versions and a reference."""
-        counts, parts, shards = counts_of(self.model, layout.tensor_parallel), dict[str, float](), layout.data_parallel
+        counts, parts, shards = counts_of(self.model, layout.tensor_parallel), dict[str, float](), layout.sharing
         if served is not None:
             staged = self.adapters.item * self._adapters_of(stage)
             parts["staging"] = 2 * (staged or counts.served_bytes(served, stage)) / shards
@@ -367,7 +367,7 @@ class CostModel:
         """
         counts, model, workload = counts_of(self.model, layout.tensor_parallel), self.model, self.workload
         element, params = COMPUTED_BYTES[layout.precision], self._trained_of(layout, stage)
-        uses_fsdp = layout.data_parallel > 1 or layout.precision != "float32"
+        uses_fsdp = layout.sharing > 1 or layout.precision != "float32"
         tokens = layout.microbatch * workload.trained_tokens / layout.context_parallel
         kept = tokens * counts.kept_elements * element
         each = tokens * element * (model.hidden_size + layout.keeps_products * counts.product_elements)
@@ -639,12 +639,13 @@ class CostModel:
         )
 
     def _gather(self, layout: TrainerLayout, params: float) -> float:
-        """Seconds until every data-parallel rank has all of them, in the precision of products."""
+        """Seconds until every rank that shares them has all of them, in the precision of products."""
         nbytes = params * COMPUTED_BYTES[layout.precision] / self.efficiency.network
-        return all_gather_s(nbytes, layout.data_parallel, self.cluster, stride=layout.model_ranks)
+        stride = layout.model_ranks // layout.context_parallel
+        return all_gather_s(nbytes, layout.sharing, self.cluster, stride=stride)
 
     def _reduce_gradients(self, layout: TrainerLayout, stage: Stage) -> float:
-        """Seconds to sum a stage's gradients over data-parallel ranks, in float32."""
+        """Seconds to sum a stage's gradients over the ranks that share them, in float32."""
         if self.adapters.params:
             return 4 / COMPUTED_BYTES[layout.precision] * self._gather(layout, self._adapters_of(stage))
         counts = counts_of(self.model, layout.tensor_parallel)
@@ -653,13 +654,9 @@ class CostModel:
 
     def _update(self, layout: TrainerLayout) -> Parts:
         """An optimizer update: weights, moments and gradient are read, the first three written; and late gradients."""
-        parts = {"optimizer": self._move(28 * self._trained(layout) / layout.data_parallel)}
+        parts = {"optimizer": self._move(28 * self._trained(layout) / layout.sharing)}
         if layout.reduce_once:
             parts["data_parallel"] = max(self._reduce_gradients(layout, stage) for stage in self._stages(layout))
-        if layout.context_parallel > 1:  # gradients of the shards, of those who had other parts of the sequences
-            nbytes, ranks = 4 * self._trained(layout) / layout.data_parallel, layout.context_parallel
-            whole_s = all_gather_s(nbytes, ranks, self.cluster, stride=layout.tensor_parallel)
-            parts["context"] = 2 * self.efficiency.collective * whole_s
         return Parts(parts)
 
     def _imbalance(self, layout: TrainerLayout) -> float:

@@ -102,7 +102,7 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerLayout:
-    """FSDP2 over the data-parallel ranks, each of which is `model_ranks` devices, neighbours on nodes.
+    """FSDP2 over data x context ranks; a data-parallel rank is `model_ranks` devices, neighbours on nodes.
 
     `microbatch`: rollouts of one forward-backward. `pipeline_parallel`: stages, `chunks` of the model in each;
     `context_parallel`: ranks that share each sequence. The last axis of stages x context x tensor is the nearest.
@@ -128,6 +128,11 @@ class TrainerLayout:
     @property
     def data_parallel(self) -> int:
         return self.devices // self.model_ranks
+
+    @property
+    def sharing(self) -> int:
+        """The ranks that divide the parameters of a stage's tensor-parallel share among them."""
+        return self.data_parallel * self.context_parallel
 
     @property
     def is_flat(self) -> bool:

@@ -140,6 +140,7 @@ def trainer_layouts(costs: CostModel, space: Space, devices: int, degree: int) -
     """
     for stages, chunks, context in itertools.product(space.trainer_stages, space.chunks, space.context_parallel):
         is_possible = chunks == 1 or (stages > 1 and stages * chunks <= costs.model.num_layers)
+        is_possible &= stages == 1 or context == 1  # the trainer has one or the other
         ranks = degree * stages * context
         if devices % ranks or not is_possible:
             continue
@@ -151,7 +152,7 @@ def trainer_layouts(costs: CostModel, space: Space, devices: int, degree: int) -
         for precision, size, recompute, once in itertools.product(
             space.trainer_precisions, space.microbatches, space.recompute, space.reduce_once
         ):
-            is_same = once and shards == 1 and False in space.reduce_once  # one rank has nothing to sum
+            is_same = once and shards * context == 1 and False in space.reduce_once  # one rank has nothing to sum
             if size <= largest and not is_same:
                 yield TrainerLayout(
                     **place, precision=precision, microbatch=size, recompute=recompute, reduce_once=once
