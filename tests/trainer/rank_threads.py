@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -51,12 +52,13 @@ class ThreadRanks(RankGroup):
     def broadcast(self, payload: bytes, *, source: int = 0) -> bytes:
         return self._exchanged(payload)[source]
 
-    def split(self, tensor_parallel: int, *, timeout_s: float = 0.0) -> tuple[RankGroup, RankGroup]:
-        whole = self.members[self.rank]
-        row = whole // tensor_parallel * tensor_parallel
-        neighbours = tuple(range(row, row + tensor_parallel))
-        column = tuple(range(whole % tensor_parallel, self.world, tensor_parallel))
-        return ThreadRanks(whole, column, self.meetings), ThreadRanks(whole, neighbours, self.meetings)
+    def split(self, *sizes: int, timeout_s: float = 0.0) -> tuple[RankGroup, ...]:
+        whole, grid = self.members[self.rank], np.arange(self.world).reshape(-1, *sizes)
+        place = np.unravel_index(whole, grid.shape)
+        lines = [grid[(*place[:axis], slice(None), *place[axis + 1 :])].tolist() for axis in range(grid.ndim)]
+        return tuple(
+            ThreadRanks(whole, tuple(line), self.meetings) if len(line) > 1 else RankGroup.alone() for line in lines
+        )
 
     def _exchanged(self, value: Any) -> list[Any]:
         self.num_meetings += 1

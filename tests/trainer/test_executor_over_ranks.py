@@ -110,7 +110,7 @@ def run(monkeypatch, run_dir, config, world, tensor_parallel=1):
     """[rank]: (the trainer, its events, its publisher) after all steps."""
     divided = config.trainer.model_copy(update={"ranks": world, "tensor_parallel": tensor_parallel})
     config = config.model_copy(update={"trainer": divided})
-    monkeypatch.setattr(executor, "Policy", lambda config, ranks, data, tensor: SummedPolicy(config, data))
+    monkeypatch.setattr(executor, "Policy", lambda config, ranks, data, *_: SummedPolicy(config, data))
     commands, arrived = [Port() for _ in range(world)], Port()
     rollouts = [Port() for _ in range(world)]
     num_shares = world // tensor_parallel
@@ -275,7 +275,7 @@ def test_groups_of_which_a_rank_has_nothing_are_whole_there():
 def test_heads_are_told_in_one_message_for_all_that_has_come(monkeypatch, tmp_path):
     """As many messages as there are rollouts could fill the channel of a rank 0 that is busy, and block the rank."""
     config = run_config(steps=NUM_STEPS)
-    monkeypatch.setattr(executor, "Policy", lambda config, ranks, data, tensor: SummedPolicy(config, data))
+    monkeypatch.setattr(executor, "Policy", lambda config, ranks, data, *_: SummedPolicy(config, data))
 
     def job(ranks):
         rollouts, arrived = Port(), Port()
