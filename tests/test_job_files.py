@@ -241,6 +241,15 @@ def test_ranks_share_the_fewest_machines_evenly(
     assert got == Machines(nodes, ranks=each, gpus=each if device == "cuda" else 0, cpus=each * CPUS_PER_RANK)
 
 
+def test_ranks_that_read_a_microbatch_together_stay_on_one_machine() -> None:
+    """Of 24 ranks 6 to a machine would cut fours; pipeline stages, which say little to each other, may be cut."""
+    trainer = {"ranks": 24, "tensor_parallel": 2}
+    layouts = [
+        resolve("quickstart", {"trainer": trainer | {axis: 2}}) for axis in ("context_parallel", "pipeline_parallel")
+    ]
+    assert [lay_out(one, ranks_per_node=6).groups[0].machines.ranks for one in layouts] == [4, 6]
+
+
 @settings(max_examples=30, deadline=None)
 @given(
     trainer=st.sampled_from([(1, 1), (2, 1), (8, 2), (12, 4), (16, 16)]),

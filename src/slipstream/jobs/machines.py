@@ -90,8 +90,9 @@ def lay_out(config: RunConfig, remote: Collection[str] | None = None, *, ranks_p
     check_remote(config, own)
     leaving = [scorer for scorer in scorers if scorer.name in own]
     staying = [scorer for scorer in scorers if scorer.name not in own]
+    in_every_layer = trainer.context_parallel * trainer.tensor_parallel
     groups = [
-        GroupJob("trainer", machines(trainer.ranks, trainer.tensor_parallel, trainer.device, ranks_per_node)),
+        GroupJob("trainer", machines(trainer.ranks, in_every_layer, trainer.device, ranks_per_node)),
         GroupJob("generator", _generator_machines(config, ranks_per_node), config.generator.replicas),
         *(
             GroupJob(each.name, _vllm_machine(config, "teacher", teacher.vllm, ranks_per_node))
@@ -117,10 +118,10 @@ def termination_s(config: RunConfig) -> int:
     return math.ceil(config.shutdown_grace_s) + ENDING_S
 
 
-def machines(ranks: int, tensor_parallel: int, device: str, ranks_per_node: int = 8) -> Machines:
+def machines(ranks: int, neighbours: int, device: str, ranks_per_node: int = 8) -> Machines:
     """Return the fewest machines that share `ranks` evenly, at most `ranks_per_node` each.
 
-    Ranks that share a layer talk most: they stay on one machine, or fill whole ones. A GPU per rank on 'cuda'.
+    So many `neighbours` talk in every layer: they stay on one machine, or fill whole ones. A GPU per rank on 'cuda'.
     """
     if ranks_per_node < 1:
         raise ConfigError(
@@ -129,7 +130,7 @@ def machines(ranks: int, tensor_parallel: int, device: str, ranks_per_node: int 
     each = next(
         n
         for n in range(min(ranks, ranks_per_node), 0, -1)
-        if ranks % n == 0 and (n % tensor_parallel == 0 or tensor_parallel % n == 0)
+        if ranks % n == 0 and (n % neighbours == 0 or neighbours % n == 0)
     )
     return Machines(ranks // each, each, each if device == "cuda" else 0, each * CPUS_PER_RANK)
 
