@@ -157,7 +157,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 86_286
+MAX_LINES = 86_288
 MAX_LINES_OF_SPINE = 1_600
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -178,7 +178,7 @@ MAX_LINES_OF_FOLDER = {
     "generator": 8_930,
     "jail": 1_060,
     "jobs": 975,
-    "models": 8_591,
+    "models": 8_593,
     "observe": 9_956,
     "plan": 6_656,
     "prompts": 1_450,
