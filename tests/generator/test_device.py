@@ -93,7 +93,7 @@ def test_the_preflight_knows_what_a_device_multiplies(gpus: Any) -> None:
     gpus(1, (8, 0))
     check_device(config_of(device="cuda", precision="bfloat16"))
     check_device(config_of(precision="int8"))
-    for device, precision in (("cpu", "fp8"), ("cuda", "fp8"), ("cuda", "int8")):
+    for device, precision in (("cpu", "fp8"), ("cuda", "fp8"), ("cuda", "int8"), ("cuda", "mxfp4")):
         with pytest.raises(ConfigError, match=precision):
             check_device(config_of(device=device, precision=precision))
     gpus(1, (9, 0))

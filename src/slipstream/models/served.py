@@ -532,7 +532,9 @@ class ServedWeights:
         self._converted = tuple(self._storage)
         if home is not None:
             self._storage = {
-                name: StoredWeight(self._storage[name].values, view.scales) if name in self._storage else view
+                name: StoredWeight(self._storage[name].values, view.scales if view.columns is None else None)
+                if name in self._storage
+                else view
                 for name, view in self._layout.views(home).items()
             }
         self._serving.point_at(self._version(self._storage, packs=False))

@@ -32,7 +32,7 @@ from slipstream.plan.layouts import (
     Workload,
 )
 from slipstream.plan.lengths import imbalance, slowest_replica
-from slipstream.plan.pipeline import Stage, in_flight, middle_stages, stage_ends
+from slipstream.plan.pipeline import PlannedStage, in_flight, middle_stages, stage_ends
 
 # Per layer, counted by `test_decode_kernels.py`: two norms, four products, rotation and cache, attention and reduction,
 # activation. Layers that our engine does not fuse (divided over ranks, LayerNorm) have up to 20.
@@ -106,7 +106,7 @@ class CostModel:
             count = self.workload.rollouts
             alone = replace(layout, devices=degree, pipeline_parallel=1, chunks=1, context_parallel=1)
             passes = self._num_passes(layout)
-            layer = self._passes_of(alone, Stage(1, is_first=False, is_last=False), count, passes)
+            layer = self._passes_of(alone, PlannedStage(1, is_first=False, is_last=False), count, passes)
             head = self._head(alone, count, is_trained=True)
             # Logits of a smaller microbatch may be few enough to be kept: then two or three products of four are left.
             kept = 2 / 3 if layout.head == "float32" and degree == 1 else 1.0
@@ -151,7 +151,7 @@ class CostModel:
         full = (slowest + Parts({"pipeline": hop_s})).times(batches)
         return max(full, in_turn, key=lambda parts: parts.total)
 
-    def _decode_stage(self, layout: GeneratorLayout, stage: Stage, *, live: float, context: float) -> Parts:
+    def _decode_stage(self, layout: GeneratorLayout, stage: PlannedStage, *, live: float, context: float) -> Parts:
         """Seconds of a stage's part of a decode step; only the last one has logits, and a sampler."""
         counts, model, ranks = counts_of(self.model, layout.tensor_parallel), self.model, layout.tensor_parallel
         precision, activation, has_head = layout.precision, COMPUTED_BYTES[layout.precision], stage.is_last
@@ -260,7 +260,7 @@ class CostModel:
             return version, version * layout.model_ranks
         counts, ends = counts_of(self.model, layout.tensor_parallel), self._generator_stages(layout)
         parts = [counts.served_bytes(layout.precision, stage) for stage in ends]
-        middle = Stage(middle_stages(self.model.num_layers, layout.pipeline_parallel), is_first=False, is_last=False)
+        middle = PlannedStage(middle_stages(self.model.num_layers, layout.pipeline_parallel), is_first=False, is_last=False)
         whole = sum(parts) if len(ends) == 1 else sum(parts) + counts.served_bytes(layout.precision, middle)
         return max(parts), whole * layout.tensor_parallel
 
@@ -320,7 +320,7 @@ class CostModel:
         held = (*place, layout.reduce_once, layout.offloads_moments)
         working = (*place, layout.microbatch, layout.precision, layout.recompute, layout.keeps_products, layout.head)
 
-        def held_by(stage: Stage) -> Parts:
+        def held_by(stage: PlannedStage) -> Parts:
             states = self._once(("states", stage, *held), lambda: self._states(layout, stage))
             run = self._once(("working", stage, *working), lambda: self._working(layout, stage))
             beside = self._once(("beside", stage, *place, served), lambda: self._beside(layout, stage, served))
@@ -335,7 +335,7 @@ class CostModel:
         found: T = self._known[key]
         return found
 
-    def _states(self, layout: TrainerLayout, stage: Stage) -> dict[str, float]:
+    def _states(self, layout: TrainerLayout, stage: PlannedStage) -> dict[str, float]:
         """Bytes of a rank of `stage` for weights, moments and gradients."""
         counts, shards = counts_of(self.model, layout.tensor_parallel), layout.sharing
         params, models = self._trained_of(layout, stage), 2 if self.workload.critic else 1
@@ -349,7 +349,7 @@ class CostModel:
             "gradients": 4 * params / (1 if layout.reduce_once else shards) * models,
         }
 
-    def _beside(self, layout: TrainerLayout, stage: Stage, served: Precision | None) -> dict[str, float]:
+    def _beside(self, layout: TrainerLayout, stage: PlannedStage, served: Precision | None) -> dict[str, float]:
         """Bytes of a rank of `stage` for staged versions and a reference."""
         counts, parts, shards = counts_of(self.model, layout.tensor_parallel), dict[str, float](), layout.sharing
         if served is not None:
@@ -359,7 +359,7 @@ class CostModel:
             parts["reference"] = 4 * self._trained_of(layout, stage) / shards
         return parts
 
-    def _working(self, layout: TrainerLayout, stage: Stage) -> dict[str, float]:
+    def _working(self, layout: TrainerLayout, stage: PlannedStage) -> dict[str, float]:
         """Bytes of a rank of `stage` while it computes: layers as they run, and all microbatches that it has begun.
 
         Ranks that share a sequence have the keys and values of all of it, of a layer that is computed again while it
@@ -412,7 +412,7 @@ class CostModel:
         place = layout.tensor_parallel, layout.pipeline_parallel, layout.slots, layout.precision
         return self._once(("generator", *place, shadow), largest)
 
-    def _stage_memory(self, layout: GeneratorLayout, stage: Stage, *, shadow: bool) -> Parts:
+    def _stage_memory(self, layout: GeneratorLayout, stage: PlannedStage, *, shadow: bool) -> Parts:
         counts, lengths = counts_of(self.model, layout.tensor_parallel), self.workload.lengths
         base, version = counts.served_bytes(layout.precision, stage), self.adapters.version_bytes
         longest = math.ceil((lengths.prompt_mean + lengths.longest + self.given) / PAGE) * PAGE
@@ -496,10 +496,10 @@ class CostModel:
         """Mean tokens of a rollout that environments give."""
         return self.workload.turns.given_mean
 
-    def _stages(self, layout: TrainerLayout) -> tuple[Stage, ...]:
+    def _stages(self, layout: TrainerLayout) -> tuple[PlannedStage, ...]:
         return _ends(self.model.num_layers, layout.pipeline_parallel, layout.chunks)
 
-    def _generator_stages(self, layout: GeneratorLayout) -> tuple[Stage, ...]:
+    def _generator_stages(self, layout: GeneratorLayout) -> tuple[PlannedStage, ...]:
         return _ends(self.model.num_layers, layout.pipeline_parallel, 1)
 
     @staticmethod
@@ -507,11 +507,11 @@ class CostModel:
         """Return the microbatches that pass until a pipeline is full and empty again."""
         return (layout.pipeline_parallel - 1) / layout.chunks
 
-    def _adapters_of(self, stage: Stage) -> int:
+    def _adapters_of(self, stage: PlannedStage) -> int:
         """Return a stage's numbers of adapters, taken to be as many in each layer."""
         return self.adapters.params * stage.layers // self.model.num_layers
 
-    def _trained_of(self, layout: TrainerLayout, stage: Stage) -> int:
+    def _trained_of(self, layout: TrainerLayout, stage: PlannedStage) -> int:
         if self.adapters.params:
             return self._adapters_of(stage)
         return counts_of(self.model, layout.tensor_parallel).params_of(stage)
@@ -568,7 +568,7 @@ class CostModel:
         each = [self._passes_of(layout, stage, rollouts, passes) for stage in self._stages(layout)]
         return max(each, key=lambda parts: parts.total)
 
-    def _passes_of(self, layout: TrainerLayout, stage: Stage, rollouts: float, passes: int) -> Parts:
+    def _passes_of(self, layout: TrainerLayout, stage: PlannedStage, rollouts: float, passes: int) -> Parts:
         """Seconds of so many passes over a stage, the last two of them backward unless there is just one.
 
         One of these is the gradient of the weights, which those beside adapters do not have; attention has both.
@@ -644,7 +644,7 @@ class CostModel:
         stride = layout.model_ranks // layout.context_parallel
         return all_gather_s(nbytes, layout.sharing, self.cluster, stride=stride)
 
-    def _reduce_gradients(self, layout: TrainerLayout, stage: Stage) -> float:
+    def _reduce_gradients(self, layout: TrainerLayout, stage: PlannedStage) -> float:
         """Seconds to sum a stage's gradients over the ranks that share them, in float32."""
         if self.adapters.params:
             return 4 / COMPUTED_BYTES[layout.precision] * self._gather(layout, self._adapters_of(stage))

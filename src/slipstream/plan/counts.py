@@ -10,7 +10,7 @@ from functools import cache, cached_property
 from slipstream.core.errors import ConfigError
 from slipstream.core.fields import Precision
 from slipstream.models.config import TransformerConfig, local_config
-from slipstream.plan.pipeline import Stage
+from slipstream.plan.pipeline import PlannedStage
 
 BYTES: dict[Precision, float] = {"float32": 4, "bfloat16": 2, "fp8": 1, "int8": 1, "mxfp4": 17 / 32}
 """Bytes of an element of a matrix, of mxfp4 with its blocks' scales."""
@@ -127,22 +127,22 @@ class Counts:
         return head + self.embedding + (2 if self.model.layer_norm else 1) * self.model.hidden_size
 
     @property
-    def whole(self) -> Stage:
+    def whole(self) -> PlannedStage:
         """The only stage of a model that is not divided into several."""
-        return Stage(self.model.num_layers, is_first=True, is_last=True)
+        return PlannedStage(self.model.num_layers, is_first=True, is_last=True)
 
-    def root_of(self, stage: Stage) -> int:
+    def root_of(self, stage: PlannedStage) -> int:
         """Return the parameters of a stage outside of its layers; a tied head apart from the embedding is a copy."""
         if stage.is_first and stage.is_last:
             return self.root
         norm = (2 if self.model.layer_norm else 1) * self.model.hidden_size
         return stage.is_first * self.embedding + stage.is_last * (self.head_matrix + norm)
 
-    def params_of(self, stage: Stage) -> int:
+    def params_of(self, stage: PlannedStage) -> int:
         """Return all that the rank of a stage holds. Identity: of the whole model `params`."""
         return stage.layers * self.layer + self.root_of(stage)
 
-    def served_bytes(self, precision: Precision, stage: Stage | None = None) -> float:
+    def served_bytes(self, precision: Precision, stage: PlannedStage | None = None) -> float:
         """Bytes of a version, or of a stage's part, at a generator's precision, as `models/quantized.py` stores it."""
         stage = stage or self.whole
         matrix, looked_up = BYTES[precision], 4 if precision == "float32" else 2

@@ -14,7 +14,7 @@ MOST_STAGES = 16
 
 
 @dataclass(frozen=True)
-class Stage:
+class PlannedStage:
     """So many layers; the first stage has the embedding, too, and the last one the final norm and the head."""
 
     layers: int
@@ -22,17 +22,17 @@ class Stage:
     is_last: bool
 
 
-def stage_ends(layers: int, stages: int, chunks: int = 1) -> tuple[Stage, ...]:
+def stage_ends(layers: int, stages: int, chunks: int = 1) -> tuple[PlannedStage, ...]:
     """Return the first and the last of `stages`, or the only one: those between have no more than the first.
 
     The model is cut into stages x chunks parts whose layers differ by at most one, longer ones first, and dealt to the
     stages like cards.
     """
     if stages == 1:
-        return (Stage(layers, is_first=True, is_last=True),)
+        return (PlannedStage(layers, is_first=True, is_last=True),)
     whole, rest = divmod(layers, stages * chunks)
     first, last = chunks * whole + -(-rest // stages), chunks * whole + rest // stages
-    return Stage(first, is_first=True, is_last=False), Stage(last, is_first=False, is_last=True)
+    return PlannedStage(first, is_first=True, is_last=False), PlannedStage(last, is_first=False, is_last=True)
 
 
 def middle_stages(layers: int, stages: int, chunks: int = 1) -> int:
