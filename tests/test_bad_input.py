@@ -271,7 +271,7 @@ CONFLICTS = [  # the schema's, in the order of core/config.py
     wrong("no source", {"prompts": {"dataset": None}}, "exactly one source", "0 tasks"),
     wrong("heads", {"model": {"hidden_size": 17}}, "head sizes do not divide", "hidden_size 17"),
     wrong("key heads", {"model": {"num_heads": 4, "num_kv_heads": 3}}, "head sizes do not divide", "kv heads 3"),
-    wrong("ranks", {"trainer": {"ranks": 3, "tensor_parallel": 2}}, "tensor-parallel groups", "trainer.ranks = 3"),
+    wrong("ranks", {"trainer": {"ranks": 3, "tensor_parallel": 2}}, "those of one model", "trainer.ranks = 3"),
     wrong("inline ranks", {"host": "inline", "trainer": {"ranks": 2}}, "processes of their own", "host = 'process'"),
     wrong("vllm ranks", {"generator": {**VLLM, "tensor_parallel": 2}}, "vLLM divides models by itself", "hint"),
     wrong("bf16 on a CPU", {"trainer": {"precision": "bfloat16"}}, "in float32", "trainer.device = 'cuda'"),

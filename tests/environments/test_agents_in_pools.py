@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import textwrap
 import threading
@@ -425,11 +426,12 @@ def test_nothing_of_an_episode_is_left_in_its_host(make_agents: MakePool, tmp_pa
 
 
 def children_of(pid: int) -> set[int]:
-    """Return all processes below `pid`."""
+    """Return all processes below `pid`; threads and processes may end meanwhile."""
     found: set[int] = set()
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in map(int, (task / "children").read_text().split()):
-            found |= {child} | children_of(child)
+    for children in Path("/proc").glob(f"{pid}/task/*/children"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            for child in map(int, children.read_text().split()):
+                found |= {child} | children_of(child)
     return found
 
 

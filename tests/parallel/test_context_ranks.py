@@ -47,7 +47,7 @@ def test_columns_and_gradients_are_those_of_one_rank(ranks: RankPool, case: str,
     ("case", "layout"),
     [
         ("whitened", "cp2"),
-        ("gspo", "cp2_tp2"),
+        pytest.param("gspo", "cp2_tp2", marks=pytest.mark.slow),
         ("online_dpo", "dp2_cp2"),
         *(
             pytest.param(case, layout, marks=pytest.mark.slow)

@@ -368,7 +368,7 @@ def test_a_scorer_is_divided_only_where_a_copy_does_not_fit():
         lengths = LengthSample(prompt_mean=100.0, completions=(400, 600), source="test")
         workload = Workload(groups=64, group_size=8, lengths=lengths, reference=True)
         costs = CostModel(model, cluster, workload)
-        search = Search(costs, default_space(model, cluster, workload, precisions=("bfloat16",)))
+        search = Search(costs, default_space(model, cluster, workload, precisions=("bfloat16",)).flat)
         own = [found for one, found in search.asynchronous(2).items() if one.own_reference]
         assert own
         for found in own:

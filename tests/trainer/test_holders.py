@@ -77,7 +77,7 @@ def run_stations(tensor_parallel: int, *, sharded: bool, num_rollouts: int) -> l
             station.step()
         return read, keys(measured[rank].messages)
 
-    return results(on_ranks(4, job, tensor_parallel=tensor_parallel))
+    return results(on_ranks(4, job))
 
 
 @pytest.mark.parametrize("num_rollouts", [0, 1, 23])

@@ -50,7 +50,7 @@ def scored():
 def trainers(monkeypatch, run_dir, world, *, resume=None, control):
     """[rank]: (trainer, events, publisher), rank 0 `control`led."""
     config = run_config(trainer={"ranks": world})
-    monkeypatch.setattr(executor, "Policy", lambda config, ranks, data, *_: SavedByOne(config, data))
+    monkeypatch.setattr(executor, "Policy", SavedByOne)
     commands, arrived, rollouts = [Port() for _ in range(world)], Port(), [Port() for _ in range(world)]
 
     def job(ranks):

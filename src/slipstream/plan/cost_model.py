@@ -260,7 +260,9 @@ class CostModel:
             return version, version * layout.model_ranks
         counts, ends = counts_of(self.model, layout.tensor_parallel), self._generator_stages(layout)
         parts = [counts.served_bytes(layout.precision, stage) for stage in ends]
-        middle = PlannedStage(middle_stages(self.model.num_layers, layout.pipeline_parallel), is_first=False, is_last=False)
+        middle = PlannedStage(
+            middle_stages(self.model.num_layers, layout.pipeline_parallel), is_first=False, is_last=False
+        )
         whole = sum(parts) if len(ends) == 1 else sum(parts) + counts.served_bytes(layout.precision, middle)
         return max(parts), whole * layout.tensor_parallel
 
