@@ -13,8 +13,8 @@ from slipstream.trainer import executor
 @pytest.mark.parametrize(("lr", "share"), [(1e-3, 0.0), (1e-9, 1.0)])
 def test_a_step_too_small_to_be_seen(tiny, tmp_path, monkeypatch, lr, share) -> None:
     """At 1e-9 bytes of weights change, and no logprob of the probe text by a thousandth, which is what is looked at."""
-    exact = executor.probe_logprobs
-    monkeypatch.setattr(executor, "probe_logprobs", lambda *of: np.round(exact(*of), 3))  # within its tolerance
+    exact = executor.probed
+    monkeypatch.setattr(executor, "probed", lambda *of: np.round(exact(*of), 3))  # within its tolerance
     overrides = tiny | {"steps": 3, "host": "inline", "max_staleness": 0, "weight_update": "between_batches"}
     overrides["trainer"] = tiny.get("trainer", {}) | {"optimizer": {"lr": lr}}
     run = slipstream.run("quickstart", overrides=overrides, out=tmp_path / "run", display=False)
