@@ -15,7 +15,7 @@ from rank_models import CONFIGS
 from rank_pool import RankPool
 from safetensors.numpy import load_file
 from sharded_jobs import Layout, assembled
-from test_training import PACKING, relative
+from test_training import relative, require_same_training
 from training_data import TINY
 from training_jobs import Seen, Span
 
@@ -49,16 +49,6 @@ def _one_rank(sections: str, num_steps: int) -> Seen:
     return training_jobs.train_alone(json.loads(sections), Span(num_steps))
 
 
-def check(by_rank: list[Seen], one: Seen) -> None:
-    assert relative([seen.first_gradient for seen in by_rank], one.first_gradient) < 1e-5
-    assert relative([seen.weights for seen in by_rank], one.weights) < 1e-5
-    for seen in by_rank:
-        for mine, expected in zip(seen.metrics, one.metrics, strict=True):
-            assert mine.keys() == expected.keys()
-            for key in expected.keys() - PACKING:
-                assert mine[key] == pytest.approx(expected[key], rel=1e-3, abs=1e-4), key
-
-
 @pytest.mark.parametrize(
     "name", ["fsdp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("1f1b", "tensor", "interleaved"))]
 )
@@ -66,7 +56,7 @@ def test_twenty_steps_in_stages_are_those_of_one_rank(ranks: RankPool, name: str
     """A tied embedding, on two stages, stays equal to the bit (`assembled`). Microbatches are of unequal lengths."""
     sections, layout = STAGES[name]
     by_rank = ranks.run(training_jobs.train, sections, layout, Span(20), world=layout.world)
-    check(by_rank, one_rank(sections, 20))
+    require_same_training(by_rank, one_rank(sections, 20))
 
 
 @pytest.mark.parametrize(("name", "microbatch_tokens"), [("1f1b", 2000), ("fsdp", 2000), ("interleaved_fsdp", 24)])
@@ -78,7 +68,7 @@ def test_few_and_odd_numbers_of_microbatches(ranks: RankPool, name: str, microba
     by_rank = ranks.run(training_jobs.train, sections, layout, Span(2), world=layout.world)
     one = one_rank(sections, 2)
     assert microbatch_tokens == 24 or one.metrics[0]["num_microbatches"] == 1
-    check(by_rank, one)
+    require_same_training(by_rank, one)
 
 
 def test_a_run_goes_on_with_and_without_stages(ranks: RankPool, tmp_path: Path) -> None:

@@ -71,6 +71,17 @@ def relative(found: list[Boxes], expected: Boxes) -> float:
     return (squares / sum(float(np.square(truth[name].astype(np.float64)).sum()) for name in truth)) ** 0.5
 
 
+def require_same_training(by_rank: list[Seen], one: Seen) -> None:
+    """Hold first gradient, weights and metrics of ranks against those of one, but for what microbatches decide."""
+    assert relative([seen.first_gradient for seen in by_rank], one.first_gradient) < 1e-5
+    assert relative([seen.weights for seen in by_rank], one.weights) < 1e-5
+    for seen in by_rank:
+        for mine, expected in zip(seen.metrics, one.metrics, strict=True):
+            assert mine.keys() == expected.keys()
+            for name in expected.keys() - PACKING:
+                assert mine[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-4), name
+
+
 @pytest.mark.parametrize(
     ("case", "layout"),
     [
@@ -83,13 +94,7 @@ def test_twenty_steps_are_those_of_one_rank(ranks: RankPool, case: str, layout: 
     one = one_rank(case, 20)
     by_rank = ranks.run(training_jobs.train, CASES[case], LAYOUTS[layout], Span(20), world=LAYOUTS[layout].world)
     assert {seen.num_params for seen in by_rank} == {one.num_params}
-    assert relative([seen.first_gradient for seen in by_rank], one.first_gradient) < 1e-5
-    assert relative([seen.weights for seen in by_rank], one.weights) < 1e-5
-    for seen in by_rank:
-        for mine, expected in zip(seen.metrics, one.metrics, strict=True):
-            assert mine.keys() == expected.keys()
-            for name in expected.keys() - PACKING:
-                assert mine[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-4), name
+    require_same_training(by_rank, one)
 
 
 def test_a_run_goes_on_where_it_was_saved_on_other_ranks(ranks: RankPool, tmp_path: Path) -> None:

@@ -364,7 +364,7 @@ class TrainerConfig(Section):
     def _check_ranks(self) -> Self:
         if self.ranks % self.peers:
             sizes = ("tensor_parallel", "context_parallel", "pipeline_parallel")
-            fields = {f"trainer.{name}": getattr(self, name) for name in sizes}
+            fields = {f"trainer.{name}": vars(self)[name] for name in sizes}
             got = ", ".join(f"{name} = {size}" for name, size in [("trainer.ranks", self.ranks), *fields.items()])
             allowed = f"trainer.ranks: a multiple of {' x '.join(fields)}"
             raise ConfigError(
