@@ -3,7 +3,7 @@
 The environment is made where there is none; without packages that is all. Only the standard library is needed. One
 line of progress says what pip is at, and for how many seconds: rewritten in place on a terminal; elsewhere printed
 where it has changed, a few seconds apart, or every half a minute.
-Modules are compiled on all cores once they are there: pip does it on one. Those of which a run imports few or none, more
+Modules are compiled on all cores once they are there: pip does it on one. Those of which runs import few or none, more
 than a quarter of the text, are left for their first import.
 What pip calls a warning (a source that does not answer is asked again, many times) is not shown; every other line of
 its error output is. Where pip fails, its last output follows, warnings too, and its exit code is that of this script.
