@@ -51,7 +51,7 @@ def tiny() -> dict[str, Any]:
         "prompts": {"num_train": 300, "num_eval": 24},
         "generator": {"num_slots": 16},
         "trainer": {"minibatches": 2},
-        "warm_start": {"steps": 60, "batch_size": 32, "num_demonstrations": 300},
+        "warm_start": {"steps": 30, "batch_size": 16, "num_demonstrations": 300},
         "eval": {"every": 0, "num_prompts": 24, "num_slots": 8},
     }
 

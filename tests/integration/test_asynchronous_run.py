@@ -184,8 +184,8 @@ def test_a_tracker_has_every_line_of_the_metrics_and_what_the_run_came_to(contin
     [
         ("sync", {}),
         ("one_step", {}),
-        ("bounded", {"max_staleness": 2, "generator": {"segment_tokens": 4}}),
-        ("continuous", {"max_staleness": 3}),
+        pytest.param("bounded", {"max_staleness": 2, "generator": {"segment_tokens": 4}}, marks=pytest.mark.slow),
+        pytest.param("continuous", {"max_staleness": 3}, marks=pytest.mark.slow),
     ],
 )
 def test_presets(preset, more, tiny, tmp_path):

@@ -13,7 +13,13 @@ from slipstream.core.run_log import read_metrics
 SYNC: dict[str, Any] = {"max_staleness": 0, "weight_update": "between_batches", "host": "inline", "steps": 2}
 
 
-@pytest.mark.parametrize("cut", [{"top_k": 8}, {"top_k": 8, "top_p": 0.9, "min_p": 0.02, "temperature": 0.8}])
+@pytest.mark.parametrize(
+    "cut",
+    [
+        pytest.param({"top_k": 8}, marks=pytest.mark.slow),
+        {"top_k": 8, "top_p": 0.9, "min_p": 0.02, "temperature": 0.8},
+    ],
+)
 def test_at_staleness_0_ratios_are_one_over_the_kept_sets(cut: dict[str, Any], tiny: Any, tmp_path: Any) -> None:
     generator = tiny["generator"] | cut | {"keep_sets": True}
     overrides = tiny | SYNC | {"generator": generator, "kl": {"coef": 0.05}}

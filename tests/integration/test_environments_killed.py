@@ -63,13 +63,13 @@ def killed(victim: str, process: subprocess.Popen[str]) -> None:
 )
 def test_one_is_killed_and_the_run_goes_on(victim, episodes, tmp_path):
     out = tmp_path / "run"
-    process = start(episodes, out, steps=STEPS, generator=episodes["generator"] | {"replicas": 2})
+    process = start(episodes, out, steps=6, generator=episodes["generator"] | {"replicas": 2})
     await_steps(out, 1, process)
     killed(victim, process)
-    summary = finished(process, out, steps=STEPS)
+    summary = finished(process, out, steps=6)
     assert summary["restarts"] == ({} if victim == "worker" else {victim: 1})
     assert summary["staleness"]["max"] <= summary["staleness"]["bound"]
-    assert len(rollouts(out)) == STEPS * 16
+    assert len(rollouts(out)) == 6 * 16
 
 
 @pytest.mark.slow

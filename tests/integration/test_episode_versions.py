@@ -127,8 +127,8 @@ SYNCHRONOUS = {"max_staleness": 0, "weight_update": "between_batches"}
 @pytest.mark.parametrize(
     ("heard", "parked"),
     [
-        ("slots", SMALL_BOUND),
         ("pages", SMALL_BOUND),
+        pytest.param("slots", SMALL_BOUND, marks=pytest.mark.slow),
         *(pytest.param(*both, marks=pytest.mark.slow) for both in itertools.product(("slots", "pages"), (None, 0))),
     ],
     indirect=["heard"],

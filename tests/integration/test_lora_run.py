@@ -68,7 +68,7 @@ def stored_in(adapted, precision, adapters="float32"):
     ("precision", "adapters"),
     [
         ("float32", "float32"),
-        ("float32", "bfloat16"),
+        pytest.param("float32", "bfloat16", marks=pytest.mark.slow),
         pytest.param("bfloat16", "float32", marks=pytest.mark.slow),
         pytest.param("bfloat16", "bfloat16", marks=pytest.mark.slow),
         pytest.param("int8", "float32", marks=pytest.mark.slow),
@@ -115,7 +115,7 @@ def test_adapters_of_experts_in_a_run(adapted, weight_update, tmp_path):
     ("weight_update", "precision", "base", "adapters"),
     [
         ("in_flight", "float32", "float32", "float32"),
-        ("between_batches", "float32", "float32", "bfloat16"),
+        pytest.param("between_batches", "float32", "float32", "bfloat16", marks=pytest.mark.slow),
         pytest.param("in_flight", "int8", "float32", "float32", marks=pytest.mark.slow),
         ("in_flight", "int8", "int8", "bfloat16"),
         pytest.param("in_flight", "float32", "int8", "float32", marks=pytest.mark.slow),

@@ -13,7 +13,8 @@ from slipstream.stages.named import resolve
 
 
 @pytest.mark.parametrize(
-    ("precision", "largest_gap"), [("int8", 0.5), ("mxfp4", 2.0), pytest.param("bfloat16", 0.1, marks=pytest.mark.slow)]
+    ("precision", "largest_gap"),
+    [("int8", 0.5), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("mxfp4", 2.0), ("bfloat16", 0.1)))],
 )
 def test_a_run_trains_on_what_reduced_precision_sampled(tiny, tmp_path, precision, largest_gap):
     """The behaviour logprobs are those of the quantised weights: the gap at lag 0 is theirs, and is reported."""

@@ -16,6 +16,7 @@ def test_a_step_too_small_to_be_seen(tiny, tmp_path, monkeypatch, lr, share) -> 
     exact = executor.probed
     monkeypatch.setattr(executor, "probed", lambda *of: np.round(exact(*of), 3))  # within its tolerance
     overrides = tiny | {"steps": 3, "host": "inline", "max_staleness": 0, "weight_update": "between_batches"}
+    overrides |= {"warm_start": tiny["warm_start"] | {"steps": 20}}
     overrides["trainer"] = tiny.get("trainer", {}) | {"optimizer": {"lr": lr}}
     run = slipstream.run("quickstart", overrides=overrides, out=tmp_path / "run", display=False)
     lines = read_metrics(run.out / "metrics.jsonl")

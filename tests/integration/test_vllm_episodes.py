@@ -64,16 +64,9 @@ def first_sampled(segments: list[Any]) -> list[int]:
     return tokens
 
 
-@pytest.mark.parametrize(
-    ("mode", "rank"),
-    [
-        ("in_flight", None),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("between_batches", None), ("in_flight", 4), ("between_batches", 4))
-        ),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["in_flight", "between_batches"])
+@pytest.mark.parametrize("rank", [None, 4])
 def test_episodes_are_sampled_by_the_versions_they_name(
     mode: str, rank: int | None, heard: Heard, over_vllm: dict[str, Any], tmp_path: Path
 ) -> None:
