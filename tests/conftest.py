@@ -17,6 +17,7 @@ from forked_text import forking
 from hypothesis import HealthCheck, settings
 
 from slipstream.controller.nursery import NURSERY
+from slipstream.core import lifeline
 
 # Before torch is loaded: waiting threads sleep, as in the processes of a run (`controller/placement.py`).
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -122,6 +123,15 @@ def _nursery_of_the_file() -> Iterator[None]:
 def one_import(_nursery_of_the_file: None) -> None:
     """One nursery for all tests of the file: a run that is refused would end its own in the middle of its imports."""
     NURSERY.begin()
+
+
+@pytest.fixture
+def no_import(_nursery_of_the_file: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A nursery as that of `one_import`, for files in which no run begins: it imports nothing."""
+    with monkeypatch.context() as patch:
+        command = lifeline.command
+        patch.setattr(lifeline, "command", lambda _, *arguments: command("bare_nursery", *arguments))
+        NURSERY.begin()
 
 
 @pytest.fixture

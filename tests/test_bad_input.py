@@ -54,7 +54,7 @@ from slipstream.trainer.checkpoint import Checkpoints
 from slipstream.trainer.checkpoint_folder import crc32
 from slipstream.trainer.optim import AdamW
 
-pytestmark = pytest.mark.usefixtures("one_import")
+pytestmark = pytest.mark.usefixtures("no_import")
 
 TRIES_TEXT = "slipstream.models.foreign_text"  # processes that a check may start
 CALLS_REWARDS = "slipstream.rewards.worker"

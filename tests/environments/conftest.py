@@ -1,4 +1,4 @@
-"""Pools of both kinds, closed after each test, but for workers that a test leaves as it found them: the next has them."""
+"""Pools of both kinds, closed after each test; workers that a test leaves as it found them are the next one's."""
 
 from __future__ import annotations
 

@@ -298,4 +298,4 @@ def _plain_exit(row: dict[str, Any], client: OpenAI) -> None:
     sys.exit(3)
 
 
-PLAIN: dict[str, Callable[[dict[str, Any], "OpenAI"], Any]] = {"hang": _plain_hang, "exits": _plain_exit}
+PLAIN: dict[str, Callable[[dict[str, Any], OpenAI], Any]] = {"hang": _plain_hang, "exits": _plain_exit}
