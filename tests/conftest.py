@@ -135,8 +135,10 @@ def no_import(_nursery_of_the_file: None, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.fixture
-def own_nursery(one_import: None) -> Iterator[None]:
+def own_nursery(request: pytest.FixtureRequest) -> Iterator[None]:
     """No nursery but that of the run, which is gone with it."""
+    for of_the_file in {"one_import", "no_import"} & set(request.fixturenames):
+        request.getfixturevalue(of_the_file)  # first, whatever the order
     NURSERY.close()
     yield
     assert not NURSERY.is_there
