@@ -112,7 +112,7 @@ def test_forty_episodes_talk_at_once_and_each_has_its_own_reward(make_agents: Ma
 @in_both("kind", "program", "lines", alone="lines")
 def test_programs_play_side_by_side(make_agents: MakePool, tmp_path: Path, kind: str) -> None:
     text = PROGRAM if kind == "program" else LINES
-    count = 3 if kind == "program" else 40  # each imports the client for half a second
+    count = 2 if kind == "program" else 40  # each imports the client for half a second
     pool = make_agents((kind, script(tmp_path, text)))
     for key in range(count):
         pool.open(key, 0, {"text": "x" * key, "turns": 2})
