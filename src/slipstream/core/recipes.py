@@ -243,9 +243,7 @@ def defaults() -> dict[str, Any]:
     return _of_the_schema().model_dump()
 
 
-@functools.cache
-def _of_the_schema() -> RunConfig:
-    return RunConfig.model_construct()
+_of_the_schema = functools.cache(RunConfig.model_construct)
 
 
 def validate(tables: Mapping[str, Any]) -> RunConfig:
