@@ -30,7 +30,7 @@ WHOLE := tests/integration tests/browser
 PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
 test: export PYTHONDONTWRITEBYTECODE :=
 test: .venv/dev ## run the tests: no download, no GPU
-	$(BIN)/python -m pytest -q $(PARALLEL) $(WHOLE:%=--ignore=%) $(ARGS)
+	$(BIN)/python -m pytest -q $(PARALLEL) $(WHOLE:%=--ignore=%) --ignore=tests/promises $(ARGS)
 	$(BIN)/python -m pytest -q $(PARALLEL) $(WHOLE) $(ARGS)
 
 test-slow: .venv/dev ## run the slow tests: every policy loss until it learns, many whole runs, over an hour

@@ -17,6 +17,7 @@ from forked_text import forking
 from hypothesis import HealthCheck, settings
 
 from slipstream.controller.nursery import NURSERY
+from slipstream.core import lifeline
 
 # Before torch is loaded: waiting threads sleep, as in the processes of a run (`controller/placement.py`).
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -45,12 +46,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 # Files that take longest, the longest first: the last to be begun are then short, and no worker waits for another's.
 # Names are those of files, since no two have the same.
 LONGEST = """
-    sandbox agents_in_pools replica bad_input absurd_input workers bad_environments eval_episodes lora_ranks serve
-    pools critic rank_checkpoints job_files gateway hostile_agents reshard vllm_client sharded_models agent_programs
-    rendezvous training code nursery channel_tcp chat sharded over_ranks seeds calibrate relayed_versions dry_call
-    lora_run watch_page resume asynchronous_run report_page signals episodes_equal_reference restarts_run stages_dpo
-    episode_versions vllm_episodes environments_killed sync_equals_reference endings agent_runs stages eval_cli
-    floods hostile_reward disk_full
+    plan_command bad_input eval_episodes agents_in_pools job_files bad_environments serve calibrate replica lora_ranks
+    critic rank_checkpoints reshard vllm_client sharded_models training sharded over_ranks seeds relayed_versions
+    workers wheel cli hostile_agents absurd_input chat agent_programs staleness_by_loss sandbox simulated_policies
+    channel_tcp search outlet lora_run watch_page resume asynchronous_run report_page signals episodes_equal_reference
+    restarts_run stages_dpo episode_versions vllm_episodes environments_killed sync_equals_reference endings agent_runs
+    stages eval_cli floods hostile_reward disk_full
 """
 
 
@@ -125,8 +126,19 @@ def one_import(_nursery_of_the_file: None) -> None:
 
 
 @pytest.fixture
-def own_nursery(one_import: None) -> Iterator[None]:
+def no_import(_nursery_of_the_file: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A nursery as that of `one_import`, for files in which no run begins: it imports nothing."""
+    with monkeypatch.context() as patch:
+        command = lifeline.command
+        patch.setattr(lifeline, "command", lambda _, *arguments: command("bare_nursery", *arguments))
+        NURSERY.begin()
+
+
+@pytest.fixture
+def own_nursery(request: pytest.FixtureRequest) -> Iterator[None]:
     """No nursery but that of the run, which is gone with it."""
+    for of_the_file in {"one_import", "no_import"} & set(request.fixturenames):
+        request.getfixturevalue(of_the_file)  # first, whatever the order
     NURSERY.close()
     yield
     assert not NURSERY.is_there

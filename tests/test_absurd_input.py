@@ -75,11 +75,17 @@ def is_number(path: str) -> bool:
     return bool(kinds & {int, float})
 
 
-@pytest.mark.parametrize("path", sorted(field_paths()))
-def test_every_field_takes_a_value_or_says_why_not(path: str) -> None:
-    """What is accepted can be saved and read again."""
+PATHS = sorted(field_paths())
+VALUES = [*NUMBERS, *TEXTS, *OTHERS]
+THIRDS = [pytest.param(path, VALUES[index % 3 :: 3], id=path) for index, path in enumerate(PATHS)]
+ALL = [pytest.param(path, VALUES, id=f"{path}, all", marks=pytest.mark.slow) for path in PATHS]
+
+
+@pytest.mark.parametrize(("path", "values"), [*THIRDS, *ALL])
+def test_every_field_takes_a_value_or_says_why_not(path: str, values: list[Any]) -> None:
+    """What is accepted can be saved and read again. Each field gets a third of the values, all among the slow tests."""
     told = []
-    for value in [*NUMBERS, *TEXTS, *OTHERS]:
+    for value in values:
         try:
             config = resolved(tables_of(path, value))
         except ConfigError as refused:

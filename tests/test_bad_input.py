@@ -54,11 +54,11 @@ from slipstream.trainer.checkpoint import Checkpoints
 from slipstream.trainer.checkpoint_folder import crc32
 from slipstream.trainer.optim import AdamW
 
-pytestmark = pytest.mark.usefixtures("one_import")
+pytestmark = pytest.mark.usefixtures("no_import")
 
 TRIES_TEXT = "slipstream.models.foreign_text"  # processes that a check may start
 CALLS_REWARDS = "slipstream.rewards.worker"
-IMPORTS = "slipstream.controller.forking"
+IMPORTS = ("slipstream.controller.forking", "bare_nursery")
 MAX_LINES, MAX_COLUMNS = 24, 480
 
 MODEL = {"hidden_size": 16, "intermediate_size": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2}
@@ -1348,7 +1348,7 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> None:
     start = subprocess.Popen.__init__
 
     def start_a_check(self: Any, arguments: Any, *args: Any, **kwargs: Any) -> None:
-        if not {TRIES_TEXT, CALLS_REWARDS, IMPORTS} & set(arguments):  # gone when the check is done: `nothing_is_left`
+        if not {TRIES_TEXT, CALLS_REWARDS, *IMPORTS} & set(arguments):  # gone when the check is done: `nothing_is_left`
             raise Started("a process")
         start(self, arguments, *args, **kwargs)
 

@@ -177,6 +177,7 @@ for probe in probes:
 """
 
 
+@pytest.mark.slow
 def test_probes_of_what_a_cpu_has(tmp_path: Path) -> None:
     """In one process: the import of torch takes longer than any of them."""
     probes = ["products", "fsdp", "varlen", "rates", "fused", "ipc_fallback"]

@@ -95,6 +95,7 @@ def test_what_is_kept_for_a_failure_does_not_hang_on_the_stream_that_is_read_fir
     assert errors.getvalue() == ""
 
 
+@pytest.mark.slow
 def test_the_environment_is_made_where_there_is_none(tmp_path: Path) -> None:
     done = install(tmp_path / "env")
     assert done.returncode == 0, done.stderr

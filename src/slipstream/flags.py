@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import io
 import os
 import re
@@ -68,7 +69,7 @@ def parse(
     is_help = bool({"-h", "--help"} & set(argv))
     known: set[str] = set()
     if issubclass(options, WithFields):
-        known = set(_flag_fields(RunConfig)) if only is None else set(only)
+        known = set(_fields_of_runs()) if only is None else set(only)
     if not is_help:
         _check_flags(argv, [name for name, field in own.items() if not field.metadata["is_positional"]], known)
         argv = _with_switches(argv, known)
@@ -80,7 +81,8 @@ def parse(
     if known:
         flags = override_flags(RunConfig, shown(argv) if is_help and shown else {}, known if is_help else _given(argv))
         annotated: Any = Annotated  # the types are built at run time
-        fields.append(("overrides", annotated[flags, tyro.conf.arg(name="")], dataclasses.field(default_factory=dict)))
+        nameless = tyro.conf.arg(name="", help="")  # without a help tyro looks for one in this file's source
+        fields.append(("overrides", annotated[flags, nameless], dataclasses.field(default_factory=dict)))
     wanted = dataclasses.make_dataclass(options.__name__, fields, kw_only=True)
     prog = f"slipstream {command.__name__.removesuffix('_command').replace('_', '-')}"
     described = f"{command.__doc__}\n\n{_list_of_sections()}" if is_short else command.__doc__
@@ -182,6 +184,11 @@ def as_flags(overrides: Mapping[str, Any], prefix: str = "--") -> list[str]:
             as_flags(value, f"{prefix}{name}.") if isinstance(value, Mapping) else [f"{prefix}{name}", str(value)]
         )
     ]
+
+
+@functools.cache
+def _fields_of_runs() -> frozenset[str]:
+    return frozenset(_flag_fields(RunConfig))
 
 
 def _flag_fields(model: type[BaseModel], prefix: str = "") -> Iterator[str]:

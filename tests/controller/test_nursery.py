@@ -22,7 +22,10 @@ GET_CHILD_SUBREAPER = 37
 
 
 @pytest.fixture
-def nursery() -> Iterator[Nursery]:
+def nursery(monkeypatch: pytest.MonkeyPatch) -> Iterator[Nursery]:
+    """One that imports nothing ahead; whole runs show what it imports."""
+    command = module.lifeline.command
+    monkeypatch.setattr(module.lifeline, "command", lambda _, *arguments: command("bare_nursery", *arguments))
     found = Nursery()
     yield found
     found.close()

@@ -162,7 +162,7 @@ def poison(port: int, pickled: bytes) -> int:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for ports in /proc")
-@pytest.mark.parametrize("where", ["one machine", "two machines"])
+@pytest.mark.parametrize("where", [pytest.param("one machine", marks=pytest.mark.slow), "two machines"])
 def test_a_pickle_in_the_rendezvous_runs_nothing_and_ends_the_group(
     announced: Meeting, tmp_path: Path, where: str
 ) -> None:

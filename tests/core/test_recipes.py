@@ -156,16 +156,25 @@ def test_another_loss_has_its_own_defaults_from_a_preset(monkeypatch: pytest.Mon
     assert (again.name, again.params) == ("grpo", {"eps_low": 0.3})
 
 
-@pytest.mark.parametrize("name", sorted(name for name, loss in LOSSES.items() if loss.kind == "policy"))
-def test_every_loss_can_be_named_over_every_recipe(name: str) -> None:
-    """By tables, dots or flags: with its defaults, and with the recipe's parameters where it is the recipe's own."""
+RECIPES = [recipe.name for recipe in list_recipes()]
+POLICY_LOSSES = sorted(name for name, loss in LOSSES.items() if loss.kind == "policy")
+A_THIRD = [pytest.param(name, RECIPES[index % 3 :: 3], id=name) for index, name in enumerate(POLICY_LOSSES)]
+EVERY = [pytest.param(name, RECIPES, id=f"{name}, all", marks=pytest.mark.slow) for name in POLICY_LOSSES]
+
+
+@pytest.mark.parametrize(("name", "over"), [*A_THIRD, *EVERY])
+def test_every_loss_can_be_named_over_every_recipe(name: str, over: list[str]) -> None:
+    """By tables, dots or flags: with its defaults, and with the recipe's parameters where it is the recipe's own.
+
+    Over a third of the recipes; over all of them among the slow tests.
+    """
     argv = ["RECIPE", "--loss.name", name]
     flags = parse(cli.RunOptions, argv, cli.run_command).overrides
-    for recipe in list_recipes():
-        below = resolve(recipe.name).loss
+    for recipe in over:
+        below = resolve(recipe).loss
         given = below.params if below.name == name else {}
         for overrides in ({"loss": {"name": name}}, {"loss.name": name}, flags):
-            found = resolve(recipe.name, overrides).loss
+            found = resolve(recipe, overrides).loss
             assert loss_named(name, found.params).params == LOSSES[name].params | given
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from drawn import drawn
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
@@ -71,8 +72,7 @@ def same(left: Any, right: Any) -> bool:
 
 
 @pytest.mark.parametrize("kind", wire.MESSAGES, ids=lambda kind: kind.__name__)
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
-@given(data=st.data())
+@drawn(4, 60, data=st.data())
 def test_every_message_round_trips(kind: type[types.Message], data: st.DataObject) -> None:
     message = data.draw(message_strategy(kind))
     assert same(message, wire.decode(wire.encode(message)))

@@ -1,14 +1,14 @@
-"""Pools of both kinds, closed after each test."""
+"""Pools of both kinds, closed after each test; workers that a test leaves as it found them are the next one's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import hosted_agents
 import hosted_environments
 import pytest
-from drive import GENEROUS_S
+from drive import GENEROUS_S, until
 from loopback import needs_loopback
 
 from slipstream.core.clock import Clock
@@ -39,28 +39,94 @@ def make_inline() -> Iterator[MakePool]:
         pool.close()
 
 
+def start_workers(
+    sources: Sequence[EnvironmentSource],
+    pools: list[EnvironmentPool],
+    *,
+    step_limit_s: float = GENEROUS_S,
+    clock: Clock | None = None,
+    num_workers: int = 1,
+    **also: Any,
+) -> EnvironmentPool:
+    """Start a pool and add it to `pools`."""
+    setup = HostSetup(list(sources), memory_bytes=512 << 20, step_limit_s=step_limit_s, **also)
+    pools.append(EnvironmentPool(setup, num_workers=num_workers, clock=clock, num_spares=0))
+    pools[-1].wait_ready()
+    return pools[-1]
+
+
+def sources_of(names: Sequence[str]) -> list[EnvironmentSource]:
+    return [EnvironmentSource("class", f"hosted_environments:{name}") for name in names]
+
+
 @pytest.fixture
 def make_workers() -> Iterator[MakePool]:
     pools: list[EnvironmentPool] = []
-
-    def make(
-        *names: str, step_limit_s: float = GENEROUS_S, clock: Clock | None = None, num_workers: int = 1, **also: Any
-    ) -> EnvironmentPool:
-        sources = [EnvironmentSource("class", f"hosted_environments:{name}") for name in names]
-        setup = HostSetup(sources, memory_bytes=512 << 20, step_limit_s=step_limit_s, **also)
-        pools.append(EnvironmentPool(setup, num_workers=num_workers, clock=clock, num_spares=0))
-        pools[-1].wait_ready()
-        return pools[-1]
-
-    yield make
+    yield lambda *names, **limits: start_workers(sources_of(names), pools, **limits)
     for pool in pools:
         pool.close()
+
+
+class KeptPools:
+    """Pools of the tests of a file, by what they play. To start a worker takes longer than most tests.
+
+    A pool with a clock or limits of its own is for one test, and so is one that lost a worker or whose episode hangs.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, ...], EnvironmentPool] = {}
+        self._in_use: dict[tuple[str, ...], EnvironmentPool] = {}
+        self._others: list[EnvironmentPool] = []
+
+    def take(
+        self, played: Sequence[str] | None, sources: Sequence[EnvironmentSource], network: Network, **limits: Any
+    ) -> EnvironmentPool:
+        """Return a pool for these `sources`: a kept one that has `played` the same, else a new one."""
+        if played is None or limits:
+            return start_workers(sources, self._others, network=network, **limits)
+        pool = self._kept.pop(tuple(played), None) or start_workers(sources, self._others, network=network)
+        self._in_use[tuple(played)] = pool
+        return pool
+
+    def end_test(self) -> None:
+        for played, pool in self._in_use.items():
+            if pool.num_restarts == pool.num_calls == 0 and pool._closed_because is None:
+                for key in list(pool._by_key):
+                    pool.shut(key)
+                until(pool, lambda pool=pool: not pool._site_of)  # type: ignore[misc]
+                self._kept[played] = pool
+        self._in_use.clear()
+        kept = list(self._kept.values())
+        for pool in self._others:
+            if pool not in kept:
+                pool.close()
+        self._others = kept
+
+    def close(self) -> None:
+        for pool in self._kept.values():
+            pool.close()
+
+
+@pytest.fixture(scope="module")
+def _pools_of_the_file() -> Iterator[KeptPools]:
+    pools = KeptPools()
+    yield pools
+    pools.close()
+
+
+@pytest.fixture
+def kept_pools(_pools_of_the_file: KeptPools) -> Iterator[KeptPools]:
+    yield _pools_of_the_file
+    _pools_of_the_file.end_test()
 
 
 @pytest.fixture(params=["workers", "inline"])
 def make_pool(request: pytest.FixtureRequest) -> Callable[..., EpisodePool]:
     """Makes pools of either kind: what the tests of both say holds for both."""
-    make: Callable[..., EpisodePool] = request.getfixturevalue(f"make_{request.param}")
+    if request.param == "workers":
+        kept: KeptPools = request.getfixturevalue("kept_pools")
+        return lambda *names, **limits: kept.take(names, sources_of(names), "none", **limits)
+    make: Callable[..., EpisodePool] = request.getfixturevalue("make_inline")
     return make
 
 
@@ -101,19 +167,8 @@ def make_agents_inline() -> Iterator[MakePool]:
 def make_agents_in_workers() -> Iterator[MakePool]:
     pools: list[EnvironmentPool] = []
 
-    def make(
-        *agents: AgentOf,
-        step_limit_s: float = GENEROUS_S,
-        clock: Clock | None = None,
-        num_workers: int = 1,
-        network: Network = "gateway",
-        **also: Any,
-    ) -> EnvironmentPool:
-        sources = [source_of(agent) for agent in agents]
-        setup = HostSetup(sources, memory_bytes=512 << 20, step_limit_s=step_limit_s, network=network, **also)
-        pools.append(EnvironmentPool(setup, num_workers=num_workers, clock=clock, num_spares=0))
-        pools[-1].wait_ready()
-        return pools[-1]
+    def make(*agents: AgentOf, network: Network = "gateway", **limits: Any) -> EnvironmentPool:
+        return start_workers([source_of(agent) for agent in agents], pools, network=network, **limits)
 
     yield make
     for pool in pools:
@@ -125,5 +180,13 @@ def make_agents(request: pytest.FixtureRequest) -> Callable[..., EpisodePool]:
     """Makes pools of either kind for agents; jailed workers where they may have a network of their own."""
     if request.param == "in_workers":
         needs_loopback()
-    make: Callable[..., EpisodePool] = request.getfixturevalue(f"make_agents_{request.param}")
+        kept: KeptPools = request.getfixturevalue("kept_pools")
+
+        def take(*agents: AgentOf, **limits: Any) -> EnvironmentPool:
+            functions = [agent for agent in agents if isinstance(agent, str)]
+            played = functions if len(functions) == len(agents) else None  # a program lies in the test's own folder
+            return kept.take(played, [source_of(agent) for agent in agents], "gateway", **limits)
+
+        return take
+    make: Callable[..., EpisodePool] = request.getfixturevalue("make_agents_inline")
     return make

@@ -8,11 +8,12 @@ import os
 import sys
 import threading
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import httpx
 import numpy as np
-from openai import APIError, AsyncOpenAI, BadRequestError, OpenAI
+
+if TYPE_CHECKING:  # for a second and more it is imported, by each worker and for all tests
+    from openai import AsyncOpenAI, OpenAI
 
 RELEASED = threading.Event()
 """Set by tests of this process at their end: agents that hang return."""
@@ -22,11 +23,17 @@ TOOL: Any = {"type": "function", "function": {"name": "add", "parameters": {"typ
 
 
 def client_of(base_url: str, api_key: str) -> AsyncOpenAI:
+    import httpx
+    from openai import AsyncOpenAI
+
     http = httpx.AsyncClient(verify=False, trust_env=False, limits=httpx.Limits(max_connections=None))
     return AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0, http_client=http)
 
 
 def plain_client_of(base_url: str, api_key: str) -> OpenAI:
+    import httpx
+    from openai import OpenAI
+
     http = httpx.Client(verify=False, trust_env=False)
     return OpenAI(base_url=base_url, api_key=api_key, max_retries=0, http_client=http)
 
@@ -80,6 +87,8 @@ async def parallel(row: dict[str, Any], client: AsyncOpenAI) -> float:
 
 async def too_many(row: dict[str, Any], client: AsyncOpenAI) -> Any:
     """Ask for more than there are places; how many were refused, and by what."""
+    from openai import APIError
+
     told = await asyncio.gather(*(ask(client, number) for number in range(row["count"])), return_exceptions=True)
     codes = {one.code for one in told if isinstance(one, APIError)}
     assert codes == {"too_many_pending"}, codes
@@ -94,6 +103,8 @@ async def call_a_tool(row: dict[str, Any], client: AsyncOpenAI) -> float:
 
 
 async def note_a_refusal(row: dict[str, Any], client: AsyncOpenAI) -> float:
+    from openai import BadRequestError
+
     refused = None
     try:
         await ask(client, "hi")
@@ -171,6 +182,8 @@ async def tell_what_was_left(row: dict[str, Any], client: AsyncOpenAI) -> float:
 
 
 async def _error_of(request: Awaitable[Any]) -> str:
+    from openai import APIError
+
     try:
         await request
     except APIError as error:
@@ -187,6 +200,8 @@ async def show_keys(row: dict[str, Any], client: AsyncOpenAI) -> float:
 
 async def steal(row: dict[str, Any], client: AsyncOpenAI) -> float:
     """Mix one's own address and key with those of another episode, which must give nothing."""
+    import httpx
+
     base_url, key = LEFT[-1]
     own_url, own_key = str(client.base_url), client.api_key
     for url, api_key in [(base_url, own_key), (own_url, key), (own_url, "none"), (own_url, "é"), (base_url, "x")]:
@@ -234,7 +249,7 @@ async def signal(row: dict[str, Any], client: AsyncOpenAI) -> None:
 _SIGNALS: dict[asyncio.AbstractEventLoop, asyncio.Event] = {}
 
 
-Deed = Callable[[dict[str, Any], AsyncOpenAI], Awaitable[Any]]
+Deed = Callable[[dict[str, Any], "AsyncOpenAI"], Awaitable[Any]]
 DEEDS: dict[str, Deed] = {
     one.__name__: one
     for one in (

@@ -21,11 +21,15 @@ LIMIT_S = 7.0
 
 PROGRAM = """
     import json, os, sys, time
-    import httpx
+    from http.client import HTTPConnection  # imported in a fraction of the time of a client of its own
     row = json.loads(sys.stdin.readline())
-    url, key = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
-    body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
-    httpx.post(url + "/chat/completions", headers={"authorization": f"Bearer {key}"}, json=body, trust_env=False)
+    place, _, path = os.environ["OPENAI_BASE_URL"].removeprefix("http://").partition("/")
+    key = os.environ["OPENAI_API_KEY"]
+    body = json.dumps({"model": "policy", "messages": [{"role": "user", "content": "hi"}]})
+    http = HTTPConnection(place)
+    http.request("POST", f"/{path}/chat/completions", body, {"authorization": f"Bearer {key}"})
+    http.getresponse().read()
+    http.close()
     do = row["do"]
     while do == "bomb":
         try:

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from drawn import drawn
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion
 from templates import FAMILIES, QWEN3, TOOLS, Family, tokenizer_of
@@ -619,8 +619,7 @@ def play_anything(rng: random.Random, speech: Spoken) -> list[str]:
 
 
 @pytest.mark.parametrize("name", OWN_FAMILIES)
-@given(rng=st.randoms(use_true_random=False))
-@settings(deadline=None, max_examples=30)
+@drawn(8, 60, rng=st.randoms(use_true_random=False))
 def test_what_is_sampled_is_what_is_read_and_trained(name: str, rng: random.Random) -> None:
     play_anything(rng, spoken(name))
 

@@ -27,6 +27,16 @@ INLINE = pytest.mark.parametrize(
 )
 """For what hosts do wherever they are: in workers among the slow tests."""
 
+
+def in_both(argument: str, *values: Any, alone: Any) -> pytest.MarkDecorator:
+    """All `values` of an argument in this process, and among the slow tests in workers; there `alone` is always run."""
+    pairs = [(where, value) for where in ("in_workers", "inline") for value in values]
+    each = [
+        pytest.param(*pair, marks=[] if pair[0] == "inline" or pair[1] == alone else pytest.mark.slow) for pair in pairs
+    ]
+    return pytest.mark.parametrize(("make_agents", argument), each, indirect=["make_agents"])
+
+
 PROGRAM = """
     import json, os, sys
     from openai import OpenAI
@@ -81,7 +91,7 @@ def script(folder: Path, text: str) -> list[str]:
     return ["python", str(path)]
 
 
-@pytest.mark.parametrize("name", TALKS)
+@in_both("name", *TALKS, alone="run")
 def test_forty_episodes_talk_at_once_and_each_has_its_own_reward(make_agents: MakePool, name: str) -> None:
     pool = make_agents(name)
     for key in range(40):
@@ -99,9 +109,10 @@ def test_forty_episodes_talk_at_once_and_each_has_its_own_reward(make_agents: Ma
     assert pool.next_deadline_s() is None
 
 
-@pytest.mark.parametrize(("kind", "text"), [("program", PROGRAM), ("lines", LINES)])
-def test_programs_play_side_by_side(make_agents: MakePool, tmp_path: Path, kind: str, text: str) -> None:
-    count = 3 if kind == "program" else 40  # each imports the client for half a second
+@in_both("kind", "program", "lines", alone="lines")
+def test_programs_play_side_by_side(make_agents: MakePool, tmp_path: Path, kind: str) -> None:
+    text = PROGRAM if kind == "program" else LINES
+    count = 2 if kind == "program" else 40  # each imports the client for half a second
     pool = make_agents((kind, script(tmp_path, text)))
     for key in range(count):
         pool.open(key, 0, {"text": "x" * key, "turns": 2})
@@ -205,7 +216,7 @@ def test_an_error_costs_its_own_episode(make_agents: MakePool) -> None:
     assert pool.num_restarts == 0
 
 
-@pytest.mark.parametrize("turns", [0, 2])
+@in_both("turns", 0, 2, alone=2)
 def test_an_agent_that_hangs_is_late_by_its_own_time_alone(make_agents: MakePool, turns: int) -> None:
     """The time of the policy is not its own: it may take for ever."""
     clock = VirtualClock()
@@ -243,6 +254,7 @@ def test_an_agents_own_seconds_are_told(make_agents: MakePool) -> None:
     assert one.seconds == 3.0
 
 
+@INLINE
 def test_one_that_waits_is_closed_when_it_is_shut_and_its_key_is_free(make_agents: MakePool) -> None:
     pool = make_agents("run", "run_plain")
     for source in (0, 1):
@@ -259,12 +271,11 @@ def test_one_that_waits_is_closed_when_it_is_shut_and_its_key_is_free(make_agent
     assert pool.num_restarts == 0
 
 
-@pytest.mark.parametrize(("name", "row"), [("run", {"do": "swallow", "turns": 0}), ("run_plain", {"do": "hang"})])
+@in_both("name", "run", "run_plain", alone="run")
 @pytest.mark.parametrize("is_shut", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_what_cannot_be_cancelled_costs_its_worker(
-    make_agents: MakePool, name: str, row: dict[str, Any], is_shut: bool
-) -> None:
+def test_what_cannot_be_cancelled_costs_its_worker(make_agents: MakePool, name: str, is_shut: bool) -> None:
     """And where it is shut, too: nothing of it may go on behind the pool's back."""
+    row = {"do": "swallow", "turns": 0} if name == "run" else {"do": "hang"}
     clock = VirtualClock()
     pool = make_agents(name, "run", step_limit_s=LIMIT_S, clock=clock)
     pool.open("holds", 0, {**row, "turns": 1})
@@ -320,6 +331,7 @@ def test_keys_of_others_wrong_ones_and_none_are_refused(make_agents: MakePool) -
     assert rewards(ends(pool, 1)) == {"other": 0.0}
 
 
+@INLINE
 def test_requests_behind_an_episodes_end_are_refused(make_agents: MakePool) -> None:
     pool = make_agents("run")
     pool.open("a", 0, {"do": "leave_a_task", "reward": 0.25})

@@ -29,7 +29,7 @@ from slipstream.models.initialise import new_model
 from slipstream.models.tokenizer import char_tokenizer
 from slipstream.stages.named import resolve
 
-pytestmark = pytest.mark.usefixtures("one_import")
+pytestmark = pytest.mark.usefixtures("no_import")
 
 FILE = '''
 class Good:

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from drawn import drawn
+from hypothesis import given
 from hypothesis import strategies as st
 from templates import (
     CHARACTERS,
@@ -102,8 +103,7 @@ def messages_of(family: Family, contents: st.SearchStrategy[str]) -> st.SearchSt
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@given(data=st.data())
-@settings(deadline=None, max_examples=40)
+@drawn(12, 60, data=st.data())
 def test_turns_and_observations_are_the_ids_of_the_whole_chat(
     chats: dict[str, TemplateChat], name: str, data: st.DataObject
 ) -> None:
@@ -159,8 +159,7 @@ def lookalikes(family: Family) -> st.SearchStrategy[str]:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@given(data=st.data())
-@settings(deadline=None, max_examples=60)
+@drawn(15, 100, data=st.data())
 def test_what_an_environment_says_never_becomes_a_control_token(
     chats: dict[str, TemplateChat], name: str, data: st.DataObject
 ) -> None:

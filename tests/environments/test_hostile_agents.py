@@ -31,15 +31,20 @@ MakePool = Callable[..., EnvironmentPool]
 LIMIT_S = 7.0
 
 AGENT = """
-    import json, os, socket, sys
-    import httpx
+    import asyncio, json, os, socket, sys
+    from http.client import HTTPConnection  # imported in a fraction of the time of an async client
+
+    def post(base_url, api_key, text):
+        place, _, path = base_url.removeprefix("http://").partition("/")
+        http = HTTPConnection(place)
+        body = json.dumps({"model": "policy", "messages": [{"role": "user", "content": text}]})
+        http.request("POST", f"/{path}/chat/completions", body, {"authorization": f"Bearer {api_key}"})
+        said = json.loads(http.getresponse().read())
+        http.close()
+        return said["choices"][0]["message"]["content"]
 
     async def talk(base_url, api_key, text):
-        async with httpx.AsyncClient(verify=False, trust_env=False) as http:
-            body = {"model": "policy", "messages": [{"role": "user", "content": text}]}
-            headers = {"authorization": f"Bearer {api_key}"}
-            page = await http.post(base_url + "/chat/completions", headers=headers, json=body)
-            return page.json()["choices"][0]["message"]["content"]
+        return await asyncio.to_thread(post, base_url, api_key, text)
 
     def reached(family, kind, address, data=b"x"):
         try:

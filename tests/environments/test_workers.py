@@ -157,7 +157,12 @@ FORGED = {
 }
 
 
-@pytest.mark.parametrize("what", FORGED)
+REALLY_FORGED = ("another episode", "a role of the policy's", "a second start")
+
+
+@pytest.mark.parametrize(
+    "what", [pytest.param(what, marks=[] if what in REALLY_FORGED else pytest.mark.slow) for what in FORGED]
+)
 def test_a_forged_answer_ends_the_worker(make_workers: MakePool, what: str) -> None:
     pool = make_workers("Hostile")
     opened(pool, ["bad"], 0)
@@ -357,6 +362,28 @@ def test_an_episode_that_is_lost_right_behind_its_answer_is_asked_nothing() -> N
         assert pool.poll() == []
         assert pool.num_open == 0
         pool.open("a", 0, {})
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize("what", FORGED)
+def test_a_forged_answer_ends_the_host(what: str) -> None:
+    """As of a worker, without the process."""
+    pool = ScriptedPool([])
+    try:
+        pool.poll()
+        host: Any = pool._sites[0].host
+        for key in ("bad", "idle"):
+            pool.open(key, 0, {})
+        pool.poll()
+        host._messages = [spoke(0, 0), spoke(1, 0)]
+        assert [type(one) for one in pool.poll()] == [Said, Said]
+        pool.take("bad", 1, {"content": "x"})
+        pool.poll()
+        host._messages = [FORGED[what]]
+        told = pool.poll()
+        assert guilt(told) == {"bad": True, "idle": False}
+        assert "bad output" in text(next(one for one in told if one.key == "bad"))
     finally:
         pool.close()
 

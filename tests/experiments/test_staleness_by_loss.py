@@ -246,8 +246,12 @@ def test_the_nearest_drift_is_a_ratio():
     assert nearest_drift({Tuned(1.0, 1.0): 0.9, Tuned(1.0, 2.0): 2.2, Tuned(1.0, 4.0): -0.1}) == Tuned(1.0, 2.0)
 
 
-def test_what_is_tuned_is_in_the_runs(tmp_path):
-    made = experiment.specs(Lab(tmp_path), Plan(), TUNED)
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    return experiment.specs(Lab(tmp_path_factory.mktemp("lab")), Plan(), TUNED)
+
+
+def test_what_is_tuned_is_in_the_runs(made):
     first = {loss: some[0].config() for (loss, num), some in made.items() if num == 1}
     assert first["ppo"].trainer.optimizer.lr == first["online_dpo"].trainer.optimizer.lr == pytest.approx(6e-4)
     assert first["best_of_2"].trainer.optimizer.lr == pytest.approx(2e-4)
@@ -265,8 +269,7 @@ def test_slopes_are_per_doubling():
     assert unexplained([0.0, 1.0, 2.0], [1.0, 1.0, 1.0]) == 0.0
 
 
-def test_the_plan_has_what_the_figure_needs_and_rloo_once(tmp_path):
-    made = experiment.specs(Lab(tmp_path), Plan(), TUNED)
+def test_the_plan_has_what_the_figure_needs_and_rloo_once(made):
     assert {(loss, num) for loss, num in made if loss != "rloo"} == {
         (loss, num) for loss in PAPER for num in (MINIBATCHES if loss == "ppo" else (1, 16, 64))
     }

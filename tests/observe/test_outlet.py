@@ -14,7 +14,10 @@ import pytest
 from slipstream.observe import outlet
 
 DEADLINE_S = 120.0
-RUN = """
+PENDING_BYTES = 1 << 17
+RUN = (
+    f"PENDING_BYTES = {PENDING_BYTES}"
+    + """
 import os, sys, types
 from pathlib import Path
 from slipstream import cli
@@ -25,6 +28,7 @@ from slipstream.observe.display import Display
 from slipstream.observe.outlet import lasting_output
 
 outlet.DRAIN_S = 1.0
+outlet.MAX_PENDING_BYTES = PENDING_BYTES
 
 def train(config, *, out, resume):
     '''Stands for a run: it says much, and has its own end.'''
@@ -52,6 +56,7 @@ cli._run_config = lambda options: None
 cli.main.__defaults__ = (["run", "quickstart"],)
 cli.script()
 """
+)
 CODES = {"done": 0, "fails": 1}
 
 
@@ -73,7 +78,7 @@ def finish(process: subprocess.Popen[bytes], folder: Path, code: int = 0) -> Non
     assert (folder / "done").exists(), "it went on to its end"
 
 
-@pytest.mark.parametrize("ending", CODES)
+@pytest.mark.parametrize("ending", [pytest.param("done", marks=pytest.mark.slow), "fails"])
 def test_a_reader_that_leaves_changes_no_exit_code(tmp_path: Path, ending: str) -> None:
     process = start(tmp_path, ending=ending, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdin is not None
@@ -95,8 +100,8 @@ def test_a_reader_that_leaves_changes_no_exit_code(tmp_path: Path, ending: str) 
     ("redirection", "why"),
     [
         (">/dev/full", "standard output is refused (No space left on device)"),
-        (">/dev/full 2>&1", "standard error is refused (No space left on device)"),
-        (">&-", "standard output is gone (it is closed)"),
+        pytest.param(">/dev/full 2>&1", "standard error is refused (No space left on device)", marks=pytest.mark.slow),
+        pytest.param(">&-", "standard output is gone (it is closed)", marks=pytest.mark.slow),
         ("<&- >&- 2>&-", "standard error is gone (it is closed)"),
     ],
 )
@@ -115,7 +120,7 @@ def test_a_stream_that_is_full_or_closed_from_the_start_is_told_in_the_log(
 def test_a_reader_that_never_reads_holds_nothing_up(tmp_path: Path) -> None:
     """More than the pipe and the queue take, on standard output and error alike; the reader lives to the end."""
     reading, writing = os.pipe()
-    lines = 3 * outlet.MAX_PENDING_BYTES // 100
+    lines = 3 * PENDING_BYTES // 100
     process = start(tmp_path, lines=lines, ending="fails", stdin=subprocess.DEVNULL, stdout=writing, stderr=writing)
     os.close(writing)
     finish(process, tmp_path, CODES["fails"])

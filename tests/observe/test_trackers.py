@@ -349,6 +349,7 @@ def wandb_records(path: Path) -> Iterator[Any]:
             yield record
 
 
+@pytest.mark.slow
 def test_wandb_offline(tmp_path, monkeypatch):
     """No server and no key: what `wandb sync` would send lies in the run's folder, both attempts under one id."""
     pytest.importorskip("wandb")

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from drawn import drawn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_up_loop import RAW_START_S, VERDICT, Loop
@@ -354,8 +355,7 @@ def test_a_timeline_that_was_not_read_yet_has_no_lane(made: Loop, folder: Path) 
     assert lanes["controller"]
 
 
-@settings(max_examples=60, deadline=None)
-@given(data=st.data())
+@drawn(15, 120, data=st.data())
 def test_whatever_becomes_of_the_files_there_is_an_answer(
     made: Loop, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:

@@ -153,7 +153,12 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("name", CHANGES)
+FEW = ("in turns", "two replicas", "a small batch")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in FEW else pytest.mark.slow) for name in CHANGES]
+)
 def test_another_run_is_predicted_from_the_files_of_one(told, name):
     """The truth is a simulation with the true costs, and with lengths of its own."""
     changed = config(**CHANGES[name])

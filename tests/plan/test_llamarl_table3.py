@@ -119,6 +119,7 @@ def test_405b_hangs_on_collectives_between_nodes(script: ModuleType, fitted) -> 
     assert script.speedups({row: script.predict(row, fitted[0], cheap).seconds for row in script.ROWS})["405B"] < 7
 
 
+@pytest.mark.slow
 def test_the_report_says_why_a_row_is_off(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     script.report()
     printed = capsys.readouterr().out

@@ -310,7 +310,7 @@ def test_the_documents_show_what_is_printed():
         ("plan llama-3.1-8b --gpus 8 --gpu h101", "did you mean 'H100'?"),
         ("plan llama-3.1-8b --gpus 0", "a cluster has devices"),
         ("plan llama-3.1-8b --gpus many", "--gpus"),
-        ("plan llama-3.1-405b --gpus 8", "does not fit on 8 H100"),
+        pytest.param("plan llama-3.1-405b --gpus 8", "does not fit on 8 H100", marks=pytest.mark.slow),  # seconds
         ("plan llama-3.1-8b --gpus 8 --groups-per-step 0", "--groups-per-step must be a positive number"),
         ("plan llama-3.1-8b --gpus 8 --p99-tokens 10", "lengths are out of order"),
         ("plan llama-3.1-8b --gpus 8 --max-new-tokens 200000", "do not fit the model"),

@@ -94,6 +94,7 @@ def test_a_heavy_tail_costs_a_small_bound_time():
     assert steps_s[1] > 1.2 * steps_s[2] > 1.2 * steps_s[8]
 
 
+@pytest.mark.slow
 def test_reference_and_reward_model_get_devices_and_are_idle_by_what_they_do():
     small = ARCHITECTURES["llama-3.2-1b"]
     model = model_of(16, reference=True, reward_model=small)

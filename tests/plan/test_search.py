@@ -7,6 +7,7 @@ import math
 from dataclasses import replace
 
 import pytest
+from drawn import drawn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from table_costs import TableCosts
@@ -123,8 +124,7 @@ def staged_generators(devices, steps_in_flight=10**6):
             yield GeneratorLayout(devices=n, tensor_parallel=m, pipeline_parallel=p, slots=b, precision=precision)
 
 
-@settings(max_examples=15, deadline=None)
-@given(seed=st.integers(0, 10_000), num_devices=st.integers(2, 8))
+@drawn(5, 60, seed=st.integers(0, 10_000), num_devices=st.integers(2, 8))
 def test_stages_and_context_equal_brute_force(seed, num_devices):
     costs = TableCosts(seed=seed, num_devices=num_devices)
     best = {True: math.inf, False: math.inf}
@@ -153,8 +153,7 @@ def test_stages_and_context_equal_brute_force(seed, num_devices):
     assert next((found.seconds for found in table.values()), math.inf) == expected
 
 
-@settings(max_examples=10, deadline=None)
-@given(seed=st.integers(0, 10_000))
+@drawn(4, 40, seed=st.integers(0, 10_000))
 def test_synchronous_stages_equal_brute_force(seed):
     costs, best = TableCosts(seed=seed, num_devices=4), {True: math.inf, False: math.inf}
     for devices in STAGED.synchronous_devices:

@@ -255,6 +255,7 @@ def test_numbers_out_of_range_are_refused(wrong):
         Turns(**wrong)
 
 
+@pytest.mark.slow
 def test_a_plan_of_episodes_has_their_environment_in_it():
     lengths = {"prompt_tokens": 256.0, "completion_tokens": 512.0, "p99_tokens": 1024.0, "max_new_tokens": 2048}
     sizes = {"groups_per_step": 16, "completions_per_group": 4, "max_staleness": 2, "rows": 1}

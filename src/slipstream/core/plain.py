@@ -21,13 +21,16 @@ _DIGITS = re.compile(r"[+-]?[0-9]+")
 _NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?|[+-]?(inf|nan)")
 
 
+_NESTED = (Mapping, list, tuple)
+
+
 def wrong_with(value: Any, depth: int = 0) -> str | None:
     """Return in words why no encoder takes `value` of JSON's types, or None: a surrogate, a huge integer, nesting."""
     if isinstance(value, str):
         return wrong_text(value)
     if isinstance(value, int):
         return None if -MAX_INT64 - 1 <= value <= MAX_INT64 else "an integer of more than 64 bits"
-    if not isinstance(value, Mapping | list | tuple):
+    if value is None or isinstance(value, float) or not isinstance(value, _NESTED):
         return None
     if depth >= MAX_DEPTH:
         return f"lists or tables nested more than {MAX_DEPTH} deep"

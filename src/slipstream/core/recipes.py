@@ -8,6 +8,7 @@ that named one of them goes with it. Every mistake is a ConfigError that names t
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -239,7 +240,10 @@ def value_at(config: BaseModel, path: str) -> Any:
 
 def defaults() -> dict[str, Any]:
     """Return the schema's defaults as tables; merging onto them keeps a section's own (`warm_start.optimizer.lr`)."""
-    return RunConfig.model_construct().model_dump()
+    return _of_the_schema().model_dump()
+
+
+_of_the_schema = functools.cache(RunConfig.model_construct)
 
 
 def validate(tables: Mapping[str, Any]) -> RunConfig:
@@ -419,7 +423,7 @@ def _find(name_or_path: str | Path) -> Path:
             allowed="a file, or the name of a shipped recipe",
             hint=run or "`slipstream recipes` lists the shipped ones",
         )
-    shipped = {recipe.name: recipe.path for recipe in list_recipes()}
+    shipped = {path.stem: path for path in sorted(recipes_dir().glob("*.toml"))}
     if path.name not in shipped:
         raise ConfigError(
             f"unknown recipe '{name_or_path}'",
