@@ -12,7 +12,7 @@ import pytest
 import torch
 import training_jobs
 import transformers
-from covering import covering
+from covering import covering, with_slow
 from lora_jobs import adapted, scattered
 from rank_models import CONFIGS, MIXTURE
 from rank_pool import RankPool
@@ -85,14 +85,13 @@ def sections(folders: tuple[Path, Path]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "layout",
-    ["dp2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dp2_tp2", "dp4", "tp2", "tp4"))],
+    ("layout", "num_steps"), with_slow([("dp2", 6)], [(name, 20) for name in ("dp2", "dp2_tp2", "dp4", "tp2", "tp4")])
 )
-def test_twenty_steps_are_those_of_one_rank(ranks: RankPool, sections: dict[str, Any], layout: str) -> None:
+def test_steps_are_those_of_one_rank(ranks: RankPool, sections: dict[str, Any], layout: str, num_steps: int) -> None:
     if layout == "dp4":
         sections["trainer"] = TRAINER | {"recompute": True, "reduce_once": True}
-    one = training_jobs.train_alone(sections, Span(20))
-    by_rank = ranks.run(training_jobs.train, sections, LAYOUTS[layout], Span(20), world=LAYOUTS[layout].world)
+    one = training_jobs.train_alone(sections, Span(num_steps))
+    by_rank = ranks.run(training_jobs.train, sections, LAYOUTS[layout], Span(num_steps), world=LAYOUTS[layout].world)
     require_same_training(by_rank, one)
     assert all("kl_reference" in line for line in one.metrics)
     stored = load_file(Path(sections["model"]["lora"]["path"]) / "adapter_model.safetensors")
@@ -102,7 +101,7 @@ def test_twenty_steps_are_those_of_one_rank(ranks: RankPool, sections: dict[str,
 @pytest.mark.parametrize(
     ("case", "layout"),
     [
-        *covering(["mistral", "qwen3", "gpt_neox", "gpt2"], ["dp2", "tp2", "tp4", "dp2_tp2"], times=2),
+        *covering(["mistral", "qwen3", "gpt_neox", "gpt2"], ["dp2", "tp2", "tp4", "dp2_tp2"]),
         ("qwen3_moe", "dp2"),
         ("qwen3", "cp2_tp2"),
     ],
@@ -116,8 +115,18 @@ def test_gradients_of_every_family_are_those_of_one_rank(ranks: RankPool, case: 
     assert relative([gradient for _, gradient in by_rank], one) < 3e-6
 
 
-@pytest.mark.parametrize("precision", ["bfloat16", "int8"])
-@pytest.mark.parametrize(("case", "layout"), covering(["mistral", "qwen3", "gpt_neox", "gpt2"], ["tp2", "tp4"]))
+@pytest.mark.parametrize(
+    ("case", "layout", "precision"),
+    with_slow(
+        [("mistral", "tp4", "int8"), ("gpt2", "tp2", "bfloat16")],
+        [
+            *((case, layout, "bfloat16") for case in ("mistral", "qwen3", "gpt_neox") for layout in ("tp2", "tp4")),
+            *((case, layout, "int8") for case in ("qwen3", "gpt_neox", "gpt2") for layout in ("tp2", "tp4")),
+            ("mistral", "tp2", "int8"),
+            ("gpt2", "tp4", "bfloat16"),
+        ],
+    ),
+)
 def test_gradients_beside_a_divided_rounded_base(ranks: RankPool, case: str, layout: str, precision: Precision) -> None:
     """Its numbers are those of one rank: scales of int8 are those of whole rows, also where a rank has some columns."""
     norm, one = lora_jobs.gradient_alone(CONFIGS[case], precision)
@@ -167,12 +176,7 @@ def test_a_run_goes_on_where_it_was_saved_on_other_ranks(
 
 @pytest.mark.parametrize(
     ("precision", "adapters"),
-    [
-        ("int8", "float32"),
-        ("float32", "bfloat16"),
-        pytest.param("bfloat16", "float32", marks=pytest.mark.slow),
-        pytest.param("int8", "bfloat16", marks=pytest.mark.slow),
-    ],
+    with_slow([("int8", "bfloat16")], [("int8", "float32"), ("float32", "bfloat16"), ("bfloat16", "float32")]),
 )
 def test_a_rounded_base_or_adapter_on_data_parallel_ranks(
     ranks: RankPool, sections: dict[str, Any], precision: Precision, adapters: Precision, tmp_path: Path
@@ -195,7 +199,7 @@ def test_a_rounded_base_or_adapter_on_data_parallel_ranks(
     assert all(is_rounded) if adapters == "bfloat16" else not any(is_rounded)
 
 
-@pytest.mark.parametrize("layout", ["dp2", "dp2_tp2"])
+@pytest.mark.parametrize("layout", with_slow(["dp2_tp2"], ["dp2"]))
 def test_references_share_the_base_and_the_run_leaves_what_it_made(
     ranks: RankPool, layout: str, tmp_path: Path
 ) -> None:
@@ -226,7 +230,7 @@ def test_references_share_the_base_and_the_run_leaves_what_it_made(
         torch.testing.assert_close(tensor, logical_tensors(base_of(model))[name], atol=0, rtol=0)
 
 
-@pytest.mark.parametrize(("case", "layout"), covering(["llama", "llama_biased", "gpt_neox", "gpt2"], LAYOUTS, times=2))
+@pytest.mark.parametrize(("case", "layout"), covering(["llama", "llama_biased", "gpt_neox", "gpt2"], LAYOUTS))
 def test_the_digest_is_that_of_the_whole_base(ranks: RankPool, case: str, layout: str) -> None:
     config = CONFIGS[case]
     whole = Transformer(config)
@@ -258,8 +262,7 @@ def test_another_base_is_refused_on_every_rank(ranks: RankPool, folders: tuple[P
         assert "beside another base" in told
 
 
-@pytest.mark.parametrize("precision", ["float32", "int8"])
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(("world", "precision"), covering([2, 4], ["float32", "int8"]))
 def test_a_generator_of_several_ranks_computes_what_one_does(
     ranks: RankPool, folders: tuple[Path, Path], world: int, precision: Precision
 ) -> None:
@@ -272,8 +275,7 @@ def test_a_generator_of_several_ranks_computes_what_one_does(
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("case", CONFIGS)
+@pytest.mark.parametrize(("case", "world"), covering(CONFIGS, [2, 4]))
 def test_what_a_rank_adds_is_its_part_of_what_one_adds(case: str, world: int) -> None:
     """s B A of a rank's adapters, in the checkpoint's boxes, is that of the whole ones: for every family's division."""
     config: TransformerConfig = CONFIGS[case]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import rank_jobs
+from covering import with_slow
 from rank_models import CONFIGS, DIVISIBLE, LLAMA, VOCAB, whole_model
 from rank_pool import RankPool
 
@@ -50,9 +51,15 @@ def one_engine(config, batch: list[Request]) -> rank_jobs.Tokens:
 
 
 @pytest.mark.parametrize(
-    ("case", "world"), [("llama", 2), ("llama", 4), ("qwen3", 4), ("gpt_neox", 2), ("gpt2", 2), ("mistral", 2)]
+    ("case", "world", "temperature"),
+    with_slow(
+        [("llama", 4, 1.0), ("qwen3", 4, 0.0), ("gpt2", 2, 1.0), ("mistral", 2, 0.0)],
+        [
+            *(("llama", 4, 0.0), ("qwen3", 4, 1.0), ("gpt2", 2, 0.0), ("mistral", 2, 1.0)),
+            *((case, 2, temperature) for case in ("llama", "gpt_neox") for temperature in (0.0, 1.0)),
+        ],
+    ),
 )
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_tokens_are_those_of_one_engine(ranks: RankPool, case: str, world: int, temperature: float) -> None:
     config, batch = CONFIGS[case], requests(6, temperature=temperature)
     by_rank = ranks.run(rank_jobs.generate, config, batch, False, world=world)
