@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("triton")
 
 
+@pytest.mark.slow
 def test_the_kernels_compile_for_gpus(tmp_path: Path) -> None:
     """In the precisions and head sizes there are, within the shared memory there is."""
     script = Path(__file__).with_name("triton_for_gpus.py")

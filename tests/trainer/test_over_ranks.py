@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from covering import with_slow
 from drawn import drawn
 from hypothesis import strategies as st
 from rank_threads import on_ranks, results
@@ -268,8 +269,16 @@ UPDATES = {
 }
 
 
+MANY_RANKS = ("grpo", "critic", "pairs", "cutoff")
+"""Cases with eight ranks in every run of the tests, the others with two."""
+
+
 @pytest.mark.parametrize(
-    ("case", "world"), [(case, world) for case in UPDATES for world in (2, 8) if (case, world) != ("min_variance", 8)]
+    ("case", "world"),
+    with_slow(
+        [(case, 8 if case in MANY_RANKS else 2) for case in UPDATES],
+        [(case, 2 if case in MANY_RANKS else 8) for case in UPDATES if case != "min_variance"],
+    ),
 )
 def test_updates_over_ranks_are_those_of_one(case, world):
     """Eight ranks have nothing to train on in some minibatches, or never."""
