@@ -70,7 +70,7 @@ def test_tokens_are_those_of_one_engine(ranks: RankPool, case: str, world: int, 
     assert_same_tokens(by_rank[0], expected)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", with_slow([2], [4]))
 def test_pages_hold_a_ranks_heads(ranks: RankPool, world: int) -> None:
     batch = requests(6, temperature=0.0)
     by_rank = ranks.run(rank_jobs.generate, LLAMA, batch, False, True, world=world)
@@ -79,7 +79,7 @@ def test_pages_hold_a_ranks_heads(ranks: RankPool, world: int) -> None:
     assert_same_tokens(by_rank[0], one_engine(LLAMA, batch))
 
 
-@pytest.mark.parametrize(("config", "world"), [(LLAMA, 2), (DIVISIBLE, 3), (LLAMA, 4)])
+@pytest.mark.parametrize(("config", "world"), with_slow([(DIVISIBLE, 3)], [(LLAMA, 2), (LLAMA, 4)]))
 def test_in_fixed_order_a_completion_does_not_depend_on_its_neighbours(ranks: RankPool, config, world: int) -> None:
     crowd = requests(12)
     [together, *_] = ranks.run(rank_jobs.generate, config, crowd, True, world=world)

@@ -60,7 +60,9 @@ def test_steps_in_stages_are_those_of_one_rank(ranks: RankPool, name: str, num_s
     require_same_training(by_rank, one_rank(sections, num_steps))
 
 
-@pytest.mark.parametrize(("name", "microbatch_tokens"), [("1f1b", 2000), ("fsdp", 2000), ("interleaved_fsdp", 24)])
+@pytest.mark.parametrize(
+    ("name", "microbatch_tokens"), with_slow([("1f1b", 2000), ("interleaved_fsdp", 24)], [("fsdp", 2000)])
+)
 def test_few_and_odd_numbers_of_microbatches(ranks: RankPool, name: str, microbatch_tokens: int) -> None:
     """One microbatch for two stages, also where it is the last one; and numbers that the interleaved schedule does not
     take as they are."""
