@@ -186,7 +186,7 @@ def test_whatever_arrives_when(ranks: RankPool, policy: str, world: int, num_exa
     holds()
 
 
-@pytest.mark.parametrize("precision", ["bfloat16", "int8"])
+@pytest.mark.parametrize("precision", with_slow(["int8"], ["bfloat16"]))
 def test_at_lower_precisions_all_ranks_do_the_same(ranks: RankPool, policy: str, precision: str) -> None:
     """And their versions are as near to the trainer's as those of one executor are."""
     case = jobs.Case(
