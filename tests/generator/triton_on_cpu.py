@@ -1,6 +1,6 @@
 """A process of its own for `test_paged_attention.py`, `test_decode_kernels.py` and `models/test_layer_kernels.py`.
 
-It is called with the kernels (attention, decode, layer) and with how many of the cases (few, all).
+It is called with kinds of kernels, attention, decode and layer, and with "few" behind them checks a part of the cases.
 Triton reads TRITON_INTERPRET=1 where a kernel is defined.
 """
 
@@ -28,7 +28,7 @@ from slipstream.models.sharded import Division, divide
 from slipstream.models.transformer import Transformer, rope_tables, rotate
 
 PAGE = 16
-IS_FEW = sys.argv[2:] == ["few"]
+IS_FEW = sys.argv[-1:] == ["few"]
 SHAPES = (  # query heads, key-value heads, head size
     (4, 2, 8),
     (3, 3, 16),
@@ -277,18 +277,12 @@ def check_layers() -> None:
 
 
 if __name__ == "__main__":
-    torch.manual_seed(0)
-    if sys.argv[1] == "decode":
-        round_to_nearest()
-        check_each_fusion()
-        check_fused_steps()
-        check_fused_runner()
-    elif sys.argv[1] == "layer":
-        round_to_nearest()
-        check_swiglu()
-        check_rotation()
-        check_layers()
-    else:
-        check_reference()
-        check_company()
-        check_runner()
+    checks = {
+        "attention": (check_reference, check_company, check_runner),
+        "decode": (round_to_nearest, check_each_fusion, check_fused_steps, check_fused_runner),
+        "layer": (round_to_nearest, check_swiglu, check_rotation, check_layers),
+    }
+    for kind in sys.argv[1 : len(sys.argv) - IS_FEW]:
+        torch.manual_seed(0)
+        for check in checks[kind]:
+            check()

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from covering import with_slow
 
 from slipstream.models import layer_functions, transformer
 from slipstream.models.attention import PackedAttention
@@ -22,19 +21,22 @@ pytest.importorskip("triton")
 SCRIPTS = Path(__file__).parents[1] / "generator"
 
 
-def run(script: str, *cases: str, **environment: str) -> None:
+def run(script: str, **environment: str) -> None:
     plain = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, str(SCRIPTS / script), "layer", *cases]
+    command = [sys.executable, str(SCRIPTS / script), "layer"]
     told = subprocess.run(
         command, env=plain | {"OMP_NUM_THREADS": "1"} | environment, capture_output=True, text=True, check=False
     )
     assert told.returncode == 0, told.stderr
 
 
-@pytest.mark.parametrize("cases", with_slow(["few"], ["all"]))
-def test_the_kernels_compute_what_the_layer_does(cases: str) -> None:
-    """In half precision the bits of its operations, gradients nearer to float64's; whole models in float32."""
-    run("triton_on_cpu.py", cases, TRITON_INTERPRET="1")
+@pytest.mark.slow
+def test_the_kernels_compute_what_the_layer_does() -> None:
+    """In half precision the bits of its operations, gradients nearer to float64's; whole models in float32.
+
+    In all cases; `tests/generator/test_paged_kernels.py` has a few of them in every run.
+    """
+    run("triton_on_cpu.py", TRITON_INTERPRET="1")
 
 
 @pytest.mark.slow
