@@ -45,12 +45,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 # Files that take longest, the longest first: the last to be begun are then short, and no worker waits for another's.
 # Names are those of files, since no two have the same.
 LONGEST = """
-    sandbox agents_in_pools replica bad_input absurd_input workers bad_environments eval_episodes lora_ranks serve
-    pools critic rank_checkpoints job_files gateway hostile_agents reshard vllm_client sharded_models agent_programs
-    rendezvous training code nursery channel_tcp chat sharded over_ranks seeds calibrate relayed_versions dry_call
-    lora_run watch_page resume asynchronous_run report_page signals episodes_equal_reference restarts_run stages_dpo
-    episode_versions vllm_episodes environments_killed sync_equals_reference endings agent_runs stages eval_cli
-    floods hostile_reward disk_full
+    sandbox agents_in_pools replica bad_input absurd_input lora_ranks workers bad_environments eval_episodes serve
+    sharded_models reshard stages_trained rank_checkpoints pools job_files gateway hostile_agents training context_ranks
+    paged_kernels hub agent_programs over_ranks critic vllm_client paged_runner rendezvous code nursery channel_tcp chat
+    calibrate engine_bits resident_versions decode_kernels sharded dry_call lora_run watch_page resume asynchronous_run
+    report_page signals episodes_equal_reference restarts_run stages_dpo episode_versions vllm_episodes
+    environments_killed sync_equals_reference endings agent_runs stages eval_cli floods hostile_reward disk_full
 """
 
 

@@ -269,7 +269,7 @@ UPDATES = {
 }
 
 
-MANY_RANKS = ("grpo", "critic", "pairs", "cutoff")
+MANY_RANKS = ("pairs", "cutoff")
 """Cases with eight ranks in every run of the tests, the others with two."""
 
 
