@@ -1,4 +1,4 @@
-"""A part of a product of parameters in every run of the tests, and all of it in the slow ones."""
+"""A part of many parameters in every run of the tests, and all of them in the slow ones."""
 
 from __future__ import annotations
 
@@ -19,4 +19,12 @@ def covering(first: Iterable[Any], second: Iterable[Any], *, times: int = 1) -> 
         pytest.param(one, other, marks=[] if (i + j) % shorter in (0, 2)[:times] else [pytest.mark.slow])
         for i, one in enumerate(firsts)
         for j, other in enumerate(seconds)
+    ]
+
+
+def with_slow(usual: Iterable[Any], slow: Iterable[Any]) -> list[Any]:
+    """Return `usual` and, among the slow tests only, `slow`; a tuple is the values of several parameters."""
+    return [
+        *usual,
+        *(pytest.param(*(one if isinstance(one, tuple) else [one]), marks=[pytest.mark.slow]) for one in slow),
     ]

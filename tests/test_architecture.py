@@ -157,7 +157,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 88_504
+MAX_LINES = 88_510
 MAX_LINES_OF_SPINE = 1_600
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -172,7 +172,7 @@ MAX_LINES_OF_FOLDER = {
     "algorithms": 2_355,
     "batching": 455,
     "controller": 6_215,
-    "core": 11_290,
+    "core": 11_300,
     "environments": 8_085,
     "evals": 2_700,
     "generator": 8_930,

@@ -167,3 +167,17 @@ def test_unknown_type_name_lists_what_is_known() -> None:
     assert wire.message_types(["Admit", "Stop"]) == (service_messages.Admit, types.Stop)
     with pytest.raises(ChannelError, match="did you mean 'Admit'"):
         wire.message_types(["Admitt"])
+
+
+def test_decoders_are_made_by_one_thread_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another would read what msgspec knows of a struct while half of it is there, and crash."""
+    make = msgspec.msgpack.Decoder
+
+    def made(*args: Any, **hooks: Any) -> Any:
+        assert wire._MAKING.locked()
+        return make(*args, **hooks)
+
+    monkeypatch.setattr(msgspec.msgpack, "Decoder", made)
+    wire._decoder.cache_clear()
+    assert wire.decode(wire.encode(types.Stop())) == types.Stop()
+    assert not wire._MAKING.locked()

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from covering import with_slow
 from test_step_on_make_believe_cuda import CONFIG, CONFIGS, CUDA, NoCopies, cuda, launches, served_model
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -88,7 +89,7 @@ def count(cuda: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Counter[
     return counted
 
 
-@pytest.mark.parametrize("config", [CONFIG, CONFIGS["qwen2"], QWEN3], ids=lambda config: config.family)
+@pytest.mark.parametrize("config", with_slow([CONFIGS["qwen2"], QWEN3], [CONFIG]), ids=lambda config: config.family)
 def test_a_layer_is_ten_kernels(config: TransformerConfig, count: Callable[..., Counter[str]]) -> None:
     """With and without biases and head norms, and by default; the planner's figure is this one."""
     found = count(config, "bfloat16", fused=None)
@@ -100,7 +101,7 @@ def test_a_layer_is_ten_kernels(config: TransformerConfig, count: Callable[..., 
     assert plain.total() == 14 + 3 * config.qk_norm, plain
 
 
-@pytest.mark.parametrize("precision", ["float32", "fp8"])
+@pytest.mark.parametrize("precision", with_slow(["fp8"], ["float32"]))
 def test_other_precisions_save_as_many(precision: Precision, count: Callable[..., Counter[str]]) -> None:
     plain, fused = (count(CONFIG, precision, fused=fused) for fused in (False, True))
     assert plain.total() - fused.total() == (7 if precision == "float32" else 4), "half precision has kernels anyway"
@@ -122,14 +123,19 @@ def test_layers_of_another_kind_run_as_they_are(count: Callable[..., Counter[str
     assert found == count(CONFIGS["gpt2"], "bfloat16", fused=False)
 
 
+@pytest.mark.slow
 def test_the_kernels_compute_what_the_model_does() -> None:
-    """In float32 and bfloat16, by Triton's interpreter: each kernel, whole models, whole texts."""
+    """In float32 and bfloat16, by Triton's interpreter: each kernel, whole models, whole texts.
+
+    In all cases; `test_paged_kernels.py` has a few of them in every run.
+    """
     script = Path(__file__).with_name("triton_on_cpu.py")
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     found = subprocess.run([sys.executable, str(script), "decode"], env=environment, capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
 
 
+@pytest.mark.slow
 def test_the_kernels_compile_for_hopper(tmp_path: Path) -> None:
     """At the sizes of benchmarked models: no spills, few registers, 16 bytes at once."""
     script = Path(__file__).with_name("triton_for_gpus.py")

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from covering import covering
+from covering import covering, with_slow
 from engine_kit import assert_same_bits, drain, new_engine, random_mixture, random_model, random_prompt, requests, run
 
 from slipstream.generator.arrangement import SlotSpan, round_up
@@ -20,7 +20,7 @@ from slipstream.models.linear import linear
 def test_alone_crowd_and_any_number_of_slots(num_threads: int, num_kv_heads: int) -> None:
     """Also in a mixture of experts (0), which multiplies rows of the same expert together."""
     model = random_model(num_kv_heads=num_kv_heads) if num_kv_heads else random_mixture()
-    batch = requests(6, 4)
+    batch = requests(4, 3)
     crowd = run(new_engine(model, num_slots=24), batch)
     for num_slots, prefill_tokens in ((1, 8), (5, 2048), (8, 40), (13, 64)):
         part = batch[::3] if num_slots == 1 else batch  # one after the other: as long as all others together
@@ -33,6 +33,7 @@ def test_alone_crowd_and_any_number_of_slots(num_threads: int, num_kv_heads: int
         assert_same_bits(alone[request.ordinal, request.sample], crowd[request.ordinal, request.sample])
 
 
+@pytest.mark.parametrize("num_threads", with_slow([2], [1]), indirect=True)
 def test_others_joining_and_leaving_change_nothing(num_threads: int) -> None:
     model = random_model()
     batch = requests(8, 2, max_new_tokens=60)
@@ -51,6 +52,7 @@ def test_others_joining_and_leaving_change_nothing(num_threads: int) -> None:
         assert_same_bits(joined[key], completion)
 
 
+@pytest.mark.parametrize("num_threads", with_slow([2], [1]), indirect=True)
 def test_length_buckets_of_the_company_change_nothing(num_threads: int) -> None:
     """Heads wide enough for buckets; sequences that pass the ends of several, beside short and long ones."""
     model = random_model(head_dim=16, max_positions=320)

@@ -80,7 +80,7 @@ PREFILLED_AGAIN = {"preempt", "move", "recompute", "recompute_if_older_than"}
 
 @pytest.mark.parametrize("kind", ["slots", "pages", "ahead"])
 @drawn(
-    8,
+    3,
     100,
     actions=st.lists(ACTIONS, max_size=40),
     order=st.permutations(range(len(BATCH))),

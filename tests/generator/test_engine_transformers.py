@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from covering import covering, with_slow
 from engine_kit import VOCAB, drain, new_engine, random_prompt, run
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 
 from slipstream.generator.requests import Request
 from slipstream.models.hf import load_model
@@ -36,25 +29,20 @@ SIZES: dict[str, object] = {
 }
 
 
-def hf_model(family: str, seed: int = 0, **changes: object) -> PreTrainedModel:
+def hf_model(family: str, seed: int = 0, **changes: object) -> Any:
+    import transformers  # here, since each process of the tests imports every file
+
     torch.manual_seed(seed)
-    classes: dict[str, tuple[type, type]] = {
-        "llama": (LlamaConfig, LlamaForCausalLM),
-        "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    }
-    config_class, model_class = classes[family]
     extra = {"head_dim": 8} if family == "qwen3" else {}
-    model: PreTrainedModel = model_class(config_class(**(SIZES | extra | changes))).float().eval()
-    return model
+    config = transformers.AutoConfig.for_model(family, **(SIZES | extra | changes))
+    return transformers.AutoModelForCausalLM.from_config(config).float().eval()
 
 
 def prompts_of(num: int) -> list[np.ndarray]:
     return [random_prompt(4 + 7 * i % 23, seed=i) for i in range(num)]
 
 
-@pytest.mark.parametrize("prefill_chunk", [512, 8])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize(("family", "prefill_chunk"), covering(["llama", "qwen2", "qwen3"], [512, 8]))
 def test_greedy_ids_and_logprobs(family: str, prefill_chunk: int, tmp_path: Path) -> None:
     reference = hf_model(family)
     reference.save_pretrained(tmp_path)
@@ -73,7 +61,7 @@ def test_greedy_ids_and_logprobs(family: str, prefill_chunk: int, tmp_path: Path
         assert np.abs(scores - completion.logprobs).max() < 1e-4
 
 
-@pytest.mark.parametrize("prefill_chunk", [512, 40])
+@pytest.mark.parametrize("prefill_chunk", with_slow([40], [512]))
 def test_logprobs_in_every_length_bucket(prefill_chunk: int, tmp_path: Path) -> None:
     """Heads wide enough for buckets of 32 positions; decoded and prefilled up to 300, past two blocks of 128."""
     reference = hf_model("qwen3", hidden_size=64, head_dim=16, max_position_embeddings=320, initializer_range=0.1)

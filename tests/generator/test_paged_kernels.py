@@ -1,4 +1,4 @@
-"""The kernels compile for GPUs, which takes none: what `triton_on_cpu.py` interprets is a program for them, too."""
+"""Kernels without a GPU: interpreted they compute what torch does, and they compile for GPUs."""
 
 from __future__ import annotations
 
@@ -12,6 +12,15 @@ import pytest
 pytest.importorskip("triton")
 
 
+def test_interpreted_they_compute_what_torch_does() -> None:
+    """Attention, decoding and layers in one process: its imports take longer than the few cases of each."""
+    command = [sys.executable, str(Path(__file__).with_name("triton_on_cpu.py")), "attention", "decode", "layer", "few"]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    found = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+
+
+@pytest.mark.slow
 def test_the_kernels_compile_for_gpus(tmp_path: Path) -> None:
     """In the precisions and head sizes there are, within the shared memory there is."""
     script = Path(__file__).with_name("triton_for_gpus.py")

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from covering import covering, with_slow
 from engine_kit import STOP, drain, new_engine, random_model, random_prompt, requests, run
 from test_engine_transformers import hf_model, prompts_of
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -81,8 +82,7 @@ def assert_same_texts(
         assert found[key].version_spans == completion.version_spans
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-@pytest.mark.parametrize("prefill_chunk", [512, 9])
+@pytest.mark.parametrize(("family", "prefill_chunk"), covering(["llama", "qwen3"], [512, 9]))
 def test_greedy_ids_and_logprobs_of_transformers(family: str, prefill_chunk: int, tmp_path: Path) -> None:
     """More prompts than rows, of ragged lengths, whole and in chunks."""
     reference = hf_model(family)
@@ -112,7 +112,7 @@ MIXED = [
 ]
 
 
-@pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("num_kv_heads", with_slow([2], [4, 1]))
 def test_the_same_texts_as_dense_slots(num_kv_heads: int) -> None:
     """Groups with shared prompts, more than there are rows, sampled in every way; rows are moved at the end."""
     model = random_model(num_kv_heads=num_kv_heads)
@@ -141,7 +141,7 @@ def test_rows_that_join_are_sampled_in_their_own_way(make: Callable[..., Engine]
         assert_same_texts({key: found[key] for key in alone}, alone)
 
 
-@pytest.mark.parametrize("num_pages", [9, 14, 30])
+@pytest.mark.parametrize("num_pages", with_slow([14], [9, 30]))
 def test_a_small_pool_changes_no_text_and_gives_everything_back(num_pages: int) -> None:
     model, batch = random_model(), requests(8, 3)
     engine = paged_engine(model, num_pages=num_pages, prefill_chunk=8)
@@ -311,7 +311,7 @@ def test_a_model_in_bfloat16_decodes_what_it_scores() -> None:
     assert np.abs(gaps).max() < 0.15
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8", "fp8"])
+@pytest.mark.parametrize("precision", with_slow(["float32", "int8"], ["bfloat16", "fp8"]))
 def test_served_weights_are_exchanged_under_a_step_without_moving(precision: Precision) -> None:
     """What the step reads lies where it lay, as on CUDA; the texts are those of dense slots with the same weights."""
     finished = []

@@ -81,7 +81,7 @@ SCRIPTS = st.lists(
 
 @BOTH
 @drawn(
-    10,
+    5,
     100,
     scripts=SCRIPTS,
     num_rows=st.integers(1, 4),

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from covering import covering
 from engine_kit import assert_same_bits, drain, new_engine, random_mixture, random_model, random_prompt, requests, run
 
 from slipstream.algorithms.logprobs import probe_logprobs
@@ -108,7 +109,9 @@ class PlainCausal:
         return chosen
 
 
-@pytest.mark.parametrize("new_model", [random_model, random_mixture])
+@pytest.mark.parametrize(
+    ("num_threads", "new_model"), covering([1, 2], [random_model, random_mixture]), indirect=["num_threads"]
+)
 def test_float32_gives_the_bits_of_the_plain_model(num_threads: int, new_model: Callable[[], Transformer]) -> None:
     model = new_model()
     clone, _ = served(model, "float32")
@@ -207,7 +210,9 @@ def test_without_amx_they_are() -> None:
     assert f"{2 * len(PRECISIONS)} passed" in told.stdout, told.stdout
 
 
-@pytest.mark.parametrize("precision", [*REDUCED, "experts"])
+@pytest.mark.parametrize(
+    ("num_threads", "precision"), covering([1, 2], [*REDUCED, "experts"]), indirect=["num_threads"]
+)
 def test_company_and_slots_change_no_bit(num_threads: int, precision: str) -> None:
     model, _ = served(random_mixture(), "int8") if precision == "experts" else served(random_model(), precision)
     batch = requests(4, 4, max_new_tokens=20)
@@ -223,8 +228,7 @@ def test_company_and_slots_change_no_bit(num_threads: int, precision: str) -> No
 # Exchanges
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(("precision", "in_place"), covering(PRECISIONS, [False, True]))
 def test_a_swap_to_the_same_weights_changes_nothing(precision: str, in_place: bool) -> None:
     model, weights = served(random_model(), precision, in_place=in_place)
     batch = requests(3, 2)

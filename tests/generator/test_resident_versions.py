@@ -8,6 +8,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from covering import with_slow
+from drawn import drawn
 from engine_kit import (
     STOP,
     adapted_model,
@@ -21,7 +23,6 @@ from engine_kit import (
     take_version,
 )
 from episode_kit import Script, check_turn
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.core.lora_section import AdapterPrecision
@@ -55,13 +56,10 @@ def model_of(
 
 @pytest.mark.parametrize(
     ("rank", "precision", "is_mixture"),
-    [
-        (4, "float32", False),
-        (24, "float32", False),
-        (4, "bfloat16", False),
-        (4, "float32", True),
-        pytest.param(3, "bfloat16", True, marks=pytest.mark.slow),
-    ],
+    with_slow(
+        [(24, "bfloat16", False), (4, "float32", True)],
+        [(4, "float32", False), (24, "float32", False), (4, "bfloat16", False), (3, "bfloat16", True)],
+    ),
 )
 def test_rows_of_three_versions_have_the_bits_of_engines_of_one(
     rank: int, precision: AdapterPrecision, is_mixture: bool
@@ -124,8 +122,9 @@ def alone(version: int) -> dict[Key, Finished]:
     return run(new_engine(model_of(version)), BATCH)
 
 
-@settings(max_examples=12, deadline=None)
-@given(
+@drawn(
+    5,
+    50,
     actions=st.lists(
         st.tuples(st.sampled_from(["step", "step", "submit", "swap", "preempt", "move"]), st.integers(1, 4)),
         max_size=30,
@@ -209,7 +208,7 @@ def turns_of(engine: Engine, weights: ServedWeights, scripts: list[Script]) -> t
     raise AssertionError("episodes do not end")
 
 
-@pytest.mark.parametrize("parked_tokens", [None, 25, 0])
+@pytest.mark.parametrize("parked_tokens", with_slow([25], [None, 0]))
 def test_an_episode_keeps_the_version_of_its_first_turn(parked_tokens: int | None) -> None:
     """Its later turns and its parked keys too, however many versions have come since."""
     engine, weights = engine_with_versions(num_slots=3, stop_token_ids=[STOP], parked_tokens=parked_tokens)

@@ -57,7 +57,7 @@ def assert_equal(found: Finished, expected: Finished) -> None:
         assert found.kept.tokens.tolist() == expected.kept.tokens.tolist()
 
 
-@drawn(10, 300, drawn_ones=REQUESTS, swaps=SWAPS)
+@drawn(5, 300, drawn_ones=REQUESTS, swaps=SWAPS)
 def test_without_admissions_step_by_step_the_same(
     drawn_ones: Sequence[tuple[int, dict[str, Any]]], swaps: list[int]
 ) -> None:

@@ -1,5 +1,6 @@
 """A process of its own for `test_paged_attention.py`, `test_decode_kernels.py` and `models/test_layer_kernels.py`.
 
+It is called with kinds of kernels, attention, decode and layer, and with "few" behind them checks a part of the cases.
 Triton reads TRITON_INTERPRET=1 where a kernel is defined.
 """
 
@@ -27,6 +28,7 @@ from slipstream.models.sharded import Division, divide
 from slipstream.models.transformer import Transformer, rope_tables, rotate
 
 PAGE = 16
+IS_FEW = sys.argv[-1:] == ["few"]
 SHAPES = (  # query heads, key-value heads, head size
     (4, 2, 8),
     (3, 3, 16),
@@ -67,7 +69,8 @@ def pages_of(
 
 def check_reference() -> None:
     """All shapes with ragged lengths, all lengths with a small shape; float16 as the precision of queries and pages."""
-    cases = [(shape, LENGTHS[3]) for shape in SHAPES] + [(SHAPES[0], lengths) for lengths in LENGTHS]
+    ragged = LENGTHS[1] if IS_FEW else LENGTHS[3]
+    cases = [(shape, ragged) for shape in SHAPES] + [(SHAPES[0], lengths) for lengths in LENGTHS[: 4 if IS_FEW else 5]]
     for dtype, tolerance in ((torch.float32, 2e-6), (torch.float16, 2e-3)):
         for shape, (lengths, num_tokens) in cases if dtype == torch.float32 else cases[1::3]:
             case = pages_of(lengths, num_tokens, *shape, dtype)
@@ -119,8 +122,9 @@ def round_to_nearest() -> None:
 def fused_models() -> Iterator[Transformer]:
     """With head norms and biases, parts of heads rotated, sizes that are no powers of 2; vectors not all ones."""
     plain = random_model().config
+    wide = {"num_heads": 14, "head_dim": 64, "hidden_size": 448, "intermediate_size": 1200, "num_layers": 1}
     for changes in (
-        {"num_heads": 14, "head_dim": 64, "hidden_size": 448, "intermediate_size": 1200, "num_layers": 1},
+        *([] if IS_FEW else [wide]),
         {"family": "qwen2", "qkv_bias": True, "head_dim": 24, "num_heads": 3, "num_kv_heads": 1, "hidden_size": 40},
         {"family": "qwen3", "qk_norm": True, "head_dim": 128, "num_heads": 4, "num_kv_heads": 4},
         {"rotary_fraction": 0.5, "qk_norm": True, "head_dim": 16, "rope_theta": 100.0},
@@ -182,7 +186,7 @@ def check_entry(model: Transformer, normed: Tensor, bound: float) -> None:
 def check_fused_steps() -> None:
     """The whole model, from tokens to states, at 3 steps in the units of its states, which are about 1."""
     for model in (*fused_models(), random_mixture(), adapted_model()):
-        for dtype, bound in DTYPES[:1] if model.config.num_experts or "adapter" in str(model) else DTYPES:
+        for dtype, bound in DTYPES[:1] if IS_FEW or model.config.num_experts or "adapter" in str(model) else DTYPES:
             model = model.to(dtype)
             model.cos, model.signed_sin = model.cos.float(), model.signed_sin.float()
             tokens, positions = torch.tensor([3, 0, 47, 11]), torch.full((4,), 19)
@@ -233,7 +237,7 @@ def copies(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def check_swiglu() -> None:
     for dtype, bound in HALVES:
-        for rows, width in ((5, 48), (3, 1200), (1, 77), (2, 1024)):
+        for rows, width in ((5, 48), (1, 77)) if IS_FEW else ((5, 48), (3, 1200), (1, 77), (2, 1024)):
             inputs = copies((3 * torch.randn(rows, 2 * width)).to(dtype))
             plain, exact = (F.silu(gate) * up for gate, up in (one.chunk(2, -1) for one in inputs[1:]))
             check_gradients([SwiGlu.apply(inputs[0])], [plain], [exact], inputs, bound)
@@ -262,7 +266,7 @@ def check_layers() -> None:
     towards = torch.randn(512)
     for takes in (False, True):
         layer_functions.is_fused = transformer.is_fused = lambda x, takes=takes: takes  # type: ignore[assignment]
-        for case, model in enumerate((*list(fused_models())[1:], random_mixture())):
+        for case, model in enumerate((*list(fused_models())[-3:], random_mixture())):
             again, keeps = ((True, False), (True, True), (False, False))[case % 3]
             divide(model.requires_grad_(True), Division(recomputes=takes and again, keeps_products=takes and keeps))
             out = model(torch.arange(5), torch.tensor([0, 1, 2, 0, 1]), PackedAttention([3, 2]))
@@ -273,18 +277,12 @@ def check_layers() -> None:
 
 
 if __name__ == "__main__":
-    torch.manual_seed(0)
-    if sys.argv[1:] == ["decode"]:
-        round_to_nearest()
-        check_each_fusion()
-        check_fused_steps()
-        check_fused_runner()
-    elif sys.argv[1:] == ["layer"]:
-        round_to_nearest()
-        check_swiglu()
-        check_rotation()
-        check_layers()
-    else:
-        check_reference()
-        check_company()
-        check_runner()
+    checks = {
+        "attention": (check_reference, check_company, check_runner),
+        "decode": (round_to_nearest, check_each_fusion, check_fused_steps, check_fused_runner),
+        "layer": (round_to_nearest, check_swiglu, check_rotation, check_layers),
+    }
+    for kind in sys.argv[1 : len(sys.argv) - IS_FEW]:
+        torch.manual_seed(0)
+        for check in checks[kind]:
+            check()

@@ -9,16 +9,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from covering import with_slow
 
 from slipstream.models.head import head_logprobs
 
 HERE = Path(__file__).parent
 
 
-def test_interpreted_they_are_right() -> None:
+@pytest.mark.parametrize("cases", with_slow(["few"], ["all"]))
+def test_interpreted_they_are_right(cases: str) -> None:
     pytest.importorskip("triton")
     done = subprocess.run(
-        [sys.executable, HERE / "head_kernels_on_cpu.py"],
+        [sys.executable, HERE / "head_kernels_on_cpu.py", cases],
         env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

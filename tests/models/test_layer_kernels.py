@@ -30,11 +30,16 @@ def run(script: str, **environment: str) -> None:
     assert told.returncode == 0, told.stderr
 
 
+@pytest.mark.slow
 def test_the_kernels_compute_what_the_layer_does() -> None:
-    """In half precision the bits of its operations, gradients nearer to float64's; whole models in float32."""
+    """In half precision the bits of its operations, gradients nearer to float64's; whole models in float32.
+
+    In all cases; `tests/generator/test_paged_kernels.py` has a few of them in every run.
+    """
     run("triton_on_cpu.py", TRITON_INTERPRET="1")
 
 
+@pytest.mark.slow
 def test_the_kernels_compile_for_hopper(tmp_path: Path) -> None:
     """At the sizes of benchmarked models: no spills, few registers, 16 bytes at once."""
     run("triton_for_gpus.py", TRITON_CACHE_DIR=str(tmp_path))

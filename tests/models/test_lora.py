@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from covering import covering
+from covering import covering, with_slow
 from hf_cases import CASES, oracle
 from safetensors.torch import load_file, save_file
 from test_families import LENGTHS, packed_inputs, packed_logits
@@ -114,7 +114,7 @@ def in_float64():
     torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize(("case", "index"), covering(CASES, range(6), times=2))
+@pytest.mark.parametrize(("case", "index"), covering(CASES, range(6)))
 def test_losses_and_gradients_are_peft_s_in_float64(case, index, checkpoint, tmp_path, request):
     theirs = wrapped(case, targets_of(case)[index], use_rslora=index == 1)
     ours = ours_of(theirs, checkpoint(case)[1], tmp_path)
@@ -133,7 +133,7 @@ def test_losses_and_gradients_are_peft_s_in_float64(case, index, checkpoint, tmp
         torch.testing.assert_close(got, grad, atol=1e-10, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", with_slow(list(CASES)[::4], [case for at, case in enumerate(CASES) if at % 4]))
 def test_losses_and_gradients_are_peft_s_in_float32(case, checkpoint, tmp_path):
     theirs = wrapped(case, targets_of(case)[2])
     (loss, expected), gradients = losses_and_gradients(ours_of(theirs, checkpoint(case)[1], tmp_path), theirs)
@@ -143,16 +143,19 @@ def test_losses_and_gradients_are_peft_s_in_float32(case, checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "targets",
-    [
-        [],
-        ["lm_head"],
-        ["down_proj", "c_proj", "dense"],
-        ["embed_tokens", "embed_in", "wte"],
-        ["embed_tokens", "embed_in", "wte", "lm_head"],
-    ],
+    ("case", "targets"),
+    covering(
+        ["llama_tied", "qwen2", "qwen3", "qwen3_moe", "gpt_neox", "gpt2", "gpt2_untied"],
+        [
+            [],
+            ["lm_head"],
+            ["down_proj", "c_proj", "dense"],
+            ["embed_tokens", "embed_in", "wte"],
+            ["embed_tokens", "embed_in", "wte", "lm_head"],
+        ],
+        times=2,
+    ),
 )
-@pytest.mark.parametrize("case", ["llama_tied", "qwen2", "qwen3", "qwen3_moe", "gpt_neox", "gpt2", "gpt2_untied"])
 def test_peft_reads_what_is_written_here_and_a_merged_model_is_the_same(case, targets, checkpoint, tmp_path):
     import peft
 

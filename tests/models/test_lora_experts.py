@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from covering import covering
 from hf_cases import oracle
 from safetensors.torch import load_file, save_file
 from test_families import packed_inputs, packed_logits
@@ -39,8 +40,7 @@ def in_float64():
     torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize("kind", JOINED)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "kind"), covering(CASES, JOINED))
 def test_losses_and_gradients_are_peft_s_in_float64(case, kind, checkpoint, tmp_path, request):
     parameters, modules = JOINED[kind]
     theirs = wrapped(case, modules, target_parameters=parameters, use_rslora=kind == "outer")
@@ -60,8 +60,7 @@ def test_losses_and_gradients_are_peft_s_in_float64(case, kind, checkpoint, tmp_
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", JOINED)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "kind"), covering(CASES, JOINED))
 def test_peft_reads_what_is_written_here_and_a_merged_model_is_the_same(case, kind, precision, checkpoint, tmp_path):
     parameters, modules = JOINED[kind]
     _, folder = checkpoint(case)

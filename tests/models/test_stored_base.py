@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from covering import covering
 from hf_cases import CASES
 from test_families import packed_inputs, packed_logits
 from test_head import Products as TypesOfProducts
@@ -75,8 +76,10 @@ def round_base(model, precision):
             module.weight.copy_(rounded(module.weight, precision if tied else "bfloat16", 1))
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("case", [case for case in CASES if "moe" not in case and case != "mixtral"])
+@pytest.mark.parametrize(
+    ("case", "precision"),
+    covering([case for case in CASES if "moe" not in case and case != "mixtral"], PRECISIONS),
+)
 def test_loss_and_gradients_are_peft_s_beside_the_rounded_model(case, precision, checkpoint, tmp_path, in_float32):
     theirs = wrapped(case, targets_of(case)[5])
     ours = ours_of(theirs, checkpoint(case)[1], tmp_path)

@@ -10,6 +10,7 @@ import pytest
 import sharded_jobs
 import torch
 import torch.distributed as dist
+from covering import covering
 from rank_models import CONFIGS as DENSE
 from rank_models import MIXTURE
 from sharded_jobs import Layout
@@ -62,8 +63,7 @@ def assert_same(ours: list[Any], theirs: list[Any]) -> None:
             assert all(mine[name].dtype == torch.float32 and torch.equal(mine[name], other[name]) for name in mine)
 
 
-@pytest.mark.parametrize("weight_decay", [0.1, 0.0])
-@pytest.mark.parametrize("case", ["qwen3", "gpt2", "llama_tied", "mixture"])
+@pytest.mark.parametrize(("case", "weight_decay"), covering(["qwen3", "gpt2", "llama_tied", "mixture"], [0.1, 0.0]))
 @pytest.mark.usefixtures("one_rank")
 def test_updates_are_those_of_fsdp(case: str, weight_decay: float) -> None:
     """Without weight decay nothing but the fused optimizer writes into weights, and torch counts none of its writes."""

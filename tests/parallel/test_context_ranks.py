@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import test_training
 import training_jobs
+from covering import with_slow
 from rank_models import CONFIGS
 from rank_pool import RankPool
 from sharded_jobs import Layout, assembled
@@ -26,7 +27,8 @@ GSPO = {"loss": {"name": "gspo"}, "trainer": TRAINER}
 
 
 @pytest.mark.parametrize(
-    ("case", "layout"), [("llama", "cp2"), ("qwen3", "cp4"), ("gpt_neox", "cp2_tp2"), ("gpt2", "dp2_cp2")]
+    ("case", "layout"),
+    with_slow([("gpt2", "dp2_cp2")], [("llama", "cp2"), ("qwen3", "cp4"), ("gpt_neox", "cp2_tp2")]),
 )
 def test_columns_and_gradients_are_those_of_one_rank(ranks: RankPool, case: str, layout: str) -> None:
     """Every data-parallel rank reads all of them here, so that gradients are as many times as large."""
@@ -44,25 +46,24 @@ def test_columns_and_gradients_are_those_of_one_rank(ranks: RankPool, case: str,
 
 
 @pytest.mark.parametrize(
-    ("case", "layout"),
-    [
-        ("whitened", "cp2"),
-        pytest.param("gspo", "cp2_tp2", marks=pytest.mark.slow),
-        ("online_dpo", "dp2_cp2"),
-        *(
-            pytest.param(case, layout, marks=pytest.mark.slow)
-            for case in ("ppo", "ppo_head", "min_variance")
-            for layout in ("cp2", "dp2_cp2")
-        ),
-    ],
+    ("case", "layout", "num_steps"),
+    with_slow(
+        [("whitened", "cp2", 5), ("online_dpo", "dp2_cp2", 5)],
+        [
+            ("whitened", "cp2", 20),
+            ("gspo", "cp2_tp2", 20),
+            ("online_dpo", "dp2_cp2", 20),
+            *((case, layout, 20) for case in ("ppo", "ppo_head", "min_variance") for layout in ("cp2", "dp2_cp2")),
+        ],
+    ),
 )
-def test_twenty_steps_are_those_of_one_rank(
-    ranks: RankPool, monkeypatch: pytest.MonkeyPatch, case: str, layout: str
+def test_steps_are_those_of_one_rank(
+    ranks: RankPool, monkeypatch: pytest.MonkeyPatch, case: str, layout: str, num_steps: int
 ) -> None:
     """Layers that run again, a ratio of whole sequences, pairs; and critics; microbatches with few rows."""
     monkeypatch.setitem(test_training.CASES, "gspo", GSPO)
-    one, how = one_rank(case, 20), LAYOUTS[layout]
-    by_rank = ranks.run(training_jobs.train, test_training.CASES[case], how, Span(20), world=how.world)
+    one, how = one_rank(case, num_steps), LAYOUTS[layout]
+    by_rank = ranks.run(training_jobs.train, test_training.CASES[case], how, Span(num_steps), world=how.world)
     require_same_training(by_rank, one)
     if how.data_parallel == 1:
         packed = ("num_microbatches", "tokens_read")

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import scoring_jobs
 import torch
+from covering import with_slow
 from rank_models import CONFIGS, MIXTURE, whole_model
 from rank_pool import RankPool
 from sharded_jobs import Layout
@@ -20,14 +21,17 @@ from slipstream.models.sharded import Division
 LAYOUTS = {"tp2": Layout(1, 2), "dp2": Layout(2, 1), "dp2_tp2": Layout(2, 2)}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+MANY = ("llama", 4, 24)  # microbatches, of an odd number
+ONE = ("llama_tied", 4, 10_000)  # other data-parallel ranks read an empty one
+NONE = ("qwen2", 0, 24)
+
+
 @pytest.mark.parametrize(
-    ("case", "num_groups", "microbatch_tokens"),
-    [
-        ("llama", 4, 24),  # many microbatches, of an odd number
-        ("llama_tied", 4, 10_000),  # one: other data-parallel ranks read an empty one
-        ("qwen2", 0, 24),  # none
-    ],
+    ("layout", "case", "num_groups", "microbatch_tokens"),
+    with_slow(
+        [("tp2", *MANY), ("dp2", *MANY), ("dp2_tp2", *ONE), ("dp2", *NONE)],
+        [("dp2_tp2", *MANY), ("tp2", *ONE), ("dp2", *ONE), ("tp2", *NONE), ("dp2_tp2", *NONE)],
+    ),
 )
 def test_reference_and_teacher_read_what_one_rank_reads(
     ranks: RankPool, layout: str, case: str, num_groups: int, microbatch_tokens: int, tmp_path: Path
@@ -53,8 +57,13 @@ def test_a_mixture_of_experts_is_cut_over_data_parallel_ranks(ranks: RankPool, t
             np.testing.assert_allclose(mine, whole, atol=1e-5)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("count", "microbatch_tokens"), [(9, 30), (1, 1000)])
+@pytest.mark.parametrize(
+    ("layout", "count", "microbatch_tokens"),
+    with_slow(
+        [("tp2", 9, 30), ("dp2", 1, 1000), ("dp2_tp2", 9, 30)],
+        [("tp2", 1, 1000), ("dp2", 9, 30), ("dp2_tp2", 1, 1000)],
+    ),
+)
 def test_reward_models_score_as_one_rank_does(
     ranks: RankPool, layout: str, count: int, microbatch_tokens: int, tmp_path: Path
 ) -> None:

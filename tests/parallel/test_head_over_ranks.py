@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import rank_jobs
 import torch
-from hypothesis import given, settings
+from drawn import drawn
 from hypothesis import strategies as st
 from rank_jobs import HeadCase
 from rank_models import CONFIGS
@@ -54,8 +54,9 @@ def joined(by_rank: list[list[Tensor]]) -> list[Tensor]:
     return [*by_rank[0][:3], torch.cat([found[3] for found in by_rank])]
 
 
-@settings(max_examples=40, deadline=None)
-@given(
+@drawn(
+    15,
+    100,
     seed=st.integers(0, 10**6),
     world=st.sampled_from([2, 4]),
     vocab_size=st.integers(6, 40),

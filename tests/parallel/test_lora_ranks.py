@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,7 @@ import numpy as np
 import pytest
 import torch
 import training_jobs
-import transformers
-from covering import covering
+from covering import covering, with_slow
 from lora_jobs import adapted, scattered
 from rank_models import CONFIGS, MIXTURE
 from rank_pool import RankPool
@@ -85,14 +85,13 @@ def sections(folders: tuple[Path, Path]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "layout",
-    ["dp2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dp2_tp2", "dp4", "tp2", "tp4"))],
+    ("layout", "num_steps"), with_slow([("dp2", 6)], [(name, 20) for name in ("dp2", "dp2_tp2", "dp4", "tp2", "tp4")])
 )
-def test_twenty_steps_are_those_of_one_rank(ranks: RankPool, sections: dict[str, Any], layout: str) -> None:
+def test_steps_are_those_of_one_rank(ranks: RankPool, sections: dict[str, Any], layout: str, num_steps: int) -> None:
     if layout == "dp4":
         sections["trainer"] = TRAINER | {"recompute": True, "reduce_once": True}
-    one = training_jobs.train_alone(sections, Span(20))
-    by_rank = ranks.run(training_jobs.train, sections, LAYOUTS[layout], Span(20), world=LAYOUTS[layout].world)
+    one = training_jobs.train_alone(sections, Span(num_steps))
+    by_rank = ranks.run(training_jobs.train, sections, LAYOUTS[layout], Span(num_steps), world=LAYOUTS[layout].world)
     require_same_training(by_rank, one)
     assert all("kl_reference" in line for line in one.metrics)
     stored = load_file(Path(sections["model"]["lora"]["path"]) / "adapter_model.safetensors")
@@ -101,11 +100,14 @@ def test_twenty_steps_are_those_of_one_rank(ranks: RankPool, sections: dict[str,
 
 @pytest.mark.parametrize(
     ("case", "layout"),
-    [
-        *covering(["mistral", "qwen3", "gpt_neox", "gpt2"], ["dp2", "tp2", "tp4", "dp2_tp2"], times=2),
-        ("qwen3_moe", "dp2"),
-        ("qwen3", "cp2_tp2"),
-    ],
+    with_slow(
+        [("mistral", "tp4"), ("gpt2", "dp2_tp2"), ("qwen3_moe", "dp2"), ("qwen3", "cp2_tp2")],
+        [
+            *(("mistral", layout) for layout in ("dp2", "tp2", "dp2_tp2")),
+            *((case, layout) for case in ("qwen3", "gpt_neox") for layout in ("dp2", "tp2", "tp4", "dp2_tp2")),
+            *(("gpt2", layout) for layout in ("dp2", "tp2", "tp4")),
+        ],
+    ),
 )
 def test_gradients_of_every_family_are_those_of_one_rank(ranks: RankPool, case: str, layout: str) -> None:
     """Of Mistral's single key-value head all tensor-parallel ranks have a copy, of which each knows its queries'."""
@@ -116,8 +118,18 @@ def test_gradients_of_every_family_are_those_of_one_rank(ranks: RankPool, case: 
     assert relative([gradient for _, gradient in by_rank], one) < 3e-6
 
 
-@pytest.mark.parametrize("precision", ["bfloat16", "int8"])
-@pytest.mark.parametrize(("case", "layout"), covering(["mistral", "qwen3", "gpt_neox", "gpt2"], ["tp2", "tp4"]))
+@pytest.mark.parametrize(
+    ("case", "layout", "precision"),
+    with_slow(
+        [("mistral", "tp4", "int8"), ("gpt2", "tp2", "bfloat16")],
+        [
+            *((case, layout, "bfloat16") for case in ("mistral", "qwen3", "gpt_neox") for layout in ("tp2", "tp4")),
+            *((case, layout, "int8") for case in ("qwen3", "gpt_neox", "gpt2") for layout in ("tp2", "tp4")),
+            ("mistral", "tp2", "int8"),
+            ("gpt2", "tp4", "bfloat16"),
+        ],
+    ),
+)
 def test_gradients_beside_a_divided_rounded_base(ranks: RankPool, case: str, layout: str, precision: Precision) -> None:
     """Its numbers are those of one rank: scales of int8 are those of whole rows, also where a rank has some columns."""
     norm, one = lora_jobs.gradient_alone(CONFIGS[case], precision)
@@ -137,11 +149,21 @@ def test_gradients_beside_a_base_in_bfloat16(ranks: RankPool, layout: Layout) ->
     assert 1e-4 < relative([gradient for _, gradient in by_rank], one) < 3e-2
 
 
-def test_a_run_goes_on_where_it_was_saved_on_other_ranks(
-    ranks: RankPool, sections: dict[str, Any], folders: tuple[Path, Path], tmp_path: Path
-) -> None:
+def logits_of_peft(base: Path, adapter: Path) -> torch.Tensor:
     import peft
+    import transformers
 
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager")
+    with torch.no_grad():
+        found: torch.Tensor = peft.PeftModel.from_pretrained(model, adapter).eval()(lora_jobs.TOKENS[None]).logits[0]
+    return found
+
+
+@pytest.mark.parametrize("asks_peft", with_slow([False], [True]))
+def test_a_run_goes_on_where_it_was_saved_on_other_ranks(
+    ranks: RankPool, sections: dict[str, Any], folders: tuple[Path, Path], tmp_path: Path, asks_peft: bool
+) -> None:
+    """PEFT reads what is exported, too; that it takes the files which are written here is in models/test_lora.py."""
     spans = [
         Span(3, save=tmp_path / "step_3"),
         Span(5, 3, tmp_path / "step_3", tmp_path / "step_5", tmp_path / "dp4"),
@@ -156,23 +178,16 @@ def test_a_run_goes_on_where_it_was_saved_on_other_ranks(
         assert {f"policy/{key.removeprefix(PREFIX)}" for key in exported} == trained.keys()
         for key, tensor in exported.items():
             np.testing.assert_array_equal(tensor.numpy(), trained[f"policy/{key.removeprefix(PREFIX)}"])
-        base = transformers.AutoModelForCausalLM.from_pretrained(folders[0], attn_implementation="eager")
-        theirs = peft.PeftModel.from_pretrained(base, tmp_path / name).eval()
         ours = lora_jobs.logits_of(load_model(tmp_path / name))
-        with torch.no_grad():
-            torch.testing.assert_close(ours, theirs(lora_jobs.TOKENS[None]).logits[0], atol=1e-4, rtol=1e-5)
+        if asks_peft:
+            torch.testing.assert_close(ours, logits_of_peft(folders[0], tmp_path / name), atol=1e-4, rtol=1e-5)
     last = training_jobs.train_alone(sections, spans[3]).weights
     assert relative([last], training_jobs.train_alone(sections, Span(7)).weights) < 1e-5
 
 
 @pytest.mark.parametrize(
     ("precision", "adapters"),
-    [
-        ("int8", "float32"),
-        ("float32", "bfloat16"),
-        pytest.param("bfloat16", "float32", marks=pytest.mark.slow),
-        pytest.param("int8", "bfloat16", marks=pytest.mark.slow),
-    ],
+    with_slow([("int8", "bfloat16")], [("int8", "float32"), ("float32", "bfloat16"), ("bfloat16", "float32")]),
 )
 def test_a_rounded_base_or_adapter_on_data_parallel_ranks(
     ranks: RankPool, sections: dict[str, Any], precision: Precision, adapters: Precision, tmp_path: Path
@@ -195,7 +210,7 @@ def test_a_rounded_base_or_adapter_on_data_parallel_ranks(
     assert all(is_rounded) if adapters == "bfloat16" else not any(is_rounded)
 
 
-@pytest.mark.parametrize("layout", ["dp2", "dp2_tp2"])
+@pytest.mark.parametrize("layout", with_slow(["dp2_tp2"], ["dp2"]))
 def test_references_share_the_base_and_the_run_leaves_what_it_made(
     ranks: RankPool, layout: str, tmp_path: Path
 ) -> None:
@@ -226,7 +241,16 @@ def test_references_share_the_base_and_the_run_leaves_what_it_made(
         torch.testing.assert_close(tensor, logical_tensors(base_of(model))[name], atol=0, rtol=0)
 
 
-@pytest.mark.parametrize(("case", "layout"), covering(["llama", "llama_biased", "gpt_neox", "gpt2"], LAYOUTS, times=2))
+DIGESTS = [("llama", "dp4"), ("gpt_neox", "tp4"), ("gpt2", "dp2_tp2")]
+
+
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    with_slow(
+        DIGESTS,
+        [pair for pair in product(["llama", "llama_biased", "gpt_neox", "gpt2"], LAYOUTS) if pair not in DIGESTS],
+    ),
+)
 def test_the_digest_is_that_of_the_whole_base(ranks: RankPool, case: str, layout: str) -> None:
     config = CONFIGS[case]
     whole = Transformer(config)
@@ -258,8 +282,7 @@ def test_another_base_is_refused_on_every_rank(ranks: RankPool, folders: tuple[P
         assert "beside another base" in told
 
 
-@pytest.mark.parametrize("precision", ["float32", "int8"])
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(("world", "precision"), covering([2, 4], ["float32", "int8"]))
 def test_a_generator_of_several_ranks_computes_what_one_does(
     ranks: RankPool, folders: tuple[Path, Path], world: int, precision: Precision
 ) -> None:
@@ -272,8 +295,7 @@ def test_a_generator_of_several_ranks_computes_what_one_does(
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("case", CONFIGS)
+@pytest.mark.parametrize(("case", "world"), covering(CONFIGS, [2, 4]))
 def test_what_a_rank_adds_is_its_part_of_what_one_adds(case: str, world: int) -> None:
     """s B A of a rank's adapters, in the checkpoint's boxes, is that of the whole ones: for every family's division."""
     config: TransformerConfig = CONFIGS[case]

@@ -12,7 +12,9 @@ from pathlib import Path
 import checkpoint_jobs as jobs
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from covering import covering, with_slow
+from drawn import drawn
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_models import CONFIGS, LLAMA, whole_model
 from rank_pool import RankPool
@@ -50,11 +52,11 @@ def round_trip(ranks: RankPool, path: Path, family: str, saved: jobs.Layout, loa
     config = CONFIGS[family]
     draws = ranks.run(jobs.save, config, saved, str(path), world=ranks_of(saved))
     outcomes = ranks.run(jobs.load, config, loaded, str(path), world=ranks_of(loaded))
-    for rank, (wrong, drawn, step, updates, extra) in enumerate(outcomes):
+    for rank, (wrong, numbers, step, updates, extra) in enumerate(outcomes):
         assert wrong == []
         assert (step, updates, extra) == (3, {"policy": jobs.UPDATES["policy"]}, {"rank": 0, "cursor": 7})
         if rank < len(draws):
-            assert drawn == draws[rank]
+            assert numbers == draws[rank]
 
 
 @pytest.mark.parametrize(
@@ -71,8 +73,7 @@ def test_what_any_ranks_saved_any_others_load(
     round_trip(ranks, tmp_path / "step_3", FAMILIES[number % len(FAMILIES)], *layouts)
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
-@given(family=st.sampled_from(FAMILIES), saved=st.sampled_from(LAYOUTS), loaded=st.sampled_from(LAYOUTS))
+@drawn(3, 30, family=st.sampled_from(FAMILIES), saved=st.sampled_from(LAYOUTS), loaded=st.sampled_from(LAYOUTS))
 def test_in_every_family(ranks: RankPool, tmp_path: Path, family: str, saved: jobs.Layout, loaded: jobs.Layout) -> None:
     round_trip(ranks, tmp_path / f"{next(folders)}" / "step_3", family, saved, loaded)
 
@@ -130,19 +131,17 @@ def write_first_format(path: Path, trained: dict[str, Trained]) -> tuple[float, 
     return jobs.draws()
 
 
-@pytest.mark.parametrize("layout", [(1, 1), (2, 2), (4, 1)])
-@pytest.mark.parametrize("family", ["llama", "gpt_neox", "gpt2"])
+@pytest.mark.parametrize(("family", "layout"), covering(["llama", "gpt_neox", "gpt2"], [(1, 1), (2, 2), (4, 1)]))
 def test_several_ranks_read_the_first_format(ranks: RankPool, tmp_path: Path, family: str, layout: jobs.Layout) -> None:
     path = tmp_path / "step_3"
     draws = write_first_format(path, alone(CONFIGS[family], is_filled=True))
     outcomes = ranks.run(jobs.load, CONFIGS[family], layout, str(path), True, world=ranks_of(layout))
-    for rank, (wrong, drawn, step, updates, extra) in enumerate(outcomes):
+    for rank, (wrong, numbers, step, updates, extra) in enumerate(outcomes):
         assert (wrong, step, updates, extra) == ([], 3, jobs.UPDATES, {"cursor": 7})
-        assert (drawn == draws) == (rank == 0)
+        assert (numbers == draws) == (rank == 0)
 
 
-@pytest.mark.parametrize("layout", [None, (2, 2), (4, 1)], ids=["first format", "2 x 2", "4 x 1"])
-@pytest.mark.parametrize("family", ["llama", "gpt_neox", "gpt2"])
+@pytest.mark.parametrize(("family", "layout"), covering(["llama", "gpt_neox", "gpt2"], [None, (2, 2), (4, 1)]))
 def test_one_rank_reads_the_first_format_and_several_ranks(
     ranks: RankPool, tmp_path: Path, family: str, layout: jobs.Layout | None
 ) -> None:
@@ -344,7 +343,7 @@ def test_boxes_that_do_not_make_up_a_tensor_are_refused(boxes: list[tuple[tuple[
 # Export
 
 
-@pytest.mark.parametrize(("number", "layout"), list(enumerate(LAYOUTS * 2)), ids=str)
+@pytest.mark.parametrize(("number", "layout"), with_slow(enumerate(LAYOUTS), enumerate(LAYOUTS, len(LAYOUTS))))
 def test_an_export_is_what_one_rank_would_have_written(
     ranks: RankPool, tmp_path: Path, number: int, layout: jobs.Layout
 ) -> None:
@@ -373,7 +372,7 @@ def test_transformers_loads_an_export(ranks: RankPool, tmp_path: Path, family: s
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-@pytest.mark.parametrize(("layout", "bound"), [((4, 1), 1.3), ((2, 2), 1.6), ((1, 4), 2.1)])
+@pytest.mark.parametrize(("layout", "bound"), with_slow([((2, 2), 1.6)], [((4, 1), 1.3), ((1, 4), 2.1)]))
 def test_an_export_needs_little_more_than_the_largest_tensor(
     ranks: RankPool, tmp_path: Path, layout: jobs.Layout, bound: float
 ) -> None:

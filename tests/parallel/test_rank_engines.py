@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import rank_jobs
+from covering import with_slow
 from rank_models import CONFIGS, DIVISIBLE, LLAMA, VOCAB, whole_model
 from rank_pool import RankPool
 
@@ -50,9 +51,15 @@ def one_engine(config, batch: list[Request]) -> rank_jobs.Tokens:
 
 
 @pytest.mark.parametrize(
-    ("case", "world"), [("llama", 2), ("llama", 4), ("qwen3", 4), ("gpt_neox", 2), ("gpt2", 2), ("mistral", 2)]
+    ("case", "world", "temperature"),
+    with_slow(
+        [("llama", 4, 1.0), ("qwen3", 4, 0.0), ("gpt2", 2, 1.0), ("mistral", 2, 0.0)],
+        [
+            *(("llama", 4, 0.0), ("qwen3", 4, 1.0), ("gpt2", 2, 0.0), ("mistral", 2, 1.0)),
+            *((case, 2, temperature) for case in ("llama", "gpt_neox") for temperature in (0.0, 1.0)),
+        ],
+    ),
 )
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_tokens_are_those_of_one_engine(ranks: RankPool, case: str, world: int, temperature: float) -> None:
     config, batch = CONFIGS[case], requests(6, temperature=temperature)
     by_rank = ranks.run(rank_jobs.generate, config, batch, False, world=world)
@@ -63,7 +70,7 @@ def test_tokens_are_those_of_one_engine(ranks: RankPool, case: str, world: int, 
     assert_same_tokens(by_rank[0], expected)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", with_slow([2], [4]))
 def test_pages_hold_a_ranks_heads(ranks: RankPool, world: int) -> None:
     batch = requests(6, temperature=0.0)
     by_rank = ranks.run(rank_jobs.generate, LLAMA, batch, False, True, world=world)
@@ -72,7 +79,7 @@ def test_pages_hold_a_ranks_heads(ranks: RankPool, world: int) -> None:
     assert_same_tokens(by_rank[0], one_engine(LLAMA, batch))
 
 
-@pytest.mark.parametrize(("config", "world"), [(LLAMA, 2), (DIVISIBLE, 3), (LLAMA, 4)])
+@pytest.mark.parametrize(("config", "world"), with_slow([(DIVISIBLE, 3)], [(LLAMA, 2), (LLAMA, 4)]))
 def test_in_fixed_order_a_completion_does_not_depend_on_its_neighbours(ranks: RankPool, config, world: int) -> None:
     crowd = requests(12)
     [together, *_] = ranks.run(rank_jobs.generate, config, crowd, True, world=world)

@@ -6,13 +6,14 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import replica_jobs as jobs
-from covering import covering
+from covering import with_slow
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ports import NoSpans, Port
@@ -108,7 +109,8 @@ def evaluation(eval_id: int, count: int, temperature: float = 0.0) -> Evaluate:
     return Evaluate(eval_id=eval_id, prompts=prompts, temperature=temperature)
 
 
-def test_completions_are_those_of_one_executor(ranks: RankPool, policy: str) -> None:
+@pytest.mark.parametrize("world", with_slow([4], [2]))
+def test_completions_are_those_of_one_executor(ranks: RankPool, policy: str, world: int) -> None:
     """Versions arrive on each rank at a step of its own, one gives way to the next, and so do commands."""
     case = jobs.Case(
         IN_FLIGHT | {"generator": {"kv_on_update": "recompute"}},
@@ -127,14 +129,13 @@ def test_completions_are_those_of_one_executor(ranks: RankPool, policy: str) -> 
         ),
         late=((), (0, 2, 0, 1), (3,), (0, 0, 4)),
     )
-    for world in (2, 4):
-        by_rank, alone = run(ranks, case, policy, world=world)
-        assert_one_replica(by_rank, case)
-        assert_equal_to_one(by_rank[0], alone, atol=1e-4)
-        assert [version for version, _ in by_rank[0].committed][-1] == 2
-        assert max(by_rank[0].probe_errors) < 1e-4
-        spans = [len(said(completion)[1]) for completion in by_rank[0].completions.values()]
-        assert max(spans) > 1
+    by_rank, alone = run(ranks, case, policy, world=world)
+    assert_one_replica(by_rank, case)
+    assert_equal_to_one(by_rank[0], alone, atol=1e-4)
+    assert [version for version, _ in by_rank[0].committed][-1] == 2
+    assert max(by_rank[0].probe_errors) < 1e-4
+    spans = [len(said(completion)[1]) for completion in by_rank[0].completions.values()]
+    assert max(spans) > 1
     told = [event for event in by_rank[0].events if isinstance(event, CompletionsFinished)]
     assert {one.ordinal for event in told for one in event.finished} == {0, 1, 2, 3}
 
@@ -169,10 +170,10 @@ def cases(draw: st.DrawFn) -> jobs.Case:
     return jobs.Case(mode, tuple(messages), staged, late, seconds_per_step=0.5)
 
 
-@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 4])
-def test_whatever_arrives_when(ranks: RankPool, policy: str, world: int) -> None:
+@pytest.mark.parametrize(("world", "num_examples"), with_slow([(4, 3)], [(2, 10), (4, 10)]))
+def test_whatever_arrives_when(ranks: RankPool, policy: str, world: int, num_examples: int) -> None:
     @settings(
-        max_examples=10 if world == 2 else 4,
+        max_examples=num_examples,
         deadline=None,
         database=None,
         suppress_health_check=list(HealthCheck),
@@ -186,7 +187,7 @@ def test_whatever_arrives_when(ranks: RankPool, policy: str, world: int) -> None
     holds()
 
 
-@pytest.mark.parametrize("precision", ["bfloat16", "int8"])
+@pytest.mark.parametrize("precision", with_slow(["int8"], ["bfloat16"]))
 def test_at_lower_precisions_all_ranks_do_the_same(ranks: RankPool, policy: str, precision: str) -> None:
     """And their versions are as near to the trainer's as those of one executor are."""
     case = jobs.Case(
@@ -210,14 +211,24 @@ def test_at_lower_precisions_all_ranks_do_the_same(ranks: RankPool, policy: str,
 TOLERANCES: dict[Precision, float] = {"float32": 1e-4, "bfloat16": 0.1, "int8": 0.1, "fp8": 0.4}
 
 
-@pytest.mark.parametrize(("precision", "in_place"), covering(TOLERANCES, [False, True]))
-def test_a_rank_serves_its_part_of_a_version(ranks: RankPool, precision: Precision, in_place: bool) -> None:
+@pytest.mark.parametrize(
+    "cases", with_slow([{"llama_tied": 2, "gpt2_untied": 4}], [{"qwen3": 4, "llama_biased": 2}]), ids=", ".join
+)
+@pytest.mark.parametrize(
+    ("precision", "in_place"),
+    with_slow(
+        [("float32", False), ("int8", True)],
+        [("float32", True), ("int8", False), *product(["bfloat16", "fp8"], [False, True])],
+    ),
+)
+def test_a_rank_serves_its_part_of_a_version(
+    ranks: RankPool, precision: Precision, in_place: bool, cases: dict[str, int]
+) -> None:
     """Scales of whole rows included; the tolerance is for sums whose shares are rounded on each rank."""
-    cases = {"llama_tied": 2, "gpt2_untied": 4, "qwen3": 4, "llama_biased": 2}
     assert_served(ranks, {name: (CONFIGS[name], world) for name, world in cases.items()}, precision, in_place)
 
 
-@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("in_place", with_slow([True], [False]))
 def test_a_rank_serves_whole_blocks_of_a_version(ranks: RankPool, in_place: bool) -> None:
     """With mxfp4: the numbers of one process, on ranks wide enough for them."""
     wide = {"head_dim": 32, "intermediate_size": 128}

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from covering import with_slow
 from rank_models import CONFIGS, MIXTURE
 from rank_pool import RankPool
 from reshard_jobs import DEADLINE_S, Trainer, links_of, some_news, specs, train, transport_of, version_of
@@ -224,8 +225,13 @@ def deliver(
                 generator.check(version)
 
 
-@pytest.mark.parametrize("is_linked", [False, True], ids=["memory", "gloo"])
-@pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8", "fp8"])
+@pytest.mark.parametrize(
+    ("precision", "is_linked"),
+    with_slow(
+        [("float32", False), ("int8", True)],
+        [("float32", True), ("int8", False), *itertools.product(["bfloat16", "fp8"], [False, True])],
+    ),
+)
 def test_two_ranks_of_fsdp_to_a_pair_and_to_two_single_replicas(
     ranks: RankPool, precision: Precision, is_linked: bool
 ) -> None:
@@ -250,16 +256,31 @@ def test_a_pair_hands_its_parts_on_to_another_pair(ranks: RankPool) -> None:
         assert sorted({(linked.replica, linked.parent) for linked in links}) in ([(0, -1), (1, 0)], [(0, 1), (1, -1)])
 
 
-@pytest.mark.parametrize("is_linked", [False, True], ids=["memory", "gloo"])
-@pytest.mark.parametrize("case", ["qwen2", "qwen3", "gpt_neox", "gpt2", "mistral"])
+@pytest.mark.parametrize(
+    ("case", "is_linked"),
+    with_slow(
+        [("qwen3", True), ("gpt2", False), ("mistral", True)],
+        [
+            ("qwen3", False),
+            ("gpt2", True),
+            ("mistral", False),
+            *itertools.product(["qwen2", "gpt_neox"], [False, True]),
+        ],
+    ),
+)
 def test_two_by_two_ranks_to_one(ranks: RankPool, case: str, is_linked: bool) -> None:
     """FSDP2 over two pairs that share each layer; Mistral's pairs both hold the only key-value head."""
     precision: Precision = "int8" if case in ("qwen3", "gpt2") else "float32"
     deliver(ranks, CONFIGS[case], [1], precision, data_parallel=2, tensor_parallel=2, is_linked=is_linked)
 
 
-@pytest.mark.parametrize("is_linked", [False, True], ids=["memory", "gloo"])
-@pytest.mark.parametrize("case", ["qwen2", "gpt_neox", "gpt2"])
+@pytest.mark.parametrize(
+    ("case", "is_linked"),
+    with_slow(
+        [("qwen2", False), ("gpt2", True)],
+        [("qwen2", True), ("gpt2", False), ("gpt_neox", False), ("gpt_neox", True)],
+    ),
+)
 def test_two_by_two_ranks_to_a_program_that_reads_where_they_lie(ranks: RankPool, case: str, is_linked: bool) -> None:
     """In the four slots of the trainer's ranks, or over links in those of the generator's own."""
     precision: Precision = "float32" if case == "gpt2" else "bfloat16"
@@ -267,8 +288,13 @@ def test_two_by_two_ranks_to_a_program_that_reads_where_they_lie(ranks: RankPool
     deliver(ranks, CONFIGS[case], [1], precision, **how)
 
 
-@pytest.mark.parametrize("is_linked", [False, True], ids=["ipc", "links"])
-@pytest.mark.parametrize("precision", ["bfloat16", "int8", "fp8"])
+@pytest.mark.parametrize(
+    ("precision", "is_linked"),
+    with_slow(
+        [("bfloat16", False), ("fp8", True)],
+        [("bfloat16", True), ("fp8", False), ("int8", False), ("int8", True)],
+    ),
+)
 def test_versions_that_stay_on_devices(ranks: RankPool, precision: Precision, is_linked: bool) -> None:
     """What is done with bytes on GPUs, from several sources to a pair and to single replicas."""
     deliver(ranks, CONFIGS["llama"], [2], precision, data_parallel=2, is_linked=is_linked, on_device=True)
@@ -276,13 +302,13 @@ def test_versions_that_stay_on_devices(ranks: RankPool, precision: Precision, is
     deliver(ranks, CONFIGS["gpt2" if precision == "int8" else "qwen3"], [1], precision, **how)
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("precision", with_slow(["int8"], ["float32", "bfloat16"]))
 def test_a_mixture_of_experts_from_two_ranks_to_two_replicas(ranks: RankPool, precision: Precision) -> None:
     """Ranks of FSDP2 cut through the middle of the third of five experts."""
     deliver(ranks, MIXTURE, [1, 1], precision, data_parallel=2)
 
 
-@pytest.mark.parametrize("is_linked", [False, True], ids=["memory", "gloo"])
+@pytest.mark.parametrize("is_linked", with_slow([True], [False]))
 def test_two_pipeline_stages_to_one_and_to_a_pair(ranks: RankPool, is_linked: bool) -> None:
     """A tied embedding lies on both stages; GPT-2's positions on the first, with chunks 0 and 2 of four."""
     deliver(ranks, replace(CONFIGS["gpt2"], num_layers=5), [1], "int8", stages=2, chunks=2, is_linked=is_linked)

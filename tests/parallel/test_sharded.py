@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 import sharded_jobs
-from covering import covering
+from covering import covering, with_slow
 from rank_models import CONFIGS
 from rank_pool import RankPool
 from sharded_jobs import Layout, Trained, assembled
@@ -22,7 +22,6 @@ LAYOUTS = {
     "tp4": Layout(1, 4),
     "dp2_tp2": Layout(2, 2),
 }
-UPDATES = 20
 SETTINGS = {"lr": 2e-3, "weight_decay": 0.1, "max_grad_norm": 1.9, "warmup_updates": 3, "schedule": "linear"}
 """Clips in some updates and in others not."""
 
@@ -52,7 +51,7 @@ def without_key_biases(tensors: Mapping[str, np.ndarray], config: TransformerCon
     return kept
 
 
-@pytest.mark.parametrize(("case", "layout"), covering(CONFIGS, LAYOUTS, times=2))
+@pytest.mark.parametrize(("case", "layout"), covering(CONFIGS, LAYOUTS))
 def test_gradients_are_those_of_one_rank(ranks: RankPool, case: str, layout: str) -> None:
     one = alone(case, 1)
     by_rank = ranks.run(sharded_jobs.train, CONFIGS[case], LAYOUTS[layout], SETTINGS, 1, world=LAYOUTS[layout].world)
@@ -65,31 +64,18 @@ def test_gradients_are_those_of_one_rank(ranks: RankPool, case: str, layout: str
     assert by_rank[0].grad_norms == pytest.approx(one.grad_norms, rel=1e-6)
 
 
-OTHER_PAIRS = [("dp2", "gpt2"), ("dp2", "gpt_neox_serial"), ("tp2", "gpt2_untied"), ("dp2_tp2", "qwen2")]
+PAIRS = [("dp4", "gpt_neox"), ("tp2", "qwen3"), ("dp2_tp2", "llama_tied"), ("tp4", "mistral"), ("dp2", "gpt2")]
+PAIRS += [("dp2", "gpt_neox_serial"), ("tp2", "gpt2_untied"), ("dp2_tp2", "qwen2")]
 
 
 @pytest.mark.parametrize(
-    ("layout", "case"),
-    [
-        ("dp4", "gpt_neox"),
-        ("tp2", "qwen3"),
-        ("dp2_tp2", "llama_tied"),
-        *(
-            pytest.param(layout, case, marks=pytest.mark.slow)
-            for layout, case in (
-                ("tp4", "mistral"),
-                ("dp2", "gpt2"),
-                ("dp2", "gpt_neox_serial"),
-                ("tp2", "gpt2_untied"),
-                ("dp2_tp2", "qwen2"),
-            )
-        ),
-    ],
+    ("layout", "case", "num_updates"),
+    with_slow([("dp4", "gpt_neox", 8), ("dp2_tp2", "llama_tied", 8)], [(*pair, 20) for pair in PAIRS]),
 )
-def test_weights_after_many_updates_are_those_of_one_rank(ranks: RankPool, layout: str, case: str) -> None:
-    config, one = CONFIGS[case], alone(case, UPDATES)
+def test_weights_after_updates_are_those_of_one_rank(ranks: RankPool, layout: str, case: str, num_updates: int) -> None:
+    config, one = CONFIGS[case], alone(case, num_updates)
     assert min(one.grad_norms) < SETTINGS["max_grad_norm"] < max(one.grad_norms), "clips in some updates only"
-    by_rank = ranks.run(sharded_jobs.train, config, LAYOUTS[layout], SETTINGS, UPDATES, world=LAYOUTS[layout].world)
+    by_rank = ranks.run(sharded_jobs.train, config, LAYOUTS[layout], SETTINGS, num_updates, world=LAYOUTS[layout].world)
     weights = assembled([seen.weights for seen in by_rank])
     assert relative(without_key_biases(weights, config), without_key_biases(one.weights, config)) < 1e-5
     assert relative(assembled([seen.moments for seen in by_rank]), one.moments) < 1e-3

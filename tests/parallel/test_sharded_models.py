@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import sharded_jobs
 import torch
+from covering import covering, with_slow
 from rank_models import CONFIGS, MIXTURE, whole_model
 from rank_pool import RankPool
 from sharded_jobs import Layout, assembled
@@ -25,8 +26,7 @@ from slipstream.models.transformer import Transformer
 SOME = {name: LAYOUTS[name] for name in ("dp2", "tp2", "dp2_tp2")}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("case", ["qwen2", "gpt_neox", "gpt2_untied"])
+@pytest.mark.parametrize(("case", "layout"), covering(["qwen2", "gpt_neox", "gpt2_untied"], LAYOUTS))
 def test_ranks_hold_the_checkpoint_that_they_read(ranks: RankPool, case: str, layout: str, tmp_path: Path) -> None:
     model = whole_model(CONFIGS[case])
     save_model(model, tmp_path, max_shard_bytes=20_000)
@@ -47,11 +47,13 @@ def test_a_fresh_model_has_the_same_numbers_in_every_division(ranks: RankPool, l
 
 @pytest.mark.parametrize(
     ("layout", "gradient_error", "weight_error"),
-    [
-        (Layout(2, 1), 3e-6, 1e-5),
-        (Layout(2, 1, reduce_once=True, recomputes=True), 3e-6, 1e-5),
-        (Layout(2, 1, precision="bfloat16"), 0.1, 3e-3),  # rounding may send tokens to other experts
-    ],
+    with_slow(
+        [
+            (Layout(2, 1, reduce_once=True, recomputes=True), 3e-6, 1e-5),
+            (Layout(2, 1, precision="bfloat16"), 0.1, 3e-3),  # rounding may send tokens to other experts
+        ],
+        [(Layout(2, 1), 3e-6, 1e-5)],
+    ),
 )
 def test_data_parallel_ranks_train_a_mixture_of_experts(
     ranks: RankPool, layout: Layout, gradient_error: float, weight_error: float
@@ -62,9 +64,12 @@ def test_data_parallel_ranks_train_a_mixture_of_experts(
     assert relative(assembled([seen.weights for seen in by_rank]), one.weights) < weight_error
 
 
-@pytest.mark.parametrize("case", ["llama_tied", "gpt2"])
 @pytest.mark.parametrize(
-    "layout", [Layout(2, 1, reduce_once=True), Layout(2, 2, recomputes=True), Layout(1, 2, recomputes=True)]
+    ("layout", "case"),
+    covering(
+        [Layout(2, 1, reduce_once=True), Layout(2, 2, recomputes=True), Layout(1, 2, recomputes=True)],
+        ["llama_tied", "gpt2"],
+    ),
 )
 def test_options_change_no_gradient(ranks: RankPool, layout: Layout, case: str) -> None:
     one = alone(case, 1)
@@ -125,7 +130,7 @@ def test_tensorflow_adam(ranks: RankPool) -> None:
     assert relative(alone("llama", 4).weights, one.weights) > 1e-5, "the formulations differ"
 
 
-@pytest.mark.parametrize("layout", SOME)
+@pytest.mark.parametrize("layout", with_slow(["dp2_tp2"], ["dp2", "tp2"]))
 def test_resumed_is_uninterrupted(ranks: RankPool, layout: str) -> None:
     results = ranks.run(sharded_jobs.resume, CONFIGS["qwen3"], SOME[layout], SETTINGS, world=SOME[layout].world)
     straight, resumed = (assembled([result[which] for result in results]) for which in (0, 1))
@@ -151,8 +156,7 @@ def test_measurements_see_the_weights_of_their_moment(ranks: RankPool, case: str
         np.testing.assert_allclose(third, after, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("layout", SOME)
+@pytest.mark.parametrize(("layout", "value"), covering(SOME, [float("nan"), float("inf")]))
 def test_a_gradient_that_is_not_finite_on_one_rank_stops_all(ranks: RankPool, layout: str, value: float) -> None:
     results = ranks.run(sharded_jobs.poison, CONFIGS["llama"], SOME[layout], value, world=SOME[layout].world)
     assert "at update 1" in results[0][0]
@@ -172,15 +176,15 @@ def critic_run(**critic: Any) -> RunConfig:
 
 @pytest.mark.parametrize(
     ("layout", "case", "kind"),
-    [
-        ("dp2", "llama", "own"),
-        ("tp2", "llama", "head"),
-        ("tp4", "mistral", "own"),
-        ("dp2_tp2", "qwen3", "head"),
-        ("dp2_tp2", "gpt2", "own"),
-        ("dp2_tp2", "llama_tied", "path"),
-        ("dp2", "llama_biased", "path"),
-    ],
+    with_slow(
+        [("tp2", "llama", "head"), ("dp2_tp2", "gpt2", "own"), ("dp2", "llama_biased", "path")],
+        [
+            ("dp2", "llama", "own"),
+            ("tp4", "mistral", "own"),
+            ("dp2_tp2", "qwen3", "head"),
+            ("dp2_tp2", "llama_tied", "path"),
+        ],
+    ),
 )
 def test_critics_are_trained_as_on_one_rank(ranks: RankPool, layout: str, case: str, kind: str, tmp_path: Path) -> None:
     config = CONFIGS[case]

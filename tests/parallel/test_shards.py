@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from covering import covering
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_models import CONFIGS, LLAMA, shard_boxes, whole_model, whole_tensors
@@ -67,8 +68,7 @@ def test_all_boxes_are_the_whole_and_restore_it(division: tuple[TransformerConfi
     check_boxes(*division)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("case", CONFIGS)
+@pytest.mark.parametrize(("case", "world"), covering(CONFIGS, [2, 4]))
 def test_boxes_of_every_family(case: str, world: int) -> None:
     check_boxes(CONFIGS[case], world)
 

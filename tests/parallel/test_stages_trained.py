@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import training_jobs
+from covering import with_slow
 from rank_models import CONFIGS
 from rank_pool import RankPool
 from safetensors.numpy import load_file
@@ -50,16 +51,18 @@ def _one_rank(sections: str, num_steps: int) -> Seen:
 
 
 @pytest.mark.parametrize(
-    "name", ["fsdp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("1f1b", "tensor", "interleaved"))]
+    ("name", "num_steps"), with_slow([("fsdp", 5)], [(name, 20) for name in ("fsdp", "1f1b", "tensor", "interleaved")])
 )
-def test_twenty_steps_in_stages_are_those_of_one_rank(ranks: RankPool, name: str) -> None:
+def test_steps_in_stages_are_those_of_one_rank(ranks: RankPool, name: str, num_steps: int) -> None:
     """A tied embedding, on two stages, stays equal to the bit (`assembled`). Microbatches are of unequal lengths."""
     sections, layout = STAGES[name]
-    by_rank = ranks.run(training_jobs.train, sections, layout, Span(20), world=layout.world)
-    require_same_training(by_rank, one_rank(sections, 20))
+    by_rank = ranks.run(training_jobs.train, sections, layout, Span(num_steps), world=layout.world)
+    require_same_training(by_rank, one_rank(sections, num_steps))
 
 
-@pytest.mark.parametrize(("name", "microbatch_tokens"), [("1f1b", 2000), ("fsdp", 2000), ("interleaved_fsdp", 24)])
+@pytest.mark.parametrize(
+    ("name", "microbatch_tokens"), with_slow([("1f1b", 2000), ("interleaved_fsdp", 24)], [("fsdp", 2000)])
+)
 def test_few_and_odd_numbers_of_microbatches(ranks: RankPool, name: str, microbatch_tokens: int) -> None:
     """One microbatch for two stages, also where it is the last one; and numbers that the interleaved schedule does not
     take as they are."""

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import rank_jobs
 import torch
+from covering import covering
 from rank_models import CONFIGS, LLAMA, whole_model
 from rank_pool import RankPool
 
@@ -20,8 +21,7 @@ LENGTHS = [11, 5]
 TOKENS = torch.tensor([(7 * i + 3) % 67 for i in range(sum(LENGTHS))])
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("case", CONFIGS)
+@pytest.mark.parametrize(("case", "world"), covering(CONFIGS, [2, 4]))
 def test_logits_are_those_of_one_rank_and_the_same_bits_on_all(ranks: RankPool, case: str, world: int) -> None:
     config = CONFIGS[case]
     expected = rank_jobs.packed_logits(whole_model(config), TOKENS, LENGTHS)

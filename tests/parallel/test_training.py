@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import training_jobs
+from covering import with_slow
 from rank_pool import RankPool
 from safetensors.numpy import load_file
 from sharded_jobs import Layout, assembled
@@ -45,7 +46,9 @@ CASES = {
 PACKING = {"num_microbatches", "tokens_read", "padding_frac", "padded_layout_frac", "rank_wait_frac", "train_s"}
 
 
-OTHER_PAIRS = [
+PAIRS = [
+    ("grpo", "dp2_tp2"),
+    ("ppo", "dp2"),
     ("grpo", "dp2"),
     ("grpo", "dp4"),
     ("online_dpo", "dp2"),
@@ -83,16 +86,12 @@ def require_same_training(by_rank: list[Seen], one: Seen) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "layout"),
-    [
-        ("grpo", "dp2_tp2"),
-        ("ppo", "dp2"),
-        *(pytest.param(case, layout, marks=pytest.mark.slow) for case, layout in OTHER_PAIRS),
-    ],
+    ("case", "layout", "num_steps"),
+    with_slow([("grpo", "dp2_tp2", 5), ("ppo", "dp2", 5)], [(case, layout, 20) for case, layout in PAIRS]),
 )
-def test_twenty_steps_are_those_of_one_rank(ranks: RankPool, case: str, layout: str) -> None:
-    one = one_rank(case, 20)
-    by_rank = ranks.run(training_jobs.train, CASES[case], LAYOUTS[layout], Span(20), world=LAYOUTS[layout].world)
+def test_steps_are_those_of_one_rank(ranks: RankPool, case: str, layout: str, num_steps: int) -> None:
+    one, how = one_rank(case, num_steps), LAYOUTS[layout]
+    by_rank = ranks.run(training_jobs.train, CASES[case], how, Span(num_steps), world=how.world)
     assert {seen.num_params for seen in by_rank} == {one.num_params}
     require_same_training(by_rank, one)
 
@@ -118,7 +117,7 @@ def test_a_run_goes_on_where_it_was_saved_on_other_ranks(ranks: RankPool, tmp_pa
     assert relative([training_jobs.train_alone(case, spans[3]).weights], one_rank("ppo", 7).weights) < 1e-5
 
 
-@pytest.mark.parametrize("layout", ["dp2", "dp2_tp2"])
+@pytest.mark.parametrize("layout", with_slow(["dp2_tp2"], ["dp2"]))
 def test_a_warm_start_is_that_of_one_rank(ranks: RankPool, layout: str) -> None:
     one = training_jobs.warm_up_alone()
     by_rank = ranks.run(training_jobs.warm_up, LAYOUTS[layout], world=LAYOUTS[layout].world)

@@ -170,10 +170,10 @@ def _warm_up(policy: Policy, config: RunConfig, ranks: RankGroup) -> Seen:
         (rng.integers(0, 19, 4).astype(np.int32), rng.integers(0, 19, int(rng.integers(1, 9))).astype(np.int32))
         for _ in range(13)
     ]
-    warm_start = WarmStartConfig(steps=20, batch_size=5)
+    warm_start = WarmStartConfig(steps=8, batch_size=5)
     for update in supervised_updates(
         policy.model,
-        policy.new_optimizer(warm_start.optimizer, total_updates=20),
+        policy.new_optimizer(warm_start.optimizer, total_updates=8),
         pairs,
         config=warm_start,
         microbatch_tokens=24,

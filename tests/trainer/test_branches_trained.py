@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from covering import covering
 from torch import Tensor
 from training_data import (
     VOCAB_SIZE,
@@ -179,8 +180,7 @@ def expected_loss(name: str, policy: dict[Key, Tensor], reference: dict[Key, Ten
     return total
 
 
-@pytest.mark.parametrize("capacity", [10_000, 90, 1])
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(("name", "capacity"), covering(LOSSES, [10_000, 90, 1]))
 def test_losses_and_gradients_equal_a_loop_over_branches_in_float64(name: str, capacity: int) -> None:
     groups = groups_with_branches()
     optimizer_settings = {"lr": 1e-12, "max_grad_norm": 1e9}

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from covering import with_slow
 from training_data import VOCAB_SIZE, hugging_face_twin, tiny_policy
 
 from slipstream.batching import collate as batching
@@ -17,6 +18,7 @@ from slipstream.trainer.dpo import dpo_updates, measure_preferences, preference_
 from slipstream.trainer.reward_model import Preference
 
 LOSSES = ("sigmoid", "ipo", "kto", "simpo")
+SOME = with_slow(["sigmoid", "kto"], ["ipo", "simpo"])
 READ = {"microbatch_tokens": 4096, "batching": batching}
 LIKED = 5
 
@@ -144,7 +146,7 @@ def test_the_reference_has_moved_nowhere(loss):
     assert found.loss == pytest.approx({"sigmoid": math.log(2), "ipo": 25.0, "kto": 0.5}[loss])
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", SOME)
 def test_microbatches_change_nothing(loss):
     """One of everything, and one for each pair: KTO's estimate of the KL is of the whole batch."""
     dpo = config(loss, optimizer={"max_grad_norm": 0.05})
@@ -161,7 +163,7 @@ def test_microbatches_change_nothing(loss):
     assert ends[0][1] == pytest.approx(ends[1][1], rel=1e-4)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", SOME)
 def test_it_learns_a_planted_preference(loss):
     model, _ = tiny_policy()
     dpo = config(loss, epochs=4, steps=None, batch_size=16)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import with_slow
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from training_data import TINY, VOCAB_SIZE, make_groups, run_config
@@ -130,7 +131,7 @@ ALWAYS = {"update.py": UPDATES, "optim.py": UPDATES, "reduce.py": 1}
 """An update's losses, and its norm, when the optimizer's kernels are launched; a step's metrics."""
 
 
-@pytest.mark.parametrize("name", POLICY_LOSSES)
+@pytest.mark.parametrize("name", with_slow(POLICY_LOSSES[::4], sorted({*POLICY_LOSSES} - {*POLICY_LOSSES[::4]})))
 def test_a_step_reads_what_an_update_has_to_know(name: str, reads: Counter[str]) -> None:
     """And once what was measured before the first update."""
     select = "best_and_worst" if LOSSES[name].unit == "pair" else "best" if name == "best_of_n" else "all"
@@ -143,16 +144,20 @@ def test_a_step_reads_what_an_update_has_to_know(name: str, reads: Counter[str])
 
 @pytest.mark.parametrize(
     ("changes", "more"),
-    [
-        ({"loss": {"reduction": "sequence", "entropy_coef": 0.1}}, {}),
-        ({"loss": {"reduction": "constant"}, "trainer": {"ess_scaling": "sqrt"}}, {}),
-        ({"kl": {"coef": 0.1, "place": "loss", "estimator": "k3", "corrected": True}}, {"measure.py": 1}),
-        ({"loss": {"name": "ppo", "advantages": "gae"}, "critic": {"model": "head"}}, {"measure.py": 1}),
-        ({"trainer": {"recompute": True}}, {}),
-        ({"teacher": {"path": "somewhere", "coef": 0.5}}, {}),
-        ({"loss": {"name": "distill"}, "teacher": {"path": "somewhere"}}, {}),
-    ],
-    ids=["sequence", "ess", "kl", "critic", "recompute", "teacher", "distill"],
+    with_slow(
+        [
+            ({"loss": {"reduction": "constant"}, "trainer": {"ess_scaling": "sqrt"}}, {}),
+            ({"kl": {"coef": 0.1, "place": "loss", "estimator": "k3", "corrected": True}}, {"measure.py": 1}),
+            ({"loss": {"name": "ppo", "advantages": "gae"}, "critic": {"model": "head"}}, {"measure.py": 1}),
+            ({"teacher": {"path": "somewhere", "coef": 0.5}}, {}),
+        ],
+        [
+            ({"loss": {"reduction": "sequence", "entropy_coef": 0.1}}, {}),
+            ({"trainer": {"recompute": True}}, {}),
+            ({"loss": {"name": "distill"}, "teacher": {"path": "somewhere"}}, {}),
+        ],
+    ),
+    ids=["ess", "kl", "critic", "teacher", "sequence", "recompute", "distill"],
 )
 def test_what_stands_beside_the_loss_reads_nothing(
     changes: dict[str, Any], more: dict[str, int], reads: Counter[str]

@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from covering import with_slow
 from drawn import drawn
 from hypothesis import strategies as st
 from rank_threads import on_ranks, results
@@ -268,8 +269,21 @@ UPDATES = {
 }
 
 
+FEW = [("grpo", 2), ("whitening", 2), ("critic", 2), ("pairs", 8), ("baseline", 2), ("cutoff", 8), ("min_variance", 2)]
+"""Cases in every run of the tests."""
+
+
 @pytest.mark.parametrize(
-    ("case", "world"), [(case, world) for case in UPDATES for world in (2, 8) if (case, world) != ("min_variance", 8)]
+    ("case", "world"),
+    with_slow(
+        FEW,
+        [
+            (case, world)
+            for case in UPDATES
+            for world in (2, 8)
+            if (case, world) not in FEW and (case, world) != ("min_variance", 8)
+        ],
+    ),
 )
 def test_updates_over_ranks_are_those_of_one(case, world):
     """Eight ranks have nothing to train on in some minibatches, or never."""

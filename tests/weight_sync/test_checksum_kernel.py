@@ -25,6 +25,7 @@ def test_the_kernel_sums_and_copies() -> None:
     run("weight_sync/checksums_on_cpu.py", TRITON_INTERPRET="1")
 
 
+@pytest.mark.slow
 def test_the_kernel_compiles_for_hopper(tmp_path: Path) -> None:
     """16 bytes at once, no spills, six programs on a multiprocessor, no exchange of threads but of sums."""
     run("generator/triton_for_gpus.py", "checksums", TRITON_CACHE_DIR=str(tmp_path))

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from covering import with_slow
 from file_handles import ipc
 
 from slipstream.algorithms.logprobs import probe_logprobs
@@ -102,7 +103,7 @@ def way(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(params=list(FORMATS))
+@pytest.fixture(params=with_slow(["float32", "int8", "mxfp4"], ["bfloat16", "fp8"]))
 def loop(request: pytest.FixtureRequest, way: str, tmp_path: Path) -> Iterator[Loop]:
     transport: Transport = SharedMemory("test", (tmp_path,)) if way.startswith("process") else InProcess()
     if way == "ipc":

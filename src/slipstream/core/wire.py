@@ -10,6 +10,7 @@ import math
 import struct
 from collections.abc import Iterable
 from functools import cache
+from threading import Lock
 from typing import Any, Union
 
 import msgspec
@@ -99,9 +100,14 @@ def _check_array(kind: type, value: Any) -> Any:
     return value
 
 
+_MAKING = Lock()
+"""Held while a decoder is made: another thread would use what msgspec knows of half of a struct, and crash."""
+
+
 @cache
 def _decoder(messages: MessageTypes) -> msgspec.msgpack.Decoder[Any]:
-    return msgspec.msgpack.Decoder(Union[messages], dec_hook=_check_array, ext_hook=_decode_array)  # noqa: UP007
+    with _MAKING:
+        return msgspec.msgpack.Decoder(Union[messages], dec_hook=_check_array, ext_hook=_decode_array)  # noqa: UP007
 
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_encode_array)
