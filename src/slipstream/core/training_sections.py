@@ -274,9 +274,9 @@ class TrainerConfig(Section):
     )
     expert_parallel: Count = Field(
         1,
-        description="Data-parallel ranks that divide the experts of a mixture: each has 1/E of every layer's, whole, and "
-        "tokens go to them and back by all-to-all, instead of gathering all experts on each rank. Divides the number of "
-        "data-parallel ranks; times `tensor_parallel`, which divides experts too, that of experts (docs/experts.md).",
+        description="Data-parallel ranks that divide a mixture's experts: each has so many times fewer, and tokens go to "
+        "theirs and back by all-to-all, where else every rank gathers all experts of a layer. Divides the number of "
+        "data-parallel ranks; times `tensor_parallel`, which divides experts too, it divides that of experts.",
     )
     pipeline_parallel: Count = Field(
         1,

@@ -120,8 +120,8 @@ class TransformerConfig:
 
 
 def local_config(config: TransformerConfig, world: int) -> TransformerConfig:
-    """`config` with the heads and the inner width of one of `world` ranks; vocabulary and experts stay whole: a rank has
-    some of either (`transformer.Ranks`).
+    """`config` with the heads and the inner width of one of `world` ranks; vocabulary and experts, of which a rank has
+    some, count all (`transformer.Ranks`).
 
     Raises ConfigError, listing the numbers of ranks that are possible.
     """

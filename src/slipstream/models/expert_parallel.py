@@ -11,8 +11,8 @@ column rank r of the R that exchange tokens has the r-th part.
   the backward pass gradients go the same two ways back. So an expert has the gradient of all ranks' tokens, and what
   remains is the sum over the ranks that hold the same experts (`ExpertRanks.sharing`), which FSDP2 makes.
 
-A rank without tokens, whose microbatch is empty, has experts that others send to: all ranks make the same calls, with as
-many rows as there are. A row's product has the same bits wherever it is made (`experts.py`), and a token's experts are
+A rank without tokens, whose microbatch is empty, has experts that others send to: all ranks make the same calls, with
+as many rows as there are. A row's product has the same bits wherever it is made (`experts.py`), and a token's experts are
 added in the order of their weights at its home.
 Identity: on a CPU without tensor parallelism, a forward pass has the bits of one rank's.
 """
@@ -107,7 +107,7 @@ class ExpertShare:
         return self._at_their_ranks(x, place, products)
 
     def _at_their_ranks(self, x: Tensor, place: Tensor, products: Callable[[Tensor, Groups], Tensor]) -> Tensor:
-        """Return `answers` for `place` in the column, behind it for experts of others. The host waits for the counts."""
+        """Return `answers` for places in the column, or behind it for experts of others. The host waits for counts."""
         ranks, (num_tokens, k) = self.exchange, place.shape
         counts = _counts(place, len(self.column) + 1)[:-1].view(ranks.world, -1)
         theirs = counts
@@ -128,7 +128,7 @@ class ExpertShare:
         nothing = out.new_zeros((1, out.shape[1]))  # what experts of other columns give here
         ranks_of_rows = torch.arange(len(flat), device=x.device).clamp_(max=num_sent)
         places = torch.empty_like(flat).scatter_(0, order, ranks_of_rows)
-        return torch.cat((out, nothing)).index_select(0, places).view(num_tokens, k, -1)
+        return torch.cat((out, nothing)).index_select(0, places).view(num_tokens, k, out.shape[1])
 
 
 def _counts(place: Tensor, size: int) -> Tensor:
@@ -145,7 +145,7 @@ def _on_device(x: Tensor, place: Tensor, size: int, products: Callable[[Tensor, 
     groups = group(place, size + 1, on_device=True)
     assert groups.ends is not None, "on the device"
     out = products(x.index_select(0, groups.source), Groups(groups.source, groups.places, (), groups.ends[:-1]))
-    answers = out.index_select(0, groups.places.flatten()).view(*place.shape, -1)
+    answers = out.index_select(0, groups.places.flatten()).view(*place.shape, out.shape[1])
     return torch.where((place < size)[:, :, None], answers, 0)
 
 

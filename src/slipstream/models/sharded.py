@@ -12,8 +12,8 @@ Gradients of the data-parallel ranks are summed, never averaged: losses are divi
 tensor-parallel ranks that remain (`tensor_parallel.SharedRows`), and over the two stages of a tied embedding, are made
 once per update, by `ShardedParameters.grad_norm`.
 
-Experts may be divided a second time over data-parallel ranks (`expert_parallel.py`): those of a layer are then a group of
-their own, which FSDP2 cuts over the ranks that hold the same ones.
+Data-parallel ranks may divide experts among them (`expert_parallel.py`): those of a layer are then a group of their
+own, which FSDP2 cuts over the ranks that hold the same ones.
 
 Ranks that read a microbatch together (`context_parallel.py`) are data-parallel ranks to all of this: each computes the
 gradients of its own rows, and they are summed.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from slipstream.core.rank_group import RankGroup
 from slipstream.core.training_sections import TrainerConfig
@@ -26,7 +26,7 @@ class RankAxes:
     tensor: RankGroup
     peers: RankGroup
     sharing: RankGroup
-    experts: ExpertRanks = ExpertRanks()
+    experts: ExpertRanks = field(default_factory=ExpertRanks)
 
     @classmethod
     def of(cls, ranks: RankGroup, trainer: TrainerConfig, *, timeout_s: float) -> RankAxes:
