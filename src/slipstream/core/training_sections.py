@@ -265,7 +265,9 @@ class TrainerConfig(Section):
         description="Processes of the trainer: data parallel (FSDP2) x pipeline parallel x context parallel x tensor "
         "parallel, with a group of their own.",
     )
-    tensor_parallel: Count = Field(1, description="Ranks that share each layer; divides `ranks`.")
+    tensor_parallel: Count = Field(
+        1, description="Ranks that share each layer, of a mixture's experts whole ones; divides `ranks`."
+    )
     context_parallel: Count = Field(
         1,
         description="Ranks that read each microbatch together, each some of its rows: a sequence may be so many times "
@@ -274,8 +276,8 @@ class TrainerConfig(Section):
     )
     expert_parallel: Count = Field(
         1,
-        description="Data-parallel ranks that divide a mixture's experts: each has so many times fewer, and tokens go to "
-        "theirs and back by all-to-all, where else every rank gathers all experts of a layer. Divides the number of "
+        description="Data-parallel ranks that divide a mixture's experts: each has so many times fewer, and tokens go "
+        "to theirs and back by all-to-all, where else every rank gathers all experts of a layer. Divides the number of "
         "data-parallel ranks; times `tensor_parallel`, which divides experts too, it divides that of experts.",
     )
     pipeline_parallel: Count = Field(

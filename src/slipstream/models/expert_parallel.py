@@ -12,8 +12,8 @@ column rank r of the R that exchange tokens has the r-th part.
   remains is the sum over the ranks that hold the same experts (`ExpertRanks.sharing`), which FSDP2 makes.
 
 A rank without tokens, whose microbatch is empty, has experts that others send to: all ranks make the same calls, with
-as many rows as there are. A row's product has the same bits wherever it is made (`experts.py`), and a token's experts are
-added in the order of their weights at its home.
+as many rows as there are. A row's product has the same bits wherever it is made (`experts.py`), and at its home a
+token's experts are added in the order of their weights.
 Identity: on a CPU without tensor parallelism, a forward pass has the bits of one rank's.
 """
 

@@ -20,7 +20,8 @@ sums what comes back: a second collective per branch. So gradients of norms, of 
 whole on every rank, and those of divided parameters belong to their rank. What remains are parts of a sum: key-value
 heads that several ranks hold, norms of queries and keys, routers, and a tied embedding, of whose head each rank knows
 its own rows. They are added up once per update, not once per product; `SharedRows.is_partial` says which they are. Of
-adapters it is what every rank holds: A where rows are cut, whose gradient is of this rank's rows of B, and B where columns are.
+adapters it is what every rank holds: A where rows are cut, whose gradient is of this rank's rows of B, and B where
+columns are.
 
 Bits. All ranks add the same numbers in the same order, so the residual stream is the same on every rank, too. But the
 order of an all-reduce over three and more ranks depends on where a number lies in the buffer, so that the bits of a
