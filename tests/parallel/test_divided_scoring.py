@@ -13,6 +13,7 @@ from rank_pool import RankPool
 from sharded_jobs import Layout
 
 from slipstream.core.errors import ConfigError
+from slipstream.models.config import TransformerConfig
 from slipstream.models.hf import save_model
 from slipstream.models.scalar import new_scalar_model, save_scalar_model
 from slipstream.models.sharded import Division

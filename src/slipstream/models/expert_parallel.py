@@ -40,7 +40,7 @@ class ExpertRanks:
     sharing: RankGroup = field(default_factory=RankGroup.alone)
 
 
-class _Exchange(torch.autograd.Function):
+class _ExchangedRows(torch.autograd.Function):
     """Rows [sum of sent] to the ranks of a group, by rank -> [sum of received], by rank; gradients go back."""
 
     @staticmethod
@@ -118,13 +118,13 @@ class ExpertShare:
         order = flat.argsort(stable=True)
         rows = x.index_select(0, order[:num_sent] // k)
         if ranks.world > 1:
-            rows = _Exchange.apply(rows, sent, received, ranks)  # type: ignore[no-untyped-call]
+            rows = _ExchangedRows.apply(rows, sent, received, ranks)  # type: ignore[no-untyped-call]
         expert = torch.arange(num_own, device=x.device).repeat(ranks.world)
         expert = expert.repeat_interleave(theirs.flatten(), output_size=sum(received))
         groups = group(expert[:, None], num_own, on_device=multiplies_groups(x.device, x.dtype))
         out = products(rows.index_select(0, groups.source), groups).index_select(0, groups.places.flatten())
         if ranks.world > 1:
-            out = _Exchange.apply(out, received, sent, ranks)  # type: ignore[no-untyped-call]
+            out = _ExchangedRows.apply(out, received, sent, ranks)  # type: ignore[no-untyped-call]
         nothing = out.new_zeros((1, out.shape[1]))  # what experts of other columns give here
         ranks_of_rows = torch.arange(len(flat), device=x.device).clamp_(max=num_sent)
         places = torch.empty_like(flat).scatter_(0, order, ranks_of_rows)

@@ -199,7 +199,7 @@ class Experts(nn.Module):
         return total.to(x.dtype)
 
     def _answers(self, x: Tensor, chosen: Tensor) -> Tensor:
-        """What the experts `chosen` for each token give, [N, k, hidden]."""
+        """Return what the experts `chosen` for each token give, [N, k, hidden]."""
         groups = group(chosen, self.num_experts, on_device=multiplies_groups(x.device, x.dtype))
         out = self._products(x.index_select(0, groups.source), groups)
         return out.index_select(0, groups.places.flatten()).view(*chosen.shape, out.shape[1])
