@@ -157,7 +157,7 @@ def one_rank(case: str, num_steps: int) -> Seen:
     ("case", "layout", "num_steps"),
     [
         ("kl", PAIR, 20),
-        ("replayed", Layout(2, 2, experts=2), 4),
+        ("replayed", Layout(2, 2, experts=2), 2),
         pytest.param("kl", Layout(4, 1, experts=2), 20, marks=pytest.mark.slow),
         pytest.param("kl", Layout(1, 2), 20, marks=pytest.mark.slow),
         pytest.param("replayed", PAIR, 20, marks=pytest.mark.slow),
@@ -207,7 +207,10 @@ def test_a_rank_holds_boxes_of_its_own_experts_alone(ranks: RankPool, layout: La
 # Generating
 
 
-@pytest.mark.parametrize(("world", "paged"), [(2, False), (2, True), (4, False)])
+@pytest.mark.parametrize(
+    ("world", "paged"),
+    [(2, True), pytest.param(2, False, marks=pytest.mark.slow), pytest.param(4, False, marks=pytest.mark.slow)],
+)
 def test_a_replicas_tokens_and_experts_are_those_of_one_engine(ranks: RankPool, world: int, paged: bool) -> None:
     batch = requests(5)
     expected = expert_jobs.generate_alone(MIXED, batch)
