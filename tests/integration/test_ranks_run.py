@@ -58,6 +58,34 @@ def test_a_tensor_parallel_trainer_serves_a_tensor_parallel_generator_in_int8(ti
     assert {path.stem for path in (out / "checkpoints").iterdir()} == {"step_2", "step_3"}, "two are kept"
 
 
+@pytest.mark.slow
+def test_divided_experts_train_and_generate_what_one_rank_does(tiny, tmp_path):
+    """The trainer's ranks exchange tokens; each rank of the generator has half of the experts, and takes those alone.
+
+    A short warm start: in a long one rounding sends a token to another expert somewhere, with FSDP2 alone as well.
+    """
+    found = {}
+    for ranks in (1, 2):
+        overrides = tiny | {"steps": 2, "max_staleness": 0, "weight_update": "between_batches"}
+        overrides["warm_start"] = tiny["warm_start"] | {"steps": 5}
+        overrides["model"] = tiny["model"] | {"family": "qwen3_moe", "num_experts": 4}
+        overrides["trainer"] = {"minibatches": 2, "ranks": ranks, "expert_parallel": ranks}
+        overrides["generator"] = tiny["generator"] | {"tensor_parallel": ranks, "routing_replay": True}
+        overrides["host"] = "inline" if ranks == 1 else "process"
+        out = tmp_path / str(ranks)
+        result = slipstream.run("quickstart", overrides=overrides, out=out, display=False)
+        audit(out)
+        found[ranks] = metrics(out)[0]
+    one, two = found[1], found[2]
+    for name in ("reward_mean", "completion_tokens_mean", "tokens_trained", "staleness_max", "num_updates"):
+        assert two[name] == one[name], name
+    for name in ("loss", "grad_norm", "entropy", "behaviour_surprisal_sum"):
+        assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-6), name
+    assert all(line["logprob_diff_mean/lag_0"] < 1e-4 for line in metrics(tmp_path / "2"))
+    files = [load_file(path) for path in (tmp_path / "2" / "model").glob("*.safetensors")]
+    assert sum(tensor.size for file in files for tensor in file.values()) == result.summary["model_params"]
+
+
 def stored(checkpoint: Path, model: str) -> dict[str, np.ndarray]:
     """The tensors of `model` in a checkpoint, put together from the boxes of its ranks."""
     index, whole = json.loads((checkpoint / "index.json").read_text()), {}

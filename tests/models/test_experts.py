@@ -272,14 +272,22 @@ def test_fresh_mixtures_that_cannot_be(changes: dict[str, object], message: str)
         ModelConfig(**changes).check_heads()  # type: ignore[arg-type]
 
 
-def test_layers_of_experts_are_not_divided_over_ranks() -> None:
-    config = new_config(ModelConfig(family="mixtral", num_experts=4), 16)
+def test_ranks_that_share_layers_have_whole_experts() -> None:
+    config = new_config(ModelConfig(family="mixtral", num_experts=6), 16)
     assert local_config(config, 1) == config
-    with pytest.raises(ConfigError, match="2 tensor-parallel ranks for 4 experts"):
-        local_config(config, 2)
+    local = local_config(config, 2)
+    assert (local.num_heads, local.num_experts, local.expert_width) == (config.num_heads // 2, 6, config.expert_width)
+    with pytest.raises(ConfigError, match=r"4 ranks for 4 heads, .*, 6 experts"):
+        local_config(config, 4)
+    odd = dataclasses.replace(config, intermediate_size=config.intermediate_size + 1)
+    assert local_config(odd, 2).num_experts == 6, "no layer has an MLP of that width"
+    with pytest.raises(ConfigError, match="cannot be divided"):
+        local_config(dataclasses.replace(odd, dense_layers=(0,)), 2)
 
 
 MIXTURE = {"family": "qwen3_moe", "num_experts": 4}
+LORA = {"lora": {"rank": 2}}
+EXPERT_RANKS = {"ranks": 2, "expert_parallel": 2}
 
 
 @pytest.mark.parametrize(
@@ -287,8 +295,27 @@ MIXTURE = {"family": "qwen3_moe", "num_experts": 4}
     [
         ({"model": MIXTURE, "generator": {"precision": "fp8"}}, "generator.precision = 'fp8'"),
         ({"model": MIXTURE, "generator": {"engine": "vllm"}}, "generator.engine = 'vllm'"),
-        ({"model": MIXTURE, "generator": {"tensor_parallel": 2}}, "generator.tensor_parallel = 2"),
-        ({"model": MIXTURE, "trainer": {"ranks": 2, "tensor_parallel": 2}}, "trainer.tensor_parallel = 2"),
+        (
+            {"model": MIXTURE | LORA, "generator": {"tensor_parallel": 2}},
+            "model.lora with generator.tensor_parallel = 2",
+        ),
+        (
+            {"model": MIXTURE | LORA, "trainer": {"ranks": 2, "tensor_parallel": 2}},
+            "model.lora with trainer.tensor_parallel = 2",
+        ),
+        ({"model": MIXTURE | LORA, "trainer": EXPERT_RANKS}, "model.lora with trainer.expert_parallel = 2"),
+        ({"trainer": EXPERT_RANKS}, "for no experts"),
+        (
+            {"model": MIXTURE | {"num_experts": 6}, "trainer": {"ranks": 4, "expert_parallel": 4}},
+            "4 ranks (trainer.expert_parallel = 4, tensor_parallel = 1) for 6 experts\n  allowed: 1, 2, 3, 6 ranks",
+        ),
+        (
+            {
+                "model": MIXTURE | {"num_experts": 6},
+                "trainer": {"ranks": 4, "expert_parallel": 2, "tensor_parallel": 2},
+            },
+            "4 ranks (trainer.expert_parallel = 2, tensor_parallel = 2) for 6 experts",
+        ),
         ({"model": MIXTURE, "trainer": {"ranks": 2, "context_parallel": 2}}, "trainer.context_parallel = 2"),
         (
             {"model": MIXTURE | {"lora": {"rank": 2, "base_precision": "int8"}}, "generator": {"precision": "int8"}},

@@ -46,7 +46,9 @@ CONFIGS = {
 }
 
 MIXTURE = replace(CONFIGS["qwen3"], family="qwen3_moe", num_experts=5, experts_per_token=2, expert_width=24)
-"""Experts in every layer, which tensor parallelism does not divide."""
+"""Experts in every layer, which no number of ranks divides."""
+MIXED = replace(MIXTURE, num_experts=8)
+"""Experts that 2, 4 and 8 ranks divide."""
 
 
 @torch.no_grad()

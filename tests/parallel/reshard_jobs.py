@@ -24,8 +24,10 @@ from slipstream.core.rank_group import RankGroup
 from slipstream.core.service_messages import Export
 from slipstream.core.types import Stop
 from slipstream.models.config import TransformerConfig
+from slipstream.models.expert_parallel import ExpertRanks
 from slipstream.models.hf import logical_tensors
 from slipstream.models.quantized import Packer, WeightLayout
+from slipstream.models.sharded import Division, divide
 from slipstream.models.shards import load_shard, local_shards, local_tensor
 from slipstream.models.stages import Stage
 from slipstream.models.tensor_parallel import TensorParallel
@@ -43,7 +45,8 @@ DEADLINE_S = 30.0
 @dataclass(frozen=True)
 class Trainer:
     """Its ranks are data_parallel x stages x tensor_parallel, stages alone or beside one of the others; with
-    `replicate` FSDP shards over half of the data-parallel ones only."""
+    `replicate` FSDP shards over half of the data-parallel ones only; with `experts` these divide a mixture's, in
+    pairs."""
 
     config: TransformerConfig
     precision: Precision
@@ -60,6 +63,7 @@ class Trainer:
     on_device: bool = False
     stages: int = 1
     chunks: int = 1
+    experts: bool = False
 
     @property
     def world(self) -> int:
@@ -117,6 +121,15 @@ def group_of(rank: Rank, members: list[int]) -> dist.ProcessGroup:
 def new_part(rank: Rank, trainer: Trainer) -> tuple[Transformer, dist.ProcessGroup | None]:
     """This rank's part of the trainer's model, and its tensor-parallel group."""
     grid = np.arange(trainer.world).reshape(trainer.data_parallel, trainer.stages, trainer.tensor_parallel)
+    if trainer.experts:
+        pairs = np.arange(trainer.world).reshape(-1, 2)
+        exchange = RankGroup.over(group_of(rank, pairs[rank.rank // 2].tolist()))
+        same = pairs[:, rank.rank % 2].tolist()
+        sharing = RankGroup.over(group_of(rank, same)) if len(same) > 1 else RankGroup.alone()
+        division = Division(RankGroup.over(rank.group), experts=ExpertRanks(exchange, sharing))
+        model = Transformer(trainer.config, division.ranks_of(trainer.config))
+        divide(model, division)
+        return model, None
     place, at, turn = (int(index) for index in np.unravel_index(rank.rank, grid.shape))
     grid, stage, group = grid[:, at], Stage(at, trainer.stages, trainer.chunks), None
     if trainer.tensor_parallel > 1:

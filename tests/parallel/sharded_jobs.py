@@ -41,12 +41,13 @@ from slipstream.trainer.optim import AdamW
 from slipstream.trainer.rank_axes import RankAxes
 
 Boxes = list[tuple[Box, np.ndarray]]
-_AXES: dict[tuple[int, int, int, int], RankAxes] = {}
+_AXES: dict[tuple[int, int, int, int, int], RankAxes] = {}
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Data-parallel x tensor-parallel ranks, with stages or context-parallel ranks between, and how they work."""
+    """Data-parallel x tensor-parallel ranks, with stages or context-parallel ranks between, and how they work; of the
+    data-parallel ones `experts` divide those of a mixture."""
 
     data_parallel: int
     tensor_parallel: int
@@ -56,6 +57,7 @@ class Layout:
     context_parallel: int = 1
     stages: int = 1
     chunks: int = 1
+    experts: int = 1
 
     @property
     def world(self) -> int:
@@ -75,13 +77,14 @@ class Trained:
 
 def axes_of(rank: Rank, layout: Layout) -> RankAxes:
     """Process groups are made once for all jobs."""
-    key = (layout.world, layout.stages, layout.context_parallel, layout.tensor_parallel)
+    key = (layout.world, layout.stages, layout.context_parallel, layout.tensor_parallel, layout.experts)
     if key not in _AXES:
         trainer = TrainerConfig(
             ranks=layout.world,
             pipeline_parallel=layout.stages,
             context_parallel=layout.context_parallel,
             tensor_parallel=layout.tensor_parallel,
+            expert_parallel=layout.experts,
         )
         _AXES[key] = RankAxes.of(RankGroup.over(rank.group), trainer, timeout_s=60.0)
     return _AXES[key]
@@ -98,6 +101,7 @@ def division_of(rank: Rank, layout: Layout) -> Division:
         reduce_once=layout.reduce_once,
         pipeline_parallel=axes.stage,
         chunks=layout.chunks,
+        experts=axes.experts,
     )
 
 

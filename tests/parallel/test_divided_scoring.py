@@ -9,11 +9,12 @@ import pytest
 import scoring_jobs
 import torch
 from covering import with_slow
-from rank_models import CONFIGS, MIXTURE, whole_model
+from rank_models import CONFIGS, MIXED, MIXTURE, whole_model
 from rank_pool import RankPool
 from sharded_jobs import Layout
 
 from slipstream.core.errors import ConfigError
+from slipstream.models.config import TransformerConfig
 from slipstream.models.hf import save_model
 from slipstream.models.scalar import new_scalar_model, save_scalar_model
 from slipstream.models.sharded import Division
@@ -48,11 +49,14 @@ def test_reference_and_teacher_read_what_one_rank_reads(
                 np.testing.assert_allclose(one, other, atol=1e-5)
 
 
-def test_a_mixture_of_experts_is_cut_over_data_parallel_ranks(ranks: RankPool, tmp_path: Path) -> None:
-    save_model(whole_model(MIXTURE), tmp_path)
+@pytest.mark.parametrize(("layout", "config"), [("dp2", MIXTURE), ("tp2", MIXED)], ids=["dp2", "tp2"])
+def test_a_mixture_of_experts_is_divided(
+    ranks: RankPool, layout: str, config: TransformerConfig, tmp_path: Path
+) -> None:
+    save_model(whole_model(config), tmp_path)
     args = (str(tmp_path), 2, 24)
     expected = scoring_jobs.read(Division(), *args)
-    for columns in ranks.run(scoring_jobs.read_by, LAYOUTS["dp2"], *args, world=2):
+    for columns in ranks.run(scoring_jobs.read_by, LAYOUTS[layout], *args, world=2):
         for mine, whole in zip(columns[0], expected[0], strict=True):
             np.testing.assert_allclose(mine, whole, atol=1e-5)
 

@@ -58,7 +58,8 @@ def expected_bytes(
     layout = WeightLayout(model, precision)
     out = torch.zeros(layout.num_bytes, dtype=torch.uint8)
     largest = {name: p.detach().abs().amax(1) for name, p in whole.named_parameters() if p.ndim == 2}
-    cut = [n for n, _ in model.named_parameters() if n.endswith(("output.weight", "down.weight"))]
+    every = [name for name, _ in model.named_parameters() if ".experts." not in name]
+    cut = [name for name in every if name.endswith(("output.weight", "down.weight"))]
 
     def over_ranks(own: torch.Tensor) -> torch.Tensor:
         return torch.cat([largest[name] for name in cut])
@@ -306,6 +307,15 @@ def test_versions_that_stay_on_devices(ranks: RankPool, precision: Precision, is
 def test_a_mixture_of_experts_from_two_ranks_to_two_replicas(ranks: RankPool, precision: Precision) -> None:
     """Ranks of FSDP2 cut through the middle of the third of five experts."""
     deliver(ranks, MIXTURE, [1, 1], precision, data_parallel=2)
+
+
+@pytest.mark.parametrize(
+    ("world", "replicas", "precision"), with_slow([(2, [2], "int8"), (4, [2], "bfloat16")], [(2, [1], "float32")])
+)
+def test_experts_from_the_ranks_that_have_them_to_those_that_want_them(
+    ranks: RankPool, world: int, replicas: list[int], precision: Precision
+) -> None:
+    deliver(ranks, replace(MIXTURE, num_experts=4), replicas, precision, data_parallel=world, experts=True)
 
 
 @pytest.mark.parametrize("is_linked", with_slow([True], [False]))

@@ -43,7 +43,15 @@ CASES = {
         "trainer": {**TRAINER, "reduce_once": True},
     },
 }
-PACKING = {"num_microbatches", "tokens_read", "padding_frac", "padded_layout_frac", "rank_wait_frac", "train_s"}
+PACKING = {
+    "num_microbatches",
+    "tokens_read",
+    "expert_load_max",
+    "padding_frac",
+    "padded_layout_frac",
+    "rank_wait_frac",
+    "train_s",
+}
 
 
 PAIRS = [

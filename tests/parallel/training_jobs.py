@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from rank_models import whole_model
@@ -72,7 +73,27 @@ def config_of(sections: dict[str, Any]) -> RunConfig:
 
 
 def batch_of(config: RunConfig, step: int) -> list[Group]:
-    return sharing_prompts(make_groups(num_samples=config.samples_per_group, seed=step, version=step))
+    groups = sharing_prompts(make_groups(num_samples=config.samples_per_group, seed=step, version=step))
+    return routed(groups, config) if config.generator.routing_replay else groups
+
+
+def routed(groups: list[Group], config: RunConfig) -> list[Group]:
+    """Every completion with experts of its tokens, drawn by its key, as if an engine had recorded them."""
+    shape, found = config.model, []
+    for group in groups:
+        rollouts = []
+        for rollout in group.rollouts:
+            [segment] = rollout.completion.segments
+            rng = np.random.default_rng((rollout.ordinal, rollout.sample))
+            count = len(rollout.completion.prompt.tokens) + len(segment.tokens) - 1
+            drawn = [rng.permutation(shape.num_experts)[: shape.experts_per_token] for _ in range(count)]
+            routes = np.repeat(np.stack(drawn).astype(np.uint8)[:, None], shape.num_layers, 1)
+            routes[: len(rollout.completion.prompt.tokens)] = 255  # the prompt's, which rollouts share, are not known
+            segment = msgspec.structs.replace(segment, routes=routes)
+            completion = msgspec.structs.replace(rollout.completion, segments=(segment,))
+            rollouts.append(msgspec.structs.replace(rollout, completion=completion))
+        found.append(Group(ordinal=group.ordinal, rollouts=tuple(rollouts)))
+    return found
 
 
 def share_of(groups: list[Group], config: RunConfig, ranks: RankGroup) -> list[Group]:
@@ -188,7 +209,9 @@ def _warm_up(policy: Policy, config: RunConfig, ranks: RankGroup) -> Seen:
 
 def _divided(rank: Rank, config: RunConfig, layout: Layout) -> tuple[Policy, RankGroup]:
     axes = axes_of(rank, layout)
-    policy = Policy(config, RankGroup.over(rank.group), axes.sharing, axes.tensor, axes.context, axes.stage)
+    policy = Policy(
+        config, RankGroup.over(rank.group), axes.sharing, axes.tensor, axes.context, axes.stage, axes.experts
+    )
     return policy, axes.data
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.core.errors import ConfigError
-from slipstream.plan.hardware import DEVICES, all_gather_s, all_reduce_s, cluster, last_host_task_s
+from slipstream.plan.hardware import DEVICES, all_gather_s, all_reduce_s, all_to_all_s, cluster, last_host_task_s
 
 H100, A100 = cluster("h100", 1024), cluster("A100", 64)
 MIB = 1024**2
@@ -51,6 +51,13 @@ def test_nothing_to_send_costs_the_hops(ranks: int, by_hand_us: float) -> None:
     assert 1e6 * all_reduce_s(1, ranks, H100) == pytest.approx(by_hand_us, rel=1e-3)
 
 
+def test_what_all_send_to_all() -> None:
+    """In a node all but 1 / 8 goes over links; over two nodes half goes by each device's own adapter, at 47 GB/s."""
+    assert 8e9 / all_to_all_s(8e9, 8, H100) == pytest.approx(370e9 * 8 / 7, rel=0.01)
+    assert 16e9 / all_to_all_s(16e9, 16, H100) == pytest.approx(47e9 * 2, rel=0.01)
+    assert 16e9 / all_to_all_s(16e9, 4, H100, stride=4) == pytest.approx(47e9 * 2, rel=0.01)
+
+
 def test_a_group_across_nodes_has_its_share_of_the_adapters() -> None:
     """One of eight groups with a rank in each of 16 nodes: 47 GB/s. One group of all 128: those of all adapters."""
     assert 16e9 / all_gather_s(16e9, 16, H100, stride=8) == pytest.approx(47e9 * 16 / 15, rel=0.01)
@@ -73,7 +80,7 @@ def test_more_bytes_and_more_nodes_take_longer(nbytes: float, more: float, ranks
 
 
 def test_alone_there_is_nothing_to_do() -> None:
-    assert all_reduce_s(1e9, 1, H100) == all_gather_s(1e9, 1, H100) == 0.0
+    assert all_reduce_s(1e9, 1, H100) == all_gather_s(1e9, 1, H100) == all_to_all_s(1e9, 1, H100) == 0.0
 
 
 def test_unknown_hardware_is_refused() -> None:

@@ -17,7 +17,7 @@ from slipstream.batching.balance import balanced_permutation
 from slipstream.core.errors import ConfigError
 from slipstream.plan.cost_model import CostModel
 from slipstream.plan.counts import adapters_of
-from slipstream.plan.hardware import DEVICES, GpuCluster, all_reduce_s, cluster
+from slipstream.plan.hardware import DEVICES, GpuCluster, all_reduce_s, all_to_all_s, cluster
 from slipstream.plan.layouts import (
     AsynchronousPlan,
     Efficiency,
@@ -610,3 +610,34 @@ def test_decoding_with_adapters_reads_them_and_starts_their_kernels() -> None:
     )
     assert step["weights"] - before["weights"] == pytest.approx(4 * numbers / 3.35e12, rel=1e-2)
     assert step["kernels"] - before["kernels"] == pytest.approx(32 * (7 + 2 * 4) * 2e-6)
+
+
+def test_ranks_that_exchange_tokens_gather_their_own_experts_alone() -> None:
+    """Two nodes of eight, that exchange within: a layer of Qwen3-30B-A3B has 128 experts of 3 x 2048 x 768 numbers."""
+    model = ARCHITECTURES["qwen3-30b-a3b"]
+    one, layout = costs(model, 16), trainer(16, microbatch=16)
+    divided, expert, element = replace(layout, expert_parallel=8), 3 * 2048 * 768, 2
+    whole_gb, divided_gb = one.train_memory(layout), one.train_memory(divided)
+    assert whole_gb["gathered"] - divided_gb["gathered"] == 2 * element * expert * (128 - 16)
+    assert {name for name in whole_gb.parts if whole_gb[name] != divided_gb[name]} == {"gathered"}
+    held = [one.train_memory(replace(each, reduce_once=True))["gradients"] for each in (layout, divided)]
+    assert held[0] - held[1] == 4 * 48 * expert * (128 - 16)
+    whole_s, divided_s = one.train_step(layout), one.train_step(divided)
+    tokens = one.workload.rollouts / 16 * one.workload.trained_tokens
+    one_way_s = all_to_all_s(tokens / 2 * 8 * 2048 * element, 8, one.cluster)
+    assert "experts" not in whole_s.parts
+    assert divided_s["experts"] == pytest.approx(2 * 2 * 48 * 3 * one_way_s, rel=1e-3), "two microbatches, three passes"
+    assert divided_s["compute"] <= whole_s["compute"]
+    small = [one.train_step(replace(each, microbatch=1, devices=16)) for each in (layout, divided)]
+    assert small[1]["data_parallel"] < small[0]["data_parallel"]
+
+
+def test_experts_of_a_replica_lie_on_one_of_its_devices() -> None:
+    model = ARCHITECTURES["qwen3-30b-a3b"]
+    one = costs(model)
+    alone, four = (one.generator_memory(generator(8, degree))["weights"] for degree in (1, 4))
+    experts = 2 * 48 * 128 * 3 * 2048 * 768
+    assert alone - four > 0.75 * experts
+    step = one.decode_step(generator(8, 4), live=64, context=1000)
+    assert step["weights"] < 0.5 * one.decode_step(generator(8, 1), live=64, context=1000)["weights"]
+    assert step["tensor_parallel"] > 0

@@ -13,6 +13,7 @@ from slipstream.core.fields import Precision
 from slipstream.core.lora_section import AdapterPrecision
 from slipstream.generator.paged_kv import PagedKV
 from slipstream.models.config import TransformerConfig, local_config
+from slipstream.models.expert_parallel import ExpertShare
 from slipstream.models.lora import Adapter, install, matrices, shapes_for, targeted
 from slipstream.models.quantized import WeightLayout
 from slipstream.models.transformer import OneRank, Transformer
@@ -54,7 +55,11 @@ class FirstOf(OneRank):
     """The first of `world` ranks, whose rows of the head are the most there are."""
 
     def __init__(self, world: int) -> None:
+        super().__init__()
         self.world = world
+
+    def experts(self, num_experts: int) -> ExpertShare | None:
+        return ExpertShare.of(num_experts, world=self.world)
 
     def vocab_rows(self, vocab_size: int) -> range:
         return range(-(-vocab_size // self.world))
@@ -122,13 +127,18 @@ def test_published_sizes(name: str, billions: float) -> None:
     assert Counts(ARCHITECTURES[name]).params == pytest.approx(billions * 1e9, rel=1e-3)
 
 
+@pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("case", MIXTURES)
-def test_counts_of_a_mixture_of_experts_are_those_of_the_module(case: str) -> None:
+def test_counts_of_a_mixture_of_experts_are_those_of_the_module(case: str, world: int) -> None:
     config = MIXTURES[case]
-    counts, model = Counts(config), share(config, 1)
+    counts, model = Counts(config, world), share(config, world)
     assert counts.params == sum(parameter.numel() for parameter in model.parameters())
-    idle = 4 / 6 * sum(p.numel() for name, p in model.named_parameters() if "experts" in name and "router" not in name)
-    assert counts.active_params == counts.params - idle
+    experts = sum(p.numel() for name, p in model.named_parameters() if "experts" in name and "router" not in name)
+    assert counts.active_params == pytest.approx(counts.params - 4 / 6 * experts)
+    for ranks in (1, 3):
+        elsewhere = counts.layer - counts.gathered_layer(ranks)
+        assert counts.experts_of(ranks) == (0 if ranks == 1 else experts / config.num_layers / ranks)
+        assert elsewhere == pytest.approx(experts / config.num_layers * (1 - 1 / ranks))
     for precision in ("float32", "bfloat16", "int8"):
         layout = WeightLayout(model, precision)
         assert 0 <= layout.num_bytes - counts.served_bytes(precision) <= 2 * 64 * len(layout.stored)
@@ -140,8 +150,8 @@ def test_counts_of_a_mixture_of_experts_are_those_of_the_module(case: str) -> No
         joined = sum(size for name, size in sizes.items() if "experts" in name)
         assert (joined > 0) == bool(targets)
         assert found.multiplied == pytest.approx(found.params - 4 / 6 * joined, abs=1)
-    with pytest.raises(ConfigError, match="not divided"):
-        _ = Counts(config, 2).params
+    with pytest.raises(ConfigError, match="cannot be divided"):
+        _ = Counts(config, 4).params
     with pytest.raises(ConfigError, match="1 of 3 layers without"):
         _ = Counts(replace(config, dense_layers=(0,))).params
 
@@ -168,6 +178,11 @@ def test_experts_that_tokens_touch() -> None:
     expert = 3 * 32 * 24
     assert (counts.touched_matrix(5) - one) / expert == pytest.approx(float(seen) - 2, abs=0.05)
     assert counts.touched_matrix(10_000) == pytest.approx(counts.layer_matrix)
+    attention = counts.layer_matrix - 6 * expert
+    for ranks in (2, 3):  # that have as many tokens each read as many experts, together and each
+        assert counts.touched_matrix(5, ranks) - attention == pytest.approx(
+            (counts.touched_matrix(5 * ranks) - attention) / ranks
+        )
 
 
 def test_shapes_that_no_rank_can_share_are_refused() -> None:

@@ -286,14 +286,16 @@ MODELS = st.sampled_from([LLAMA_8B, LLAMA_70B, ARCHITECTURES["qwen3-30b-a3b"], A
 @st.composite
 def layouts(draw):
     model = draw(MODELS)
-    degree = 1 if model.num_experts else draw(st.sampled_from([1, 2, 8, 16]))
+    degree = draw(st.sampled_from([1, 2, 4] if model.num_experts else [1, 2, 8, 16]))
     stages, context = draw(st.sampled_from([1, 2, 4, 16])), draw(st.sampled_from([1, 2, 4]))
+    experts = draw(st.sampled_from([1, 2, 8])) if model.num_experts and stages == context == 1 else 1
     layout = trainer(
-        degree * stages * context * draw(st.sampled_from([1, 3, 16])),
+        degree * stages * context * experts * draw(st.sampled_from([1, 3, 16])),
         draw(st.sampled_from([1, 2, 4, 8, 32])),
         tensor_parallel=degree,
         pipeline_parallel=stages,
         context_parallel=context,
+        expert_parallel=experts,
         chunks=1 if stages == 1 else draw(st.sampled_from([1, 2])),
         recompute=draw(st.booleans()),
         reduce_once=draw(st.booleans()),

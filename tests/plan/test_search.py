@@ -14,7 +14,8 @@ from table_costs import TableCosts
 from theory import Side, Theory
 
 from slipstream.plan.cost_model import CostModel
-from slipstream.plan.hardware import DEVICES, GpuCluster
+from slipstream.plan.counts import adapters_of
+from slipstream.plan.hardware import DEVICES, GpuCluster, cluster
 from slipstream.plan.layouts import (
     AsynchronousPlan,
     GeneratorLayout,
@@ -28,7 +29,7 @@ from slipstream.plan.layouts import (
 from slipstream.plan.lengths import LengthSample
 from slipstream.plan.planner import CLOSE, FREES, best_synchronous, worth_staging
 from slipstream.plan.question import ARCHITECTURES
-from slipstream.plan.search import Search, Space, default_space, executors, signature_of
+from slipstream.plan.search import Search, Space, default_space, executors, signature_of, trainer_layouts
 
 SPACE = Space(
     devices=(1, 2, 3, 4, 6),
@@ -378,3 +379,24 @@ def test_a_scorer_is_divided_only_where_a_copy_does_not_fit():
             assert ("tensor_parallel" in tables["kl"] or "sharded" in tables["kl"]) == divided
         misfits = [one for one in search.misfits if one.executor == "reference"]
         assert bool(misfits) == divided
+
+
+def test_experts_are_divided_where_ranks_divide_them():
+    """Brute force over divisors; a plan's table says so. Beside adapters, and without experts, nothing is tried."""
+    model, gpus = ARCHITECTURES["qwen3-30b-a3b"], cluster("H100", 24)
+    lengths = LengthSample(prompt_mean=100.0, completions=(400, 600), source="test")
+    work = Workload(groups=64, group_size=8, lengths=lengths)
+    space = default_space(model, gpus, work, precisions=("bfloat16",))
+    assert space.expert_parallel == (1, 2, 4, 8, 16)
+    costs = CostModel(model, gpus, work)
+    for devices, degree in ((8, 1), (8, 4), (12, 2)):
+        found = {one.expert_parallel for one in trainer_layouts(costs, space, devices, degree)}
+        assert found == {n for n in (1, 2, 4, 8, 16) if devices % (n * degree) == 0}
+        assert all(one.is_flat for one in trainer_layouts(costs, space, devices, degree) if one.expert_parallel > 1)
+    assert default_space(ARCHITECTURES["qwen3-4b"], gpus, work, precisions=("bfloat16",)).expert_parallel == (1,)
+    adapted = default_space(model, gpus, replace(work, adapters=adapters_of(model, 8)), precisions=("bfloat16",))
+    assert adapted.expert_parallel == adapted.trainer_parallel == (1,)
+    trainer = TrainerLayout(devices=8, tensor_parallel=1, microbatch=4, expert_parallel=4)
+    plan = AsynchronousPlan(trainer=trainer, generator=GeneratorLayout(devices=2, tensor_parallel=2, slots=8))
+    tables = layout_tables(plan, work, 2, device="cuda")
+    assert (tables["trainer"]["expert_parallel"], tables["generator"]["tensor_parallel"]) == (4, 2)

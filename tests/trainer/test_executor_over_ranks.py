@@ -74,7 +74,7 @@ class Offers:
 class SummedPolicy(Policy):
     """Whole on every rank; gradients are summed over data-parallel ones. Context-parallel ones all read everything."""
 
-    def __init__(self, config, ranks, data_ranks, tensor_ranks, context_ranks, stage_ranks):
+    def __init__(self, config, ranks, data_ranks, tensor_ranks, context_ranks, stage_ranks, expert_ranks):
         self.data_ranks, self.readers = data_ranks, context_ranks.world
         super().__init__(config)
 

@@ -283,7 +283,9 @@ class GeneratorConfig(Section):
         description="With `slipstream launch`: the most generators at a time; those above `replicas` may join while "
         "the run goes on (docs/cluster.md). null: replicas.",
     )
-    tensor_parallel: Count = Field(1, description="Processes of each replica, which share every layer.")
+    tensor_parallel: Count = Field(
+        1, description="Processes of each replica, which share every layer; of a mixture's experts each has whole ones."
+    )
     num_slots: Positive | None = Field(
         None,
         description="Completions decoded at once per replica; a multiple of 8. null: 64, or what suits a GPU that the "

@@ -265,12 +265,20 @@ class TrainerConfig(Section):
         description="Processes of the trainer: data parallel (FSDP2) x pipeline parallel x context parallel x tensor "
         "parallel, with a group of their own.",
     )
-    tensor_parallel: Count = Field(1, description="Ranks that share each layer; divides `ranks`.")
+    tensor_parallel: Count = Field(
+        1, description="Ranks that share each layer, of a mixture's experts whole ones; divides `ranks`."
+    )
     context_parallel: Count = Field(
         1,
         description="Ranks that read each microbatch together, each some of its rows: a sequence may be so many times "
         "longer in the same memory, for a gather of keys and values in every layer. Its product with `tensor_parallel`"
         " divides `ranks`. Not with stages.",
+    )
+    expert_parallel: Count = Field(
+        1,
+        description="Data-parallel ranks that divide a mixture's experts: each has so many times fewer, and tokens go "
+        "to theirs and back by all-to-all, where else every rank gathers all experts of a layer. Divides the number of "
+        "data-parallel ranks; times `tensor_parallel`, which divides experts too, it divides that of experts.",
     )
     pipeline_parallel: Count = Field(
         1,
@@ -375,6 +383,7 @@ class TrainerConfig(Section):
             got += f" with trainer.context_parallel = {self.context_parallel}"
             what = "ranks that read a microbatch together are not divided into pipeline stages"
             raise ConfigError(what, got=got, allowed="one of the two above 1")
+        self._check_experts()
         if self.pipeline_chunks > 1 and self.pipeline_parallel == 1:
             got = f"trainer.pipeline_chunks = {self.pipeline_chunks} with trainer.pipeline_parallel = 1"
             allowed = "trainer.pipeline_parallel above 1, or trainer.pipeline_chunks = 1"
@@ -393,6 +402,25 @@ class TrainerConfig(Section):
             got = f"trainer.compile with trainer.ranks = {self.ranks}, recompute_products = {self.recompute_products}"
             raise ConfigError(what, got=got, allowed="trainer.ranks = 1, trainer.recompute_products = true")
         return self
+
+    def _check_experts(self) -> None:
+        """Raise ConfigError where the data-parallel ranks do not divide experts."""
+        if self.expert_parallel == 1:
+            return
+        got = f"trainer.expert_parallel = {self.expert_parallel}"
+        between = {"context_parallel": self.context_parallel, "pipeline_parallel": self.pipeline_parallel}
+        beside = [f"trainer.{name} = {size}" for name, size in between.items() if size > 1]
+        if beside:
+            what = "experts are divided over data-parallel ranks that have a microbatch and all layers each"
+            raise ConfigError(what, got=f"{got} with {beside[0]}", allowed=beside[0].split(" = ")[0] + " = 1")
+        data = self.ranks // self.tensor_parallel
+        if data % self.expert_parallel:
+            raise ConfigError(
+                "those that divide experts are some of the data-parallel ranks, as many in each set",
+                got=f"{got} with {data} data-parallel ranks "
+                f"(trainer.ranks = {self.ranks}, trainer.tensor_parallel = {self.tensor_parallel})",
+                allowed=", ".join(str(n) for n in range(1, data + 1) if data % n == 0),
+            )
 
 
 def check_training(config: RunConfig) -> None:

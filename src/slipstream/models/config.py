@@ -120,24 +120,20 @@ class TransformerConfig:
 
 
 def local_config(config: TransformerConfig, world: int) -> TransformerConfig:
-    """`config` with the heads and the inner width of one of `world` ranks; the vocabulary stays whole.
+    """`config` with the heads and the inner width of one of `world` ranks; vocabulary and experts, of which a rank has
+    some, count all (`transformer.Ranks`).
 
     Raises ConfigError, listing the numbers of ranks that are possible.
     """
-    if config.num_experts and world > 1:
-        raise ConfigError(
-            "a mixture of experts is not divided inside of its layers",
-            got=f"{world} tensor-parallel ranks for {config.num_experts} experts",
-            allowed="1",
-            hint="data-parallel ranks (trainer.data_parallel) and replicas of the generator divide the work",
-        )
     if not _divides(config, world):
         raise ConfigError(
             "the model cannot be divided over this number of ranks",
             got=f"{world} ranks for {config.num_heads} heads, {config.num_kv_heads} key-value heads and an "
-            f"intermediate_size of {config.intermediate_size}",
+            f"intermediate_size of {config.intermediate_size}"
+            + (f", {config.num_experts} experts" if config.num_experts else ""),
             allowed=", ".join(str(n) for n in range(1, config.num_heads + 1) if _divides(config, n)) + " ranks",
-            hint="every rank gets whole heads, all as many; key-value heads may be shared by ranks, all by as many",
+            hint="every rank gets whole heads, all as many; key-value heads may be shared by ranks, all by as many"
+            + ("; experts are whole, equally many on each" if config.num_experts else ""),
         )
     return replace(
         config,
@@ -152,7 +148,8 @@ def _divides(config: TransformerConfig, world: int) -> bool:
     return (
         shares_evenly
         and config.num_heads % world == 0
-        and config.intermediate_size % world == 0
+        and config.num_experts % world == 0
+        and (config.num_sparse_layers == config.num_layers or config.intermediate_size % world == 0)
         and config.vocab_size >= world
     )
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,9 @@ from torch import Tensor, nn
 from slipstream.models.config import TransformerConfig
 from slipstream.models.layer_functions import gated
 from slipstream.models.linear import Linear, linear
+
+if TYPE_CHECKING:
+    from slipstream.models.expert_parallel import ExpertShare
 
 Choose = Callable[[Tensor], Tensor]
 """Chosen experts int64 [N, k] -> those that are computed with."""
@@ -168,28 +171,43 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """Router and experts of a layer. `loads` int64 [E]: each expert's tokens in the last pass with gradients."""
+    """Router and experts of a layer; with a `share`, those of this rank. `loads` int64 [E]: each expert's tokens in the
+    last pass with gradients, of those that this rank has.
+    """
 
-    def __init__(self, config: TransformerConfig, activation: Callable[[Tensor], Tensor]) -> None:
+    def __init__(
+        self, config: TransformerConfig, activation: Callable[[Tensor], Tensor], share: ExpertShare | None = None
+    ) -> None:
         super().__init__()
+        self.share = share
+        self.own = range(config.num_experts) if share is None else share.own
         self.num_experts, self.per_token = config.num_experts, config.experts_per_token
         self.normalises, self.activation = config.normalises_gates, activation
         hidden, width = config.hidden_size, config.expert_width
         self.router = Router(self.num_experts, hidden)
-        self.up = ExpertsLinear(self.num_experts, hidden, 2 * width)
-        self.down = ExpertsLinear(self.num_experts, width, hidden)
+        self.up = ExpertsLinear(len(self.own), hidden, 2 * width)
+        self.down = ExpertsLinear(len(self.own), width, hidden)
         self.loads: Tensor | None = None
 
     def forward(self, x: Tensor, choose: Choose | None = None) -> Tensor:
         """x [N, hidden] -> [N, hidden], by the experts that `choose` makes of those that the router would."""
         gates, chosen = self.route(x, choose)
-        groups = group(chosen, self.num_experts, on_device=multiplies_groups(x.device, x.dtype))
-        out = self.down(gated(self.activation, self.up(x.index_select(0, groups.source), groups)), groups)
-        parts = out.index_select(0, groups.places.flatten()).view(*chosen.shape, out.shape[1])
+        parts = self._answers(x, chosen) if self.share is None else self.share.answers(x, chosen, self._products)
         total: Tensor = parts[:, 0] * gates[:, :1]
         for choice in range(1, self.per_token):
             total = total + parts[:, choice] * gates[:, choice : choice + 1]
         return total.to(x.dtype)
+
+    def _answers(self, x: Tensor, chosen: Tensor) -> Tensor:
+        """Return what the experts `chosen` for each token give, [N, k, hidden]."""
+        groups = group(chosen, self.num_experts, on_device=multiplies_groups(x.device, x.dtype))
+        out = self._products(x.index_select(0, groups.source), groups)
+        return out.index_select(0, groups.places.flatten()).view(*chosen.shape, out.shape[1])
+
+    def _products(self, rows: Tensor, groups: Groups) -> Tensor:
+        """Rows [P, hidden], sorted by expert, through this rank's experts."""
+        out: Tensor = self.down(gated(self.activation, self.up(rows, groups)), groups)
+        return out
 
     def route(self, x: Tensor, choose: Choose | None = None) -> tuple[Tensor, Tensor]:
         """Gates float32 [N, k], differentiable, and chosen experts int64 [N, k], by falling probability."""

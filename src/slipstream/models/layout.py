@@ -100,7 +100,7 @@ def _experts(prefix: str, config: TransformerConfig, experts: Experts) -> Iterat
     prefix = f"{prefix}.block_sparse_moe" if is_mixtral else f"{prefix}.mlp"
     up, down = (["w1", "w3"], "w2") if is_mixtral else (["gate_proj", "up_proj"], "down_proj")
     yield from _affine(f"{prefix}.gate", experts.router)
-    each = [f"experts.{expert}" for expert in range(config.num_experts)]
+    each = [f"experts.{expert}" for expert in experts.own]
     names = [f"{expert}.{name}" for expert in each for name in up]
     yield from _rows(prefix, names, [config.expert_width] * len(names), experts.up)
     yield from _rows(prefix, [f"{expert}.{down}" for expert in each], [config.hidden_size] * len(each), experts.down)

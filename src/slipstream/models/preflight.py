@@ -12,6 +12,7 @@ from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.models.build import build_tokenizer, stop_token_ids
 from slipstream.models.config import TransformerConfig, config_from_hf, new_config
+from slipstream.models.expert_parallel import check_experts
 from slipstream.models.foreign_text import rehearse_tokenizer
 from slipstream.models.hf import canonical_name, misfit, read_hf_config, weight_files
 from slipstream.models.hub import is_adapter
@@ -57,6 +58,7 @@ def check_policy(config: RunConfig, *, is_sampled: bool = True) -> TransformerCo
         )
     if shape.num_experts:
         _check_mixture(config)
+    _check_expert_ranks(config, shape)
     if config.generator.precision == "mxfp4":
         _check_blocks(config, shape)
     if config.model.lora.is_set:
@@ -79,8 +81,6 @@ def _check_mixture(config: RunConfig) -> None:
             "'float32', 'bfloat16', 'int8' or 'mxfp4'",
         ),
         ("model.lora.base_precision", base_precision, base_precision != "float32", "'float32'"),
-        ("generator.tensor_parallel", generator.tensor_parallel, generator.tensor_parallel > 1, "1"),
-        ("trainer.tensor_parallel", config.trainer.tensor_parallel, config.trainer.tensor_parallel > 1, "1"),
         ("trainer.context_parallel", config.trainer.context_parallel, config.trainer.context_parallel > 1, "1"),
         ("trainer.pipeline_parallel", config.trainer.pipeline_parallel, config.trainer.pipeline_parallel > 1, "1"),
     ):
@@ -88,6 +88,27 @@ def _check_mixture(config: RunConfig) -> None:
             raise ConfigError(
                 f"a mixture of experts is not supported with this {field}", got=f"{field} = {got!r}", allowed=allowed
             )
+
+
+def _check_expert_ranks(config: RunConfig, shape: TransformerConfig) -> None:
+    """Raise ConfigError where the run's ranks do not divide the experts of a policy of `shape`, or are not to."""
+    generator, trainer = config.generator, config.trainer
+    divided = {
+        "trainer.expert_parallel": trainer.expert_parallel,
+        "trainer.tensor_parallel": trainer.tensor_parallel if shape.num_experts else 1,
+        "generator.tensor_parallel": generator.tensor_parallel if shape.num_experts else 1,
+    }
+    fields = [f"{name} = {ranks}" for name, ranks in divided.items() if ranks > 1]
+    if fields and config.model.lora.is_set and shape.num_experts:
+        raise ConfigError(
+            "the adapters of a mixture are not divided with its experts",
+            got=f"model.lora with {fields[0]}",
+            allowed=f"{fields[0].split(' = ')[0]} = 1",
+            hint="data-parallel ranks (FSDP2) divide the base",
+        )
+    if trainer.expert_parallel > 1:
+        of = f" (trainer.expert_parallel = {trainer.expert_parallel}, tensor_parallel = {trainer.tensor_parallel})"
+        check_experts(shape.num_experts, trainer.expert_parallel * trainer.tensor_parallel, of=of)
 
 
 def _check_blocks(config: RunConfig, shape: TransformerConfig) -> None:

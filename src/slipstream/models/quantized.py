@@ -236,7 +236,7 @@ class WeightLayout:
 
     def _largest(self, weights: Mapping[str, Tensor], over_ranks: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         """The largest |weight| of the rows that ranks hold columns of, by name."""
-        cut = [s.name for s in self.stored if s.dtype in LARGEST and s.name.endswith(CUT_BY_COLUMNS)]
+        cut = [s.name for s in self.stored if s.dtype in LARGEST and _is_cut_by_columns(s.name)]
         own = [weights[name].detach().abs().amax(1) for name in cut]
         if not own:
             return {}
@@ -378,9 +378,14 @@ def _in_bytes(part: Part, per: int) -> Part:
     return replace(part, box=narrowed, start=narrow(part.start, 1))
 
 
+def _is_cut_by_columns(name: str) -> bool:
+    """Tell whether tensor parallelism divides the columns of a matrix; those of experts are whole on a rank."""
+    return name.endswith(CUT_BY_COLUMNS) and ".experts." not in name
+
+
 def _check_blocks(stored: Stored) -> None:
     """Raise ConfigError where a rank holds parts of blocks: their scales are those of whole ones."""
-    if stored.name.endswith(CUT_BY_COLUMNS) and stored.shape[1] % BLOCK:
+    if _is_cut_by_columns(stored.name) and stored.shape[1] % BLOCK:
         raise ConfigError(
             "tensor parallelism cuts this matrix within blocks of mxfp4",
             got=f"{stored.shape[1]} columns of {stored.name} on a rank",

@@ -12,6 +12,9 @@ Gradients of the data-parallel ranks are summed, never averaged: losses are divi
 tensor-parallel ranks that remain (`tensor_parallel.SharedRows`), and over the two stages of a tied embedding, are made
 once per update, by `ShardedParameters.grad_norm`.
 
+Data-parallel ranks may divide experts among them (`expert_parallel.py`): those of a layer are then a group of their
+own, which FSDP2 cuts over the ranks that hold the same ones.
+
 Ranks that read a microbatch together (`context_parallel.py`) are data-parallel ranks to all of this: each computes the
 gradients of its own rows, and they are summed.
 """
@@ -24,7 +27,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import msgspec
 import torch
@@ -40,6 +43,7 @@ from slipstream.models.compute_copy import ComputeCopy
 from slipstream.models.config import TransformerConfig, config_from_hf, local_config, new_config
 from slipstream.models.context_parallel import ContextParallel
 from slipstream.models.device import DTYPES
+from slipstream.models.expert_parallel import ExpertRanks
 from slipstream.models.experts import Router
 from slipstream.models.flat import FlatParameters
 from slipstream.models.hf import canonical_name, logical_tensors, read_hf_config, weight_files, write_tensor
@@ -74,6 +78,7 @@ from slipstream.models.transformer import OneRank, Ranks, Transformer
 
 if TYPE_CHECKING:  # torch's distributed parts take a second to import, and one rank needs none of them
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,7 @@ class Division:
     Those of `context_parallel`, which read each microbatch together, are among them: with some, fewer ranks than
     `data_parallel` count a microbatch.
     The ranks of `pipeline_parallel` are stages, each with `chunks` ranges of layers (`stages.Stage`).
+    `experts` are the data-parallel ranks once more, as they divide a mixture's experts among them.
     `precision` is that of products; parameters, gradients and their sums are float32, but that a frozen model may keep
     its parameters `stored` in another precision, which is then that of products, too. With `recomputes` every layer
     keeps only its input for the backward pass and runs again there, with `keeps_products` without its products. torch
@@ -108,6 +114,7 @@ class Division:
     copies: bool = False
     pipeline_parallel: RankGroup = field(default_factory=RankGroup.alone)
     chunks: int = 1
+    experts: ExpertRanks = field(default_factory=ExpertRanks)
 
     @property
     def stage(self) -> Stage:
@@ -131,8 +138,10 @@ class Division:
 
     def ranks_of(self, config: TransformerConfig) -> Ranks:
         """Return the tensor-parallel ranks of a model of the whole `config`. ConfigError if it cannot be divided so."""
-        pg = self.tensor_parallel.pg
-        return OneRank() if pg is None else TensorParallel.over(pg, config, fixed_order=self.fixed_order)
+        pg, exchange = self.tensor_parallel.pg, self.experts.exchange
+        if pg is None:
+            return OneRank(exchange)
+        return TensorParallel.over(pg, config, fixed_order=self.fixed_order, exchange=exchange)
 
     @property
     def uses_fsdp(self) -> bool:
@@ -144,11 +153,13 @@ class Division:
         """True where one rank has the weights in the precision of products, too."""
         return self.copies and self.precision != "float32" and self.is_alone
 
-    def mesh(self) -> DeviceMesh:
-        """Return the data-parallel ranks, for torch. Process groups must be initialised, also for one rank alone."""
+    def mesh(self, ranks: RankGroup | None = None) -> DeviceMesh:
+        """Return `ranks`, or the data-parallel ones, for torch. Process groups must be initialised, also for one rank
+        alone.
+        """
         from torch.distributed.device_mesh import DeviceMesh
 
-        pg = self.data_parallel.pg
+        pg = self.data_parallel.pg if ranks is None else ranks.pg
         if pg is None:
             pg = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         return DeviceMesh.from_group(pg, self.device.type, mesh_dim_names=("data_parallel",))
@@ -208,11 +219,15 @@ def _shard(model: Transformer, division: Division) -> None:
         if name != "layers":
             _bring(child, division)
     whole = {p for one in model.modules() if isinstance(one, (Adapter, Router)) for p in one.parameters()}
-    shard = partial(fully_shard, mesh=mesh, mp_policy=policy, ignored_params=whole)
+    shard = partial(fully_shard, mp_policy=policy, ignored_params=whole)
+    holders = division.mesh(division.experts.sharing) if division.experts.exchange.world > 1 else None
     for layer in model.layers:
-        shard(_bring(layer, division), reshard_after_forward=True)
+        _bring(layer, division)
+        if layer.is_sparse and holders is not None:
+            shard(layer.experts, mesh=holders, reshard_after_forward=True)
+        shard(layer, mesh=mesh, reshard_after_forward=True)
     _move_tables(model, division)
-    shard(model, reshard_after_forward=False)
+    shard(model, mesh=mesh, reshard_after_forward=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):  # sums; the two together also spare gloo an operation that it lacks
             module.set_gradient_divide_factor(1.0)
@@ -442,11 +457,12 @@ class ShardedParameters:
 
     def _rows_of(self, parameter: nn.Parameter) -> range:
         """FSDP2 cuts the first dimension as `torch.chunk` does: equal numbers of rows, the last ranks have fewer."""
-        rows, group = _all_rows(parameter), self._division.data_parallel
+        rows = _all_rows(parameter)
         if not is_dtensor(parameter):
             return rows
-        size = math.ceil(len(rows) / group.world)
-        return rows[group.rank * size : (group.rank + 1) * size]
+        mesh = cast("DTensor", parameter).device_mesh
+        size = math.ceil(len(rows) / mesh.size())
+        return rows[mesh.get_local_rank() * size : (mesh.get_local_rank() + 1) * size]
 
     def stored(self) -> list[Tensor]:
         self.reshard()

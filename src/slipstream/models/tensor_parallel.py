@@ -9,6 +9,7 @@ sum over ranks: two collectives per layer, one where attention and MLP are paral
 - The head is cut by vocabulary rows, as evenly as they go. To sample, all ranks gather all logits. Each logit is
   computed on one rank and copied, so logits are bitwise the same everywhere; with equal noise, so are the sampled
   tokens. The trainer gathers none: `head.py` sums over ranks what logprobs and entropies are made of.
+- Experts are whole, some of them on each rank, behind a router on all (`expert_parallel.py`).
 - The embedding is whole on every rank. Looking up is then exact and needs no collective, and a tied head is a range of
   its rows, without a copy. It costs memory and, per version, wire: for 128k tokens times 8192 bf16 2 GB of 18 GB that
   one of eight ranks holds of a 70B model. A decode step reads only its tokens' rows, so it costs no time.
@@ -17,9 +18,10 @@ Gradients. Every rank computes the same loss from the same logprobs, so the grad
 (logprobs, residual stream) is too. `join` hands it to every branch; `fork`, before the products that divide the work,
 sums what comes back: a second collective per branch. So gradients of norms, of an untied embedding and of positions are
 whole on every rank, and those of divided parameters belong to their rank. What remains are parts of a sum: key-value
-heads that several ranks hold, norms of queries and keys, and a tied embedding, of whose head each rank knows its own
-rows. They are added up once per update, not once per product; `SharedRows.is_partial` says which they are. Of adapters
-it is what every rank holds: A where rows are cut, whose gradient is of this rank's rows of B, and B where columns are.
+heads that several ranks hold, norms of queries and keys, routers, and a tied embedding, of whose head each rank knows
+its own rows. They are added up once per update, not once per product; `SharedRows.is_partial` says which they are. Of
+adapters it is what every rank holds: A where rows are cut, whose gradient is of this rank's rows of B, and B where
+columns are.
 
 Bits. All ranks add the same numbers in the same order, so the residual stream is the same on every rank, too. But the
 order of an all-reduce over three and more ranks depends on where a number lies in the buffer, so that the bits of a
@@ -41,8 +43,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.core.errors import ShapeError
-from slipstream.core.rank_group import lost_rank
+from slipstream.core.rank_group import RankGroup, lost_rank
 from slipstream.models.config import TransformerConfig, local_config
+from slipstream.models.expert_parallel import ExpertShare
 from slipstream.models.lora import Adapter
 from slipstream.models.transformer import Transformer
 
@@ -105,8 +108,10 @@ class TensorParallel:
         group: dist.ProcessGroup | None = None,
         *,
         fixed_order: bool = False,
+        exchange: RankGroup = RankGroup.alone(),
     ) -> None:
         self.config, self.rank, self.world, self.group = config, rank, world, group
+        self._exchange = exchange
         self.local_config = local_config(config, world)
         self.fixed_order = fixed_order
         self.counts_once = rank == 0
@@ -115,9 +120,17 @@ class TensorParallel:
         self._vocab_sizes = [stop - start for start, stop in itertools.pairwise(starts)]
 
     @classmethod
-    def over(cls, group: dist.ProcessGroup, config: TransformerConfig, *, fixed_order: bool = False) -> TensorParallel:
+    def over(
+        cls,
+        group: dist.ProcessGroup,
+        config: TransformerConfig,
+        *,
+        fixed_order: bool = False,
+        exchange: RankGroup = RankGroup.alone(),
+    ) -> TensorParallel:
         """This process's rank of `group`."""
-        return cls(config, dist.get_rank(group), dist.get_world_size(group), group, fixed_order=fixed_order)
+        rank, world = dist.get_rank(group), dist.get_world_size(group)
+        return cls(config, rank, world, group, fixed_order=fixed_order, exchange=exchange)
 
     def new_model(self) -> Transformer:
         """This rank's part of the model, uninitialised; `model.config` is the local one. `load_shard` fills it."""
@@ -127,6 +140,9 @@ class TensorParallel:
         if vocab_size != self.config.vocab_size:
             raise ShapeError("another vocabulary than was divided", got=vocab_size, allowed=self.config.vocab_size)
         return self._rows
+
+    def experts(self, num_experts: int) -> ExpertShare | None:
+        return ExpertShare.of(num_experts, rank=self.rank, world=self.world, exchange=self._exchange)
 
     def fork(self, x: Tensor) -> Tensor:
         """x itself; its gradient is summed over ranks."""
@@ -220,7 +236,7 @@ def shared_rows(model: Transformer) -> dict[str, SharedRows]:
         rows, module = range(len(parameter)), name.split(".")[-2]
         if module in ("attention_norm", "mlp_norm", "final_norm", "position_embedding"):
             found[name] = SharedRows(rows, everyone, is_partial=False)
-        elif module in ("q_norm", "k_norm"):
+        elif module in ("q_norm", "k_norm", "router"):
             found[name] = SharedRows(rows, everyone, is_partial=True)
         elif module == "embedding":
             found[name] = SharedRows(rows, everyone, is_partial=model.config.tie_embeddings)

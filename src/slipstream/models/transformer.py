@@ -18,8 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
+from slipstream.core.rank_group import RankGroup
 from slipstream.models.compute_copy import ComputeCopy
 from slipstream.models.config import TransformerConfig
+from slipstream.models.expert_parallel import ExpertShare
 from slipstream.models.experts import Experts
 from slipstream.models.layer_functions import RotateHeads, gated, is_fused
 from slipstream.models.linear import Embedding, Linear, find_onednn, linear
@@ -65,6 +67,10 @@ class Ranks(Protocol):
         """The rows of the head that this rank multiplies by."""
         ...
 
+    def experts(self, num_experts: int) -> ExpertShare | None:
+        """The experts of this rank in a layer that has so many; None: all of them."""
+        ...
+
     def fork(self, x: Tensor) -> Tensor:
         """x, alike on all ranks, before each takes its share of the work: its gradients are summed over ranks."""
         ...
@@ -108,12 +114,20 @@ class Base(Protocol):
 
 
 class OneRank:
-    """The whole model in one process: there is nothing to sum and nothing to gather."""
+    """The whole model in one process: there is nothing to sum and nothing to gather. Only experts may be divided, over
+    ranks that `exchange` tokens.
+    """
 
     counts_once, first_row = True, 0
 
+    def __init__(self, exchange: RankGroup = RankGroup.alone()) -> None:
+        self._exchange = exchange
+
     def vocab_rows(self, vocab_size: int) -> range:
         return range(vocab_size)
+
+    def experts(self, num_experts: int) -> ExpertShare | None:
+        return ExpertShare.of(num_experts, exchange=self._exchange)
 
     def fork(self, x: Tensor) -> Tensor:
         return x
@@ -241,7 +255,7 @@ class Layer(nn.Module):
         self.activation = ACTIVATIONS[config.activation]
         self.is_sparse = config.is_sparse(index)
         if self.is_sparse:
-            self.experts = Experts(config, self.activation)
+            self.experts = Experts(config, self.activation, ranks.experts(config.num_experts))
         else:
             self.up = _linear(hidden, 2 * inner if config.gated_mlp else inner, config.mlp_bias)
             self.down = _linear(inner, hidden, config.mlp_bias and ranks.counts_once)

@@ -409,9 +409,8 @@ def _layout(layout: Layout) -> str:
     """Write a layout as its devices, tensor x pipeline x data parallel, and what else it has."""
     if isinstance(layout, TrainerLayout):
         axes = f"{layout.tensor_parallel}x{layout.pipeline_parallel}x{layout.data_parallel}"
-        further = f" v{layout.chunks}" * (layout.chunks > 1) + f" c{layout.context_parallel}" * (
-            layout.context_parallel > 1
-        )
+        parts = {"v": layout.chunks, "c": layout.context_parallel, "e": layout.expert_parallel}
+        further = "".join(f" {letter}{size}" for letter, size in parts.items() if size > 1)
         return f"{axes}{further} b{layout.microbatch:g}" + " r" * layout.recompute
     if isinstance(layout, GeneratorLayout):
         precision = {"bfloat16": "bf16", "float32": "fp32"}.get(layout.precision, layout.precision)

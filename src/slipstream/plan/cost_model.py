@@ -18,7 +18,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.fields import Precision
 from slipstream.models.config import MAX_LOGITS, TransformerConfig
 from slipstream.plan.counts import BYTES, COMPUTED_BYTES, EXPANDED, Adapters, Counts, counts_of
-from slipstream.plan.hardware import GpuCluster, all_gather_s, all_reduce_s, last_host_task_s, send_s
+from slipstream.plan.hardware import GpuCluster, all_gather_s, all_reduce_s, all_to_all_s, last_host_task_s, send_s
 from slipstream.plan.layouts import (
     AsynchronousPlan,
     Efficiency,
@@ -101,7 +101,7 @@ class CostModel:
     def _least_s(self, layout: TrainerLayout) -> tuple[float, float]:
         """Return the least seconds of work on a rollout: of a layer, and of the head."""
         degree, recompute, keeps = layout.tensor_parallel, layout.recompute, layout.keeps_products
-        key = ("least", degree, recompute, keeps, layout.precision, layout.head_precision)
+        key = ("least", degree, recompute, keeps, layout.precision, layout.head_precision, layout.expert_parallel)
         if key not in self._known:
             count = self.workload.rollouts
             alone = replace(layout, devices=degree, pipeline_parallel=1, chunks=1, context_parallel=1)
@@ -318,7 +318,8 @@ class CostModel:
         the model's own weights have neither moments nor gradients, and a reference is the same weights. Of offloaded
         moments those of one tensor are there at a time. Of pipeline stages it is the one that holds most.
         """
-        place = layout.devices, layout.tensor_parallel, layout.pipeline_parallel, layout.chunks, layout.context_parallel
+        place: tuple[Any, ...] = layout.devices, layout.tensor_parallel, layout.pipeline_parallel
+        place = (*place, layout.chunks, layout.context_parallel, layout.expert_parallel)
         held = (*place, layout.reduce_once, layout.offloads_moments)
         working = (*place, layout.microbatch, layout.precision, layout.recompute, layout.keeps_products, layout.head)
 
@@ -345,10 +346,12 @@ class CostModel:
         weights = 4 * (counts.params_of(stage) + adapters) / shards * models
         if self.adapters.base != "float32":  # whole on every data-parallel rank, and expanded in blocks
             weights = counts.served_bytes(self.adapters.base, stage) + 4 * adapters
+        elsewhere = stage.layers * (counts.layer - counts.gathered_layer(layout.expert_parallel))
+        whole = params - elsewhere if layout.reduce_once else params / shards
         return {
             "weights": weights,
             "moments": 8 * min(params / shards, counts.embedding if layout.offloads_moments else math.inf) * models,
-            "gradients": 4 * params / (1 if layout.reduce_once else shards) * models,
+            "gradients": 4 * whole * models,
         }
 
     def _beside(self, layout: TrainerLayout, stage: PlannedStage, served: Precision | None) -> dict[str, float]:
@@ -380,7 +383,8 @@ class CostModel:
         )
         # The root (embedding and head) from forward to backward; one layer that runs, and one that comes. One rank
         # has a copy of all in the precision of products.
-        gathered = (2 * counts.layer + counts.root_of(stage)) * element if uses_fsdp else 0.0
+        layers = 2 * counts.gathered_layer(layout.expert_parallel)
+        gathered = (layers + counts.root_of(stage)) * element if uses_fsdp else 0.0
         copies = 0.0
         if uses_fsdp and layout.devices == 1 and not self.adapters.params:
             models = 2 if workload.critic else 1
@@ -534,9 +538,11 @@ class CostModel:
         given = rollouts * self.given / self.workload.lengths.prompt_mean
         return decode.times(steps) + self.prefill(layout, prompts=rollouts / self.workload.group_size + given)
 
-    def _layer(self, rows: float, counts: Counts, precision: Precision, *, flops: float = 0.0) -> float:
+    def _layer(
+        self, rows: float, counts: Counts, precision: Precision, *, flops: float = 0.0, expert_ranks: int = 1
+    ) -> float:
         """Seconds of a layer's products; of its experts those count that the rows meet."""
-        read = counts.touched_matrix(rows)
+        read = counts.touched_matrix(rows, expert_ranks)
         return self._product(rows, counts.active_matrix, precision, flops=flops, read=read)
 
     def _product(
@@ -579,7 +585,8 @@ class CostModel:
         counts, ranks = counts_of(self.model, layout.tensor_parallel), layout.tensor_parallel
         tokens = rollouts * self.workload.trained_tokens / layout.context_parallel
         attention = 4 * tokens * self.context * counts.local.query_size
-        product_s = self._layer(tokens, counts, layout.precision, flops=attention)
+        expert_ranks = layout.expert_parallel
+        product_s = self._layer(tokens, counts, layout.precision, flops=attention, expert_ranks=expert_ranks)
         compute_s = passes * layers * product_s
         if is_trained and self.adapters.params:
             frozen_s = product_s - self._product(tokens, 0, layout.precision, flops=attention)
@@ -596,7 +603,7 @@ class CostModel:
             "tensor_parallel": layers * sums * self._all_reduce(width, ranks) + head["tensor_parallel"],
         } | self._between_ranks(layout, layers, tokens, passes)
         # A layer is gathered forward and backward, the root is kept in between.
-        fsdp = (1 + is_trained) * layers * self._gather(layout, counts.layer)
+        fsdp = (1 + is_trained) * layers * self._gather_layer(layout)
         fsdp += self._gather(layout, counts.root_of(stage))
         if is_trained and not layout.reduce_once:
             fsdp += self._reduce_gradients(layout, stage)
@@ -606,7 +613,8 @@ class CostModel:
         """Seconds of messages between stages, and between the ranks that share sequences, that nothing hides.
 
         A stage sends the states of each of its chunks forward, and their gradients back. Keys and values are gathered
-        for each layer, again if it is computed again, and their gradients are summed.
+        for each layer, again if it is computed again, and their gradients are summed. Tokens go to their experts and
+        back as often.
         """
         parts, element = {}, COMPUTED_BYTES[layout.precision]
         if layout.pipeline_parallel > 1:
@@ -620,6 +628,11 @@ class CostModel:
             ranks, stride = layout.context_parallel, layout.tensor_parallel
             gather_s = self.efficiency.collective * all_gather_s(nbytes, ranks, self.cluster, stride=stride)
             parts["context"] = layers * max(passes - 1, 1) * gather_s
+        if layout.expert_parallel > 1:
+            counts, ranks = counts_of(self.model, layout.tensor_parallel), layout.expert_parallel
+            nbytes = tokens * counts.exchanged_elements(ranks) * element / self.efficiency.network
+            one_way_s = all_to_all_s(nbytes, ranks, self.cluster, stride=layout.tensor_parallel)
+            parts["experts"] = 2 * layers * max(passes - 1, 1) * one_way_s
         return parts
 
     def _head(self, layout: TrainerLayout, rollouts: float, *, is_trained: bool) -> Parts:
@@ -646,12 +659,22 @@ class CostModel:
         stride = layout.model_ranks // layout.context_parallel
         return all_gather_s(nbytes, layout.sharing, self.cluster, stride=stride)
 
+    def _gather_layer(self, layout: TrainerLayout) -> float:
+        """Seconds until every rank has a layer; its experts come from the ranks that hold the same ones."""
+        counts, ranks = counts_of(self.model, layout.tensor_parallel), layout.expert_parallel
+        experts = counts.experts_of(ranks)
+        once = self._gather(layout, counts.gathered_layer(ranks) - experts)
+        if experts and layout.sharing > ranks:
+            nbytes = experts * COMPUTED_BYTES[layout.precision] / self.efficiency.network
+            once += all_gather_s(nbytes, layout.sharing // ranks, self.cluster, stride=layout.model_ranks * ranks)
+        return once
+
     def _reduce_gradients(self, layout: TrainerLayout, stage: PlannedStage) -> float:
         """Seconds to sum a stage's gradients over the ranks that share them, in float32."""
         if self.adapters.params:
             return 4 / COMPUTED_BYTES[layout.precision] * self._gather(layout, self._adapters_of(stage))
         counts = counts_of(self.model, layout.tensor_parallel)
-        once = stage.layers * self._gather(layout, counts.layer) + self._gather(layout, counts.root_of(stage))
+        once = stage.layers * self._gather_layer(layout) + self._gather(layout, counts.root_of(stage))
         return 4 / COMPUTED_BYTES[layout.precision] * once
 
     def _update(self, layout: TrainerLayout) -> Parts:

@@ -22,8 +22,8 @@ COMPUTED_BYTES: dict[Precision, float] = {"float32": 4, "bfloat16": 2, "fp8": 2,
 class Counts:
     """Counts of one of `ranks` that share every layer (1: the whole model); per layer where the name says so.
 
-    Embeddings lie whole on every rank, the head is cut by vocabulary, norms and biases are on all of them
-    (`models/tensor_parallel.py`).
+    Embeddings lie whole on every rank, the head is cut by vocabulary, norms, biases and routers are on all of them
+    (`models/tensor_parallel.py`), experts whole on one each. A token is taken to have as many experts on all ranks.
     """
 
     model: TransformerConfig
@@ -43,25 +43,49 @@ class Counts:
     @cached_property
     def layer_matrix(self) -> int:
         """Weights of a layer's products."""
-        return self._attention_matrix + max(self.model.num_experts, 1) * self._mlp_matrix
+        return self._attention_matrix + self._num_mlps * self._mlp_matrix
 
     @property
-    def active_matrix(self) -> int:
+    def _num_mlps(self) -> int:
+        return max(self.model.num_experts // self.ranks, 1)
+
+    @property
+    def _per_token(self) -> float:
+        """The experts on this rank that a token goes through."""
+        return self.model.experts_per_token / self.ranks
+
+    @property
+    def active_matrix(self) -> float:
         """Those that a token is multiplied by: `layer_matrix`, but for the experts that it does not go through."""
         if not self.model.num_experts:
             return self.layer_matrix
         router = self.model.num_experts * self.model.hidden_size
-        return self._attention_matrix + self.model.experts_per_token * self._mlp_matrix + router
+        return self._attention_matrix + self._per_token * self._mlp_matrix + router
 
-    def touched_matrix(self, rows: float) -> float:
+    def touched_matrix(self, rows: float, expert_ranks: int = 1) -> float:
         """Weights of `layer_matrix` that so many tokens read: their experts, if each of them has k of E at random.
 
-        attention + E (1 - (1 - k / E)^rows) MLP
+        attention + E (1 - (1 - k / E)^rows) MLP. Of `expert_ranks` that exchange as many tokens each, one reads those
+        of its experts that the tokens of all have.
         """
         if not self.model.num_experts:
             return self.layer_matrix
-        missed: float = (1 - self.model.experts_per_token / self.model.num_experts) ** rows
-        return self._attention_matrix + self.model.num_experts * (1 - missed) * self._mlp_matrix
+        missed: float = (1 - self.model.experts_per_token / self.model.num_experts) ** (rows * expert_ranks)
+        return self._attention_matrix + self._num_mlps / expert_ranks * (1 - missed) * self._mlp_matrix
+
+    def experts_of(self, expert_ranks: int) -> int:
+        """Return the weights of a layer that ranks which exchange tokens divide, where there are several: one's."""
+        return self._num_mlps // expert_ranks * self._mlp_matrix if expert_ranks > 1 else 0
+
+    def gathered_layer(self, expert_ranks: int) -> int:
+        """Return the weights of a layer that one of so many ranks computes with."""
+        if expert_ranks == 1:
+            return self.layer
+        return self.layer - self._num_mlps * self._mlp_matrix + self.experts_of(expert_ranks)
+
+    def exchanged_elements(self, expert_ranks: int) -> float:
+        """Return the numbers that a token sends to its experts in a layer, and gets back from them."""
+        return self._per_token * self.model.hidden_size if expert_ranks > 1 else 0.0
 
     @cached_property
     def _attention_matrix(self) -> int:
@@ -76,10 +100,10 @@ class Counts:
         return (3 if local.gated_mlp else 2) * local.hidden_size * width
 
     @property
-    def inner(self) -> int:
-        """The inner width that a token goes through, of all its experts together."""
+    def inner(self) -> float:
+        """The inner width that a token goes through, of all its experts on this rank together."""
         local = self.local
-        return local.experts_per_token * local.expert_width if local.num_experts else local.intermediate_size
+        return self._per_token * local.expert_width if local.num_experts else local.intermediate_size
 
     @cached_property
     def layer_vectors(self) -> int:
@@ -110,9 +134,9 @@ class Counts:
         return self.model.num_layers * self.layer + self.root
 
     @property
-    def active_params(self) -> int:
+    def active_params(self) -> float:
         """Those of `params` that take part in a token's pass, the embedding's whole table among them."""
-        idle = (self.model.num_experts - self.model.experts_per_token) * self._mlp_matrix
+        idle = (self.model.num_experts / self.ranks - self._per_token) * self._mlp_matrix
         return self.params - self.model.num_layers * idle
 
     @property
@@ -151,7 +175,7 @@ class Counts:
         local, model = self.local, self.model
         rows = local.query_size + 2 * local.kv_size + local.hidden_size
         width = local.expert_width if local.num_experts else local.intermediate_size
-        rows += max(local.num_experts, 1) * ((2 if local.gated_mlp else 1) * width + local.hidden_size)
+        rows += self._num_mlps * ((2 if local.gated_mlp else 1) * width + local.hidden_size)
         layer = self.layer_matrix * matrix + rows * scale + self.layer_vectors * 4
         tables: float = 0
         if stage.is_first:
@@ -173,31 +197,32 @@ class Counts:
         return 1 if self.model.parallel_residual else 2
 
     @cached_property
-    def kept_elements(self) -> int:
+    def kept_elements(self) -> float:
         """Activations per token and layer that a backward pass without recomputation keeps.
 
         The residual stream before either norm and behind it (4 hidden), queries, keys, values and what attention gives,
         and the MLP's inner width: gate, up, and their product. Of experts also what each gets and gives.
         """
         local = self.local
-        attention = 2 * local.query_size + 2 * local.kv_size + 2 * local.experts_per_token * local.hidden_size
+        experts = (self._per_token + local.experts_per_token) * local.hidden_size  # answers have a place on all ranks
+        attention = 2 * local.query_size + 2 * local.kv_size + experts
         return 4 * local.hidden_size + attention + (3 if local.gated_mlp else 2) * self.inner
 
     @cached_property
-    def product_elements(self) -> int:
+    def product_elements(self) -> float:
         """Activations per token and layer that recomputation keeps without `trainer.recompute_products`: what products
         and attention gave."""
         local = self.local
-        experts = (local.experts_per_token - 1) * local.hidden_size if local.num_experts else 0
+        experts = (self._per_token - 1) * local.hidden_size if local.num_experts else 0
         attention = 2 * local.query_size + 2 * local.kv_size + 2 * local.hidden_size + experts
         return attention + (2 if local.gated_mlp else 1) * self.inner
 
     @cached_property
-    def moved_elements(self) -> int:
+    def moved_elements(self) -> float:
         """Activations per token and layer that a forward pass writes and reads again between its products."""
         local = self.local
         heads = 2 * (local.query_size + local.kv_size)  # rotation
-        hidden = (6 + 2 * local.experts_per_token) * local.hidden_size
+        hidden = (6 + self._per_token + local.experts_per_token) * local.hidden_size
         return 2 * (hidden + heads + (3 if local.gated_mlp else 2) * self.inner)
 
 

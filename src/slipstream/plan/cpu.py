@@ -247,7 +247,7 @@ class CpuMachine:
         )
 
 
-def _kept_elements(counts: Counts) -> int:
+def _kept_elements(counts: Counts) -> float:
     """Return the activations per token and layer that a backward pass needs, as they are kept on a CPU.
 
     Beside `Counts.kept_elements`: queries, keys, values and what attention gives once more, padded; and silu's output.

@@ -187,6 +187,17 @@ def send_s(nbytes: float, cluster: GpuCluster, *, between_nodes: bool) -> float:
     return min(one.seconds(1, between_nodes, 1 + between_nodes, nbytes, links) for one in _RING)
 
 
+def all_to_all_s(nbytes: float, ranks: int, cluster: GpuCluster, *, stride: int = 1) -> float:
+    """Seconds until `ranks` devices, each `stride` from the next, have sent `nbytes` each, to all of them alike."""
+    if ranks == 1:
+        return 0.0
+    nodes = cluster.nodes_of(ranks * stride)
+    within_s = send_s(nbytes * (ranks - 1) / ranks, cluster, between_nodes=False)
+    if nodes == 1:
+        return within_s
+    return max(within_s, send_s(nbytes * (nodes - 1) / nodes, cluster, between_nodes=True))
+
+
 def last_host_task_s(mean_s: float, ranks: int, cluster: GpuCluster) -> float:
     """Seconds until the last rank's host task is done that a collective in a CUDA graph has between nodes.
 

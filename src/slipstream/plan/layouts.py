@@ -106,6 +106,7 @@ class TrainerLayout:
 
     `microbatch`: rollouts of one forward-backward. `pipeline_parallel`: stages, `chunks` of the model in each;
     `context_parallel`: ranks that share each sequence. The last axis of stages x context x tensor is the nearest.
+    `expert_parallel`: data-parallel ranks, neighbours, that exchange tokens for a mixture's experts.
     """
 
     devices: int
@@ -120,6 +121,7 @@ class TrainerLayout:
     pipeline_parallel: int = 1
     chunks: int = 1
     context_parallel: int = 1
+    expert_parallel: int = 1
 
     @property
     def model_ranks(self) -> int:
@@ -249,6 +251,7 @@ DIVISIONS = {
     "pipeline_parallel": "pipeline_parallel",
     "chunks": "pipeline_chunks",
     "context_parallel": "context_parallel",
+    "expert_parallel": "expert_parallel",
 }
 """Attributes of layouts -> fields of `trainer` and `generator`, written where they are more than 1. A plan with one
 that the schema does not have is an estimate without a recipe (`Answer.refusal`)."""

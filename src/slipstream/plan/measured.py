@@ -28,7 +28,7 @@ from slipstream.plan.simulated_run import Batch, Costs, SimulatedWorkload
 
 Side = Literal["trainer", "generator"]
 FORMAT = 1
-COMMUNICATION = ("tensor_parallel", "data_parallel", "pipeline", "context")
+COMMUNICATION = ("tensor_parallel", "data_parallel", "pipeline", "context", "experts")
 """Parts that one GPU alone does not have: they stay as the cost model has them."""
 _SHAPE = ("family", "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
 

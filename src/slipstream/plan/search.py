@@ -63,7 +63,8 @@ class Space:
     """The layouts that are tried. `devices`: counts that an executor may get; `slots`: multiples of eight, ascending.
 
     `synchronous_devices`: counts that trainer and generator may share, one after the other. `trainer_stages`,
-    `generator_stages`, `chunks`, `context_parallel`: ascending, from 1; chunks are those of several stages.
+    `generator_stages`, `chunks`, `context_parallel`, `expert_parallel`: ascending, from 1; chunks are those of several
+    stages.
     """
 
     devices: tuple[int, ...]
@@ -80,6 +81,7 @@ class Space:
     generator_stages: tuple[int, ...] = (1,)
     chunks: tuple[int, ...] = (1,)
     context_parallel: tuple[int, ...] = (1,)
+    expert_parallel: tuple[int, ...] = (1,)
 
     @property
     def flat(self) -> Space:
@@ -100,7 +102,8 @@ def default_space(
 
     Ranks share sequences only where these may be longer than LONG tokens.
     """
-    parallel = tuple(_degrees(model, cluster))
+    is_adapted = workload.adapters.params > 0  # adapters of a mixture are not divided with its experts
+    parallel = (1,) if model.num_experts and is_adapted else tuple(_degrees(model, cluster))
     per_rank = math.ceil(workload.rollouts / workload.minibatches)
     count, per_node = cluster.num_devices, cluster.device.devices_per_node
     stages = tuple(n for n in _STAGES if n <= min(max_stages, count, model.num_layers))
@@ -117,6 +120,7 @@ def default_space(
         generator_stages=stages,
         chunks=_CHUNKS,
         context_parallel=_CONTEXT if longest > LONG else (1,),
+        expert_parallel=(1,) if is_adapted else tuple(_expert_ranks(model, cluster)),
     )
 
 
@@ -133,20 +137,31 @@ def _degrees(model: TransformerConfig, cluster: GpuCluster) -> Iterator[int]:
         yield degree
 
 
+def _expert_ranks(model: TransformerConfig, cluster: GpuCluster) -> Iterator[int]:
+    """Yield how many ranks may exchange tokens of a mixture: powers of two."""
+    ranks = 1
+    while ranks == 1 or (ranks <= cluster.num_devices and model.num_experts and model.num_experts % ranks == 0):
+        yield ranks
+        ranks *= 2
+
+
 def trainer_layouts(costs: CostModel, space: Space, devices: int, degree: int) -> Iterator[TrainerLayout]:
     """Yield those of `space` on so many devices; microbatches up to the first that holds all rollouts of a rank.
 
     Those without stages and parts of sequences come first.
     """
-    for stages, chunks, context in itertools.product(space.trainer_stages, space.chunks, space.context_parallel):
+    for stages, chunks, context, experts in itertools.product(
+        space.trainer_stages, space.chunks, space.context_parallel, space.expert_parallel
+    ):
         is_possible = chunks == 1 or (stages > 1 and stages * chunks <= costs.model.num_layers)
         is_possible &= stages == 1 or context == 1  # the trainer has one or the other
+        is_possible &= experts == 1 or (stages == context == 1 and not costs.model.num_experts % (experts * degree))
         ranks = degree * stages * context
-        if devices % ranks or not is_possible:
+        if devices % (ranks * experts) or not is_possible:
             continue
         shards = devices // ranks
         place: dict[str, Any] = {"devices": devices, "tensor_parallel": degree, "pipeline_parallel": stages}
-        place |= {"chunks": chunks, "context_parallel": context}
+        place |= {"chunks": chunks, "context_parallel": context, "expert_parallel": experts}
         mine = math.ceil(costs.workload.rollouts / shards / costs.workload.minibatches)
         largest = min((size for size in space.microbatches if size >= mine), default=space.microbatches[-1])
         for precision, size, recompute, once in itertools.product(
@@ -516,7 +531,8 @@ class _Full:
 
     @staticmethod
     def _key(layout: TrainerLayout) -> tuple[Any, ...]:
-        return layout.pipeline_parallel, layout.chunks, layout.context_parallel, layout.precision
+        place = layout.pipeline_parallel, layout.chunks, layout.context_parallel, layout.expert_parallel
+        return *place, layout.precision
 
     def add(self, layout: Layout) -> None:
         if self._grows and isinstance(layout, TrainerLayout):

@@ -82,7 +82,7 @@ class Trainer(Executor):
         torch.set_num_threads(context.num_threads)
         axes = RankAxes.of(self.ranks, config.trainer, timeout_s=config.deadline_s)
         self.data_ranks, self.peers = axes.data, axes.peers
-        self.policy = Policy(config, self.ranks, axes.sharing, axes.tensor, axes.context, axes.stage)
+        self.policy = Policy(config, self.ranks, axes.sharing, axes.tensor, axes.context, axes.stage, axes.experts)
         self._ends.callback(self.policy.close)
         self.version, self.published = 0, -1
         self._had_gradient = False  # since the last version was published

@@ -19,6 +19,7 @@ from slipstream.core.training_sections import OptimizerConfig
 from slipstream.core.weights import WeightsPublisher
 from slipstream.models.build import build_policy, build_tokenizer
 from slipstream.models.device import DTYPES, take_share
+from slipstream.models.expert_parallel import ExpertRanks
 from slipstream.models.export import export_sharded
 from slipstream.models.flat import FlatParameters
 from slipstream.models.hf import save_model
@@ -46,7 +47,8 @@ from slipstream.trainer.optim import AdamW
 class Policy:
     """The policy on one of `ranks`, which the other groups divide: whole and flat on one CPU rank.
 
-    `context_ranks`, among `data_ranks`, read each microbatch together (`Division`).
+    `context_ranks`, among `data_ranks`, read each microbatch together; `expert_ranks` are these divided a second time
+    (`Division`).
     All ranks call every method together.
     """
 
@@ -58,6 +60,7 @@ class Policy:
         tensor_ranks: RankGroup = RankGroup.alone(),
         context_ranks: RankGroup = RankGroup.alone(),
         stage_ranks: RankGroup = RankGroup.alone(),
+        expert_ranks: ExpertRanks = ExpertRanks(),
     ) -> None:
         self._config, self._ranks = config, ranks
         is_cuda = config.trainer.device == "cuda"
@@ -77,6 +80,7 @@ class Policy:
             copies=config.trainer.compute_copy,
             pipeline_parallel=stage_ranks,
             chunks=config.trainer.pipeline_chunks,
+            experts=expert_ranks,
         )
         self.tokenizer = build_tokenizer(config.model)
         self.model = self._build()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from slipstream.core.rank_group import RankGroup
 from slipstream.core.training_sections import TrainerConfig
+from slipstream.models.expert_parallel import ExpertRanks
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,8 @@ class RankAxes:
     `data` ranks have different rollouts, and everything is counted over them. `stage` ranks have a part of the layers
     each, `context` ranks read each microbatch together, `tensor` ranks share each layer. `peers`, stage x context x
     tensor, train on the same rollouts, which the first of them gets. `sharing` ranks, data x context, divide the
-    parameters among them and sum their gradients.
+    parameters among them and sum their gradients. `experts` are the data ranks as they divide a mixture's experts:
+    data = sharing * E + exchange.
     """
 
     data: RankGroup
@@ -24,6 +26,7 @@ class RankAxes:
     tensor: RankGroup
     peers: RankGroup
     sharing: RankGroup
+    experts: ExpertRanks = field(default_factory=ExpertRanks)
 
     @classmethod
     def of(cls, ranks: RankGroup, trainer: TrainerConfig, *, timeout_s: float) -> RankAxes:
@@ -32,7 +35,11 @@ class RankAxes:
         between = max(stages, contexts)
         if between == 1:
             data, tensor = ranks.split(tensors, timeout_s=timeout_s)
-            return cls(data, RankGroup.alone(), RankGroup.alone(), tensor, peers=tensor, sharing=data)
+            alone, experts = RankGroup.alone(), ExpertRanks()
+            if trainer.expert_parallel > 1:
+                same, exchange, _ = ranks.split(trainer.expert_parallel, tensors, timeout_s=timeout_s)
+                experts = ExpertRanks(exchange, same)
+            return cls(data, alone, alone, tensor, peers=tensor, sharing=data, experts=experts)
         data, middle, tensor = ranks.split(between, tensors, timeout_s=timeout_s)
         peers = middle if tensors == 1 else ranks.split(between * tensors, timeout_s=timeout_s)[1]
         if stages > 1:
