@@ -34,7 +34,7 @@ LEAST_STEPS = round(1 / SMALL)
 """With fewer the first step, in which the loop fills and everything is cold, is more than `SMALL` of the time."""
 MOST_CHANGE = 2
 
-COMPUTING = ("trainer", "generator", "reward_models", "reference", "teacher")
+COMPUTING = ("trainer", "generator", "reward_models", "reference", "teacher", "critic")
 """Sides that run models: those among which cores or GPUs are split."""
 
 Starves = Literal["trainer", "generator", "both", "neither"]
