@@ -42,6 +42,12 @@ class Readings(Message):
 # Between the trainer and a critic with an executor of its own
 
 
+class CriticStart(Message):
+    """The policy that the critic starts from, which the warm start has made, lies in folder `path`."""
+
+    path: str
+
+
 class CriticSequence(Message):
     """A sequence of a step's batch: tokens int32 [T], `mask` bool [T] on targets, the offsets where contexts start."""
 

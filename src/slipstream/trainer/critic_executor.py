@@ -19,12 +19,12 @@ from slipstream.core.disk import disk_errors
 from slipstream.core.errors import NonFiniteError
 from slipstream.core.executor import Context, Executor
 from slipstream.core.holders import HANDED, Holders
-from slipstream.core.lora_section import LoraConfig
 from slipstream.core.packed import Batching, PackedMicrobatch, TrainSequence
 from slipstream.core.peer_messages import (
     CriticCheckpoint,
     CriticSaved,
     CriticSequence,
+    CriticStart,
     CriticUpdate,
     CriticUpdated,
     TargetNumbers,
@@ -36,7 +36,7 @@ from slipstream.core.service_messages import Ready
 from slipstream.core.types import Message, Stop
 from slipstream.models.build import build_tokenizer
 from slipstream.models.device import scoring_device
-from slipstream.models.sharded import Division, build_sharded_policy
+from slipstream.models.sharded import Division, build_sharded_policy, read_weights
 from slipstream.models.turns import read_in_turns
 from slipstream.trainer.checkpoint import CRITIC, Checkpoints
 from slipstream.trainer.critic import Critic
@@ -47,11 +47,9 @@ from slipstream.trainer.policy import trained_division
 NO_STATES = torch.empty(0)  # of the policy: only a head reads them
 
 
-def start_path(config: RunConfig, run_dir: Path) -> Path | None:
-    """Return the folder in which the trainer leaves the policy that the critic starts from, where a warm start makes
-    it: no checkpoint has it otherwise."""
-    is_needed = config.has_own_critic and config.critic.path is None and config.warm_start.steps > 0
-    return run_dir / "critic_start" if is_needed else None
+def starts_from_warm_start(config: RunConfig) -> bool:
+    """Tell whether the critic starts from what the warm start makes: the trainer has to write it for it."""
+    return config.critic.path is None and config.warm_start.steps > 0
 
 
 class CriticModel(Executor):
@@ -60,7 +58,7 @@ class CriticModel(Executor):
     Consumes: `asked`, from the trainer's rank 0, in order (on other ranks `handed`, the same from rank 0). Emits:
     `answered`. Waits for: a message. Ends when: the trainer has stopped and says so. All `critic.ranks` hold one critic
     together, `tensor_parallel` of them each layer, and read every i-th microbatch. With `resume` it goes on from that
-    checkpoint, whatever ranks trained the critic; one that the warm start makes is loaded with the first batch.
+    checkpoint, whatever ranks trained the critic; from what the warm start makes it starts when the trainer says so.
     """
 
     inputs = (ASKED,)
@@ -83,8 +81,8 @@ class CriticModel(Executor):
         )
         if context.group.is_leader:  # of saves that were interrupted
             shutil.rmtree(context.run_dir / "checkpoints" / PARTS_FOLDER, ignore_errors=True)
-        if self._resume is not None or start_path(self._config, context.run_dir) is None:
-            _ = self._critic
+        if self._resume is not None or not starts_from_warm_start(self._config):
+            self._load()
         context.spans.set_idle_state("wait_batch")
         context.outputs["events"].put(Ready(executor=context.name))
 
@@ -118,18 +116,16 @@ class CriticModel(Executor):
             torch.cuda.set_device(device)
         return trained_division(self._config, self._holders.data_parallel, self._holders.tensor_parallel, device)
 
-    @cached_property
-    def _critic(self) -> Critic:
-        """The critic as the trainer's would start; its policy, of which it keeps a copy, is given up again."""
-        config, start = self._config.model, start_path(self._config, self._context.run_dir)
-        if start is not None and self._resume is None:
-            config = config.model_copy(update={"path": str(start), "lora": LoraConfig()})
-        tokenizer = build_tokenizer(self._config.model)
-        policy = build_sharded_policy(config, self._division, seed=self._config.seed, tokenizer=tokenizer)
-        critic = Critic(self._config, policy, self._division)
+    def _load(self, start: Path | None = None) -> None:
+        """Make the critic as the trainer's would start, beside a policy that is given up again: the one in folder
+        `start`, or (None) the first one of the run."""
+        config, tokenizer = self._config, build_tokenizer(self._config.model)
+        policy = build_sharded_policy(config.model, self._division, seed=config.seed, tokenizer=tokenizer)
+        if start is not None:
+            read_weights(policy, start)
+        critic = self._critic = Critic(config, policy, self._division)
         if self._resume is not None:
             self._checkpoints.load(Path(self._resume), {CRITIC: (critic.module, critic.optimizer)})
-        return critic
 
     @cached_property
     def _checkpoints(self) -> Checkpoints:
@@ -144,6 +140,9 @@ class CriticModel(Executor):
 
     def _obey(self, message: Message) -> None:
         match message:
+            case CriticStart():
+                with self._context.spans.span("start_up"):
+                    self._load(Path(message.path))
             case CriticSequence():
                 key = (message.ordinal, message.sample)
                 self._arrived[key] = TrainSequence.read_only(key, message.tokens, message.mask, starts=message.starts)
@@ -171,9 +170,6 @@ class CriticModel(Executor):
         batch, self._arrived = self._arrived, {}
         assert len(batch) == asked.num_sequences, "a channel loses nothing and keeps the order"
         spans = self._context.spans
-        if "_critic" not in vars(self):
-            with spans.span("start_up"):
-                _ = self._critic
         with spans.span("values", step=asked.step):
             microbatches = self._batching.collate(list(batch.values()), self._config.trainer.microbatch_tokens)
             found = self._read(microbatches)

@@ -20,6 +20,7 @@ from slipstream.core.peer_messages import (
     CriticSaved,
     CriticSequence,
     CriticSequences,
+    CriticStart,
     CriticUpdate,
     CriticUpdated,
     TargetNumbers,
@@ -51,6 +52,11 @@ class CriticLink:
         self._ranks, self._data_ranks, self._peers = context.group, data_ranks, peers
         self._step = 0
         self._saved: Future[None] | None = None
+
+    def start(self, path: Path) -> None:
+        """Let the critic start from the policy in folder `path`."""
+        if self._ranks.is_leader:
+            self._put(CriticStart(path=str(path)))
 
     def ask_values(self, sequences: Sequence[TrainSequence], step: int) -> None:
         """Ask for the values of this rank's `sequences`, which `step` trains on."""

@@ -36,7 +36,7 @@ from slipstream.models.transformer import Transformer
 from slipstream.observe.timeline import TRAINED
 from slipstream.trainer.checkpoint import CRITIC, REFERENCE, Trained
 from slipstream.trainer.critic import Critic
-from slipstream.trainer.critic_executor import start_path
+from slipstream.trainer.critic_executor import starts_from_warm_start
 from slipstream.trainer.critic_link import CriticLink
 from slipstream.trainer.following import FollowingReference
 from slipstream.trainer.inbox import RolloutInbox
@@ -205,9 +205,10 @@ class Trainer(Executor):
         config = self.config
         if config.has_critic and not config.has_own_critic:
             self.critic = self.policy.new_critic()
-        start = start_path(config, self.context.run_dir)
-        if start is not None and self.resume is None:
+        if self.own_critic is not None and starts_from_warm_start(config) and self.resume is None:
+            start = self.context.run_dir / "critic_start"
             self.policy.export(start)
+            self.own_critic.start(start)
         if config.has_teacher:
             model = None if config.has_own_teacher else self.policy.reference(config.teacher.path)
             self.teacher = Teacher.of(config, self.policy.tokenizer, model)
