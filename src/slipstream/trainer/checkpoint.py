@@ -23,6 +23,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -397,6 +398,8 @@ def _with_part(
     of_part = read_json(part / "state.json")
     joined = {**index, **read_json(part / INDEX)}, {**state, "updates": {**state["updates"], **of_part["updates"]}}
     shutil.rmtree(part)
+    with suppress(OSError):  # another one may lie there
+        part.parent.rmdir()
     return joined
 
 
