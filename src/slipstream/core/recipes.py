@@ -209,8 +209,8 @@ RESUMED_WITH = (
     "shutdown_grace_s",
     "max_restarts",
 )
-"""Fields that may change when a run goes on: when it ends, how often it is saved, who may join, where its critic is trained,
-how long it waits."""
+"""Fields that may change when a run goes on: when it ends, how often it is saved, who may join, where its critic is
+trained, how long it waits."""
 
 
 def resumed_config(run_dir: Path, overrides: Mapping[str, Any] | None = None) -> RunConfig:

@@ -257,8 +257,8 @@ class CriticConfig(Section):
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="The critic's own optimizer.")
     executor: Literal["trainer", "own"] = Field(
         "trainer",
-        description="Where an own model is trained: on the trainer's ranks, in turn with the policy, or in processes of "
-        "the critic's own, at the same time as the policy; values and updates are the same.",
+        description="Where a model of its own is trained: on the trainer's ranks, in turn with the policy, or in "
+        "processes of the critic's own, at the same time as the policy; values and updates are the same.",
     )
     ranks: Count = Field(
         1,

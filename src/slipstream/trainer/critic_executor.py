@@ -6,7 +6,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import cached_property, reduce
 from pathlib import Path
 

@@ -76,7 +76,8 @@ class CriticLink:
         with self._context.spans.span("wait_critic", step=self._step):
             while isinstance(message := self._next(f"values of step {self._step}"), TargetNumbers):
                 columns |= by_key(message)
-        assert isinstance(message, ValuesRead) and message.step == self._step, "answers come in order"
+        assert isinstance(message, ValuesRead)
+        assert message.step == self._step, "answers come in order"
         return {one.key: columns.get(one.key, np.zeros(0, np.float32)) for one in sequences}  # some have no target
 
     def train(self, index: int, microbatches: Sequence[PackedMicrobatch]) -> None:

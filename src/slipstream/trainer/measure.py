@@ -52,7 +52,8 @@ MEASURED_IN = {
 class Auxiliary:
     """The trainer's models besides the policy: the frozen `reference` and `teacher`, and the `critic`, if it has them.
 
-    `own_critic` leads to a critic with an executor of its own, in place of `critic`. `kl_coef` is the present coefficient of an adaptive KL penalty; None takes `kl.coef`.
+    `own_critic` leads to a critic with an executor of its own, in place of `critic`. `kl_coef` is the present
+    coefficient of an adaptive KL penalty; None takes `kl.coef`.
     """
 
     reference: Transformer | None = None
