@@ -336,8 +336,8 @@ class Search:
                 space.generator_precisions, owns, critics, space.trainer_parallel, space.generator_parallel
             )
         ]
-        self._train_s = cache(lambda costs, layout: costs.train_step(layout).total)
-        self._floor_s = cache(lambda costs, layout: costs.train_floor_s(layout))
+        self._train_s = cache(lambda own_critic, layout: self._of_trainer(own_critic).train_step(layout).total)
+        self._floor_s = cache(lambda own_critic, layout: self._of_trainer(own_critic).train_floor_s(layout))
         self._kept: dict[tuple[int, bool], dict[tuple[Any, ...], Frontier]] = {}
         self._listed: dict[tuple[Any, ...], list[Choice]] = {}  # by executor, and what a signature says of it
         for executor in ("trainer", "generator", "reference", "reward_model"):
@@ -433,8 +433,7 @@ class Search:
         for devices in self.space.devices:
             if devices % degree:
                 continue
-            costs = self._costs_of(signature)
-            fitting, nearest = self._on_devices(devices, layouts(devices), memory, times, costs)
+            fitting, nearest = self._on_devices(devices, layouts(devices), memory, times, signature.own_critic)
             choices += fitting
             if nearest is not None and not choices:  # where some fit, a larger number may just not divide
                 closest = nearest
@@ -450,9 +449,9 @@ class Search:
             return [replace(one, devices=2 * one.devices, critic=one.layout) for one in choices]
         return choices
 
-    def _costs_of(self, signature: Signature) -> CostModel:
-        """Return the costs of a trainer, of a critic of its own without it."""
-        return self.costs.without_critic if signature.own_critic else self.costs
+    def _of_trainer(self, own_critic: bool) -> CostModel:
+        """Return the costs of a trainer: without its critic, where that has an executor of its own."""
+        return self.costs.without_critic if own_critic else self.costs
 
     def _on_devices(
         self,
@@ -460,14 +459,14 @@ class Search:
         layouts: Iterable[Any],
         memory: Callable[[Any], Parts],
         times: Callable[[Any], Any],
-        costs: CostModel,
+        own_critic: bool,
     ) -> tuple[list[Choice], tuple[Parts, Any] | None]:
         """Return the choices among `layouts`, and the one that takes least memory of those that do not fit."""
         fitting, nearest, full = list[Choice](), None, _Full(self.costs)
         least_s = {True: math.inf, False: math.inf}  # of flat layouts, which are listed first, and of all
         for layout in layouts:
             if isinstance(layout, TrainerLayout) and (
-                self._floor_s(costs, layout) >= least_s[layout.is_flat] or full.has_less(layout)
+                self._floor_s(own_critic, layout) >= least_s[layout.is_flat] or full.has_less(layout)
             ):
                 continue
             held = memory(layout)
@@ -482,14 +481,18 @@ class Search:
         return fitting, nearest
 
     def _trainers(self, signature: Signature) -> _Layouts:
-        costs, precision, degree = self._costs_of(signature), signature.precision, signature.trainer_parallel
+        costs, precision, degree = (
+            self._of_trainer(signature.own_critic),
+            signature.precision,
+            signature.trainer_parallel,
+        )
         elsewhere = ("reference",) if signature.own_reference else ()
         has_pass = costs.workload.reference and not signature.own_reference
 
         def times(layout: Any) -> tuple[float, float]:
             stage_s = costs.weight_sync(layout, replace(_ANY_GENERATOR, precision=precision))["stage"]
             reference_s = costs.reference_pass(layout).total if has_pass else 0.0
-            return self._train_s(costs, layout) + stage_s + reference_s, 0.0
+            return self._train_s(signature.own_critic, layout) + stage_s + reference_s, 0.0
 
         def layouts(devices: int) -> Iterator[TrainerLayout]:
             listed = trainer_layouts(costs, self.space, devices, degree)
