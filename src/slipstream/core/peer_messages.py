@@ -113,7 +113,7 @@ class CriticCheckpoint(Message):
 
 
 class CriticSaved(Message):
-    """What `CriticCheckpoint` asked for is whole and on disk."""
+    """The checkpoint of a `CriticCheckpoint` is whole and on disk."""
 
     step: int
 

@@ -69,8 +69,10 @@ class CostModel:
         return other
 
     def critic_memory(self, layout: TrainerLayout) -> Parts:
-        """Bytes on each device of a critic with an executor of its own: no logits, no versions, no reference."""
-        return self.without_critic.train_memory(layout, served=None).without("reference", "logits")
+        """Bytes on each device of a critic with an executor of its own, without head, logits, versions, reference."""
+        alone = copy.copy(self.without_critic)
+        alone.model, alone._known = replace(self.model, tie_embeddings=True), {}
+        return alone.train_memory(layout, served=None).without("reference", "logits")
 
     def train_step(self, layout: TrainerLayout) -> Parts:
         """Seconds of a step: microbatches, the wait for the data-parallel rank with most tokens, optimizer updates.

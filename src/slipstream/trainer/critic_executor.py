@@ -37,7 +37,7 @@ from slipstream.models.build import build_tokenizer
 from slipstream.models.device import scoring_device
 from slipstream.models.sharded import Division, build_sharded_policy, read_weights
 from slipstream.models.turns import read_in_turns
-from slipstream.trainer.checkpoint import CRITIC, Checkpoints
+from slipstream.trainer.checkpoint import CRITIC, Checkpoints, Trained
 from slipstream.trainer.critic import Critic
 from slipstream.trainer.critic_link import ANSWERED, ASKED, PARTS_FOLDER, by_key
 from slipstream.trainer.measure import Key, filled, with_columns
@@ -102,6 +102,11 @@ class CriticModel(Executor):
     def is_finished(self) -> bool:
         return self._is_finished
 
+    @property
+    def trained(self) -> Trained:
+        """The critic's part on this rank, and its optimizer."""
+        return self._critic.module, self._critic.optimizer
+
     def wait_fds(self) -> list[int]:
         return [self._checkpoints.fileno()] if self._is_saving else []
 
@@ -122,13 +127,13 @@ class CriticModel(Executor):
         policy = build_sharded_policy(config.model, self._division, seed=config.seed, tokenizer=tokenizer)
         if start is not None:
             read_weights(policy, start)
-        critic = self._critic = Critic(config, policy, self._division)
+        self._critic = Critic(config, policy, self._division)
         if self._resume is not None:
-            self._checkpoints.load(Path(self._resume), {CRITIC: (critic.module, critic.optimizer)})
+            self._checkpoints.load(Path(self._resume), {CRITIC: self.trained})
 
     @cached_property
     def _checkpoints(self) -> Checkpoints:
-        """Of this critic's part: its ranks' files stand behind those of the trainer's."""
+        """Checkpoints of the critic, whose ranks' files stand behind those of the trainer's."""
         made = Checkpoints(self._context.group, first_rank=self._config.trainer.ranks)
         self._ends.callback(made.close)
         return made
@@ -230,11 +235,11 @@ class CriticModel(Executor):
     # Checkpoints
 
     def _save(self, asked: CriticCheckpoint) -> None:
-        path, critic = Path(asked.path), self._critic
+        path = Path(asked.path)
         with self._context.spans.span("checkpoint"), disk_errors(path):
             if self._context.group.is_leader:
                 path.parent.parent.mkdir(exist_ok=True)
-            self._checkpoints.save(path, {CRITIC: (critic.module, critic.optimizer)}, step=asked.step)
+            self._checkpoints.save(path, {CRITIC: self.trained}, step=asked.step)
         self._is_saving = True
         self._report_saved()
 
