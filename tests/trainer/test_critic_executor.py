@@ -31,6 +31,7 @@ from slipstream.core.packed import PackedMicrobatch, TrainSequence
 from slipstream.core.rank_group import RankGroup
 from slipstream.core.spans import NoSpans
 from slipstream.core.types import Group
+from slipstream.jobs.machines import lay_out
 from slipstream.models.build import build_policy
 from slipstream.models.flat import FlatParameters
 from slipstream.models.hf import save_model
@@ -381,5 +382,7 @@ def test_it_has_processes_and_threads_of_its_own() -> None:
         threads = place(config.model_copy(update={"max_staleness": staleness}), 8)
         assert threads["critic"].together + threads["trainer"].together <= 8, "they work at the same time"
     check_remote(config, ["critic"])
+    jobs = {job.name for job in lay_out(config, ["critic"]).groups}
+    assert jobs == {"trainer", "generator", "critic"}, "and so it has a job of its own, where that is asked for"
     with pytest.raises(ConfigError, match="no such group"):
         check_remote(config_of(), ["critic"])

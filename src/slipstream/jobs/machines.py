@@ -51,8 +51,8 @@ class Layout(NamedTuple):
 
 
 class Scorer(NamedTuple):
-    """A group that scores completions, and may be children of the controller: `ranks` on `device`, of which
-    `tensor_parallel` share each layer."""
+    """A group that scores completions, or a critic, which may be children of the controller: `ranks` on `device`, of
+    which `tensor_parallel` share each layer."""
 
     name: str
     ranks: int

@@ -212,7 +212,7 @@ def judge(loop: Loop, *, allows: Callable[[Dial], bool] = lambda _: True) -> Ver
 
 
 def _diagnosis(trainer: Side, generator: Side, *, takes_turns: bool) -> tuple[Starves, Bottleneck] | None:
-    idle, rival = trainer.idle, generator.idle
+    idle, rival = trainer.idle - trainer.share("wait_critic"), generator.idle  # training goes on in the critic
     waits = {what: trainer.share(f"wait_{what}") for what in ("generation", "rewards", "straggler")}
     longest = max(waits, key=waits.__getitem__)
     if longest == "rewards" and waits["rewards"] >= SMALL:
