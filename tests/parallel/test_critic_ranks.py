@@ -77,7 +77,7 @@ def told(answers: list[bytes]) -> tuple[dict[tuple[int, ...], np.ndarray], list[
                 values[len(updates), *key] = piece
         elif isinstance(message, CriticUpdated):
             assert not message.failure
-            updates.append(metric_values(decode_metrics(message.metrics)) | {"grad_norm": message.grad_norm})
+            updates.append(metric_values(decode_metrics(message.metrics.tobytes())) | {"grad_norm": message.grad_norm})
     return values, updates
 
 

@@ -93,15 +93,15 @@ class CriticUpdate(Message):
 
 
 class CriticUpdated(Message):
-    """The critic has made this update: gradient norm before clipping, metrics of the loss (`encode_metrics`).
+    """The critic has made this update: gradient norm before clipping, and metrics of the loss.
 
     With a `failure` it changed nothing: a loss or gradient was not finite, for the reason that it gives.
     """
 
     step: int
     index: int
+    metrics: np.ndarray  # uint8: the bytes of `encode_metrics`
     grad_norm: float = 0.0
-    metrics: bytes = b""
     failure: str = ""
 
 

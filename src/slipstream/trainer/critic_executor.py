@@ -207,8 +207,10 @@ class CriticModel(Executor):
             with spans.span("optimizer", step=asked.step):
                 norm = optimizer.step()
         except NonFiniteError as error:  # on all ranks alike
-            return CriticUpdated(step=asked.step, index=asked.index, failure=f"{error.what}: {error.got}")
-        return CriticUpdated(step=asked.step, index=asked.index, grad_norm=norm, metrics=encode_metrics(metrics))
+            failure, nothing = f"{error.what}: {error.got}", np.zeros(0, np.uint8)
+            return CriticUpdated(step=asked.step, index=asked.index, metrics=nothing, failure=failure)
+        told = np.frombuffer(encode_metrics(metrics), np.uint8)
+        return CriticUpdated(step=asked.step, index=asked.index, metrics=told, grad_norm=norm)
 
     def _accumulate(self, microbatches: Sequence[PackedMicrobatch]) -> Metrics:
         """Leave the update's gradients in the optimizer; return the metrics of its loss over all ranks."""

@@ -187,7 +187,7 @@ class Updater:
             hint = "lower critic.optimizer.lr, or look at this batch's rewards"
             what = "the critic's loss or gradient is not finite; the critic was not changed"
             raise self._located(NonFiniteError(what, got=told.failure, hint=hint), made.update, made.lr)
-        metrics = decode_metrics(told.metrics) if self._ranks.is_leader else {}
+        metrics = decode_metrics(told.metrics.tobytes()) if self._ranks.is_leader else {}
         return replace(made, critic_grad_norm=told.grad_norm, metrics=made.metrics | metrics)
 
     def _located(self, error: NonFiniteError, update: PlannedUpdate, lr: float) -> NonFiniteError:
