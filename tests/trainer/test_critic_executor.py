@@ -382,7 +382,7 @@ def test_it_has_processes_and_threads_of_its_own() -> None:
         threads = place(config.model_copy(update={"max_staleness": staleness}), 8)
         assert threads["critic"].together + threads["trainer"].together <= 8, "they work at the same time"
     check_remote(config, ["critic"])
-    jobs = {job.name for job in lay_out(config, ["critic"]).groups}
+    jobs = {job.kind for job in lay_out(config, ["critic"]).groups}
     assert jobs == {"trainer", "generator", "critic"}, "and so it has a job of its own, where that is asked for"
     with pytest.raises(ConfigError, match="no such group"):
         check_remote(config_of(), ["critic"])
