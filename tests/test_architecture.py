@@ -157,7 +157,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 88_880
+MAX_LINES = 89_740
 MAX_LINES_OF_SPINE = 1_600
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -171,20 +171,20 @@ SPINE = (
 MAX_LINES_OF_FOLDER = {
     "algorithms": 2_355,
     "batching": 455,
-    "controller": 6_215,
-    "core": 11_330,
+    "controller": 6_255,
+    "core": 11_485,
     "environments": 8_085,
     "evals": 2_700,
     "generator": 8_930,
     "jail": 1_060,
     "jobs": 985,
-    "models": 9_825,
-    "observe": 9_960,
-    "plan": 7_365,
+    "models": 9_830,
+    "observe": 9_965,
+    "plan": 7_425,
     "prompts": 1_450,
     "rewards": 3_915,
     "stages": 2_730,
-    "trainer": 5_760,
+    "trainer": 6_350,
     "weight_sync": 3_710,
 }
 LONG_FUNCTIONS = dict.fromkeys(

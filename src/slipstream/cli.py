@@ -168,8 +168,8 @@ class LaunchOptions(RunOptions):
     listen: str | None = flag("Controller: HOST:PORT where groups reach it. Default: 127.0.0.1:0.")
     address_file: Path | None = flag("Controller: file for the HOST:PORT it listens at.")
     remote: tuple[str, ...] | None = flag(
-        "Controller, job files: groups that join, too: reward_models, reference, teacher. Default: none; in job files"
-        " those on CUDA."
+        "Controller, job files: groups that join, too: reward_models, reference, teacher, critic. Default: none; in "
+        "job files those on CUDA."
     )
     controller: str | None = flag("Group: HOST:PORT of the controller, or the file with that.")
     key_file: Path | None = flag("The run's key, mode 0600; the controller makes it. Default: SLIPSTREAM_RUN_KEY.")

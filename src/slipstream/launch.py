@@ -91,7 +91,7 @@ def cluster_of(
 ) -> Cluster:
     """Return the cluster of a run on several machines. A `key_file` that is not there is made; None: the environment's.
 
-    Groups of `also_remote` ('reward_models', 'reference', 'teacher') join it as trainer and generators do.
+    Groups of `also_remote` ('reward_models', 'reference', 'teacher', 'critic') join it as trainer and generators do.
     Raises ConfigError for an address that is none of this machine's, and without a key.
     """
     allow_connections()

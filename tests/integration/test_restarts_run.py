@@ -204,6 +204,10 @@ def test_one_loss_too_many_ends_the_run_and_leaves_nothing(tiny, tmp_path):
     [
         ("trainer@1", {"trainer": {"minibatches": 2, "ranks": 2}}),
         ("reference@1", {"kl": {"coef": 0.1, "executor": "own", "ranks": 2, "tensor_parallel": 2}}),
+        (
+            "critic@1",
+            {"loss": {"name": "ppo", "advantages": "gae"}, "critic": {"executor": "own", "ranks": 2}},
+        ),
     ],
 )
 def test_the_rank_that_was_killed_is_named_and_not_the_survivor(victim, ranks, tiny, tmp_path):

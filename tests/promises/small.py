@@ -77,6 +77,7 @@ SCRIPTS = {
     "benchmarks/channels.py": "--messages 20 --bytes 100 --repeats 1",
     "benchmarks/code_verifier.py": "--programs 4 --workers 1 --rounds 1",
     "benchmarks/context_parallel.py": "--tokens 256 --repeats 1",
+    "benchmarks/critic_apart.py": "--steps 2 --hidden 32 --layers 1 --rounds 1",
     "benchmarks/dealing.py": "--ranks 2 --per-rank 16 --seeds 1",
     "benchmarks/divided_scoring.py": "--layers 2 --hidden 64",
     "benchmarks/distillation.py": "--small --seeds 0",

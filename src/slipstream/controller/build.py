@@ -34,6 +34,7 @@ from slipstream.models.build import build_tokenizer
 from slipstream.prompts import PromptSet, build_prompts, demonstrations, task_table
 from slipstream.rewards.given import Functions
 from slipstream.rewards.user_functions import columns_needed
+from slipstream.trainer.critic_link import ANSWERED, ASKED
 from slipstream.trainer.scores import dealt_by
 
 
@@ -112,6 +113,13 @@ def make_teacher(config: RunConfig) -> Executor:
     )
 
 
+def make_critic(config: RunConfig, resume: str | None = None) -> Executor:
+    """The executor of the critic, beside the trainer."""
+    from slipstream.trainer.critic_executor import CriticModel
+
+    return CriticModel(config=config, batching=collate, resume=resume)
+
+
 def nodes(
     config: RunConfig,
     *,
@@ -162,7 +170,9 @@ def nodes(
     if config.has_own_teacher:
         made.append(scorer("teacher", make_teacher, teacher.ranks, teacher.device))
     checkpoint = None if resume is None else str(resume.resolve())
-    trainer = config.trainer
+    trainer, critic = config.trainer, config.critic
+    if config.has_own_critic:
+        made.append(node("critic", make_critic, ranks=critic.ranks, device=critic.device, resume=checkpoint))
     made.append(node("trainer", make_trainer, ranks=trainer.ranks, device=trainer.device, resume=checkpoint))
     return tuple(made)
 
@@ -197,7 +207,8 @@ def default_pipeline(
 ) -> Pipeline:
     """generators -> rewards -> reward models -> reference -> teacher -> trainer -> weights -> generators.
 
-    Rewards, reward models, reference and teacher where there are any of their own. Generators and environments speak
+    Rewards, reward models, reference and teacher where there are any of their own; a critic of its own is asked by the
+    trainer. Generators and environments speak
     to each other turn by turn.
     """
     made = nodes(config, functions=functions, environments=environments, resume=resume, remote=remote)
@@ -209,6 +220,7 @@ def default_pipeline(
         *_turn_by_turn(config, replicas),
         *_through_stations(config, made, leaders),
         *_handed(config, made),
+        *_of_critic(config),
         *(
             gather(f"arrived/{name}", f"{name}.arrived", "trainer.arrived", deadline_s=deadline_s)
             for name in leaders[1:]
@@ -274,6 +286,16 @@ def _handed(config: RunConfig, made: Sequence[Node]) -> Iterator[ChannelSpec]:
             for member in node.members[first + 1 : first + size]:
                 source, target = f"{node.members[first]}.{HANDED}", f"{member}.{HANDED}"
                 yield ChannelSpec(f"{HANDED}/{member}", Kind.BROADCAST, source, target, deadline_s=config.deadline_s)
+
+
+def _of_critic(config: RunConfig) -> Iterator[ChannelSpec]:
+    """The way of batches and returns from the trainer's rank 0 to the critic's, and of what it says of them back."""
+    if config.has_own_critic:
+        for port, source, target in ((ASKED, "trainer", "critic"), (ANSWERED, "critic", "trainer")):
+            name = f"{port}/{target}"
+            yield ChannelSpec(
+                name, Kind.BROADCAST, f"{source}.{port}", f"{target}.{port}", deadline_s=config.deadline_s
+            )
 
 
 def _dealt(config: RunConfig, sources: Sequence[str], targets: Sequence[str], route: str) -> Iterator[ChannelSpec]:

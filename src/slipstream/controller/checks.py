@@ -60,6 +60,7 @@ def check(
         ("reward_models", "rewards", config.rewards.device, "model_ranks", config.rewards.model_ranks),
         ("reference", "kl", config.kl.device, "ranks", config.kl.ranks),
         ("teacher", "teacher", config.teacher.device, "ranks", config.teacher.ranks),
+        ("critic", "critic", config.critic.device, "ranks", config.critic.ranks),
     ):
         if group in here:
             check_gpus(section, device, field, ranks)
@@ -91,12 +92,15 @@ def check_room(config: RunConfig, *, remote: Collection[str] = ()) -> None:
 
 
 def check_scorers(config: RunConfig) -> None:
-    """Raise ConfigError where a reference or reward models do not divide over their tensor-parallel ranks.
+    """Raise ConfigError where a reference, reward models or a critic do not divide over their tensor-parallel ranks.
 
     That the checkpoints are there, `check_checkpoints` has seen.
     """
     reference = config.model.path if config.kl.reference is None else config.kl.reference
     check_division(config.model.model_copy(update={"path": reference}), config.kl.tensor_parallel)
+    if config.has_own_critic:
+        start = config.model.path if config.critic.path is None else config.critic.path
+        check_division(config.model.model_copy(update={"path": start}), config.critic.tensor_parallel)
     for model in config.rewards.models:
         divided = config.model.model_copy(update={"path": model.path})
         check_division(divided, config.rewards.model_tensor_parallel)

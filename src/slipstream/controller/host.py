@@ -194,6 +194,8 @@ def serve(host: Host, tether: Tether, *, is_leaving: Callable[[], bool] = lambda
                 sys.stderr.write("the controller, or the agent that started this process, is gone\n")
                 return 1
     host.close()
+    for inbox in host.ports.inputs.values():
+        inbox.settle()  # two that end together would wait for each other's word
     outputs = host.ports.outputs
     outputs["events"].put(Left(executor=host.name))
     outputs["events"].flush(deadline_s=10.0)

@@ -38,6 +38,7 @@ def computing_groups(config: RunConfig) -> set[str]:
     """The groups of the default pipeline that run models, replicas of the generator under one name."""
     groups = {"trainer", "generator"} | ({"reward_models"} if config.rewards.models else set())
     groups |= {"reference"} if config.kl.executor == "own" else set()
+    groups |= {"critic"} if config.has_own_critic else set()
     return groups | ({"teacher"} if config.has_own_teacher else set())
 
 
@@ -49,8 +50,8 @@ def check_remote(config: RunConfig, remote: Collection[str]) -> None:
             "no such group could join this run",
             got=", ".join(sorted(set(remote) - groups)),
             allowed=", ".join(sorted(groups)),
-            hint="there are reward_models with rewards.models, a reference with kl.executor = 'own', and a teacher "
-            "with teacher.executor = 'own'",
+            hint="there are reward_models with rewards.models, a reference with kl.executor = 'own', a teacher with "
+            "teacher.executor = 'own', and a critic with critic.executor = 'own'",
         )
 
 
@@ -71,6 +72,7 @@ def check_processes(config: RunConfig, here: Collection[str], *, has_workers: bo
         "reward_models": ("rewards.model_ranks", config.rewards.model_ranks, 1),
         "reference": ("kl.ranks", config.kl.ranks, 1),
         "teacher": ("teacher.ranks", config.teacher.ranks, 1),
+        "critic": ("critic.ranks", config.critic.ranks, 1),
         "rewards": ("rewards.num_workers", config.rewards.all_workers + 1, 3),
     }
     if config.host != "process":
@@ -129,7 +131,8 @@ def place(config: RunConfig, cores: int) -> dict[str, Threads]:
     At staleness 0 trainer and generator take turns, so each gets everything, unless `sync_placement` splits them;
     otherwise trainer and replicas divide the cores, the trainer taking what is left over. Reward models get as much as
     a replica, once cores suffice for both, and so do reference and teacher with executors of their own: they read each
-    token once, which is a small part of what sampling it costs. The ranks of a group divide what it gets. What computes
+    token once, which is a small part of what sampling it costs. A critic of its own works while the trainer does, also
+    at staleness 0, so the two share the cores then. The ranks of a group divide what it gets. What computes
     on a GPU takes one core for each replica or rank.
     """
     whole = _place_groups(config, cores)
@@ -139,6 +142,7 @@ def place(config: RunConfig, cores: int) -> dict[str, Threads]:
         "reward_models": config.rewards.model_ranks,
         "reference": config.kl.ranks,
         "teacher": config.teacher.ranks,
+        "critic": config.critic.ranks,
     }
     return {
         name: Threads(
@@ -157,6 +161,7 @@ def _place_groups(config: RunConfig, cores: int) -> dict[str, Threads]:
         ("reward_models", int(bool(config.rewards.models)), config.rewards.model_ranks, config.rewards.device),
         ("reference", int(config.kl.executor == "own"), config.kl.ranks, config.kl.device),
         ("teacher", int(config.has_own_teacher), config.teacher.ranks, config.teacher.device),
+        ("critic", int(config.has_own_critic), config.critic.ranks, config.critic.device),
     ]
     free = cores - sum(processes for _, groups, processes, device in beside if groups and device != "cpu")
     others = sum(groups for _, groups, _, device in beside if device == "cpu")
@@ -164,9 +169,13 @@ def _place_groups(config: RunConfig, cores: int) -> dict[str, Threads]:
     trainer = max(1, free - each * others)
     if config.is_colocated:
         trainer, each = cores, max(1, cores // replicas)
+        if config.has_own_critic and config.critic.device == "cpu":
+            trainer = max(1, cores - cores // 2)
     placed = {"trainer": Threads(together=trainer, alone=cores)}
     for name, groups, _, device in beside:
         on_cpu = Threads(together=each, alone=max(1, cores // max(groups, 1)))
+        if name == "critic" and config.is_colocated:
+            on_cpu = Threads(together=max(1, cores - trainer), alone=cores)
         placed[name] = on_cpu if device == "cpu" else Threads(together=1, alone=1)
     return placed
 

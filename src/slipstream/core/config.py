@@ -221,6 +221,11 @@ class RunConfig(Section):
         return self.loss.advantages == "gae"
 
     @property
+    def has_own_critic(self) -> bool:
+        """Whether the critic is trained by an executor of its own, beside the trainer."""
+        return self.has_critic and self.critic.executor == "own"
+
+    @property
     def has_teacher(self) -> bool:
         return self.teacher.path is not None
 
@@ -465,6 +470,7 @@ class RunConfig(Section):
             "rewards.model_ranks": self.rewards.model_ranks,
             "kl.ranks": self.kl.ranks,
             "teacher.ranks": self.teacher.ranks,
+            "critic.ranks": self.critic.ranks,
         }
         several = ", ".join(f"{field} = {count}" for field, count in ranks.items() if count > 1)
         if self.host == "inline" and several:

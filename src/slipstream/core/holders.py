@@ -23,12 +23,13 @@ HANDED = "handed"
 
 
 def ranks_per_copy(config: RunConfig) -> dict[str, int]:
-    """Return how many ranks hold one copy of a model together, by the name of the executor that scores."""
+    """Return how many ranks hold one copy of a model together, by the name of the executor that scores, or values."""
     rewards, kl, teacher = config.rewards, config.kl, config.teacher
     return {
         "reward_models": rewards.model_ranks if rewards.models_sharded else rewards.model_tensor_parallel,
         "reference": kl.ranks if kl.sharded else kl.tensor_parallel,
         "teacher": teacher.ranks if teacher.sharded else teacher.tensor_parallel,
+        "critic": config.critic.ranks,
     }
 
 

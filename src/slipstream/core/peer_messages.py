@@ -39,6 +39,85 @@ class Readings(Message):
     arrays: tuple[np.ndarray, ...]
 
 
+# Between the trainer and a critic with an executor of its own
+
+
+class CriticStart(Message):
+    """The policy that the critic starts from, which the warm start has made, lies in folder `path`."""
+
+    path: str
+
+
+class CriticSequence(Message):
+    """A sequence of a step's batch: tokens int32 [T], `mask` bool [T] on targets, the offsets where contexts start."""
+
+    ordinal: int
+    sample: int
+    tokens: np.ndarray
+    mask: np.ndarray
+    starts: tuple[int, ...]
+
+
+class CriticSequences(Message):
+    """The sequences of a data-parallel rank of the trainer, on their way to its rank 0."""
+
+    sequences: tuple[CriticSequence, ...]
+
+
+class ValuesWanted(Message):
+    """The sequences sent before, so many since the last of these, are the batch of `step`: tell their values."""
+
+    step: int
+    num_sequences: int
+
+
+class TargetNumbers(Message):
+    """One number for each target of some sequences, sequence after sequence: values, or the returns of an update."""
+
+    keys: np.ndarray  # int64 [S, 2]: ordinal, sample
+    counts: np.ndarray  # int64 [S]: targets of each
+    numbers: np.ndarray  # float32 [sum of counts]
+
+
+class ValuesRead(Message):
+    """The numbers sent before are the values of all of the batch of `step`, before its first update."""
+
+    step: int
+
+
+class CriticUpdate(Message):
+    """The returns sent before are those of update `index` of `step`: train on their sequences."""
+
+    step: int
+    index: int
+
+
+class CriticUpdated(Message):
+    """The critic has made this update: gradient norm before clipping, and metrics of the loss.
+
+    With a `failure` it changed nothing: a loss or gradient was not finite, for the reason that it gives.
+    """
+
+    step: int
+    index: int
+    metrics: np.ndarray  # uint8: the bytes of `encode_metrics`
+    grad_norm: float = 0.0
+    failure: str = ""
+
+
+class CriticCheckpoint(Message):
+    """Save critic and optimizer, as they are after the updates of all steps before `step`, as checkpoint `path`."""
+
+    step: int
+    path: str
+
+
+class CriticSaved(Message):
+    """The checkpoint of a `CriticCheckpoint` is whole and on disk."""
+
+    step: int
+
+
 # Between the ranks of a generator's replica
 
 

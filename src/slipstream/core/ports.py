@@ -164,6 +164,12 @@ class Inbox(_End):
                     self._listener.look()
                 self._pump()
 
+    def settle(self) -> None:
+        """Acknowledge all that was taken: the reader takes nothing more, and sources may wait until it has."""
+        with self._lock:
+            for stream in list(self._owing):
+                self._acknowledge(stream)
+
     def fence(self, executor: str, incarnation: int) -> None:
         """Refuse everything of incarnations of `executor` below `incarnation`, also what waits here already."""
         with self._lock:

@@ -202,12 +202,16 @@ RESUMED_WITH = (
     "eval.stop_at",
     "eval.patience",
     "generator.max_replicas",
+    "critic.executor",
+    "critic.ranks",
+    "critic.tensor_parallel",
     "deadline_s",
     "lease_s",
     "shutdown_grace_s",
     "max_restarts",
 )
-"""Fields that may change when a run goes on: when it ends, how often it is saved, who may join, how long it waits."""
+"""Fields that may change when a run goes on: when it ends, how often it is saved, who may join, where its critic is
+trained, how long it waits."""
 
 
 def resumed_config(run_dir: Path, overrides: Mapping[str, Any] | None = None) -> RunConfig:

@@ -255,6 +255,40 @@ class CriticConfig(Section):
     max_rho: Limit = Field(1.0, description="V-trace's largest importance weight of an error.")
     max_c: Limit = Field(1.0, description="V-trace's largest weight of what is traced back.")
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="The critic's own optimizer.")
+    executor: Literal["trainer", "own"] = Field(
+        "trainer",
+        description="Where a model of its own is trained: on the trainer's ranks, in turn with the policy, or in "
+        "processes of the critic's own, at the same time as the policy; values and updates are the same.",
+    )
+    ranks: Count = Field(
+        1,
+        description="Processes of an own executor, which divide one critic as the trainer's ranks do the policy: "
+        "tensor_parallel of them share each layer, FSDP2 cuts the rest.",
+    )
+    tensor_parallel: Count = Field(1, description="Ranks of an own executor that share each layer; divides `ranks`.")
+    device: Device = Field(
+        "cpu",
+        description="What an own executor computes on: 'cpu', or 'cuda', a GPU per rank. Precision, recomputation and "
+        "offloading are the trainer's.",
+    )
+
+    @model_validator(mode="after")
+    def _check_executor(self) -> Self:
+        own = {name: vars(self)[name] for name in ("ranks", "tensor_parallel", "device")}
+        changed = [name for name, value in own.items() if value != type(self).model_fields[name].default]
+        check_shared_layers("critic", "ranks", self.ranks, "tensor_parallel", self.tensor_parallel)
+        if self.executor == "trainer" and changed:
+            raise ConfigError(
+                "the trainer trains the critic on its own ranks and device, divided as the policy is",
+                got=", ".join(f"critic.{name} = {own[name]!r}" for name in changed)
+                + " with critic.executor = 'trainer'",
+                allowed="critic.executor = 'own'",
+            )
+        if self.executor == "own" and self.model == "head":
+            what = "a head reads the policy's states, which are in the trainer"
+            got = "critic.executor = 'own' with critic.model = 'head'"
+            raise ConfigError(what, got=got, allowed="critic.model = 'own'")
+        return self
 
 
 class TrainerConfig(Section):
@@ -433,6 +467,34 @@ def check_training(config: RunConfig) -> None:
     _check_ends(config)
     _check_whitening(config)
     _check_stages(config)
+    _check_own_critic(config)
+
+
+def _check_own_critic(config: RunConfig) -> None:
+    """Raise ConfigError for a critic's executor where there is no critic, or no process for it, or another device's
+    precision."""
+    critic, trainer = config.critic, config.trainer
+    if critic.executor == "trainer":
+        return
+    if not config.has_critic:
+        got = f"critic.executor = 'own' with loss.advantages = '{config.loss.advantages}'"
+        raise ConfigError("there is no critic to have an executor", got=got, allowed="loss.advantages = 'gae'")
+    if config.host == "inline":
+        raise ConfigError(
+            "a critic of its own executor trains while the trainer does, which takes two processes",
+            got="critic.executor = 'own' with host = 'inline'",
+            allowed="host = 'process', or critic.executor = 'trainer'",
+        )
+    for field, is_of_gpu in (
+        ("precision", trainer.precision != "float32"),
+        ("offload_moments", trainer.offload_moments),
+    ):
+        if is_of_gpu and critic.device == "cpu":
+            raise ConfigError(
+                f"trainer.{field} is the critic's, too, and is for GPUs",
+                got=f"trainer.{field} = {vars(trainer)[field]!r} with critic.device = 'cpu'",
+                allowed="critic.device = 'cuda', or critic.executor = 'trainer'",
+            )
 
 
 def _check_stages(config: RunConfig) -> None:

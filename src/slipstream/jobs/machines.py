@@ -51,8 +51,8 @@ class Layout(NamedTuple):
 
 
 class Scorer(NamedTuple):
-    """A group that scores completions, and may be children of the controller: `ranks` on `device`, of which
-    `tensor_parallel` share each layer."""
+    """A group that scores completions, or a critic, which may be children of the controller: `ranks` on `device`, of
+    which `tensor_parallel` share each layer."""
 
     name: str
     ranks: int
@@ -65,11 +65,11 @@ def lay_out(config: RunConfig, remote: Collection[str] | None = None, *, ranks_p
     """Return the jobs that the run is made of, with their machines.
 
     Trainer and generators have jobs of their own, and so have the groups of `remote` ('reward_models', 'reference',
-    'teacher'); None: those on CUDA, so that the controller needs no GPU. `ranks_per_node` are the GPUs of a machine,
-    and how many ranks one without GPUs holds. ConfigError for groups that the run does not have, and for what fits on
-    no machine.
+    'teacher', 'critic'); None: those on CUDA, so that the controller needs no GPU. `ranks_per_node` are the GPUs of a
+    machine, and how many ranks one without GPUs holds. ConfigError for groups that the run does not have, and for what
+    fits on no machine.
     """
-    rewards, kl, teacher, trainer = config.rewards, config.kl, config.teacher, config.trainer
+    rewards, kl, teacher, trainer, critic = config.rewards, config.kl, config.teacher, config.trainer, config.critic
     scorers = [
         Scorer(
             "reward_models",
@@ -86,6 +86,9 @@ def lay_out(config: RunConfig, remote: Collection[str] | None = None, *, ranks_p
         if is_served
         else Scorer("teacher", teacher.ranks, teacher.device, "teacher.ranks", teacher.tensor_parallel)
     ] * config.has_own_teacher
+    scorers += [
+        Scorer("critic", critic.ranks, critic.device, "critic.ranks", critic.tensor_parallel)
+    ] * config.has_own_critic
     own = {scorer.name for scorer in scorers if scorer.device == "cuda"} if remote is None else set(remote)
     check_remote(config, own)
     leaving = [scorer for scorer in scorers if scorer.name in own]

@@ -251,8 +251,7 @@ def load_sharded(
         path, lora = base_folder(path), LoraConfig(path=str(path))
     config = config_from_hf(read_hf_config(path), max_positions=max_positions)
     model = _unfilled(config, division, lora)
-    with checkpoint_slices(path, config) as whole:
-        load_shard(model, whole)
+    read_weights(model, path)
     return fill_adapters(model, lora, seed=seed) if lora.is_set else model
 
 
@@ -269,6 +268,12 @@ def checkpoint_slices(path: Path, config: TransformerConfig) -> Iterator[dict[st
                 if name is not None:
                     found[name] = tensors.get_slice(stored_name)
         yield found
+
+
+def read_weights(model: Transformer, path: Path) -> None:
+    """Give `model`, this rank's part of one, the weights of the checkpoint in folder `path`, which has its sizes."""
+    with checkpoint_slices(path, whole_config(model)) as whole:
+        load_shard(model, whole)
 
 
 def new_sharded(

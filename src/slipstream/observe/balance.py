@@ -34,7 +34,7 @@ LEAST_STEPS = round(1 / SMALL)
 """With fewer the first step, in which the loop fills and everything is cold, is more than `SMALL` of the time."""
 MOST_CHANGE = 2
 
-COMPUTING = ("trainer", "generator", "reward_models", "reference", "teacher")
+COMPUTING = ("trainer", "generator", "reward_models", "reference", "teacher", "critic")
 """Sides that run models: those among which cores or GPUs are split."""
 
 Starves = Literal["trainer", "generator", "both", "neither"]
@@ -212,7 +212,7 @@ def judge(loop: Loop, *, allows: Callable[[Dial], bool] = lambda _: True) -> Ver
 
 
 def _diagnosis(trainer: Side, generator: Side, *, takes_turns: bool) -> tuple[Starves, Bottleneck] | None:
-    idle, rival = trainer.idle, generator.idle
+    idle, rival = trainer.idle - trainer.share("wait_critic"), generator.idle  # training goes on in the critic
     waits = {what: trainer.share(f"wait_{what}") for what in ("generation", "rewards", "straggler")}
     longest = max(waits, key=waits.__getitem__)
     if longest == "rewards" and waits["rewards"] >= SMALL:

@@ -69,6 +69,7 @@ AWAITED = {
     "wait_trainer": "trainer",
     "wait_prompt": "prompts",
     "wait_environment": "environments",
+    "wait_critic": "critic",
 }
 """Wait -> the side of the loop whose work would end it."""
 

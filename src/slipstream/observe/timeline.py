@@ -469,7 +469,10 @@ def process_files(run_dir: Path) -> list[Path]:
 
 def process_order(process: str) -> tuple[int, str, int, int]:
     """Processes in the order of the loop, replicas and ranks by their numbers."""
-    order = ("controller", "generator", "environments", "rewards", "reward_models", "reference", "teacher", "trainer")
+    order = (
+        *("controller", "generator", "environments", "rewards", "reward_models"),
+        *("reference", "teacher", "critic", "trainer"),
+    )
     executor, rank = split_rank_name(process)
     name, _, number = executor.rpartition("-")
     if not number.isdigit():

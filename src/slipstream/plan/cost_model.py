@@ -7,10 +7,11 @@ happens now and then (checkpoints, evaluations, restarts).
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, cached_property
 from statistics import NormalDist
 from typing import Any, TypeVar
 
@@ -59,6 +60,19 @@ class CostModel:
         self.model, self.cluster, self.workload = model, cluster, workload
         self.efficiency = efficiency or Efficiency()
         self._known: dict[tuple[Any, ...], Any] = {}  # what a search asks for again and again
+
+    @cached_property
+    def without_critic(self) -> CostModel:
+        """The same without a critic in the trainer: what the policy costs, and what a critic of its own does."""
+        other = copy.copy(self)
+        other.workload, other._known = replace(self.workload, critic=False), {}
+        return other
+
+    def critic_memory(self, layout: TrainerLayout) -> Parts:
+        """Bytes on each device of a critic with an executor of its own, without head, logits, versions, reference."""
+        alone = copy.copy(self.without_critic)
+        alone.model, alone._known = replace(self.model, tie_embeddings=True), {}
+        return alone.train_memory(layout, served=None).without("reference", "logits")
 
     def train_step(self, layout: TrainerLayout) -> Parts:
         """Seconds of a step: microbatches, the wait for the data-parallel rank with most tokens, optimizer updates.
@@ -267,13 +281,20 @@ class CostModel:
         return max(parts), whole * layout.tensor_parallel
 
     def asynchronous(self, plan: AsynchronousPlan) -> StepTime:
-        """Executors side by side: the slowest one's time, and what share of it the others wait."""
+        """Executors side by side: the slowest one's time, and what share of it the others wait.
+
+        A critic of its own makes its updates while the policy makes its own; the pass that reads values before them is
+        counted nowhere, as it is not for a critic beside the trainer.
+        """
         sync = self.weight_sync(plan.trainer, plan.generator)
-        trainer = self.train_step(plan.trainer) + Parts({"stage": sync["stage"]})
+        costs = self if plan.critic is None else self.without_critic
+        trainer = costs.train_step(plan.trainer) + Parts({"stage": sync["stage"]})
         if self.workload.reference and plan.reference is None:
             trainer += self.reference_pass(plan.trainer)
         generator = self.generation(plan.generator, waits_for_longest=False) + Parts({"pause": sync["pause"]})
         sides = {"trainer": trainer, "generator": generator}
+        if plan.critic is not None:
+            sides["critic"] = costs.train_step(plan.critic)
         if self.workload.reference and plan.reference is not None:
             sides["reference"] = self.scoring(self.model, plan.reference)
         if self.workload.reward_model is not None:

@@ -202,12 +202,14 @@ class ScorerLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class AsynchronousPlan:
-    """Executors that work at the same time. Without a layout of its own the reference lies beside the trainer."""
+    """Executors that work at the same time. Without a layout of its own the reference lies beside the trainer, and so
+    does a critic, which is divided as the policy is and trained in turn with it."""
 
     trainer: TrainerLayout
     generator: GeneratorLayout
     reference: ScorerLayout | None = None
     reward_model: ScorerLayout | None = None
+    critic: TrainerLayout | None = None
 
 
 Layout = TrainerLayout | GeneratorLayout | ScorerLayout
@@ -278,6 +280,9 @@ def layout_tables(plan: AsynchronousPlan, workload: Workload, max_staleness: int
     if plan.reference is not None:
         own = {"executor": "own", "ranks": plan.reference.devices, "device": device}
         tables["kl"] = own | {"precision": plan.reference.precision} | plan.reference.division
+    if plan.critic is not None:
+        own = {"executor": "own", "ranks": plan.critic.devices, "tensor_parallel": plan.critic.tensor_parallel}
+        tables["critic"] = own | {"device": device}
     if plan.reward_model is not None:
         scored = {"model_ranks": plan.reward_model.devices, "device": device}
         names = {"tensor_parallel": "model_tensor_parallel", "sharded": "models_sharded"}

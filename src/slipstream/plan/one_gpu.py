@@ -114,7 +114,7 @@ def costs_of(config: RunConfig, shape: TransformerConfig, on: GpuCluster | None 
         group_size=config.samples_per_group,
         lengths=LengthSample(longest - completion, (completion,), "the longest"),
         reference=config.kl.coef > 0 and config.kl.executor == "trainer",
-        critic=config.has_critic and config.critic.model == "own",
+        critic=config.has_critic and config.critic.model == "own" and not config.has_own_critic,
         adapters=NO_ADAPTERS
         if rank is None
         else adapters_of(shape, rank, lora.targets, lora.adapter_precision, lora.base_precision),

@@ -30,7 +30,7 @@ from slipstream.plan.lengths import WithTurns
 from slipstream.plan.pipeline import MOST_STAGES
 from slipstream.plan.reasons import against_synchronous, constraints, limits, losses, misfit_line, staleness
 from slipstream.plan.search import (
-    SCORERS,
+    BESIDE,
     Found,
     Misfit,
     Search,
@@ -71,7 +71,7 @@ def rehearse(model: CostModel, plan: AsynchronousPlan, max_staleness: int, *, st
     setup, costs = simulated_plan(model, plan)
     steps = steps if steps or max_staleness else STEPS_IN_TURNS
     found = run_schedule(setup, costs, model.workload, max_staleness, steps=steps)
-    others = {name: side.total for name, side in model.asynchronous(plan).sides.items() if name in SCORERS}
+    others = {name: side.total for name, side in model.asynchronous(plan).sides.items() if name in BESIDE}
     return rehearsed(found, max_staleness, others)
 
 
@@ -165,7 +165,7 @@ def _decode(model: CostModel, plan: AsynchronousPlan) -> Callable[[int, int, flo
 def _train(model: CostModel, plan: AsynchronousPlan) -> Callable[[Batch], dict[str, float]]:
     """Return a step's seconds by state: those of its passes grow with its tokens, those of its updates do not."""
     workload, lengths = model.workload, model.workload.lengths
-    step = model.train_step(plan.trainer)
+    step = (model if plan.critic is None else model.without_critic).train_step(plan.trainer)
     fixed_s = step["optimizer"] + step["serial"]
     reference_s = 0.0
     if workload.reference and plan.reference is None:

@@ -10,7 +10,7 @@ from slipstream.core.recipes import read_toml
 from slipstream.plan.cost_model import CostModel
 from slipstream.plan.hardware import GB
 from slipstream.plan.layouts import Parts, is_flat
-from slipstream.plan.search import Found, Misfit, Search, Signature, executors, most_slots, signature_of
+from slipstream.plan.search import Found, Misfit, Search, Signature, devices_of, executors, most_slots, signature_of
 
 BALANCED = 0.02  # executors whose times are closer than this are called equally fast
 WORTH_TELLING = 0.01  # share of an executor's time
@@ -90,7 +90,7 @@ def losses(search: Search, found: Found, table: Mapping[Signature, Found]) -> st
     for giver, taker in (("trainer", "generator"), ("generator", "trainer")):
         moved = search.shifted(found, giver, taker)
         if moved is not None:
-            count = executors(plan)[giver].devices - executors(moved.plan)[giver].devices
+            count = devices_of(plan)[giver] - devices_of(moved.plan)[giver]
             told = f"{count} GPU{'s' * (count > 1)} moved from {NAMES[giver]} to {NAMES[taker]}"
             changed.append(f"{told} {_longer(moved.seconds / found.seconds)}")
     return f"Otherwise: {'; '.join(changed)}." if changed else None

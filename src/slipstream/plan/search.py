@@ -46,6 +46,8 @@ from slipstream.plan.layouts import (
 from slipstream.plan.pipeline import MOST_STAGES
 
 SCORERS = ("reference", "reward_model")
+BESIDE = (*SCORERS, "critic")
+"""Executors that a plan may have besides trainer and generators."""
 FINE_CLUSTER = 64
 """Devices up to which executors are given any number of them; in larger clusters whole nodes beyond the first."""
 LONG = 2**14
@@ -201,7 +203,8 @@ def most_slots(workload: Workload, replicas: int, max_staleness: int) -> int:
 class Choice:
     """A layout of an executor that fits, which takes `seconds` on so many devices for its share of one step.
 
-    `longest_s` are those of a step's longest completion.
+    `longest_s` are those of a step's longest completion. A `critic` of its own beside a trainer is divided alike, as it
+    has as much work: each is on half of `devices`.
     """
 
     devices: int
@@ -209,6 +212,7 @@ class Choice:
     layout: Any
     memory: Parts = _NOTHING
     longest_s: float = 0.0
+    critic: TrainerLayout | None = None
 
 
 Frontier = list[Choice]
@@ -322,11 +326,12 @@ class Signature:
     generator_parallel: int
     precision: Precision
     own_reference: bool = False
+    own_critic: bool = False
 
     def key(self, executor: str) -> tuple[Any, ...]:
         """Return the part of a signature that an executor's choices depend on."""
         if executor == "trainer":
-            return executor, self.precision, self.own_reference, self.trainer_parallel
+            return executor, self.precision, self.own_reference, self.own_critic, self.trainer_parallel
         return (executor, self.precision, self.generator_parallel) if executor == "generator" else (executor,)
 
 
@@ -339,15 +344,15 @@ class Search:
     def __init__(self, costs: CostModel, space: Space) -> None:
         self.costs, self.space = costs, space
         self.misfits: list[Misfit] = []
-        owns = (False, True)[: 1 + costs.workload.reference]
+        owns, critics = ((False, True)[: 1 + is_one] for is_one in (costs.workload.reference, costs.workload.critic))
         self.signatures = [
-            Signature(trainer, generator, precision, own)
-            for precision, own, trainer, generator in itertools.product(
-                space.generator_precisions, owns, space.trainer_parallel, space.generator_parallel
+            Signature(trainer, generator, precision, own, critic)
+            for precision, own, critic, trainer, generator in itertools.product(
+                space.generator_precisions, owns, critics, space.trainer_parallel, space.generator_parallel
             )
         ]
-        self._train_s = cache(lambda layout: costs.train_step(layout).total)
-        self._floor_s = cache(costs.train_floor_s)
+        self._train_s = cache(lambda own_critic, layout: self._of_trainer(own_critic).train_step(layout).total)
+        self._floor_s = cache(lambda own_critic, layout: self._of_trainer(own_critic).train_floor_s(layout))
         self._kept: dict[tuple[int, bool], dict[tuple[Any, ...], Frontier]] = {}
         self._listed: dict[tuple[Any, ...], list[Choice]] = {}  # by executor, and what a signature says of it
         for executor in ("trainer", "generator", "reference", "reward_model"):
@@ -379,7 +384,7 @@ class Search:
         """Return `found` with the fewest devices that `giver` can give moved to `taker`; None where it has no fewer."""
         every = self._frontiers(found.max_staleness, flat=found.flat)
         frontiers = self._of(every, signature_of(found.side_by_side))
-        counts = {name: layout.devices for name, layout in executors(found.plan).items()}
+        counts = devices_of(found.plan)
         less = fastest(frontiers[giver], counts[giver] - 1)
         if less is None:
             return None
@@ -414,11 +419,13 @@ class Search:
         return {name: frontiers[signature.key(name)] for name in self._executors(signature)}
 
     def _found(self, chosen: Mapping[str, Choice], max_staleness: int, *, flat: bool) -> Found:
-        plan = AsynchronousPlan(**{name: choice.layout for name, choice in chosen.items()})
+        critic = chosen["trainer"].critic
+        plan = AsynchronousPlan(**{name: choice.layout for name, choice in chosen.items()}, critic=critic)
+        memory = {name: choice.memory for name, choice in chosen.items()}
         found = Found(
             plan=plan,
             step=self.costs.asynchronous(plan),
-            memory={name: choice.memory for name, choice in chosen.items()},
+            memory=memory if critic is None else memory | {"critic": self.costs.critic_memory(critic)},
             longest_s=chosen["generator"].longest_s,
             max_staleness=max_staleness,
             flat=flat,
@@ -441,7 +448,7 @@ class Search:
         for devices in self.space.devices:
             if devices % degree:
                 continue
-            fitting, nearest = self._on_devices(devices, layouts(devices), memory, times)
+            fitting, nearest = self._on_devices(devices, layouts(devices), memory, times, signature.own_critic)
             choices += fitting
             if nearest is not None and not choices:  # where some fit, a larger number may just not divide
                 closest = nearest
@@ -453,17 +460,28 @@ class Search:
             self.misfits.append(
                 Misfit(executor, layout.tensor_parallel, precision, layout.devices, held, least, stages)
             )
+        if executor == "trainer" and signature.own_critic:
+            return [replace(one, devices=2 * one.devices, critic=one.layout) for one in choices]
         return choices
 
+    def _of_trainer(self, own_critic: bool) -> CostModel:
+        """Return the costs of a trainer: without its critic, where that has an executor of its own."""
+        return self.costs.without_critic if own_critic else self.costs
+
     def _on_devices(
-        self, devices: int, layouts: Iterable[Any], memory: Callable[[Any], Parts], times: Callable[[Any], Any]
+        self,
+        devices: int,
+        layouts: Iterable[Any],
+        memory: Callable[[Any], Parts],
+        times: Callable[[Any], Any],
+        own_critic: bool,
     ) -> tuple[list[Choice], tuple[Parts, Any] | None]:
         """Return the choices among `layouts`, and the one that takes least memory of those that do not fit."""
         fitting, nearest, full = list[Choice](), None, _Full(self.costs)
         least_s = {True: math.inf, False: math.inf}  # of flat layouts, which are listed first, and of all
         for layout in layouts:
             if isinstance(layout, TrainerLayout) and (
-                self._floor_s(layout) >= least_s[layout.is_flat] or full.has_less(layout)
+                self._floor_s(own_critic, layout) >= least_s[layout.is_flat] or full.has_less(layout)
             ):
                 continue
             held = memory(layout)
@@ -478,17 +496,25 @@ class Search:
         return fitting, nearest
 
     def _trainers(self, signature: Signature) -> _Layouts:
-        costs, precision, degree = self.costs, signature.precision, signature.trainer_parallel
+        costs, precision, degree = (
+            self._of_trainer(signature.own_critic),
+            signature.precision,
+            signature.trainer_parallel,
+        )
         elsewhere = ("reference",) if signature.own_reference else ()
         has_pass = costs.workload.reference and not signature.own_reference
 
         def times(layout: Any) -> tuple[float, float]:
             stage_s = costs.weight_sync(layout, replace(_ANY_GENERATOR, precision=precision))["stage"]
             reference_s = costs.reference_pass(layout).total if has_pass else 0.0
-            return self._train_s(layout) + stage_s + reference_s, 0.0
+            return self._train_s(signature.own_critic, layout) + stage_s + reference_s, 0.0
+
+        def layouts(devices: int) -> Iterator[TrainerLayout]:
+            listed = trainer_layouts(costs, self.space, devices, degree)
+            return (one for one in listed if one.is_flat or not signature.own_critic)  # a critic has no stages
 
         return (
-            lambda devices: trainer_layouts(costs, self.space, devices, degree),
+            layouts,
             lambda layout: costs.train_memory(layout, served=precision).without(*elsewhere),
             times,
         )
@@ -554,4 +580,12 @@ def executors(plan: AsynchronousPlan | SynchronousPlan) -> dict[str, Layout]:
 def signature_of(plan: AsynchronousPlan) -> Signature:
     """Return the signature that `plan` is the best of, if it came out of a search."""
     degree, generator = plan.trainer.tensor_parallel, plan.generator
-    return Signature(degree, generator.tensor_parallel, generator.precision, plan.reference is not None)
+    own = plan.reference is not None, plan.critic is not None
+    return Signature(degree, generator.tensor_parallel, generator.precision, *own)
+
+
+def devices_of(plan: AsynchronousPlan | SynchronousPlan) -> dict[str, int]:
+    """Return the devices of each executor; those of a critic count to the trainer, which it goes with."""
+    counts = {name: layout.devices for name, layout in executors(plan).items()}
+    critic = counts.pop("critic", 0)
+    return counts | {"trainer": counts["trainer"] + critic}

@@ -23,6 +23,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -87,6 +88,8 @@ class StoredModel(Protocol):
     def resumed(self, num_updates: int) -> None: ...
 
 
+AwaitedPart = Callable[[Path, float], Path]
+"""A checkpoint's path, seconds -> the folder where the part of it that other processes write is whole by then."""
 Trained = tuple[nn.Module, StoredModel]
 """A trained model, or this rank's part of it, and the optimizer over its parameters."""
 POLICY, CRITIC, REFERENCE = "policy", "critic", "reference"
@@ -134,13 +137,19 @@ class Checkpoints:
     """Save and load checkpoints together with all ranks of `group`; one save at a time."""
 
     def __init__(
-        self, group: RankGroup = RankGroup.alone(), *, timeout_s: float = 1800.0, is_private: bool = False
+        self,
+        group: RankGroup = RankGroup.alone(),
+        *,
+        timeout_s: float = 1800.0,
+        is_private: bool = False,
+        first_rank: int = 0,
     ) -> None:
         """`is_private` says that nobody else runs collectives of `group`; otherwise a gloo group of its ranks is made.
 
-        For that they must be all that `torch.distributed` was initialised with.
+        For that they must be all that `torch.distributed` was initialised with. A part of a checkpoint has the files of
+        the ranks from `first_rank` on: those of the ranks before are in the checkpoint that it becomes a part of.
         """
-        self._timeout_s = timeout_s
+        self._timeout_s, self._first_rank = timeout_s, first_rank
         self._group = group if is_private else _gloo_twin(group, timeout_s)
         self._is_twin = self._group is not group
         self._held: list[Held] = []
@@ -158,16 +167,17 @@ class Checkpoints:
         step: int,
         keep: int | None = None,
         extra: Mapping[str, Any] | None = None,
+        part: AwaitedPart | None = None,
     ) -> None:
         """Copy what this rank writes of `trained`, return, and write it in the background; `poll` says when it is done.
 
         A single CPU rank writes it at once. `extra` (JSON) counts from rank 0. A checkpoint at `path` is replaced only
-        by a whole one; then all but the `keep` newest beside it are deleted. Waits for a save that still runs, and
-        raises what `poll` would of it.
+        by a whole one; then all but the `keep` newest beside it are deleted. A `part` that other processes write is
+        waited for on rank 0, and moved into it. Waits for a save that still runs, and raises what `poll` would of it.
         """
         self._finish(self._timeout_s)
         updates = {name: optimizer.num_updates for name, (_, optimizer) in trained.items()}
-        state = {"step": step, "num_updates": updates[POLICY], "updates": updates, "extra": dict(extra or {})}
+        state = {"step": step, "num_updates": updates.get(POLICY, 0), "updates": updates, "extra": dict(extra or {})}
         mine, generators = self._own_boxes(trained_shards(trained)), random_state()  # this thread's generators
         is_at_once = self._group.world == 1 and not any(view.is_cuda for view in mine.values())
         content = mine if is_at_once else _copied(mine)
@@ -177,7 +187,7 @@ class Checkpoints:
         def write() -> None:
             failure: Exception | None = None
             try:
-                self._write(path, state, keep, content, generators)
+                self._write(path, state, keep, content, generators, part)
             except Exception as error:  # noqa: BLE001 - it is raised by the next call
                 failure = error
                 if self._group.is_leader:  # nobody writes any more: all ranks were told
@@ -204,20 +214,31 @@ class Checkpoints:
         return {one.box: views[one.box] for one in ordered}
 
     def _write(
-        self, path: Path, state: Mapping[str, Any], keep: int | None, content: Mapping[Box, Tensor], random: Generators
+        self,
+        path: Path,
+        state: Mapping[str, Any],
+        keep: int | None,
+        content: Mapping[Box, Tensor],
+        random: Generators,
+        part: AwaitedPart | None,
     ) -> None:
         """Write the checkpoint with all other ranks: a folder, then every rank's file, then what makes it whole."""
         group, what = self._group, f"checkpoint {path} could not be written"
         self._agreed(what, lambda: new_partial(path) if group.is_leader else None)
-        file = partial_path(path) / rank_file(group.rank)
+        file = partial_path(path) / rank_file(self._first_rank + group.rank)
         written = self._gather(what, self._agreed(what, lambda: write_boxes(file, content, random)))
-        files = {rank_file(rank): entry for rank, entry in enumerate(written)}
-        self._agreed(what, lambda: self._publish(path, state, keep, files))
+        files = {rank_file(self._first_rank + rank): entry for rank, entry in enumerate(written)}
+        self._agreed(what, lambda: self._publish(path, state, keep, files, part))
 
     def _publish(
-        self, path: Path, state: Mapping[str, Any], keep: int | None, files: dict[str, dict[str, int]]
+        self,
+        path: Path,
+        state: Mapping[str, Any],
+        keep: int | None,
+        files: dict[str, dict[str, int]],
+        part: AwaitedPart | None,
     ) -> None:
-        """Add what is JSON to the ranks' `files`, and give the checkpoint its name, on rank 0.
+        """Add the `part` of others, and what is JSON, to the ranks' `files`, and name the checkpoint, on rank 0.
 
         CheckpointError for a file of a rank that is not here.
         """
@@ -229,12 +250,16 @@ class Checkpoints:
             if not file.is_file() or file.stat().st_size != entry["bytes"]:
                 hint = "the run's directory must be on a file system that all of the trainer's machines share"
                 raise CheckpointError(f"another rank wrote {name}, and it is not here", got=partial, hint=hint)
-        for name, content in ((INDEX, index_of(self._givers)), ("state.json", state)):
+        index = index_of({held: self._first_rank + rank for held, rank in self._givers.items()})
+        if part is not None:
+            index, state = _with_part(part(path, self._timeout_s), partial, files, index, state)
+        num_ranks = len(files)
+        for name, content in ((INDEX, index), ("state.json", state)):
             file = partial / name
             file.write_text(json.dumps(content))
             sync(file)
             files[name] = {"bytes": file.stat().st_size, "crc32": crc32(file)}
-        manifest = {"format": FORMAT, "step": state["step"], "ranks": self._group.world, "files": files}
+        manifest = {"format": FORMAT, "step": state["step"], "ranks": num_ranks, "files": files}
         publish(partial, path, manifest, keep=keep)
 
     def _agreed(self, what: str, attempt: Callable[[], T]) -> T:
@@ -359,6 +384,23 @@ class Checkpoints:
                 got=", ".join(f"{name} {shapes[name]}" for name in left[:4]) or "other tensors",
                 allowed=", ".join(problems[:4]) or None,
             )
+
+
+def _with_part(
+    part: Path, partial: Path, files: dict[str, dict[str, int]], index: Mapping[str, Any], state: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Move the files of the ranks that wrote `part` into `partial`, and add them to its `files`; return `index` and
+    `state` with those of the part."""
+    for name, entry in read_manifest(part).files.items():
+        if name not in (INDEX, "state.json"):
+            (part / name).rename(partial / name)
+            files[name] = {"bytes": entry.bytes, "crc32": entry.crc32}
+    of_part = read_json(part / "state.json")
+    joined = {**index, **read_json(part / INDEX)}, {**state, "updates": {**state["updates"], **of_part["updates"]}}
+    shutil.rmtree(part)
+    with suppress(OSError):  # another one may lie there
+        part.parent.rmdir()
+    return joined
 
 
 def _copied(boxes: Mapping[Box, Tensor]) -> dict[Box, Tensor]:

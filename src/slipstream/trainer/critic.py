@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import torch
 from torch import Tensor, nn
 
+from slipstream.algorithms.losses import LossInputs, loss_named
+from slipstream.algorithms.reduce import Mean, Metrics
 from slipstream.core.config import RunConfig
 from slipstream.core.packed import PackedMicrobatch
 from slipstream.models.packed import at_targets
@@ -22,7 +27,7 @@ class Critic:
     """
 
     def __init__(self, config: RunConfig, policy: Transformer, division: Division = Division()) -> None:
-        critic = config.critic
+        critic = self._settings = config.critic
         self.is_head, self._reader = critic.model == "head", policy.reader
         self.module: ScalarModel | nn.Linear
         if self.is_head:
@@ -55,3 +60,26 @@ class Critic:
         else:
             values = self.module(states.float()).squeeze(-1)
         return self._reader.joined(microbatch, values)[0]
+
+    def loss(self, columns: Mapping[str, Tensor], values: Tensor, *, num_tokens: int) -> tuple[Tensor, Metrics]:
+        """Return the loss of a microbatch's `values` times `critic.coef`, and the metric of the loss without it.
+
+        `columns` are `PackedMicrobatch.tensors`; `num_tokens` are the targets of the whole update.
+        """
+        assert columns.keys() >= {"values", "returns"}, "a batch for a critic carries values and returns"
+        mask = torch.ones(len(values), dtype=torch.bool, device=values.device)
+        loss, metrics = loss_named("value", {"clip": self._settings.clip})(
+            LossInputs(
+                policy_logprobs=None,
+                advantages=None,
+                mask=mask,
+                segment_ids=columns["segment_ids"],
+                lengths=columns["lengths"],
+                num_units=num_tokens,
+                values=values,
+                anchor_values=columns["values"],
+                returns=columns["returns"],
+            )
+        )
+        total = loss.detach().double() * num_tokens
+        return self._settings.coef * loss, metrics | {"value_loss": Mean(total, mask.sum())}

@@ -36,6 +36,8 @@ from slipstream.models.transformer import Transformer
 from slipstream.observe.timeline import TRAINED
 from slipstream.trainer.checkpoint import CRITIC, REFERENCE, Trained
 from slipstream.trainer.critic import Critic
+from slipstream.trainer.critic_executor import starts_from_warm_start
+from slipstream.trainer.critic_link import CriticLink
 from slipstream.trainer.following import FollowingReference
 from slipstream.trainer.inbox import RolloutInbox
 from slipstream.trainer.loss_checks import needed_columns
@@ -56,7 +58,8 @@ class Trainer(Executor):
 
     Consumes: `Rollout` (rollouts), `WarmStart`, `TrainStep`, `Skip`, `Waiting`, `Checkpoint`, `Export`, `Publish`,
     `Stop` (commands; and what rank 0's publisher relays). Produces: versions (its WEIGHTS channel),
-    `GroupScored`, `StepDone`, `Published` (events). Waits for: a `TrainStep`. Ends when: told to stop. With `resume` it
+    `GroupScored`, `StepDone`, `Published` (events). A critic of its own executor is asked, and waited for, in a step
+    (`critic_link.py`). Waits for: a `TrainStep`. Ends when: told to stop. With `resume` it
     starts from that checkpoint instead of a warm start.
 
     With several ranks, each data-parallel one keeps the rollouts it is dealt, and tells rank 0 their heads (`Arrived`):
@@ -115,6 +118,9 @@ class Trainer(Executor):
         self.reference: Transformer | None = None
         self.following: FollowingReference | None = None
         self.critic: Critic | None = None
+        self.own_critic: CriticLink | None = None
+        if config.has_own_critic:
+            self.own_critic = CriticLink(context, config, data_ranks=self.data_ranks, peers=self.peers)
         self.teacher: Teacher | None = None
         self.kl = AdaptiveKL(config.kl.coef, config.kl.target or 1.0, config.kl.horizon)
         if self.resume is not None:
@@ -197,8 +203,12 @@ class Trainer(Executor):
     def _build_auxiliary(self) -> None:
         """Build the frozen models and the critic, from the policy at version 0 where the config names nothing else."""
         config = self.config
-        if config.has_critic:
+        if config.has_critic and not config.has_own_critic:
             self.critic = self.policy.new_critic()
+        if self.own_critic is not None and starts_from_warm_start(config) and self.resume is None:
+            start = self.context.run_dir / "critic_start"
+            self.policy.export(start)
+            self.own_critic.start(start)
         if config.has_teacher:
             model = None if config.has_own_teacher else self.policy.reference(config.teacher.path)
             self.teacher = Teacher.of(config, self.policy.tokenizer, model)
@@ -279,6 +289,8 @@ class Trainer(Executor):
                 self.publisher.take(message)
             case Stop():
                 self._report_saved(wait=True)
+                if self.own_critic is not None:
+                    self.own_critic.stop()
                 self._is_finished = True
             case _:
                 raise TypeError(f"a trainer does not take {type(message).__name__}")
@@ -314,7 +326,7 @@ class Trainer(Executor):
                 config=self.config,
                 step=command.step,
                 batching=self.batching,
-                auxiliary=Auxiliary(self.reference, self.critic, self.kl.coef, self.teacher),
+                auxiliary=Auxiliary(self.reference, self.critic, self.kl.coef, self.teacher, self.own_critic),
                 heads=command.heads,
                 ranks=self.data_ranks,
                 tokens=sample,
@@ -353,7 +365,12 @@ class Trainer(Executor):
             self.records.sync()
             if self.peers.is_leader:
                 self.inbox.save(command)
-            self.policy.save(Path(command.path), step=self.version, extra=extra, others=self._others)
+            part = None if self.own_critic is None else self.own_critic.part
+            if self.own_critic is not None:
+                self.own_critic.save(Path(command.path), self.version)
+                if self.policy.saves_at_once:
+                    self.own_critic.hear_of_part(wait=True)
+            self.policy.save(Path(command.path), step=self.version, extra=extra, others=self._others, part=part)
         self._report_saved()
 
     def _report_saved(self, *, wait: bool = False) -> None:
@@ -361,6 +378,8 @@ class Trainer(Executor):
         if not self.policy.is_saving:
             return
         with self.context.spans.span("checkpoint"):
+            if self.own_critic is not None:
+                self.own_critic.hear_of_part(wait=wait)
             saved = self.policy.saved(wait=wait)
         if saved is not None:
             self._tell(CheckpointSaved(step=saved.step, path=str(saved.path)))

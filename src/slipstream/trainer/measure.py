@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -31,6 +31,9 @@ from slipstream.trainer.critic import Critic
 from slipstream.trainer.loss_checks import needed_columns
 from slipstream.trainer.teacher import Teacher
 
+if TYPE_CHECKING:
+    from slipstream.trainer.critic_link import CriticLink
+
 Key = tuple[int, int]  # (ordinal, sample)
 Columns = dict[Key, np.ndarray]
 Read = Callable[[PackedMicrobatch], Tensor]
@@ -49,13 +52,15 @@ MEASURED_IN = {
 class Auxiliary:
     """The trainer's models besides the policy: the frozen `reference` and `teacher`, and the `critic`, if it has them.
 
-    `kl_coef` is the present coefficient of an adaptive KL penalty; None takes `kl.coef`.
+    `own_critic` leads to a critic with an executor of its own, in place of `critic`. `kl_coef` is the present
+    coefficient of an adaptive KL penalty; None takes `kl.coef`.
     """
 
     reference: Transformer | None = None
     critic: Critic | None = None
     kl_coef: float | None = None
     teacher: Teacher | None = None
+    own_critic: CriticLink | None = None
 
 
 @dataclass(frozen=True)
@@ -105,7 +110,12 @@ def measured_columns(
         "values": partial(_values, model, auxiliary.critic),
     }
     columns: dict[str, Columns] = {}
+    if auxiliary.own_critic is not None:  # it reads them while the other columns are measured here
+        auxiliary.own_critic.ask_values(sequences, step.number)
     for name in needed_columns(config):
+        if name == "values" and auxiliary.own_critic is not None:
+            columns[name] = auxiliary.own_critic.values(sequences)
+            continue
         if name == "reference_logprobs" and brings_reference(config):
             rollouts = [rollout for group in groups for rollout in group.rollouts]
             columns[name] = brought(rollouts, sequences)

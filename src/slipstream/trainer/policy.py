@@ -38,10 +38,34 @@ from slipstream.models.shards import base_digest, local_shards, whole_shapes
 from slipstream.models.stored_base import store_base
 from slipstream.models.tensor_parallel import whole_config
 from slipstream.models.transformer import Transformer
-from slipstream.trainer.checkpoint import POLICY, Checkpoints, LoadedCheckpoint, Saved, Trained
+from slipstream.trainer.checkpoint import POLICY, AwaitedPart, Checkpoints, LoadedCheckpoint, Saved, Trained
 from slipstream.trainer.critic import Critic
 from slipstream.trainer.following import FollowingReference
 from slipstream.trainer.optim import AdamW
+
+
+def current_device() -> torch.device:
+    """Return the GPU that this process computes on."""
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def trained_division(
+    config: RunConfig, data_ranks: RankGroup, tensor_ranks: RankGroup, device: torch.device
+) -> Division:
+    """Return the division of a model that is trained as [trainer] says over these ranks, on `device`."""
+    trainer = config.trainer
+    return Division(
+        data_ranks,
+        tensor_ranks,
+        device=device,
+        precision=trainer.precision,
+        recomputes=trainer.recompute,
+        keeps_products=not trainer.recompute_products,
+        compiles="inductor" if trainer.compile else None,
+        reduce_once=trainer.reduce_once,
+        varlen=trainer.varlen,
+        copies=trainer.compute_copy,
+    )
 
 
 class Policy:
@@ -65,19 +89,10 @@ class Policy:
         self._config, self._ranks = config, ranks
         is_cuda = config.trainer.device == "cuda"
         if is_cuda:
-            take_share(config.trainer.gpu_share, torch.device("cuda", torch.cuda.current_device()))
-        self.division = Division(
-            data_ranks,
-            tensor_ranks,
-            context_ranks,
-            device=torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu"),
-            precision=config.trainer.precision,
-            recomputes=config.trainer.recompute,
-            keeps_products=not config.trainer.recompute_products,
-            compiles="inductor" if config.trainer.compile else None,
-            reduce_once=config.trainer.reduce_once,
-            varlen=config.trainer.varlen,
-            copies=config.trainer.compute_copy,
+            take_share(config.trainer.gpu_share, current_device())
+        self.division = replace(
+            trained_division(config, data_ranks, tensor_ranks, current_device() if is_cuda else torch.device("cpu")),
+            context_parallel=context_ranks,
             pipeline_parallel=stage_ranks,
             chunks=config.trainer.pipeline_chunks,
             experts=expert_ranks,
@@ -194,11 +209,25 @@ class Policy:
             partial.rename(folder)
         return folder
 
-    def save(self, path: Path, *, step: int, extra: Mapping[str, Any], others: Mapping[str, Trained]) -> None:
-        """Write a checkpoint of these weights and `others`; in the background, unless they are whole on this rank."""
+    @property
+    def saves_at_once(self) -> bool:
+        """Whether `save` returns when the checkpoint is whole: weights that are whole on this rank are not copied."""
+        return self.division.is_whole
+
+    def save(
+        self,
+        path: Path,
+        *,
+        step: int,
+        extra: Mapping[str, Any],
+        others: Mapping[str, Trained],
+        part: AwaitedPart | None = None,
+    ) -> None:
+        """Write a checkpoint of these weights and `others`, and of the `part` that other processes write; in the
+        background, unless it `saves_at_once`."""
         keep = self._config.trainer.keep_checkpoints
-        base = {"base": self.base_digest} if self.base_digest else {}
-        self._checkpoints.save(path, {**self._trained, **others}, step=step, keep=keep, extra={**extra, **base})
+        extra = {**extra, "base": self.base_digest} if self.base_digest else extra
+        self._checkpoints.save(path, {**self._trained, **others}, step=step, keep=keep, extra=extra, part=part)
         self.is_saving = True
 
     def wait_fds(self) -> list[int]:

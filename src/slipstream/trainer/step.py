@@ -61,7 +61,7 @@ def train_on_batch(
     batch = prepare_batch(selection, columns, config=config, kl_coef=auxiliary.kl_coef, ranks=ranks)
     updater = Updater(model, optimizer, auxiliary, at, tokens=tokens)
     updates = _updates(selection.groups, batch, updater.atom_size, at)
-    made = [one for update in updates if (one := updater.make(update)) is not None]
+    made = updater.make_all(updates)
     metrics = batch.metrics | episode_metrics(selection.trainable) | training_metrics(made, optimizer, at)
     metrics["train_s"] = time.perf_counter() - started_s
     if config.has_critic:

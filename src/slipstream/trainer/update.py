@@ -44,6 +44,7 @@ from slipstream.trainer.teacher import COMPARED, teacher_metrics
 
 if TYPE_CHECKING:
     from slipstream.models.stage_passes import StagePasses
+    from slipstream.trainer.critic_link import CriticLink
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ class _LastStageRead(msgspec.Struct, frozen=True):
 class Updater:
     """Make the updates of `step`: of the policy `model`, and of the critic in `auxiliary`.
 
-    `tokens` takes what it wants of each microbatch.
+    A critic of its own executor makes its own meanwhile. `tokens` takes what it wants of each microbatch.
     """
 
     def __init__(
@@ -131,7 +132,7 @@ class Updater:
         tokens: TokenSample | None = None,
     ) -> None:
         self._model, self._optimizer, self._critic = model, optimizer, auxiliary.critic
-        self._teacher = auxiliary.teacher
+        self._teacher, self._own_critic = auxiliary.teacher, auxiliary.own_critic
         self._optimizers = [optimizer] if self._critic is None else [optimizer, self._critic.optimizer]
         self._config, self._step, self._ranks, self._spans = step.config, step.number, step.ranks, step.spans
         self._tokens, config = tokens, step.config
@@ -146,6 +147,11 @@ class Updater:
         """Number of sequences that must share a microbatch: the two of a pair, for losses of pairs."""
         return 2 if self._loss.atom == "pair" else 1
 
+    def make_all(self, updates: Iterable[PlannedUpdate]) -> list[Made]:
+        """Make the updates that have anything to train on, as `make` does; all ranks call it."""
+        made = [one for update in updates if (one := self.make(update)) is not None]
+        return made if self._own_critic is None else [self._joined(one, self._own_critic) for one in made]
+
     def make(self, update: PlannedUpdate) -> Made | None:
         """Make one update; None where no rank has anything to train on. All ranks call it.
 
@@ -157,6 +163,8 @@ class Updater:
         if not update.totals.num_microbatches:
             return None
         lr, critic_norm = self._optimizer.lr, None
+        if self._own_critic is not None:
+            self._own_critic.train(update.index, update.microbatches)
         try:
             with self._spans.span("forward_backward", step=self._step):
                 loss, scale, metrics = self._accumulate(update)
@@ -165,20 +173,33 @@ class Updater:
                     self._critic.optimizer.finite_grad_norm()  # before either of them changes weights
                 norm = self._optimizer.step(scale=scale)
         except NonFiniteError as error:  # on all ranks alike
-            raise located(
-                error,
-                step=self._step,
-                update=update.index,
-                num_minibatches=self._config.trainer.minibatches,
-                lr=lr,
-                own=[key for microbatch in update.microbatches for key in microbatch.keys],
-                ranks=self._ranks,
-            ) from error
+            raise self._located(error, update, lr) from error
         if self._critic is not None:
             with self._spans.span("optimizer", step=self._step):
                 critic_norm = self._critic.optimizer.step()
         self._has_changed_weights = True
         return Made(update, loss, norm, critic_norm, lr * scale, metrics)
+
+    def _joined(self, made: Made, critic: CriticLink) -> Made:
+        """Return `made` with what the critic's own update has told; NonFiniteError, on all ranks, if it was refused."""
+        told = critic.updated(made.update.index)
+        if told.failure:
+            hint = "lower critic.optimizer.lr, or look at this batch's rewards"
+            what = "the critic's loss or gradient is not finite; the critic was not changed"
+            raise self._located(NonFiniteError(what, got=told.failure, hint=hint), made.update, made.lr)
+        metrics = decode_metrics(told.metrics.tobytes()) if self._ranks.is_leader else {}
+        return replace(made, critic_grad_norm=told.grad_norm, metrics=made.metrics | metrics)
+
+    def _located(self, error: NonFiniteError, update: PlannedUpdate, lr: float) -> NonFiniteError:
+        return located(
+            error,
+            step=self._step,
+            update=update.index,
+            num_minibatches=self._config.trainer.minibatches,
+            lr=lr,
+            own=[key for microbatch in update.microbatches for key in microbatch.keys],
+            ranks=self._ranks,
+        )
 
     def _accumulate(self, update: PlannedUpdate) -> tuple[float, float, Metrics]:
         """Leave the update's gradients in the optimizers; return the policy's loss over all ranks, the factor on its
@@ -307,9 +328,8 @@ class Updater:
             backward(policy_loss)
         losses = [policy_loss, torch.zeros_like(policy_loss)]
         if critic is not None:
-            value_loss, value_metrics = self._value_loss(
-                inputs, columns, critic.values(microbatch, states), num_tokens=totals.num_tokens
-            )
+            values = critic.values(microbatch, states)
+            value_loss, value_metrics = critic.loss(columns, values, num_tokens=totals.num_tokens)
             backward(policy_loss + value_loss if is_joint else value_loss)
             metrics |= value_metrics
             losses[1] = value_loss
@@ -359,27 +379,6 @@ class Updater:
         if self._loss.unit == "token":
             return inputs.average(values)
         return sum_over_units(values, inputs.mask, num_units=totals.num_sequences)
-
-    def _value_loss(
-        self, inputs: LossInputs, columns: dict[str, Tensor], values: Tensor, *, num_tokens: int
-    ) -> tuple[Tensor, Metrics]:
-        """Return the critic's loss times `critic.coef`, and the metric of the loss without it."""
-        assert columns.keys() >= {"values", "returns"}, "a batch for a critic carries values and returns"
-        loss, metrics = loss_named("value", {"clip": self._config.critic.clip})(
-            LossInputs(
-                policy_logprobs=None,
-                advantages=None,
-                mask=inputs.mask,
-                segment_ids=inputs.segment_ids,
-                lengths=inputs.lengths,
-                num_units=num_tokens,
-                values=values,
-                anchor_values=columns["values"],
-                returns=columns["returns"],
-            )
-        )
-        total = loss.detach().double() * num_tokens
-        return self._config.critic.coef * loss, metrics | {"value_loss": Mean(total, inputs.mask.sum())}
 
     def _inputs(self, columns: dict[str, Tensor], logprobs: Tensor, totals: Totals) -> LossInputs:
         """Return what the loss is computed from, for one microbatch."""
