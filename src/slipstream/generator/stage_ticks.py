@@ -1,7 +1,7 @@
 """The ranks of a replica in pipeline stages: who works on what in each tick, and what travels between them.
 
-All ranks run the same engine in lock step (`lockstep.py`), so each knows of every pass which rows it has. Rows lie in as
-many groups as there are stages. An engine's step is a *tick*:
+All ranks run the same engine in lock step (`lockstep.py`), so each knows of every pass which rows it has. Rows lie in
+as many groups as there are stages. An engine's step is a *tick*:
 
     at tick t stage s carries out what was ordered at tick t - s: a pass of the rows of group (t - s) mod P
     then it gives the stream [rows, hidden] to stage s + 1, and the last one tells all which tokens it has sampled
@@ -66,8 +66,7 @@ class StageTicks:
     """This rank's part of the ticks of one runner, over the stage `model`; `stages` are the ranks of all stages."""
 
     def __init__(self, model: Transformer, stages: RankGroup) -> None:
-        weight = model.layers[0].attention_norm.weight
-        assert isinstance(weight, Tensor)
+        weight = stream_weight(model)
         self._stages, self._hidden = stages, model.config.hidden_size
         self._dtype, self._device = weight.dtype, weight.device
         self._orders = deque([_Orders() for _ in range(stages.world)], maxlen=stages.world)  # of ticks, the last newest
@@ -131,7 +130,7 @@ class StageTicks:
 
 def hand_on(stages: RankGroup, sent: Tensor | None, received: Tensor | None) -> None:
     """Send `sent` to the next stage, and fill `received` from the one before, at the same time."""
-    operations = []
+    operations: list[tuple[Any, Tensor, int]] = []
     if sent is not None:
         operations.append((dist.isend, sent.contiguous(), stages.rank + 1))
     if received is not None:
@@ -158,8 +157,7 @@ def _together(stages: RankGroup, run: Callable[[dist.ProcessGroup], Any]) -> Non
 @torch.no_grad()
 def probe_stages(model: Transformer, stages: RankGroup, tokens: np.ndarray) -> np.ndarray:
     """`algorithms.logprobs.probe_logprobs` of a model in `stages`, which all call it together: the same on each."""
-    weight, rank = model.layers[0].attention_norm.weight, stages.rank
-    assert isinstance(weight, Tensor)
+    weight, rank = stream_weight(model), stages.rank
     sequence = torch.as_tensor(tokens, dtype=torch.int64, device=weight.device)
     stream = None
     if rank > 0:
@@ -176,6 +174,13 @@ def probe_stages(model: Transformer, stages: RankGroup, tokens: np.ndarray) -> n
 
 
 # A pass over the layers of one stage
+
+
+def stream_weight(model: Transformer) -> Tensor:
+    """Return a weight of the residual stream's precision, whatever matrices are stored in."""
+    weight = next(iter(model.layers)).attention_norm.weight
+    assert isinstance(weight, Tensor)
+    return weight
 
 
 class OwnLayers:
@@ -203,7 +208,7 @@ def over_layers(
 ) -> Tensor:
     """Return the stream behind the layers of this stage, or from the last one the states [num_rows, hidden]."""
     stage = model.stage
-    own = attention if stage.is_first else OwnLayers(attention, model.layers[0].index)
+    own = attention if stage.is_first else OwnLayers(attention, next(iter(model.layers)).index)
     if num_rows == 0 and stage.is_last:
         model.prefill(tokens, positions, own, stream)
         return torch.empty(0, model.config.hidden_size, device=tokens.device)

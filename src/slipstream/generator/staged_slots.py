@@ -95,8 +95,8 @@ class StagedSlots:
     def settle(self) -> None:
         """`drain` was called before the weights have changed."""
 
-    def routes(self, row: int) -> np.ndarray | None:
-        return None
+    def routes(self, row: int) -> None:
+        """None are recorded of `row`: each stage has those of its layers."""
 
     def decode(self, num_rows: int, chunks: Sequence[Chunk] = ()) -> Decoded:
         turn = self.ticks.turn
