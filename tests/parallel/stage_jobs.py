@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -131,13 +132,18 @@ def busy_ticks(rank: Rank, config: TransformerConfig, requests: list[Request], s
     return counts["ticks"], counts["busy"]
 
 
+@cache
+def _in_float64(config: TransformerConfig, seed: int) -> Transformer:
+    return whole_model(config, seed).double()
+
+
 def reread(config: TransformerConfig, request: Request, tokens: Sequence[int], seeds: Sequence[int]) -> np.ndarray:
     """The logprob of each token of a completion by a plain loop in float64, one position after the other.
 
     Token t, and the keys and values that it was sampled behind, are those of the model of `seeds[t]`; those of the
     prompt but its last token are of `seeds[0]`.
     """
-    models = {seed: whole_model(config, seed).double() for seed in set(seeds)}
+    models = {seed: _in_float64(config, seed) for seed in set(seeds)}
     text, first = [*request.prompt_tokens.tolist(), *tokens], len(request.prompt_tokens) - 1
     cache: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
 
