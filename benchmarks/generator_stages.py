@@ -138,7 +138,10 @@ def tell(given: argparse.Namespace, stages: int) -> None:
     print(f" ({min(speeds):.1f} to {max(speeds):.1f})")
     for rank, one in enumerate(by_rank):
         cpu_s = statistics.median(run["cpu_s"] for run in one["runs"])
-        print(f"  rank {rank}: {one['weights_bytes'] / 1e6:.1f} MB of weights, {one['kv_bytes'] / 1e6:.1f} MB of KV", end="")
+        print(
+            f"  rank {rank}: {one['weights_bytes'] / 1e6:.1f} MB of weights, {one['kv_bytes'] / 1e6:.1f} MB of KV",
+            end="",
+        )
         print(f", {1000 * cpu_s:.0f} ms of CPU time a step")
         if stages > 1:
             last = one["runs"][-1]

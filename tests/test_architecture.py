@@ -157,7 +157,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 88_490
+MAX_LINES = 89_260
 MAX_LINES_OF_SPINE = 1_600
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -171,14 +171,14 @@ SPINE = (
 MAX_LINES_OF_FOLDER = {
     "algorithms": 2_355,
     "batching": 455,
-    "controller": 6_215,
-    "core": 11_285,
+    "controller": 6_220,
+    "core": 11_310,
     "environments": 8_085,
     "evals": 2_700,
-    "generator": 8_930,
+    "generator": 9_670,
     "jail": 1_060,
     "jobs": 985,
-    "models": 9_575,
+    "models": 9_580,
     "observe": 9_960,
     "plan": 7_290,
     "prompts": 1_450,

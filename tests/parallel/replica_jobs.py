@@ -162,9 +162,7 @@ def part_of(rank: Rank, stages: int) -> Transformer:
 class Versions:
     """A subscriber whose versions are there when the case says so; their bytes are those of `bytes_of_part`."""
 
-    def __init__(
-        self, arrivals: Sequence[tuple[int, int | None]], rank: Rank, precision: Any, stages: int = 1
-    ) -> None:
+    def __init__(self, arrivals: Sequence[tuple[int, int | None]], rank: Rank, precision: Any, stages: int = 1) -> None:
         self.pending_version: int | None = None
         self.version = 0
         self.probe_errors: list[float] = []

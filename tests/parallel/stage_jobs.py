@@ -24,7 +24,6 @@ from slipstream.models.sharded import Division
 from slipstream.models.shards import load_shard
 from slipstream.models.transformer import Transformer
 
-
 _GROUPS: dict[tuple[int, int], tuple[RankGroup, ...]] = {}
 """Process groups of stages and of tensor-parallel ranks, made once for all jobs."""
 

@@ -67,9 +67,7 @@ def assert_same(left: rank_jobs.Tokens, right: rank_jobs.Tokens, *, atol: float)
     ],
     ids=["two", "four", "two_of_two", "gpt2", "tied", "mixture"],
 )
-def test_tokens_are_those_of_one_engine(
-    ranks: RankPool, config: TransformerConfig, world: int, stages: int
-) -> None:
+def test_tokens_are_those_of_one_engine(ranks: RankPool, config: TransformerConfig, world: int, stages: int) -> None:
     """To the bit where every layer is whole: more sequences than rows, shared prompts in chunks."""
     batch = requests(8, 3)
     by_rank = ranks.run(jobs.generate, config, batch, stages, world=world)

@@ -1,5 +1,5 @@
-"""A generator's replica in pipeline stages, alone and beside tensor parallelism: its ranks do the same, whatever reaches
-each when; every token is of the version that it says; it ends as a whole."""
+"""A generator's replica in pipeline stages, alone and beside tensor parallelism: its ranks do the same, whatever
+reaches each when; every token is of the version that it says; it ends as a whole."""
 
 from __future__ import annotations
 

@@ -68,9 +68,7 @@ def native_engine(
     if outside:
         allowed = f"0..{model.config.vocab_size - 1}"
         raise ConfigError("stop tokens outside the vocabulary", got=outside, allowed=allowed)
-    if runner is not None:
-        pass
-    elif model.cos.device.type == "cuda" if is_paged is None else is_paged:
+    if runner is None and (model.cos.device.type == "cuda" if is_paged is None else is_paged):
         assert residents is None, "captured steps read one version, where it lies"
         runner = paged = PagedRunner(
             model,
@@ -81,10 +79,9 @@ def native_engine(
             records_routes=records_routes,
         )
         paged.warm_up(likely, only_full=True)
-    else:
-        runner = SlotRunner(
-            model, num_rows=num_slots, max_len=max_len, residents=residents, records_routes=records_routes
-        )
+    if runner is None:
+        sizes = {"num_rows": num_slots, "max_len": max_len}
+        runner = SlotRunner(model, **sizes, residents=residents, records_routes=records_routes)
     return Engine(
         runner,
         seed=seed,
