@@ -3,9 +3,9 @@
     python benchmarks/generator_stages.py [--layers 8] [--hidden 256] [--rows 32] [--prompt 64] [--completion 96]
                                           [--repeats 3]
 
-All rows have one prompt and completions of one length, each rank one thread: on one rank, and on two stages, whose rows
-are in two groups (`generator/stage_ticks.py`). A step is a token for every row: of two stages two ticks. A stage is busy
-while it runs its layers, the head, or a sampler; all else of a tick is idle: waiting for the other stage, or messages.
+All rows have one prompt and completions of one length, each rank one thread: on one rank, and on two stages, whose
+rows are in two groups (`generator/stage_ticks.py`). A step is a token for every row: of two stages two ticks. A stage is
+busy while it runs its layers, the head, or a sampler; all else of a tick is idle: waiting for the other stage, or messages.
 Beside it stands the share of ticks without a pass, (P - 1) / (n + P - 1) of n passes, as it was counted and by that
 formula. What the first adds to the second is that stages are not equal (the last one has the head), and messages.
 
@@ -154,8 +154,11 @@ def tell(given: argparse.Namespace, stages: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, default in (("layers", 8), ("hidden", 256), ("rows", 32), ("prompt", 64), ("completion", 96)):
-        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument("--prompt", type=int, default=64)
+    parser.add_argument("--completion", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=3)
     given = parser.parse_args()
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)

@@ -60,9 +60,8 @@ def native_engine(
 
     `is_paged`: pages or slots; None: pages where the model is on CUDA. `kv_bytes` bounds the keys and values in pages;
     without, every slot has room for `max_len`, as it always has outside of pages, and `parked_tokens` besides.
-    `residents`, the weights of `model`, keep versions side by side; slots only. `records_routes`: every completion
-    comes with the experts of its tokens. `likely`: steps in pages, of all rows sampled so, are captured at once.
-    `runner`: one that is there, whose sizes count.
+    `residents`, the weights of `model`, keep versions side by side; slots only. `records_routes`: completions come with
+    their experts. `likely`: steps in pages, of all rows sampled so, are captured at once. `runner`: one that is there.
     """
     outside = [token for token in stop_token_ids if not 0 <= token < model.config.vocab_size]
     if outside:
@@ -80,8 +79,9 @@ def native_engine(
         )
         paged.warm_up(likely, only_full=True)
     if runner is None:
-        sizes = {"num_rows": num_slots, "max_len": max_len}
-        runner = SlotRunner(model, **sizes, residents=residents, records_routes=records_routes)
+        runner = SlotRunner(
+            model, num_rows=num_slots, max_len=max_len, residents=residents, records_routes=records_routes
+        )
     return Engine(
         runner,
         seed=seed,
