@@ -4,8 +4,9 @@
                                           [--repeats 3]
 
 All rows have one prompt and completions of one length, each rank one thread: on one rank, and on two stages, whose
-rows are in two groups (`generator/stage_ticks.py`). A step is a token for every row: of two stages two ticks. A stage is
-busy while it runs its layers, the head, or a sampler; all else of a tick is idle: waiting for the other stage, or messages.
+rows are in two groups (`generator/stage_ticks.py`). A step is a token for every row: of two stages two ticks. A stage
+is busy while it runs its layers, the head, or a sampler; all else of a tick is idle: waiting for the other stage, or
+messages.
 Beside it stands the share of ticks without a pass, (P - 1) / (n + P - 1) of n passes, as it was counted and by that
 formula. What the first adds to the second is that stages are not equal (the last one has the head), and messages.
 
