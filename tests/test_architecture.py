@@ -157,7 +157,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 89_740
+MAX_LINES = 90_510
 MAX_LINES_OF_SPINE = 1_600
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -172,10 +172,10 @@ MAX_LINES_OF_FOLDER = {
     "algorithms": 2_355,
     "batching": 455,
     "controller": 6_255,
-    "core": 11_485,
+    "core": 11_510,
     "environments": 8_085,
     "evals": 2_700,
-    "generator": 8_930,
+    "generator": 9_670,
     "jail": 1_060,
     "jobs": 985,
     "models": 9_830,

@@ -175,9 +175,10 @@ def test_replicas_that_die_one_after_the_other_are_replaced(tiny, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_rank_of_a_generator_takes_the_other_along(tiny, tmp_path):
+@pytest.mark.parametrize("division", ["tensor_parallel", "pipeline_parallel"])
+def test_a_rank_of_a_generator_takes_the_other_along(division, tiny, tmp_path):
     out = tmp_path / "run"
-    process = start(tiny, out, steps=8, generator={"num_slots": 16, "tensor_parallel": 2})
+    process = start(tiny, out, steps=8, generator={"num_slots": 16, division: 2})
     await_steps(out, 1, process)
     os.kill(pid_of("generator-0@1", process), signal.SIGKILL)
     summary = finished(process, out, steps=8)

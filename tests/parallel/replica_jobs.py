@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -51,6 +51,7 @@ from slipstream.models.quantized import WeightLayout
 from slipstream.models.served import ServedWeights
 from slipstream.models.sharded import Division, build_sharded_policy
 from slipstream.models.shards import load_shard
+from slipstream.models.stages import Stage
 from slipstream.models.tensor_parallel import TensorParallel
 from slipstream.models.tokenizer import char_tokenizer
 from slipstream.models.transformer import Transformer
@@ -74,6 +75,11 @@ class Case:
     staged: tuple[tuple[tuple[int, int | None], ...], ...] = ((), (), (), ())
     late: tuple[tuple[int, ...], ...] = ((), (), (), ())
     seconds_per_step: float = 0.0
+
+    def on_one_rank(self) -> Case:
+        """The same without pipeline stages."""
+        generator = self.settings["generator"] | {"pipeline_parallel": 1}
+        return replace(self, settings=self.settings | {"generator": generator})
 
     @property
     def num_completions(self) -> int:
@@ -136,7 +142,7 @@ def bytes_of_part(model: Transformer, precision: Any, part: Transformer) -> torc
 
 def _cut(numbers: dict[str, torch.Tensor], model: Transformer, part: Transformer) -> dict[str, torch.Tensor]:
     """The part's of float64 numbers in the shapes of the whole model's parameters."""
-    whole, local = (Transformer(each.config, each.ranks).double() for each in (model, part))
+    whole, local = (Transformer(each.config, each.ranks, each.stage).double() for each in (model, part))
     with torch.no_grad():
         for name, parameter in whole.named_parameters():
             parameter.copy_(numbers[name])
@@ -144,10 +150,19 @@ def _cut(numbers: dict[str, torch.Tensor], model: Transformer, part: Transformer
     return {name: parameter.detach() for name, parameter in local.named_parameters()}
 
 
+def part_of(rank: Rank, stages: int) -> Transformer:
+    """A rank's part of the model, without weights; of stages x tensor-parallel ranks."""
+    together = rank.world // stages
+    if together == 1:
+        return Transformer(CONFIG, stage=Stage(rank.rank, stages))
+    ranks = TensorParallel(CONFIG, rank.rank % together, together)
+    return Transformer(ranks.local_config, ranks, Stage(rank.rank // together, stages))
+
+
 class Versions:
     """A subscriber whose versions are there when the case says so; their bytes are those of `bytes_of_part`."""
 
-    def __init__(self, arrivals: Sequence[tuple[int, int | None]], rank: Rank, precision: Any) -> None:
+    def __init__(self, arrivals: Sequence[tuple[int, int | None]], rank: Rank, precision: Any, stages: int = 1) -> None:
         self.pending_version: int | None = None
         self.version = 0
         self.probe_errors: list[float] = []
@@ -155,7 +170,7 @@ class Versions:
         self._wake = WakeUp()
         self._left = deque(arrivals)
         self._step = -1
-        self._rank, self._precision = rank, precision
+        self._rank, self._precision, self._stages = rank, precision, stages
 
     def open(
         self,
@@ -201,8 +216,7 @@ class Versions:
         if self._rank.world == 1:
             flat = whole_bytes(model, self._precision)
         else:
-            part = TensorParallel(CONFIG, self._rank.rank, self._rank.world).new_model()
-            flat = bytes_of_part(model, self._precision, part)
+            flat = bytes_of_part(model, self._precision, part_of(self._rank, self._stages))
         previous = self._parameters.flat
         self._parameters.prepare(flat)
         self._parameters.rebind(flat)
@@ -288,7 +302,8 @@ class Member:
         self.config = RunConfig.model_validate(settings)
         self.name = rank_name("generator-0", rank.rank)
         self.ports = connect(channels(rank.world), self.name, Path(transport), 0) if rank.world > 1 else None
-        self.versions = Versions(case.staged[rank.rank], rank, self.config.generator.precision)
+        stages = self.config.generator.pipeline_parallel
+        self.versions = Versions(case.staged[rank.rank], rank, self.config.generator.precision, stages)
         self.arriving = deque(case.commands)
         self.clock = VirtualClock(100.0 * rank.rank)  # machines need not agree on the time
         self.outputs: dict[str, Any] = {"completions": Port(), "events": Port()}
@@ -470,13 +485,15 @@ def sleep(rank: Rank, folder: str, transport: str, idle_s: float, staged_s: list
         return slept
 
 
-def end(rank: Rank, folder: str, transport: str, how: str) -> tuple[str, float, int]:
+def end(rank: Rank, folder: str, transport: str, how: str, stages: int = 1) -> tuple[str, float, int]:
     """The last rank dies or stays away after 5 rounds; or differs in its noise or its commands, or all in their probes.
 
     (the error that the others end with, seconds it took, the version the engine has then)
     """
     is_last = rank.rank == rank.world - 1
-    case = Case({}, ((0, admit(0, 4)), (1, admit(1, 4))), staged=(((3, 1),),) * 4 if how == "probe" else ((),) * 4)
+    generator = {"tensor_parallel": rank.world // stages, "pipeline_parallel": stages}
+    staged = (((3, 1),),) * 4 if how == "probe" else ((),) * 4
+    case = Case({"generator": generator}, ((0, admit(0, 4)), (1, admit(1, 4))), staged=staged)
     member = Member(rank, case, folder, transport)
     member.versions.spoils = True
     dist.monitored_barrier(rank.group, timedelta(seconds=60))  # what each loads first has no place in the rounds' time

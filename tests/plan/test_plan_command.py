@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -146,12 +147,12 @@ def test_adapters_are_planned_for_and_what_no_run_does_is_said(eta, capsys, tmp_
         slipstream.make_plan(str(tmp_path / "mine.toml"), measured=eta)
 
 
-def test_stages_are_bounded_and_what_no_run_has_is_said(monkeypatch, capsys, tmp_path):
+def test_stages_are_bounded_and_have_a_recipe_unless_no_run_can_do_them(monkeypatch, capsys, tmp_path):
     """70B in bfloat16 on nodes of two GPUs: within one no replica fits, and over four it waits for the network."""
     given = {"gpus": 64, "gpus_per_node": 2, "groups_per_step": 16, "completion_tokens": 100.0, "rows": 1}
     given |= {"max_staleness": 1, "precision": ("bfloat16",)}
     flat = slipstream.make_plan("llama-3.1-70b", **given, max_stages=1)
-    monkeypatch.setattr(layouts, "DIVISIONS", {"pipeline_parallel": "no_such_axis"})  # as long as a run has no stages
+    monkeypatch.setattr(layouts, "DIVISIONS", {"pipeline_parallel": "no_such_axis"})  # as where a run refuses them
     staged = slipstream.make_plan("llama-3.1-70b", **given)
     assert flat.plan.best.plan.generator.is_flat
     assert staged.plan.best.plan.generator.pipeline_parallel > 1
@@ -167,6 +168,10 @@ def test_stages_are_bounded_and_what_no_run_has_is_said(monkeypatch, capsys, tmp
     generator = staged.plan.best.plan.generator
     axes = f"{generator.tensor_parallel}x{generator.pipeline_parallel}x{generator.replicas} b{generator.slots}"
     assert axes in printed
+    monkeypatch.undo()
+    planned = resolve(replace(staged).recipe)  # which has not been asked before
+    assert planned.generator.pipeline_parallel == generator.pipeline_parallel
+    assert planned.generator.replicas * planned.generator.ranks == generator.devices
     for stages, refused in ((0, "a plan has rows, some staleness, and a stage"), (17, "--max-stages is out of range")):
         with pytest.raises(ConfigError, match=refused):
             slipstream.make_plan("llama-3.1-8b", gpus=8, max_stages=stages)

@@ -124,12 +124,12 @@ def probe_logprobs(model: Decoder, tokens: np.ndarray) -> np.ndarray:
     device = next(iter(model.parameters())).device
     sequence = torch.as_tensor(tokens, dtype=torch.int64, device=device)
     positions = torch.arange(len(sequence) - 1, device=device)
-    hidden = model(sequence[:-1], positions, _OneSequence())
+    hidden = model(sequence[:-1], positions, OneSequence())
     logprobs: np.ndarray = token_logprobs(model.logits(hidden), sequence[1:]).cpu().numpy()
     return logprobs
 
 
-class _OneSequence:
+class OneSequence:
     """Causal attention over all rows: q [T, H, D], k and v [T, Hkv, D] -> [T, H, D]; experts as routers choose."""
 
     def __call__(self, _layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

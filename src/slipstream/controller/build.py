@@ -149,7 +149,7 @@ def nodes(
             joins_later=kind == "generator" and kwargs["replica"] >= config.generator.replicas,
         )
 
-    ranks = config.generator.tensor_parallel
+    ranks = config.generator.ranks
     device = config.generator.device if ranks > 1 else "cpu"  # a single rank needs no process group
     made = [
         node(f"generator-{replica}", make_generator, ranks=ranks, device=device, replica=replica)

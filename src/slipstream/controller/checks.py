@@ -171,9 +171,11 @@ def check_following(config: RunConfig) -> None:
 
 
 def check_stages(config: RunConfig, policy: TransformerConfig) -> None:
-    """Raise ConfigError where `policy`, or the reference beside it, has fewer layers than the trainer's stages."""
+    """Raise ConfigError where `policy`, or the reference beside it, has fewer layers than the trainer's stages, or
+    `policy` than those of a generator."""
     stage, path = Stage(0, config.trainer.pipeline_parallel, config.trainer.pipeline_chunks), config.kl.reference
     stage.check(policy.num_layers)
+    Stage(0, config.generator.pipeline_parallel).check(policy.num_layers, section="generator")
     is_read = config.kl.executor == "trainer" and "reference_logprobs" in needed_columns(config)
     if is_read and path is not None and stage_of(path) is None and has_checkpoint(Path(path)):
         stage.check(check_checkpoint(Path(path), "language").num_layers)

@@ -68,7 +68,7 @@ def check_processes(config: RunConfig, here: Collection[str], *, has_workers: bo
         )
     counts = {
         "trainer": ("trainer.ranks", config.trainer.ranks, 1),
-        "generator": ("generator.replicas x generator.tensor_parallel", _replicas(config), 1),
+        "generator": ("generator.replicas x pipeline_parallel x tensor_parallel", _replicas(config), 1),
         "reward_models": ("rewards.model_ranks", config.rewards.model_ranks, 1),
         "reference": ("kl.ranks", config.kl.ranks, 1),
         "teacher": ("teacher.ranks", config.teacher.ranks, 1),
@@ -100,7 +100,7 @@ def why_no_processes() -> str:
 
 
 def _replicas(config: RunConfig) -> int:
-    return config.generator.replicas * config.generator.tensor_parallel
+    return config.generator.replicas * config.generator.ranks
 
 
 def most_processes() -> tuple[int, str]:
@@ -138,7 +138,7 @@ def place(config: RunConfig, cores: int) -> dict[str, Threads]:
     whole = _place_groups(config, cores)
     ranks = {
         "trainer": config.trainer.ranks,
-        "generator": config.generator.tensor_parallel,
+        "generator": config.generator.ranks,
         "reward_models": config.rewards.model_ranks,
         "reference": config.kl.ranks,
         "teacher": config.teacher.ranks,

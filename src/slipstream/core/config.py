@@ -467,6 +467,7 @@ class RunConfig(Section):
         ranks = {
             "trainer.ranks": self.trainer.ranks,
             "generator.tensor_parallel": self.generator.tensor_parallel,
+            "generator.pipeline_parallel": self.generator.pipeline_parallel,
             "rewards.model_ranks": self.rewards.model_ranks,
             "kl.ranks": self.kl.ranks,
             "teacher.ranks": self.teacher.ranks,

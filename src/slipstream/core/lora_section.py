@@ -96,12 +96,18 @@ def check_lora(config: RunConfig) -> None:
         ],
         "torch.compile": [("trainer.compile = true", trainer.compile)],
         "a critic": [(f"loss.advantages = '{config.loss.advantages}'", config.has_critic)],
+        "pipeline stages": [
+            (
+                f"generator.pipeline_parallel = {config.generator.pipeline_parallel}",
+                config.generator.pipeline_parallel > 1,
+            )
+        ],
     }
     for what, fields in refused.items():
         if given := [field for field, is_refused in fields if is_refused]:
             raise ConfigError(
                 f"adapters (model.lora) do not go together with {what} yet",
                 got=", ".join(given),
-                allowed="a loss without a critic, a reference that stays, and trainer.compile = false",
+                allowed="a loss without a critic, a reference that stays, trainer.compile = false, no stages",
                 hint="without model.lora all weights are trained",
             )

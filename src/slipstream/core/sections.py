@@ -286,6 +286,12 @@ class GeneratorConfig(Section):
     tensor_parallel: Count = Field(
         1, description="Processes of each replica, which share every layer; of a mixture's experts each has whole ones."
     )
+    pipeline_parallel: Count = Field(
+        1,
+        description="Stages of each replica, each with a part of the layers and their keys and values; a replica has "
+        "`tensor_parallel` times as many processes. Completions are decoded in as many groups, one on each stage: "
+        "`num_slots` should be 8 times as many or more.",
+    )
     num_slots: Positive | None = Field(
         None,
         description="Completions decoded at once per replica; a multiple of 8. null: 64, or what suits a GPU that the "
@@ -406,6 +412,11 @@ class GeneratorConfig(Section):
     vllm: VLLMConfig = Field(default_factory=VLLMConfig, description="vLLM, with engine = 'vllm'.")
 
     @property
+    def ranks(self) -> int:
+        """The processes of a replica."""
+        return self.pipeline_parallel * self.tensor_parallel
+
+    @property
     def rows(self) -> int:
         """Return `num_slots`, or what it is where nothing was chosen."""
         return 64 if self.num_slots is None else self.num_slots
@@ -425,6 +436,13 @@ class GeneratorConfig(Section):
         if self.most_replicas < self.replicas:
             got = f"generator.max_replicas = {self.max_replicas} with generator.replicas = {self.replicas}"
             raise ConfigError("a run starts with more generators than it may have", got=got, allowed="replicas or more")
+        if self.routing_replay and self.pipeline_parallel > 1:
+            raise ConfigError(
+                "each stage of a replica knows the experts of its own layers alone",
+                got=f"generator.routing_replay with generator.pipeline_parallel = {self.pipeline_parallel}",
+                allowed="generator.pipeline_parallel = 1, or generator.routing_replay = false",
+                hint="generator.tensor_parallel divides a model, too",
+            )
         if self.rows % 8:
             raise ConfigError(
                 "num_slots must keep decode batches bit-reproducible", got=self.num_slots, allowed="multiples of 8"

@@ -64,6 +64,9 @@ class Backend(ABC):
         """With `keeps_versions`: whether one more may be held now."""
         return len(self.engine.versions_in_use) < self.num_versions
 
+    def settle(self) -> None:  # noqa: B027 - most have nothing under way between two steps
+        """Weights are to be replaced: end what needs the present ones."""
+
     def has_work(self) -> bool:
         """Whether a step of `engine` would do anything now."""
         return not self.engine.is_idle

@@ -18,13 +18,13 @@ USABLE_MEMORY = 0.85
 def replica_device(generator: GeneratorConfig, replica: int, num_gpus: int, rank: int = 0) -> torch.device:
     """'cuda' deals the replicas' ranks out to the GPUs in turn; 'cuda:N' puts all of them on one."""
     if generator.device == "cuda":
-        return torch.device("cuda", (replica * generator.tensor_parallel + rank) % num_gpus)
+        return torch.device("cuda", (replica * generator.ranks + rank) % num_gpus)
     return torch.device(generator.device)
 
 
 def most_on_one(generator: GeneratorConfig, num_gpus: int) -> int:
-    """Ranks that share a GPU where the most do; without tensor parallelism, replicas."""
-    ranks = generator.replicas * generator.tensor_parallel
+    """Ranks that share a GPU where the most do; where a replica has one rank, replicas."""
+    ranks = generator.replicas * generator.ranks
     return -(-ranks // num_gpus) if generator.device == "cuda" else ranks
 
 
@@ -43,18 +43,18 @@ def check_device(config: RunConfig) -> None:
             allowed="'cpu'" + (f", 'cuda' or 'cuda:0' to 'cuda:{num_gpus - 1}'" if num_gpus else ""),
             hint="`slipstream doctor` shows GPUs; a torch that ends in +cpu sees none",
         )
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", generator.tensor_parallel))  # of a torchrun job on several machines
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", generator.ranks))  # of a torchrun job on several machines
     if wanted.type == "cuda" and here > (num_gpus if wanted.index is None else 1):
         raise ConfigError(
-            "ranks that share layers need a GPU each",
-            got=f"generator.tensor_parallel = {generator.tensor_parallel} with generator.device = "
-            f"'{generator.device}' and {num_gpus} GPUs",
+            "ranks that share a model need a GPU each",
+            got=f"generator.pipeline_parallel = {generator.pipeline_parallel} x generator.tensor_parallel = "
+            f"{generator.tensor_parallel} with generator.device = '{generator.device}' and {num_gpus} GPUs",
             allowed="generator.device = 'cuda' and as many GPUs",
         )
     devices = {
         replica_device(generator, replica, num_gpus, rank)
         for replica in range(generator.replicas)
-        for rank in range(generator.tensor_parallel)
+        for rank in range(generator.ranks)
     }
     if len(devices) > 1 and config.host == "inline":
         got = f"host = 'inline' with {generator.replicas} replicas on {len(devices)} GPUs"

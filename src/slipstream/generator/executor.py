@@ -1,6 +1,7 @@
 """The generator node: admitted prompts in, completions out, weights swapped between two decode steps.
 
-A replica of several ranks (`generator.tensor_parallel`) is as many of these executors, each over its part of the model.
+A replica of several ranks (`generator.pipeline_parallel` x `tensor_parallel`) is as many of these executors, each over
+its part of the model.
 They obey, swap, evaluate and decode in lock step (`lockstep.py`); rank 0 alone speaks with the other nodes.
 """
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -28,6 +29,10 @@ from torch import Tensor
 
 from slipstream.generator.arrangement import LENGTH_MULTIPLE, ROW_MULTIPLE, SlotSpan, round_up
 from slipstream.models.experts import route_type
+from slipstream.models.transformer import Attention
+
+if TYPE_CHECKING:
+    from slipstream.generator.paged_attention import PagedPrefillAttention
 
 POSITION_BLOCK = 128
 MIN_BUCKETED_HEAD_DIM = 16
@@ -106,9 +111,10 @@ class SlotKV:
                 1, index, given.unsqueeze(1).expand(-1, len(slots), -1, -1, -1)
             )
 
-    def read_prefix(self, slot: int, num_tokens: int) -> PrefixKV:
-        """Return a copy of the first `num_tokens` positions of `slot`."""
-        return PrefixKV(*(stored[:, slot, :, :num_tokens].clone() for stored in self._stored))
+    def read_prefix(self, slot: int, prefix: PrefixKV) -> None:
+        """Fill `prefix` with the first positions of `slot`."""
+        for stored, given in zip(self._stored, prefix.stored, strict=True):
+            given.copy_(stored[:, slot, :, : prefix.num_tokens])
 
     def swap(self, one: int, other: int, lengths: tuple[int, int]) -> None:
         """Exchange the first `lengths` positions of two slots; 0 for one that nobody reads."""
@@ -218,14 +224,21 @@ class PrefillAttention:
     The chunks lie end to end, each padded to a multiple of 8 tokens (`num_tokens` are the real ones); the padding comes
     last, so no real token sees it. Chunks that begin a sequence and have equal padded lengths are attended in one call
     (they must be neighbours for that), whose kernel works on each (sequence, head) alone. The last layer is not
-    attended: only its keys and values are wanted (`Transformer.prefill`).
+    attended: only its keys and values are wanted (`Transformer.prefill`), unless it `goes_on` in another stage.
     """
 
-    def __init__(self, prefixes: Sequence[PrefixKV], starts: Sequence[int], num_tokens: Sequence[int]) -> None:
+    def __init__(
+        self,
+        prefixes: Sequence[PrefixKV],
+        starts: Sequence[int],
+        num_tokens: Sequence[int],
+        *,
+        goes_on: bool = False,
+    ) -> None:
         self._prefixes, self._starts, self._num_tokens = prefixes, starts, num_tokens
         padded_lengths = [round_up(count, ROW_MULTIPLE) for count in num_tokens]
         num_layers, num_kv_heads, _, head_dim = prefixes[0].keys.shape
-        self.last_layer = num_layers - 1
+        self.last_layer = None if goes_on else num_layers - 1
         shape = (num_layers, num_kv_heads, sum(padded_lengths), head_dim)
         self._keys = torch.empty(shape)
         self._values = torch.empty(shape)
@@ -288,7 +301,7 @@ class JoinedAttention:
     The last layer goes on with the decoded tokens alone; of the others only its keys and values are wanted.
     """
 
-    def __init__(self, decode: DecodeAttention, num_rows: int, prefill: PrefillAttention) -> None:
+    def __init__(self, decode: Attention, num_rows: int, prefill: PrefillAttention | PagedPrefillAttention) -> None:
         self._decode, self._num_rows, self._prefill = decode, num_rows, prefill
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

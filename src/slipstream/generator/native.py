@@ -23,6 +23,9 @@ from slipstream.generator.requests import StateSpans
 from slipstream.generator.runner import ResidentVersions, RowStates, Runner
 from slipstream.generator.sampler import SamplingPlan
 from slipstream.generator.slot_runner import SlotRunner
+from slipstream.generator.stage_ticks import probe_stages
+from slipstream.generator.staged_pages import StagedPages
+from slipstream.generator.staged_slots import StagedSlots
 from slipstream.models.device import take_share
 from slipstream.models.linear import Linear
 from slipstream.models.lora import install
@@ -51,22 +54,22 @@ def native_engine(
     residents: ResidentVersions | None = None,
     records_routes: bool = False,
     likely: Sequence[SamplingPlan] = (),
+    runner: Runner | None = None,
 ) -> Engine:
     """An engine with the runner that suits the model's device. `max_len` bounds prompt + completion in tokens.
 
     `is_paged`: pages or slots; None: pages where the model is on CUDA. `kv_bytes` bounds the keys and values in pages;
     without, every slot has room for `max_len`, as it always has outside of pages, and `parked_tokens` besides.
-    `residents`, the weights of `model`, keep versions side by side; slots only. `records_routes`: every completion
-    comes with the experts of its tokens. `likely`: steps in pages, of all rows sampled so, are captured at once.
+    `residents`, the weights of `model`, keep versions side by side; slots only. `records_routes`: completions come with
+    their experts. `likely`: steps in pages, of all rows sampled so, are captured at once. `runner`: one that is there.
     """
     outside = [token for token in stop_token_ids if not 0 <= token < model.config.vocab_size]
     if outside:
         allowed = f"0..{model.config.vocab_size - 1}"
         raise ConfigError("stop tokens outside the vocabulary", got=outside, allowed=allowed)
-    runner: Runner
-    if model.cos.device.type == "cuda" if is_paged is None else is_paged:
+    if runner is None and (model.cos.device.type == "cuda" if is_paged is None else is_paged):
         assert residents is None, "captured steps read one version, where it lies"
-        runner = PagedRunner(
+        runner = paged = PagedRunner(
             model,
             num_rows=num_slots,
             max_len=max_len,
@@ -74,8 +77,8 @@ def native_engine(
             parked_tokens=parked_tokens,
             records_routes=records_routes,
         )
-        runner.warm_up(likely, only_full=True)
-    else:
+        paged.warm_up(likely, only_full=True)
+    if runner is None:
         runner = SlotRunner(
             model, num_rows=num_slots, max_len=max_len, residents=residents, records_routes=records_routes
         )
@@ -126,6 +129,10 @@ class NativeBackend(Backend):
     `probe` and the steps of engines, at the same moments and in the same order (`lockstep.py`). So the probe text does
     not run while a version is staged, at a moment of each rank's own, but when it is committed, between two steps:
     decoding stops for as long as a prompt of its length takes.
+
+    Rank = stage x generator.tensor_parallel + tensor-parallel rank. A stage has a part of the layers, their keys and
+    values, and reads their boxes of a version alone. Its engines have a runner that passes rows from stage to stage
+    (`stage_ticks.py`); on CUDA that captures no steps.
     """
 
     weights: ServedWeights
@@ -147,6 +154,10 @@ class NativeBackend(Backend):
         check_device(config)
         self._group = RankGroup.alone() if group is None else group
         self.probes_prepared = self._group.world == 1
+        self._stages, self._tensor = RankGroup.alone(), self._group
+        if (stages := config.generator.pipeline_parallel) > 1:
+            sizes = stages, config.generator.tensor_parallel
+            _, self._stages, self._tensor = self._group.split(*sizes, timeout_s=config.deadline_s)
         self._config, self._stop_token_ids, self._clock = config, stop_token_ids, clock
         self._tokenizer, self._parked_tokens = tokenizer, parked_tokens
         self._device = replica_device(config.generator, replica, torch.cuda.device_count(), self._group.rank)
@@ -162,9 +173,10 @@ class NativeBackend(Backend):
             precision,
             in_place=self._is_paged,
             on_device=config.weights_stay_on_gpu,
-            group=self._group,
+            group=self._tensor,
             keeps_versions=self.num_versions > 1,
         )
+        self._staged: list[StagedSlots | StagedPages] = []  # over weights that are replaced in place
         self.max_len = config.longest_sequence(self._model.config.max_positions)
         residents = self.weights if self.num_versions > 1 else None
         self.engine: Engine = self._new_engine(
@@ -184,7 +196,13 @@ class NativeBackend(Backend):
 
         Under the weights prepared last; on several ranks under the live ones.
         """
+        if self._stages.world > 1:
+            return probe_stages(self._model, self._stages, tokens)
         return probe_logprobs(self.weights.prepared_model if self.probes_prepared else self._model, tokens)
+
+    def settle(self) -> None:
+        for runner in self._staged:
+            runner.drain()
 
     def pin(self) -> Pin:
         """The present weights, or a copy of them on the host; evaluations of one version share it."""
@@ -207,10 +225,12 @@ class NativeBackend(Backend):
         if self._evaluating is not None:
             weights, engine = self._evaluating
             engine.withdraw(lambda _: True)  # turns that ended episodes left behind
+            self.settle()
             weights.load(pin.weights)
             engine.set_version(pin.version, kv_on_update="recompute")
             return engine
-        model = self._on_device(Transformer(self._model.config, self._model.ranks))  # its weights are pinned, or shared
+        same = self._model
+        model = self._on_device(Transformer(same.config, same.ranks, same.stage))  # its weights are pinned, or shared
         if self.weights.base is not None:
             install(model, self.weights.base.shapes)
         own = self.weights.serve(model, pin.weights)
@@ -225,7 +245,10 @@ class NativeBackend(Backend):
 
     def _policy(self) -> Transformer:
         """Return the model that the run starts from, or this rank's part of it, on the CPU."""
-        division = Division(tensor_parallel=self._group, fixed_order=self._device.type == "cpu")
+        is_cpu = self._device.type == "cpu"
+        division = Division(
+            tensor_parallel=self._tensor, pipeline_parallel=self._stages, fixed_order=is_cpu, trains=False
+        )
         return build_sharded_policy(self._config.model, division, seed=self._config.seed, tokenizer=self._tokenizer)
 
     def _on_device(self, model: Transformer) -> Transformer:
@@ -256,8 +279,25 @@ class NativeBackend(Backend):
         records: bool = False,
         likely: Sequence[SamplingPlan] = (),
     ) -> Engine:
+        kv_bytes = self._kv_bytes()
+        runner: StagedSlots | StagedPages | None = None
+        if self._stages.world > 1:
+            if self._is_paged:
+                runner = StagedPages(
+                    model,
+                    self._stages,
+                    num_rows=num_slots,
+                    max_len=self.max_len,
+                    kv_bytes=kv_bytes,
+                    parked_tokens=self._parked_tokens,
+                )
+            else:
+                runner = StagedSlots(model, self._stages, num_rows=num_slots, max_len=self.max_len)
+            if model is self._model or self._is_paged:
+                self._staged.append(runner)
         return native_engine(
             model,
+            runner=runner,
             likely=likely,
             records_routes=records,
             num_slots=num_slots,
@@ -268,7 +308,7 @@ class NativeBackend(Backend):
             prefill_chunk=self._config.generator.prefill_chunk,
             prefix_cache_tokens=self._config.generator.prefix_cache_tokens,
             parked_tokens=self._parked_tokens,
-            kv_bytes=self._kv_bytes(),
+            kv_bytes=kv_bytes,
             is_paged=self._is_paged,
             spans=spans,
             clock=self._clock,

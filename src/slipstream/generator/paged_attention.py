@@ -130,14 +130,20 @@ class PagedPrefillAttention:
     The first `len(fresh)` chunks, of `fresh[i]` tokens, begin their sequences: they attend to themselves, packed. Each
     of the others attends to everything its prefix has stored: `continued[i]` is its number of tokens and the slots of
     all tokens up to its last one. The last layer is not attended: only its keys and values are wanted
-    (`Transformer.prefill`).
+    (`Transformer.prefill`), unless it `goes_on` in another stage.
     """
 
     def __init__(
-        self, kv: PagedKV, *, slots: Tensor, fresh: Sequence[int], continued: Sequence[tuple[int, Tensor]]
+        self,
+        kv: PagedKV,
+        *,
+        slots: Tensor,
+        fresh: Sequence[int],
+        continued: Sequence[tuple[int, Tensor]],
+        goes_on: bool = False,
     ) -> None:
         self._kv, self._slots = kv, slots
-        self._last_layer = len(kv.keys) - 1
+        self.last_layer = None if goes_on else len(kv.keys) - 1
         self._num_fresh = sum(fresh)
         self._packed = PackedAttention(fresh) if fresh else None
         self._continued = continued
@@ -151,7 +157,7 @@ class PagedPrefillAttention:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self._kv.write(layer, self._slots, k, v)
-        if layer == self._last_layer:
+        if layer == self.last_layer:
             if (routes := self._kv.routes) is not None:  # of these none are computed
                 routes[layer].flatten(0, 1).index_fill_(0, self._slots, torch.iinfo(routes.dtype).max)
             return q

@@ -37,7 +37,9 @@ from slipstream.generator.paged_kv import PAGE_SIZE, PagedKV
 from slipstream.generator.pages import PagedPrefix, PageTable, pages_of
 from slipstream.generator.runner import CLOSED, Chunk, Decoded, Prefix, RowStates, check_room
 from slipstream.generator.sampler import SamplingPlan, SamplingRows, sample_tokens
+from slipstream.generator.stage_ticks import packed, unpacked
 from slipstream.generator.step_graphs import StepGraphs
+from slipstream.models.config import TransformerConfig
 from slipstream.models.transformer import Transformer
 
 SMALLEST_CONTEXT = 256
@@ -128,7 +130,35 @@ class _Launched:
     inputs: Tensor  # int64 [rows]
 
 
-def _check_current(device: torch.device) -> None:
+def pages_for(
+    config: TransformerConfig,
+    num_rows: int,
+    max_len: int,
+    *,
+    kv_bytes: int | None,
+    parked_tokens: int | None,
+    kv_dtype: torch.dtype,
+    num_layers: int | None = None,
+) -> int:
+    """Return the pages that rows of `max_len` tokens need, and parked ones, or as many as `kv_bytes` have room for.
+
+    `num_layers`: those that lie here; None: all of the model.
+    """
+    num_pages = (num_rows + 1) * (pages_of(max_len, PAGE_SIZE) + 1)
+    num_pages += num_pages if parked_tokens is None else pages_of(parked_tokens, PAGE_SIZE)
+    if kv_bytes is None:
+        return num_pages
+    page_bytes = PagedKV.bytes_per_page(
+        num_layers=num_layers or config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=kv_dtype,
+    )
+    most = kv_bytes // page_bytes - 1
+    return most if parked_tokens is None else min(num_pages, most)
+
+
+def check_current(device: torch.device) -> None:
     """Raise ConfigError for a CUDA device that is not the current one."""
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         what = "kernels and graphs run on the current CUDA device, and the model lies on another"
@@ -173,20 +203,12 @@ class PagedRunner:
             raise ConfigError("the memory for keys and values is given twice", got="num_pages and kv_bytes")
         self.num_rows, self.max_len = num_rows, max_len
         self._model, self._device = model, weight.device
-        _check_current(self._device)
+        check_current(self._device)
         kv_dtype = weight.dtype if kv_dtype is None else kv_dtype
         if num_pages is None:
-            num_pages = (num_rows + 1) * (pages_of(max_len, PAGE_SIZE) + 1)
-            num_pages += num_pages if parked_tokens is None else pages_of(parked_tokens, PAGE_SIZE)
-        if kv_bytes is not None:
-            page_bytes = PagedKV.bytes_per_page(
-                num_layers=config.num_layers,
-                num_kv_heads=config.num_kv_heads,
-                head_dim=config.head_dim,
-                dtype=kv_dtype,
+            num_pages = pages_for(
+                config, num_rows, max_len, kv_bytes=kv_bytes, parked_tokens=parked_tokens, kv_dtype=kv_dtype
             )
-            most = kv_bytes // page_bytes - 1
-            num_pages = most if parked_tokens is None else min(num_pages, most)
         self._pages = PageTable(num_pages=num_pages, page_size=PAGE_SIZE, num_rows=num_rows, max_len=max_len)
         self._kv = PagedKV(
             num_layers=config.num_layers,
@@ -239,42 +261,25 @@ class PagedRunner:
         return self._pages.open_prefix(num_tokens)
 
     def extend_prefix(self, prefix: Prefix, num_tokens: int) -> PagedPrefix | None:
-        return self._pages.extend_prefix(_own(prefix), num_tokens)
+        return self._pages.extend_prefix(own_prefix(prefix), num_tokens)
 
     def share_prefix(self, prefix: Prefix, num_shared: int, num_tokens: int) -> tuple[PagedPrefix, int] | None:
-        found = self._pages.share_prefix(_own(prefix), num_shared, num_tokens)
+        found = self._pages.share_prefix(own_prefix(prefix), num_shared, num_tokens)
         return None if found is None else (found, num_shared - num_shared % self._pages.page_size)
 
     @torch.inference_mode()
     def prefill(self, chunks: Sequence[Chunk]) -> None:
         self._graphs.check_addresses()
-        chunks = sorted(chunks, key=lambda chunk: chunk.start > 0)
-        fresh = [len(chunk.tokens) for chunk in chunks if chunk.start == 0]
-        stops = [chunk.start + len(chunk.tokens) for chunk in chunks]
-        slots = [self._pages.slots(_own(chunk.prefix), 0, stop) for chunk, stop in zip(chunks, stops, strict=True)]
-        packed = np.stack(
-            [
-                np.concatenate([chunk.tokens for chunk in chunks]).astype(np.int64),
-                np.concatenate([np.arange(chunk.start, stop) for chunk, stop in zip(chunks, stops, strict=True)]),
-                np.concatenate([seen[chunk.start :] for chunk, seen in zip(chunks, slots, strict=True)]),
-            ]
-        )
-        tokens, positions, own_slots = sent(packed, self._device)
-        continued = [
-            (len(chunk.tokens), sent(seen, self._device))
-            for chunk, seen in zip(chunks[len(fresh) :], slots[len(fresh) :], strict=True)
-        ]
-        attention = PagedPrefillAttention(self._kv, slots=own_slots, fresh=fresh, continued=continued)
-        self._model.prefill(tokens, positions, attention)
+        self._model.prefill(*pass_over(chunks, self._pages, self._kv))
 
     def close_prefix(self, prefix: Prefix) -> None:
-        self._pages.close_prefix(_own(prefix))
+        self._pages.close_prefix(own_prefix(prefix))
 
     # Rows
 
     @torch.inference_mode()
     def open_rows(self, rows: Sequence[int], prefix: Prefix | None, states: RowStates) -> bool:
-        copies = self._pages.open_rows(rows, None if prefix is None else _own(prefix))
+        copies = self._pages.open_rows(rows, None if prefix is None else own_prefix(prefix))
         if copies is None:
             return False
         assert (self._pages.lengths[rows] == states.positions).all(), "rows begin where their prefix ends"
@@ -353,13 +358,7 @@ class PagedRunner:
             self._ahead = self._launch(num_rows)
         self._wait()
         self._rows.begin()
-        output = host.numpy()[step.places[:num_rows]]
-        return Decoded(
-            tokens=output[:, 0].astype(np.int64),
-            logprobs=output[:, 1].copy().view(np.float32),
-            kept=output[:, 2:] if output.shape[1] > 2 else None,
-            is_new=is_new[:num_rows],
-        )
+        return unpacked(host.numpy()[step.places[:num_rows]], is_new[:num_rows])
 
     def _launch(self, num_rows: int) -> _Launched:
         """Start a step of the open rows as they are now, all of which have room."""
@@ -431,8 +430,7 @@ class PagedRunner:
         torch.mul(sampled.tokens, advance, out=state.input_tokens[rows])
         positions.add_(advance)
         state.num_new[rows].add_(advance)
-        columns = [sampled.tokens.int().unsqueeze(1), sampled.logprobs.view(torch.int32).unsqueeze(1)]
-        return torch.cat(columns if sampled.kept is None else [*columns, sampled.kept], 1)
+        return packed(sampled)
 
     def _copied(self, output: Tensor) -> Tensor:
         """A step's output on its way to the host, there behind `_wait`; the next step may overwrite it here."""
@@ -452,7 +450,35 @@ class PagedRunner:
             self._arrived.synchronize()
 
 
-def _own(prefix: Prefix) -> PagedPrefix:
+def pass_over(
+    chunks: Sequence[Chunk], pages: PageTable, kv: PagedKV, *, goes_on: bool = False
+) -> tuple[Tensor, Tensor, PagedPrefillAttention]:
+    """Tokens and positions int64 [N] of `chunks`, in one pass, and their attention over `kv`."""
+    device = kv.keys.device
+    chunks = sorted(chunks, key=lambda chunk: chunk.start > 0)
+    fresh = [len(chunk.tokens) for chunk in chunks if chunk.start == 0]
+    stops = [chunk.start + len(chunk.tokens) for chunk in chunks]
+    slots = [pages.slots(own_prefix(chunk.prefix), 0, stop) for chunk, stop in zip(chunks, stops, strict=True)]
+    numbers = np.stack(
+        [
+            np.concatenate([chunk.tokens for chunk in chunks]).astype(np.int64),
+            np.concatenate([np.arange(chunk.start, stop) for chunk, stop in zip(chunks, stops, strict=True)]),
+            np.concatenate([seen[chunk.start :] for chunk, seen in zip(chunks, slots, strict=True)]),
+        ]
+    )
+    tokens, positions, own_slots = sent(numbers, device)
+    continued = [
+        (len(chunk.tokens), sent(seen, device))
+        for chunk, seen in zip(chunks[len(fresh) :], slots[len(fresh) :], strict=True)
+    ]
+    return (
+        tokens,
+        positions,
+        PagedPrefillAttention(kv, slots=own_slots, fresh=fresh, continued=continued, goes_on=goes_on),
+    )
+
+
+def own_prefix(prefix: Prefix) -> PagedPrefix:
     if not isinstance(prefix, PagedPrefix):
         raise TypeError(f"a prefix of another runner: {type(prefix).__name__}")
     return prefix

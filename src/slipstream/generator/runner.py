@@ -64,7 +64,7 @@ class RowStates:
         for name, values in vars(self).items():
             values[rows] = getattr(states, name)
 
-    def take(self, rows: Sequence[int]) -> RowStates:
+    def take(self, rows: Sequence[int] | np.ndarray) -> RowStates:
         """Return copies of these rows."""
         return RowStates(**{name: values[rows] for name, values in vars(self).items()})
 

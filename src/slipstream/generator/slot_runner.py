@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -19,17 +21,42 @@ from slipstream.generator.kv_cache import (
 )
 from slipstream.generator.noise import uniform
 from slipstream.generator.runner import CLOSED, Chunk, Decoded, Prefix, ResidentVersions, RowStates, check_room
-from slipstream.generator.sampler import SamplingPlan, SamplingRows, sample_tokens
+from slipstream.generator.sampler import SampledTokens, SamplingPlan, SamplingRows, sample_tokens
+from slipstream.generator.stage_ticks import over_layers
 from slipstream.models.transformer import Transformer
 
 _NONE = np.zeros(0, dtype=np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class SlotStep:
+    """A decode step of the first slots, and chunks beside them, as all this was when the step began."""
+
+    states: RowStates  # of these slots
+    spans: list[SlotSpan]
+    plan: SamplingPlan
+    took_part: np.ndarray  # int64 [all slots]: 1 for those that were open, 0 if they were closed meanwhile
+    chunks: Sequence[Chunk]
+
+    @property
+    def num_slots(self) -> int:
+        return len(self.states.positions)
+
+    def kept(self) -> SlotStep:
+        """Return a copy that stays as it is, but for rows that are closed."""
+        return replace(self, states=self.states.take(np.arange(self.num_slots)), took_part=self.took_part.copy())
+
+
+def _now(work: Callable[[], None]) -> None:
+    work()
 
 
 class SlotRunner:
     """Implements `runner.Runner`. Each row has a slot, opened on a copy of its prefix; rows always have room.
 
     Which slot a row has is decided here, and changes while it lives (`arrangement.py`): all arrays are by slot. With
-    `residents` every row and every chunk has the weights of its own version.
+    `residents` every row and every chunk has the weights of its own version. `later` is told of all that touches keys
+    and values, but for passes: one stage of several is late with it (`staged_slots.py`).
     """
 
     joins_prefill = True
@@ -42,14 +69,15 @@ class SlotRunner:
         max_len: int,
         residents: ResidentVersions | None = None,
         records_routes: bool = False,
+        later: Callable[[Callable[[], None]], None] = _now,
     ) -> None:
         config = model.config
         check_room(config, num_rows=num_rows, max_len=max_len)
         self.num_rows = num_rows
         self.max_len = max_len
-        self._model, self._residents = model, residents
+        self._model, self._residents, self._later = model, residents, later
         self._kv = SlotKV(
-            num_layers=config.num_layers,
+            num_layers=len(model.layers),
             num_slots=num_rows,
             num_kv_heads=config.num_kv_heads,
             max_len=max_len,
@@ -65,7 +93,6 @@ class SlotRunner:
         self._is_open = np.zeros(slots, dtype=bool)
         self._advance = np.zeros(slots, dtype=np.int64)  # 1 for open rows
         self._states = RowStates.closed(slots)
-        self._tensors = {name: torch.from_numpy(values) for name, values in vars(self._states).items()}
         self._plan: SamplingPlan | None = None  # of the open slots; None: they have changed
 
     def open_prefix(self, num_tokens: int) -> PrefixKV:
@@ -79,8 +106,12 @@ class SlotRunner:
 
     def share_prefix(self, prefix: Prefix, num_shared: int, num_tokens: int) -> tuple[PrefixKV, int]:
         base, other = _own(prefix), self.open_prefix(num_tokens)
-        for here, there in zip(other.stored, base.stored, strict=True):
-            here[:, :, :num_shared] = there[:, :, :num_shared]
+
+        def copy() -> None:
+            for here, there in zip(other.stored, base.stored, strict=True):
+                here[:, :, :num_shared] = there[:, :, :num_shared]
+
+        self._later(copy)
         return other, num_shared
 
     def prefill(self, chunks: Sequence[Chunk]) -> None:
@@ -95,9 +126,9 @@ class SlotRunner:
     def open_rows(self, rows: Sequence[int], prefix: Prefix | None, states: RowStates) -> bool:
         slots = self._slot_of[list(rows)]
         if prefix is not None:
-            self._kv.write_prefix(slots.tolist(), _own(prefix))
+            self._later(partial(self._kv.write_prefix, slots.tolist(), _own(prefix)))
         self._states.put(slots, states)
-        self._attention.open_slots(slots.tolist(), states.positions.tolist())
+        self._later(partial(self._attention.open_slots, slots.tolist(), states.positions.tolist()))
         self._plan = None
         self._is_open[slots] = True
         self._advance[slots] = 1
@@ -114,7 +145,8 @@ class SlotRunner:
 
     def park_row(self, row: int) -> PrefixKV:
         slot = int(self._slot_of[row])
-        prefix = self._kv.read_prefix(slot, int(self._states.positions[slot]))
+        prefix = self.open_prefix(int(self._states.positions[slot]))
+        self._later(partial(self._kv.read_prefix, slot, prefix))
         self.close_rows([row])
         return prefix
 
@@ -136,39 +168,64 @@ class SlotRunner:
         return routes[:, slot, 0, : int(self._states.positions[slot])].transpose(0, 1).numpy().copy()
 
     def decode(self, num_rows: int, chunks: Sequence[Chunk] = ()) -> Decoded:
-        states, rows = self._states, round_up(num_rows, ROW_MULTIPLE)
-        prepared = self._arranged(rows)
-        if self._plan is None:
-            self._plan = SamplingPlan.of(**states.sampling, is_open=self._is_open)
-        tensors = {name: tensor[:rows] for name, tensor in self._tensors.items()}
-        positions = tensors["positions"]
-        self._attention.prepare(positions, prepared)
-        if chunks:
-            more_tokens, more_positions, prefill, more_versions = _pass_over(chunks)
-            self._select(rows, more_versions)
-            hidden = self._model(
-                torch.cat((tensors["input_tokens"], more_tokens)),
-                torch.cat((positions, more_positions)),
-                JoinedAttention(self._attention, rows, prefill),
-            )
-            prefill.store()
-        else:
-            self._select(rows)
-            hidden = self._model(tensors["input_tokens"], positions, self._attention)
-        uniforms = uniform(states.noise_keys[:rows], states.num_new[:rows])
-        cuts = SamplingRows(tensors["temperatures"], tensors["top_k"], tensors["top_p"], tensors["min_p"])
-        sampled = sample_tokens(self._model.logits(hidden), cuts, torch.from_numpy(uniforms), self._plan)
-        tokens = sampled.tokens.numpy()
-        advance = self._advance[:rows]
-        states.positions[:rows] += advance
-        states.num_new[:rows] += advance
-        np.multiply(tokens, advance, out=states.input_tokens[:rows])
+        step = self.begin(round_up(num_rows, ROW_MULTIPLE), chunks)
+        sampled = self.sample(step, self.states_of(step))
+        self.end(step, sampled.tokens.numpy())
         slots = self._slot_of[:num_rows]  # those of closed rows may lie anywhere: nobody reads what is found there
         return Decoded(
-            tokens.take(slots, mode="clip"),
+            sampled.tokens.numpy().take(slots, mode="clip"),
             sampled.logprobs.numpy().take(slots, mode="clip"),
             None if sampled.kept is None else sampled.kept.numpy().take(slots, axis=0, mode="clip"),
         )
+
+    # A step's parts, which several stages take at different times
+
+    def begin(self, num_slots: int, chunks: Sequence[Chunk]) -> SlotStep:
+        """Begin a step of the open rows, at most `num_slots`, a multiple of ROW_MULTIPLE, and of `chunks`."""
+        spans_of_slots = self._arranged(num_slots) if num_slots else []
+        if self._plan is None:
+            self._plan = SamplingPlan.of(**self._states.sampling, is_open=self._is_open)
+        states = RowStates(**{name: values[:num_slots] for name, values in vars(self._states).items()})
+        return SlotStep(states, spans_of_slots, self._plan, self._advance, chunks)
+
+    def states_of(self, step: SlotStep, stream: Tensor | None = None) -> Tensor:
+        """Run `step` through the layers that lie here, see `over_layers`."""
+        num_slots, states = step.num_slots, step.states
+        tokens, positions = torch.from_numpy(states.input_tokens), torch.from_numpy(states.positions)
+        attention: DecodeAttention | JoinedAttention | PrefillAttention = self._attention
+        if num_slots:
+            self._attention.prepare(positions, step.spans)
+        if not step.chunks:
+            self._select(num_slots)
+            return over_layers(self._model, tokens, positions, self._attention, stream, num_rows=num_slots)
+        goes_on = not self._model.stage.is_last
+        more_tokens, more_positions, prefill, more_versions = _pass_over(step.chunks, goes_on=goes_on)
+        self._select(num_slots, more_versions)
+        tokens, positions = torch.cat((tokens, more_tokens)), torch.cat((positions, more_positions))
+        attention = JoinedAttention(self._attention, num_slots, prefill) if num_slots else prefill
+        out = over_layers(self._model, tokens, positions, attention, stream, num_rows=num_slots)
+        prefill.store()
+        return out
+
+    def sample(self, step: SlotStep, hidden: Tensor) -> SampledTokens:
+        """Sample a token for each slot of `step` from its state [num_slots, hidden]."""
+        states = step.states
+        uniforms = uniform(states.noise_keys, states.num_new)
+        cuts = SamplingRows(*map(torch.from_numpy, (states.temperatures, states.top_k, states.top_p, states.min_p)))
+        return sample_tokens(self._model.logits(hidden), cuts, torch.from_numpy(uniforms), step.plan)
+
+    def end(self, step: SlotStep, tokens: np.ndarray) -> None:
+        """Advance the rows that took part in `step` by their `tokens`, int64 [num_slots]."""
+        here = slice(0, step.num_slots)
+        took_part = step.took_part[here]
+        self._states.positions[here] += took_part
+        self._states.num_new[here] += took_part
+        np.copyto(self._states.input_tokens[here], tokens, where=took_part > 0)
+
+    def slots_of(self, rows: Sequence[int]) -> np.ndarray:
+        """Return the slots of `rows`, int64 [N], until the next `begin`."""
+        slots: np.ndarray = self._slot_of[list(rows)]
+        return slots
 
     def _select(self, num_slots: int, more: np.ndarray = _NONE) -> None:
         """Have the next pass, of the first slots and of `more` tokens, compute with the version of each."""
@@ -195,7 +252,7 @@ class SlotRunner:
         came_from = np.arange(len(lengths))
         for one, other in pairs:
             here, there = came_from[one], came_from[other]
-            self._kv.swap(one, other, (int(lengths[here]), int(lengths[there])))
+            self._later(partial(self._kv.swap, one, other, (int(lengths[here]), int(lengths[there]))))
             came_from[one], came_from[other] = there, here
         for values in (*vars(self._states).values(), self._is_open, self._advance):
             values[:] = values[came_from]
@@ -203,10 +260,12 @@ class SlotRunner:
         slot_of[came_from] = np.arange(len(lengths))
         self._slot_of = slot_of[self._slot_of]
         changed = np.flatnonzero(came_from != np.arange(len(lengths))).tolist()
-        self._attention.open_slots(changed, self._states.positions[changed].tolist())
+        self._later(partial(self._attention.open_slots, changed, self._states.positions[changed].tolist()))
 
 
-def _pass_over(chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor, PrefillAttention, np.ndarray]:
+def _pass_over(
+    chunks: Sequence[Chunk], *, goes_on: bool = False
+) -> tuple[Tensor, Tensor, PrefillAttention, np.ndarray]:
     """Tokens and positions int64 [N] of the chunks, each padded, their attention, and versions int64 [N]."""
     # Those that begin a sequence first, and by length: neighbours of equal length share a call.
     chunks = sorted(chunks, key=lambda chunk: (chunk.start > 0, len(chunk.tokens)))
@@ -219,7 +278,8 @@ def _pass_over(chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor, PrefillAttentio
         tokens[row : row + length] = chunk.tokens
         positions[row : row + length] = np.arange(chunk.start, chunk.start + length)
         row += room
-    attention = PrefillAttention([_own(chunk.prefix) for chunk in chunks], [c.start for c in chunks], lengths)
+    prefixes, starts = [_own(chunk.prefix) for chunk in chunks], [chunk.start for chunk in chunks]
+    attention = PrefillAttention(prefixes, starts, lengths, goes_on=goes_on)
     versions = np.repeat([chunk.version for chunk in chunks], padded)
     return torch.from_numpy(tokens), torch.from_numpy(positions), attention, versions
 

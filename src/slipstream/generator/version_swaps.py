@@ -82,6 +82,7 @@ class VersionSwaps:
         A version that fails its probe ends the run, the old one still in place.
         """
         with self._context.spans.span("swap", version=version):
+            self._backend.settle()
             swap = self._weights.commit()
             if swap is None:
                 return False

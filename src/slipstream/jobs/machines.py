@@ -145,7 +145,7 @@ def _generator_machines(config: RunConfig, ranks_per_node: int) -> Machines:
         what = "on a cluster each replica sees its own GPUs only"
         raise ConfigError(what, got=f"generator.device = '{generator.device}'", allowed="'cuda' or 'cpu'")
     if generator.engine != "vllm":
-        return machines(generator.tensor_parallel, generator.tensor_parallel, generator.device, ranks_per_node)
+        return machines(generator.ranks, generator.tensor_parallel, generator.device, ranks_per_node)
     return _vllm_machine(config, "generator", generator.vllm, ranks_per_node)
 
 

@@ -90,7 +90,7 @@ class _Version:
     """Everything of one version that the model points at."""
 
     products: Mapping[str, Product]  # by the layer's name, of linear ones and `EMBEDDING`
-    head: Product
+    head: Product | None  # None: of a pipeline stage that is not the last
     vectors: Mapping[str, Tensor]  # norms, routers and position embeddings
     experts: Mapping[str, GroupedProduct] = field(default_factory=dict)
     adapters: Mapping[str, tuple[Tensor, Tensor]] | None = None  # A and B by the layer's name
@@ -124,6 +124,7 @@ class FrozenBase:
     def _beside(
         self, adapters: Mapping[str, tuple[Tensor, Tensor]], *, packs: bool, own: OwnVersion | None = None
     ) -> _Version:
+        assert self.version.head is not None, "adapters are beside whole models"
         products, experts = {**self.version.products, HEAD: self.version.head}, dict(self.version.experts)
         for name, (a, b) in adapters.items():
             shape = self.shapes[name]
@@ -184,7 +185,8 @@ def _hollow_out(model: Transformer) -> None:
     if model.config.tie_embeddings and HEAD in dict(model.named_children()):
         del model.head  # it has an adapter alone
     model.served_head = None
-    model.embedding = ServedLinear()  # type: ignore[assignment]
+    if model.has_embedding:
+        model.embedding = ServedLinear()  # type: ignore[assignment]
     for parameter in model.parameters():
         parameter.requires_grad_(False)
 
@@ -266,12 +268,12 @@ class ServedWeights:
         base: FrozenBase | None = None,
         keeps_versions: bool = False,
     ) -> None:
-        check_mixture(model.config, precision, model.embedding.weight.device)
+        self._device = next(model.parameters()).device
+        check_mixture(model.config, precision, self._device)
         shapes = shapes_of(model)
         digest = base.digest if base is not None else base_digest(model) if shapes else ""
         self._precision, self._layout = precision, WeightLayout(model, precision, base=digest)
         frozen = WeightLayout(model, precision, is_base=True) if shapes and base is None else None
-        self._device = model.embedding.weight.device
         self._on_device = on_device
         self._is_in_place = on_device or (self._device.type == "cuda" if in_place is None else in_place)
         is_wide = self._device.type == "cpu" or precision == "float32"
@@ -479,11 +481,11 @@ class ServedWeights:
         for name, module in self._serving.experts.items():
             held = self._held(f"{name}.weight", take(f"{name}.weight"))
             experts[name] = ExpertsProduct(held.values, held.scales, module.num_experts, packs=packs)
-        table = weights["embedding.weight"]
-        products[EMBEDDING] = partial(looked_up, table=table, dtype=self._activations)
-        head = products.get("head")
-        if head is None:
-            head = self._product("embedding.weight", self._rows_of_head(table), None, packs)
+        head = products.get(HEAD)
+        if (table := weights.get("embedding.weight")) is not None:
+            products[EMBEDDING] = partial(looked_up, table=table, dtype=self._activations)
+            if head is None and self._serving.model.stage.is_last:
+                head = self._product("embedding.weight", self._rows_of_head(table), None, packs)
         vectors = {name: self._held(name, weights[name]).values for name in self._serving.vectors}
         return _Version(products, head, vectors, experts)
 

@@ -96,7 +96,7 @@ class Division:
     compiles layers with the backend `compiles`. With `reduce_once` gradients are summed over
     data-parallel ranks in the last backward pass before an update only; until then each rank has one of all rows.
     `fixed_order`: see `TensorParallel`; `varlen`: see `PackedAttention`. With `copies` one rank that computes in
-    another precision than float32 has a `ComputeCopy`, without FSDP2.
+    another precision than float32 has a `ComputeCopy`, without FSDP2. Without `trains` a stage has no `StagePasses`.
     """
 
     data_parallel: RankGroup = field(default_factory=RankGroup.alone)
@@ -115,6 +115,7 @@ class Division:
     pipeline_parallel: RankGroup = field(default_factory=RankGroup.alone)
     chunks: int = 1
     experts: ExpertRanks = field(default_factory=ExpertRanks)
+    trains: bool = True
 
     @property
     def stage(self) -> Stage:
@@ -189,7 +190,7 @@ def _prepare(model: Transformer, division: Division) -> None:
         layer.recomputes, layer.keeps_products = division.recomputes, division.keeps_products
         if division.compiles is not None:
             layer.compile_parts(division.compiles)
-    if division.pipeline_parallel.world > 1:
+    if division.pipeline_parallel.world > 1 and division.trains:
         from slipstream.models.stage_passes import StagePasses  # torch's takes time to import
 
         model.passes = StagePasses(model, division.pipeline_parallel, division.device, DTYPES[division.precision])

@@ -57,13 +57,13 @@ class Stage:
         """Return the layers that lie here, ascending."""
         return [layer for chunk in self.held for layer in self.layers_of(chunk, num_layers)]
 
-    def check(self, num_layers: int) -> None:
-        """Raise ConfigError for a model with fewer layers than chunks."""
+    def check(self, num_layers: int, *, section: str = "trainer") -> None:
+        """Raise ConfigError for a model with fewer layers than chunks; `section` of the recipe asks for them."""
         if num_layers < self.num_chunks:
+            chunks = f" x {section}.pipeline_chunks = {self.chunks}" if self.chunks > 1 else ""
             raise ConfigError(
                 "the model has fewer layers than pipeline stages and their chunks",
-                got=f"{num_layers} layers for trainer.pipeline_parallel = {self.world} x "
-                f"trainer.pipeline_chunks = {self.chunks}",
+                got=f"{num_layers} layers for {section}.pipeline_parallel = {self.world}{chunks}",
                 allowed=f"at most {num_layers} chunks in all",
             )
 

@@ -374,12 +374,12 @@ class Transformer(nn.Module):
         out: Tensor = self.final_norm(x) if chunk == self.stage.num_chunks - 1 else x
         return out
 
-    def prefill(self, tokens: Tensor, positions: Tensor, attention: Attention) -> None:
+    def prefill(self, tokens: Tensor, positions: Tensor, attention: Attention, stream: Tensor | None = None) -> None:
         """`forward` for a caller who wants keys and values only: ends as `attention` has got the last layer's."""
-        x, rope = self._embed(tokens, positions)
-        for layer in self.layers[:-1]:
+        x, rope = self._embed(tokens, positions, stream)
+        *before, last = self.layers
+        for layer in before:
             x = layer(x, rope, attention)
-        last = self.layers[-1]
         attention(last.index, *last.project(last.attention_norm(x), rope))
 
     def _embed(

@@ -118,8 +118,8 @@ class Answer:
     def refusal(self) -> ConfigError | None:
         """The error of a run of this plan, which then only says what it would take there; None if it can run.
 
-        That is so of adapters, and of stages and parts of sequences that no run has. ConfigError of any other one: a
-        plan that cannot be run is no plan.
+        That is so of adapters, and of stages and parts of sequences beside something else that excludes them.
+        ConfigError of any other one: a plan that cannot be run is no plan.
         """
         try:
             resolve(self._tables)

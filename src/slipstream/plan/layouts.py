@@ -256,7 +256,7 @@ DIVISIONS = {
     "expert_parallel": "expert_parallel",
 }
 """Attributes of layouts -> fields of `trainer` and `generator`, written where they are more than 1. A plan with one
-that the schema does not have is an estimate without a recipe (`Answer.refusal`)."""
+that a run refuses is an estimate without a recipe (`Answer.refusal`)."""
 
 
 def layout_tables(plan: AsynchronousPlan, workload: Workload, max_staleness: int, *, device: str) -> dict[str, Any]:

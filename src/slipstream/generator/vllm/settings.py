@@ -122,13 +122,14 @@ def _check_memory(generator: GeneratorConfig) -> None:
             allowed="'float32' or 'bfloat16', in which vLLM then computes",
             hint="generator.engine = 'native' has them all",
         )
-    if generator.tensor_parallel > 1:
-        raise ConfigError(
-            "vLLM divides models by itself",
-            got=f"generator.tensor_parallel = {generator.tensor_parallel} with generator.engine = 'vllm'",
-            allowed="generator.tensor_parallel = 1",
-            hint="generator.vllm.engine_args = { tensor_parallel_size = 2 }",
-        )
+    for field in ("tensor_parallel", "pipeline_parallel"):
+        if (size := vars(generator)[field]) > 1:
+            raise ConfigError(
+                "vLLM divides models by itself",
+                got=f"generator.{field} = {size} with generator.engine = 'vllm'",
+                allowed=f"generator.{field} = 1",
+                hint=f"generator.vllm.engine_args = {{ {field}_size = {size} }}",
+            )
     if generator.device != "cpu":
         raise ConfigError(
             "generator.device is the native engine's: vLLM computes on what it was built for",
