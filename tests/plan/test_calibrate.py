@@ -153,7 +153,7 @@ CHANGES = {
 }
 
 
-FEW = ("in turns", "two replicas", "a small batch")
+FEW = ("in turns", "two replicas")
 
 
 @pytest.mark.parametrize(
