@@ -46,12 +46,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 # Files that take longest, the longest first: the last to be begun are then short, and no worker waits for another's.
 # Names are those of files, since no two have the same.
 LONGEST = """
-    plan_command bad_input eval_episodes agents_in_pools job_files bad_environments serve calibrate replica lora_ranks
-    critic rank_checkpoints reshard vllm_client sharded_models training sharded over_ranks seeds relayed_versions
-    workers wheel cli hostile_agents absurd_input chat agent_programs staleness_by_loss sandbox simulated_policies
-    channel_tcp search outlet lora_run watch_page resume asynchronous_run report_page signals episodes_equal_reference
-    restarts_run stages_dpo episode_versions vllm_episodes environments_killed sync_equals_reference endings agent_runs
-    stages eval_cli floods hostile_reward disk_full
+    bad_input eval_episodes agents_in_pools job_files plan_command calibrate bad_environments replica lora_ranks
+    critic serve sandbox rank_checkpoints reshard vllm_client sharded_models training sharded over_ranks seeds
+    relayed_versions workers hostile_agents absurd_input chat agent_programs channel_tcp simulated_policies
+    staleness_by_loss search wheel cli outlet lora_run watch_page resume asynchronous_run report_page signals
+    episodes_equal_reference restarts_run stages_dpo episode_versions vllm_episodes environments_killed
+    sync_equals_reference endings agent_runs stages eval_cli floods hostile_reward disk_full
 """
 
 

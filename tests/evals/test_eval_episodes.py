@@ -258,6 +258,7 @@ def test_the_command_shows_and_writes_episodes(
     assert "could not be scored" not in shown
 
 
+@pytest.mark.slow
 def test_two_environments_by_column(folder: Path) -> None:
     rows = [
         {"prompt": f"{letter}>", "answer": "a", "game": game} for letter, game in zip("abcdef", "xyyxyy", strict=True)
