@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -48,6 +49,10 @@ class Spec:
     cores: int | None = None
 
     def config(self) -> RunConfig:
+        return self._resolved
+
+    @cached_property  # asked for at every look at the run's folder
+    def _resolved(self) -> RunConfig:
         return resolve(self.recipe, self.overrides, self.preset)
 
     def with_overrides(self, **tables: Any) -> Spec:

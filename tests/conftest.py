@@ -46,13 +46,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 # Files that take longest, the longest first: the last to be begun are then short, and no worker waits for another's.
 # Names are those of files, since no two have the same.
 LONGEST = """
-    plan_command bad_input eval_episodes lora_ranks sharded_models reshard stages_trained agents_in_pools job_files
-    bad_environments serve replica rank_checkpoints calibrate training critic context_ranks paged_kernels hub over_ranks
-    vllm_client sandbox workers wheel cli hostile_agents absurd_input chat agent_programs staleness_by_loss paged_runner
-    simulated_policies engine_bits resident_versions seeds relayed_versions channel_tcp search outlet sharded
-    decode_kernels rendezvous code gateway lora_run watch_page resume asynchronous_run report_page signals
-    episodes_equal_reference restarts_run stages_dpo episode_versions environments_killed sync_equals_reference endings
-    agent_runs stages eval_cli floods hostile_reward disk_full
+    bad_input eval_episodes lora_ranks agents_in_pools job_files sharded_models reshard stages_trained plan_command
+    calibrate bad_environments replica rank_checkpoints training critic context_ranks paged_kernels staged_engines
+    expert_parallel critic_ranks hub over_ranks serve vllm_client sandbox workers hostile_agents absurd_input chat
+    agent_programs paged_runner engine_bits resident_versions seeds relayed_versions channel_tcp simulated_policies
+    staleness_by_loss search wheel cli outlet sharded decode_kernels rendezvous code gateway lora_run watch_page resume
+    asynchronous_run report_page signals episodes_equal_reference restarts_run stages_dpo episode_versions
+    environments_killed sync_equals_reference critic_run generator_stages_run endings agent_runs stages eval_cli floods
+    hostile_reward disk_full
 """
 
 

@@ -417,7 +417,25 @@ def check_said(told: str, words: tuple[str, ...]) -> None:
     assert "Traceback" not in told
 
 
-@pytest.mark.parametrize("case", [*EARLY, *LATER], ids=lambda case: case.name)
+LIKE_OTHERS = {  # of the same kind as one that stays, and in a worker of their own
+    "reset raises",
+    "reset speaks for the policy",
+    "step raises",
+    "the last reward is a text",
+    "a state is no JSON",
+    "an import fails",
+    "an agent that raises",
+    "an agent that raises, from Python",
+    "a tool without words",
+    "an untyped tool, from Python",
+}
+CASES = [
+    pytest.param(case, id=case.name, marks=[pytest.mark.slow] if case.name in LIKE_OTHERS else [])
+    for case in [*EARLY, *LATER]
+]
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_python_says_what_is_wrong(case: Case, place: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         slipstream.run(tables_of(case, place), out="made/run", display=False, **case.given)

@@ -258,6 +258,7 @@ def test_the_command_shows_and_writes_episodes(
     assert "could not be scored" not in shown
 
 
+@pytest.mark.slow
 def test_two_environments_by_column(folder: Path) -> None:
     rows = [
         {"prompt": f"{letter}>", "answer": "a", "game": game} for letter, game in zip("abcdef", "xyyxyy", strict=True)
@@ -399,12 +400,12 @@ class Crowd:
 
 def test_limits_of_episodes_and_of_their_number(folder: Path) -> None:
     tables = recipe({"dry_run": False}, generator={"num_slots": 8, "max_new_tokens": 6, "stop_at_eos": False})
-    found = evaluate_model(folder / "model", recipe=tables, environment=Crowd, num_samples=3)
+    found = evaluate_model(folder / "model", recipe=tables, environment=Crowd, num_prompts=8, num_samples=3)
     assert {answer.episode.num_turns for answer in found.answers} == {3}
     assert {answer.num_tokens for answer in found.answers} == {3 * 6 + 2}, "nobody reads what is said last"
     assert all(answer.episode.is_cut and answer.finish_reason == "length" for answer in found.answers)
     assert found.episodes.cut_frac == 1
-    assert Crowd.num_made == 4 * NUM_PROMPTS
+    assert Crowd.num_made == 4 * 8
     assert 4 < Crowd.most <= 2 * 4, "twice the slots"
     assert Crowd.num_open == 0
     short = tables | {"environment": {"max_turns": 8, "max_episode_tokens": 10, "dry_run": False}}
@@ -455,7 +456,8 @@ def chain(folder: Path) -> dict[str, Any]:
     """The evaluation that the stage makes of a run of episodes, and what its table says."""
     environment = {"class_path": f"{folder / 'source.py'}:Echo"}
     more = {"stages": ["rl", "evaluate"], "evaluation": {"num_prompts": 8, "num_samples": 2}, "host": "inline"}
-    tables = recipe(environment, **more, steps=2, groups_per_step=2, completions_per_group=4)
+    tables = recipe(environment, **more, steps=1, groups_per_step=2, completions_per_group=4)
+    tables["eval"] |= {"num_prompts": 2}
     tables["model"] = {"path": str(folder / "model")}
     result = slipstream.run(tables, out=folder / "chain", display=False)
     assert result.status == "done"

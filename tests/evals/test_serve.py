@@ -14,6 +14,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -642,6 +643,29 @@ def test_an_engine_that_fails_ends_the_server(folder: Path, scripted: Callable[.
 # The command
 
 
+def test_the_command_serves_until_a_signal(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told: SimpleQueue[str] = SimpleQueue()
+    monkeypatch.setattr(cli, "_say", told.put)
+
+    def client() -> Any:
+        try:
+            while not (line := told.get(timeout=GENEROUS_S)).startswith("serving tiny at http://127.0.0.1:"):
+                pass
+            with OpenAI(base_url=line.split()[3], api_key="any", max_retries=0, timeout=GENEROUS_S) as client:
+                return client.completions.create(model="tiny", prompt="x", max_tokens=3)
+        finally:
+            signal.raise_signal(signal.SIGINT)
+
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(client)
+        assert cli.main(["serve", str(folder), "--port", "0", "--slots", "2", "--name", "tiny"]) == 130
+        assert asked.result().usage.prompt_tokens == 2
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+@pytest.mark.slow
 def test_the_command_until_ctrl_c(folder: Path, tmp_path: Path) -> None:
     words = [sys.executable, "-m", "slipstream", "serve", str(folder), "--port", "0", "--slots", "2", "--name", "tiny"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as process:

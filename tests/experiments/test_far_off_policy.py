@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from experiments.corrections.experiment import NONE, SYNC
 from experiments.far_off_policy.experiment import (
     FAR,
@@ -107,6 +109,7 @@ class MadeUp(Lab):
         return [self.place(spec) for spec in specs]
 
 
+@pytest.mark.slow
 def test_a_section_from_the_files_of_runs(tmp_path):
     found = section(MadeUp(tmp_path))
     text = render("far_off_policy", found)

@@ -216,6 +216,7 @@ def made_up_course(*, run: str, steps: list[int]) -> list[dict[str, float]]:
     ]
 
 
+@pytest.mark.slow
 def test_a_section_from_the_files_of_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(experiment, "course", made_up_course)
     found = section(MadeUp(tmp_path))

@@ -28,7 +28,7 @@ def model_of(devices, *, lengths=TAIL, name="llama-3.1-8b", gpu="H100", groups=6
 
 @pytest.fixture(scope="module")
 def plan_of_sixteen():
-    return plan_for_cluster(model_of(16), precisions=("bfloat16", "fp8"), max_staleness=4, num_rows=3)
+    return plan_for_cluster(model_of(16, groups=16), precisions=("bfloat16", "fp8"), max_staleness=4, num_rows=3)
 
 
 def test_the_smallest_bound_within_two_percent_is_recommended():

@@ -113,7 +113,8 @@ class Groups:
 
 
 def written(folder, signal):
-    WrittenRun(config(), truth(config()), Groups(signal), true_costs(), folder, (0.03, 0.0004)).write()
+    short = config(steps=20)
+    WrittenRun(short, truth(short), Groups(signal), true_costs(), folder, (0.03, 0.0004)).write()
     return folder
 
 

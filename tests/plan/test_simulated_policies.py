@@ -17,7 +17,7 @@ from slipstream.core.run_log import ScheduleConfig
 from slipstream.plan.simulated_run import Costs, MadeUp, Simulated, SimulatedSetup
 from slipstream.plan.simulator import simulate
 
-P, G, STEPS, SLOTS = 16, 4, 60, 64
+P, G, STEPS, SLOTS = 16, 4, 32, 64
 LENGTHS = heavy_tailed(0, completions=G, sigma=1.2, longest=8000)
 BASE = {
     "groups_per_step": P,

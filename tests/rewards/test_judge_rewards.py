@@ -142,16 +142,24 @@ def test_a_server_that_asks_to_wait_is_asked_again_then(tmp_path: Path) -> None:
 def test_no_score_fails_the_completion_or_leaves_the_term_out(
     answer: Answer, fields: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
-    with JudgeServer(lambda _: answer) as server:
+    with JudgeServer(lambda _: answer) as server, JudgeServer(lambda _: "Score: 10") as other:
         [failed], values = scored(only(server, **fields), ["xxxx"], tmp_path)
-        terms = [RewardTerm(function="exact_match")]
-        config = RewardsConfig(terms=terms, judges=[judge(server, on_failure="abstain", **fields)])
-        [left_out], _ = scored(config, ["42"], tmp_path)
+        judges = [judge(other, name="other"), judge(server, on_failure="abstain", **fields)]
+        [left_out], _ = scored(RewardsConfig(terms=[], judges=judges), ["42"], tmp_path)
     assert re.search(words, failed.failure or "")
     assert (failed.reward, failed.reward_parts) == (0.0, {})
     assert (values["judge/judge/failures"], values["judge/judge/scored"]) == (1, 0)
     assert (left_out.failure, left_out.reward) == (None, 1.0)
-    assert left_out.reward_parts == {"exact_match": 1.0, "judge": None}
+    assert left_out.reward_parts == {"other": 1.0, "judge": None}
+
+
+def test_a_function_counts_alone_where_the_judge_is_left_out(tmp_path: Path) -> None:
+    with JudgeServer(lambda _: 401) as server:
+        terms = [RewardTerm(function="exact_match")]
+        config = RewardsConfig(terms=terms, judges=[judge(server, on_failure="abstain")])
+        [rollout], _ = scored(config, ["42"], tmp_path)
+    assert (rollout.failure, rollout.reward) == (None, 1.0)
+    assert rollout.reward_parts == {"exact_match": 1.0, "judge": None}
 
 
 @pytest.mark.parametrize(
