@@ -90,6 +90,8 @@ class ScriptedBackend:
     def probe(self, tokens: np.ndarray) -> np.ndarray:
         return np.zeros(len(tokens) - 1, dtype=np.float32)
 
+    def settle(self) -> None: ...
+
     def pin(self) -> Pin:
         return Pin(self.engine.version)
 

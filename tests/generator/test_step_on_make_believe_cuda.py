@@ -19,6 +19,7 @@ import pytest
 import torch
 from covering import covering, with_slow
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -110,6 +111,15 @@ def indexed(x: torch.Tensor, index: Any) -> torch.Tensor:
     return x
 
 
+class Indexing(TorchFunctionMode):
+    """`indexed` in the place of indexing. An attribute of the class, put there and taken away again, would leave every
+    tensor of the process a sequence to C, and lists of numbers in tensors unreadable to torch.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return indexed(*args) if func is torch.Tensor.__getitem__ else func(*args, **(kwargs or {}))
+
+
 def launches(name: str, names: Counter[str]) -> dict[Any, Callable[..., None]]:
     """Stand in for a kernel of Triton: whatever the grid, count it, and see to what it asks of its arguments."""
 
@@ -142,13 +152,12 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "pin_memory",
         lambda self: SimpleNamespace(numpy=lambda: np.zeros(self.shape, np.int64), shape=self.shape),
     )
-    monkeypatch.setattr(torch.Tensor, "__getitem__", indexed)
     monkeypatch.setattr(torch.Tensor, "__invert__", lambda self: torch.bitwise_not(self))
     monkeypatch.setattr(torch.Tensor, "copy_", lambda self, source: (source.expand(self.shape), self)[1])
     if importlib.util.find_spec("triton") is not None:
         for name in ("silu_mul_kernel", "rotate_kernel"):
             monkeypatch.setattr(f"slipstream.models.layer_kernels.{name}", launches(name, Counter()))
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), Indexing():
         yield
 
 

@@ -137,5 +137,7 @@ def test_ranks_per_copy() -> None:
     divided = run_config(
         kl={"coef": 0.1, "executor": "own", "ranks": 4, "tensor_parallel": 2},
         rewards={"model_ranks": 6, "model_tensor_parallel": 3, "models_sharded": True},
+        loss={"advantages": "gae"},
+        critic={"executor": "own", "ranks": 3},
     )
-    assert ranks_per_copy(divided) == {"reference": 2, "reward_models": 6, "teacher": 1}
+    assert ranks_per_copy(divided) == {"reference": 2, "reward_models": 6, "teacher": 1, "critic": 3}
