@@ -121,7 +121,7 @@ def sample_group(
             text=text,
             finish_reason=item.finish_reason,
         )
-        reward = float(scorer.score_answer(text, prompt.columns["entry"]))
+        reward = float(scorer.score_answer(text.strip(), prompt.columns["entry"]))  # as a run reads an answer
         rollouts.append(Rollout(completion=completion, reward=reward))
     return Group(ordinal=ordinal, rollouts=tuple(rollouts))
 
