@@ -647,6 +647,7 @@ def test_the_command_serves_until_a_signal(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     told: SimpleQueue[str] = SimpleQueue()
+    main_thread = threading.get_ident()
     monkeypatch.setattr(cli, "_say", told.put)
 
     def client() -> Any:
@@ -656,7 +657,7 @@ def test_the_command_serves_until_a_signal(
             with OpenAI(base_url=line.split()[3], api_key="any", max_retries=0, timeout=GENEROUS_S) as client:
                 return client.completions.create(model="tiny", prompt="x", max_tokens=3)
         finally:
-            signal.raise_signal(signal.SIGINT)
+            signal.pthread_kill(main_thread, signal.SIGINT)  # to the one that waits
 
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(client)
