@@ -157,7 +157,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 90_510
+MAX_LINES = 90_610
 MAX_LINES_OF_SPINE = 1_600
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -172,20 +172,20 @@ MAX_LINES_OF_FOLDER = {
     "algorithms": 2_355,
     "batching": 455,
     "controller": 6_255,
-    "core": 11_510,
+    "core": 11_540,
     "environments": 8_085,
     "evals": 2_700,
     "generator": 9_670,
     "jail": 1_060,
     "jobs": 985,
-    "models": 9_830,
+    "models": 9_860,
     "observe": 9_965,
     "plan": 7_425,
     "prompts": 1_450,
     "rewards": 3_915,
     "stages": 2_730,
-    "trainer": 6_350,
-    "weight_sync": 3_710,
+    "trainer": 6_360,
+    "weight_sync": 3_735,
 }
 LONG_FUNCTIONS = dict.fromkeys(
     ("generator/paged_kernels.py", "generator/decode_kernels.py"), "a kernel is one function"

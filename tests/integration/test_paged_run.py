@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import slipstream
+from slipstream.core.recipes import resolve
 from slipstream.core.run_log import read_metrics
 from slipstream.core.sections import PROBE_TOLERANCES
 from slipstream.generator import backends
@@ -104,12 +105,14 @@ def test_versions_are_swapped_in_while_a_gpu_decodes(gpu, tiny, tmp_path) -> Non
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("trained", ["float32", "bfloat16"])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_a_run_whose_weights_stay_on_gpus(gpu, tiny, tmp_path, precision) -> None:
-    """Trainer and generator on one GPU or two, in processes of their own: over CUDA IPC."""
+def test_a_run_whose_weights_stay_on_gpus(gpu, tiny, tmp_path, precision, trained) -> None:
+    """Trainer and generator on one GPU or two, in processes of their own: over CUDA IPC, in bfloat16 both in place."""
     overrides = tiny | SYNCHRONOUS | {"host": "process", "eval": EVALUATED}
     overrides["generator"] = tiny["generator"] | {"precision": precision, "device": "cuda", "kv_cache_gb": 0.1}
-    overrides["trainer"] = tiny.get("trainer", {}) | {"device": "cuda"}
+    overrides["trainer"] = tiny.get("trainer", {}) | {"device": "cuda", "precision": trained}
+    assert resolve("quickstart", overrides).publishes_in_place == (precision == trained == "bfloat16")
     run = slipstream.run("quickstart", overrides=overrides, out=tmp_path / "run", display=False)
     assert run.summary["steps"] == 3
     errors = probe_errors(run.out)

@@ -145,6 +145,26 @@ def test_offloaded_moments_are_planned_with_one_tensors(gpus: Any) -> None:
     assert with_shares(offloaded)[0].generator.gpu_share >= with_shares(plain)[0].generator.gpu_share
 
 
+@pytest.mark.parametrize(
+    ("changes", "is_in_place"),
+    [
+        ({}, True),
+        ({"max_staleness": 1}, False),
+        ({"trainer": {"publish_in_place": False}}, False),
+        ({"trainer": {"compute_copy": False}}, False),
+        ({"generator": {"precision": "fp8"}}, False),
+        ({"generator": {"delta": True}}, False),
+        ({"model": {**LARGE, "lora": {"rank": 4}}}, False),
+    ],
+)
+def test_versions_in_place_take_no_bytes(changes: dict[str, Any], is_in_place: bool) -> None:
+    """Where both sides take turns on GPUs, in bfloat16."""
+    config = config_of(**{"max_staleness": 0, "weight_update": "between_batches", **changes})
+    assert config.publishes_in_place is is_in_place
+    shape = check_policy(config)
+    assert ("staging" in trainer_bytes(config, shape).parts) is not is_in_place
+
+
 def test_pages_are_bounded_by_the_share(gpus: Any) -> None:
     """Of all the GPU's memory, not of a part that is divided by replicas already."""
     gpus(1, 24)

@@ -66,6 +66,9 @@ class Offers:
     def poll(self):
         return False
 
+    def withdraw(self):
+        return True
+
     def publish(self, version, probe_tokens, probe_logprobs):
         self.offered.append((version, probe_logprobs))
         return True
@@ -300,3 +303,36 @@ def test_heads_are_told_in_one_message_for_all_that_has_come(monkeypatch, tmp_pa
     assert isinstance(told, Arrived)
     assert {(head.ordinal + head.sample) % 2 for head in told.heads} == {1}
     assert len(told.heads) == 6
+
+
+class Read(Offers):
+    """Versions in place, of which the last is being read until `is_free`."""
+
+    is_free = True
+
+    def withdraw(self):
+        return self.is_free
+
+
+def test_a_step_waits_until_nobody_reads_the_weights_and_later_commands_wait_behind_it(tmp_path):
+    config = run_config(steps=NUM_STEPS)
+    commands, rollouts, events, publisher = Port(), Port(), Port(), Read()
+    trainer = Trainer(config=config, new_buffer=partial(GroupBuffer, config.samples_per_group), batching=collate)
+    inputs, outputs = {"commands": commands, "rollouts": rollouts}, {"events": events}
+    trainer.init(Context("trainer", tmp_path, inputs, outputs, Spans(), WallClock(), publisher=publisher))
+    groups = make_groups(config.groups_per_step, config.samples_per_group)
+    for rollout in [rollout for group in groups for rollout in group.rollouts]:
+        rollouts.put(rollout)
+    trainer.step()
+    publisher.is_free = False
+    commands.put(TrainStep(step=0, ordinals=tuple(group.ordinal for group in groups)))
+    commands.put(Stop())
+    for _ in range(3):
+        assert not trainer.step(), "it sleeps until the version's release wakes it"
+    assert [version for version, _ in publisher.offered] == [0]
+    publisher.is_free = True
+    while not trainer.is_finished:
+        assert trainer.step()
+    assert [version for version, _ in publisher.offered] == [0, 1]
+    assert sum(isinstance(event, StepDone) for event in events.messages) == 1
+    trainer.close()

@@ -44,6 +44,7 @@ def weights_ends(
             away=[list(readers).index(name) for name in away],
             reader_ranks=max(readers.values()),
             num_slots=2 if memory is HOST else 1,  # where memory is dear, and versions are on their way for less long
+            in_place=memory is not HOST and node.kwargs["config"].publishes_in_place,
             group=group,
             links=links,
             relay=ports.outputs.get("relay"),

@@ -177,6 +177,16 @@ class RunConfig(Section):
         return is_on_gpu and self.generator.engine == "native" and not self.generator.delta and self.host == "process"
 
     @property
+    def publishes_in_place(self) -> bool:
+        """Whether generators read versions from the bfloat16 weights that the trainer computes with: as both sides take
+        turns, nothing changes these while they are read."""
+        trainer = self.trainer
+        has_copy = trainer.ranks == 1 and trainer.precision == "bfloat16" and trainer.compute_copy
+        is_copied = self.generator.precision == "bfloat16" and not self.model.lora.is_set
+        takes_part = self.weights_stay_on_gpu and self.takes_turns and trainer.publish_in_place
+        return takes_part and has_copy and is_copied
+
+    @property
     def sft_model(self) -> ModelConfig:
         """Return the model that the stage sft starts from: of [model]'s sizes, but for those of [sft.shape]."""
         return self.model.model_copy(update={"path": self.sft.path, **self.sft.shape.given})

@@ -359,6 +359,12 @@ class TrainerConfig(Section):
         "versions are read from them. 2 bytes a parameter; false casts each layer whenever it runs (FSDP2), as is done "
         "beside adapters.",
     )
+    publish_in_place: bool = Field(
+        True,
+        description="At max_staleness = 0, where trainer and generators are on GPUs and both in bfloat16, let "
+        "generators read versions from the trainer's compute_copy; false copies each to a slot first, and takes 4 "
+        "bytes a parameter more.",
+    )
     varlen: bool = Field(
         True,
         description="On a GPU in bfloat16, attend to all sequences of a microbatch in one call of torch's varlen_attn, "

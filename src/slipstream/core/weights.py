@@ -50,6 +50,13 @@ class WeightsPublisher(Protocol):
         """The bytes of one version, on all ranks together."""
         ...
 
+    def withdraw(self) -> bool:
+        """Say that the live weights are about to change; False where somebody still reads the last version in them.
+
+        Only where versions are published in place: elsewhere they are copies. All ranks call it.
+        """
+        ...
+
     def publish(self, version: int, probe_tokens: np.ndarray, probe_logprobs: np.ndarray) -> bool:
         """Copy the weights to a staging slot and offer them; False when every slot is still being read.
 
@@ -139,6 +146,10 @@ class WeightsPacker(Protocol):
 
         Yields the ranges of bytes that are final, ascending and without gaps, for a checksum on the way.
         """
+        ...
+
+    def settle(self, out: torch.Tensor) -> None:
+        """Have the live weights lie in `out` uint8 [num_bytes] from now on, as far as they can."""
         ...
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -54,6 +55,16 @@ class ComputeCopy:
         for module, name, _, main in self._places:
             module._parameters[name] = main
         self._refresh()
+
+    def lie_in(self, places: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Keep copies in `places`, by parameter name, from now on; return those of their shapes and type, which hold
+        them. The others stay where they are."""
+        taken = dict[str, Tensor]()
+        for (_, _, name, _), copy in zip(self._places, self._copies, strict=True):
+            place = places.get(name)
+            if place is not None and (place.shape, place.dtype) == (copy.shape, copy.dtype):
+                copy.data = taken[name] = place.copy_(copy.detach())
+        return taken
 
     def named_views(self) -> dict[str, Tensor]:
         """Return the copies by parameter name: live, and those of the weights as of the last `reshard` or pass."""

@@ -31,6 +31,7 @@ from torch import Tensor
 from slipstream.core.errors import ConfigError, ShapeError
 from slipstream.core.fields import Precision
 from slipstream.core.peer_messages import Holding
+from slipstream.models.compute_copy import ComputeCopy
 from slipstream.models.linear import Linear
 from slipstream.models.lora import precision_of, shapes_of
 from slipstream.models.mxfp4 import BLOCK, MXFP4, block_scales, expanded, num_blocks, num_bytes, rounded
@@ -248,6 +249,9 @@ def _fill(view: StoredWeight, weight: Tensor, largest: Tensor | None) -> Iterato
 
     `largest` [rows] is that of whole rows, if this rank does not have them.
     """
+    if weight.data_ptr() == view.values.data_ptr():  # it lies there (`Packer.settle`)
+        yield view.values.nbytes
+        return
     block = _CUDA_BLOCK if weight.is_cuda else _BLOCK
     sources = torch.split(weight, max(1, block // max(1, math.prod(weight.shape[1:]))))
     rows = max(1, len(sources[0]))
@@ -273,6 +277,7 @@ class Packer:
     """Implements `core.weights.WeightsPacker`: the trainer's live `weights` (fp32 views by name) in a layout.
 
     `over_ranks` [N] -> [N] takes the maximum over the ranks that share every layer, which all pack at the same time.
+    `copy`: that which passes compute with, of which `settle` can make the version itself.
     """
 
     def __init__(
@@ -281,10 +286,19 @@ class Packer:
         weights: Mapping[str, Tensor],
         *,
         over_ranks: Callable[[Tensor], Tensor] | None = None,
+        copy: ComputeCopy | None = None,
     ) -> None:
         self.num_bytes = layout.num_bytes
         self.holding: Holding | None = layout.holding
-        self._layout, self._weights, self._over_ranks = layout, weights, over_ranks
+        self._layout, self._weights, self._over_ranks, self._copy = layout, weights, over_ranks, copy
+
+    def settle(self, out: Tensor) -> None:
+        """Have the weights that passes compute with lie in `out` uint8 [num_bytes], those in the version's type:
+        packing into `out` then writes the others alone."""
+        assert self._copy is not None, "there is a copy, where it is to be published in place"
+        views = self._layout.views(out).items()
+        places = {name: view.values for name, view in views if view.scales is None}
+        self._weights = {**self._weights, **self._copy.lie_in(places)}
 
     @torch.no_grad()
     def pack(self, out: Tensor) -> Iterator[slice]:

@@ -86,7 +86,7 @@ def trainer_bytes(config: RunConfig, shape: TransformerConfig) -> Parts:
         reduce_once=trainer.reduce_once,
         offloads_moments=trainer.offload_moments,
     )
-    return costs.train_memory(layout, served=config.generator.precision)
+    return costs.train_memory(layout, served=None if config.publishes_in_place else config.generator.precision)
 
 
 def generator_bytes(config: RunConfig, shape: TransformerConfig, *, all_slots: bool) -> Parts:

@@ -88,6 +88,7 @@ class Trainer(Executor):
         self.policy = Policy(config, self.ranks, axes.sharing, axes.tensor, axes.context, axes.stage, axes.experts)
         self._ends.callback(self.policy.close)
         self.version, self.published = 0, -1
+        self._next: Message | None = None  # a command that was taken and is yet to be obeyed
         self._had_gradient = False  # since the last version was published
         self._probed = np.empty(0, np.float32)  # the probe text's logprobs by the last version
         assert context.publisher is not None, "a trainer needs a WEIGHTS channel"
@@ -142,12 +143,21 @@ class Trainer(Executor):
             has_news = self.publisher.poll()
             has_news |= self.inbox.receive(self.version)
         self._report_saved()
-        while (message := self.context.inputs["commands"].get_nowait()) is not None:
+        while (message := self._next_command()) is not None:
             has_news = True
             self._obey(self._relayed(message))
             if isinstance(message, TrainStep | WarmStart):
                 break
         return has_news
+
+    def _next_command(self) -> Message | None:
+        """Take the oldest command, a step only when weights may change: the release of the last version wakes us."""
+        if self._next is None:
+            self._next = self.context.inputs["commands"].get_nowait()
+        if isinstance(self._next, TrainStep) and not self.publisher.withdraw():
+            return None
+        message, self._next = self._next, None
+        return message
 
     def wait_fds(self) -> list[int]:
         return self.policy.wait_fds()

@@ -174,7 +174,7 @@ class Policy:
                 types = {stored.name: stored.dtype for stored in layout.stored}
                 copies = self.parameters.computed_views().items()
                 views |= {name: view for name, view in copies if types[name] == view.dtype}
-            publisher.open(None, Packer(layout, views, over_ranks=over_ranks))
+            publisher.open(None, Packer(layout, views, over_ranks=over_ranks, copy=self.model.compute_copy))
 
     def export(self, path: Path) -> None:
         """Write a Hugging Face checkpoint with its tokenizer, or the adapters alone; on return it is there."""

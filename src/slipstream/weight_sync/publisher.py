@@ -96,6 +96,9 @@ class Publisher:
     Of the ranks of `group` each has segments of its own, made by `transport`; rank 0 has the ports and `relay`, by
     which it tells the others what happens between two versions. `links`: to readers that cannot map segments, of which
     some may be fed by others (`tree.py`). Readers that are `away` count as dropped until they are added.
+
+    `in_place`: there is one slot, in which the live weights lie themselves. Nothing is copied, and they may change only
+    when `withdraw` has said so, which waits for readers: both sides must take turns, so that these are done by then.
     """
 
     def __init__(
@@ -108,6 +111,7 @@ class Publisher:
         away: Collection[int] = (),
         reader_ranks: int = 1,
         num_slots: int = 2,
+        in_place: bool = False,
         group: RankGroup | None = None,
         links: Links | None = None,
         relay: Sender | None = None,
@@ -117,7 +121,8 @@ class Publisher:
         self._links, self._group = links, RankGroup.alone() if group is None else group
         self._ranks = range(reader_ranks)
         readers = [(replica, rank) for replica in range(num_readers) if replica not in away for rank in self._ranks]
-        self._ledger = SlotLedger(num_slots + 1, readers)
+        self._in_place = in_place
+        self._ledger = SlotLedger(1 if in_place else num_slots + 1, readers)
         self._live: torch.Tensor | None = None
         self._packer: WeightsPacker | None = None
         self._slots: Slots | None = None
@@ -149,6 +154,10 @@ class Publisher:
         else:
             raise WeightSyncError("a publisher needs flat weights or a packer")
         self._slots = self._transport.create(num_bytes, len(self._ledger.free_slots()), holding)
+        if self._in_place:
+            if packer is None:
+                raise WeightSyncError("weights that are published in place need a packer that puts them there")
+            packer.settle(self._slots.data(0))
         told = self._group.gather(num_bytes.to_bytes(8, "little") + self._slots.name.encode())
         if self._links is not None:
             hosts = {host.decode() for host in self._group.gather(self._links.place.host.encode())}
@@ -161,6 +170,19 @@ class Publisher:
         """The size of one version, on all ranks together."""
         self._opened()
         return self._num_bytes
+
+    def withdraw(self) -> bool:
+        """Say that the live weights are about to change; False where somebody still reads the version that is in them.
+
+        Whoever comes back from here on waits for the next version.
+        """
+        if self._in_place:
+            self._take_messages()
+            if not self._ledger.free_slots():
+                return False
+            self._last = None
+            self._opened().invalidate(0)
+        return True
 
     def publish(self, version: int, probe_tokens: np.ndarray, probe_logprobs: np.ndarray) -> bool:
         """Copy the weights to a free slot and offer them; False when every slot is still being read.
@@ -255,7 +277,7 @@ class Publisher:
             # The slot more comes last, so that runs without skips never touch its memory.
             slot = min(free, key=lambda slot: slot == self._spare and self._ledger.version_in(slot) < 0)
             self._ledger.write(slot, version)
-            decision = _DECISION.pack(version, slot, len(free) > 1)
+            decision = _DECISION.pack(version, slot, len(free) > 1 or self._in_place)
         agreed, slot, is_offered = _DECISION.unpack(self._group.broadcast(decision))
         if agreed != version:
             raise WeightSyncError("ranks publish different versions", got=version, allowed=f"rank 0's {agreed}")
