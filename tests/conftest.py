@@ -21,6 +21,7 @@ from slipstream.core import lifeline
 
 # Before torch is loaded: waiting threads sleep, as in the processes of a run (`controller/placement.py`).
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The size of the terminal is for each test to choose, whatever the shell or a parallel pytest has set.
 for _name in ("COLUMNS", "LINES"):

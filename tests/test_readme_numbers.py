@@ -49,10 +49,7 @@ def column(section: str, name: str) -> dict[str, float]:
 def test_numbers_are_those_of_the_runs(begins: str) -> None:
     section, name, contenders = ROWS[begins]
     [line] = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith(f"| {begins}")]
-    told = [
-        float(one) for cell in cells(line)[1:] for one in re.findall(r"(?<![\d.])(\d+(?:\.\d+)?) (?:s\b|%|steps)", cell)
-    ]
-    told += [float(cell) for cell in cells(line)[1:] if re.fullmatch(r"\d+", cell)]
-    told += [float(cell.split()[0]) for cell in cells(line)[1:] if re.fullmatch(r"\d+ \(.*\)", cell)]
+    counted = re.compile(r"(?<![\d.])(\d+(?:\.\d+)?)(?: s\b| %| steps| \(|,|$)")
+    told = [float(number) for cell in cells(line)[1:] for number in counted.findall(cell)]
     measured = column(section, name)
     assert sorted(told) == sorted(measured[contender] for contender in contenders)
