@@ -40,9 +40,6 @@ RATES = (1e-4, 2e-4, 4e-4, 1e-3)
 """Learning rates of the sweep: synchronous on either task, no correction and AIPO on the mixture, to be looked at."""
 SWEEP_SEEDS = (100, 101, 102)
 """Apart from SEEDS: what chooses the rate decides nothing else."""
-STEADY = 0.05
-"""Half the range of accuracies over seeds, at most, at a rate that is stable."""
-
 WINDOW = 20
 """Steps over which training rewards are averaged before a fall is looked for."""
 UNSTABLE = 0.1
@@ -174,19 +171,9 @@ Swept = Mapping[tuple[str, str, float], Sequence[Outcome]]
 
 
 def best_stable_rate(groups: Mapping[float, Sequence[Outcome]]) -> float:
-    """The rate with the best mean accuracy of those at which no run is unstable and seeds are within STEADY.
-
-    Where there is none, that with the least range over seeds.
-    """
-    half_range = {
-        lr: (max(one.after for one in group) - min(one.after for one in group)) / 2 for lr, group in groups.items()
-    }
-    stable = [
-        lr for lr, group in groups.items() if half_range[lr] <= STEADY and not any(one.is_unstable for one in group)
-    ]
-    if not stable:
-        return min(half_range, key=lambda lr: half_range[lr])
-    return max(stable, key=lambda lr: fmean(one.after for one in groups[lr]))
+    """The rate with the best mean accuracy of those at which no run is unstable; of none, the smallest."""
+    stable = [lr for lr, group in groups.items() if not any(one.is_unstable for one in group)]
+    return max(stable, key=lambda lr: fmean(one.after for one in groups[lr]), default=min(groups))
 
 
 Runs = Mapping[tuple[str, str], Sequence[Outcome]]
