@@ -34,6 +34,8 @@ OWN_ARGS = frozenset(
     }
 )
 """Engine arguments that `backend.py` and `worker.py` set themselves."""
+FIELDS = {"tensor_parallel_size": "tensor_parallel"}
+"""Engine arguments of a generator that the recipe has for either engine, and their fields in `[generator]`."""
 TEACHER_ARGS = OWN_ARGS | {"max_logprobs", "enable_prefix_caching"}
 """Those of a teacher's vLLM (`reader.py`)."""
 FOREIGN_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
@@ -47,6 +49,14 @@ def check_settings(config: RunConfig) -> None:
     """Raise ConfigError for arguments of vLLM that are not the user's to give, and for fields of `[generator]` that it
     has no counterpart for, where it is the engine."""
     generator = config.generator
+    for name, field in FIELDS.items():
+        if (size := generator.vllm.engine_args.get(name)) is not None:
+            raise ConfigError(
+                f"generator.{field} divides the model, whatever the engine is",
+                got=f"generator.vllm.engine_args with {name} = {size}",
+                allowed=f"generator.{field}, without generator.vllm.engine_args.{name}",
+                hint=f"generator.{field} = {size}",
+            )
     for section, settings, args, others in (
         ("generator", generator.vllm, OWN_ARGS, ", [eval]"),
         ("teacher", config.teacher.vllm, TEACHER_ARGS, ""),
@@ -122,14 +132,13 @@ def _check_memory(generator: GeneratorConfig) -> None:
             allowed="'float32' or 'bfloat16', in which vLLM then computes",
             hint="generator.engine = 'native' has them all",
         )
-    for field in ("tensor_parallel", "pipeline_parallel"):
-        if (size := vars(generator)[field]) > 1:
-            raise ConfigError(
-                "vLLM divides models by itself",
-                got=f"generator.{field} = {size} with generator.engine = 'vllm'",
-                allowed=f"generator.{field} = 1",
-                hint=f"generator.vllm.engine_args = {{ {field}_size = {size} }}",
-            )
+    if (stages := generator.pipeline_parallel) > 1:
+        raise ConfigError(
+            "vLLM divides models into stages by itself",
+            got=f"generator.pipeline_parallel = {stages} with generator.engine = 'vllm'",
+            allowed="generator.pipeline_parallel = 1",
+            hint=f"generator.tensor_parallel, or generator.vllm.engine_args = {{ pipeline_parallel_size = {stages} }}",
+        )
     if generator.device != "cpu":
         raise ConfigError(
             "generator.device is the native engine's: vLLM computes on what it was built for",
