@@ -295,9 +295,9 @@ CONFLICTS = [  # the schema's, in the order of core/config.py
     wrong(
         "vllm stages",
         {"generator": {**VLLM, "pipeline_parallel": 2}},
-        "divides models into stages by itself",
+        "vLLM divides models by itself",
         "generator.pipeline_parallel = 2 with",
-        "hint: generator.tensor_parallel",
+        "pipeline_parallel_size = 2",
     ),
     wrong(
         "vllm ranks",

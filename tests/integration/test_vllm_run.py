@@ -296,6 +296,6 @@ def test_what_vllm_cannot_run_is_refused_before_anything_starts(tiny: dict[str, 
     for name in ("model", "enable_chunked_prefill", "max_loras"):
         refused("some arguments of vLLM are set by Slipstream", vllm={"engine_args": {name: True}})
     refused("generator.tensor_parallel divides the model", vllm={"engine_args": {"tensor_parallel_size": 2}})
-    refused("divides models into stages by itself", pipeline_parallel=2)
+    refused("vLLM divides models by itself", pipeline_parallel=2)
     refused("divided over this number of ranks\n.*3 ranks for 2 heads", tensor_parallel=3)
     refused("engine_args", vllm={"engine_args": {"x": float("nan")}})

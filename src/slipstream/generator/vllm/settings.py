@@ -34,8 +34,6 @@ OWN_ARGS = frozenset(
     }
 )
 """Engine arguments that `backend.py` and `worker.py` set themselves."""
-FIELDS = {"tensor_parallel_size": "tensor_parallel"}
-"""Engine arguments of a generator that the recipe has for either engine, and their fields in `[generator]`."""
 TEACHER_ARGS = OWN_ARGS | {"max_logprobs", "enable_prefix_caching"}
 """Those of a teacher's vLLM (`reader.py`)."""
 FOREIGN_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
@@ -49,14 +47,13 @@ def check_settings(config: RunConfig) -> None:
     """Raise ConfigError for arguments of vLLM that are not the user's to give, and for fields of `[generator]` that it
     has no counterpart for, where it is the engine."""
     generator = config.generator
-    for name, field in FIELDS.items():
-        if (size := generator.vllm.engine_args.get(name)) is not None:
-            raise ConfigError(
-                f"generator.{field} divides the model, whatever the engine is",
-                got=f"generator.vllm.engine_args with {name} = {size}",
-                allowed=f"generator.{field}, without generator.vllm.engine_args.{name}",
-                hint=f"generator.{field} = {size}",
-            )
+    if (size := generator.vllm.engine_args.get("tensor_parallel_size")) is not None:
+        raise ConfigError(
+            "generator.tensor_parallel divides the model, whatever the engine is",
+            got=f"generator.vllm.engine_args with tensor_parallel_size = {size}",
+            allowed="generator.tensor_parallel, without generator.vllm.engine_args.tensor_parallel_size",
+            hint=f"generator.tensor_parallel = {size}",
+        )
     for section, settings, args, others in (
         ("generator", generator.vllm, OWN_ARGS, ", [eval]"),
         ("teacher", config.teacher.vllm, TEACHER_ARGS, ""),
@@ -134,10 +131,10 @@ def _check_memory(generator: GeneratorConfig) -> None:
         )
     if (stages := generator.pipeline_parallel) > 1:
         raise ConfigError(
-            "vLLM divides models into stages by itself",
+            "vLLM divides models by itself",
             got=f"generator.pipeline_parallel = {stages} with generator.engine = 'vllm'",
             allowed="generator.pipeline_parallel = 1",
-            hint=f"generator.tensor_parallel, or generator.vllm.engine_args = {{ pipeline_parallel_size = {stages} }}",
+            hint=f"generator.vllm.engine_args = {{ pipeline_parallel_size = {stages} }}",
         )
     if generator.device != "cpu":
         raise ConfigError(
