@@ -175,7 +175,7 @@ MAX_LINES_OF_FOLDER = {
     "core": 11_540,
     "environments": 8_085,
     "evals": 2_700,
-    "generator": 9_670,
+    "generator": 9_675,
     "jail": 1_060,
     "jobs": 985,
     "models": 9_860,

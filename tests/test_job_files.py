@@ -402,12 +402,13 @@ def test_every_rank_that_the_controller_waits_for_has_one_place(
 
 def test_a_vllm_replica_has_the_gpus_of_its_own_tensor_parallelism() -> None:
     overrides: dict[str, Any] = {
-        "generator": {"engine": "vllm", "replicas": 2, "vllm": {"engine_args": {"tensor_parallel_size": 4}}},
+        "generator": {"engine": "vllm", "replicas": 2, "tensor_parallel": 4},
     }
     assert "gres" not in sbatch_options(run_files("slurm", overrides)["generator.sbatch"])
     overrides["trainer"] = {"device": "cuda"}
-    assert sbatch_options(run_files("slurm", overrides)["generator.sbatch"])["gres"] == "gpu:4"
-    with pytest.raises(ConfigError, match="vLLM runs on one machine"):
+    options = sbatch_options(run_files("slurm", overrides)["generator.sbatch"])
+    assert (options["gres"], options["nodes"], options["cpus-per-task"]) == ("gpu:4", "1", "32")
+    with pytest.raises(ConfigError, match=r"vLLM runs on one machine\n.*generator.tensor_parallel = 4"):
         slurm_files(config(overrides), Path("/f"), working_dir=Path("/w"), gpus_per_node=2)
 
 

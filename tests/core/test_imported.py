@@ -257,6 +257,12 @@ def test_a_recipe_with_vllm_can_start(sampling: dict[str, Any], use_cpu: bool) -
     assert config.trainer.device == device
 
 
+def test_ranks_of_vllm_are_those_of_the_generator() -> None:
+    _, config = converted(use_vllm=True, vllm_tensor_parallel_size=2, vllm_model_impl="transformers")
+    assert (config.generator.engine, config.generator.tensor_parallel) == ("vllm", 2)
+    assert config.generator.vllm.engine_args == {"model_impl": "transformers"}
+
+
 def test_what_trl_spreads_and_schedules_is_named() -> None:
     found = import_config(WHOLE | {"deepspeed": "zero3.json", "fsdp": "full_shard"}, world=4)
     why = of_kind(found, "set")["trainer.ranks"]

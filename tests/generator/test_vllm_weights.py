@@ -47,7 +47,7 @@ def engine_of(model: Transformer, precision: Precision, ranks: int, logs: Path) 
                 "engine": "vllm",
                 "num_slots": 16,
                 "precision": precision,
-                "vllm": {"engine_args": {"tensor_parallel_size": ranks}},
+                "tensor_parallel": ranks,
             },
             "eval": {"num_slots": 8},
         }
@@ -56,7 +56,7 @@ def engine_of(model: Transformer, precision: Precision, ranks: int, logs: Path) 
         folder_of(model, precision),
         Launch(
             command=[str(interpreter(config.generator.vllm)), str(WORKER)],
-            environment=environment(config.generator.vllm, num_threads=1),
+            environment=environment(config.generator.vllm, num_threads=1, ranks=ranks),
             log_path=logs / "vllm.log",
         ),
         spec_of(config, max_len=MAX_LEN, stop_token_ids=[STOP]),

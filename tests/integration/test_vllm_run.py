@@ -146,7 +146,11 @@ def test_a_run_over_a_make_believe_vllm(
 ) -> None:
     """Its logprobs are minus a weight: so each version is sampled from its own weights, and from no other's."""
     monkeypatch.setattr(backend, "WORKER", FAKE)
-    generator = {"vllm": {"python": sys.executable}, "probe_tolerance": 100.0}
+    variables, started = backend.environment, []
+    monkeypatch.setattr(
+        backend, "environment", lambda *args, **given: started.append(given) or variables(*args, **given)
+    )
+    generator = {"vllm": {"python": sys.executable}, "probe_tolerance": 100.0, "tensor_parallel": 1 if rank else 2}
     loss = {"advantages": "reward", "skip_no_signal": False}  # all completions are the same: a group has no signal
     overrides = vllm_run(tiny, weight_update=weight_update, host="inline", generator=generator, loss=loss)
     overrides |= {"max_staleness": max_staleness, "warm_start": {"steps": 0}}
@@ -154,6 +158,7 @@ def test_a_run_over_a_make_believe_vllm(
     run = partial(slipstream.run, "quickstart", overrides=overrides, reward=always_good, display=False)
     out = run(out=tmp_path / "run").out
     assert audit(out)["steps"] == STEPS
+    assert [given["ranks"] for given in started] == [generator["tensor_parallel"]]
     versions = check_versions(out, max_probe_error=100.0)
     check_tokens(out, versions, weight_update)
     weights: dict[int, set[float]] = {}
@@ -290,4 +295,7 @@ def test_what_vllm_cannot_run_is_refused_before_anything_starts(tiny: dict[str, 
     refused("no room for adapters of this rank", model=HEADS_FOR_VLLM | wide)
     for name in ("model", "enable_chunked_prefill", "max_loras"):
         refused("some arguments of vLLM are set by Slipstream", vllm={"engine_args": {name: True}})
+    refused("generator.tensor_parallel divides the model", vllm={"engine_args": {"tensor_parallel_size": 2}})
+    refused("vLLM divides models by itself", pipeline_parallel=2)
+    refused("divided over this number of ranks\n.*3 ranks for 2 heads", tensor_parallel=3)
     refused("engine_args", vllm={"engine_args": {"x": float("nan")}})

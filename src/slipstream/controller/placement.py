@@ -100,7 +100,8 @@ def why_no_processes() -> str:
 
 
 def _replicas(config: RunConfig) -> int:
-    return config.generator.replicas * config.generator.ranks
+    generator = config.generator  # vLLM's ranks are processes, too
+    return generator.replicas * generator.pipeline_parallel * generator.tensor_parallel
 
 
 def most_processes() -> tuple[int, str]:

@@ -476,7 +476,7 @@ class RunConfig(Section):
             )
         ranks = {
             "trainer.ranks": self.trainer.ranks,
-            "generator.tensor_parallel": self.generator.tensor_parallel,
+            "generator.tensor_parallel": 1 if self.generator.engine == "vllm" else self.generator.tensor_parallel,
             "generator.pipeline_parallel": self.generator.pipeline_parallel,
             "rewards.model_ranks": self.rewards.model_ranks,
             "kl.ranks": self.kl.ranks,

@@ -391,11 +391,9 @@ class _Conversion:
     def _vllm(self) -> None:
         self.put("generator.engine", "vllm")
         given = ("vllm_gpu_memory_utilization", "vllm_max_model_length", "vllm_server_timeout")
-        self.copy(*(name for name in given if name in self.given))
-        arguments = {"tensor_parallel_size": "vllm_tensor_parallel_size", "model_impl": "vllm_model_impl"}
-        chosen = {ours: self.value(name) for ours, name in arguments.items() if name in self.given}
-        if chosen:
-            self.put("generator.vllm.engine_args", chosen)
+        self.copy(*(name for name in (*given, "vllm_tensor_parallel_size") if name in self.given))
+        if "vllm_model_impl" in self.given:
+            self.put("generator.vllm.engine_args", {"model_impl": self.value("vllm_model_impl")})
 
     def _rewards(self) -> None:
         functions, model = self.value("reward_funcs") or [], self.value("reward_model_name_or_path")

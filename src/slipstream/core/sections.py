@@ -244,7 +244,7 @@ class VLLMConfig(Section):
         "makes that one.",
     )
     enforce_eager: bool = Field(True, description="Run vLLM without compiling: a faster start, slower decoding.")
-    kv_cache_gb: Positive = Field(1, description="Memory of the KV cache on a CPU, in GiB.")
+    kv_cache_gb: Positive = Field(1, description="Memory of the KV cache on a CPU, in GiB, of each of vLLM's ranks.")
     gpu_memory_utilization: Annotated[Number, Field(gt=0, le=1)] = Field(
         0.5, description="Share of a GPU's memory for vLLM, weights and cache; the trainer may need the rest."
     )
@@ -262,7 +262,7 @@ class VLLMConfig(Section):
         1, description="Processes that may die or fall silent and be replaced, in a run; completions go on behind that."
     )
     engine_args: dict[str, bool | int | float | str] = Field(
-        default_factory=dict, description="Further arguments of vLLM's AsyncEngineArgs, such as tensor_parallel_size."
+        default_factory=dict, description="Further arguments of vLLM's AsyncEngineArgs, such as block_size."
     )
 
 
@@ -284,7 +284,9 @@ class GeneratorConfig(Section):
         "the run goes on (docs/cluster.md). null: replicas.",
     )
     tensor_parallel: Count = Field(
-        1, description="Processes of each replica, which share every layer; of a mixture's experts each has whole ones."
+        1,
+        description="Processes of each replica, which share every layer; of a mixture's experts each has whole ones. "
+        "With engine = 'vllm' they are vLLM's.",
     )
     pipeline_parallel: Count = Field(
         1,
@@ -413,8 +415,8 @@ class GeneratorConfig(Section):
 
     @property
     def ranks(self) -> int:
-        """The processes of a replica."""
-        return self.pipeline_parallel * self.tensor_parallel
+        """The processes of a replica, without those of a vLLM: there one process drives them all."""
+        return 1 if self.engine == "vllm" else self.pipeline_parallel * self.tensor_parallel
 
     @property
     def rows(self) -> int:

@@ -9,7 +9,6 @@ from typing import NamedTuple
 from slipstream.controller.placement import check_remote
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
-from slipstream.core.sections import VLLMConfig
 
 CONTROLLER_RESTARTS = 3
 """Times a run that failed goes on from its last checkpoint by itself. A mistake in it would come back each time."""
@@ -18,6 +17,7 @@ GROUP_RESTARTS = 20
 ENDING_S = 15
 """Seconds for a run whose grace period is over: its children are killed, its summary is written."""
 CPUS_PER_RANK = 8
+TEACHER_SIZE = "teacher.vllm.engine_args.tensor_parallel_size"
 
 
 class Machines(NamedTuple):
@@ -82,7 +82,7 @@ def lay_out(config: RunConfig, remote: Collection[str] | None = None, *, ranks_p
     scorers += [Scorer("reference", kl.ranks, kl.device, "kl.ranks", kl.tensor_parallel)] * (kl.executor == "own")
     is_served = teacher.engine == "vllm"
     scorers += [
-        Scorer("teacher", _vllm_size(teacher.vllm), trainer.device, "teacher.vllm.engine_args.tensor_parallel_size")
+        Scorer("teacher", _teacher_size(config), trainer.device, TEACHER_SIZE)
         if is_served
         else Scorer("teacher", teacher.ranks, teacher.device, "teacher.ranks", teacher.tensor_parallel)
     ] * config.has_own_teacher
@@ -98,7 +98,7 @@ def lay_out(config: RunConfig, remote: Collection[str] | None = None, *, ranks_p
         GroupJob("trainer", machines(trainer.ranks, in_every_layer, trainer.device, ranks_per_node)),
         GroupJob("generator", _generator_machines(config, ranks_per_node), config.generator.replicas),
         *(
-            GroupJob(each.name, _vllm_machine(config, "teacher", teacher.vllm, ranks_per_node))
+            GroupJob(each.name, _vllm_machine(config, TEACHER_SIZE, _teacher_size(config), ranks_per_node))
             if each.name == "teacher" and is_served
             else GroupJob(each.name, machines(each.ranks, each.tensor_parallel, each.device, ranks_per_node))
             for each in leaving
@@ -146,24 +146,21 @@ def _generator_machines(config: RunConfig, ranks_per_node: int) -> Machines:
         raise ConfigError(what, got=f"generator.device = '{generator.device}'", allowed="'cuda' or 'cpu'")
     if generator.engine != "vllm":
         return machines(generator.ranks, generator.tensor_parallel, generator.device, ranks_per_node)
-    return _vllm_machine(config, "generator", generator.vllm, ranks_per_node)
+    return _vllm_machine(config, "generator.tensor_parallel", generator.tensor_parallel, ranks_per_node)
 
 
-def _vllm_size(vllm: VLLMConfig) -> int:
-    return int(vllm.engine_args.get("tensor_parallel_size", 1))
+def _teacher_size(config: RunConfig) -> int:
+    return int(config.teacher.vllm.engine_args.get("tensor_parallel_size", 1))
 
 
-def _vllm_machine(config: RunConfig, section: str, vllm: VLLMConfig, ranks_per_node: int) -> Machines:
-    """Return the machine of a vLLM of `section`. ConfigError for one that fits on none.
+def _vllm_machine(config: RunConfig, field: str, size: int, ranks_per_node: int) -> Machines:
+    """Return the machine of a vLLM of `size` ranks, which `field` says. ConfigError for one that fits on none.
 
-    The configuration does not know what vLLM was built for: it gets GPUs where the trainer has them, as many as its own
-    `tensor_parallel_size`.
+    The configuration does not know what vLLM was built for: it gets GPUs where the trainer has them, one for each rank.
     """
-    size = _vllm_size(vllm)
     if size > ranks_per_node:
-        got = f"{section}.vllm.engine_args.tensor_parallel_size = {size}"
         allowed = f"at most {ranks_per_node}, the GPUs of a machine"
-        raise ConfigError("a replica of vLLM runs on one machine", got=got, allowed=allowed)
+        raise ConfigError("a replica of vLLM runs on one machine", got=f"{field} = {size}", allowed=allowed)
     return Machines(1, 1, size if config.trainer.device == "cuda" else 0, size * CPUS_PER_RANK)
 
 

@@ -111,7 +111,9 @@ class VLLMBackend(Backend):
             self._folder,
             Launch(
                 command=[str(interpreter(settings)), str(WORKER)],
-                environment=environment(settings, num_threads=context.num_threads),
+                environment=environment(
+                    settings, num_threads=context.num_threads, ranks=config.generator.tensor_parallel
+                ),
                 log_path=context.run_dir / "logs" / f"{context.name}-vllm.log",
             ),
             spec_of(config, max_len=self.max_len, stop_token_ids=stop_token_ids, shapes=self._shapes),
@@ -182,6 +184,7 @@ def spec_of(
         num_seqs=config.generator.rows + config.eval.num_slots,
         num_tokens=config.generator.prefilled,
     )
+    arguments["tensor_parallel_size"] = config.generator.tensor_parallel
     arguments["logprobs_mode"] = "processed_logprobs"  # after temperature and truncation: what was really sampled from
     if config.environment.is_set:
         arguments["enable_prefix_caching"] = True  # a turn's context is found there; vLLM's default goes by the model
@@ -231,13 +234,13 @@ def policy_shape(config: RunConfig, tokenizer: Tokenizer | None = None) -> Trans
     return new_config(config.model, vocab_size=1 if tokenizer is None else len(tokenizer))
 
 
-def environment(settings: VLLMConfig, *, num_threads: int) -> dict[str, str]:
-    """The variables of the worker: ours without what would let it find our packages."""
+def environment(settings: VLLMConfig, *, num_threads: int, ranks: int = 1) -> dict[str, str]:
+    """The variables of the worker: ours without what would let it find our packages. Its `ranks` divide the threads."""
     kept = {name: value for name, value in os.environ.items() if name not in FOREIGN_VARIABLES}
     return kept | {
         "VLLM_CPU_KVCACHE_SPACE": str(settings.kv_cache_gb),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the cores are shared with the trainer
-        "OMP_NUM_THREADS": str(num_threads),
+        "OMP_NUM_THREADS": str(max(1, num_threads // ranks)),
         "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # one more than the model has positions: the probe's unused next token
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",

@@ -47,6 +47,13 @@ def check_settings(config: RunConfig) -> None:
     """Raise ConfigError for arguments of vLLM that are not the user's to give, and for fields of `[generator]` that it
     has no counterpart for, where it is the engine."""
     generator = config.generator
+    if (size := generator.vllm.engine_args.get("tensor_parallel_size")) is not None:
+        raise ConfigError(
+            "generator.tensor_parallel divides the model, whatever the engine is",
+            got=f"generator.vllm.engine_args with tensor_parallel_size = {size}",
+            allowed="generator.tensor_parallel, without generator.vllm.engine_args.tensor_parallel_size",
+            hint=f"generator.tensor_parallel = {size}",
+        )
     for section, settings, args, others in (
         ("generator", generator.vllm, OWN_ARGS, ", [eval]"),
         ("teacher", config.teacher.vllm, TEACHER_ARGS, ""),
@@ -122,14 +129,13 @@ def _check_memory(generator: GeneratorConfig) -> None:
             allowed="'float32' or 'bfloat16', in which vLLM then computes",
             hint="generator.engine = 'native' has them all",
         )
-    for field in ("tensor_parallel", "pipeline_parallel"):
-        if (size := vars(generator)[field]) > 1:
-            raise ConfigError(
-                "vLLM divides models by itself",
-                got=f"generator.{field} = {size} with generator.engine = 'vllm'",
-                allowed=f"generator.{field} = 1",
-                hint=f"generator.vllm.engine_args = {{ {field}_size = {size} }}",
-            )
+    if (stages := generator.pipeline_parallel) > 1:
+        raise ConfigError(
+            "vLLM divides models by itself",
+            got=f"generator.pipeline_parallel = {stages} with generator.engine = 'vllm'",
+            allowed="generator.pipeline_parallel = 1",
+            hint=f"generator.vllm.engine_args = {{ pipeline_parallel_size = {stages} }}",
+        )
     if generator.device != "cpu":
         raise ConfigError(
             "generator.device is the native engine's: vLLM computes on what it was built for",
