@@ -128,6 +128,7 @@ def test_in_fp8_without_the_kernel_torch_rounds(
     found = count(CONFIG, "fp8", fused=None)
     assert (found["add_norm_kernel"], found["silu_mul_kernel"], found["e4m3_kernel"]) == (2, 1, 0)
     assert found["clamp_min"] == found["_scaled_mm"] == 4
+    assert found.total() == DECODE_KERNELS + 4 * 7, found
 
 
 @pytest.mark.parametrize("fault", ["no compiler", "the last bit", "none"])

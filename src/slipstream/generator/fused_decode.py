@@ -2,7 +2,7 @@
 
     add + RMSNorm, qkv, head norms + rotation + keys and values, attention, output, add + RMSNorm, up, SiLU * up, down
 
-At fp8 add + RMSNorm and SiLU * up give their rows in e4m3; those of attention are rounded by a kernel more.
+At fp8 add + RMSNorm and SiLU * up give rows in e4m3, and one kernel more rounds those of attention.
 
 The model knows nothing of it: this runs its layers in its place, over the products and vectors that it has, whatever
 they are (`models/products.py`, adapters). Experts, and MLPs without a SiLU gate, run as the model has them.
@@ -65,37 +65,33 @@ def normed_for(linear: nn.Module, stream: Tensor, branch: Tensor | None, norm: n
     if not reads_e4m3(linear, stream):
         return add_norm(stream, branch, norm)
     rows = E4m3Rows.empty(stream, stream.shape[1])
-    _add_norm(stream, branch, norm, rows.values, rows.scales)
+    add_norm(stream, branch, norm, rows)
     return rows
 
 
-def add_norm(stream: Tensor, branch: Tensor | None, norm: nn.Module) -> Tensor:
+def add_norm(stream: Tensor, branch: Tensor | None, norm: nn.Module, into: E4m3Rows | None = None) -> Tensor:
     """Add `branch` [B, hidden] to `stream` in place, if there is one; return the sum normalised by an RMSNorm."""
-    normed = torch.empty_like(stream)
-    _add_norm(stream, branch, norm, normed, None)
-    return normed
-
-
-def _add_norm(stream: Tensor, branch: Tensor | None, norm: nn.Module, normed: Tensor, scales: Tensor | None) -> None:
     from slipstream.generator import decode_kernels as kernels
 
     assert isinstance(norm, nn.RMSNorm)
     assert norm.eps is not None
     rows, hidden = stream.shape
     block = power_of_two(hidden)
+    normed = torch.empty_like(stream) if into is None else into.values
     kernels.add_norm_kernel[(rows,)](
         stream,
         stream if branch is None else branch.contiguous(),
         norm.weight,
         normed,
-        normed if scales is None else scales,
+        normed if into is None else into.scales,
         norm.eps,
         HIDDEN=hidden,
         BLOCK=block,
         ADDS=branch is not None,
-        ROUNDS=scales is not None,
+        ROUNDS=into is not None,
         num_warps=norm_warps(block),
     )
+    return normed
 
 
 def norm_warps(block: int) -> int:

@@ -1,7 +1,4 @@
-"""A Triton kernel that rounds rows to e4m3 (`e4m3.py`). To be imported only where Triton is.
-
-A program has a whole row in registers, since no number can be rounded before the largest one is known.
-"""
+"""A Triton kernel that rounds rows to e4m3, each in one program (`e4m3.py`). To be imported only where Triton is."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped"
 # Triton compiles these functions from their source: their annotations are its own.
@@ -12,8 +9,7 @@ import triton.language as tl
 
 from slipstream.models.layer_kernels import silu_times_up
 
-PER_LARGEST = tl.constexpr(1 / 448)
-LEAST_SCALE = tl.constexpr(2.0**-126)
+PER_LARGEST, LEAST_SCALE = tl.constexpr(1 / 448), tl.constexpr(2.0**-126)
 
 
 @triton.jit

@@ -15,11 +15,10 @@ import triton.language as tl
 @triton.jit
 def silu_times_up(gate_up, row, columns, is_there, WIDTH: tl.constexpr):
     """silu(gate) * up at some columns of a row, rounded as `gate_up` is behind each of the two."""
-    kind = gate_up.dtype.element_ty
     gate = tl.load(gate_up + row * 2 * WIDTH + columns, mask=is_there, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * WIDTH + WIDTH + columns, mask=is_there, other=0.0).to(tl.float32)
-    active = (gate / (1 + tl.exp(-gate))).to(kind).to(tl.float32)
-    return (active * up).to(kind)
+    active = (gate / (1 + tl.exp(-gate))).to(gate_up.dtype.element_ty).to(tl.float32)
+    return (active * up).to(gate_up.dtype.element_ty)
 
 
 @triton.jit
