@@ -32,7 +32,7 @@ from slipstream.plan.cost_model import DECODE_KERNELS
 pytest.importorskip("triton")
 
 from slipstream.generator import decode_kernels
-from slipstream.models import layer_kernels
+from slipstream.models import e4m3, e4m3_kernels, layer_kernels
 
 __all__ = ["cuda"]
 pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
@@ -76,7 +76,7 @@ def count(cuda: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Counter[
                 kernels.names.update(ATTENTION)
                 return torch.empty_like(q)
 
-            own = dict.fromkeys(("silu_mul_kernel", "rotate_kernel"), layer_kernels)
+            own = dict.fromkeys(("silu_mul_kernel", "rotate_kernel"), layer_kernels) | {"e4m3_kernel": e4m3_kernels}
             for name, module in (own | dict.fromkeys(("add_norm_kernel", "enter_kernel"), decode_kernels)).items():
                 monkeypatch.setattr(module, name, launches(name, kernels.names))
             runner = PagedRunner(model, num_rows=4, max_len=512, attend=attend, captures=False, fused=fused)
@@ -101,11 +101,64 @@ def test_a_layer_is_ten_kernels(config: TransformerConfig, count: Callable[..., 
     assert plain.total() == 14 + 3 * config.qk_norm, plain
 
 
-@pytest.mark.parametrize("precision", with_slow(["fp8"], ["float32"]))
-def test_other_precisions_save_as_many(precision: Precision, count: Callable[..., Counter[str]]) -> None:
-    plain, fused = (count(CONFIG, precision, fused=fused) for fused in (False, True))
-    assert plain.total() - fused.total() == (7 if precision == "float32" else 4), "half precision has kernels anyway"
+@pytest.mark.slow
+def test_in_float32_seven_are_saved(count: Callable[..., Counter[str]]) -> None:
+    plain, fused = (count(CONFIG, "float32", fused=fused) for fused in (False, True))
+    assert plain.total() - fused.total() == 7
     assert fused["add_norm_kernel"] == 2
+
+
+@pytest.mark.parametrize("config", with_slow([CONFIGS["qwen2"]], [CONFIG, QWEN3]), ids=lambda config: config.family)
+def test_in_fp8_a_layer_has_one_kernel_more(config: TransformerConfig, count: Callable[..., Counter[str]]) -> None:
+    """It rounds the rows of attention; norms and SiLU x up round their own, and products add the biases."""
+    found = count(config, "fp8", fused=None)
+    assert found["add_norm_kernel"] == 2
+    assert found["e4m3_kernel"] == 2, "attention's rows, and SiLU x up"
+    assert found["_scaled_mm"] == 4
+    assert found.total() == DECODE_KERNELS + 1 == 11, found
+    plain = count(config, "fp8", fused=False)
+    assert plain["e4m3_kernel"] == 4
+    assert plain.total() == 14 + 3 * config.qk_norm + 4, plain
+
+
+def test_in_fp8_without_the_kernel_torch_rounds(
+    count: Callable[..., Counter[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(e4m3, "kernel_is_right", lambda device: False)
+    found = count(CONFIG, "fp8", fused=None)
+    assert (found["add_norm_kernel"], found["silu_mul_kernel"], found["e4m3_kernel"]) == (2, 1, 0)
+    assert found["clamp_min"] == found["_scaled_mm"] == 4
+    assert found.total() == DECODE_KERNELS + 4 * 7, found
+
+
+@pytest.mark.parametrize("fault", ["no compiler", "the last bit", "none"])
+def test_the_kernel_is_tried_before_it_is_used(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a small example: a kernel that does not run, and one that scales otherwise in the last bit, are found."""
+
+    def by_kernel(x: Tensor) -> e4m3.E4m3Rows:
+        if fault == "no compiler":
+            raise RuntimeError("Failed to find C compiler")
+        rows = e4m3.in_torch(x)
+        return rows._replace(scales=rows.scales.nextafter(torch.ones(()))) if fault == "the last bit" else rows
+
+    monkeypatch.setattr(e4m3, "by_kernel", by_kernel)
+    assert e4m3.kernel_is_right.__wrapped__(torch.device("cpu")) == (fault == "none")
+
+
+@pytest.mark.parametrize(("fault", "adds"), [("no bias", False), ("twice", False), ("refused", False), ("none", True)])
+def test_biases_are_added_by_products_where_these_do_so(
+    fault: str, adds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def scaled_product(rows: e4m3.E4m3Rows, weight: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
+        out = (rows.values.float() @ weight.float().t()) * rows.scales * scales
+        if bias is None or fault == "no bias":
+            return out.bfloat16()
+        if fault == "refused":
+            raise RuntimeError("bias is not supported")
+        return (out + (2 if fault == "twice" else 1) * bias).bfloat16()
+
+    monkeypatch.setattr(e4m3, "scaled_product", scaled_product)
+    assert e4m3.adds_bias.__wrapped__(torch.device("cpu")) == adds
 
 
 def test_adapters_and_experts_are_beside_fused_kernels(count: Callable[..., Counter[str]]) -> None:

@@ -19,7 +19,9 @@ from slipstream.generator.paged_runner import PagedRunner
 from slipstream.generator.requests import Request
 from slipstream.generator.sampler import SamplingPlan
 from slipstream.models.config import TransformerConfig
+from slipstream.models.e4m3 import adds_bias, by_kernel, in_torch, kernel_is_right
 from slipstream.models.initialise import initialise
+from slipstream.models.layer_functions import silu_mul
 from slipstream.models.transformer import Transformer
 
 pytestmark = pytest.mark.gpu
@@ -51,6 +53,29 @@ def test_the_kernels_equal_the_reference(
     for lengths, num_tokens in LENGTHS:
         case = [tensor.to(cuda) for tensor in pages_of(lengths, num_tokens, *shape, dtype)]
         torch.testing.assert_close(attend_split(*case), attend_gathered(*case), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("width", [17, 896, 14336, 32768])
+def test_rows_are_rounded_to_e4m3_as_by_torch(width: int, cuda: torch.device) -> None:
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("this GPU does not multiply fp8")
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(6, 2 * width, generator=generator) * torch.logspace(-30, 30, 6)[:, None]
+    x[1] = 0.0
+    wide, gate_up = x.to(cuda, torch.bfloat16), x.clamp(-80, 80).to(cuda, torch.bfloat16)
+    for found, expected in (
+        (by_kernel(wide), in_torch(wide)),
+        (by_kernel(gate_up, is_gated=True), in_torch(silu_mul(gate_up))),
+    ):
+        assert torch.equal(found.values.view(torch.uint8), expected.values.view(torch.uint8))
+        assert torch.equal(found.scales, expected.scales)
+
+
+def test_fp8_takes_its_kernel_and_adds_biases(cuda: torch.device) -> None:
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("this GPU does not multiply fp8")
+    assert kernel_is_right(cuda)
+    assert adds_bias(cuda)
 
 
 def test_a_rows_attention_has_the_same_bits_in_any_company_and_bucket(cuda: torch.device) -> None:

@@ -17,7 +17,7 @@ from engine_kit import assert_same_bits, drain, new_engine, random_mixture, rand
 
 from slipstream.algorithms.logprobs import probe_logprobs
 from slipstream.core.errors import ConfigError, ShapeError
-from slipstream.models import products
+from slipstream.models import e4m3, products
 from slipstream.models.mxfp4 import MXFP4
 from slipstream.models.products import AddedProduct, DenseProduct, Fp8Product, cpu_dtype
 from slipstream.models.quantized import FORMATS, FP8, WeightLayout, scales_of
@@ -169,6 +169,26 @@ def test_the_reference_of_fp8_scales_each_row_by_itself() -> None:
     bound = x.abs().double() @ weight.abs().double().T * 0.14  # 1/16 of each factor, and bfloat16's rounding
     assert ((out.double() - exact - bias).abs() <= bound + 1e-6 + bias.abs() * 1e-2).all()
     assert torch.isfinite(Fp8Product(stored.to(cpu_dtype(FP8)), scales)(torch.zeros(8, 48))).all()
+
+
+def test_rows_are_rounded_to_the_nearest_number_of_e4m3() -> None:
+    """The numbers are made of their definition, OCP's; those half way between two become the one with the even bit."""
+    numbers = [2.0**-6 * mantissa / 8 for mantissa in range(8)]
+    numbers += [2.0**exponent * (1 + mantissa / 8) for exponent in range(-6, 9) for mantissa in range(8)]
+    known = torch.tensor(numbers[:-1], dtype=torch.float64)  # the last is NaN
+    assert known[-1] == 448
+    halves = (known[1:] + known[:-1]) / 2
+    row = torch.cat([known, halves, -halves, 448 * torch.rand(800, dtype=torch.float64)])
+    for factor in (1.0, 2.0**-30, 2.0**40):
+        found = e4m3.in_torch(torch.stack([row * factor, torch.zeros_like(row)]).float())
+        assert found.scales.squeeze().tolist() == [factor, 2.0**-126]
+        assert not found.values[1].float().any()
+        distances = (row.float().abs()[:, None] - known).abs()
+        nearest = distances.argmin(1)
+        is_tie = (distances == distances.amin(1, keepdim=True)).sum(1) == 2
+        assert is_tie.sum() >= 2 * len(halves)
+        nearest[is_tie] += nearest[is_tie] % 2
+        assert torch.equal(found.values[0].double(), known[nearest].copysign(row))
 
 
 # Rows do not see each other

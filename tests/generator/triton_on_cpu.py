@@ -9,21 +9,27 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 from engine_kit import STOP, adapted_model, new_engine, random_mixture, random_model, requests, run
 from torch import Tensor, nn
 
+from slipstream.generator import fused_decode
 from slipstream.generator.engine import Engine
-from slipstream.generator.fused_decode import add_norm, enter, fused_forward
+from slipstream.generator.fused_decode import add_norm, enter, fused_forward, normed_for
 from slipstream.generator.paged_attention import SPLIT_TOKENS, PagedDecodeAttention, attend_gathered, attend_split
 from slipstream.generator.paged_kv import PagedKV
 from slipstream.generator.paged_runner import PagedRunner
-from slipstream.models import layer_functions, transformer
+from slipstream.models import layer_functions, products, transformer
 from slipstream.models.attention import PackedAttention
+from slipstream.models.e4m3 import E4m3Rows, by_kernel, in_torch
 from slipstream.models.layer_functions import RotateHeads, SwiGlu, silu_mul
+from slipstream.models.quantized import FP8
+from slipstream.models.served import ServedWeights
 from slipstream.models.sharded import Division, divide
 from slipstream.models.transformer import Transformer, rope_tables, rotate
 
@@ -104,7 +110,10 @@ DTYPES = ((torch.float32, 4e-6), (torch.bfloat16, 2**-7))  # and the bound of a 
 
 
 def round_to_nearest() -> None:
-    """Let the interpreter round float32 to bfloat16 as GPUs do, to the nearest: it cuts off."""
+    """Let the interpreter round float32 as GPUs do, to the nearest: it cuts off to bfloat16, and loses carries of e4m3.
+
+    To e4m3 as torch does, which `test_precision.py` holds against the numbers there are.
+    """
     from triton import language as tl
     from triton.runtime import interpreter
 
@@ -117,6 +126,17 @@ def round_to_nearest() -> None:
         return interpreter.TensorHandle(narrow.numpy().view(np.uint16), wanted.scalar)
 
     interpreter.InterpreterBuilder.create_fp_trunc = nearest
+    convert = interpreter.InterpreterBuilder.create_fp_to_fp
+
+    def nearest_e4m3(
+        self: object, source: interpreter.TensorHandle, wanted: tl.dtype, mode: object
+    ) -> interpreter.TensorHandle:
+        if (source.dtype.scalar, wanted.scalar) != (tl.float32, tl.float8e4nv):
+            return convert(self, source, wanted, mode)
+        narrow = torch.from_numpy(np.ascontiguousarray(source.data)).to(FP8).view(torch.uint8)
+        return interpreter.TensorHandle(narrow.numpy(), wanted.scalar)
+
+    interpreter.InterpreterBuilder.create_fp_to_fp = nearest_e4m3
 
 
 def fused_models() -> Iterator[Transformer]:
@@ -199,6 +219,57 @@ def check_fused_steps() -> None:
             torch.testing.assert_close(fused.values, plain.values, atol=8 * bound, rtol=bound)
 
 
+def check_same_rows(found: E4m3Rows, expected: E4m3Rows) -> None:
+    assert found.values.dtype == FP8
+    assert found.dtype == expected.dtype
+    assert torch.equal(found.values.view(torch.uint8), expected.values.view(torch.uint8))
+    assert torch.equal(found.scales, expected.scales)
+
+
+def check_rounding() -> None:
+    """To the bit as torch does: rows of zeros, of very large and very small numbers, and of ties."""
+    for width in (17, 1000) if IS_FEW else (1, 16, 17, 896, 4864, 20000, 32768):
+        x = torch.randn(6, 2 * width) * torch.logspace(-30, 30, 6)[:, None]
+        x[1], x[4] = 0.0, torch.randint(-448, 449, (2 * width,)) / 2
+        x[4, 0] = 448.0
+        for dtype, _ in DTYPES:
+            check_same_rows(by_kernel(x.to(dtype)[:, :width]), in_torch(x.to(dtype)[:, :width]))
+            gate_up = x.clamp(-80, 80).to(dtype)
+            check_same_rows(by_kernel(gate_up, is_gated=True), in_torch(silu_mul(gate_up)))
+
+
+def check_rounded_norms() -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(fused_decode, "reads_e4m3", lambda linear, x: True)
+        for model in fused_models():
+            for dtype, _ in DTYPES:
+                norm = model.layers[0].mlp_norm.to(dtype)
+                x, branch = torch.randn(2, 5, model.config.hidden_size).to(dtype)
+                for added in (None, branch):
+                    one, other = x.clone(), x.clone()
+                    found = normed_for(norm, one, added, norm)
+                    assert isinstance(found, E4m3Rows)
+                    check_same_rows(found, in_torch(add_norm(other, added, norm)))
+                    assert torch.equal(one, other), "the sum stays"
+
+
+def check_fp8_steps() -> None:
+    """Whole models: the bits of the fused step that rounds in torch's operations, near the model's own."""
+    for model in (random_model(), *([] if IS_FEW else list(fused_models())[:2])):
+        ServedWeights(model, "fp8")
+        tokens, positions, states = torch.tensor([3, 0, 47, 11]), torch.full((4,), 19), []
+        for is_fused, has_kernels in ((False, False), (True, False), (True, True)):
+            with pytest.MonkeyPatch.context() as patched, torch.inference_mode():
+                for module in (fused_decode, products):
+                    patched.setattr(module, "has_kernels", lambda x, has=has_kernels: has)
+                attention = decode_attention(model, torch.float32, 4)[1]
+                forward = partial(fused_forward, model) if is_fused else model
+                states.append(forward(tokens, positions, attention))
+        plain, in_operations, in_kernels = states
+        assert torch.equal(in_operations, in_kernels)
+        assert (in_kernels - plain).pow(2).mean() <= (0.05**2) * plain.pow(2).mean()
+
+
 def check_fused_runner() -> None:
     """Texts of the dense slots, by the runner with everything fused."""
     model = random_model()
@@ -279,7 +350,15 @@ def check_layers() -> None:
 if __name__ == "__main__":
     checks = {
         "attention": (check_reference, check_company, check_runner),
-        "decode": (round_to_nearest, check_each_fusion, check_fused_steps, check_fused_runner),
+        "decode": (
+            round_to_nearest,
+            check_each_fusion,
+            check_rounding,
+            check_rounded_norms,
+            check_fused_steps,
+            check_fp8_steps,
+            check_fused_runner,
+        ),
         "layer": (round_to_nearest, check_swiglu, check_rotation, check_layers),
     }
     for kind in sys.argv[1 : len(sys.argv) - IS_FEW]:

@@ -10,22 +10,27 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from slipstream.models.e4m3_kernels import store_e4m3
+
 
 @triton.jit
 def add_norm_kernel(
     stream,  # [B, HIDDEN], contiguous, as `branch` and `normed`
     branch,
     weight,  # [HIDDEN]
-    normed,
+    normed,  # e4m3 if ROUNDS
+    scales,  # fp32 [B], written if ROUNDS
     eps,
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,  # HIDDEN rounded up to a power of 2
     ADDS: tl.constexpr,
+    ROUNDS: tl.constexpr,
 ):
-    """stream += branch, if ADDS;  normed = stream / sqrt(mean(stream^2) + eps) * weight."""
+    """stream += branch, if ADDS;  normed = stream / sqrt(mean(stream^2) + eps) * weight, over its scale if ROUNDS."""
+    row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     is_there = columns < HIDDEN
-    places = tl.program_id(0).to(tl.int64) * HIDDEN + columns
+    places = row * HIDDEN + columns
     x = tl.load(stream + places, mask=is_there, other=0.0).to(tl.float32)
     if ADDS:
         x += tl.load(branch + places, mask=is_there, other=0.0).to(tl.float32)
@@ -34,7 +39,11 @@ def add_norm_kernel(
         x = rounded.to(tl.float32)
     x *= tl.rsqrt(tl.sum(x * x, 0) / HIDDEN + eps)
     x *= tl.load(weight + columns, mask=is_there, other=0.0).to(tl.float32)
-    tl.store(normed + places, x.to(normed.dtype.element_ty), mask=is_there)
+    rounded = x.to(stream.dtype.element_ty)
+    if ROUNDS:
+        store_e4m3(rounded.to(tl.float32), is_there, normed, scales, row, places)
+    else:
+        tl.store(normed + places, rounded, mask=is_there)
 
 
 @triton.jit

@@ -2,6 +2,8 @@
 
     add + RMSNorm, qkv, head norms + rotation + keys and values, attention, output, add + RMSNorm, up, SiLU * up, down
 
+At fp8 add + RMSNorm and SiLU * up give rows in e4m3, and one kernel more rounds those of attention.
+
 The model knows nothing of it: this runs its layers in its place, over the products and vectors that it has, whatever
 they are (`models/products.py`, adapters). Experts, and MLPs without a SiLU gate, run as the model has them.
 """
@@ -16,7 +18,10 @@ from torch import Tensor, nn
 
 from slipstream.generator.paged_attention import PagedDecodeAttention, power_of_two
 from slipstream.models.config import TransformerConfig
+from slipstream.models.e4m3 import E4m3Rows, by_kernel, has_kernels
 from slipstream.models.layer_functions import silu_mul
+from slipstream.models.products import Fp8Product
+from slipstream.models.served import ServedLinear
 from slipstream.models.transformer import Layer, OneRank, Transformer
 
 HEADS_TILE = 512  # numbers of whole heads that a program of 2 warps has: 16 bytes in bfloat16 for each thread
@@ -38,18 +43,33 @@ def fused_forward(model: Transformer, tokens: Tensor, positions: Tensor, attenti
     x: Tensor = model.embedding(tokens)
     branch: Tensor | None = None
     for layer in model.layers:
-        qkv = layer.qkv(add_norm(x, branch, layer.attention_norm))
+        qkv = layer.qkv(normed_for(layer.qkv, x, branch, layer.attention_norm))
         queries = enter(layer, qkv, model.cos, model.signed_sin, positions, attention)
         mixed = attention.attend_stored(layer.index, queries)
-        normed = add_norm(x, layer.output(mixed.reshape(len(x), -1)), layer.mlp_norm)
+        attended = layer.output(mixed.reshape(len(x), -1))
         if layer.is_sparse or not layer.config.gated_mlp or layer.activation is not F.silu:
-            branch = layer.mlp(normed, attention)
+            branch = layer.mlp(add_norm(x, attended, layer.mlp_norm), attention)
         else:
-            branch = layer.down(silu_mul(layer.up(normed)))
+            gate_up = layer.up(normed_for(layer.up, x, attended, layer.mlp_norm))
+            branch = layer.down(by_kernel(gate_up, is_gated=True) if reads_e4m3(layer.down, x) else silu_mul(gate_up))
     return add_norm(x, branch, model.final_norm)
 
 
-def add_norm(stream: Tensor, branch: Tensor | None, norm: nn.Module) -> Tensor:
+def reads_e4m3(linear: nn.Module, x: Tensor) -> bool:
+    """Tell whether the product of a layer reads rows that kernels have rounded, where `x` lies."""
+    return isinstance(linear, ServedLinear) and isinstance(linear.product, Fp8Product) and has_kernels(x)
+
+
+def normed_for(linear: nn.Module, stream: Tensor, branch: Tensor | None, norm: nn.Module) -> Tensor | E4m3Rows:
+    """`add_norm`, rounded to e4m3 if that is what `linear` reads."""
+    if not reads_e4m3(linear, stream):
+        return add_norm(stream, branch, norm)
+    rows = E4m3Rows.empty(stream, stream.shape[1])
+    add_norm(stream, branch, norm, rows)
+    return rows
+
+
+def add_norm(stream: Tensor, branch: Tensor | None, norm: nn.Module, into: E4m3Rows | None = None) -> Tensor:
     """Add `branch` [B, hidden] to `stream` in place, if there is one; return the sum normalised by an RMSNorm."""
     from slipstream.generator import decode_kernels as kernels
 
@@ -57,16 +77,18 @@ def add_norm(stream: Tensor, branch: Tensor | None, norm: nn.Module) -> Tensor:
     assert norm.eps is not None
     rows, hidden = stream.shape
     block = power_of_two(hidden)
-    normed = torch.empty_like(stream)
+    normed = torch.empty_like(stream) if into is None else into.values
     kernels.add_norm_kernel[(rows,)](
         stream,
         stream if branch is None else branch.contiguous(),
         norm.weight,
         normed,
+        normed if into is None else into.scales,
         norm.eps,
         HIDDEN=hidden,
         BLOCK=block,
         ADDS=branch is not None,
+        ROUNDS=into is not None,
         num_warps=norm_warps(block),
     )
     return normed

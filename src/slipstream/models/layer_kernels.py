@@ -13,6 +13,15 @@ import triton.language as tl
 
 
 @triton.jit
+def silu_times_up(gate_up, row, columns, is_there, WIDTH: tl.constexpr):
+    """silu(gate) * up at some columns of a row, rounded as `gate_up` is behind each of the two."""
+    gate = tl.load(gate_up + row * 2 * WIDTH + columns, mask=is_there, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * WIDTH + WIDTH + columns, mask=is_there, other=0.0).to(tl.float32)
+    active = (gate / (1 + tl.exp(-gate))).to(gate_up.dtype.element_ty).to(tl.float32)
+    return (active * up).to(gate_up.dtype.element_ty)
+
+
+@triton.jit
 def silu_mul_kernel(
     gate_up,  # [N, 2 WIDTH], contiguous
     inner,  # [N, WIDTH], contiguous
@@ -23,10 +32,7 @@ def silu_mul_kernel(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_there = columns < WIDTH
-    gate = tl.load(gate_up + row * 2 * WIDTH + columns, mask=is_there, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * 2 * WIDTH + WIDTH + columns, mask=is_there, other=0.0).to(tl.float32)
-    active = (gate / (1 + tl.exp(-gate))).to(inner.dtype.element_ty).to(tl.float32)
-    tl.store(inner + row * WIDTH + columns, (active * up).to(inner.dtype.element_ty), mask=is_there)
+    tl.store(inner + row * WIDTH + columns, silu_times_up(gate_up, row, columns, is_there, WIDTH), mask=is_there)
 
 
 @triton.jit

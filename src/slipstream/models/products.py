@@ -18,9 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from slipstream.models.e4m3 import E4m3Rows, adds_bias, by_kernel, has_kernels, in_torch, scaled_product
 from slipstream.models.experts import Groups, each_expert, grouped_product, multiplies_groups
 from slipstream.models.linear import find_onednn, find_onednn_packing
-from slipstream.models.quantized import FP8, LARGEST, StoredWeight
+from slipstream.models.quantized import FP8, StoredWeight
 
 Product = Callable[[Tensor], Tensor]
 
@@ -102,9 +103,9 @@ class AddedProduct:
 
 
 class Fp8Product:
-    """Weights [M, K] and activations in e4m3, each with one scale per row.
+    """Weights [M, K] and activations in e4m3, each with one scale per row (`e4m3.py`); takes such rows, too.
 
-        y_nm = a_n s_m sum_k Qx_nk Qw_mk,   a_n = max_k |x_nk| / 448
+        y_nm = a_n s_m sum_k Qx_nk Qw_mk
 
     `torch._scaled_mm` on Hopper. Elsewhere the same numbers are multiplied in bfloat16 or float32, which hold them
     exactly: a reference, not faster than bfloat16.
@@ -115,6 +116,8 @@ class Fp8Product:
         self._is_native = weight.dtype == FP8
         self._weight = weight
         self._dense = None if self._is_native else DenseProduct(weight, packs=packs)
+        is_fused = self._is_native and bias is not None and bias.dtype == torch.bfloat16 and adds_bias(bias.device)
+        self._fused_bias = bias if is_fused else None
 
     @staticmethod
     def is_native(shape: Sequence[int], device: torch.device) -> bool:
@@ -125,21 +128,13 @@ class Fp8Product:
             and all(size % _FP8_MULTIPLE == 0 for size in shape)
         )
 
-    def __call__(self, x: Tensor) -> Tensor:
-        x_scales = (x.abs().amax(-1, keepdim=True).float() / LARGEST[FP8]).clamp_min(torch.finfo(torch.float32).tiny)
-        narrow = (x / x_scales).to(FP8)
+    def __call__(self, x: Tensor | E4m3Rows) -> Tensor:
+        rows = x if isinstance(x, E4m3Rows) else by_kernel(x) if has_kernels(x) else in_torch(x)
         if self._dense is None:
-            out = torch._scaled_mm(
-                narrow,
-                self._weight.t(),
-                scale_a=x_scales,
-                scale_b=self._scales[None],
-                out_dtype=torch.bfloat16,
-                use_fast_accum=False,
-            )
+            out = scaled_product(rows, self._weight, self._scales, self._fused_bias)
         else:
-            out = self._dense(narrow.float()) * x_scales * self._scales
-        if self._bias is not None:
+            out = self._dense(rows.values.float()) * rows.scales * self._scales
+        if self._bias is not None and self._fused_bias is None:
             out = out + self._bias
         return out.to(x.dtype)
 
