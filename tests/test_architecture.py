@@ -157,7 +157,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 90_610
+MAX_LINES = 90_628
 MAX_LINES_OF_SPINE = 1_600
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -184,7 +184,7 @@ MAX_LINES_OF_FOLDER = {
     "prompts": 1_450,
     "rewards": 3_915,
     "stages": 2_730,
-    "trainer": 6_360,
+    "trainer": 6_399,
     "weight_sync": 3_735,
 }
 LONG_FUNCTIONS = dict.fromkeys(
