@@ -115,12 +115,8 @@ def attention(config: TransformerConfig, given: argparse.Namespace, device: torc
     flop, numbers = 4 * heads * dim * seen, 2 * num_rows * (heads + kv_heads) * dim
     for name, is_one in (("in one call", True), ("by padded batches", False))[device.type == "cpu" :]:
         packed = PackedAttention([prompt + own] * len(rows), torch.cat(rows), varlen=is_one)
-        measure(
-            f"training {name}, forward",
-            partial(packed, 0, *fused.detach().split([heads, kv_heads, kv_heads], 1)),
-            flop,
-            numbers,
-        )
+        forward = partial(packed, 0, *fused.detach().split([heads, kv_heads, kv_heads], 1))
+        measure(f"training {name}, forward", forward, flop, numbers)
         measure(f"training {name}, with gradients", partial(both, packed), 3 * flop, 3 * numbers)
     return found
 

@@ -191,7 +191,7 @@ class AdamW:
                     home.copy_(moment, non_blocking=True)  # read again in the order of this stream
         self.parameters.reshard()
 
-    def _update(self, *state: list[Tensor], lr: float, **on_device: Tensor) -> None:
+    def _update(self, *state: list[Tensor], lr: float, **on_device: Any) -> None:
         """AdamW's rule for weights, gradients, both moments and counts of steps, in this order."""
         weights, grads, means, squares, steps = state
         beta1, beta2 = self._config.betas
