@@ -71,8 +71,10 @@ figures: .venv/dev ## train what the pictures of the pages show, and draw them a
 bench: .venv/run $(TRL)/installed ## compare a training step with TRL's, side by side
 	$(BIN)/python benchmarks/end_to_end.py $(ARGS)
 
-gpu: .venv/dev ## run probes, kernels, benchmarks and runs on a GPU, step by step: an hour (docs/gpu.md)
-	$(BIN)/python scripts/gpu_slot.py $(ARGS)
+# With --wheels nothing is asked of a registry: the machine's own Python runs the steps, and packages come from the folder.
+OF_WHEELS := $(filter --wheels%,$(ARGS))
+gpu: $(if $(OF_WHEELS),,.venv/dev) ## run probes, kernels, benchmarks and runs on a GPU, step by step: an hour (docs/gpu.md)
+	$(if $(OF_WHEELS),$(PYTHON),$(BIN)/python) scripts/gpu_slot.py $(ARGS)
 
 bench-engine: .venv/run ## compare decoding with transformers' and, after `make vllm-env`, vLLM's: ten minutes
 	$(BIN)/python benchmarks/engine.py $(ARGS)

@@ -6,10 +6,10 @@
 
 A step is `trainer.step.train_on_batch`: prompts shared by their group, loss AIPO, clipping, AdamW. As a run trains (on
 CUDA in bfloat16 with a copy of the weights and attention in one call), then each with one switch changed: FSDP2 instead
-of the copy, padded attention, recomputation of all or of all but products, torch.compile. MFU counts what the model
-needs: three times two FLOP for every weight and token (the head: for every target), and causal attention, forward and
-twice backward; recomputed layers and logits do not count. Its denominators: the rate of a large product measured here,
-and the maker's. The part of the head and of attention is told by FLOP, not by time.
+of the copy, padded attention, recomputation of all or of all but products, no kernels of ours, torch.compile. MFU
+counts what the model needs: three times two FLOP for every weight and token (the head: for every target), and causal
+attention, forward and twice backward; recomputed layers and logits do not count. Its denominators: the rate of a large
+product measured here, and the maker's. The part of the head and of attention is told by FLOP, not by time.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from slipstream.core.config import RunConfig
 from slipstream.core.recipes import resolve
 from slipstream.core.training_sections import OptimizerConfig
 from slipstream.core.types import Completion, Group, Prompt, Rollout, Segment, VersionSpan
+from slipstream.models import device as devices
 from slipstream.models.config import TransformerConfig
 from slipstream.models.sharded import Division, divide, stored_parameters
 from slipstream.models.transformer import Transformer, rope_tables
@@ -92,9 +93,10 @@ CASES: dict[str, dict[str, Any]] = {
     "padded": {"varlen": False},
     "recompute": {"recomputes": True},
     "keep-products": {"recomputes": True, "keeps_products": True},
+    "no-kernels": {},
     "compile": {"compiles": "inductor"},
 }
-CUDA_ONLY = ("fsdp", "padded")
+CUDA_ONLY = ("fsdp", "padded", "no-kernels")
 """Those that a CPU, in float32, does not have."""
 
 
@@ -131,7 +133,7 @@ def run_config(given: argparse.Namespace) -> RunConfig:
 
 def measure(given: argparse.Namespace, case: str) -> dict[str, Any]:
     device = torch.device(given.device, 0) if given.device == "cuda" else torch.device("cpu")
-    shape = SHAPES[given.model]
+    shape, devices.KERNELS = SHAPES[given.model], case != "no-kernels"
     model, optimizer = trainer_of(shape, device, case)
     config, groups = run_config(given), groups_of(given, shape.vocab_size)
     if device.type == "cuda":

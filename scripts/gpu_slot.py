@@ -1,6 +1,6 @@
 """Run what a first hour on a GPU should show, step by step, and keep what comes out of it.
 
-    make gpu                                                 # or, on a machine without a package registry:
+    make gpu            # or, on a machine without a package registry, make gpu ARGS="--wheels wheels", which is
     python scripts/gpu_slot.py --wheels wheels [--out runs/gpu] [--from STEP] [--only STEP ...] [--budget-s 840]
     python scripts/gpu_slot.py --fetch wheels [--python-version 3.12]   # before, where there is a registry
     python scripts/gpu_slot.py --page docs/gpu.md [--out runs/gpu]      # afterwards, anywhere
@@ -9,7 +9,8 @@ The steps are those of `scripts/gpu_steps.toml`. Each is a process of its own wi
 or hangs costs itself alone, and those that need it. After each, OUT/results.json and OUT/logs.tar.gz are written, so
 nothing is lost when the machine goes away; a later call with `--from` or `--only` adds to them. No step is begun with
 less than a quarter of its limit left of `--budget-s`. With `--wheels`, missing packages are installed from that folder
-into OUT/venv, beside those that the interpreter has, torch above all; the project itself is found in `src`.
+into OUT/venv, beside those that the interpreter has, torch above all; the project itself is found in `src`. pip is
+among the wheels: the machine needs none.
 
 Exits with 1 if a step failed. Only the standard library is needed here, but for `--fetch`.
 """
@@ -40,6 +41,7 @@ PROJECT = Path(__file__).resolve().parent.parent
 STEPS = PROJECT / "scripts" / "gpu_steps.toml"
 GRACE_S = 5.0  # from the request to end to the end of a step's processes
 BUILDERS = ("setuptools", "wheel")  # for what comes as source
+PIP = "pip"  # installs the others out of its own wheel, where it is in the folder
 FETCH_S = 300.0  # for one package
 LEAST_SHARE = 0.25  # of its limit that a step is begun with
 TAIL_LINES = 40
@@ -258,7 +260,7 @@ def fetch(folder: Path, python_version: str) -> int:
     of_machine = ["--only-binary=:all:", "--python-version", python_version, "--implementation", "cp", *platforms]
     sources: list[str] = []
     lacking: list[str] = []
-    for one in [*pinned(python_version).values(), *BUILDERS]:
+    for one in [*pinned(python_version).values(), *BUILDERS, PIP]:
         there = [*pip, "download", "-q", "--no-deps", *of_machine, "--dest", str(folder), one]
         if not subprocess.run(there, capture_output=True, timeout=FETCH_S).returncode:
             continue
@@ -285,13 +287,16 @@ def prepared(out: Path, wheels: Path) -> str:
     This one may be of an environment itself, whose packages venv's own way to share them passes over.
     """
     python = out / "venv" / "bin" / "python"
+    own_pip = next(iter(sorted(wheels.glob(f"{PIP}-*.whl"))), None)
     if not python.exists():
-        subprocess.run([sys.executable, "-m", "venv", str(out / "venv")], check=True)
+        without = [] if own_pip is None else ["--without-pip"]
+        subprocess.run([sys.executable, "-m", "venv", *without, str(out / "venv")], check=True)
         where = [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
         packages = Path(subprocess.run(where, check=True, capture_output=True, text=True).stdout.strip())
         shared = dict.fromkeys(path for path in sys.path if Path(path).name in ("site-packages", "dist-packages"))
         (packages / "of_the_machine.pth").write_text("".join(f"{path}\n" for path in shared))
-    pip = [str(python), "-m", "pip", "install", "-q", "--no-index", "--find-links", str(wheels)]
+    its_pip = ["-m", PIP] if own_pip is None else [str(own_pip / PIP)]
+    pip = [str(python), *its_pip, "install", "-q", "--no-index", "--find-links", str(wheels)]
     found = subprocess.run([*pip, *BUILDERS])
     if not found.returncode:
         found = subprocess.run([*pip, "--no-build-isolation", *requirements()])

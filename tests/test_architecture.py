@@ -157,7 +157,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 90_770
+MAX_LINES = 90_810
 MAX_LINES_OF_SPINE = 1_600
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -178,13 +178,13 @@ MAX_LINES_OF_FOLDER = {
     "generator": 9_710,
     "jail": 1_060,
     "jobs": 985,
-    "models": 9_995,
+    "models": 10_000,
     "observe": 9_965,
     "plan": 7_425,
     "prompts": 1_450,
     "rewards": 3_915,
     "stages": 2_730,
-    "trainer": 6_360,
+    "trainer": 6_400,
     "weight_sync": 3_735,
 }
 LONG_FUNCTIONS = dict.fromkeys(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ensurepip
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +207,54 @@ def test_the_training_benchmark_counts_flop_and_tokens(tmp_path: Path) -> None:
         assert one["tokens_per_s"] * one["steps_s"][0] == pytest.approx(16 + 2 * 16)
         # 0.36 B weights in layers for 48 tokens, 0.136 B in the head for 32 targets, six FLOP each, and attention
         assert one["flop_per_s"] * one["steps_s"][0] == pytest.approx(6 * (0.358e9 * 48 + 0.136e9 * 32), rel=0.01)
+
+
+def test_with_wheels_make_asks_for_no_environment(tmp_path: Path) -> None:
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(PROJECT / name, tmp_path)
+
+    def told(*words: str) -> str:
+        make = ["make", "-n", "gpu", "PYTHON=python9", *words]
+        return subprocess.run(make, capture_output=True, text=True, timeout=60, cwd=tmp_path, check=True).stdout
+
+    for option in ("--wheels w", "--wheels=w"):
+        assert told(f"ARGS={option} --only rates") == f"python9 scripts/gpu_slot.py {option} --only rates\n"
+    assert "scripts/install.py" in told("ARGS=--only rates")
+
+
+@pytest.mark.slow
+def test_with_wheels_the_machine_needs_no_pip(tmp_path: Path) -> None:
+    """A copy of what `make gpu` needs, beside a folder with pip's own wheel, and a step; packages are those of here."""
+    bundled = list((Path(ensurepip.__file__).parent / "_bundled").glob("pip-*.whl"))
+    if not bundled:
+        pytest.skip("this Python brings no pip along")
+    (tmp_path / "scripts").mkdir()
+    for name in ("Makefile", "pyproject.toml", "constraints.txt", "scripts/gpu_slot.py"):
+        shutil.copy(PROJECT / name, tmp_path / name)
+    (folder := tmp_path / "wheels").mkdir()
+    shutil.copy(bundled[0], folder)
+    about = {"METADATA": "Metadata-Version: 2.1\nName: wheel\nVersion: 0.1\n", "RECORD": ""}
+    about["WHEEL"] = "Wheel-Version: 1.0\nGenerator: a test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    with zipfile.ZipFile(folder / "wheel-0.1-py3-none-any.whl", "w") as wheel:
+        for name, text in about.items():
+            wheel.writestr(f"wheel-0.1.dist-info/{name}", text)
+    steps, out = tmp_path / "steps.toml", tmp_path / "out"
+    command = "{python} -c 'import sys, torch; print(sys.prefix)'"
+    steps.write_text(f'[[steps]]\nname = "one"\ncommand = """{command}"""\nlimit_s = 60\n')
+    words = f"ARGS=--wheels {folder} --steps {steps} --out {out}"
+    environment = {"PATH": "/usr/bin:/bin", "PIP_CONFIG_FILE": os.devnull}
+    done = subprocess.run(
+        ["make", "gpu", f"PYTHON={sys.executable}", words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=tmp_path,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert outcomes(out)["one"]["tail"] == [str(out / "venv")]
+    assert not list(tmp_path.glob(".venv*"))
+    assert not list((out / "venv" / "bin").glob("pip*"))
 
 
 @pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="this machine has a GPU")

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from slipstream.models import layer_functions, transformer
+from slipstream.models import device, head, layer_functions
 from slipstream.models.attention import PackedAttention
 from slipstream.models.config import TransformerConfig
 from slipstream.models.initialise import initialise
@@ -86,10 +87,21 @@ def test_a_layer_on_a_gpu_is_as_near_to_float32_with_kernels(recompute: str, mon
     half.recomputes, half.keeps_products = bool(recompute), "products" in recompute
     assert layer_functions.is_fused(x)
     found = passed(half, x, narrow)  # type: ignore[arg-type]
-    for module in (layer_functions, transformer):
-        monkeypatch.setattr(module, "is_fused", lambda x: False)
+    monkeypatch.setattr(device, "KERNELS", False)
     plain = passed(half, x, narrow)  # type: ignore[arg-type]
     assert not all(torch.equal(one, other) for one, other in zip(found, plain, strict=True)), "the kernels took part"
     for own, other, true in zip(found, plain, exact, strict=True):
         error, plain_error = ((one - true).norm() / true.norm() for one in (own, other))
         assert error <= min(0.02, 1.1 * plain_error + 1e-6), (own.shape, error, plain_error)
+
+
+def test_a_switch_takes_the_plain_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of head and layers, which ask the same function, for what says that it lies on CUDA."""
+    with FakeTensorMode():
+        x = torch.empty(2, 2, dtype=torch.bfloat16, device="cuda")
+    assert device.takes_kernels(x)
+    assert layer_functions.is_fused(x)
+    monkeypatch.setattr(device, "KERNELS", False)
+    assert not device.takes_kernels(x)
+    assert not layer_functions.is_fused(x)
+    assert head.takes_kernels is device.takes_kernels

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from covering import with_slow
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -89,23 +90,27 @@ def test_what_is_kept_changes_time_and_memory_only(case):
         assert elements == 2 * (16 * counts.product_elements + padding * counts.local.query_size)
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo hides it, if it is no error
-@pytest.mark.parametrize("case", ["llama", "parallel"])
-def test_compiled_layers_give_the_same(case):
+@pytest.mark.parametrize(
+    ("case", "batches"),
+    with_slow([("parallel", 2)], [("llama", 3), ("parallel", 3)]),
+)
+def test_compiled_layers_give_the_same(case, batches):
     """For another number of tokens nothing is compiled again."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    model = Transformer(CONFIGS[case])
-    initialise(model, 0)
+    plain, model = Transformer(CONFIGS[case]).double(), Transformer(CONFIGS[case]).double()
+    for each in (plain, model):  # rounding to float32 alone may change gradients by more than is allowed here
+        initialise(each, 0)
     divide(model, Division(compiles="aot_eager", recomputes=case == "llama"))
     stats: list[Counter[str]] = []
-    for lengths in ([5, 9, 2], [7, 4], [30]):
-        plain, *_ = trained(case, lengths)
+    for lengths in ([5, 9, 2], [7, 4], [30])[:batches]:
+        plain.zero_grad()
         model.zero_grad()
+        exact, *_ = backward(plain, lengths)
         found, *_ = backward(model, lengths, counts=False)
-        for name, expected in plain.items():
-            torch.testing.assert_close(found[name], expected, atol=1e-5, rtol=1e-5)
+        for name, expected in exact.items():
+            torch.testing.assert_close(found[name], expected, atol=1e-10, rtol=1e-10)
         stats.append(Counter(torch._dynamo.utils.counters["stats"]))
-    assert [one["unique_graphs"] for one in stats] == [2, 2, 2]  # of the two layers' two parts
+    assert [one["unique_graphs"] for one in stats] == [2] * batches  # of the two layers' two parts
     torch._dynamo.reset()

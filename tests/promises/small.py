@@ -100,6 +100,7 @@ SCRIPTS = {
     "benchmarks/probe.py": "--model MODEL --texts 2",
     "benchmarks/rehearsal.py": "--steps 3",
     "benchmarks/rounds.py": "--ranks 2 --rounds 300",
+    "benchmarks/rooflines.py": "--model tiny --rows 4 --context 40 --groups 1 --samples 2 --repeats 1",
     "benchmarks/row_multiple.py": "--microbatches 2",
     "benchmarks/startup.py": "--runs 1",
     "benchmarks/sampler.py": "--threads 1 --seconds 0.05",

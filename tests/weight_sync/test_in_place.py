@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from file_handles import ipc
+from file_handles import CPU, FileHandles, ipc
+from test_ipc_fallback import Foreign, Unshareable, warnings_of
 
 from slipstream.algorithms.logprobs import probe_logprobs
 from slipstream.core.channel import connect_local
 from slipstream.core.channel_spec import ChannelSpec, Kind
 from slipstream.core.errors import WeightSyncError
-from slipstream.core.peer_messages import WeightsOffered
+from slipstream.core.peer_messages import WeightsOffered, WeightsWanted
 from slipstream.core.sections import PROBE_TOLERANCES, ModelConfig
 from slipstream.core.training_sections import OptimizerConfig
 from slipstream.models.compute_copy import ComputeCopy
@@ -23,8 +24,11 @@ from slipstream.models.quantized import Packer, WeightLayout
 from slipstream.models.served import ServedWeights
 from slipstream.models.sharded import Division, ShardedParameters
 from slipstream.trainer.optim import AdamW
+from slipstream.weight_sync import cuda_ipc
+from slipstream.weight_sync.cuda_ipc import CudaIpc
+from slipstream.weight_sync.device_memory import DeviceMemory
 from slipstream.weight_sync.publisher import Publisher
-from slipstream.weight_sync.segment import SharedMemory
+from slipstream.weight_sync.segment import SegmentSlots, SharedMemory
 from slipstream.weight_sync.slots import InProcess, Transport
 from slipstream.weight_sync.subscriber import Subscriber
 
@@ -62,9 +66,9 @@ class Trained:
 
 
 class Turns:
-    """A trainer that publishes in place, and two replicas."""
+    """A trainer that publishes in place, and two replicas, which have its transport or the `readers`' own."""
 
-    def __init__(self, transport: Transport, *, has_head: bool) -> None:
+    def __init__(self, transport: Transport, *, has_head: bool, readers: Sequence[Transport] = ()) -> None:
         names = [f"g{replica}" for replica in range(NUM_REPLICAS)]
         offers = [ChannelSpec(f"offers-{name}", Kind.BROADCAST, "t.offers", f"{name}.offers") for name in names]
         releases = [ChannelSpec(f"releases-{name}", Kind.GATHER, f"{name}.releases", "t.releases") for name in names]
@@ -80,8 +84,8 @@ class Turns:
         )
         self.publisher.open(None, self.trained.packer())
         self.served, self.subscribers = list[ServedWeights](), list[Subscriber]()
-        for replica, name in enumerate(names):
-            self.join(replica, name, transport)
+        for replica, (name, of_reader) in enumerate(zip(names, readers or [transport] * NUM_REPLICAS, strict=True)):
+            self.join(replica, name, of_reader)
 
     def join(self, replica: int, name: str, transport: Transport) -> None:
         ports = self.ports[name]
@@ -210,3 +214,90 @@ def test_in_place_needs_weights_that_can_be_put_there() -> None:
     publisher = Publisher(None, None, InProcess(), num_readers=0, in_place=True)
     with pytest.raises(WeightSyncError, match="need a packer"):
         publisher.open(torch.zeros(8))
+
+
+# By way of host memory
+
+
+@pytest.mark.parametrize("fault", ["exported by nobody", "opened by one of two"])
+@pytest.mark.parametrize("has_head", [False, True], ids=["tied", "head"])
+def test_where_memory_cannot_be_shared_the_mirror_has_each_version(
+    fault: str, has_head: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """To the bit, while the weights that it was copied from wait for everyone who reads, and change after that."""
+    monkeypatch.setattr(cuda_ipc, "MIRROR_WAIT_S", 0.05)  # nobody answers while the one thread waits
+    is_foreign = fault == "opened by one of two"
+    sender, *handles = (FileHandles(tmp_path), Foreign(tmp_path)) if is_foreign else (Unshareable(tmp_path),) * 2
+    transport, *readers = (
+        CudaIpc("test", DeviceMemory(CPU), handles=one, directories=(tmp_path,))
+        for one in (sender, *handles, FileHandles(tmp_path))
+    )
+    turns, plain = Turns(transport, has_head=has_head, readers=readers), Trained(has_head=has_head)
+    slots = turns.publisher._opened()
+    assert isinstance(slots, SegmentSlots)
+    mirror = None if slots.mirror_name is None else SegmentSlots(Path(slots.mirror_name), is_owner=False)
+    assert (mirror is None) == is_foreign, "nobody has asked for it"
+    for version in range(3):
+        assert turns.publisher.withdraw()
+        before = None if mirror is None else mirror.data(0).clone()
+        for trained in (turns.trained, plain):
+            trained.update(version)
+        expected = plain.rounded()
+        assert mirror is None or torch.equal(mirror.data(0), before), "a copy of its own"
+        turns.publish(version)
+        assert mirror is None or torch.equal(mirror.data(0), expected)
+        for served, subscriber in zip(turns.served, turns.subscribers, strict=True):
+            for _ in range(5):
+                assert not turns.publisher.withdraw(), "it is being read; who asks for host memory is heard"
+                subscriber.poll()
+                if subscriber.pending_version == version:
+                    break
+            swap = subscriber.commit()
+            assert swap is not None
+            assert swap.version == version
+            assert swap.probe_error < 0.05
+            assert torch.equal(served.flat, expected)
+        assert slots.mirror_name is not None
+        mirror = SegmentSlots(Path(slots.mirror_name), is_owner=False)
+        assert torch.equal(mirror.data(0), expected)
+        assert mirror.committed(0) == slots.committed(0) is not None
+    assert turns.publisher.withdraw()
+    assert [one.stats.num_failed_transfers for one in turns.subscribers] == [0, 0]
+    assert turns.publisher.stats.num_skipped == 0
+    (warning,) = warnings_of(caplog)
+    assert "by way of host memory" in warning
+    turns.close()
+    assert not list(tmp_path.glob("slipstream*")), "segments are gone, both of them"
+
+
+def test_who_cannot_map_while_weights_change_gets_nothing_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replica comes back, cannot open the handle, and asks for host memory between `withdraw` and the next version:
+    the mirror that is made then is empty until that version."""
+    monkeypatch.setattr(cuda_ipc, "MIRROR_WAIT_S", 0.05)
+    foreign = CudaIpc("test", DeviceMemory(CPU), handles=Foreign(tmp_path), directories=(tmp_path,))
+    turns = Turns(ipc("test", tmp_path), has_head=True)
+    late = turns.ports["g1"].inputs["offers"]
+    turns.publish(0)
+    turns.subscribers[0].poll()
+    offer = late.get_nowait()
+    assert isinstance(offer, WeightsOffered)
+    turns.publisher.drop_reader(1)
+    assert turns.publisher.withdraw()
+    turns.trained.update(0)
+    turns.subscribers[1].close()
+    turns.join(1, "g1", foreign)
+    turns.publisher._want(WeightsWanted(replica=1, rank=0, world=1, is_linked=False, in_host_memory=True))
+    slots = turns.publisher._opened()
+    assert isinstance(slots, SegmentSlots)
+    assert slots.mirror_name is not None
+    assert SegmentSlots(Path(slots.mirror_name), is_owner=False).committed(0) is None
+    turns.publisher.add_reader(1)
+    turns.publish(1)
+    for _ in range(5):
+        turns.publisher.poll()
+        turns.subscribers[2].poll()
+    assert turns.subscribers[2].commit() is not None
+    assert torch.equal(turns.served[2].flat, turns.trained.rounded())
+    turns.close()

@@ -13,6 +13,8 @@ from torch import Tensor
 from slipstream.core.errors import ConfigError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+KERNELS = True
+"""Whether layers and head compute by kernels of Triton where they can; False, to compare, by torch's operations."""
 HINT = "`slipstream doctor` shows GPUs; `slipstream launch` spreads groups over machines"
 
 
@@ -23,7 +25,7 @@ def _has_triton() -> bool:
 
 def takes_kernels(x: Tensor) -> bool:
     """Tell whether kernels of Triton compute with `x`, on CUDA; torch.compile fuses what it sees by itself."""
-    return not torch.compiler.is_compiling() and x.is_cuda and x.numel() > 0 and _has_triton()
+    return KERNELS and not torch.compiler.is_compiling() and x.is_cuda and x.numel() > 0 and _has_triton()
 
 
 def launching_on(x: Tensor) -> AbstractContextManager[object]:

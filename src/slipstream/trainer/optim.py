@@ -124,9 +124,10 @@ class AdamW:
 
     def finite_grad_norm(self) -> float:
         """Return the norm of the whole model's gradient. NonFiniteError when it is NaN or inf."""
-        return self._finite(self.parameters.grad_norm())
+        return self.require_finite(self.parameters.grad_norm())
 
-    def _finite(self, grad_norm: float) -> float:
+    def require_finite(self, grad_norm: float) -> float:
+        """Return `grad_norm`, the norm of the present gradient. NonFiniteError when it is NaN or inf."""
         if not math.isfinite(grad_norm):
             names = self.parameters.non_finite_grads()
             raise NonFiniteError(
@@ -142,24 +143,42 @@ class AdamW:
     def step(self, *, scale: float = 1.0) -> float:
         """Clip by global norm and update, at `scale` times the learning rate; return the norm before clipping.
 
-        NonFiniteError, with weights and state unchanged, when that norm is NaN or inf. A GPU's norm is read behind the
-        update, which divides gradients as it reads them, and leaves all as it is where the norm is not finite.
+        NonFiniteError, with weights and state unchanged, when that norm is NaN or inf.
         """
-        most, norm = self._config.max_grad_norm, self.parameters.norm_on_device()
-        grad_norm = self.finite_grad_norm() if norm is None else math.nan
-        lr, grads = self.lr * scale, self.parameters.stored_grads()
-        decay: float | Tensor = 1.0 - lr * self._config.weight_decay
-        divisor = is_refused = None
-        if norm is not None:
-            divisor = torch.where(norm > most, (norm + 1e-6) / most, 1.0).float()
-            is_refused = (~norm.isfinite()).float()
-            decay = 1.0 - (1.0 - is_refused) * (lr * self._config.weight_decay)
-        elif grad_norm > most:
-            torch._foreach_mul_(grads, most / (grad_norm + 1e-6))
+        if (norm := self.parameters.norm_on_device()) is not None:
+            return self.landed(float(self.launch(norm, scale=scale)[0]))
+        grad_norm, lr, most = self.finite_grad_norm(), self.lr * scale, self._config.max_grad_norm
+        if grad_norm > most:
+            torch._foreach_mul_(self.parameters.stored_grads(), most / (grad_norm + 1e-6))
+        self._apply(lr, 1.0 - lr * self._config.weight_decay)
+        return self.landed(grad_norm)
+
+    @torch.no_grad()
+    def launch(self, norm: Tensor, *beside: Tensor, scale: float = 1.0) -> Tensor:
+        """Launch `step` where the gradient's `norm` is, float64 []; nobody waits. Return it, and `beside`, float64 too.
+
+        The update divides gradients as it reads them, and leaves all as it is where one of these numbers is not finite.
+        The host is to read them, and to call `landed` unless one that is `beside` the norm is not finite.
+        """
+        numbers, most = torch.cat([one.flatten() for one in (norm, *beside)]), self._config.max_grad_norm
+        divisor = torch.where(norm > most, (norm + 1e-6) / most, 1.0).float()
+        is_refused, lr = (~numbers.isfinite().all()).float(), self.lr * scale
+        decay = 1.0 - (1.0 - is_refused) * (lr * self._config.weight_decay)
+        self._apply(lr, decay, grad_scale=divisor, found_inf=is_refused)
+        return numbers
+
+    def landed(self, grad_norm: float) -> float:
+        """Count and return an update's `grad_norm`. NonFiniteError where it is not finite: then none was made."""
+        self.require_finite(grad_norm)
+        self.num_updates += 1
+        self.planned += 1
+        return grad_norm
+
+    def _apply(self, lr: float, decay: float | Tensor, **on_device: Tensor) -> None:
         if self._config.weight_decay:
             matrices = [view for view in self.parameters.named_views().values() if view.ndim >= 2]
             torch._foreach_mul_(matrices, decay)
-        update = partial(self._update, lr=lr, grad_scale=divisor, found_inf=is_refused)
+        grads, update = self.parameters.stored_grads(), partial(self._update, lr=lr, **on_device)
         if not self._offloads:
             update(self._stored, list(grads), *self._moments.values(), self._steps)
         else:
@@ -171,13 +190,8 @@ class AdamW:
                 for home, moment in zip(homes, moments, strict=True):
                     home.copy_(moment, non_blocking=True)  # read again in the order of this stream
         self.parameters.reshard()
-        if norm is not None:
-            grad_norm = self._finite(float(norm))
-        self.num_updates += 1
-        self.planned += 1
-        return grad_norm
 
-    def _update(self, *state: list[Tensor], lr: float, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+    def _update(self, *state: list[Tensor], lr: float, **on_device: Any) -> None:
         """AdamW's rule for weights, gradients, both moments and counts of steps, in this order."""
         weights, grads, means, squares, steps = state
         beta1, beta2 = self._config.betas
@@ -196,8 +210,7 @@ class AdamW:
             weight_decay=0.0,
             eps=corrected_eps(self._config, update=self.num_updates + 1),
             maximize=False,
-            grad_scale=grad_scale,
-            found_inf=found_inf,
+            **on_device,
         )
 
     def named_moments(self) -> dict[str, dict[str, Tensor]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from operator import add
 from typing import TYPE_CHECKING, Any
 
@@ -107,6 +107,10 @@ class _Own:
     findings: list[Finding]
 
 
+_Unread = tuple[Tensor, Callable[[list[float]], _Own]]
+"""The numbers of an update on this rank, float64 [N], where they were computed, and what they tell once read."""
+
+
 class _LastStageRead(msgspec.Struct, frozen=True):
     """An `_Own` on its way to the other stages, with the logprobs of the microbatches that are sampled, by index."""
 
@@ -140,6 +144,7 @@ class Updater:
         kl_coef = config.kl.coef if auxiliary.kl_coef is None else auxiliary.kl_coef
         self._kl_in_loss = kl_coef if config.kl.place == "loss" else 0.0
         self._takes_single = config.loss.baseline == "min_variance"  # one completion in each microbatch
+        self._is_scaled = config.trainer.ess_scaling != "no"  # what scales the step is read before it
         self._has_changed_weights = False
 
     @property
@@ -167,11 +172,18 @@ class Updater:
             self._own_critic.train(update.index, update.microbatches)
         try:
             with self._spans.span("forward_backward", step=self._step):
-                loss, scale, metrics = self._accumulate(update)
+                numbers, told = self._accumulate(update)
+                found = [] if self._is_scaled else [one.parameters.norm_on_device() for one in self._optimizers]
+                norms = [norm for norm in found if norm is not None]
+                if not norms:
+                    loss, scale, metrics = self._agreed(told(numbers.tolist()))
             with self._spans.span("optimizer", step=self._step):
-                if self._critic is not None:
-                    self._critic.optimizer.finite_grad_norm()  # before either of them changes weights
-                norm = self._optimizer.step(scale=scale)
+                if norms:
+                    loss, scale, metrics, norm = self._launched((numbers, told), norms)
+                else:
+                    if self._critic is not None:
+                        self._critic.optimizer.finite_grad_norm()  # before either of them changes weights
+                    norm = self._optimizer.step(scale=scale)
         except NonFiniteError as error:  # on all ranks alike
             raise self._located(error, update, lr) from error
         if self._critic is not None:
@@ -201,19 +213,20 @@ class Updater:
             ranks=self._ranks,
         )
 
-    def _accumulate(self, update: PlannedUpdate) -> tuple[float, float, Metrics]:
-        """Leave the update's gradients in the optimizers; return the policy's loss over all ranks, the factor on its
-        learning rate (by its effective completions), and this rank's metrics, where they were computed.
-
-        Every rank reads as many microbatches, some of them empty. The device is waited for once, behind the last.
-        """
+    def _accumulate(self, update: PlannedUpdate) -> _Unread:
+        """Leave the update's gradients in the optimizers; return what this rank's microbatches gave, or stages read.
+        Every rank reads as many, some of them empty."""
         totals = replace(update.totals, cutoff=self._cutoff(update.microbatches))
         for optimizer in self._optimizers:
             optimizer.zero_grad()
         if self._model.passes is not None:
             own = self._through_stages(self._model.passes, update.microbatches, totals)
-        else:
-            own = self._summed(*self._one_by_one(update.microbatches, totals))
+            return torch.empty(0), lambda _: own
+        return self._unread(*self._one_by_one(update.microbatches, totals))
+
+    def _agreed(self, own: _Own) -> tuple[float, float, Metrics]:
+        """Return the policy's loss over all ranks, the factor on its learning rate (by its effective completions), and
+        this rank's metrics, where they were computed. NonFiniteError, on all ranks, for a loss that is not finite."""
         sums = self._ranks.sum(torch.tensor(own.sums, dtype=torch.float64)).tolist()
         for name, value in zip(("loss", "value loss"), sums, strict=False):
             if not math.isfinite(value):  # on one rank, and so in the sum that all have
@@ -228,6 +241,20 @@ class Updater:
             return sums[0], 1.0, own.metrics
         total, count, squares, _ = sums[2:]
         return sums[0], step_scale(effective_share(total, squares, count), base=base, rule=rule), own.metrics
+
+    def _launched(self, unread: _Unread, norms: list[Tensor]) -> tuple[float, float, Metrics, float]:
+        """Update the policy where the optimizers' `norms` are; read all numbers together, behind the launch."""
+        numbers, told = unread
+        passed = torch.cuda.current_stream(norms[0].device).record_event() if norms[0].is_cuda else None
+        launched = self._optimizer.launch(*norms, numbers)
+        if passed is not None:  # tells the passes' time from the update's, which is queued behind them
+            with self._spans.span("forward_backward", step=self._step):
+                passed.synchronize()
+        known = launched.tolist()
+        agreed = self._agreed(told(known[len(norms) :]))
+        for optimizer, norm in zip(self._optimizers[1:], known[1:], strict=False):
+            optimizer.require_finite(norm)
+        return *agreed, self._optimizer.landed(known[0])
 
     def _one_by_one(self, microbatches: Sequence[PackedMicrobatch], totals: Totals) -> tuple[list[_Read], Metrics]:
         """Read the microbatches one after the other."""
@@ -252,15 +279,9 @@ class Updater:
             reads = [replace(one, losses=one.losses * a) for one, a in zip(reads, single.centred, strict=True)]
         return reads, metrics
 
-    def _summed(self, reads: Sequence[_Read], metrics: Metrics) -> _Own:
-        weights: list[Tensor] = []
-        if self._config.trainer.ess_scaling != "no":
-            weights = _parts(metrics["sequence_weight"], metrics["sequence_weight_squared"])
-        table = torch.cat([*(read.losses for read in reads), *weights]).tolist()
-        by_microbatch = [table[at : at + 2] for at in range(0, 2 * len(reads), 2)]
-        losses = [reduce(add, column) for column in zip(*by_microbatch, strict=True)]
-        sums = [*losses, *table[2 * len(reads) :]]
-        return _Own(sums, metrics, _findings(zip(reads, by_microbatch, strict=True)))
+    def _unread(self, reads: Sequence[_Read], metrics: Metrics) -> _Unread:
+        weights = _parts(metrics["sequence_weight"], metrics["sequence_weight_squared"]) if self._is_scaled else []
+        return torch.cat([*(read.losses for read in reads), *weights]), partial(_summed, reads, metrics)
 
     def _through_stages(self, passes: StagePasses, microbatches: Sequence[PackedMicrobatch], totals: Totals) -> _Own:
         """Send the microbatches through the pipeline's stages; return on all of them what the last one has read."""
@@ -278,7 +299,8 @@ class Updater:
             payload = b""
             if passes.is_last:
                 metrics: Metrics = reduce(merge_metrics, (read.metrics for read in reads))
-                payload = _encoded(self._summed(reads, metrics), reads, self._tokens)
+                numbers, told = self._unread(reads, metrics)
+                payload = _encoded(told(numbers.tolist()), reads, self._tokens)
             own, logprobs = _decoded(passes.from_last(payload))
         if self._tokens is not None and not passes.is_last:
             for index, values in logprobs.items():
@@ -337,7 +359,7 @@ class Updater:
         if self._model.config.num_experts and self._model.passes is None:
             has_tokens = torch.full((), int(microbatch.num_tokens > 0), device=states.device)
             metrics["expert_load_max"] = Mean(busiest_load(self._model), has_tokens)
-        if self._config.trainer.ess_scaling != "no":
+        if self._is_scaled:
             metrics |= sequence_weight_metrics(inputs)
         if self._teacher is not None:
             metrics |= teacher_metrics(columns, inputs.mask)
@@ -398,6 +420,12 @@ class Updater:
             max_tokens=self._config.longest_completion,
             cutoff=None if totals.cutoff is None else sent(totals.cutoff, logprobs.device),
         )
+
+
+def _summed(reads: Sequence[_Read], metrics: Metrics, table: list[float]) -> _Own:
+    by_microbatch = [table[at : at + 2] for at in range(0, 2 * len(reads), 2)]
+    losses = [reduce(add, column) for column in zip(*by_microbatch, strict=True)]
+    return _Own([*losses, *table[2 * len(reads) :]], metrics, _findings(zip(reads, by_microbatch, strict=True)))
 
 
 def _encoded(own: _Own, reads: Sequence[_Read], tokens: TokenSample | None) -> bytes:
