@@ -180,7 +180,7 @@ MAX_LINES_OF_FOLDER = {
     "jobs": 985,
     "models": 9_860,
     "observe": 9_965,
-    "plan": 7_425,
+    "plan": 7_470,
     "prompts": 1_450,
     "rewards": 3_915,
     "stages": 2_730,

@@ -130,7 +130,7 @@ class Counts:
 
     @property
     def largest(self) -> int:
-        """Numbers of the largest tensor that the rank holds: a table, the MLPs' first matrices, or queries' and keys'."""
+        """Numbers of the largest tensor: a table, the MLPs' first matrices, or those of queries, keys, values."""
         local, parts = self.local, 3 if self.local.gated_mlp else 2
         qkv = local.hidden_size * (local.query_size + 2 * local.kv_size)
         return max(self.embedding, self._num_mlps * self._mlp_matrix * (parts - 1) // parts, qkv)
@@ -216,15 +216,13 @@ class Counts:
         return 4 * local.hidden_size + attention + (3 if local.gated_mlp else 2) * self.inner
 
     def padded_elements(self, length: float) -> float:
-        """Activations per token and layer that a backward pass keeps of attention in float32, beside `kept_elements`.
+        """Padded queries, keys, values and answers of attention in float32, per token and layer, for a backward pass.
 
-        Queries, keys, values and what attention gives, padded. Where heads share keys, torch has no fused kernel: keys
-        and values are there for all heads, and probabilities of all `length` tokens.
+        Where heads share keys, torch has no fused kernel: keys and values for all heads, and `length` probabilities.
         """
         local = self.local
-        if local.num_heads == local.num_kv_heads:
-            return 4 * local.query_size
-        return 4 * local.query_size + local.num_heads * length
+        shares = local.num_heads > local.num_kv_heads
+        return 4 * local.query_size + shares * local.num_heads * length
 
     @property
     def passing_elements(self) -> float:

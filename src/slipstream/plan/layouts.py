@@ -95,11 +95,6 @@ class Workload:
         prompt_share = 1 / self.group_size if self.shares_prompts else 1.0
         return prompt_share * self.lengths.prompt_mean + self.lengths.mean + self.turns.given_mean
 
-    @property
-    def read_tokens(self) -> float:
-        """Mean tokens of a rollout with all of its prompt, whose keys and values each rollout has for itself."""
-        return self.lengths.prompt_mean + self.lengths.mean + self.turns.given_mean
-
     def open_on(self, rows: int) -> int:
         """Return the completions that a replica of so many rows has open."""
         return self.sessions or (2 * rows if self.turns.is_set else rows)

@@ -77,7 +77,8 @@ def is_planned(shape: TransformerConfig) -> bool:
 def trainer_bytes(config: RunConfig, shape: TransformerConfig) -> Parts:
     """Return the bytes that a rank of the trainer is planned to take at most, in a step of the longest completions."""
     trainer, costs = config.trainer, costs_of(config, shape)
-    rows = max(rounded_up(trainer.microbatch_tokens), costs.workload.read_tokens)  # a longer completion is alone
+    longest = config.longest_sequence(shape.max_positions)  # a microbatch by itself, if it is longer
+    rows = max(rounded_up(trainer.microbatch_tokens), longest)
     layout = TrainerLayout(
         devices=trainer.ranks,
         tensor_parallel=trainer.tensor_parallel,
