@@ -157,7 +157,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 90_810
+MAX_LINES = 90_850
 MAX_LINES_OF_SPINE = 1_600
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -180,7 +180,7 @@ MAX_LINES_OF_FOLDER = {
     "jobs": 985,
     "models": 10_000,
     "observe": 9_965,
-    "plan": 7_425,
+    "plan": 7_465,
     "prompts": 1_450,
     "rewards": 3_915,
     "stages": 2_730,

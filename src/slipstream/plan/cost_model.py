@@ -371,7 +371,7 @@ class CostModel:
         whole = params - elsewhere if layout.reduce_once else params / shards
         return {
             "weights": weights,
-            "moments": 8 * min(params / shards, counts.embedding if layout.offloads_moments else math.inf) * models,
+            "moments": 8 * min(params / shards, counts.largest if layout.offloads_moments else math.inf) * models,
             "gradients": 4 * whole * models,
         }
 
@@ -388,6 +388,7 @@ class CostModel:
     def _working(self, layout: TrainerLayout, stage: PlannedStage) -> dict[str, float]:
         """Bytes of a rank of `stage` while it computes: layers as they run, and all microbatches that it has begun.
 
+        Of one rank alone, `passing`: what a pass holds for an instant beyond the other parts, and tables of rotations.
         Ranks that share a sequence have the keys and values of all of it, of a layer that is computed again while it
         is, else of all layers.
         """
@@ -395,7 +396,13 @@ class CostModel:
         element, params = COMPUTED_BYTES[layout.precision], self._trained_of(layout, stage)
         uses_fsdp = layout.sharing > 1 or layout.precision != "float32"
         tokens = layout.microbatch * workload.trained_tokens / layout.context_parallel
-        kept = tokens * counts.kept_elements * element
+        kept, passing = tokens * counts.kept_elements * element, 0.0
+        if layout.devices == 1:  # each rollout has its prompt's keys and values for itself
+            length = workload.lengths.prompt_mean + workload.lengths.mean + self.given
+            kept += 2 * (layout.microbatch * length - tokens) * counts.local.kv_size * element
+            if layout.precision == "float32":
+                padded = layout.microbatch * length * counts.padded_elements(length)
+                kept += element * (padded + tokens * counts.local.gated_mlp * counts.inner)
         each = tokens * element * (model.hidden_size + layout.keeps_products * counts.product_elements)
         logits = (
             min(layout.microbatch * workload.lengths.mean / layout.context_parallel * model.vocab_size, LOGITS_AT_ONCE)
@@ -419,7 +426,14 @@ class CostModel:
             last = stage.is_last
             begun *= in_flight(layout.pipeline_parallel, self.microbatches(layout), layout.chunks, is_last=last)
         others = 2 * counts.local.kv_size * element * tokens * (layout.context_parallel - 1)
-        return {
+        if layout.devices == 1:
+            # The head's gradient in float32 and what is added to it, while no layer runs; then a layer without logits.
+            head = (1 + element / 4) * logits + 4 * counts.head_matrix + max(logits, 4 * counts.head_matrix)
+            layer = tokens * element * counts.passing_elements
+            passing = max(head - layout.recompute * kept, layer, 3 * logits) - 3 * logits
+            passing += 3 * tokens * element * model.hidden_size + 8 * model.max_positions * model.rotary_dim
+        parts = {"passing": passing} if layout.devices == 1 else {}
+        return parts | {
             "gathered": gathered + copies,
             "activations": begun * each + kept + others if layout.recompute else begun * (kept + others),
             "logits": 3 * logits if stage.is_last else 0.0,  # as they are, their probabilities, their gradient

@@ -128,6 +128,13 @@ class Counts:
         positions = self.model.max_positions if self.model.rotary_dim == 0 else 0
         return (self.model.vocab_size + positions) * self.model.hidden_size
 
+    @property
+    def largest(self) -> int:
+        """Numbers of the largest tensor: a table, the MLPs' first matrices, or those of queries, keys, values."""
+        local, parts = self.local, 3 if self.local.gated_mlp else 2
+        qkv = local.hidden_size * (local.query_size + 2 * local.kv_size)
+        return max(self.embedding, self._num_mlps * self._mlp_matrix * (parts - 1) // parts, qkv)
+
     @cached_property
     def params(self) -> int:
         """All that the rank holds. Identity: that of a `Transformer` with this shape."""
@@ -207,6 +214,21 @@ class Counts:
         experts = (self._per_token + local.experts_per_token) * local.hidden_size  # answers have a place on all ranks
         attention = 2 * local.query_size + 2 * local.kv_size + experts
         return 4 * local.hidden_size + attention + (3 if local.gated_mlp else 2) * self.inner
+
+    def padded_elements(self, length: float) -> float:
+        """Padded queries, keys, values and answers of attention in float32, per token and layer, for a backward pass.
+
+        Where heads share keys, torch has no fused kernel: keys and values for all heads, and `length` probabilities.
+        """
+        local = self.local
+        shares = local.num_heads > local.num_kv_heads
+        return 4 * local.query_size + shares * local.num_heads * length
+
+    @property
+    def passing_elements(self) -> float:
+        """Gradients per token that a layer's backward pass holds at once beside what the layer has kept: of the
+        residual stream and norms, and of gate and up, while their product's has the memory of the product."""
+        return 2 * self.local.hidden_size + (2 if self.local.gated_mlp else 1) * self.inner
 
     @cached_property
     def product_elements(self) -> float:

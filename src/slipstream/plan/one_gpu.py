@@ -14,6 +14,7 @@ from slipstream.generator.device import USABLE_MEMORY as USABLE_BY_GENERATOR
 from slipstream.generator.device import replica_device
 from slipstream.models.config import TransformerConfig
 from slipstream.models.hub import with_folders
+from slipstream.models.packed import rounded_up
 from slipstream.models.peft import planned_shapes
 from slipstream.models.preflight import check_policy
 from slipstream.plan.cost_model import USABLE_MEMORY, CostModel
@@ -76,10 +77,12 @@ def is_planned(shape: TransformerConfig) -> bool:
 def trainer_bytes(config: RunConfig, shape: TransformerConfig) -> Parts:
     """Return the bytes that a rank of the trainer is planned to take at most, in a step of the longest completions."""
     trainer, costs = config.trainer, costs_of(config, shape)
+    longest = config.longest_sequence(shape.max_positions)  # a microbatch by itself, if it is longer
+    rows = max(rounded_up(trainer.microbatch_tokens), longest)
     layout = TrainerLayout(
         devices=trainer.ranks,
         tensor_parallel=trainer.tensor_parallel,
-        microbatch=trainer.microbatch_tokens / costs.workload.trained_tokens,
+        microbatch=rows / costs.workload.trained_tokens,
         precision=trainer.precision,
         recompute=trainer.recompute,
         keeps_products=trainer.recompute and not trainer.recompute_products,

@@ -189,6 +189,7 @@ class AdamW:
                 update([tensor], [grad], *([moment] for moment in moments), [steps])
                 for home, moment in zip(homes, moments, strict=True):
                     home.copy_(moment, non_blocking=True)  # read again in the order of this stream
+                del moments, moment  # before the next tensor's are made
         self.parameters.reshard()
 
     def _update(self, *state: list[Tensor], lr: float, **on_device: Any) -> None:
