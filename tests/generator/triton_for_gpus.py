@@ -1,4 +1,4 @@
-"""A process of its own for tests of kernels: of attention, decode steps, layers and checksums.
+"""A process of its own for tests of kernels: of attention, decode steps, layers, sampling and checksums.
 
 Triton compiles here, as it does when a kernel is launched.
 """
@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from slipstream.generator import decode_kernels, paged_kernels
+from slipstream.generator import decode_kernels, paged_kernels, sampler_kernels
 from slipstream.generator.fused_decode import HEADS_TILE, norm_warps
 from slipstream.generator.paged_attention import KEYS_PER_TILE, SPLIT_TOKENS, SPLITS_PER_TILE
 from slipstream.generator.paged_kv import PAGE_SIZE
@@ -90,6 +90,12 @@ def check_resources(program: Any, most_registers: int = MOST_REGISTERS) -> None:
     assert re.search(r"ld\.global\S*\.v4\.b32", ptx), "reads of 16 bytes"
     assert re.search(r"st\.global\S*\.v4\.b32", ptx), "writes of 16 bytes"
     assert not re.search(r"(ld|st)\.global(\.v\d)?\.b16", ptx), "nothing number by number"
+    check_registers(program, most_registers)
+
+
+def check_registers(program: Any, most_registers: int) -> None:
+    """No spills, few registers."""
+    ptx = program.asm["ptx"]
     ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
@@ -148,7 +154,27 @@ def checksums() -> None:
     assert program.metadata.shared == 8 * checksum_kernel.NUM_WARPS * checksum_kernel.GROUP, "room for these sums alone"
 
 
-WORK = {"layer": layer, "decode": decode, "checksums": checksums}
+VOCABULARIES = (151_936, 50_257)  # of Qwen2.5, in 16 bytes a thread, and of GPT-2, whose rows begin anywhere
+
+
+def sampling() -> None:
+    """Both kernels for Hopper, with temperatures and greedy rows."""
+    for width in VOCABULARIES if sys.argv[-1] != "few" else VOCABULARIES[:1]:
+        sizes = {"WIDTH": width, "BLOCK": sampler_kernels.BLOCK, "SCALES": True}
+        types = dict.fromkeys(("logits", "temperatures", "tops", "totals"), "*fp32")
+        blocks = compiled(sampler_kernels.blocks_kernel, types, sizes, 90, sampler_kernels.NUM_WARPS)
+        check_registers(blocks, 40)
+        if width % 4 == 0:
+            assert len(re.findall(r"ld\.global\S*\.v4\.b32", blocks.asm["ptx"])) == 4, "logits in 16 bytes a thread"
+        types = dict.fromkeys(("logits", "temperatures"), "*fp32") | dict.fromkeys(("keys", "positions"), "*i64")
+        types |= {"tops": "*fp32", "totals": "*fp32", "tokens": "*i64", "logprobs": "*fp32"}
+        num_blocks = -(-width // sampler_kernels.BLOCK)
+        sizes |= {"NUM_BLOCKS": num_blocks, "PLACES": power_of_two(num_blocks), "GREEDY": True}
+        drawing = compiled(sampler_kernels.draw_kernel, types, sizes, 90, sampler_kernels.DRAW_WARPS)
+        check_registers(drawing, MOST_REGISTERS)
+
+
+WORK = {"layer": layer, "decode": decode, "sampling": sampling, "checksums": checksums}
 
 if __name__ == "__main__":
     next((work for name, work in WORK.items() if name in sys.argv), main)()

@@ -26,7 +26,7 @@ from torch import Tensor
 from slipstream.core.errors import ConfigError
 from slipstream.core.packed import sent
 from slipstream.generator.fused_decode import default_fused, fused_forward
-from slipstream.generator.noise import uniform_tensor
+from slipstream.generator.fused_sampling import default_fused_sampling, sample
 from slipstream.generator.paged_attention import (
     AttendPages,
     PagedDecodeAttention,
@@ -36,7 +36,7 @@ from slipstream.generator.paged_attention import (
 from slipstream.generator.paged_kv import PAGE_SIZE, PagedKV
 from slipstream.generator.pages import PagedPrefix, PageTable, pages_of
 from slipstream.generator.runner import CLOSED, Chunk, Decoded, Prefix, RowStates, check_room
-from slipstream.generator.sampler import SamplingPlan, SamplingRows, sample_tokens
+from slipstream.generator.sampler import SamplingPlan, SamplingRows
 from slipstream.generator.stage_ticks import packed, unpacked
 from slipstream.generator.step_graphs import StepGraphs
 from slipstream.models.config import TransformerConfig
@@ -174,7 +174,8 @@ class PagedRunner:
     into the tensors that the model has: on CUDA captured steps read those, and a model whose tensors have moved raises
     WeightSyncError. Nothing here is derived from weights. `captures` False runs every step as it is on CUDA too, to
     look for what a graph hides. `looks_ahead`: steps are launched ahead; None: on CUDA. `fused`: layers run in
-    few kernels of Triton (`fused_decode.py`); None: where they can.
+    few kernels of Triton (`fused_decode.py`); None: where they can. `fused_sampling`: so does the sampler, for plans
+    that cut no row (`fused_sampling.py`); None: where an example shows that it is right.
     """
 
     joins_prefill = False  # a captured step has the shape of its rows
@@ -193,6 +194,7 @@ class PagedRunner:
         captures: bool = True,
         looks_ahead: bool | None = None,
         fused: bool | None = None,
+        fused_sampling: bool | None = None,
         records_routes: bool = False,
     ) -> None:
         config = model.config
@@ -222,6 +224,7 @@ class PagedRunner:
         self._attend = default_attend(self._device) if attend is None else attend
         is_fused = default_fused(model, self._device) if fused is None else fused
         self._forward = partial(fused_forward, model) if is_fused else model
+        self._samples_fused = default_fused_sampling(model, self._device) if fused_sampling is None else fused_sampling
         self._graphs = StepGraphs(model, self._device, captures=captures)
         self._looks_ahead = self._device.type == "cuda" if looks_ahead is None else looks_ahead
         self._open_staging()
@@ -421,11 +424,13 @@ class PagedRunner:
         slots = pages * PAGE_SIZE + positions % PAGE_SIZE
         attention = PagedDecodeAttention(self._kv, self._attend, slots=slots, blocks=blocks, lengths=positions + 1)
         hidden = self._forward(state.input_tokens[rows], positions, attention)
-        sampled = sample_tokens(
+        sampled = sample(
             self._model.logits(hidden),
             SamplingRows(state.temperatures[rows], state.top_k[rows], state.top_p[rows], state.min_p[rows]),
-            uniform_tensor(state.noise_keys[rows], state.num_new[rows]),
+            state.noise_keys[rows],
+            state.num_new[rows],
             shape.plan,
+            fused=self._samples_fused,
         )
         torch.mul(sampled.tokens, advance, out=state.input_tokens[rows])
         positions.add_(advance)

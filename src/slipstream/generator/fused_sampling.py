@@ -1,0 +1,76 @@
+"""Sampling from the whole vocabulary in two kernels (`sampler_kernels.py`), where they are and agree with torch.
+
+They draw what `sampler.sample_tokens` does, by the same noise: tokens are equal but where a boundary between two of
+them lies nearer to u than the rounding of float32 sums. Rows that are cut are left to torch's operations.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from slipstream.generator.noise import uniform_tensor
+from slipstream.generator.sampler import SampledTokens, SamplingPlan, SamplingRows, sample_tokens
+from slipstream.models.transformer import OneRank, Transformer
+
+logger = logging.getLogger(__name__)
+
+MAX_ERROR = 1e-4
+"""Nats between logprobs of the kernels and of torch, on the example."""
+SPIKES, HEIGHT = 64, 20.0
+"""Tokens of each row of the example that have nearly all of its probability, so that boundaries lie far apart."""
+
+
+def sample(
+    logits: Tensor, rows: SamplingRows, keys: Tensor, positions: Tensor, plan: SamplingPlan, *, fused: bool
+) -> SampledTokens:
+    """`sample_tokens` with the noise of `keys` and `positions` int64 [B]; by the kernels, if `fused` and none is cut."""
+    if fused and not plan.truncates:
+        from slipstream.generator import sampler_kernels as kernels
+
+        flags = {"scales": plan.has_temperature, "has_greedy": plan.has_greedy}
+        return SampledTokens(*kernels.draw(logits, rows.temperatures, keys, positions, **flags), None)
+    return sample_tokens(logits, rows, uniform_tensor(keys, positions), plan)
+
+
+def default_fused_sampling(model: Transformer, device: torch.device) -> bool:
+    """On CUDA with Triton, where one rank samples, and its kernels agree with torch on an example."""
+    if device.type != "cuda" or not isinstance(model.ranks, OneRank) or importlib.util.find_spec("triton") is None:
+        return False
+    return agrees(device, model.config.vocab_size)
+
+
+@functools.cache
+def agrees(device: torch.device, width: int) -> bool:
+    """Tell whether the kernels draw what torch does on `device`, from `width` logits, with temperatures and without."""
+    try:
+        return all(_agrees(device, width, numbers) for numbers in ([1.0], [1.0, 0.7, 0.0, 1.3]))
+    except Exception as error:  # noqa: BLE001 - compilers and drivers raise what they like, and torch's way is there
+        logger.warning("sampling is left to torch: its kernels do not run here (%r)", error)
+        return False
+
+
+def _agrees(device: torch.device, width: int, temperatures: Sequence[float]) -> bool:
+    logits, keys, positions = (x.to(device) for x in example(width))
+    each = torch.tensor(temperatures, device=device).repeat(len(logits) // len(temperatures))
+    rows = SamplingRows(each, torch.zeros_like(keys), torch.ones_like(each), torch.zeros_like(each))
+    plan = SamplingPlan(has_greedy=0.0 in temperatures, has_temperature=len(temperatures) > 1)
+    found, right = (sample(logits, rows, keys, positions, plan, fused=fused) for fused in (True, False))
+    error = float((found.logprobs - right.logprobs).abs().max())
+    is_right = torch.equal(found.tokens, right.tokens) and error < MAX_ERROR
+    if not is_right:
+        logger.warning("sampling is left to torch: its kernels draw other tokens, or err by %.1e nats", error)
+    return is_right
+
+
+def example(width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits float32 [8, width], keys and positions int64 [8]."""
+    generator = torch.Generator().manual_seed(width)
+    logits = torch.randn(8, width, generator=generator)
+    logits.scatter_add_(1, torch.randint(width, (8, SPIKES), generator=generator), torch.full((8, SPIKES), HEIGHT))
+    return logits, torch.randint(2**62, (8,), generator=generator), torch.arange(8)
