@@ -1,4 +1,4 @@
-"""The sampler's kernels: interpreted they draw what torch does, compiled they fit, and with `-m gpu` they run on one."""
+"""The sampler's kernels: interpreted they draw what torch does, compiled they fit; with `-m gpu`, on a GPU."""
 
 from __future__ import annotations
 

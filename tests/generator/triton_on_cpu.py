@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from engine_kit import STOP, adapted_model, new_engine, random_mixture, random_model, requests, run
 from torch import Tensor, nn
 
-from slipstream.generator.engine import Engine
 from slipstream.generator import fused_sampling, sampler_kernels
+from slipstream.generator.engine import Engine
 from slipstream.generator.fused_decode import add_norm, enter, fused_forward
 from slipstream.generator.noise import noise_keys, uniform
 from slipstream.generator.paged_attention import SPLIT_TOKENS, PagedDecodeAttention, attend_gathered, attend_split
@@ -333,7 +333,7 @@ def check_draws_alone() -> None:
     """A row's bits are its own, whatever its neighbours ask for."""
     logits = logits_of(BLOCK + 2)
     together = drawn(logits, MIXED, fused=True)
-    for row in (0, 3) if IS_FEW else range(ROWS):
+    for row in (3,) if IS_FEW else range(ROWS):
         one = slice(row, row + 1)
         alone = drawn(logits[one], MIXED[one], fused=True, start=row)
         assert torch.equal(alone.tokens, together.tokens[one])

@@ -29,7 +29,7 @@ SPIKES, HEIGHT = 64, 20.0
 def sample(
     logits: Tensor, rows: SamplingRows, keys: Tensor, positions: Tensor, plan: SamplingPlan, *, fused: bool
 ) -> SampledTokens:
-    """`sample_tokens` with the noise of `keys` and `positions` int64 [B]; by the kernels, if `fused` and none is cut."""
+    """`sample_tokens` with the noise of `keys` and `positions` int64 [B]; by kernels, if `fused` and no row is cut."""
     if fused and not plan.truncates:
         from slipstream.generator import sampler_kernels as kernels
 

@@ -67,8 +67,12 @@ class PagedKV:
         """Keys and values [N, Hkv, D] at `slots` int64 [N]."""
         return self._key_slots[layer].index_select(0, slots), self._value_slots[layer].index_select(0, slots)
 
-    def copy_pages(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
-        """Copy page `sources[i]` to `destinations[i]` in every layer; no destination is a source."""
-        taken, given = sent(torch.tensor([sources, destinations]), self.keys.device)
+    def copy_pages(self, sources: Sequence[int] | Tensor, destinations: Sequence[int] | Tensor) -> None:
+        """Copy page `sources[i]` to `destinations[i]` in every layer; what a page held before is what is copied of it.
+
+        Numbers of the host are sent; those that are there already are int64 [N].
+        """
+        if not isinstance(sources, Tensor) or not isinstance(destinations, Tensor):
+            sources, destinations = sent(torch.tensor([sources, destinations]), self.keys.device)
         for stored in (self.keys, self.values, *([] if self.routes is None else [self.routes])):
-            stored.index_copy_(1, given, stored.index_select(1, taken))
+            stored.index_copy_(1, destinations, stored.index_select(1, sources))
