@@ -19,6 +19,7 @@ from slipstream.core.clock import VirtualClock
 from slipstream.core.errors import ConfigError
 from slipstream.core.fields import Precision
 from slipstream.core.sections import GeneratorConfig
+from slipstream.generator import paged_runner
 from slipstream.generator.engine import Engine
 from slipstream.generator.native import likely_plans
 from slipstream.generator.noise import noise_keys, uniform
@@ -369,11 +370,12 @@ def test_likely_steps_end_at_a_number_and_at_seconds(monkeypatch: pytest.MonkeyP
         clock.advance(1.0)
 
     monkeypatch.setattr(PagedRunner, "_run", captured)
+    monkeypatch.setattr(paged_runner, "WallClock", lambda: clock)
     runner = PagedRunner(random_model(max_positions=300), num_rows=6, max_len=300)
     every = [(rows, blocks) for rows in (6, 4, 2, 1) for blocks in (19, 16)]
     for limits, number in (({}, 8), ({"most": 5}, 5), ({"most": 1}, 2), ({"limit_s": 3.0}, 3), ({"limit_s": 0.0}, 2)):
         asked.clear()
-        runner.warm_up(clock=clock, **limits)  # type: ignore[arg-type]
+        runner.warm_up(**limits)  # type: ignore[arg-type]
         assert asked == every[:number]
 
 

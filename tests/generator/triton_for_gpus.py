@@ -169,7 +169,7 @@ def sampling() -> None:
         types = dict.fromkeys(("logits", "temperatures"), "*fp32") | dict.fromkeys(("keys", "positions"), "*i64")
         types |= {"tops": "*fp32", "totals": "*fp32", "tokens": "*i64", "logprobs": "*fp32"}
         num_blocks = -(-width // sampler_kernels.BLOCK)
-        sizes |= {"NUM_BLOCKS": num_blocks, "PLACES": power_of_two(num_blocks), "GREEDY": True}
+        sizes |= {"NUM_BLOCKS": num_blocks, "PLACES": power_of_two(num_blocks)}
         drawing = compiled(sampler_kernels.draw_kernel, types, sizes, 90, sampler_kernels.DRAW_WARPS)
         check_registers(drawing, MOST_REGISTERS)
 

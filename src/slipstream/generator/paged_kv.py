@@ -68,10 +68,7 @@ class PagedKV:
         return self._key_slots[layer].index_select(0, slots), self._value_slots[layer].index_select(0, slots)
 
     def copy_pages(self, sources: Sequence[int] | Tensor, destinations: Sequence[int] | Tensor) -> None:
-        """Copy page `sources[i]` to `destinations[i]` in every layer; what a page held before is what is copied of it.
-
-        Numbers of the host are sent; those that are there already are int64 [N].
-        """
+        """Copy page `sources[i]`, as it was before all copies, to `destinations[i]` in every layer (tensors: int64)."""
         if not isinstance(sources, Tensor) or not isinstance(destinations, Tensor):
             sources, destinations = sent(torch.tensor([sources, destinations]), self.keys.device)
         for stored in (self.keys, self.values, *([] if self.routes is None else [self.routes])):

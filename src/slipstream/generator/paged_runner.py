@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.core.clock import Clock, WallClock
+from slipstream.core.clock import WallClock
 from slipstream.core.errors import ConfigError
 from slipstream.core.packed import sent
 from slipstream.generator.fused_decode import default_fused, fused_forward
@@ -392,12 +392,7 @@ class PagedRunner:
 
     @torch.inference_mode()
     def warm_up(
-        self,
-        plans: Sequence[SamplingPlan] = (SamplingPlan(),),
-        *,
-        most: int | None = None,
-        limit_s: float = math.inf,
-        clock: Clock | None = None,
+        self, plans: Sequence[SamplingPlan] = (SamplingPlan(),), *, most: float = math.inf, limit_s: float = math.inf
     ) -> None:
         """Capture the steps of all shapes for these plans, while no row is open; else each is when first needed.
 
@@ -405,13 +400,11 @@ class PagedRunner:
         rows are always captured, the others up to `most` in all, none after `limit_s` seconds.
         """
         assert not self._pages.is_open.any(), "rows are open"
-        clock = WallClock() if clock is None else clock
-        start_s = clock.now_s()
+        until_s = WallClock().now_s() + limit_s
         self._upload()
         shapes = itertools.product(self._row_buckets[::-1], plans, self._context_buckets[::-1])
         for done, (num_rows, plan, num_tokens) in enumerate(shapes):
-            is_over = (most is not None and done >= most) or clock.now_s() - start_s >= limit_s
-            if is_over and num_rows < self.num_rows:
+            if num_rows < self.num_rows and (done >= most or WallClock().now_s() >= until_s):
                 break
             self._run(self._shape(int(num_rows), int(num_tokens), plan))
         if self._device.type == "cuda":
