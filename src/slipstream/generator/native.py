@@ -34,8 +34,7 @@ from slipstream.models.sharded import Division, build_sharded_policy
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.models.transformer import Transformer
 
-MOST_CAPTURED, CAPTURE_LIMIT_S = 64, 20.0
-"""Steps of pages that an engine captures at its start, and for how long; those of all rows are captured anyway."""
+MOST_CAPTURED, CAPTURE_LIMIT_S = 64, 20.0  # steps that an engine captures at its start; those of all rows in any case
 
 
 def native_engine(

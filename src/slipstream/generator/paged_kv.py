@@ -69,7 +69,9 @@ class PagedKV:
 
     def copy_pages(self, sources: Sequence[int] | Tensor, destinations: Sequence[int] | Tensor) -> None:
         """Copy page `sources[i]`, as it was before all copies, to `destinations[i]` in every layer (tensors: int64)."""
-        if not isinstance(sources, Tensor) or not isinstance(destinations, Tensor):
-            sources, destinations = sent(torch.tensor([sources, destinations]), self.keys.device)
+        if isinstance(sources, Tensor) and isinstance(destinations, Tensor):
+            taken, given = sources, destinations
+        else:
+            taken, given = sent(torch.tensor([sources, destinations]), self.keys.device)
         for stored in (self.keys, self.values, *([] if self.routes is None else [self.routes])):
-            stored.index_copy_(1, destinations, stored.index_select(1, sources))
+            stored.index_copy_(1, given, stored.index_select(1, taken))

@@ -250,7 +250,8 @@ class PagedRunner:
         host, self._staged = self._host.numpy(), torch.zeros(self._host.shape, dtype=torch.int64, device=self._device)
         self._rows = _DeviceRows(host[:for_rows].reshape(_DeviceRows.WIDTH, -1), self._staged[:for_rows])
         self._copies = PageCopies([], [])  # for rows that were opened since the last upload, one page each at most
-        self._host_copies, self._staged_copies = (x[for_rows:copied].reshape(2, -1) for x in (host, self._staged))
+        self._host_copies = host[for_rows:copied].reshape(2, -1)
+        self._staged_copies = self._staged[for_rows:copied].view(2, -1)
         self._pages.blocks = host[start:].view(np.int32)[: blocks.size].reshape(blocks.shape)
         self._pages.blocks[:] = blocks
         self._blocks = self._staged[start:].view(torch.int32)[: blocks.size].view(blocks.shape)
@@ -427,7 +428,7 @@ class PagedRunner:
         """Bring what has changed to the device, and make the copies of pages that opened rows wait for."""
         if self._pages.is_changed or self._rows.is_changed:
             num_copies = len(self._copies.sources)
-            self._host_copies[:, :num_copies] = self._copies
+            self._host_copies[:, :num_copies] = np.array(self._copies)
             self._staged.copy_(self._host, non_blocking=True)
             if num_copies:
                 self._kv.copy_pages(*self._staged_copies[:, :num_copies])

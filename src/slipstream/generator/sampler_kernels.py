@@ -113,8 +113,7 @@ def draw(
 
     `scales`: some of `temperatures` float32 [B] are neither 0, which is greedy, nor 1.
     """
-    logits = logits.contiguous()
-    rows, width = logits.shape
+    rows, width = (logits := logits.contiguous()).shape
     blocks = triton.cdiv(width, BLOCK)
     tops, totals = logits.new_empty(2, rows, blocks)
     tokens, logprobs = torch.empty_like(keys), logits.new_empty(rows)
