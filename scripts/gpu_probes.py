@@ -7,6 +7,7 @@
     ipc_fallback  a version to a reader that cannot map it, by way of host memory
     fsdp       one rank of FSDP2 in bfloat16: a training step of a small model, gradients in float32
     fused      layers of a decode step in few kernels against the model's own operations, in bfloat16; seconds of both
+    sampling   whole rows sampled in two kernels against torch's operations; seconds of both
     varlen     attention over packed sequences with shared prompts in one call, against padded batches
 
 Each prints what it found and exits with an error where a number is wrong. `--device cpu` tries those that a CPU has.
@@ -32,9 +33,11 @@ from slipstream.algorithms.logprobs import token_logprobs
 from slipstream.core.peer_messages import WeightsOffered
 from slipstream.core.rank_group import RankGroup
 from slipstream.generator.fused_decode import fused_forward
+from slipstream.generator.fused_sampling import agrees, sample
 from slipstream.generator.paged_attention import PagedDecodeAttention, default_attend
 from slipstream.generator.paged_kv import PAGE_SIZE, PagedKV
 from slipstream.generator.pages import pages_of
+from slipstream.generator.sampler import SamplingPlan, SamplingRows
 from slipstream.models.attention import PackedAttention, flash_is_right
 from slipstream.models.config import TransformerConfig
 from slipstream.models.head import wide_product
@@ -187,6 +190,34 @@ def fused(device: str) -> dict[str, Any]:
     return found
 
 
+def sampling(device: str) -> dict[str, Any]:
+    """256 rows of Qwen2.5's vocabulary; on a CPU (TRITON_INTERPRET=1) two of a small one."""
+    rows, width = (256, 151_936) if device == "cuda" else (2, 5000)
+    found: dict[str, Any] = {"agrees": agrees(torch.device(device), width)}
+    assert found["agrees"], "see the warning"
+    logits = torch.randn(rows, width, device=device) * 4
+    keys, positions = torch.randint(2**62, (rows,), device=device), torch.arange(rows, device=device)
+    for name, temperature in (("plain", 1.0), ("warm", 0.7)):
+        each, plan = torch.full((rows,), temperature, device=device), SamplingPlan(has_temperature=temperature != 1.0)
+        how = SamplingRows(each, torch.zeros_like(keys), torch.ones_like(each), torch.zeros_like(each))
+        drawn = []
+        for fused in (False, True):
+            step = partial(sample, logits, how, keys, positions, plan, fused=fused)
+            with torch.inference_mode():
+                drawn.append(step())
+                if device == "cuda":
+                    graph = torch.cuda.CUDAGraph()
+                    with torch.cuda.graph(graph):
+                        step()
+                    found[f"{name}_{'fused' if fused else 'torch'}_s"] = best_s(graph.replay, device)
+        is_same = drawn[0].tokens == drawn[1].tokens
+        found[f"{name}_same"] = float(is_same.float().mean())
+        found[f"{name}_error"] = float((drawn[0].logprobs - drawn[1].logprobs)[is_same].abs().max())
+        assert found[f"{name}_same"] > 0.98, found
+        assert found[f"{name}_error"] < 1e-4, found
+    return found
+
+
 def _write(queue: Any, done: Any) -> None:
     shared = queue.get(timeout=40)
     shared.mul_(2)
@@ -299,6 +330,7 @@ PROBES: dict[str, Callable[[str], dict[str, Any]]] = {
     "products": products,
     "capture": capture,
     "fused": fused,
+    "sampling": sampling,
     "ipc": ipc,
     "ipc_fallback": ipc_fallback,
     "fsdp": fsdp,

@@ -157,7 +157,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 90_850
+MAX_LINES = 91_090
 MAX_LINES_OF_SPINE = 1_600
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -175,7 +175,7 @@ MAX_LINES_OF_FOLDER = {
     "core": 11_540,
     "environments": 8_085,
     "evals": 2_700,
-    "generator": 9_710,
+    "generator": 9_940,
     "jail": 1_060,
     "jobs": 985,
     "models": 10_000,

@@ -182,7 +182,7 @@ for probe in probes:
 @pytest.mark.slow
 def test_probes_of_what_a_cpu_has(tmp_path: Path) -> None:
     """In one process: the import of torch takes longer than any of them."""
-    probes = ["products", "fsdp", "varlen", "rates", "fused", "ipc_fallback"]
+    probes = ["products", "fsdp", "varlen", "rates", "fused", "sampling", "ipc_fallback"]
     command = [sys.executable, "-c", ONE_BY_ONE, str(PROJECT / "scripts" / "gpu_probes.py"), str(tmp_path), *probes]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)

@@ -15,14 +15,17 @@ from engine_kit import STOP, drain, new_engine, random_model, random_prompt, req
 from test_engine_transformers import hf_model, prompts_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from slipstream.core.clock import VirtualClock
 from slipstream.core.errors import ConfigError
 from slipstream.core.fields import Precision
 from slipstream.core.sections import GeneratorConfig
+from slipstream.generator import paged_runner
 from slipstream.generator.engine import Engine
 from slipstream.generator.native import likely_plans
 from slipstream.generator.noise import noise_keys, uniform
 from slipstream.generator.paged_kv import PAGE_SIZE, PagedKV
 from slipstream.generator.paged_runner import PagedRunner, StepShape, context_buckets, row_buckets
+from slipstream.generator.pages import PagedPrefix
 from slipstream.generator.requests import Finished, Request
 from slipstream.generator.runner import Chunk, Decoded, Prefix, RowStates
 from slipstream.generator.sampler import SamplingPlan
@@ -348,12 +351,32 @@ def test_likely_steps_are_those_of_all_rows_as_training_samples(monkeypatch: pyt
     generator = GeneratorConfig(temperature=0.7, top_k=5, keep_sets=True)
     options = {"num_slots": 12, "max_len": 600, "is_paged": True, "likely": likely_plans(generator)}
     engine = new_engine(random_model(max_positions=600), **options)
-    assert [(shape.num_rows, shape.num_blocks) for shape in asked] == [(12, 38), (12, 32), (12, 16)]
+    assert [(shape.num_rows, shape.num_blocks) for shape in asked[:3]] == [(12, 38), (12, 32), (12, 16)]
+    assert {shape.plan for shape in asked} == set(likely_plans(generator))
     ready, asked[:] = set(asked), []
     batch = [replace(r, temperature=0.7, top_k=5, keep_sets=True) for r in requests(12, max_new_tokens=3)]
     run(engine, batch)
     assert asked[0] in ready
     assert asked[0].num_rows == 12
+
+
+def test_likely_steps_end_at_a_number_and_at_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the most rows down, each from the longest down; those of all rows come whatever the bounds are."""
+    asked: list[tuple[int, int]] = []
+    clock = VirtualClock()
+
+    def captured(runner: PagedRunner, shape: StepShape) -> None:
+        asked.append((shape.num_rows, shape.num_blocks))
+        clock.advance(1.0)
+
+    monkeypatch.setattr(PagedRunner, "_run", captured)
+    monkeypatch.setattr(paged_runner, "WallClock", lambda: clock)
+    runner = PagedRunner(random_model(max_positions=300), num_rows=6, max_len=300)
+    every = [(rows, blocks) for rows in (6, 4, 2, 1) for blocks in (19, 16)]
+    for limits, number in (({}, 8), ({"most": 5}, 5), ({"most": 1}, 2), ({"limit_s": 3.0}, 3), ({"limit_s": 0.0}, 2)):
+        asked.clear()
+        runner.warm_up(**limits)  # type: ignore[arg-type]
+        assert asked == every[:number]
 
 
 class Operations(TorchDispatchMode):
@@ -387,3 +410,83 @@ def test_all_changes_between_two_steps_are_one_upload() -> None:
     assert uploads == [1, 0]
     assert runner._rows.advance.tolist() == [1, 1, 1, 0, 0, 0, 0, 0]
     assert runner._rows.positions.tolist() == [2, 2, 2, 0, 0, 0, 0, 0]
+
+
+def test_copies_of_pages_come_with_the_upload() -> None:
+    """Two prefixes whose last pages are partly filled: opening rows runs nothing, the step has one upload."""
+    model, prompts = random_model(), (random_prompt(20), random_prompt(7, seed=1))
+    runner = PagedRunner(model, num_rows=8, max_len=64)
+    prefixes = [prefilled(runner, prompt) for prompt in prompts]
+    with Operations() as between:
+        runner.open_rows([0, 4], prefixes[0], states(2, length=20))
+        runner.open_rows([2], prefixes[1], states(1, length=7))
+        runner.move_rows([4], [1])
+    assert not between.names
+    with Operations() as step:
+        runner.decode(3)
+    assert step.sources.count(runner._host.data_ptr()) == 1
+    assert "aten::lift_fresh" not in step.names, "numbers of the host's"
+    runner.close_rows([0, 1, 2])
+    runner.open_rows([0, 1], prefixes[0], states(2, length=20))
+    runner.open_rows([2], prefixes[1], states(1, length=7))
+    sequences = {row: np.append(prompts[row == 2], 3) for row in range(3)}
+    decode_greedily(runner, model, sequences, 4)
+
+
+Sequences = dict[int, np.ndarray]
+
+
+def taken_over(runner: PagedRunner, prefix: PagedPrefix) -> Sequences:
+    """The prefix is given up; another one has its pages, and is filled."""
+    runner.close_prefix(prefix)
+    other = prefilled(runner, random_prompt(30, seed=9))
+    assert isinstance(other, PagedPrefix)
+    assert prefix.pages[-1] in other.pages
+    return {}
+
+
+def a_source_is_a_destination(runner: PagedRunner, prefix: PagedPrefix) -> Sequences:
+    """The prefix is given up; the copy for another row goes to its page."""
+    tokens = random_prompt(9, seed=9)
+    other = prefilled(runner, tokens)
+    runner.close_prefix(prefix)
+    while runner._pages._free[-1] != prefix.pages[-1]:
+        assert runner.open_prefix(1) is not None
+    assert runner.open_rows([3], other, states(1, length=9))
+    assert runner._pages.blocks[3, 0] == prefix.pages[-1]
+    return {3: np.append(tokens, 3)}
+
+
+def closed_and_filled(runner: PagedRunner, prefix: PagedPrefix) -> Sequences:
+    """Another row ends before its page is copied; a prompt fills that page, and rows on it share it."""
+    assert runner.open_rows([3], prefix, states(1, length=20))
+    (page,) = runner._pages.blocks[3, 1:2].tolist()
+    runner.close_rows([3])
+    tokens = random_prompt(PAGE_SIZE, seed=9)
+    other = prefilled(runner, tokens)
+    assert isinstance(other, PagedPrefix)
+    assert other.pages.tolist() == [page]
+    assert runner.open_rows([3], other, states(1, length=PAGE_SIZE))
+    return {3: np.append(tokens, 3)}
+
+
+def parked_and_opened(runner: PagedRunner, prefix: PagedPrefix) -> Sequences:
+    """Another row is parked before its first step, and opened again: a copy of a page that a copy goes to."""
+    assert runner.open_rows([3], prefix, states(1, length=20))
+    assert runner.open_rows([2], runner.park_row(3), states(1, length=20))
+    return {2: np.append(random_prompt(20), 3)}
+
+
+CHANGES = [taken_over, a_source_is_a_destination, closed_and_filled, parked_and_opened]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_copies_that_wait_are_of_what_pages_held(change: Callable[[PagedRunner, PagedPrefix], Sequences]) -> None:
+    """Between opening a row and its first step pages change hands; every row says what a full forward does."""
+    model, prompt = random_model(), random_prompt(20)
+    runner = PagedRunner(model, num_rows=4, max_len=64)
+    prefix = prefilled(runner, prompt)
+    assert isinstance(prefix, PagedPrefix)
+    assert runner.open_rows([0], prefix, states(1, length=20))
+    others = change(runner, prefix)
+    decode_greedily(runner, model, {0: np.append(prompt, 3)} | others, 3)

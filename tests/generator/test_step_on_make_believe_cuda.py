@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from slipstream.core.fields import Precision
 from slipstream.core.lora_section import LoraConfig
-from slipstream.generator import paged_attention, paged_kv, paged_runner
+from slipstream.generator import fused_sampling, paged_attention, paged_kv, paged_runner
 from slipstream.generator.native import move_but_linear
 from slipstream.generator.paged_runner import PagedRunner
 from slipstream.generator.runner import Chunk, RowStates
@@ -153,6 +153,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "pin_memory",
         lambda self: SimpleNamespace(numpy=lambda: np.zeros(self.shape, np.int64), shape=self.shape),
     )
+    monkeypatch.setattr(fused_sampling, "agrees", lambda device, width: False)  # it would launch, and look at numbers
     monkeypatch.setattr(torch.Tensor, "__invert__", lambda self: torch.bitwise_not(self))
     monkeypatch.setattr(torch.Tensor, "copy_", lambda self, source: (source.expand(self.shape), self)[1])
     if importlib.util.find_spec("triton") is not None:
@@ -203,6 +204,43 @@ def test_a_step_stays_on_the_device(family: str, precision: Precision, cuda: Non
             with NoCopies():
                 out = runner._step(runner._shape(3, 300, plan))
             assert (out.shape, out.dtype, out.device) == ((4, 2 + plan.num_kept), torch.int32, CUDA)
+
+
+def test_whole_rows_are_drawn_in_two_kernels(cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where an example agrees; noise, temperatures and greedy rows are in them. Rows that are cut have torch's way."""
+    kernels = pytest.importorskip("slipstream.generator.sampler_kernels")
+    launched: Counter[str] = Counter()
+    for name in ("blocks_kernel", "draw_kernel"):
+        monkeypatch.setattr(kernels, name, launches(name, launched))
+    model, _ = served_model(CONFIG, "bfloat16")
+    operations: list[list[str]] = []
+    for is_right in (True, False):
+        monkeypatch.setattr(fused_sampling, "agrees", lambda device, width, is_right=is_right: is_right)
+        runner = PagedRunner(model, num_rows=4, max_len=512, attend=attend, fused=False, captures=False)
+        for plan in (SamplingPlan(), SamplingPlan(has_greedy=True, has_temperature=True), *PLANS[1:]):
+            launched.clear()
+            with NoCopies(), Computing() as own:
+                out = runner._step(runner._shape(3, 300, plan))
+            assert (out.shape, out.dtype, out.device) == ((4, 2 + plan.num_kept), torch.int32, CUDA)
+            assert set(launched.values()) == ({1} if is_right and not plan.truncates else set())
+            assert len(launched) == (2 if is_right and not plan.truncates else 0)
+            operations.append(own.names)
+    assert len(operations[5]) - len(operations[0]) >= 25, "noise alone is 17"
+    assert operations[0] == operations[1] == operations[2], "nothing that depends on the plan is left to torch"
+
+
+class Computing(TorchDispatchMode):
+    """Lists operators that are no views and make no memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func._schema.name.startswith(("aten::empty", "aten::new_empty")):
+            is_view = any(one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns)
+            self.names += [] if is_view else [func._schema.name]
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize(("precision", "adapters"), covering(["float32", "bfloat16", "fp8"], ["float32", "bfloat16"]))
@@ -310,7 +348,7 @@ def test_rows_come_and_go_and_a_step_is_read_once(family: str, crossings: Counte
     states = RowStates.closed(3)
     states.positions[:] = 40
     assert runner.open_rows([0, 1, 2], prefix, states)
-    assert crossed() == {"sent": 1}, "pages to copy"
+    assert not crossed(), "pages to copy come along with the step"
     with NoCopies():
         runner.decode(3)
         assert crossed() == {"staged": 1, "read": 1, "wait": 1}

@@ -1,4 +1,4 @@
-"""A process of its own for tests of kernels: of attention, decode steps, layers, heads, rounding and checksums.
+"""A process of its own for tests of kernels: of attention, decode steps, layers, heads, rounding, sampling, checksums.
 
 Triton compiles here, as it does when a kernel is launched. With "few" behind the kinds it does so for one model only.
 """
@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from slipstream.generator import decode_kernels, paged_kernels
+from slipstream.generator import decode_kernels, paged_kernels, sampler_kernels
 from slipstream.generator.fused_decode import HEADS_TILE, norm_warps
 from slipstream.generator.paged_attention import KEYS_PER_TILE, SPLIT_TOKENS, SPLITS_PER_TILE
 from slipstream.generator.paged_kv import PAGE_SIZE
@@ -216,9 +216,30 @@ def checksums() -> None:
     assert program.metadata.shared == 8 * checksum_kernel.NUM_WARPS * checksum_kernel.GROUP, "room for these sums alone"
 
 
+SAMPLED = (151_936, 50_257)  # of Qwen2.5, in 16 bytes a thread, and of GPT-2, whose rows begin anywhere
+
+
+def sampling() -> None:
+    """Both kernels for Hopper, with temperatures and greedy rows."""
+    for width in SAMPLED[:1] if IS_FEW else SAMPLED:
+        sizes = {"WIDTH": width, "BLOCK": sampler_kernels.BLOCK, "SCALES": True}
+        types = dict.fromkeys(("logits", "temperatures", "tops", "totals"), "*fp32")
+        blocks = compiled(sampler_kernels.blocks_kernel, types, sizes, 90, sampler_kernels.NUM_WARPS)
+        check_registers(blocks, 40)
+        if width % 4 == 0:
+            assert len(re.findall(r"ld\.global\S*\.v4\.b32", blocks.asm["ptx"])) == 4, "logits in 16 bytes a thread"
+        types = dict.fromkeys(("logits", "temperatures"), "*fp32") | dict.fromkeys(("keys", "positions"), "*i64")
+        types |= {"tops": "*fp32", "totals": "*fp32", "tokens": "*i64", "logprobs": "*fp32"}
+        num_blocks = -(-width // sampler_kernels.BLOCK)
+        sizes |= {"NUM_BLOCKS": num_blocks, "PLACES": power_of_two(num_blocks)}
+        drawing = compiled(sampler_kernels.draw_kernel, types, sizes, 90, sampler_kernels.DRAW_WARPS)
+        check_registers(drawing, MOST_REGISTERS)
+
+
 WORK = {
     "layer": layer,
     "decode": decode,
+    "sampling": sampling,
     "checksums": checksums,
     "attention": attention,
     "head": head,

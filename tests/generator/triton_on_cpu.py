@@ -1,6 +1,6 @@
-"""A process of its own for `test_paged_attention.py`, `test_decode_kernels.py` and `models/test_layer_kernels.py`.
+"""A process of its own for tests of the kernels of attention, of decode steps, of layers and of sampling.
 
-It is called with kinds of kernels, attention, decode and layer, and with "few" behind them checks a part of the cases.
+It is called with kinds of kernels, attention, decode, layer, sampling, and with "few" behind them checks some cases.
 Triton reads TRITON_INTERPRET=1 where a kernel is defined.
 """
 
@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,12 +19,14 @@ import torch.nn.functional as F
 from engine_kit import STOP, adapted_model, new_engine, random_mixture, random_model, requests, run
 from torch import Tensor, nn
 
-from slipstream.generator import fused_decode
+from slipstream.generator import fused_decode, fused_sampling, sampler_kernels
 from slipstream.generator.engine import Engine
 from slipstream.generator.fused_decode import add_norm, enter, fused_forward, normed_for
+from slipstream.generator.noise import noise_keys, uniform
 from slipstream.generator.paged_attention import SPLIT_TOKENS, PagedDecodeAttention, attend_gathered, attend_split
 from slipstream.generator.paged_kv import PagedKV
 from slipstream.generator.paged_runner import PagedRunner
+from slipstream.generator.sampler import SampledTokens, SamplingPlan, SamplingRows
 from slipstream.models import layer_functions, products, transformer
 from slipstream.models.attention import PackedAttention
 from slipstream.models.e4m3 import E4m3Rows, by_kernel, in_torch
@@ -347,6 +350,114 @@ def check_layers() -> None:
                 torch.testing.assert_close(one, other, atol=2e-5 * float(other.abs().max()), rtol=0)
 
 
+ROWS, BLOCK = 8, sampler_kernels.BLOCK
+MIXED = torch.tensor([1.0, 0.7, 0.0, 1.3, 0.0, 1.0, 0.6, 2.5])
+TEMPERATURES = (torch.ones(ROWS), MIXED, torch.zeros(ROWS))
+
+
+def drawn(logits: Tensor, temperatures: Tensor, *, fused: bool, start: int = 0) -> SampledTokens:
+    """Rows `start`, `start` + 1, ... of a batch, each with the noise of its own key and position."""
+    rows = range(start, start + len(logits))
+    keys = torch.from_numpy(noise_keys(5, [(0, row, 1) for row in rows]).view(np.int64))
+    is_greedy, off = temperatures == 0, torch.zeros_like(temperatures)
+    plan = SamplingPlan(
+        has_greedy=bool(is_greedy.any()),
+        all_greedy=bool(is_greedy.all()),
+        has_temperature=bool(((temperatures != 1) & ~is_greedy).any()),
+    )
+    how = SamplingRows(temperatures, off.long(), off + 1, off)
+    return fused_sampling.sample(logits, how, keys, 3 * torch.tensor(rows), plan, fused=fused)
+
+
+def logits_of(width: int) -> Tensor:
+    """Plain ones, ones with many -inf, also in whole blocks, ties, one token that is nearly certain, even ones."""
+    logits = torch.randn(ROWS, width, generator=torch.Generator().manual_seed(width)) * 3
+    logits[1, ::2] = logits[2, : width // 2] = logits[3, width // 3 :] = -torch.inf
+    logits[4, [2, 5, width - 1]] = 30.0  # greedy takes the first
+    logits[5, width // 2] = 60.0
+    logits[6] = 0.25
+    return logits
+
+
+def check_draws() -> None:
+    """Tokens and logprobs of torch's operations; and u lies where float64 has the token, within rounding."""
+    for width in (17, BLOCK + 2) if IS_FEW else (17, 1024, BLOCK, BLOCK + 1, 2 * BLOCK + 77, 5 * BLOCK):
+        logits = logits_of(width)
+        for temperatures in TEMPERATURES[width < BLOCK :][:1] if IS_FEW else TEMPERATURES:
+            found, right = (drawn(logits, temperatures, fused=fused) for fused in (True, False))
+            assert torch.equal(found.tokens, right.tokens), (width, found.tokens, right.tokens)
+            assert (found.tokens.dtype, found.logprobs.dtype) == (torch.int64, torch.float32)
+            torch.testing.assert_close(found.logprobs, right.logprobs, atol=1e-5, rtol=0)
+            is_greedy = temperatures == 0
+            exact = (logits.double() / torch.where(is_greedy, 1, temperatures)[:, None]).log_softmax(-1)
+            chosen = found.tokens[:, None]
+            torch.testing.assert_close(found.logprobs.double(), exact.gather(1, chosen)[:, 0], atol=1e-5, rtol=0)
+            assert torch.equal(found.tokens[is_greedy], logits.argmax(-1)[is_greedy])
+            stops = exact.exp().cumsum(-1)
+            stop, start = (stops.gather(1, chosen)[:, 0], (stops - exact.exp()).gather(1, chosen)[:, 0])
+            u = torch.from_numpy(uniform(noise_keys(5, [(0, row, 1) for row in range(ROWS)]), 3 * np.arange(ROWS)))
+            assert ((start - 1e-6 <= u) & (u <= stop + 1e-6))[~is_greedy].all(), width
+
+
+def check_draws_alone() -> None:
+    """A row's bits are its own, whatever its neighbours ask for."""
+    logits = logits_of(BLOCK + 2)
+    together = drawn(logits, MIXED, fused=True)
+    for row in (3,) if IS_FEW else range(ROWS):
+        one = slice(row, row + 1)
+        alone = drawn(logits[one], MIXED[one], fused=True, start=row)
+        assert torch.equal(alone.tokens, together.tokens[one])
+        assert torch.equal(alone.logprobs.view(torch.int32), together.logprobs[one].view(torch.int32))
+
+
+def check_draws_of_what_is_not_finite() -> None:
+    """It shows in the logprob, and tokens are some of the vocabulary."""
+    for bad in (float("nan"), float("inf"))[IS_FEW:]:
+        for place in (0, BLOCK + 1)[IS_FEW:]:
+            logits = logits_of(BLOCK + 2)
+            logits[::2, place] = bad
+            found = drawn(logits, MIXED, fused=True)
+            assert torch.equal(torch.isfinite(found.logprobs), torch.arange(ROWS) % 2 == 1)
+            assert ((found.tokens >= 0) & (found.tokens < BLOCK + 2)).all()
+    nothing = drawn(torch.full((ROWS, BLOCK + 2), -torch.inf), MIXED, fused=True)
+    assert not torch.isfinite(nothing.logprobs).any()
+    assert ((nothing.tokens >= 0) & (nothing.tokens < BLOCK + 2)).all()
+
+
+def check_sampling_runner() -> None:
+    """Texts of the dense slots."""
+    model = random_model()
+    batch = requests(2, 2, max_new_tokens=6)
+    expected = run(new_engine(model), batch)
+    runner = PagedRunner(model, num_rows=4, max_len=64, fused_sampling=True)
+    found = run(Engine(runner, seed=7, stop_token_ids=[STOP]), batch)
+    for key, completion in expected.items():
+        assert np.array_equal(found[key].tokens, completion.tokens)
+        np.testing.assert_allclose(found[key].logprobs, completion.logprobs, atol=1e-5)
+
+
+def check_the_example() -> None:
+    """It accepts these kernels, and none that draw something else, or nothing."""
+    draw, cpu = sampler_kernels.draw, torch.device("cpu")
+    assert fused_sampling.agrees(cpu, 100 if IS_FEW else BLOCK + 2)
+
+    def of_other_tokens(*args: Any, **flags: bool) -> tuple[Tensor, Tensor]:
+        tokens, logprobs = draw(*args, **flags)
+        return tokens - 1, logprobs
+
+    def of_other_logprobs(*args: Any, **flags: bool) -> tuple[Tensor, Tensor]:
+        tokens, logprobs = draw(*args, **flags)
+        return tokens, logprobs + 1e-3
+
+    def that_does_not_compile(*args: Any, **flags: bool) -> tuple[Tensor, Tensor]:
+        raise LookupError("no compiler")
+
+    for other in (of_other_tokens, of_other_logprobs, that_does_not_compile):
+        sampler_kernels.draw = other
+        assert not fused_sampling.agrees.__wrapped__(cpu, 100), other
+    sampler_kernels.draw = draw
+
+
 if __name__ == "__main__":
     checks = {
         "attention": (check_reference, check_company, check_runner),
@@ -360,6 +471,13 @@ if __name__ == "__main__":
             check_fused_runner,
         ),
         "layer": (round_to_nearest, check_swiglu, check_rotation, check_layers),
+        "sampling": (
+            check_draws,
+            check_draws_alone,
+            check_draws_of_what_is_not_finite,
+            check_the_example,
+            *([] if IS_FEW else [check_sampling_runner]),
+        ),
     }
     for kind in sys.argv[1 : len(sys.argv) - IS_FEW]:
         torch.manual_seed(0)

@@ -34,6 +34,8 @@ from slipstream.models.sharded import Division, build_sharded_policy
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.models.transformer import Transformer
 
+MOST_CAPTURED, CAPTURE_LIMIT_S = 64, 20.0  # steps that an engine captures at its start; those of all rows in any case
+
 
 def native_engine(
     model: Transformer,
@@ -61,7 +63,7 @@ def native_engine(
     `is_paged`: pages or slots; None: pages where the model is on CUDA. `kv_bytes` bounds the keys and values in pages;
     without, every slot has room for `max_len`, as it always has outside of pages, and `parked_tokens` besides.
     `residents`, the weights of `model`, keep versions side by side; slots only. `records_routes`: completions come with
-    their experts. `likely`: steps in pages, of all rows sampled so, are captured at once. `runner`: one that is there.
+    their experts. `likely`: steps in pages, of rows sampled so, are captured at once. `runner`: one that is there.
     """
     outside = [token for token in stop_token_ids if not 0 <= token < model.config.vocab_size]
     if outside:
@@ -77,7 +79,7 @@ def native_engine(
             parked_tokens=parked_tokens,
             records_routes=records_routes,
         )
-        paged.warm_up(likely, only_full=True)
+        paged.warm_up(likely, most=MOST_CAPTURED, limit_s=CAPTURE_LIMIT_S)
     if runner is None:
         runner = SlotRunner(
             model, num_rows=num_slots, max_len=max_len, residents=residents, records_routes=records_routes

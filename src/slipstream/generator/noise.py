@@ -17,7 +17,7 @@ import torch
 Words = TypeVar("Words", np.ndarray, torch.Tensor)
 """int64 numbers that hold the bits of uint64: their sums and products are those modulo 2^64."""
 
-_GOLDEN, _MUL_1, _MUL_2 = (word - 2**64 for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+GOLDEN, MUL_1, MUL_2 = (word - 2**64 for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
 def _shifted(x: Words, num_bits: int) -> Words:
@@ -28,8 +28,8 @@ def _shifted(x: Words, num_bits: int) -> Words:
 
 def _mix(x: Words) -> Words:
     """The output function of splitmix64: a bijection whose every output bit depends on every input bit."""
-    x = (x ^ _shifted(x, 30)) * _MUL_1
-    x = (x ^ _shifted(x, 27)) * _MUL_2
+    x = (x ^ _shifted(x, 30)) * MUL_1
+    x = (x ^ _shifted(x, 27)) * MUL_2
     mixed: Words = x ^ _shifted(x, 31)
     return mixed
 
@@ -48,7 +48,7 @@ def noise_keys(seed: int, completions: Sequence[tuple[int, int, int]]) -> np.nda
     key = np.zeros(1, dtype=np.int64)
     for column in columns:
         words = np.array([coordinate % 2**64 for coordinate in column], dtype=np.uint64).view(np.int64)
-        key = _mix(key + _GOLDEN + _mix(words + _GOLDEN))
+        key = _mix(key + GOLDEN + _mix(words + GOLDEN))
     return key.view(np.uint64)
 
 
@@ -72,4 +72,4 @@ def uniform_tensor(keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 def _bits(keys: Words, positions: Words) -> Words:
     """52 random bits for each (key, position)."""
-    return _shifted(_mix(keys + _GOLDEN * (positions + 1)), 12)
+    return _shifted(_mix(keys + GOLDEN * (positions + 1)), 12)

@@ -67,8 +67,11 @@ class PagedKV:
         """Keys and values [N, Hkv, D] at `slots` int64 [N]."""
         return self._key_slots[layer].index_select(0, slots), self._value_slots[layer].index_select(0, slots)
 
-    def copy_pages(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
-        """Copy page `sources[i]` to `destinations[i]` in every layer; no destination is a source."""
-        taken, given = sent(torch.tensor([sources, destinations]), self.keys.device)
+    def copy_pages(self, sources: Sequence[int] | Tensor, destinations: Sequence[int] | Tensor) -> None:
+        """Copy page `sources[i]`, as it was before all copies, to `destinations[i]` in every layer (tensors: int64)."""
+        if isinstance(sources, Tensor) and isinstance(destinations, Tensor):
+            taken, given = sources, destinations
+        else:
+            taken, given = sent(torch.tensor([sources, destinations]), self.keys.device)
         for stored in (self.keys, self.values, *([] if self.routes is None else [self.routes])):
             stored.index_copy_(1, given, stored.index_select(1, taken))

@@ -4,16 +4,18 @@
     and: position and index + 1, the sampled token is the next input
 
 The host decides before a step which rows take part, how many blocks of their tables are looked at and how they are
-sampled, copies block tables when they changed, and reads one packed tensor after it. Between two steps nothing else
-crosses. A step is launched before the one before it is read: the host is at work while the device is. It then has one
-token too many for a row that has ended, which nobody reads and whose place is written anew, and none for a row that was
-opened meanwhile. All that the host does goes into one stream, behind the step that runs: what it frees, that step may
-still use. On CUDA the step is captured in graphs, one per shape (`step_graphs.py`); on a CPU the same function runs as
-it is, which is how the tests reach it.
+sampled, sends in one piece block tables that changed and what opened rows begin with, the pages to copy for them too,
+and reads one packed tensor after it. Between two steps nothing else crosses. A step is launched before the one before
+it is read: the host is at work while the device is. It then has one token too many for a row that has ended, which
+nobody reads and whose place is written anew, and none for a row that was opened meanwhile. All that the host does goes
+into one stream, behind the step that runs: what it frees, that step may still use. On CUDA the step is captured in
+graphs, one per shape (`step_graphs.py`); on a CPU the same function runs as it is, which is how the tests reach it.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,10 +25,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slipstream.core.clock import WallClock
 from slipstream.core.errors import ConfigError
 from slipstream.core.packed import sent
 from slipstream.generator.fused_decode import default_fused, fused_forward
-from slipstream.generator.noise import uniform_tensor
+from slipstream.generator.fused_sampling import default_fused_sampling, sample
 from slipstream.generator.paged_attention import (
     AttendPages,
     PagedDecodeAttention,
@@ -34,9 +37,9 @@ from slipstream.generator.paged_attention import (
     default_attend,
 )
 from slipstream.generator.paged_kv import PAGE_SIZE, PagedKV
-from slipstream.generator.pages import PagedPrefix, PageTable, pages_of
+from slipstream.generator.pages import PageCopies, PagedPrefix, PageTable, pages_of
 from slipstream.generator.runner import CLOSED, Chunk, Decoded, Prefix, RowStates, check_room
-from slipstream.generator.sampler import SamplingPlan, SamplingRows, sample_tokens
+from slipstream.generator.sampler import SamplingPlan, SamplingRows
 from slipstream.generator.stage_ticks import packed, unpacked
 from slipstream.generator.step_graphs import StepGraphs
 from slipstream.models.config import TransformerConfig
@@ -174,7 +177,8 @@ class PagedRunner:
     into the tensors that the model has: on CUDA captured steps read those, and a model whose tensors have moved raises
     WeightSyncError. Nothing here is derived from weights. `captures` False runs every step as it is on CUDA too, to
     look for what a graph hides. `looks_ahead`: steps are launched ahead; None: on CUDA. `fused`: layers run in
-    few kernels of Triton (`fused_decode.py`); None: where they can.
+    few kernels of Triton (`fused_decode.py`); None: where they can. `fused_sampling`: so does the sampler, for plans
+    that cut no row (`fused_sampling.py`); None: where an example shows that it is right.
     """
 
     joins_prefill = False  # a captured step has the shape of its rows
@@ -193,6 +197,7 @@ class PagedRunner:
         captures: bool = True,
         looks_ahead: bool | None = None,
         fused: bool | None = None,
+        fused_sampling: bool | None = None,
         records_routes: bool = False,
     ) -> None:
         config = model.config
@@ -222,6 +227,7 @@ class PagedRunner:
         self._attend = default_attend(self._device) if attend is None else attend
         is_fused = default_fused(model, self._device) if fused is None else fused
         self._forward = partial(fused_forward, model) if is_fused else model
+        self._samples_fused = default_fused_sampling(model, self._device) if fused_sampling is None else fused_sampling
         self._graphs = StepGraphs(model, self._device, captures=captures)
         self._looks_ahead = self._device.type == "cuda" if looks_ahead is None else looks_ahead
         self._open_staging()
@@ -231,17 +237,21 @@ class PagedRunner:
         self._plan: SamplingPlan | None = None
 
     def _open_staging(self) -> None:
-        """One piece of memory on the host, and one like it on the device: what rows begin with, and block tables."""
+        """Open one piece of memory on the host, and one on the device: rows' numbers, pages to copy, block tables."""
         self._ahead: _Launched | None = None
         self._arrived: Any = torch.cuda.Event() if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._host_outputs: dict[torch.Size, Tensor] = {}
         for_rows, blocks = _DeviceRows.WIDTH * self.num_rows, self._pages.blocks
-        start = for_rows + for_rows % 2  # of the tables: a multiple of 16 bytes
+        copied = for_rows + 2 * self.num_rows
+        start = copied + copied % 2  # of the tables: a multiple of 16 bytes
         self._host = torch.from_numpy(np.zeros(start + -(-blocks.size // 2), dtype=np.int64))
         if self._device.type == "cuda":
             self._host = self._host.pin_memory()  # read by the device by itself
         host, self._staged = self._host.numpy(), torch.zeros(self._host.shape, dtype=torch.int64, device=self._device)
         self._rows = _DeviceRows(host[:for_rows].reshape(_DeviceRows.WIDTH, -1), self._staged[:for_rows])
+        self._copies = PageCopies([], [])  # for rows that were opened since the last upload, one page each at most
+        self._host_copies = host[for_rows:copied].reshape(2, -1)
+        self._staged_copies = self._staged[for_rows:copied].view(2, -1)
         self._pages.blocks = host[start:].view(np.int32)[: blocks.size].reshape(blocks.shape)
         self._pages.blocks[:] = blocks
         self._blocks = self._staged[start:].view(torch.int32)[: blocks.size].view(blocks.shape)
@@ -270,6 +280,7 @@ class PagedRunner:
     @torch.inference_mode()
     def prefill(self, chunks: Sequence[Chunk]) -> None:
         self._graphs.check_addresses()
+        self._copy_now()
         self._model.prefill(*pass_over(chunks, self._pages, self._kv))
 
     def close_prefix(self, prefix: Prefix) -> None:
@@ -283,8 +294,8 @@ class PagedRunner:
         if copies is None:
             return False
         assert (self._pages.lengths[rows] == states.positions).all(), "rows begin where their prefix ends"
-        if copies.sources:
-            self._kv.copy_pages(*copies)
+        for noted, more in zip(self._copies, copies, strict=True):
+            noted += more
         self._rows.open(rows, states)
         self._host_rows.put(rows, states)
         self._plan = None
@@ -294,8 +305,15 @@ class PagedRunner:
     def close_rows(self, rows: Sequence[int]) -> None:
         if not rows:
             return
+        self._copy_now()
         self._pages.close_rows(rows)
         self._forget(rows)
+
+    def _copy_now(self) -> None:
+        """Make the copies that the next step would begin with: pages are about to change hands, or to be read."""
+        if self._copies.sources:
+            self._kv.copy_pages(*self._copies)
+            self._copies = PageCopies([], [])
 
     def _forget(self, rows: Sequence[int]) -> None:
         self._rows.close(rows)
@@ -305,6 +323,7 @@ class PagedRunner:
 
     @torch.inference_mode()
     def park_row(self, row: int) -> PagedPrefix:
+        self._copy_now()
         prefix = self._pages.park_row(row)
         self._forget([row])
         return prefix
@@ -336,6 +355,7 @@ class PagedRunner:
     def routes(self, row: int) -> np.ndarray | None:
         if (routes := self._kv.routes) is None:
             return None
+        self._copy_now()
         places = np.arange(int(self._pages.lengths[row]))
         slots = self._pages.blocks[row][places // PAGE_SIZE].astype(np.int64) * PAGE_SIZE + places % PAGE_SIZE
         found = routes.flatten(1, 2).index_select(1, torch.from_numpy(slots).to(self._device))
@@ -372,17 +392,22 @@ class PagedRunner:
         return _Launched(output, np.where(pages.is_open, np.arange(self.num_rows), -1), inputs)
 
     @torch.inference_mode()
-    def warm_up(self, plans: Sequence[SamplingPlan] = (SamplingPlan(),), *, only_full: bool = False) -> None:
+    def warm_up(
+        self, plans: Sequence[SamplingPlan] = (SamplingPlan(),), *, most: float = math.inf, limit_s: float = math.inf
+    ) -> None:
         """Capture the steps of all shapes for these plans, while no row is open; else each is when first needed.
 
-        `only_full`: those of all rows, whatever their lengths.
+        Those with the most rows come first, of these the longest: rows run in this order as a batch ends. Steps of all
+        rows are always captured, the others up to `most` in all, none after `limit_s` seconds.
         """
         assert not self._pages.is_open.any(), "rows are open"
+        until_s = WallClock().now_s() + limit_s
         self._upload()
-        for plan in plans:
-            for num_rows in self._row_buckets[: -2 if only_full else None : -1].tolist():
-                for num_tokens in self._context_buckets[::-1].tolist():
-                    self._run(self._shape(num_rows, num_tokens, plan))
+        shapes = itertools.product(self._row_buckets[::-1], plans, self._context_buckets[::-1])
+        for done, (num_rows, plan, num_tokens) in enumerate(shapes):
+            if num_rows < self.num_rows and (done >= most or WallClock().now_s() >= until_s):
+                break
+            self._run(self._shape(int(num_rows), int(num_tokens), plan))
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._rows.begin()
@@ -400,9 +425,14 @@ class PagedRunner:
         return self._graphs.run(shape, partial(self._step, shape))
 
     def _upload(self) -> None:
-        """Bring what has changed to the device."""
+        """Bring what has changed to the device, and make the copies of pages that opened rows wait for."""
         if self._pages.is_changed or self._rows.is_changed:
+            num_copies = len(self._copies.sources)
+            self._host_copies[:, :num_copies] = np.array(self._copies)
             self._staged.copy_(self._host, non_blocking=True)
+            if num_copies:
+                self._kv.copy_pages(*self._staged_copies[:, :num_copies])
+                self._copies = PageCopies([], [])
             if self._rows.is_changed:
                 self._rows.apply()
             self._pages.is_changed = self._rows.is_changed = False
@@ -421,11 +451,13 @@ class PagedRunner:
         slots = pages * PAGE_SIZE + positions % PAGE_SIZE
         attention = PagedDecodeAttention(self._kv, self._attend, slots=slots, blocks=blocks, lengths=positions + 1)
         hidden = self._forward(state.input_tokens[rows], positions, attention)
-        sampled = sample_tokens(
+        sampled = sample(
             self._model.logits(hidden),
             SamplingRows(state.temperatures[rows], state.top_k[rows], state.top_p[rows], state.min_p[rows]),
-            uniform_tensor(state.noise_keys[rows], state.num_new[rows]),
+            state.noise_keys[rows],
+            state.num_new[rows],
             shape.plan,
+            fused=self._samples_fused,
         )
         torch.mul(sampled.tokens, advance, out=state.input_tokens[rows])
         positions.add_(advance)
