@@ -77,7 +77,7 @@ USUAL = [
 ]
 MOST = 1.25
 """Planned bytes over those that are alive."""
-MOST_OF_LOGITS = 1.6
+MOST_OF_LOGITS = 1.65
 """With a large vocabulary beside a small model, whose logits are counted three times in float32 where a single chunk in
 bfloat16 has half of that; with offloaded moments, of which the largest tensor's are there in the update alone."""
 
