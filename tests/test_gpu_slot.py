@@ -215,7 +215,15 @@ def test_with_wheels_make_asks_for_no_environment(tmp_path: Path) -> None:
 
     def told(*words: str) -> str:
         make = ["make", "-n", "gpu", "PYTHON=python9", *words]
-        return subprocess.run(make, capture_output=True, text=True, timeout=60, cwd=tmp_path, check=True).stdout
+        return subprocess.run(
+            make,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            cwd=tmp_path,
+            check=True,
+            env={"PATH": os.environ["PATH"]},  # nothing of a `make test` around it: that tells its folder
+        ).stdout
 
     for option in ("--wheels w", "--wheels=w"):
         assert told(f"ARGS={option} --only rates") == f"python9 scripts/gpu_slot.py {option} --only rates\n"
