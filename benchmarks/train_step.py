@@ -18,6 +18,7 @@ import argparse
 import gc
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -184,7 +185,8 @@ def nominal(device: str) -> float | None:
     return next((rate for known, rate in NOMINAL_FLOP_PER_S.items() if known in name), None)
 
 
-def main(words: Sequence[str] | None = None) -> None:
+def main(words: Sequence[str] | None = None) -> int:
+    """The exit code is 1 where a case had too little memory."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--model", choices=SHAPES, default="qwen2.5-0.5b")
@@ -200,13 +202,14 @@ def main(words: Sequence[str] | None = None) -> None:
         store = dist.HashStore()
         dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
     rate, makers = product_flop_per_s(torch.device(given.device)), nominal(given.device)
-    results = []
+    results, missing = [], 0
     for case in (one for one in given.only if given.device == "cuda" or one not in CUDA_ONLY):
         gc.collect()  # the model before, whose hooks refer to it
         try:
             results.append(measure(given, case))
         except torch.cuda.OutOfMemoryError:
             print(f"{case}: this GPU has too little memory")
+            missing = 1
             continue
         one = results[-1]
         told = f"{one['flop_per_s'] / rate:.1%} of a product's {rate / 1e12:.4g} TFLOP/s"
@@ -218,7 +221,8 @@ def main(words: Sequence[str] | None = None) -> None:
         given.json.write_text(json.dumps({"product_flop_per_s": rate, "nominal_flop_per_s": makers, "steps": results}))
     if given.device == "cuda":
         dist.destroy_process_group()
+    return missing
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

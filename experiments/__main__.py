@@ -16,6 +16,7 @@ import argparse
 import importlib
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -56,6 +57,10 @@ def main(words: Sequence[str] | None = None) -> int:
         except RunFailed as failure:
             failed.append(name)
             print(f"{name} failed: {failure}", file=sys.stderr, flush=True)
+            continue
+        except Exception:  # noqa: BLE001 - what was run is kept, and the next experiment is not to blame
+            failed.append(name)
+            print(f"{name} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
             continue
         if options.no_write:
             print(render(name, section, lab.cost()))

@@ -49,7 +49,7 @@ KINDS = {  # a kernel is of the first kind one of whose words its name contains
     "attention": ("attention", "attn", "flash", "fmha", "paged", "split_kernel", "join_kernel"),
     "products": ("gemm", "cutlass", "cublas", "nvjet", "xmma", "gemv", "splitk"),
     "copies": ("memcpy", "memset", "copy", "index", "gather", "scatter"),
-    "sampling": ("softmax", "sort", "scan", "cum", "argmax", "topk", "reduce"),
+    "sampling": ("softmax", "sort", "scan", "cum", "argmax", "topk", "reduce", "blocks_kernel", "draw_kernel"),
 }
 
 

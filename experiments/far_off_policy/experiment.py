@@ -34,6 +34,8 @@ from slipstream.core.recipes import merge, stage_dir
 LAGS = (16, 64, 128)
 FAR = 64
 """The lag that verdicts are about."""
+LEAST_AGE = 0.9
+"""Of the lag: what the mean age of a loss's tokens is at least, else the lag was not what is asked about."""
 STEPS = 256
 SEEDS = (0, 1, 2, 3, 4)
 LOSSES: dict[str, dict[str, Any]] = {
@@ -127,6 +129,11 @@ Runs = Mapping[tuple[str, int], Sequence[Outcome]]
 """(loss, lag) -> one outcome per seed."""
 
 
+def is_old(runs: Runs, loss: str) -> bool:
+    """Whether what this loss trained on at the lag FAR was as old as is asked about."""
+    return fmean(one.age for one in runs[loss, FAR]) >= LEAST_AGE * FAR
+
+
 def verdicts(runs: Runs) -> list[Verdict]:
     """By the rules of the README."""
     after = {key: [one.after for one in group] for key, group in runs.items()}
@@ -135,7 +142,7 @@ def verdicts(runs: Runs) -> list[Verdict]:
         Verdict(
             f"{loss} is as good at a lag of {FAR} updates as synchronous training",
             source,
-            is_as_great(after[loss, FAR], sync, MARGIN, paired=True),
+            is_as_great(after[loss, FAR], sync, MARGIN, paired=True) if is_old(runs, loss) else None,
             f"accuracy {spread(after[loss, FAR])}, synchronous {spread(sync)}",
         )
         for loss, source in NEW.items()
@@ -144,7 +151,7 @@ def verdicts(runs: Runs) -> list[Verdict]:
         Verdict(
             f"{loss} is better at a lag of {FAR} than no correction",
             source,
-            is_greater(after[loss, FAR], none, paired=True),
+            is_greater(after[loss, FAR], none, paired=True) if is_old(runs, loss) and is_old(runs, NONE) else None,
             f"accuracy {spread(after[loss, FAR])}, uncorrected {spread(none)}",
         )
         for loss, source in NEW.items()

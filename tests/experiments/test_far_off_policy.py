@@ -82,6 +82,13 @@ def test_losses_that_do_not():
     assert said(all_runs(none=0.6)) == [*[True] * 4, *[None] * 4, True]
 
 
+def test_nothing_is_said_of_tokens_that_were_not_old():
+    runs = all_runs()
+    young = {loss: [replace(one, age=0.89 * FAR) for one in runs[loss, FAR]] for loss in (NONE, "OAPL")}
+    assert said(runs | {("OAPL", FAR): young["OAPL"]}) == [True, True, None, True, True, True, None, True, True]
+    assert said(runs | {(NONE, FAR): young[NONE]}) == [*[True] * 4, *[None] * 4, True]
+
+
 def test_a_token_beyond_the_bound_or_thrown_away_is_told():
     runs = all_runs()
     for change in ({"oldest": 17}, {"discarded": 3}):

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from experiments import overview
+from experiments.__main__ import main
 from experiments.catalogue import EXPERIMENTS, HEADLINE, Entry
 from experiments.section import PAGE, ROOT, Section, Told, Verdict, read, write
 
@@ -95,6 +96,19 @@ def test_the_overview_says_what_the_sections_say():
 def overview_of(page):
     _, _, rest = page.read_text(encoding="utf-8").partition(f"<!-- {overview.PLACE} -->\n")
     return rest.partition("<!-- end -->")[0]
+
+
+def test_an_experiment_that_breaks_leaves_the_next_its_turn(tmp_path, monkeypatch, capsys):
+    def breaks(lab):
+        return {}["kl"]
+
+    monkeypatch.setattr("experiments.collation.experiment.section", breaks)
+    monkeypatch.setattr("experiments.adam_epsilon.experiment.section", lambda lab: SECTION)
+    assert main(["collation", "adam_epsilon", "--no-write", "--folder", str(tmp_path)]) == 1
+    found = capsys.readouterr()
+    assert "collation failed:" in found.err
+    assert "KeyError: 'kl'" in found.err
+    assert "## Does it? Yes, at k = 8" in found.out
 
 
 def test_the_headline_set_takes_less_than_three_hours():

@@ -13,10 +13,22 @@ import numpy as np
 import pytest
 import torch
 from covering import covering
-from engine_kit import assert_same_bits, drain, new_engine, random_mixture, random_model, random_prompt, requests, run
+from engine_kit import (
+    adapted_model,
+    adapters_of_version,
+    assert_same_bits,
+    drain,
+    new_engine,
+    random_mixture,
+    random_model,
+    random_prompt,
+    requests,
+    run,
+)
 
 from slipstream.algorithms.logprobs import probe_logprobs
 from slipstream.core.errors import ConfigError, ShapeError
+from slipstream.core.lora_section import AdapterPrecision
 from slipstream.models import e4m3, products
 from slipstream.models.mxfp4 import MXFP4
 from slipstream.models.products import AddedProduct, DenseProduct, Fp8Product, cpu_dtype
@@ -310,6 +322,29 @@ def test_in_place_keeps_every_address(precision: str) -> None:
     assert model.layers[0].qkv.product is called
     text = random_prompt(40)
     assert np.array_equal(probe_logprobs(model, text), probe_logprobs(served(random_model(1), precision)[0], text))
+
+
+@pytest.mark.parametrize(("adapters", "on_device"), covering(["float32", "bfloat16"], [False, True]))
+def test_adapters_of_experts_change_in_place_with_the_version(adapters: AdapterPrecision, on_device: bool) -> None:
+    """Their B is multiplied in another order than it lies: the copy must follow, where a graph knows its address."""
+    start = adapted_model(precision=adapters, is_mixture=True)
+    model, weights = served(start, "bfloat16", in_place=True, on_device=on_device)
+    expected, others = served(start, "bfloat16", in_place=False)
+    text = random_prompt(40)
+    copies = [(copied.data_ptr(), copied) for copied, _ in weights._stable.reordered]
+    assert len(copies) == 2 * len(model.layers)
+    for version in (1, 2):
+        new = adapters_of_version(weights, version)
+        others.rebind(new.clone())
+        before = probe_logprobs(model, text)
+        weights.prepare(new)
+        assert np.array_equal(probe_logprobs(model, text), before)
+        assert np.array_equal(probe_logprobs(weights.prepared_model, text), probe_logprobs(expected, text))
+        weights.rebind(new)
+        after = probe_logprobs(model, text)
+        assert np.array_equal(after, probe_logprobs(expected, text))
+        assert np.abs(after - before).max() > 0.01
+    assert [copied.data_ptr() for _, copied in copies] == [address for address, _ in copies]
 
 
 def test_what_is_refused() -> None:

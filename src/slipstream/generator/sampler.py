@@ -2,7 +2,9 @@
 
 Torch operations only, with shapes that depend on the plan and the batch alone and no look at a value from the host: the
 same code runs on a CPU and inside a captured CUDA graph. What the host knows beforehand is in a `SamplingPlan`.
-All operations are per row, so a row's bits depend on that row alone, whatever its neighbours ask for.
+All operations are per row, so a row's bits depend on that row alone, whatever its neighbours ask for. On a GPU
+`fused_sampling` draws by kernels where no row of a step is cut: a logprob then differs in its last bits from what it is
+beside a row that is.
 """
 
 from __future__ import annotations

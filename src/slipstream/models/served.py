@@ -94,6 +94,12 @@ class _Version:
     vectors: Mapping[str, Tensor]  # norms, routers and position embeddings
     experts: Mapping[str, GroupedProduct] = field(default_factory=dict)
     adapters: Mapping[str, tuple[Tensor, Tensor]] | None = None  # A and B by the layer's name
+    reordered: Sequence[tuple[Tensor, Tensor]] = ()  # what is not multiplied as it lies: a copy, and what it is of
+
+    def renew(self) -> None:
+        """Bring the copies up to what they are of, which has new contents in the same place."""
+        for copied, source in self.reordered:
+            copied.copy_(source)
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,10 +132,14 @@ class FrozenBase:
     ) -> _Version:
         assert self.version.head is not None, "adapters are beside whole models"
         products, experts = {**self.version.products, HEAD: self.version.head}, dict(self.version.experts)
+        reordered: list[tuple[Tensor, Tensor]] = []
         for name, (a, b) in adapters.items():
             shape = self.shapes[name]
             if shape.num_experts:
-                pair = (a, b) if own is not None else stacked_experts(shape, [(a, b)])
+                sources = (a, b) if own is not None else shape.of_experts(a, b)
+                pair = [one.contiguous() for one in sources]
+                if not packs:
+                    reordered += [(copied, one) for copied, one in zip(pair, sources, strict=True) if copied is not one]
                 grouped = [ExpertsProduct(one.flatten(0, 1), None, shape.num_experts, packs=packs) for one in pair]
                 base = experts[name]
                 experts[name] = partial(
@@ -148,7 +158,7 @@ class FrozenBase:
                 shape=shape,
                 own=own,
             )
-        return replace(self.version, products=products, head=products[HEAD], experts=experts)
+        return replace(self.version, products=products, head=products[HEAD], experts=experts, reordered=reordered)
 
 
 class _Skeleton:
@@ -539,7 +549,8 @@ class ServedWeights:
                 else view
                 for name, view in self._layout.views(home).items()
             }
-        self._serving.point_at(self._version(self._storage, packs=False))
+        self._stable = self._version(self._storage, packs=False)
+        self._serving.point_at(self._stable)
         if home is None and self._device.type == "cuda":
             self._arrival = torch.empty(self.num_bytes, dtype=torch.uint8, device=self._device)
             self._arrived: Tensor | None = None  # whose bytes lie in `_arrival`
@@ -560,6 +571,7 @@ class ServedWeights:
             if target.scales is not None:
                 assert held.scales is not None, "both follow one layout"
                 target.scales.copy_(held.scales)
+        self._stable.renew()
         if self._device.type == "cuda":
             self._copied.record()
             self._copied.synchronize()  # so that who measures a swap sees all of it
@@ -578,6 +590,7 @@ class ServedWeights:
         for name in self._converted:
             stable = self._storage[name].values
             stable.copy_(views[name].in_type(stable.dtype).values)
+        self._stable.renew()
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()  # staging may write to the other buffer from here on
 
