@@ -118,6 +118,9 @@ def _overrides(changes: dict[str, Any]) -> dict[str, Any]:
     return {"model": LARGE, **sides}
 
 
+CAST = {"device": "cuda", "precision": "bfloat16"}
+
+
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
@@ -127,6 +130,8 @@ def _overrides(changes: dict[str, Any]) -> dict[str, Any]:
         ({"generator": {"gpu_share": 0.5, "engine": "vllm"}}, "generator.vllm.kv_cache_gb"),
         ({"generator": {"gpu_share": 1.5}}, "gpu_share"),
         ({"generator": {"gpu_share": 0.5, "device": "cuda"}, "host": "inline"}, "is a process's"),
+        ({"trainer": CAST | {"compute_copy": False}, "host": "inline"}, "compute_copy = false with host = 'inline'"),
+        ({"trainer": CAST, "model": {"lora": {"rank": 8}}, "host": "inline"}, "model.lora with host = 'inline'"),
     ],
 )
 def test_what_the_schema_refuses(changes: dict[str, Any], complaint: str) -> None:
