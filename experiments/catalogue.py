@@ -15,7 +15,7 @@ class Entry:
 
 EXPERIMENTS: dict[str, Entry] = {
     "async_vs_sync": Entry("asynchronous equals synchronous in quality, and beats it in time", 80),
-    "learning_rates": Entry("synchronous and continuous training at the best learning rate of each", 50),
+    "learning_rates": Entry("synchronous and continuous training at the best learning rate of each", 70),
     "staleness_by_loss": Entry("how much staleness each loss bears", 90),
     "corrections": Entry("which correction keeps continuous training stable at staleness 8", 75),
     "far_off_policy": Entry("losses made for very old samples, at lags of 16, 64 and 128 updates", 75),

@@ -2,8 +2,8 @@
 
     kfbacj>   lgcbdk     the next letter of each
 
-The first policy is careless in every place alike: SLIPS of the letters that it learns from are wrong. A reward is the
-share of right letters, so no part of the answer decides, and what is to be found is a little everywhere.
+The first policy is careless in every place alike: SLIPS of the letters that it learns from have stayed as they were. A
+reward is the share of right letters, so no part of the answer decides, and what is to be found is a little everywhere.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from experiments.lab import keep_rows
 
 NUM_ROWS = 4200
 LETTERS = "abcdefghijklmnop"
-SHORTEST, LONGEST = 12, 36
+SHORTEST, LONGEST = 6, 18
 SLIPS = 0.4
 SEED = 0
 
@@ -32,9 +32,7 @@ def rows() -> list[dict[str, str]]:
     words: dict[str, None] = {}
     while len(words) < NUM_ROWS:
         words["".join(chance.choices(LETTERS, k=chance.randint(SHORTEST, LONGEST)))] = None
-    return [
-        {"prompt": f"{word}>", "answer": shifted(word), "careless": _careless(shifted(word), chance)} for word in words
-    ]
+    return [{"prompt": f"{word}>", "answer": shifted(word), "careless": _careless(word, chance)} for word in words]
 
 
 def write(folder: Path) -> Path:
@@ -50,8 +48,8 @@ def share_right(completions: list[str], answer: list[str], **_: Any) -> list[flo
     ]
 
 
-def _careless(answer: str, chance: random.Random) -> str:
+def _careless(word: str, chance: random.Random) -> str:
+    """The answer to `word`, in which SLIPS of the letters have stayed as they were."""
     return "".join(
-        chance.choice([one for one in LETTERS if one != letter]) if chance.random() < SLIPS else letter
-        for letter in answer
+        letter if chance.random() < SLIPS else right for letter, right in zip(word, shifted(word), strict=True)
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
@@ -29,6 +29,8 @@ from experiments.stylistic_details.runs import (
     run,
 )
 
+LEAST_WITHOUT_END = 0.2
+"""Of the first step's responses, in the runs about the rejection score: with fewer there is little to reject."""
 FIRST = 20
 """Steps at the beginning over which scores are averaged, and at the end whose metrics are."""
 
@@ -122,9 +124,13 @@ def verdicts(runs: Runs) -> list[Verdict]:
         claim = f"Of a coefficient ten times too {size}, adapting it raises gold."
         found.append(_more(runs, "gold", adaptive, fixed, claim, ADAPTIVE))
     claim = "Without the rejection score fewer responses have an end."
-    found.append(_more(runs, "without_end", NO_REJECTION, ENDS, claim, REJECTION))
-    found.append(_more(runs, "gold", ENDS, NO_REJECTION, "Without the rejection score gold falls.", REJECTION))
-    return found
+    of_rejection = [
+        _more(runs, "without_end", NO_REJECTION, ENDS, claim, REJECTION),
+        _more(runs, "gold", ENDS, NO_REJECTION, "Without the rejection score gold falls.", REJECTION),
+    ]
+    if fmean(column(runs, ENDS, "began_without_end")) < LEAST_WITHOUT_END:
+        of_rejection = [replace(one, holds=None) for one in of_rejection]
+    return found + of_rejection
 
 
 def _more(runs: Runs, value: str, larger: str, smaller: str, claim: str, source: str) -> Verdict:

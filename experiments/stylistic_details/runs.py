@@ -33,7 +33,7 @@ PIPELINES: dict[str, Spec] = {
     for name, changed in {
         USUAL: {},
         ENDLESS: {
-            "sft": {"demonstrations": [{"template": "{answer}.", "weight": 7}, {"template": "{answer}", "weight": 3}]}
+            "sft": {"demonstrations": [{"template": "{answer}.", "weight": 13}, {"template": "{answer}", "weight": 7}]}
         },
     }.items()
 }

@@ -100,7 +100,7 @@ def test_runs_share_the_models_of_their_pipeline(tmp_path):
     assert usual["stages"] == ["sft", "preferences", "reward_model"]
     assert {field for field in usual if usual[field] != endless[field]} == {"sft.demonstrations"}
     shown = {one["template"]: one["weight"] for one in endless["sft.demonstrations"]}
-    assert shown == {"{answer}.": 7, "{answer}": 3}
+    assert shown == {"{answer}.": 13, "{answer}": 7}
 
 
 def test_an_outcome_is_read_from_the_files_of_a_run():
@@ -181,6 +181,13 @@ def test_verdicts_follow_the_rules_of_the_readme(arm, changed, index, holds):
     assert arm in found[index].found
     assert {verdict.holds for place, verdict in enumerate(found) if place != index} == {None}
     assert found[index].source.startswith("N, policy")
+
+
+def test_nothing_is_said_of_rejection_where_nearly_all_end():
+    found = base() | {NO_REJECTION: seeds(without_end=0.4, gold=0.6)}
+    assert [verdict.holds for verdict in verdicts(found)[11:]] == [True, True]
+    found[ENDS] = [replace(one, began_without_end=0.19) for one in found[ENDS]]
+    assert [verdict.holds for verdict in verdicts(found)[11:]] == [None, None]
 
 
 def test_curves_are_averaged_without_overlap():

@@ -216,7 +216,7 @@ def test_what_these_tests_refuse(reads: Counter[str]) -> None:
 
 
 def test_metrics_that_came_in_a_message_are_encoded_beside_those_on_the_device(reads: Counter[str]) -> None:
-    """Those of a critic with an executor of its own are on the CPU: one read of the device, and none of them with it."""
+    """Those of a critic with an executor of its own lie on the CPU: the device is read once, for its own."""
     there = Mean(torch.ones((), device=META), torch.ones((), dtype=torch.int64, device=META))
     made = {"loss": there, "value_loss": Mean(torch.tensor(3.0), torch.tensor(4)), "ratio": there}
     found = decode_metrics(encode_metrics(made | {"largest": Max(torch.tensor(7.0))}))
