@@ -16,10 +16,10 @@ class Entry:
 EXPERIMENTS: dict[str, Entry] = {
     "async_vs_sync": Entry("asynchronous equals synchronous in quality, and beats it in time", 80),
     "learning_rates": Entry("synchronous and continuous training at the best learning rate of each", 50),
-    "staleness_by_loss": Entry("how much staleness each loss bears", 90),
+    "staleness_by_loss": Entry("how much staleness each loss bears", 105),
     "corrections": Entry("which correction keeps continuous training stable at staleness 8", 75),
     "far_off_policy": Entry("losses made for very old samples, at lags of 16, 64 and 128 updates", 75),
-    "policy_or_reward_size": Entry("policy size or reward-model size", 90),
+    "policy_or_reward_size": Entry("policy size or reward-model size", 75),
     "idle_compute": Entry("more updates per batch, or the best and the worst of more completions", 45),
     "stale_kv_cache": Entry("keep or recompute the cache when weights change", 10),
     "collation": Entry("what greedy collation saves", 5),
