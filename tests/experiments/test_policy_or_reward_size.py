@@ -210,3 +210,40 @@ def test_what_is_told():
     assert "The share kept of the gain in win rate at N = 1, mean over N = 16 and 64" in experiment.tables(found)
     figure = experiment.figure(found)
     assert all(text in figure for text in ("Policy (reward model M)", "Reward model (policy M)", "L, N = 64"))
+
+
+class Whole(Learning):
+    """All kinds of runs: RL gains as much whatever the sizes, the less the larger N is."""
+
+    def run_all(self, specs):
+        trained = [spec for spec in specs if "rl" in spec.config().stages]
+        super().run_all([spec for spec in specs if spec not in trained])
+        for spec in trained:
+            config, folder = spec.config(), self.place(spec)
+            folder.mkdir(exist_ok=True)
+            moments = {
+                moment: {
+                    "gold": {"win_rate": {"mean": rate}, "mean_score": 0.5},
+                    "drift": {
+                        "kl": {"per_sequence": {"mean": kl}},
+                        "perplexity": {"per_response_token": {"mean": 4.0}},
+                    },
+                }
+                for moment, rate, kl in (("before", 0.3, 0.0), ("after", 0.3 + 0.4 / config.trainer.minibatches, 1.5))
+            }
+            (folder / "evaluation.json").write_text(json.dumps(moments))
+            (folder / "metrics.jsonl").write_text(json.dumps({"step": 0, "ess": 0.5}))
+            (folder / "summary.json").write_text(json.dumps({"model_params": 1000}))
+        return [self.place(spec) for spec in specs]
+
+
+def test_a_section_is_made_of_what_the_runs_left(tmp_path):
+    section = experiment.section(Whole(tmp_path), Plan(seeds=(0, 1)))
+    assert [verdict.holds for verdict in section.verdicts] == [None, None, None]
+    *_, tuned, sizes = section.tables.values()
+    assert all(f"| {size} | 8.0e-04 | beta 0.1 | 0.50 | 1.50 | yes |" in tuned for size in "SML")
+    assert "| S | 1,000 | " in sizes
+    assert section.notes == [
+        "Tuning, on seed 100: *within* is an effective sample size of 0.3 to 0.6 where neither run "
+        "has collapsed. Not within: none."
+    ]

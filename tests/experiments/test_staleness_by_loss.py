@@ -589,3 +589,33 @@ def test_what_is_told():
     figure = experiment.figure(found)
     assert all(title in figure for title in ("CoPG = RLOO", "Online DPO", "PPO, step by step", "N = 64"))
     assert experiment.verdicts(found)[CLAIMS.index("zero")].found == "win rate 0.02 (0.01)"
+
+
+class Making(Lab):
+    """Every run comes to files with two steps of two completions; RL gains, the less the larger N is."""
+
+    def run_all(self, specs):
+        for spec in specs:
+            config, folder = spec.config(), self.place(spec)
+            folder.mkdir(exist_ok=True)
+            num = config.trainer.minibatches
+            write_run(folder, Ran(0.4 / num**0.25, 1.5, 0.5))
+            steps = [{"step": step, "ess": 0.5} | {"kl_reference_sum": 1.5 * step} for step in (0, 1)]
+            (folder / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+            (folder / "summary.json").write_text(json.dumps({"staleness": {"updates_max": num - 1}}))
+            rollout = {"prompt": "*qz*r>", "completion": "q", "outcome": "trained"}
+            lines = [json.dumps({"step": step} | rollout) for step in (0, 0, 1, 1)]
+            (folder / "rollouts.jsonl").write_text("\n".join(lines))
+        return [self.place(spec) for spec in specs]
+
+
+def test_a_section_is_made_of_what_the_runs_left(tmp_path, monkeypatch):
+    monkeypatch.setattr(experiment, "kl_by_step", lambda run: [0.0, 1.5])
+    section = experiment.section(Making(tmp_path), Plan(seeds=(0, 1)))
+    assert [verdict.holds for verdict in section.verdicts][CLAIMS.index("zero")] is False
+    assert "the stalest minibatch is 0, 1, 3, 7, 15, 63 updates old" in " ".join(section.tables)
+    assert "| Best of 2 | 2.7e-04 | none | 0.50 | 1.50 | yes |" in section.tables["Each loss as it was tuned"]
+    matched = next(table for caption, table in section.tables.items() if "where the drift is 1 nat" in caption)
+    assert "| CoPG | 0.61 (0.00) |  |  |  | 0.67 (0.00) | 0.67 (0.00) |" in matched
+    assert section.notes[0].endswith("Not within: none.")
+    assert section.notes[-1].endswith("ends as CoPG's does, bit for bit.")
