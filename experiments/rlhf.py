@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -162,8 +162,13 @@ class Pipeline:
         policy: str = USUAL,
         reward_model: str = USUAL,
         tuned: Tuned = UNTUNED,
+        measured: bool = False,
     ) -> Spec:
-        """RL and its evaluation; N = `num_minibatches`, which divides `updates`. ValueError where it does not."""
+        """RL and its evaluation; N = `num_minibatches`, which divides `updates`. ValueError where it does not.
+
+        `measured`: a run without a KL penalty in the reward, which does not measure the KL of all completions, keeps
+        their tokens and logprobs, from which it is computed afterwards. What is trained does not change.
+        """
         if self.updates % num_minibatches:
             raise ValueError(f"{self.updates} updates are no whole number of steps of {num_minibatches}")
         start = model_of(lab.place(self.sft(policy)), "sft")
@@ -199,6 +204,8 @@ class Pipeline:
             larger = {"params": {"beta": of_loss["beta"] * tuned.penalty_times}} if "beta" in of_loss else {}
             own = merge(own, {"kl": {"coef": own["kl"]["coef"] * tuned.penalty_times}, "loss": larger})
             name += f" penalty x{tuned.penalty_times:g}"
+        if measured and not own["kl"]["coef"]:
+            own = merge(own, {"observe": {"tokens_every": 1}})
         return self._spec(name, seed, own)
 
     def make(
@@ -261,15 +268,27 @@ def read_evaluation(run: Path) -> dict[str, Any]:
     return found
 
 
-def trodden(run: Path) -> list[tuple[float, float]]:
-    """(KL in nats per completion, mean gold score) of what each step was trained on, in order of steps."""
+class Step(NamedTuple):
+    """What a step was trained on: means over its `completions`.
+
+    `kl` is that of the policy that sampled them, in nats per completion from the SFT policy, `gold` the gold score.
+    """
+
+    kl: float
+    gold: float
+    completions: int
+
+
+def trodden(run: Path, kl: Sequence[float] | None = None) -> list[Step]:
+    """A run's steps, in their order; `kl` by step where the run does not measure it on all completions itself."""
     gold: dict[int, list[float]] = {}
     with (run / "rollouts.jsonl").open() as lines:
         for rollout in map(json.loads, lines):
             if rollout["outcome"] == "trained":
                 gold.setdefault(rollout["step"], []).append(gold_score(rollout["prompt"], rollout["completion"]))
-    kl = {line["step"]: line["kl_reference_sum"] for line in metrics(run) if "kl_reference_sum" in line}
-    return [(kl[step], fmean(gold[step])) for step in sorted(gold)]
+    own = {line["step"]: line["kl_reference_sum"] for line in metrics(run) if "kl_reference_sum" in line}
+    of_step = own if kl is None else dict(enumerate(kl))
+    return [Step(of_step[step], fmean(gold[step]), len(gold[step])) for step in sorted(gold)]
 
 
 def gold_score(post: str, summary: str) -> float:

@@ -29,8 +29,8 @@ from experiments.rlhf import (
     shares_kept,
 )
 from experiments.section import Section, Verdict, markdown_table, spread
-from experiments.staleness_by_loss.experiment import MOST_ESS, as_tuned
-from experiments.staleness_by_loss.tuning import FAR, effective_share
+from experiments.staleness_by_loss.experiment import AS_TUNED, MOST_ESS, as_tuned, told_of_tuning
+from experiments.staleness_by_loss.tuning import DRIFT, FAR, ROUNDS, WINDOW, Trial, effective_share
 
 LOSS = "online_dpo"
 ON_POLICY = 1
@@ -47,11 +47,15 @@ REWARD_MODELS: tuple[Models, ...] = tuple((USUAL, size) for size in SIZES)
 
 @dataclass(frozen=True)
 class Plan:
-    """What is run: every size of either model beside the usual one of the other, at every N, on every seed."""
+    """What is run: every size of either model beside the usual one of the other, at every N, on every seed.
+
+    `rounds`: of tuning, at most.
+    """
 
     pipeline: Pipeline = field(default_factory=Pipeline)
     seeds: Sequence[int] = SEEDS
     minibatches: Sequence[int] = (ON_POLICY, FAR, 64)
+    rounds: int = ROUNDS
 
     def cells(self) -> Iterator[Key]:
         for models in dict.fromkeys([*POLICIES, *REWARD_MODELS]):
@@ -63,7 +67,7 @@ class Found:
     """What the runs came to. `accuracies` are those of the reward models on held-out pairs, by size and seed.
 
     `ess` are effective sample sizes of the ratios, shares, by cell and seed; `losses` those of the SFT policies on
-    held-out demonstrations, nats per token; `tuned` is what each size of the policy has in RL.
+    held-out demonstrations, nats per token; `tuned` is what was found for RL of each size of the policy.
     """
 
     cells: Mapping[Key, Cell]
@@ -71,7 +75,7 @@ class Found:
     accuracies: Mapping[str, Sequence[float]]
     ess: Mapping[Key, Sequence[float]]
     losses: Mapping[str, float]
-    tuned: Mapping[str, Tuned]
+    tuned: Mapping[str, Trial]
 
     @property
     def minibatches(self) -> list[int]:
@@ -101,7 +105,7 @@ def specs(lab: Lab, plan: Plan, tuned: Mapping[str, Tuned]) -> dict[Key, list[Sp
     }
 
 
-def read(lab: Lab, plan: Plan, made: Mapping[Key, Sequence[Spec]], tuned: Mapping[str, Tuned]) -> Found:
+def read(lab: Lab, plan: Plan, made: Mapping[Key, Sequence[Spec]], tuned: Mapping[str, Trial]) -> Found:
     folders = {key: [lab.place(spec) for spec in some] for key, some in made.items()}
     judges = {size: [lab.place(plan.pipeline.judge(lab, seed, size)) for seed in plan.seeds] for size in SIZES}
     return Found(
@@ -191,17 +195,16 @@ def tables(found: Found) -> dict[str, str]:
             size,
             f"{found.parameters[size]:,}",
             f"{found.losses[size]:.3f}",
-            *as_tuned(LOSS, found.tuned[size]),
             spread(found.accuracies[size], 2),
         ]
         for size in SIZES
     )
-    of_sizes = ["size", "parameters", "SFT, held-out loss", "learning rate of RL", "penalty"]
+    as_found = ([size, *as_tuned(LOSS, found.tuned[size])] for size in SIZES)
     ess = (
         [*models, *(spread(found.ess[models, num], 2) for num in found.minibatches)]
         for models in dict.fromkeys([*POLICIES, *REWARD_MODELS])
     )
-    larger = " and ".join([", ".join(map(str, found.minibatches[1:-1])), str(found.minibatches[-1])])
+    larger = " and ".join(str(num) for num in found.minibatches if num > ON_POLICY)
     return {
         "Gold win rate against the references": markdown_table(head, rows("win_rate"), left=2),
         "Drift: KL from the SFT policy in nats per completion": markdown_table(head, rows("kl"), left=2),
@@ -211,8 +214,9 @@ def tables(found: Found) -> dict[str, str]:
         "How far off-policy: effective sample size of the ratios, mean over all steps": markdown_table(
             head, ess, left=2
         ),
+        "RL of each size of the policy as it was tuned": markdown_table(["policy", *AS_TUNED], as_found),
         "The sizes; the last column is the reward model's": markdown_table(
-            [*of_sizes, "right on held-out pairs"], sizes
+            ["size", "parameters", "SFT, held-out loss", "right on held-out pairs"], sizes
         ),
     }
 
@@ -239,8 +243,8 @@ def figure(found: Found) -> str:
 def section(lab: Lab, plan: Plan | None = None) -> Section:
     plan = plan or Plan()
     plan = replace(plan, pipeline=comparable(lab, plan.pipeline))
-    tuned = tuned_by_size(lab, plan.pipeline, LOSS)
-    made = specs(lab, plan, tuned)
+    tuned = tuned_by_size(lab, plan.pipeline, LOSS, rounds=plan.rounds)
+    made = specs(lab, plan, {size: trial.tuned for size, trial in tuned.items()})
     runs = [spec for some in made.values() for spec in some]
     plan.pipeline.make(lab, plan.seeds, runs, policies=list(SIZES), reward_models=list(SIZES))
     found = read(lab, plan, made, tuned)
@@ -250,10 +254,13 @@ def section(lab: Lab, plan: Plan | None = None) -> Section:
         setup=f"Online DPO on {plan.pipeline.told}, on {len(plan.seeds)} seeds. Each of the two models has three "
         "sizes, beside the middle size of the other. Each size has rates of its own in SFT, reward model and RL; "
         "policies are trained to the same held-out loss. A reward model of any size begins as the SFT policy of that "
-        "size and learns from the same pairs. Rate and penalty of RL are tuned as in the section on losses: an "
-        f"effective sample size near 0.45 at N = {FAR}, a drift near 1.5 nats at N = 1.",
+        "size and learns from the same pairs. Rate and penalty of RL are tuned for each size of the "
+        "policy by the rule of the section on losses, in "
+        f"{plan.rounds} rounds at most: an effective sample size of {WINDOW[0]:g} to {WINDOW[1]:g} at N = {FAR}, a "
+        f"drift near {DRIFT:g} nats at N = {ON_POLICY}, neither run collapsed.",
         tables=tables(found),
         figures={"Win rate against KL by size and N": figure(found)},
         verdicts=verdicts(found),
-        cost="an hour and a half on two cores",
+        cost="an hour to an hour and a half on two cores, by the rounds that tuning takes",
+        notes=[told_of_tuning({f"policy {size}": trial for size, trial in tuned.items()})],
     )

@@ -16,9 +16,11 @@ from experiments.rlhf import (
     LOSSES,
     LR,
     NAMES,
+    USUAL,
     Cell,
     Ended,
     Pipeline,
+    Step,
     Tuned,
     all_of,
     cell_of,
@@ -34,12 +36,17 @@ from experiments.rlhf import (
     trodden,
 )
 from experiments.section import Section, Verdict, markdown_table, spread
+from experiments.staleness_by_loss.step_drift import kl_by_step
 from experiments.staleness_by_loss.tuning import (
     DRIFT,
     ESS,
     FAR,
     ON_POLICY,
+    ROUNDS,
+    SEED,
     UNPENALISED,
+    WINDOW,
+    Trial,
     effective_share,
     tune,
 )
@@ -62,19 +69,23 @@ MATCHED = 1.0
 
 Key = tuple[str, int]
 """A loss and its N."""
-Trodden = Sequence[tuple[float, float]]
-"""(KL, gold score) of each step, and of the last policy."""
+Point = tuple[float, float]
+"""KL and gold score."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is run on every seed: `finely` at every N, the other losses on-policy, at FAR and at FARTHEST."""
+    """What is run on every seed: `finely` at every N, the other losses on-policy, at FAR and at FARTHEST.
+
+    `rounds`: of tuning, at most.
+    """
 
     pipeline: Pipeline = field(default_factory=Pipeline)
     seeds: Sequence[int] = SEEDS
     losses: Sequence[str] = ("ppo", "proximal_rloo", "copg", "online_dpo", "best_of_2", "grpo", "aipo")
     finely: str = "ppo"
     minibatches: Sequence[int] = (ON_POLICY, 2, 4, 8, FAR, FARTHEST)
+    rounds: int = ROUNDS
 
     def cells(self) -> Iterator[Key]:
         for loss in self.losses:
@@ -86,17 +97,17 @@ class Plan:
 class Found:
     """What all runs came to.
 
-    `ess` are effective sample sizes of the ratios, shares, by seed the mean over all steps. `paths` are those of the
-    steps and of the last policy, by cell and seed. `oldest` is the age, in updates, of the stalest minibatch at each N.
-    `twins` are the ends of the two runs with ONE_GRADIENT.
+    `ess` are effective sample sizes of the ratios, shares, by seed the mean over all steps; `steps` are those of each
+    cell and seed. `oldest` is the age, in updates, of the stalest minibatch at each N. `twins` are the ends of the two
+    runs with ONE_GRADIENT.
     """
 
     cells: Mapping[Key, Cell]
     ess: Mapping[Key, Sequence[float]]
-    paths: Mapping[Key, Sequence[Trodden]]
+    steps: Mapping[Key, Sequence[Sequence[Step]]]
     oldest: Mapping[int, int]
     twins: tuple[Ended, Ended]
-    tuned: Mapping[str, Tuned]
+    tuned: Mapping[str, Trial]
 
     @property
     def losses(self) -> list[str]:
@@ -110,9 +121,20 @@ class Found:
         """By N."""
         return {num: cell for (name, num), cell in self.cells.items() if name == loss}
 
+    def paths(self, loss: str, num: int) -> list[list[Point]]:
+        """By seed, from the policy that RL began with, over the steps, to the last one.
+
+        Points between are of about equally many completions: those of FAR updates, one step or several.
+        """
+        cell = self.cells[loss, num]
+        return [
+            [(began.kl, began.gold), *averaged(steps, max(1, FAR // num)), (last.kl, last.gold)]
+            for began, steps, last in zip(cell.began, self.steps[loss, num], cell.ended, strict=True)
+        ]
+
     def golds(self, loss: str, num: int) -> list[float] | None:
         """By seed, the gold score where the drift was MATCHED; None where a seed never drifted so far."""
-        found = [gold_at(path, MATCHED) for path in self.paths[loss, num]]
+        found = [gold_at(path, MATCHED) for path in self.paths(loss, num)]
         known = [gold for gold in found if gold is not None]
         return known if len(known) == len(found) else None
 
@@ -121,35 +143,54 @@ def specs(lab: Lab, plan: Plan, tuned: Mapping[str, Tuned]) -> dict[Key, list[Sp
     """The RL runs of each cell, by seed."""
 
     def runs(loss: str, num: int, seeds: Sequence[int], of: str) -> list[Spec]:
-        return [plan.pipeline.rl(lab, loss, num, seed, tuned=tuned[of]) for seed in seeds]
+        return [plan.pipeline.rl(lab, loss, num, seed, tuned=tuned[of], measured=True) for seed in seeds]
 
     first, second = ONE_GRADIENT
     made = {(loss, num): runs(loss, num, plan.seeds, loss) for loss, num in plan.cells()}
     return made | {(second, FAR): runs(second, FAR, plan.seeds[:1], first)}
 
 
-def read(lab: Lab, made: Mapping[Key, Sequence[Spec]], tuned: Mapping[str, Tuned]) -> Found:
+def read(lab: Lab, made: Mapping[Key, Sequence[Spec]], tuned: Mapping[str, Trial]) -> Found:
     folders = {key: [lab.place(spec) for spec in some] for key, some in made.items()}
     copg, rloo = (ended(read_evaluation(folders[loss, FAR][0])) for loss in ONE_GRADIENT)
     del folders[ONE_GRADIENT[1], FAR]
     oldest: dict[int, int] = {}
     for (_, num), runs in folders.items():
         oldest[num] = max([oldest.get(num, 0), *map(oldest_update, runs)])
-    cells = {key: cell_of(runs) for key, runs in folders.items()}
     return Found(
-        cells=cells,
+        cells={key: cell_of(runs) for key, runs in folders.items()},
         ess={key: [effective_share(run) for run in runs] for key, runs in folders.items()},
-        paths={
-            key: [[*trodden(run), (last.kl, last.gold)] for run, last in zip(runs, cells[key].ended, strict=True)]
-            for key, runs in folders.items()
-        },
+        steps={key: [steps_of(lab, spec) for spec in made[key]] for key in folders},
         oldest=oldest,
         twins=(copg, rloo),
         tuned=tuned,
     )
 
 
-def gold_at(path: Trodden, kl: float) -> float | None:
+def steps_of(lab: Lab, spec: Spec) -> list[Step]:
+    """The steps of a run that was made, their KL over all completions that were sampled, whatever is trained on."""
+    run = lab.place(spec)
+    if spec.config().kl.coef:
+        return trodden(run)
+    return trodden(run, lab.measure(f"kl by step, {spec.name}", kl_by_step, run=str(run)))
+
+
+def points(steps: Sequence[Step]) -> list[Point]:
+    return [(one.kl, one.gold) for one in steps]
+
+
+def averaged(steps: Sequence[Step], size: int) -> list[Point]:
+    """Every `size` consecutive steps as one point, the last of which may have fewer: means over all completions."""
+    groups = [steps[at : at + size] for at in range(0, len(steps), size)]
+    return [(_mean(own, [one.kl for one in own]), _mean(own, [one.gold for one in own])) for own in groups]
+
+
+def _mean(steps: Sequence[Step], values: Sequence[float]) -> float:
+    """The mean over the completions of `steps`, each of which has its step's value."""
+    return fmean(values, weights=[one.completions for one in steps])
+
+
+def gold_at(path: Sequence[Point], kl: float) -> float | None:
     """The gold score where a path first has this KL, between two of its points by a straight line; None if it never."""
     for (before, low), (after, high) in pairwise(path):
         if before <= kl <= after and before < after:
@@ -285,9 +326,12 @@ def logarithmic_fall(found: Found) -> Verdict:
 
 
 def one_frontier(found: Found) -> Verdict:
-    own = found.paths["ppo", ON_POLICY]
+    own = found.steps["ppo", ON_POLICY]
     above = {
-        num: [deviation(path, frontier) for path, frontier in zip(found.paths["ppo", num], own, strict=True)]
+        num: [
+            deviation(points(steps), points(frontier))
+            for steps, frontier in zip(found.steps["ppo", num], own, strict=True)
+        ]
         for num in found.of("ppo")
         if num > ON_POLICY
     }
@@ -344,8 +388,8 @@ def unexplained(x: Sequence[float], y: Sequence[float]) -> float:
     return left / total if total else 0.0
 
 
-def deviation(path: Sequence[tuple[float, float]], frontier: Sequence[tuple[float, float]]) -> float | None:
-    """How far the points of `path` lie above `frontier`, on average; both are (KL, gold score) by step.
+def deviation(path: Sequence[Point], frontier: Sequence[Point]) -> float | None:
+    """How far the points of `path` lie above `frontier`, on average; both are single steps of training.
 
     A point is compared with the mean score of the NEIGHBOURS steps of the frontier that are nearest in KL. The first
     step, before anything was learned, and steps beyond the frontier's largest KL do not count: None without others.
@@ -395,8 +439,7 @@ def tables(found: Found) -> dict[str, str]:
     matched = {key: golds for key in found.cells if (golds := found.golds(*key)) is not None}
     return {
         "Each loss as it was tuned": markdown_table(
-            ["loss", "learning rate", "penalty"],
-            ([NAMES[loss], *as_tuned(loss, found.tuned[loss])] for loss in found.losses),
+            ["loss", *AS_TUNED], ([NAMES[loss], *as_tuned(loss, found.tuned[loss])] for loss in found.losses)
         ),
         f"Gold win rate against the references. RL begins at {spread(start, 2)}; the stalest minibatch is {ages} "
         "updates old": at_the_end("win_rate"),
@@ -412,15 +455,32 @@ def tables(found: Found) -> dict[str, str]:
     }
 
 
-def as_tuned(loss: str, tuned: Tuned) -> tuple[str, str]:
-    """Learning rate and penalty in words."""
-    own = LOSSES[loss]
+AS_TUNED = ("learning rate", "penalty", f"effective samples at N = {FAR}", f"KL at N = {ON_POLICY}", "within")
+
+
+def as_tuned(loss: str, trial: Trial) -> tuple[str, str, str, str, str]:
+    """A row of AS_TUNED."""
+    own, tuned = LOSSES[loss], trial.tuned
     rate = own.get("trainer", {}).get("optimizer", {}).get("lr", LR) * tuned.lr_times
-    if loss in UNPENALISED:
-        return f"{rate:.1e}", "none"
     beta = own["loss"].get("params", {}).get("beta")
     penalty = f"KL {KL_COEF * tuned.penalty_times:g}" if beta is None else f"beta {beta * tuned.penalty_times:g}"
-    return f"{rate:.1e}", penalty
+    return (
+        f"{rate:.1e}",
+        "none" if loss in UNPENALISED else penalty,
+        f"{trial.far.ess:.2f}",
+        f"{trial.on_policy.kl:.2f}",
+        "yes" if trial.is_within else "**no**",
+    )
+
+
+def told_of_tuning(tuned: Mapping[str, Trial]) -> str:
+    """A note on AS_TUNED: what *within* is, and which of these, by name, are not."""
+    least, most = WINDOW
+    outside = [name for name, trial in tuned.items() if not trial.is_within]
+    return (
+        f"Tuning, on seed {SEED}: *within* is an effective sample size of {least:g} to {most:g} where neither run has "
+        f"collapsed. Not within: {', '.join(outside) or 'none'}."
+    )
 
 
 def figure(found: Found) -> str:
@@ -440,20 +500,21 @@ def figure(found: Found) -> str:
     # Where there is room: the last panel has the same colours, and nothing so low.
     handles, labels = axes[found.losses.index("ppo")].get_legend_handles_labels()
     axes[-1].legend(handles, labels, fontsize=6, ncols=2, loc="lower left")
-    of_ppo = {num: found.paths["ppo", num] for num in found.of("ppo")}
-    for num, paths in of_ppo.items():
-        points = [point for path in paths for point in path]
-        axes[-1].plot(*zip(*points, strict=True), "o", color=shades[num], markersize=2.5, alpha=0.5, markeredgewidth=0)
+    of_ppo = {num: [step for steps in found.steps["ppo", num] for step in steps] for num in found.of("ppo")}
+    for num, steps in of_ppo.items():
+        kl, golds = [one.kl for one in steps], [one.gold for one in steps]
+        axes[-1].plot(kl, golds, "o", color=shades[num], markersize=2.5, alpha=0.5, markeredgewidth=0)
     axes[-1].set(ylabel="mean gold score of a step")
     seen = [one.kl for cell in found.cells.values() for one in cell.ended]
-    drift_axes(axes, max(seen + [kl for paths in of_ppo.values() for path in paths for kl, _ in path]))
+    drift_axes(axes, max(seen + [one.kl for steps in of_ppo.values() for one in steps]))
     return svg(drawn)
 
 
 def section(lab: Lab, plan: Plan | None = None) -> Section:
     plan = plan or Plan()
-    tuned = tune(lab, plan.pipeline, plan.losses)
-    made = specs(lab, plan, tuned)
+    trials = tune(lab, plan.pipeline, [(loss, USUAL) for loss in plan.losses], rounds=plan.rounds)
+    tuned = {loss: trial for (loss, _), trial in trials.items()}
+    made = specs(lab, plan, {loss: trial.tuned for loss, trial in tuned.items()})
     plan.pipeline.make(lab, plan.seeds, [spec for some in made.values() for spec in some])
     found = read(lab, made, tuned)
     copg, rloo = found.twins
@@ -463,16 +524,22 @@ def section(lab: Lab, plan: Plan | None = None) -> Section:
         question="A policy samples N minibatches and is then trained once on each of them. How do win rate and drift "
         "change with N, and for which loss least, if all are equally far off-policy and drift alike?",
         setup=f"{plan.pipeline.told}, on {len(plan.seeds)} seeds. The N minibatches are those of one step at "
-        "staleness 0, as in the source. Each loss has the learning rate (times 3, 6, 12 or 24) at which its "
-        f"effective sample size at N = {FAR} is nearest {ESS:g}, and the penalty (times 0.5 to 8) at which N = 1 ends "
-        f"nearest a drift of {DRIFT:g} nats, both chosen on a seed of its own; best of 2 has no penalty.",
+        "staleness 0, as in the source. Each loss has a learning rate and a penalty of its own, tuned on seed "
+        f"{SEED} in {plan.rounds} rounds at most. A round takes the penalty with which N = {ON_POLICY} ends nearest "
+        f"{DRIFT:g} nats of KL. It is the last if the effective sample size at N = {FAR} then lies in {WINDOW[0]:g} to "
+        f"{WINDOW[1]:g} and neither run has collapsed; else the rate is corrected towards {ESS:g}. Best of 2 has no "
+        "penalty, and drifts as it does. The KL of a step is over all completions that were sampled, also of losses "
+        "that train on some of them.",
         tables=tables(found),
         figures={"Win rate against KL by loss and N": figure(found)},
         verdicts=verdicts(found),
-        cost="an hour and a half on two cores",
+        cost="an hour and a half to two hours on two cores, by the rounds that tuning takes",
         notes=[
+            told_of_tuning({NAMES[loss]: trial for loss, trial in tuned.items()}),
             f"At N = {FAR} the kept shares of the gain are, largest first: {who_keeps(found, FAR)}.",
             f"At N = {FARTHEST}: {who_keeps(found, FARTHEST)}.",
+            f"CoPG was tuned as all losses were, to a rate at which N = {FAR} does not collapse, if there was one: a "
+            "*no* on its being at 0 says that it can bear that, not that it does at any rate.",
             f"RLOO and CoPG have the same gradient: RLOO's run at N = {FAR} with the first seed {same}.",
         ],
     )

@@ -1,74 +1,167 @@
 """Each loss at its own learning rate and penalty: as far off-policy at N = 16, and as much drift at N = 1, as others.
 
-At a rate that suits N = 1 a policy hardly moves within 16 updates, and no loss has anything to bear.
+At a rate that suits N = 1 a policy hardly moves within 16 updates, and no loss has anything to bear. Both dials move
+both measures, so they are set in turn, round by round; README.md beside this file has the rule.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from math import log
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import isnan, log, nan, sqrt
 from pathlib import Path
 from statistics import fmean
 
 from experiments.lab import Lab, metrics
-from experiments.rlhf import USUAL, Pipeline, Tuned, ended, read_evaluation
+from experiments.rlhf import LEAST_GAIN, Pipeline, Tuned, ended, read_evaluation
 
 SEED = 100
 """Apart from the seeds that are compared."""
 ON_POLICY, FAR = 1, 16
-RATES = (3.0, 6.0, 12.0, 24.0)
-PENALTIES = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""Times the loss's own."""
-ESS = 0.45
-"""The effective sample size at N = 16 that rates are chosen for; 0.3 to 0.6 is what they are to be within."""
+ROUNDS = 4
+"""At most."""
+FIRST_RATE = 8.0
+"""Times the loss's own, as all rates and penalties here."""
+FIRST_PENALTIES = (1.0, 2.0, 4.0, 8.0)
+LATER_PENALTIES = (0.5, 1.0, 2.0)
+"""Times that of the round before."""
+ESS, WINDOW = 0.45, (0.3, 0.6)
+"""The effective sample size at N = 16 that rates are corrected towards, and what it is to be within."""
 DRIFT = 1.5
 """Nats per completion from the SFT policy, at the end of N = 1."""
+LEAST_CORRECTION, MOST_CORRECTION = 0.5, 2.0
+"""Of the rate, from one round to the next."""
 UNPENALISED = ("best_of_2",)
 
+Subject = tuple[str, str]
+"""What is tuned: a loss, and the size of its policy."""
 
-def tune(lab: Lab, pipeline: Pipeline, losses: Sequence[str], policy: str = USUAL) -> dict[str, Tuned]:
-    """The rate first, by runs at FAR, then the penalty, by runs ON_POLICY at that rate; all with SEED.
 
-    `policy` is the size of the policy.
+@dataclass(frozen=True)
+class Ran:
+    """What a run came to: the gain in win rate, the KL at its end in nats per completion, the effective sample size."""
+
+    gain: float
+    kl: float
+    ess: float
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A setting, and what the runs with it came to ON_POLICY and at FAR."""
+
+    tuned: Tuned
+    on_policy: Ran
+    far: Ran
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether neither run has collapsed: one learns, the other ends not below where it began."""
+        return learns(self.on_policy) and self.far.gain >= 0
+
+    @property
+    def is_within(self) -> bool:
+        least, most = WINDOW
+        return self.is_sound and least <= self.far.ess <= most
+
+
+def tune(lab: Lab, pipeline: Pipeline, subjects: Sequence[Subject], *, rounds: int = ROUNDS) -> dict[Subject, Trial]:
+    """What was found for each of `subjects`, by runs with SEED; those of all subjects side by side."""
+    trials: dict[Subject, list[Trial]] = {subject: [] for subject in subjects}
+    for _ in range(rounds):
+        unsettled = [subject for subject, own in trials.items() if not (own and own[-1].is_within)]
+        if not unsettled:
+            break
+        near = _runs(lab, pipeline, {one: candidates(one, trials[one]) for one in unsettled}, ON_POLICY)
+        chosen = {subject: nearest_drift(of_subject) for subject, of_subject in near.items()}
+        far = _runs(lab, pipeline, {subject: [tuned] for subject, tuned in chosen.items()}, FAR)
+        for subject, tuned in chosen.items():
+            trials[subject].append(Trial(tuned, near[subject][tuned], far[subject][tuned]))
+    return {subject: best(own) for subject, own in trials.items()}
+
+
+def candidates(subject: Subject, before: Sequence[Trial]) -> list[Tuned]:
+    """The settings of the next round's runs ON_POLICY: one rate, with several penalties where there is one."""
+    rate = next_rate(before) if before else FIRST_RATE
+    if subject[0] in UNPENALISED:
+        return [Tuned(rate)]
+    penalties = [before[-1].tuned.penalty_times * times for times in LATER_PENALTIES] if before else FIRST_PENALTIES
+    return [Tuned(rate, penalty) for penalty in penalties]
+
+
+def next_rate(before: Sequence[Trial]) -> float:
+    """The rate after rounds that were not within, to two digits: half the last one where a run of it has collapsed.
+
+    Between a rate that was sound and one that was not it is their geometric mean, instead of either again.
     """
-    rates = {loss: [Tuned(times) for times in RATES] for loss in losses}
-    ess = _measured(lab, pipeline, rates, FAR, effective_share, policy)
-    chosen = {loss: min(of_rates, key=lambda one: abs(of_rates[one] - ESS)) for loss, of_rates in ess.items()}
-    penalties = {
-        loss: [Tuned(one.lr_times, times) for times in PENALTIES]
-        for loss, one in chosen.items()
-        if loss not in UNPENALISED
-    }
-    kl = _measured(lab, pipeline, penalties, ON_POLICY, final_kl, policy)
-    return chosen | {loss: nearest_drift(of_penalties) for loss, of_penalties in kl.items()}
+    last = before[-1]
+    rate = last.tuned.lr_times
+    if last.is_sound:
+        wanted = rate * correction(last.far.ess)
+        beyond = [one.tuned.lr_times for one in before if not one.is_sound and rate < one.tuned.lr_times <= wanted]
+        wanted = sqrt(rate * min(beyond)) if beyond else wanted
+    else:
+        below = [one.tuned.lr_times for one in before if one.is_sound and one.tuned.lr_times < rate]
+        wanted = sqrt(rate * max(below)) if below else rate * LEAST_CORRECTION
+    return float(f"{wanted:.2g}")
 
 
-def nearest_drift(kl: Mapping[Tuned, float]) -> Tuned:
-    """The setting whose KL is nearest DRIFT as a ratio; a KL of nothing or less is as far as can be."""
-    return min(kl, key=lambda one: abs(log(kl[one] / DRIFT)) if kl[one] > 0 else float("inf"))
+def correction(ess: float) -> float:
+    """The factor on the rate that brings an effective sample size to ESS, if -ln of it goes with the rate's square.
+
+    From LEAST_CORRECTION to MOST_CORRECTION: the latter where all ratios are 1, the former where there is no size.
+    """
+    if isnan(ess) or ess <= 0:
+        return LEAST_CORRECTION
+    if ess >= 1:
+        return MOST_CORRECTION
+    return min(MOST_CORRECTION, max(LEAST_CORRECTION, sqrt(log(ESS) / log(ess))))
+
+
+def nearest_drift(runs: Mapping[Tuned, Ran]) -> Tuned:
+    """The setting whose KL is nearest DRIFT as a ratio, among those that learn, or among all if none does."""
+
+    def distance(tuned: Tuned) -> float:
+        kl = runs[tuned].kl
+        return abs(log(kl / DRIFT)) if kl > 0 else float("inf")
+
+    return min([tuned for tuned, ran in runs.items() if learns(ran)] or runs, key=distance)
+
+
+def learns(ran: Ran) -> bool:
+    return ran.gain >= LEAST_GAIN
+
+
+def best(trials: Sequence[Trial]) -> Trial:
+    """The one that is within; else of those that are sound the nearest to ESS; else that of the smallest rate."""
+    for trial in trials:
+        if trial.is_within:
+            return trial
+    if sound := [trial for trial in trials if trial.is_sound]:
+        return min(sound, key=lambda one: float("inf") if isnan(one.far.ess) else abs(one.far.ess - ESS))
+    return min(trials, key=lambda one: one.tuned.lr_times)
 
 
 def effective_share(run: Path) -> float:
-    """Effective sample size of the ratios, a share: mean over a run's steps."""
-    return fmean(line["ess"] for line in metrics(run) if "ess" in line)
+    """Effective sample size of the ratios, a share: mean over those of a run's steps that have one, NaN without any."""
+    known = [line["ess"] for line in metrics(run) if line.get("ess") is not None]
+    return fmean(known) if known else nan
 
 
-def final_kl(run: Path) -> float:
-    return ended(read_evaluation(run)).kl
+def ran(run: Path) -> Ran:
+    evaluation = read_evaluation(run)
+    before, after = ended(evaluation, "before"), ended(evaluation)
+    return Ran(after.win_rate - before.win_rate, after.kl, effective_share(run))
 
 
-def _measured(
-    lab: Lab,
-    pipeline: Pipeline,
-    settings: Mapping[str, Sequence[Tuned]],
-    num_minibatches: int,
-    value: Callable[[Path], float],
-    policy: str,
-) -> dict[str, dict[Tuned, float]]:
+def _runs(
+    lab: Lab, pipeline: Pipeline, settings: Mapping[Subject, Sequence[Tuned]], num_minibatches: int
+) -> dict[Subject, dict[Tuned, Ran]]:
     specs = {
-        (loss, one): pipeline.rl(lab, loss, num_minibatches, SEED, policy=policy, tuned=one)
-        for loss, several in settings.items()
+        (subject, one): pipeline.rl(lab, subject[0], num_minibatches, SEED, policy=subject[1], tuned=one)
+        for subject, several in settings.items()
         for one in several
     }
-    runs = dict(zip(specs, pipeline.make(lab, [SEED], list(specs.values()), policies=[policy]), strict=True))
-    return {loss: {one: value(runs[loss, one]) for one in several} for loss, several in settings.items()}
+    sizes = list(dict.fromkeys(size for _, size in settings))
+    folders = dict(zip(specs, pipeline.make(lab, [SEED], list(specs.values()), policies=sizes), strict=True))
+    return {subject: {one: ran(folders[subject, one]) for one in several} for subject, several in settings.items()}

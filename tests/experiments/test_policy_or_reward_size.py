@@ -10,8 +10,16 @@ import pytest
 from experiments.lab import Lab
 from experiments.policy_or_reward_size import experiment
 from experiments.policy_or_reward_size.experiment import POLICIES, REWARD_MODELS, Found, Plan
-from experiments.policy_or_reward_size.sizes import JUDGE_RATES, SFT_RATES, SFT_STEPS, comparable, nearest_steps
+from experiments.policy_or_reward_size.sizes import (
+    JUDGE_RATES,
+    SFT_RATES,
+    SFT_STEPS,
+    comparable,
+    nearest_steps,
+    tuned_by_size,
+)
 from experiments.rlhf import Cell, Ended, Pipeline, Tuned
+from experiments.staleness_by_loss.tuning import Ran, Trial
 from slipstream.core.recipes import stage_dir
 
 SEEDS = range(5)
@@ -28,6 +36,7 @@ def cell(gain: float, kl: float) -> Cell:
 
 
 TUNED = {"S": Tuned(24.0, 1.0), "M": Tuned(12.0, 2.0), "L": Tuned(6.0, 4.0)}
+TRIALS = {size: Trial(one, Ran(0.4, 1.42, 1.0), Ran(0.3, 1.3, 0.5)) for size, one in TUNED.items()}
 RISING = {size: [accuracy + j for j in JITTER] for size, accuracy in {"S": 0.7, "M": 0.8, "L": 0.9}.items()}
 
 
@@ -43,7 +52,7 @@ def world(kl: dict[str, float] = KL, ess: float = 0.5, **changed: tuple[float, f
         accuracies=RISING,
         ess={key: [ess] * 5 for key in cells},
         losses={"S": 0.9, "M": 0.91, "L": 0.89},
-        tuned=TUNED,
+        tuned=TRIALS,
     )
 
 
@@ -152,12 +161,89 @@ def test_each_size_gets_what_suits_it(tmp_path):
     assert config.reward_model.preferences == str(usual / "preferences" / "preferences.jsonl")
 
 
+class Tuning(Lab):
+    """The larger the policy, the sooner it is off-policy; all drift alike, by the penalty."""
+
+    def run_all(self, specs):
+        for spec in specs:
+            config, folder = spec.config(), self.place(spec)
+            if "rl" not in config.stages:
+                continue
+            folder.mkdir(exist_ok=True)
+            size = next(size for size in "SML" if f"policy {size}" in spec.name)
+            rate = config.trainer.optimizer.lr / 1e-4
+            self.asked.add((size, config.trainer.minibatches, round(rate, 6)))
+            kl = 0.15 / config.loss.params["beta"]
+            end = {
+                "gold": {"win_rate": {"mean": 0.5}, "mean_score": 0.5},
+                "drift": {"kl": {"per_sequence": {"mean": kl}}, "perplexity": {"per_response_token": {"mean": 4.0}}},
+            }
+            begin = {**end, "gold": {"win_rate": {"mean": 0.3}, "mean_score": 0.5}}
+            (folder / "evaluation.json").write_text(json.dumps({"before": begin, "after": end}))
+            ess = {"S": 0.8, "M": 0.5, "L": 0.05}[size] ** ((rate / 8) ** 2)
+            (folder / "metrics.jsonl").write_text(json.dumps({"step": 0, "ess": ess}))
+        return [self.place(spec) for spec in specs]
+
+
+def test_each_size_is_tuned_by_its_own_runs(tmp_path):
+    lab = Tuning(tmp_path)
+    lab.asked = set()
+    found = tuned_by_size(lab, Pipeline(), "online_dpo")
+    assert {size: trial.tuned for size, trial in found.items()} == {
+        "S": Tuned(15.0, 1.0),
+        "M": Tuned(8.0, 1.0),
+        "L": Tuned(4.1, 1.0),
+    }
+    assert all(trial.is_within for trial in found.values())
+    rates = {"S": (8.0, 15.0), "M": (8.0,), "L": (8.0, 4.1)}
+    assert lab.asked == {(size, num, rate) for size, own in rates.items() for num in (1, 16) for rate in own}
+
+
 def test_what_is_told():
     found = world()
-    win_rates, _, kept, ess, sizes = experiment.tables(found).values()
+    win_rates, _, kept, ess, tuned, sizes = experiment.tables(found).values()
     assert "| L | M | 0.75 (0.02) | 0.70 (0.02) | 0.70 (0.02) |" in win_rates
     assert "| M | S | 0.50 (0.00) | 0.50 (0.00) | 0.50 (0.00) |" in ess
     assert "| S | M | 0.25 (0.02) | 0.50 (0.00) | 0.30 (0.00) |" in kept
-    assert "| L | 3,000,000 | 0.890 | 6.0e-04 | beta 0.4 | 0.90 (0.02) |" in sizes
+    assert "| L | 6.0e-04 | beta 0.4 | 0.50 | 1.42 | yes |" in tuned
+    assert "| L | 3,000,000 | 0.890 | 0.90 (0.02) |" in sizes
+    assert "The share kept of the gain in win rate at N = 1, mean over N = 16 and 64" in experiment.tables(found)
     figure = experiment.figure(found)
     assert all(text in figure for text in ("Policy (reward model M)", "Reward model (policy M)", "L, N = 64"))
+
+
+class Whole(Learning):
+    """All kinds of runs: RL gains as much whatever the sizes, the less the larger N is."""
+
+    def run_all(self, specs):
+        trained = [spec for spec in specs if "rl" in spec.config().stages]
+        super().run_all([spec for spec in specs if spec not in trained])
+        for spec in trained:
+            config, folder = spec.config(), self.place(spec)
+            folder.mkdir(exist_ok=True)
+            moments = {
+                moment: {
+                    "gold": {"win_rate": {"mean": rate}, "mean_score": 0.5},
+                    "drift": {
+                        "kl": {"per_sequence": {"mean": kl}},
+                        "perplexity": {"per_response_token": {"mean": 4.0}},
+                    },
+                }
+                for moment, rate, kl in (("before", 0.3, 0.0), ("after", 0.3 + 0.4 / config.trainer.minibatches, 1.5))
+            }
+            (folder / "evaluation.json").write_text(json.dumps(moments))
+            (folder / "metrics.jsonl").write_text(json.dumps({"step": 0, "ess": 0.5}))
+            (folder / "summary.json").write_text(json.dumps({"model_params": 1000}))
+        return [self.place(spec) for spec in specs]
+
+
+def test_a_section_is_made_of_what_the_runs_left(tmp_path):
+    section = experiment.section(Whole(tmp_path), Plan(seeds=(0, 1)))
+    assert [verdict.holds for verdict in section.verdicts] == [None, None, None]
+    *_, tuned, sizes = section.tables.values()
+    assert all(f"| {size} | 8.0e-04 | beta 0.1 | 0.50 | 1.50 | yes |" in tuned for size in "SML")
+    assert "| S | 1,000 | " in sizes
+    assert section.notes == [
+        "Tuning, on seed 100: *within* is an effective sample size of 0.3 to 0.6 where neither run "
+        "has collapsed. Not within: none."
+    ]

@@ -14,6 +14,7 @@ from experiments.rlhf import (
     Cell,
     Ended,
     Pipeline,
+    Step,
     all_of,
     cell_of,
     gold_score,
@@ -78,6 +79,17 @@ def test_nothing_is_whitened_or_penalised_across_minibatches(lab):
         assert config.kl.target is None
         assert not config.loss.skip_no_signal
         assert config.kl.coef == (0.0 if loss in ("online_dpo", "best_of_2") else 0.1)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_what_a_run_keeps_to_be_measured_changes_nothing_else(lab, loss):
+    """And only where there is no penalty, which measures the KL itself; nobody else gets it (`idle_compute`)."""
+    usual, measured = (PIPELINE.rl(lab, loss, 16, seed=1, measured=wanted) for wanted in (False, True))
+    every = [spec.config().observe.tokens_every for spec in (usual, measured)]
+    assert every == [0, int(loss in ("online_dpo", "best_of_2"))]
+    same = [without(spec.config().model_dump(), "observe.tokens_every") for spec in (usual, measured)]
+    assert same[0] == same[1]
+    assert PIPELINE.rl(lab, loss, 16, seed=1) == usual
 
 
 def test_every_loss_differs_from_ppo_in_its_own_fields_only(lab):
@@ -171,7 +183,8 @@ def test_other_files_are_read_as_well(tmp_path):
         {"step": 0, "completion": "qrd", **post, "outcome": "pending"},
     ]
     (tmp_path / "rollouts.jsonl").write_text("\n".join(map(json.dumps, rollouts)))
-    assert trodden(tmp_path) == [(0.0, 0.5), (1.0, 1.0)]
+    assert trodden(tmp_path) == [Step(0.0, 0.5, 2), Step(1.0, 1.0, 1)]
+    assert trodden(tmp_path, [0.25, 2.0]) == [Step(0.25, 0.5, 2), Step(2.0, 1.0, 1)]
     (tmp_path / "summary.json").write_text(json.dumps({"staleness": {"updates_max": 15}}))
     assert oldest_update(tmp_path) == 15
     (tmp_path / "reward_model").mkdir()
