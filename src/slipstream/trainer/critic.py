@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,8 @@ class Critic:
     """
 
     def __init__(self, config: RunConfig, policy: Transformer, division: Division = Division()) -> None:
-        critic = self._settings = config.critic
+        self._config, critic = config, config.critic
+        self._settings = critic
         self.is_head, self._reader = critic.model == "head", policy.reader
         self.module: ScalarModel | nn.Linear
         if self.is_head:
@@ -45,12 +47,16 @@ class Critic:
         else:
             self.module = new_sharded_scalar(policy, division, head_init=critic.head_init, seed=config.seed)
         self.parameters = stored_parameters(self.module, division)
-        self.optimizer = AdamW(
+
+    @cached_property
+    def optimizer(self) -> AdamW:
+        """Made with its moments when it is asked for, so that a policy may be gone before."""
+        return AdamW(
             self.parameters,
-            critic.optimizer,
-            total_updates=config.steps * config.updates_per_step,
-            updates_per_step=config.updates_per_step,
-            offloads=config.trainer.offload_moments,
+            self._settings.optimizer,
+            total_updates=self._config.steps * self._config.updates_per_step,
+            updates_per_step=self._config.updates_per_step,
+            offloads=self._config.trainer.offload_moments,
         )
 
     def values(self, microbatch: PackedMicrobatch, states: Tensor) -> Tensor:
