@@ -75,6 +75,7 @@ USUAL = [
     ("shared-keys", "recomputed", "float32", 512),
     ("wide-tied", "kept", "float32", 512),
 ]
+OF_CRITIC = [("small", "kept", "bfloat16"), ("wide", "recomputed", "bfloat16"), ("shared-keys", "offloaded", "float32")]
 MOST = 1.25
 """Planned bytes over those that are alive."""
 MOST_OF_LOGITS = 1.65
@@ -180,7 +181,7 @@ def test_a_completion_longer_than_a_microbatch_is_planned(as_on_cuda: None, monk
     ("name", "case", "precision"),
     with_slow(
         [("small", "kept", "bfloat16"), ("wide", "recomputed", "bfloat16"), ("wide-tied", "offloaded", "float32")],
-        [(name, case, precision) for name in ("small", "wide") for case in CASES for precision in ("bfloat16", "float32")],
+        [(name, case, "float32") for name in ("small", "wide") for case in CASES],
     ),
 )
 def test_a_warm_start_takes_no_more_than_the_steps(
@@ -196,12 +197,13 @@ def test_a_warm_start_takes_no_more_than_the_steps(
 @pytest.mark.parametrize(
     ("name", "case", "precision"),
     with_slow(
-        [("small", "kept", "bfloat16"), ("wide", "recomputed", "bfloat16"), ("shared-keys", "offloaded", "float32")],
+        OF_CRITIC,
         [
             (name, case, precision)
             for name in ("small", "shared-keys", "wide", "wide-tied")
             for case in CASES
             for precision in ("bfloat16", "float32")
+            if (name, case, precision) not in OF_CRITIC
         ],
     ),
 )

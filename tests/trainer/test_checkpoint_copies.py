@@ -1,4 +1,4 @@
-"""What a checkpoint's boxes are copied into: pinned pieces of powers of two, or pageable memory where none is pinned."""
+"""Copies of a checkpoint's boxes: in pinned pieces of powers of two, or pageable ones where none can be pinned."""
 
 from __future__ import annotations
 
@@ -91,7 +91,8 @@ def test_copies_have_every_bit_in_whatever_pieces_they_lie(most: int, pin: Pin, 
         found = torch.cat([part.flatten() for part in parts]).view(box.shape)
         assert torch.equal(found, expected[box]), box.name
     storages = {part.untyped_storage().data_ptr(): part.untyped_storage() for p in copies.values() for part in p}
-    assert sum(storage.nbytes() for storage in storages.values()) <= 1.032 * sum(map(lambda v: v.nbytes, views.values()))
+    most_bytes = 1.032 * sum(view.nbytes for view in views.values())
+    assert sum(storage.nbytes() for storage in storages.values()) <= most_bytes
     assert write_boxes(tmp_path / "copied", copies, generators) == written
     assert (tmp_path / "copied").read_bytes() == (tmp_path / "live").read_bytes()
 

@@ -49,7 +49,8 @@ T = TypeVar("T")
 class CostModel:
     """Times and memory of `model` on `cluster` for `workload`.
 
-    `has_head`: over the vocabulary. `memory_grows`: twice the microbatch takes at least the same memory, and so does it without recomputation.
+    `memory_grows`: twice the microbatch takes at least the same memory, and so does it without recomputation.
+    `has_head`: there are logits.
     """
 
     memory_grows = True

@@ -29,7 +29,6 @@ class Critic:
 
     def __init__(self, config: RunConfig, policy: Transformer, division: Division = Division()) -> None:
         self._config, critic = config, config.critic
-        self._settings = critic
         self.is_head, self._reader = critic.model == "head", policy.reader
         self.module: ScalarModel | nn.Linear
         if self.is_head:
@@ -53,7 +52,7 @@ class Critic:
         """Made with its moments when it is asked for, so that a policy may be gone before."""
         return AdamW(
             self.parameters,
-            self._settings.optimizer,
+            self._config.critic.optimizer,
             total_updates=self._config.steps * self._config.updates_per_step,
             updates_per_step=self._config.updates_per_step,
             offloads=self._config.trainer.offload_moments,
@@ -74,7 +73,7 @@ class Critic:
         """
         assert columns.keys() >= {"values", "returns"}, "a batch for a critic carries values and returns"
         mask = torch.ones(len(values), dtype=torch.bool, device=values.device)
-        loss, metrics = loss_named("value", {"clip": self._settings.clip})(
+        loss, metrics = loss_named("value", {"clip": self._config.critic.clip})(
             LossInputs(
                 policy_logprobs=None,
                 advantages=None,
@@ -88,4 +87,4 @@ class Critic:
             )
         )
         total = loss.detach().double() * num_tokens
-        return self._settings.coef * loss, metrics | {"value_loss": Mean(total, mask.sum())}
+        return self._config.critic.coef * loss, metrics | {"value_loss": Mean(total, mask.sum())}

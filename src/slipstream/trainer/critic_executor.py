@@ -131,7 +131,7 @@ class CriticModel(Executor):
         if start is not None:
             read_weights(policy, start)
         self._critic = Critic(config, policy, self._division)
-        del policy
+        del policy  # before there are moments
         trained = {CRITIC: self.trained}
         if self._resume is not None:
             self._checkpoints.load(Path(self._resume), trained)
