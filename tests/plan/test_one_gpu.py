@@ -212,6 +212,9 @@ def test_a_critic_that_starts_from_another_model_is_planned_by_its_size(tmp_path
     assert critic_bytes(config.model_copy(update={"critic": later}), shape) == own
 
 
+CAST = {"device": "cuda", "precision": "bfloat16"}
+
+
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
@@ -223,6 +226,8 @@ def test_a_critic_that_starts_from_another_model_is_planned_by_its_size(tmp_path
         ({"generator": {"gpu_share": 0.5, "engine": "vllm"}}, "generator.vllm.kv_cache_gb"),
         ({"generator": {"gpu_share": 1.5}}, "gpu_share"),
         ({"generator": {"gpu_share": 0.5, "device": "cuda"}, "host": "inline"}, "is a process's"),
+        ({"trainer": CAST | {"compute_copy": False}, "host": "inline"}, "compute_copy = false with host = 'inline'"),
+        ({"trainer": CAST, "model": {"lora": {"rank": 8}}, "host": "inline"}, "model.lora with host = 'inline'"),
     ],
 )
 def test_what_the_schema_refuses(changes: dict[str, Any], complaint: str) -> None:

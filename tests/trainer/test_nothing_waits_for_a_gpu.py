@@ -20,6 +20,7 @@ from training_data import TINY, VOCAB_SIZE, make_groups, run_config
 
 from slipstream.algorithms.losses import LossInputs, loss_named
 from slipstream.algorithms.losses.table import LOSSES
+from slipstream.algorithms.reduce import Max, Mean, decode_metrics, encode_metrics
 from slipstream.batching import collate as batching
 from slipstream.core.training_sections import OptimizerConfig
 from slipstream.models.config import new_config
@@ -212,3 +213,13 @@ def test_what_these_tests_refuse(reads: Counter[str]) -> None:
         torch.zeros(3).to(META)
     assert x.tolist() == [1.0] * 3
     assert reads == {Path(__file__).name: 1}
+
+
+def test_metrics_that_came_in_a_message_are_encoded_beside_those_on_the_device(reads: Counter[str]) -> None:
+    """Those of a critic with an executor of its own are on the CPU: one read of the device, and none of them with it."""
+    there = Mean(torch.ones((), device=META), torch.ones((), dtype=torch.int64, device=META))
+    made = {"loss": there, "value_loss": Mean(torch.tensor(3.0), torch.tensor(4)), "ratio": there}
+    found = decode_metrics(encode_metrics(made | {"largest": Max(torch.tensor(7.0))}))
+    assert list(found) == ["loss", "value_loss", "ratio", "largest"]
+    assert (found["value_loss"].value(), found["largest"].value()) == (0.75, 7.0)
+    assert reads == {"reduce.py": 1}

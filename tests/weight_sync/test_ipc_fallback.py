@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -188,6 +189,33 @@ def test_a_reader_that_fails_later_loses_no_version_and_its_successor_tries_anew
     pair.commit(5, pair.send(5))
     assert successor._fetch._segments._sources[0].handle, "a new process has the GPU's memory"
     assert len(warnings_of(caplog)) == 1
+
+
+def test_a_reader_without_room_for_once_stays_with_the_trainers_memory(
+    tmp_path: Path, made: list[Pair], caplog: pytest.LogCaptureFixture
+) -> None:
+    made.append(pair := Pair(tmp_path, FileHandles(tmp_path), FileHandles(tmp_path)))
+    pair.commit(0, pair.send(0))
+    memory = pair.readers[0]._transport.memory
+    gather, failures = memory.gather, iter([torch.OutOfMemoryError("CUDA out of memory")])
+
+    def fails_once(*arguments: Any) -> None:
+        for error in failures:
+            raise error
+        gather(*arguments)
+
+    memory.gather = fails_once
+    pair.send(1)
+    for _ in range(200):
+        pair.readers[0].poll()
+        if pair.readers[0].stats.num_failed_transfers:
+            break
+        wait([], extra_fds=pair.readers[0].wait_fds(), timeout_s=0.05)
+    pair.publisher.poll()
+    pair.commit(2, pair.send(2))
+    assert pair.readers[0].stats.num_failed_transfers == 1
+    assert pair.readers[0]._fetch._segments._sources[0].handle
+    assert not [line for line in warnings_of(caplog) if "host memory" in line]
 
 
 def test_a_reader_that_host_memory_fails_too_ends(tmp_path: Path, made: list[Pair]) -> None:

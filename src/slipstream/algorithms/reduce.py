@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
 import msgspec
@@ -118,11 +119,13 @@ def merge_metrics(left: Mapping[str, Mean | Max], right: Mapping[str, Mean | Max
 
 
 def encode_metrics(metrics: Mapping[str, Mean | Max]) -> bytes:
-    """Parts for another rank, in float64, which has them exactly; one read from the device for all of them."""
+    """Parts for another rank, in float64, which has them exactly; one read from each device for all that lie there."""
     parts = {n: (p.total, p.count) if isinstance(p, Mean) else (p.largest,) for n, p in metrics.items()}
-    tensors = [tensor.double() for tensors in parts.values() for tensor in tensors]
-    numbers = iter(torch.stack(tensors).tolist() if tensors else [])
-    return msgspec.msgpack.encode({name: [next(numbers) for _ in tensors] for name, tensors in parts.items()})
+    of_devices: dict[torch.device, list[Tensor]] = {}  # an own critic's have come in a message
+    for tensor in chain.from_iterable(parts.values()):
+        of_devices.setdefault(tensor.device, []).append(tensor.double())
+    numbers = {device: iter(torch.stack(tensors).tolist()) for device, tensors in of_devices.items()}
+    return msgspec.msgpack.encode({n: [next(numbers[one.device]) for one in tensors] for n, tensors in parts.items()})
 
 
 def decode_metrics(data: bytes) -> Metrics:

@@ -484,15 +484,8 @@ class RunConfig(Section):
             "critic.ranks": self.critic.ranks,
         }
         several = ", ".join(f"{field} = {count}" for field, count in ranks.items() if count > 1)
-        if self.host == "inline" and several:
-            raise ConfigError(
-                "several ranks need processes of their own",
-                got=f"{several} with host = 'inline'",
-                allowed="host = 'process'",
-            )
-        if self.host == "inline" and (self.trainer.gpu_share or self.generator.gpu_share):
-            what = "a share of a GPU's memory is a process's"
-            raise ConfigError(what, got="gpu_share with host = 'inline'", allowed="host = 'process'")
+        if self.host == "inline":
+            self._check_inline(several)
         for section, who in (
             ("trainer", "the trainer computes"),
             ("rewards", "reward models compute"),
@@ -508,6 +501,20 @@ class RunConfig(Section):
                     got=f"{section}.precision = '{part.precision}' with {section}.device = 'cpu'",
                     allowed=f"{section}.device = 'cuda'",
                 )
+
+    def _check_inline(self, several: str) -> None:
+        """Refuse what takes processes of their own; `several` names the fields of more than one rank."""
+        is_cast = self.trainer.device == "cuda" and self.trainer.precision != "float32"
+        is_gathered = "model.lora" if self.model.lora.is_set else "trainer.compute_copy = false"
+        refused = {
+            "several ranks need processes of their own": several,
+            "a share of a GPU's memory is a process's": self.trainer.gpu_share or self.generator.gpu_share,
+            "weights are cast to trainer.precision by a process's group": is_cast
+            and (self.model.lora.is_set or not self.trainer.compute_copy),
+        }
+        for (what, is_asked), got in zip(refused.items(), (several, "gpu_share", is_gathered), strict=True):
+            if is_asked:
+                raise ConfigError(what, got=f"{got} with host = 'inline'", allowed="host = 'process'")
 
 
 _OF_PROMPTS = ("prompt_column", "answer_column", "template")

@@ -194,7 +194,7 @@ class AdamW:
 
     def _apply(self, lr: float, decay: float | Tensor, **on_device: Tensor) -> None:
         if self._config.weight_decay:
-            matrices = [view for view in self.parameters.named_views().values() if view.ndim >= 2]
+            matrices = [view for view in self.parameters.by_name(self._stored).values() if view.ndim >= 2]
             torch._foreach_mul_(matrices, decay)
         grads, update = self.parameters.stored_grads(), partial(self._update, lr=lr, **on_device)
         if not self._offloads:

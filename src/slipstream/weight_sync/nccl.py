@@ -43,7 +43,7 @@ class PairTransfer:
 
     def wait(self, timeout: timedelta) -> None:
         """Until it is done. Raises RuntimeError when it breaks or takes too long; then the pair is of no more use."""
-        with torch.cuda.stream(self._stream):
+        with _on(self._stream):
             self._work.wait(timeout)
 
 
@@ -61,16 +61,25 @@ class Pair:
         (self.send(first) if is_source else self.receive(first)).wait(timeout)
 
     def send(self, tensor: torch.Tensor) -> PairTransfer:
-        with torch.cuda.stream(self._stream):
+        with _on(self._stream):
             return PairTransfer(self._group.send([tensor], self._peer, 0), self._stream)
 
     def receive(self, tensor: torch.Tensor) -> PairTransfer:
-        with torch.cuda.stream(self._stream):
+        with _on(self._stream):
             return PairTransfer(self._group.recv([tensor], self._peer, 0), self._stream)
 
     def close(self) -> None:
         with contextlib.suppress(RuntimeError):
             self._group.abort()
+
+
+@contextlib.contextmanager
+def _on(stream: torch.cuda.Stream) -> Iterator[None]:
+    """A thread that goes back to its own stream goes back to its GPU, too: to the first, with a context of half a
+    gigabyte there, if it has none.
+    """
+    with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+        yield
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from slipstream.core.errors import WeightSyncError
+from slipstream.core.errors import WeightSyncError, reason
 from slipstream.core.peer_messages import Holding, WeightsOffered
 from slipstream.core.weights import PlacedWeights
 from slipstream.weight_sync.copies import Copies
@@ -121,6 +121,8 @@ class SegmentReader:
         try:
             for source, copies in self._copies:
                 self._memory.gather(copies, source.data(offer.slot), target, source.checksums(offer.slot))
+        except torch.OutOfMemoryError as error:  # of this process: the trainer's memory can be read
+            raise WeightSyncError("this rank's GPU has no room for a version on its way", got=reason(error)) from error
         except RuntimeError as error:  # CUDA's
             if not isinstance(self._transport, CudaIpc):
                 raise
