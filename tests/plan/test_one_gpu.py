@@ -20,8 +20,8 @@ from slipstream.core.recipes import resolve
 from slipstream.core.spans import NoSpans
 from slipstream.generator.device import kv_bytes_beside
 from slipstream.generator.native import NativeBackend
-from slipstream.models.config import config_to_hf
 from slipstream.models.build import build_tokenizer
+from slipstream.models.config import config_to_hf
 from slipstream.models.device import take_share
 from slipstream.models.preflight import check_policy
 from slipstream.plan.one_gpu import critic_bytes, generator_bytes, trainer_bytes, with_shares
@@ -185,7 +185,11 @@ def test_a_critic_gets_what_its_side_leaves_and_a_share_that_is_given_holds(gpus
     ("sides", "gigabytes", "complaint"),
     [
         (({}, {}, {}), 10, "(?s)trainer and generator and critic do not fit.*critic: .*moments.*critic.executor = 't"),
-        (({"gpu_share": 0.5}, {"gpu_share": 0.45}, {}), 48, "(?s)sum to more than 1.*critic.gpu_share.*critic.executor"),
+        (
+            ({"gpu_share": 0.5}, {"gpu_share": 0.45}, {}),
+            48,
+            "(?s)sum to more than 1.*critic.gpu_share.*critic.executor",
+        ),
         (({}, {}, {"gpu_share": 0.02}), 48, "(?s)critic is planned to take more.*0.02.*offload_moments"),
     ],
 )

@@ -20,9 +20,7 @@ from slipstream.trainer.supervised import supervised_updates
 
 
 @pytest.mark.parametrize("offloads", [False, True])
-def test_one_set_of_moments_is_alive_at_a_time(
-    offloads: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_set_of_moments_is_alive_at_a_time(offloads: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alive, most, in_updates = dict[int, int](), list[int](), list[int]()
     made, applied = AdamW._new_moment, AdamW._apply
 

@@ -83,7 +83,7 @@ def copied(boxes: Mapping[Box, Tensor], *, is_pinned: bool) -> dict[Box, list[Te
             free = free if len(free) else next(pieces)
             parts.append(free[:missing].view(view.dtype))
             free, missing = free[missing:], missing - parts[-1].nbytes
-        sources = [view] if len(parts) == 1 else view.contiguous().flatten().split(list(map(len, parts)))
+        sources = [view] if len(parts) == 1 else torch.split(view.contiguous().flatten(), list(map(len, parts)))
         for part, source in zip(parts, sources, strict=True):
             part.view(source.shape).copy_(source, non_blocking=True)
     return copies
