@@ -157,7 +157,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 91_090
+MAX_LINES = 91_202
 MAX_LINES_OF_SPINE = 1_600
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -172,7 +172,7 @@ MAX_LINES_OF_FOLDER = {
     "algorithms": 2_355,
     "batching": 455,
     "controller": 6_255,
-    "core": 11_540,
+    "core": 11_548,
     "environments": 8_085,
     "evals": 2_700,
     "generator": 9_940,
@@ -180,11 +180,11 @@ MAX_LINES_OF_FOLDER = {
     "jobs": 985,
     "models": 10_000,
     "observe": 9_965,
-    "plan": 7_465,
+    "plan": 7_504,
     "prompts": 1_450,
     "rewards": 3_915,
     "stages": 2_730,
-    "trainer": 6_400,
+    "trainer": 6_465,
     "weight_sync": 3_735,
 }
 LONG_FUNCTIONS = dict.fromkeys(

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,13 +21,22 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from slipstream.batching import collate as batching
+from slipstream.core.clock import WallClock
 from slipstream.core.config import RunConfig
+from slipstream.core.executor import Context
+from slipstream.core.peer_messages import CriticUpdate, ValuesWanted
+from slipstream.core.rank_group import RankGroup
+from slipstream.core.spans import NoSpans
 from slipstream.core.types import Completion, Group, Prompt, Rollout, Segment, VersionSpan
 from slipstream.models.config import TransformerConfig
 from slipstream.models.sharded import Division, ShardedParameters, divide
 from slipstream.models.transformer import Transformer
+from slipstream.trainer.batch import train_sequence
+from slipstream.trainer.critic_executor import CriticModel
+from slipstream.trainer.critic_link import ANSWERED
 from slipstream.trainer.optim import AdamW
 from slipstream.trainer.step import train_on_batch
+from slipstream.trainer.supervised import Demonstration, supervised_updates
 
 META = torch.device("meta")
 
@@ -169,8 +180,16 @@ def longest_groups(config: RunConfig) -> list[Group]:
     return groups
 
 
+def longest_demonstrations(config: RunConfig) -> list[Demonstration]:
+    """As many as there are in a batch of the warm start, of the lengths of `longest_groups`, none behind another."""
+    lengths = config.prompts.max_prompt_tokens or 1, config.longest_completion
+    prompt, completion = (np.arange(length, dtype=np.int32) for length in lengths)
+    return [(prompt + number, completion + number) for number in range(config.warm_start.batch_size)]
+
+
 def peak_bytes(config: RunConfig, shape: TransformerConfig, monkeypatch: pytest.MonkeyPatch) -> int:
-    """The most bytes that are alive from the making of a model of `shape` to the end of its second step."""
+    """The most bytes that are alive from the making of a model of `shape` to the end of its second step, after the warm
+    start."""
     trainer = config.trainer
     division = Division(
         device=META,
@@ -189,7 +208,47 @@ def peak_bytes(config: RunConfig, shape: TransformerConfig, monkeypatch: pytest.
         divide(model, division)
         stored = ShardedParameters(model, division)
         optimizer = AdamW(stored, trainer.optimizer, total_updates=4, offloads=trainer.offload_moments)
+        if config.warm_start.steps:
+            updates = supervised_updates(
+                model,
+                optimizer.lent(config.warm_start.optimizer, total_updates=config.warm_start.steps),
+                longest_demonstrations(config),
+                config=config.warm_start,
+                microbatch_tokens=trainer.microbatch_tokens,
+                seed=0,
+                batching=batching,
+            )
+            assert len(list(updates)) == config.warm_start.steps
+            optimizer.restart()
         for _ in range(2):
             metrics = train_on_batch(model, optimizer, longest_groups(config), config=config, step=0, batching=batching)
             assert metrics["num_microbatches"] > 1, "gradients are there while another microbatch is read"
+    return counted.peak
+
+
+def peak_bytes_of_critic(config: RunConfig, shape: TransformerConfig, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The most bytes that are alive in a critic's executor, from the making of its model to its second update."""
+    counted, made = LiveBytes(), "slipstream.trainer.critic_executor"
+
+    def policy(model: Any, division: Division, **how: Any) -> Transformer:
+        with META:
+            built = Transformer(shape)
+        divide(built, division)
+        return built
+
+    monkeypatch.setattr(f"{made}.build_sharded_policy", policy)
+    monkeypatch.setattr(f"{made}.scoring_device", lambda device, rank: META)
+    if config.trainer.offload_moments:
+        monkeypatch.setattr(AdamW, "_new_moment", lambda self, tensor: counted.on_host(tensor))
+    critic, port = CriticModel(config=config, batching=batching), SimpleNamespace(put=lambda message: None)
+    ports = {ANSWERED: port, "events": port}
+    sequences = [train_sequence(one.completion) for group in longest_groups(config) for one in group.rollouts]
+    with counted:
+        critic.init(Context("critic", Path(), {}, ports, NoSpans(), WallClock(), group=RankGroup.alone()))
+        for step in range(2):
+            critic._arrived = {one.key: one for one in sequences}
+            critic._tell_values(ValuesWanted(step=step, num_sequences=len(sequences)))
+            returns = {one.key: np.ones(one.num_targets, np.float32) for one in sequences}
+            assert not critic._updated(CriticUpdate(step=step, index=0), returns).failure
+    critic.close()
     return counted.peak

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,17 +11,21 @@ import pytest
 import torch
 
 import slipstream
+from slipstream.batching import collate
 from slipstream.core.clock import WallClock
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
+from slipstream.core.rank_group import RankGroup
 from slipstream.core.recipes import resolve
 from slipstream.core.spans import NoSpans
 from slipstream.generator.device import kv_bytes_beside
 from slipstream.generator.native import NativeBackend
 from slipstream.models.build import build_tokenizer
+from slipstream.models.config import config_to_hf
 from slipstream.models.device import take_share
 from slipstream.models.preflight import check_policy
-from slipstream.plan.one_gpu import generator_bytes, trainer_bytes, with_shares
+from slipstream.plan.one_gpu import critic_bytes, generator_bytes, trainer_bytes, with_shares
+from slipstream.trainer.critic_executor import CriticModel
 from slipstream.trainer.policy import Policy
 
 LARGE = {"hidden_size": 1024, "intermediate_size": 4096, "num_layers": 8, "num_heads": 8, "num_kv_heads": 8}
@@ -118,12 +124,106 @@ def _overrides(changes: dict[str, Any]) -> dict[str, Any]:
     return {"model": LARGE, **sides}
 
 
+PPO = {"loss": {"name": "ppo", "advantages": "gae"}}
+OWN = {"executor": "own", "device": "cuda"}
+
+
+def test_a_critic_of_its_own_on_the_gpu_of_both_sides_is_a_third_one(gpus: Any) -> None:
+    gpus(1, 48)
+    config = config_of(critic=OWN, **PPO)
+    shared, line = with_shares(config)
+    shares = {name: vars(shared)[name].gpu_share for name in ("trainer", "generator", "critic")}
+    assert sum(shares.values()) <= 0.95
+    assert line is not None
+    assert all(f"{name}.gpu_share = {share:g}" in line for name, share in shares.items())
+    shape = check_policy(config)
+    planned = critic_bytes(config, shape).total
+    assert planned <= 0.92 * shares["critic"] * 48e9 < planned + 0.01 * 48e9
+    assert planned > 16 * (trainer_bytes(config, shape)["moments"] / 8)
+    assert trainer_bytes(config, shape).total <= 0.92 * shares["trainer"] * 48e9
+    assert generator_bytes(config, shape, all_slots=True).total <= 0.85 * shares["generator"] * 48e9
+    assert with_shares(shared) == (shared, None), "what is chosen passes its own check"
+    alone, _ = with_shares(config_of())
+    assert shares["trainer"] < alone.trainer.gpu_share
+
+
+@pytest.mark.parametrize(
+    ("count", "critic", "generator", "remote"),
+    [
+        (2, OWN, {"device": "cuda:1"}, []),
+        (2, OWN, {"device": "cuda:0"}, []),
+        (1, OWN, {}, ["critic"]),
+        (1, {"executor": "own"}, {}, []),
+        (1, {}, {}, []),
+    ],
+)
+def test_a_critic_elsewhere_is_no_side(
+    count: int, critic: dict[str, Any], generator: dict[str, Any], remote: list[str], gpus: Any
+) -> None:
+    gpus(count, 48)
+    trainer = {"precision": "bfloat16" if "device" in critic or not critic else "float32"}
+    config = config_of(trainer, generator, critic=critic, **PPO)
+    shared, line = with_shares(config, remote=remote)
+    assert shared.critic.gpu_share is None
+    if generator.get("device") != "cuda:1":
+        assert shared.trainer.gpu_share + shared.generator.gpu_share > 0.93
+        assert "critic" not in str(line)
+    else:
+        assert (shared, line) == (config, None)
+
+
+def test_a_critic_gets_what_its_side_leaves_and_a_share_that_is_given_holds(gpus: Any) -> None:
+    gpus(1, 48)
+    shared, _ = with_shares(config_of({"gpu_share": 0.3}, {"gpu_share": 0.2}, critic=OWN, **PPO))
+    assert 0 < shared.critic.gpu_share <= 0.5
+    shared, _ = with_shares(config_of(critic=OWN | {"gpu_share": 0.4}, **PPO))
+    assert shared.critic.gpu_share == 0.4
+    assert 0.5 < shared.trainer.gpu_share + shared.generator.gpu_share <= 0.55
+
+
+@pytest.mark.parametrize(
+    ("sides", "gigabytes", "complaint"),
+    [
+        (({}, {}, {}), 10, "(?s)trainer and generator and critic do not fit.*critic: .*moments.*critic.executor = 't"),
+        (
+            ({"gpu_share": 0.5}, {"gpu_share": 0.45}, {}),
+            48,
+            "(?s)sum to more than 1.*critic.gpu_share.*critic.executor",
+        ),
+        (({}, {}, {"gpu_share": 0.02}), 48, "(?s)critic is planned to take more.*0.02.*offload_moments"),
+    ],
+)
+def test_a_critic_that_does_not_fit_beside_both_is_refused(
+    sides: tuple[dict[str, Any], ...], gigabytes: float, complaint: str, gpus: Any
+) -> None:
+    gpus(1, gigabytes)
+    trainer, generator, critic = sides
+    with pytest.raises(ConfigError, match=complaint):
+        with_shares(config_of(trainer, generator, critic=OWN | critic, **PPO))
+    if gigabytes < 48:
+        assert with_shares(config_of(trainer, generator))[1] is not None, "both sides alone fit"
+
+
+def test_a_critic_that_starts_from_another_model_is_planned_by_its_size(tmp_path: Any) -> None:
+    config = config_of(critic=OWN, **PPO)
+    shape = check_policy(config)
+    (tmp_path / "config.json").write_text(json.dumps(config_to_hf(replace(shape, num_layers=16))))
+    larger = config.model_copy(update={"critic": config.critic.model_copy(update={"path": str(tmp_path)})})
+    layers = 8 * (4 * 1024 * 1024 + 3 * 1024 * 4096 + 2 * 1024)
+    own, other = critic_bytes(config, shape), critic_bytes(larger, shape)
+    assert other["moments"] - own["moments"] == 8 * layers
+    later = config.critic.model_copy(update={"path": "stage:reward_model"})
+    assert critic_bytes(config.model_copy(update={"critic": later}), shape) == own
+
+
 CAST = {"device": "cuda", "precision": "bfloat16"}
 
 
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
+        ({"critic": {"gpu_share": 0.5}}, "critic.executor = 'own'"),
+        ({"critic": {"gpu_share": 0.5, "executor": "own"}}, "critic.device = 'cuda'"),
         ({"trainer": {"gpu_share": 0.5}}, "trainer.device = 'cuda'"),
         ({"trainer": {"offload_moments": True}}, "moments lie there"),
         ({"generator": {"gpu_share": 0.5}}, "generator.device = 'cuda'"),
@@ -218,11 +318,16 @@ def test_each_process_takes_its_share_before_anything_lies_on_the_gpu(
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     config = config_of(trainer={"gpu_share": 0.5}, generator={"gpu_share": 0.25})
+    with_share = config.critic.model_copy(update=OWN | {"gpu_share": 0.125})
     with pytest.raises(InterruptedError):
         Policy(config)
     tokenizer = build_tokenizer(config.model)
     with pytest.raises(InterruptedError):
         NativeBackend(config, tokenizer=tokenizer, seed=0, stop_token_ids=[], spans=NoSpans(), clock=WallClock())
-    assert taken == [(0.5, "cuda:0"), (0.25, "cuda:0")]
+    critic = CriticModel(config=config.model_copy(update={"critic": with_share}), batching=collate)
+    critic._context = SimpleNamespace(group=RankGroup.alone())
+    with pytest.raises(InterruptedError):
+        _ = critic._division
+    assert taken == [(0.5, "cuda:0"), (0.25, "cuda:0"), (0.125, "cuda:0")]
     take_share(None, torch.device("cuda", 0))
     take_share(0.5, torch.device("cpu"))

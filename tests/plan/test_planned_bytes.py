@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 from covering import with_slow
-from live_bytes import LiveBytes, as_on_cuda, peak_bytes
+from live_bytes import LiveBytes, as_on_cuda, peak_bytes, peak_bytes_of_critic
 
 from slipstream.core.config import RunConfig
 from slipstream.core.recipes import resolve
 from slipstream.models.config import TransformerConfig
-from slipstream.plan.one_gpu import trainer_bytes
+from slipstream.plan.one_gpu import critic_bytes, trainer_bytes
 
 __all__ = ["as_on_cuda"]
 
@@ -75,6 +75,7 @@ USUAL = [
     ("shared-keys", "recomputed", "float32", 512),
     ("wide-tied", "kept", "float32", 512),
 ]
+OF_CRITIC = [("small", "kept", "bfloat16"), ("wide", "recomputed", "bfloat16"), ("shared-keys", "offloaded", "float32")]
 MOST = 1.25
 """Planned bytes over those that are alive."""
 MOST_OF_LOGITS = 1.65
@@ -96,9 +97,20 @@ def config_of(trainer: dict[str, Any], *, prompt: int, completion: int, groups: 
     )
 
 
+def with_critic(config: RunConfig) -> RunConfig:
+    """With a critic of its own executor, on a GPU."""
+    critic = config.critic.model_copy(update={"executor": "own", "device": "cuda"})
+    loss = config.loss.model_copy(update={"name": "ppo", "advantages": "gae"})
+    return config.model_copy(update={"critic": critic, "loss": loss})
+
+
 def check(config: RunConfig, shape: TransformerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     peak = peak_bytes(config, shape, monkeypatch)
     planned = trainer_bytes(config, shape).without("staging").total  # slots of versions are made by the publisher
+    compare(peak, planned, config, shape)
+
+
+def compare(peak: int, planned: float, config: RunConfig, shape: TransformerConfig) -> None:
     most = MOST
     if config.trainer.offload_moments or shape.hidden_size < 1000 < shape.vocab_size:
         most = MOST_OF_LOGITS
@@ -163,6 +175,46 @@ def test_a_completion_longer_than_a_microbatch_is_planned(as_on_cuda: None, monk
     """It is a microbatch by itself."""
     trainer = {"precision": "bfloat16", "microbatch_tokens": 64}
     check(config_of(trainer, prompt=32, completion=480, groups=2, samples=2), SMALL, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("name", "case", "precision"),
+    with_slow(
+        [("small", "kept", "bfloat16"), ("wide", "recomputed", "bfloat16"), ("wide-tied", "offloaded", "float32")],
+        [(name, case, "float32") for name in ("small", "wide") for case in CASES],
+    ),
+)
+def test_a_warm_start_takes_no_more_than_the_steps(
+    name: str, case: str, precision: str, as_on_cuda: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The moments of its optimizer are not there beside the trainer's."""
+    trainer = {"precision": precision, "microbatch_tokens": 512, **CASES[case]}
+    config = config_of(trainer, prompt=64, completion=64, groups=8, samples=4)
+    warm = config.warm_start.model_copy(update={"steps": 2, "batch_size": 16})
+    check(config.model_copy(update={"warm_start": warm}), SHAPES[name], monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("name", "case", "precision"),
+    with_slow(
+        OF_CRITIC,
+        [
+            (name, case, precision)
+            for name in ("small", "shared-keys", "wide", "wide-tied")
+            for case in CASES
+            for precision in ("bfloat16", "float32")
+            if (name, case, precision) not in OF_CRITIC
+        ],
+    ),
+)
+def test_planned_bytes_of_a_critic_are_those_alive(
+    name: str, case: str, precision: str, as_on_cuda: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the policy that it starts from to its second update."""
+    trainer = {"precision": precision, "microbatch_tokens": 512, **CASES[case]}
+    config = with_critic(config_of(trainer, prompt=64, completion=64, groups=8, samples=4))
+    peak = peak_bytes_of_critic(config, SHAPES[name], monkeypatch)
+    compare(peak, critic_bytes(config, SHAPES[name]).total, config, SHAPES[name])
 
 
 def test_storages_count_once_until_nobody_holds_them() -> None:

@@ -227,6 +227,35 @@ def test_offloaded_moments_change_no_bit():
         assert torch.equal(mine, theirs)
 
 
+@pytest.mark.parametrize("offloads", [False, True])
+def test_a_lent_optimizer_and_then_this_one_are_two_of_their_own(offloads):
+    """To the bit: weights, moments and rates. The same memory is both's, and is there once."""
+    first = OptimizerConfig(lr=3e-2, betas=(0.8, 0.9), weight_decay=0.2, schedule="linear")
+    then = OptimizerConfig(lr=1e-2, warmup_updates=3, adam="tensorflow", schedule_by="step")
+    (model, flat), (other_model, other_flat) = tiny_policy(), tiny_policy()
+    optimizer = AdamW(flat, then, total_updates=10, updates_per_step=2, offloads=offloads)
+    lent = optimizer.lent(first, total_updates=6)
+    apart = AdamW(other_flat, first, total_updates=6)
+    for one, trained in ((lent, model), (apart, other_model)):
+        updates(one, trained.parameters(), 0, 4)
+    assert lent.num_updates == apart.num_updates == 4
+    assert optimizer.num_updates == optimizer.planned == 0
+    assert lent.lr == apart.lr
+    assert torch.equal(flat.flat, other_flat.flat)
+    for moment, views in lent.named_moments().items():
+        for name, view in views.items():
+            assert view.data_ptr() == optimizer.named_moments()[moment][name].data_ptr()
+    optimizer.restart()
+    apart = AdamW(other_flat, then, total_updates=10, updates_per_step=2, offloads=offloads)
+    for one, trained in ((optimizer, model), (apart, other_model)):
+        updates(one, trained.parameters(), 4, 5)
+    assert optimizer.lr == apart.lr
+    assert torch.equal(flat.flat, other_flat.flat)
+    for mine, theirs in zip(flat_moments(optimizer).values(), flat_moments(apart).values(), strict=True):
+        assert mine.any()
+        assert torch.equal(mine, theirs)
+
+
 def test_offloaded_moments_lie_on_the_host_but_in_an_update(monkeypatch):
     """Of stored tensors that say they are on CUDA; of their moments, two at a time are there."""
     copied, alive = [], []

@@ -271,10 +271,15 @@ class CriticConfig(Section):
         description="What an own executor computes on: 'cpu', or 'cuda', a GPU per rank. Precision, recomputation and "
         "offloading are the trainer's.",
     )
+    gpu_share: Share | None = Field(
+        None,
+        description="Largest share of a GPU's memory that each rank of an own executor takes. null: all of it; where "
+        "trainer and generator compute there too, what the plan says (docs/gpu.md).",
+    )
 
     @model_validator(mode="after")
     def _check_executor(self) -> Self:
-        own = {name: vars(self)[name] for name in ("ranks", "tensor_parallel", "device")}
+        own = {name: vars(self)[name] for name in ("ranks", "tensor_parallel", "device", "gpu_share")}
         changed = [name for name, value in own.items() if value != type(self).model_fields[name].default]
         check_shared_layers("critic", "ranks", self.ranks, "tensor_parallel", self.tensor_parallel)
         if self.executor == "trainer" and changed:
@@ -288,6 +293,9 @@ class CriticConfig(Section):
             what = "a head reads the policy's states, which are in the trainer"
             got = "critic.executor = 'own' with critic.model = 'head'"
             raise ConfigError(what, got=got, allowed="critic.model = 'own'")
+        if self.device == "cpu" and self.gpu_share is not None:
+            got = f"critic.gpu_share = {self.gpu_share:g} with critic.device = 'cpu'"
+            raise ConfigError("a CPU has its memory to itself", got=got, allowed="critic.device = 'cuda'")
         return self
 
 

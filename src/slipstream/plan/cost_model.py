@@ -50,9 +50,11 @@ class CostModel:
     """Times and memory of `model` on `cluster` for `workload`.
 
     `memory_grows`: twice the microbatch takes at least the same memory, and so does it without recomputation.
+    `has_head`: there are logits.
     """
 
     memory_grows = True
+    has_head = True
 
     def __init__(
         self, model: TransformerConfig, cluster: GpuCluster, workload: Workload, efficiency: Efficiency | None = None
@@ -71,7 +73,7 @@ class CostModel:
     def critic_memory(self, layout: TrainerLayout) -> Parts:
         """Bytes on each device of a critic with an executor of its own, without head, logits, versions, reference."""
         alone = copy.copy(self.without_critic)
-        alone.model, alone._known = replace(self.model, tie_embeddings=True), {}
+        alone.model, alone.has_head, alone._known = replace(self.model, tie_embeddings=True), False, {}
         return alone.train_memory(layout, served=None).without("reference", "logits")
 
     def train_step(self, layout: TrainerLayout) -> Parts:
@@ -408,7 +410,7 @@ class CostModel:
             min(layout.microbatch * workload.lengths.mean / layout.context_parallel * model.vocab_size, LOGITS_AT_ONCE)
             * 4
             / layout.tensor_parallel
-        )
+        ) * self.has_head
         # The root (embedding and head) from forward to backward; one layer that runs, and one that comes. One rank
         # has a copy of all in the precision of products.
         layers = 2 * counts.gathered_layer(layout.expert_parallel)
@@ -429,6 +431,7 @@ class CostModel:
         if layout.devices == 1:
             # The head's gradient in float32 and what is added to it, while no layer runs; then a layer without logits.
             head = (1 + element / 4) * logits + 4 * counts.head_matrix + max(logits, 4 * counts.head_matrix)
+            head = head if self.has_head else element * counts.embedding  # the embedding's gradient, yet to be added
             layer = tokens * element * counts.passing_elements
             passing = max(head - layout.recompute * kept, layer, 3 * logits) - 3 * logits
             passing += 3 * tokens * element * model.hidden_size + 8 * model.max_positions * model.rotary_dim

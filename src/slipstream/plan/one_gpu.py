@@ -1,18 +1,22 @@
-"""Trainer and generator on one GPU: the bytes that each is planned to take, and the shares of memory that follow."""
+"""Trainer, generator and critic on one GPU: the bytes that each is planned to take, and the shares that follow."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 
-from slipstream.core.config import RunConfig
+from slipstream.core.config import RunConfig, stage_of
 from slipstream.core.errors import ConfigError
 from slipstream.generator.device import USABLE_MEMORY as USABLE_BY_GENERATOR
 from slipstream.generator.device import replica_device
-from slipstream.models.config import TransformerConfig
+from slipstream.models.config import TransformerConfig, config_from_hf
+from slipstream.models.device import scoring_device
+from slipstream.models.hf import read_hf_config
 from slipstream.models.hub import with_folders
 from slipstream.models.packed import rounded_up
 from slipstream.models.peft import planned_shapes
@@ -28,19 +32,22 @@ DIVIDED = 0.95
 
 _GENERATOR_HINT = "lower generator.num_slots or eval.num_slots, generator.max_new_tokens or prompts.max_prompt_tokens"
 _TRAINER_HINT = "trainer.offload_moments = true, trainer.recompute = true, or a lower trainer.microbatch_tokens"
+_CRITIC_HINT = "; or the critic inside the trainer: critic.executor = 'trainer'"
 
 
 def with_shares(config: RunConfig, *, remote: Collection[str] = ()) -> tuple[RunConfig, str | None]:
     """Return `config` with a share of each GPU for both sides where they share one, and in words what was chosen.
 
     Keys and values are bounded by the generator's share, so the trainer's part is what its steps are planned to take at
-    most: pages are laid out before the first step. ConfigError where the shares of a GPU sum to more than 1, or a side
-    is planned to take more than its share.
+    most: pages are laid out before the first step. A critic of its own executor that is there too gets what it is
+    planned to take. ConfigError where the shares of a GPU sum to more than 1, or a side is planned to take more than
+    its share.
     """
     sides = _sides(config, remote)
-    given = {name: share for name in ("trainer", "generator") if (share := vars(config)[name].gpu_share) is not None}
-    both = [ranks for ranks in sides.values() if len(ranks) > 1]
-    missing = ({"trainer", "generator"} if both else set()) - given.keys()
+    names = ["trainer", "generator"] + ["critic"] * config.has_own_critic
+    given = {name: share for name in names if (share := vars(config)[name].gpu_share) is not None}
+    both = [ranks for ranks in sides.values() if ranks["trainer"] and ranks["generator"]]
+    missing = {name for ranks in both for name in ranks} - given.keys()
     if not sides or not (given or missing):
         return config, None
     _check_sums(sides, given)
@@ -53,15 +60,21 @@ def with_shares(config: RunConfig, *, remote: Collection[str] = ()) -> tuple[Run
             raise ConfigError(what, got="no " + ", ".join(f"{name}.gpu_share" for name in sorted(missing)))
         return config, None
     planned = {"trainer": trainer_bytes(local, shape), "generator": generator_bytes(local, shape, all_slots=False)}
-    usable = {"trainer": USABLE_MEMORY * memory, "generator": USABLE_BY_GENERATOR * memory}
+    if "critic" in missing | given.keys():
+        planned["critic"] = critic_bytes(local, shape)
+    usable = dict.fromkeys(planned, USABLE_MEMORY * memory) | {"generator": USABLE_BY_GENERATOR * memory}
+    least = {name: parts.total / usable[name] for name, parts in planned.items()}
     chosen = dict(given)
-    if missing:
+    if "critic" in missing:
+        chosen["critic"] = math.ceil(100 * least["critic"]) / 100
+    if missing - {"critic"}:
         wanted = generator_bytes(local, shape, all_slots=True).total / usable["generator"]
-        least = {name: parts.total / usable[name] for name, parts in planned.items()}
         beside = max(ranks["generator"] for ranks in both)
-        chosen |= _chosen(given, least, wanted, beside, planned, memory)
+        divided = DIVIDED - max(ranks["critic"] * chosen.get("critic", 0.0) for ranks in both)
+        chosen |= _chosen(given, least, wanted, beside, planned, memory, divided)
     for name in chosen if given else ():
         _check_share(name, planned[name], chosen[name], usable[name])
+    _check_sums(sides, chosen)
     if not missing:
         return config, None
     sections = {name: vars(config)[name].model_copy(update={"gpu_share": chosen[name]}) for name in missing}
@@ -76,10 +89,29 @@ def is_planned(shape: TransformerConfig) -> bool:
 
 def trainer_bytes(config: RunConfig, shape: TransformerConfig) -> Parts:
     """Return the bytes that a rank of the trainer is planned to take at most, in a step of the longest completions."""
-    trainer, costs = config.trainer, costs_of(config, shape)
+    costs, served = costs_of(config, shape), None if config.publishes_in_place else config.generator.precision
+    return costs.train_memory(_layout(config, shape, costs), served=served)
+
+
+def critic_bytes(config: RunConfig, shape: TransformerConfig) -> Parts:
+    """Return the bytes that a rank of a critic of its own executor is planned to take at most; `shape` is the policy's.
+
+    A critic that starts from a stage that has not run counts as one of that shape.
+    """
+    critic, path = config.critic, config.critic.path
+    if path is not None and stage_of(path) is None:
+        shape = replace(config_from_hf(read_hf_config(Path(path))), max_positions=shape.max_positions)
+    costs = costs_of(config, shape)
+    layout = replace(_layout(config, shape, costs), devices=critic.ranks, tensor_parallel=critic.tensor_parallel)
+    return costs.critic_memory(layout)
+
+
+def _layout(config: RunConfig, shape: TransformerConfig, costs: CostModel) -> TrainerLayout:
+    """Return the trainer's layout, with microbatches of the longest completions."""
+    trainer = config.trainer
     longest = config.longest_sequence(shape.max_positions)  # a microbatch by itself, if it is longer
     rows = max(rounded_up(trainer.microbatch_tokens), longest)
-    layout = TrainerLayout(
+    return TrainerLayout(
         devices=trainer.ranks,
         tensor_parallel=trainer.tensor_parallel,
         microbatch=rows / costs.workload.trained_tokens,
@@ -89,7 +121,6 @@ def trainer_bytes(config: RunConfig, shape: TransformerConfig) -> Parts:
         reduce_once=trainer.reduce_once,
         offloads_moments=trainer.offload_moments,
     )
-    return costs.train_memory(layout, served=None if config.publishes_in_place else config.generator.precision)
 
 
 def generator_bytes(config: RunConfig, shape: TransformerConfig, *, all_slots: bool) -> Parts:
@@ -140,6 +171,9 @@ def _sides(config: RunConfig, remote: Collection[str]) -> dict[int, Counter[str]
             for rank in range(generator.tensor_parallel):
                 gpu = replica_device(generator, replica, num_gpus, rank).index or 0
                 found.setdefault(gpu, Counter())["generator"] += 1
+    if config.has_own_critic and config.critic.device == "cuda" and "critic" not in remote:
+        for rank in range(config.critic.ranks):
+            found.setdefault(scoring_device("cuda", rank).index, Counter())["critic"] += 1
     return found
 
 
@@ -152,7 +186,8 @@ def _check_sums(sides: dict[int, Counter[str]], given: dict[str, float]) -> None
                 f"the shares of one GPU's memory sum to more than 1, on cuda:{gpu}",
                 got=got,
                 allowed="at most 1 in all",
-                hint="lower one of them, or put the generator on another GPU: generator.device = 'cuda:N'",
+                hint="lower one of them, or put the generator on another GPU: generator.device = 'cuda:N'"
+                + _CRITIC_HINT * ("critic" in ranks),
             )
 
 
@@ -163,22 +198,24 @@ def _chosen(
     beside: int,
     planned: dict[str, Parts],
     memory: float,
+    divided: float,
 ) -> dict[str, float]:
-    """Return the shares that are not given, of a GPU on which a trainer is with `beside` replicas' ranks.
+    """Return the shares that are not given, of the part of a GPU that a trainer and `beside` replicas' ranks divide.
 
     The generator gets room for all of its slots, if the trainer leaves that; each has half of what is over then.
     """
     if "trainer" in given:
-        return {"generator": _floor((DIVIDED - given["trainer"]) / beside)}
+        return {"generator": _floor((divided - given["trainer"]) / beside)}
     if "generator" in given:
-        return {"trainer": _floor(DIVIDED - beside * given["generator"])}
-    room = DIVIDED - least["trainer"]
+        return {"trainer": _floor(divided - beside * given["generator"])}
+    room = divided - least["trainer"]
     if room < beside * least["generator"]:
         raise ConfigError(
-            "trainer and generator do not fit one GPU together",
+            f"{' and '.join(planned)} do not fit one GPU together",
             got=", ".join(f"{name}: {_listed(parts)}" for name, parts in planned.items()),
             allowed=f"{DIVIDED:.0%} of {_gb(memory)}",
-            hint=f"{_TRAINER_HINT}; or another GPU for the generator: generator.device = 'cuda:1'",
+            hint=f"{_TRAINER_HINT}; or another GPU for the generator: generator.device = 'cuda:1'"
+            + _CRITIC_HINT * ("critic" in planned),
         )
     all_slots = min(beside * wanted, room)
     over = (room - all_slots) / 2
@@ -191,7 +228,7 @@ def _check_share(name: str, planned: Parts, share: float, usable: float) -> None
             f"the {name} is planned to take more than its share of the GPU",
             got=_listed(planned),
             allowed=f"{name}.gpu_share = {share:g}, of which {_gb(share * usable)} can be used",
-            hint=_TRAINER_HINT if name == "trainer" else _GENERATOR_HINT,
+            hint=_GENERATOR_HINT if name == "generator" else _TRAINER_HINT,
         )
 
 

@@ -53,6 +53,7 @@ from slipstream.trainer.checkpoint_boxes import (
     INDEX,
     Generators,
     StoredBox,
+    copied,
     fill,
     index_of,
     load_random_state,
@@ -179,8 +180,11 @@ class Checkpoints:
         updates = {name: optimizer.num_updates for name, (_, optimizer) in trained.items()}
         state = {"step": step, "num_updates": updates.get(POLICY, 0), "updates": updates, "extra": dict(extra or {})}
         mine, generators = self._own_boxes(trained_shards(trained)), random_state()  # this thread's generators
-        is_at_once = self._group.world == 1 and not any(view.is_cuda for view in mine.values())
-        content = mine if is_at_once else _copied(mine)
+        is_cuda = any(view.is_cuda for view in mine.values())
+        is_at_once = self._group.world == 1 and not is_cuda
+        content = {box: [view] for box, view in mine.items()} if is_at_once else copied(mine, is_pinned=is_cuda)
+        if is_cuda:
+            torch.cuda.current_stream().synchronize()
         running: Future[Saved] = Future()
         self._running = running
 
@@ -218,7 +222,7 @@ class Checkpoints:
         path: Path,
         state: Mapping[str, Any],
         keep: int | None,
-        content: Mapping[Box, Tensor],
+        content: Mapping[Box, list[Tensor]],
         random: Generators,
         part: AwaitedPart | None,
     ) -> None:
@@ -401,20 +405,6 @@ def _with_part(
     with suppress(OSError):  # another one may lie there
         part.parent.rmdir()
     return joined
-
-
-def _copied(boxes: Mapping[Box, Tensor]) -> dict[Box, Tensor]:
-    """Return copies of `boxes` in one piece of memory, pinned where they come from a GPU."""
-    is_cuda = any(view.is_cuda for view in boxes.values())
-    sizes = [view.nbytes for view in boxes.values()]
-    pieces = torch.split(torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=is_cuda), sizes)
-    copies: dict[Box, Tensor] = {}
-    for (box, view), piece in zip(boxes.items(), pieces, strict=True):
-        copies[box] = piece.view(view.dtype).view(view.shape)
-        copies[box].copy_(view, non_blocking=True)
-    if is_cuda:
-        torch.cuda.current_stream().synchronize()
-    return copies
 
 
 def _gloo_twin(group: RankGroup, timeout_s: float) -> RankGroup:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,9 @@ RANDOM = "random/"
 """Before the names of tensors that belong to a rank, not to a model."""
 Generators = tuple[Mapping[str, Tensor], Mapping[str, Any]]
 """The state of a process's random generators: tensors, and the rest as JSON."""
+LARGEST_PIECE, SMALLEST_PIECE = 2**30, 2**12
+"""Bytes of what is pinned at once: powers of two, which torch rounds up to (96 GB in one piece are 128 GiB)."""
+_warn_once = cache(logging.getLogger(__name__).warning)
 
 
 class _Tensor(msgspec.Struct, frozen=True):
@@ -47,6 +52,43 @@ class StoredBox:
     read: Callable[[tuple[slice, ...]], Tensor]
 
 
+def piece_sizes(num_bytes: int) -> list[int]:
+    """Return the sizes of pieces that hold `num_bytes`; together they are a 32nd more at most, or a smallest piece."""
+    unit = max(SMALLEST_PIECE, min(LARGEST_PIECE, 1 << max(num_bytes - 1, 0).bit_length()) // 64)
+    num_largest, rest = divmod(-(-num_bytes // unit), LARGEST_PIECE // unit)
+    return [LARGEST_PIECE] * num_largest + [unit << bit for bit in range(rest.bit_length())[::-1] if rest >> bit & 1]
+
+
+def _host_pieces(num_bytes: int, *, is_pinned: bool) -> list[Tensor]:
+    """Return uint8 tensors of `piece_sizes`, from the first that cannot be pinned on pageable; without pinning, one."""
+    sizes, pieces = piece_sizes(num_bytes) if is_pinned else [num_bytes], list[Tensor]()
+    try:
+        while is_pinned and len(pieces) < len(sizes):
+            pieces.append(torch.empty(sizes[len(pieces)], dtype=torch.uint8, pin_memory=True))
+    except RuntimeError as error:
+        _warn_once("checkpoints are copied into memory that is not pinned, which takes longer: %s", clip(error))
+    return pieces + [torch.empty(size, dtype=torch.uint8) for size in sizes[len(pieces) :]]
+
+
+def copied(boxes: Mapping[Box, Tensor], *, is_pinned: bool) -> dict[Box, list[Tensor]]:
+    """Return copies of `boxes`, which come with longer elements first, end to end in memory of the host.
+
+    A box that goes over from one piece into the next is several flat tensors. Nobody waits for copies from a GPU.
+    """
+    pieces = iter(_host_pieces(sum(view.nbytes for view in boxes.values()), is_pinned=is_pinned))
+    free, copies = torch.empty(0, dtype=torch.uint8), dict[Box, list[Tensor]]()
+    for box, view in boxes.items():
+        parts, missing = copies.setdefault(box, []), view.nbytes
+        while missing:
+            free = free if len(free) else next(pieces)
+            parts.append(free[:missing].view(view.dtype))
+            free, missing = free[missing:], missing - parts[-1].nbytes
+        sources = [view] if len(parts) == 1 else torch.split(view.contiguous().flatten(), list(map(len, parts)))
+        for part, source in zip(parts, sources, strict=True):
+            part.view(source.shape).copy_(source, non_blocking=True)
+    return copies
+
+
 def rank_file(rank: int) -> str:
     return f"rank_{rank:05}.safetensors"
 
@@ -55,13 +97,17 @@ def _key(name: str, start: Sequence[int]) -> str:
     return f"{name}@{','.join(map(str, start))}"
 
 
-def write_boxes(file: Path, staged: Mapping[Box, Tensor], generators: Generators) -> dict[str, int]:
-    """Write a rank's boxes and random generators to `file`. Return its entry in the manifest."""
-    tensors = {RANDOM + name: tensor for name, tensor in generators[0].items()}
-    tensors |= {_key(box.name, box.start): tensor for box, tensor in staged.items()}
-    tensors = dict(sorted(tensors.items(), key=lambda named: -named[1].dtype.itemsize))
-    entries = {name: Entry(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    written = write_safetensors(file, entries, tensors.values(), metadata={"random": json.dumps(generators[1])})
+def write_boxes(file: Path, staged: Mapping[Box, Sequence[Tensor]], generators: Generators) -> dict[str, int]:
+    """Write a rank's boxes, from one tensor each or from flat parts, and random generators to `file`.
+
+    Return its entry in the manifest.
+    """
+    tensors = {RANDOM + name: ([tensor], tuple(tensor.shape)) for name, tensor in generators[0].items()}
+    tensors |= {_key(box.name, box.start): (list(parts), box.extent) for box, parts in staged.items()}
+    tensors = dict(sorted(tensors.items(), key=lambda named: -named[1][0][0].dtype.itemsize))
+    entries = {name: Entry(parts[0].dtype, shape) for name, (parts, shape) in tensors.items()}
+    whole = ((parts[0] if len(parts) == 1 else torch.cat(parts)).view(shape) for parts, shape in tensors.values())
+    written = write_safetensors(file, entries, whole, metadata={"random": json.dumps(generators[1])})
     return {"bytes": written.nbytes, "crc32": written.crc32}
 
 

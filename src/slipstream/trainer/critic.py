@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,7 @@ class Critic:
     """
 
     def __init__(self, config: RunConfig, policy: Transformer, division: Division = Division()) -> None:
-        critic = self._settings = config.critic
+        self._config, critic = config, config.critic
         self.is_head, self._reader = critic.model == "head", policy.reader
         self.module: ScalarModel | nn.Linear
         if self.is_head:
@@ -45,12 +46,16 @@ class Critic:
         else:
             self.module = new_sharded_scalar(policy, division, head_init=critic.head_init, seed=config.seed)
         self.parameters = stored_parameters(self.module, division)
-        self.optimizer = AdamW(
+
+    @cached_property
+    def optimizer(self) -> AdamW:
+        """Made with its moments when it is asked for, so that a policy may be gone before."""
+        return AdamW(
             self.parameters,
-            critic.optimizer,
-            total_updates=config.steps * config.updates_per_step,
-            updates_per_step=config.updates_per_step,
-            offloads=config.trainer.offload_moments,
+            self._config.critic.optimizer,
+            total_updates=self._config.steps * self._config.updates_per_step,
+            updates_per_step=self._config.updates_per_step,
+            offloads=self._config.trainer.offload_moments,
         )
 
     def values(self, microbatch: PackedMicrobatch, states: Tensor) -> Tensor:
@@ -68,7 +73,7 @@ class Critic:
         """
         assert columns.keys() >= {"values", "returns"}, "a batch for a critic carries values and returns"
         mask = torch.ones(len(values), dtype=torch.bool, device=values.device)
-        loss, metrics = loss_named("value", {"clip": self._settings.clip})(
+        loss, metrics = loss_named("value", {"clip": self._config.critic.clip})(
             LossInputs(
                 policy_logprobs=None,
                 advantages=None,
@@ -82,4 +87,4 @@ class Critic:
             )
         )
         total = loss.detach().double() * num_tokens
-        return self._settings.coef * loss, metrics | {"value_loss": Mean(total, mask.sum())}
+        return self._config.critic.coef * loss, metrics | {"value_loss": Mean(total, mask.sum())}

@@ -6,6 +6,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cached_property, reduce
 from pathlib import Path
 
@@ -34,7 +35,7 @@ from slipstream.core.rank_group import RankGroup
 from slipstream.core.service_messages import Ready
 from slipstream.core.types import Message, Stop
 from slipstream.models.build import build_tokenizer
-from slipstream.models.device import scoring_device
+from slipstream.models.device import scoring_device, take_share
 from slipstream.models.sharded import Division, build_sharded_policy, read_weights
 from slipstream.models.turns import read_in_turns
 from slipstream.trainer.checkpoint import CRITIC, Checkpoints, Trained
@@ -118,18 +119,22 @@ class CriticModel(Executor):
         device = scoring_device(self._config.critic.device, self._context.group.rank)
         if device.type == "cuda":
             torch.cuda.set_device(device)
+            take_share(self._config.critic.gpu_share, device)
         return trained_division(self._config, self._holders.data_parallel, self._holders.tensor_parallel, device)
 
     def _load(self, start: Path | None = None) -> None:
         """Make the critic as the trainer's would start, beside a policy that is given up again: the one in folder
         `start`, or (None) the first one of the run."""
         config, tokenizer = self._config, build_tokenizer(self._config.model)
-        policy = build_sharded_policy(config.model, self._division, seed=config.seed, tokenizer=tokenizer)
+        plain = replace(self._division, precision="float32")  # without a copy, which would outlive it
+        policy = build_sharded_policy(config.model, plain, seed=config.seed, tokenizer=tokenizer)
         if start is not None:
             read_weights(policy, start)
         self._critic = Critic(config, policy, self._division)
+        del policy  # before there are moments
+        trained = {CRITIC: self.trained}
         if self._resume is not None:
-            self._checkpoints.load(Path(self._resume), {CRITIC: self.trained})
+            self._checkpoints.load(Path(self._resume), trained)
 
     @cached_property
     def _checkpoints(self) -> Checkpoints:

@@ -179,7 +179,7 @@ class Trainer(Executor):
         config = self.config.warm_start
         return supervised_updates(
             self.policy.model,
-            self.policy.new_optimizer(config.optimizer, total_updates=config.steps),
+            self.policy.optimizer.lent(config.optimizer, total_updates=config.steps),
             list(zip(pieces[0::2], pieces[1::2], strict=True)),
             config=config,
             microbatch_tokens=self.config.trainer.microbatch_tokens,
@@ -194,6 +194,7 @@ class Trainer(Executor):
             update = next(self.warm_start, None)
         if update is None:
             self.warm_start = None
+            self.policy.optimizer.restart()
             torch.set_num_threads(self.context.num_threads)
             with self.context.spans.span("start_up"):
                 self._be_ready()

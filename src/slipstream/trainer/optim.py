@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable
 from functools import partial
@@ -107,6 +108,23 @@ class AdamW:
         if not self._offloads:
             return torch.zeros_like(tensor)
         return torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda and torch.cuda.is_available())
+
+    def lent(self, config: OptimizerConfig, *, total_updates: int) -> AdamW:
+        """Return another AdamW over the same weights in the memory of these moments, of which no update was made.
+
+        Between its last update and the first of this one comes `restart`: there are never moments of both.
+        """
+        assert not self.num_updates
+        other = copy.copy(self)
+        other._config, other._total_updates, other._updates_per_rate = config, total_updates, 1
+        return other
+
+    def restart(self) -> None:
+        """Go on as if no update had been made."""
+        for views in self.named_moments().values():
+            for view in views.values():
+                view.zero_()
+        self.resumed(0)
 
     @property
     def lr(self) -> float:
