@@ -27,7 +27,7 @@ quickstart: .venv/run ## install, then train the quickstart recipe
 # look at what their processes leave behind, and have none of others beside.
 # Files begin in the order of tests/conftest.py, the longest first. What is imported is compiled once, not by each process.
 WHOLE := tests/integration tests/browser
-PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
+PARALLEL := -n 4 --dist loadfile --no-loadscope-reorder
 test: export PYTHONDONTWRITEBYTECODE :=
 test: .venv/dev ## run the tests: no download, no GPU
 	$(BIN)/python -m pytest -q $(PARALLEL) $(WHOLE:%=--ignore=%) --ignore=tests/promises $(ARGS)
@@ -83,7 +83,7 @@ experiments: .venv/experiments ## rerun the headline experiments into docs/resul
 	$(BIN)/python -m experiments $(ARGS)
 
 # Without TRL (no network, say) the others run all the same, and the page says that it was not there.
-experiments-all: .venv/experiments ## the same with all of them, and TRL beside us: twelve hours; both go on where they were stopped
+experiments-all: .venv/experiments ## the same with all of them, and TRL beside us: fourteen and a half hours; both go on where they were stopped
 	-$(MAKE) $(TRL)/installed
 	$(BIN)/python -m experiments --all $(ARGS)
 

@@ -157,7 +157,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 91_202
+MAX_LINES = 91_230
 MAX_LINES_OF_SPINE = 1_600
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -169,23 +169,23 @@ SPINE = (
     "trainer/step.py",
 )
 MAX_LINES_OF_FOLDER = {
-    "algorithms": 2_355,
+    "algorithms": 2_360,
     "batching": 455,
     "controller": 6_255,
-    "core": 11_548,
+    "core": 11_555,
     "environments": 8_085,
     "evals": 2_700,
-    "generator": 9_940,
+    "generator": 9_945,
     "jail": 1_060,
     "jobs": 985,
-    "models": 10_000,
+    "models": 10_010,
     "observe": 9_965,
-    "plan": 7_504,
+    "plan": 7_505,
     "prompts": 1_450,
     "rewards": 3_915,
     "stages": 2_730,
     "trainer": 6_465,
-    "weight_sync": 3_735,
+    "weight_sync": 3_745,
 }
 LONG_FUNCTIONS = dict.fromkeys(
     ("generator/paged_kernels.py", "generator/decode_kernels.py"), "a kernel is one function"

@@ -197,7 +197,7 @@ def section(lab: Lab) -> Section:
         },
         figures={"Accuracy at the end by lag": figure(runs)},
         verdicts=verdicts(runs),
-        cost="an hour and a quarter on two cores, twenty minutes of it those of the section on corrections",
+        cost="two hours and twenty minutes on two cores, half an hour of it those of the section on corrections",
         notes=[
             "Tokens were "
             + ", ".join(
