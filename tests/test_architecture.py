@@ -157,7 +157,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 91_230
+MAX_LINES = 91_240
 MAX_LINES_OF_SPINE = 1_600
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -178,7 +178,7 @@ MAX_LINES_OF_FOLDER = {
     "generator": 9_945,
     "jail": 1_060,
     "jobs": 985,
-    "models": 10_010,
+    "models": 10_015,
     "observe": 9_965,
     "plan": 7_505,
     "prompts": 1_450,

@@ -137,7 +137,7 @@ class FrozenBase:
             shape = self.shapes[name]
             if shape.num_experts:
                 sources = (a, b) if own is not None else shape.of_experts(a, b)
-                pair = [one.contiguous() for one in sources]
+                pair = [_in_order(one) for one in sources]
                 if not packs:
                     reordered += [(copied, one) for copied, one in zip(pair, sources, strict=True) if copied is not one]
                 grouped = [ExpertsProduct(one.flatten(0, 1), None, shape.num_experts, packs=packs) for one in pair]
@@ -199,6 +199,11 @@ def _hollow_out(model: Transformer) -> None:
         model.embedding = ServedLinear()  # type: ignore[assignment]
     for parameter in model.parameters():
         parameter.requires_grad_(False)
+
+
+def _in_order(x: Tensor) -> Tensor:
+    """Return `x`, or a copy that lies in the order of its indices."""
+    return x if x.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format).copy_(x)
 
 
 def _return_freed_memory() -> None:
