@@ -23,7 +23,7 @@ venv: .venv/dev ## create .venv with everything for development
 quickstart: .venv/run ## install, then train the quickstart recipe
 	$(BIN)/slipstream run quickstart $(ARGS)
 
-# Several files at a time, on two cores as well: for a third of its time a test waits. Whole runs come by themselves: they
+# Several files at a time, on two cores as well: tests wait for much of their time. Whole runs come by themselves: they
 # look at what their processes leave behind, and have none of others beside.
 # Files begin in the order of tests/conftest.py, the longest first. What is imported is compiled once, not by each process.
 WHOLE := tests/integration tests/browser

@@ -504,16 +504,16 @@ class RunConfig(Section):
 
     def _check_inline(self, several: str) -> None:
         """Refuse what takes processes of their own; `several` names the fields of more than one rank."""
-        is_cast = self.trainer.device == "cuda" and self.trainer.precision != "float32"
-        is_gathered = "model.lora" if self.model.lora.is_set else "trainer.compute_copy = false"
-        refused = {
-            "several ranks need processes of their own": several,
-            "a share of a GPU's memory is a process's": self.trainer.gpu_share or self.generator.gpu_share,
-            "weights are cast to trainer.precision by a process's group": is_cast
-            and (self.model.lora.is_set or not self.trainer.compute_copy),
-        }
-        for (what, is_asked), got in zip(refused.items(), (several, "gpu_share", is_gathered), strict=True):
-            if is_asked:
+        share = "gpu_share" if self.trainer.gpu_share or self.generator.gpu_share else ""
+        cast = "model.lora" if self.model.lora.is_set else "" if self.trainer.compute_copy else "compute_copy = false"
+        if self.trainer.device != "cuda" or self.trainer.precision == "float32":
+            cast = ""
+        for what, got in (
+            ("several ranks need processes of their own", several),
+            ("a share of a GPU's memory is a process's", share),
+            ("weights are cast to trainer.precision by a process's group", cast),
+        ):
+            if got:
                 raise ConfigError(what, got=f"{got} with host = 'inline'", allowed="host = 'process'")
 
 
