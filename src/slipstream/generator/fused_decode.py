@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slipstream.generator.paged_attention import PagedDecodeAttention, power_of_two
-from slipstream.models.config import TransformerConfig
 from slipstream.models.e4m3 import E4m3Rows, by_kernel, has_kernels
 from slipstream.models.layer_functions import silu_mul
 from slipstream.models.products import Fp8Product
@@ -27,15 +26,10 @@ from slipstream.models.transformer import Layer, OneRank, Transformer
 HEADS_TILE = 512  # numbers of whole heads that a program of 2 warps has: 16 bytes in bfloat16 for each thread
 
 
-def fuses(config: TransformerConfig) -> bool:
-    """Tell whether layers of `config` are of the kind that is fused: RMSNorm, rotated, one branch after the other."""
-    return not config.layer_norm and not config.parallel_residual and config.rotary_dim > 0
-
-
 def default_fused(model: Transformer, device: torch.device) -> bool:
     """On CUDA with Triton, for layers that are fused and not divided over ranks."""
     has_triton = device.type == "cuda" and importlib.util.find_spec("triton") is not None
-    return has_triton and fuses(model.config) and isinstance(model.ranks, OneRank)
+    return has_triton and model.config.can_fuse and isinstance(model.ranks, OneRank)
 
 
 def fused_forward(model: Transformer, tokens: Tensor, positions: Tensor, attention: PagedDecodeAttention) -> Tensor:

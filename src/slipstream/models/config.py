@@ -19,10 +19,11 @@ MIXTURES = ("qwen3_moe", "mixtral")
 
 
 MAX_LOGITS = {"cpu": 1 << 26, "cuda": 1 << 28}
-"""Logits that a trainer holds at once, in elements, by type of device; larger heads run in chunks.
+"""Logits that a trainer holds at once at most, in elements, by type of device; larger heads run in chunks.
 
 On a GPU each chunk adds to a whole gradient of the head in memory. At 2^26 and a vocabulary of 152,000 that would take
-as long as the chunk's products, by bytes and peak rates of an H200; at 2^28 a quarter.
+as long as the chunk's products, by bytes and peak rates of an H200; at 2^28 a quarter. A trainer takes fewer where its
+memory is short (`trainer/logit_room.py`).
 """
 
 
@@ -107,6 +108,11 @@ class TransformerConfig:
     def rotary_dim(self) -> int:
         """Rotated dimensions of each head."""
         return int(self.head_dim * self.rotary_fraction)
+
+    @property
+    def can_fuse(self) -> bool:
+        """Whether `generator/fused_decode.py` knows layers like these: RMSNorm, rotated, one branch after the other."""
+        return not self.layer_norm and not self.parallel_residual and self.rotary_dim > 0
 
     @property
     def query_size(self) -> int:

@@ -353,6 +353,7 @@ class Transformer(nn.Module):
         self.stored_base: Base | None = None
         self.compute_copy: ComputeCopy | None = None  # what `sharded.divide` puts in the parameters' places
         self.passes: StagePasses | None = None  # what `sharded.divide` gives a stage: passes run through all of them
+        self.max_logits: int | None = None  # that are held at once; None: `config.MAX_LOGITS` of the device
         self.varlen = True  # whether packed sequences go to `attention.flash` where that is right
         self.reader: MicrobatchReader = OneReader()  # which rows of a microbatch are read here
         cos, signed_sin = rope_tables(config)

@@ -20,6 +20,7 @@ from slipstream.core.fields import Precision
 from slipstream.models.config import MAX_LOGITS, TransformerConfig
 from slipstream.plan.counts import BYTES, COMPUTED_BYTES, EXPANDED, Adapters, Counts, counts_of
 from slipstream.plan.hardware import GpuCluster, all_gather_s, all_reduce_s, all_to_all_s, last_host_task_s, send_s
+from slipstream.plan.kernel_counts import step_kernels
 from slipstream.plan.layouts import (
     AsynchronousPlan,
     Efficiency,
@@ -35,9 +36,6 @@ from slipstream.plan.layouts import (
 from slipstream.plan.lengths import imbalance, slowest_replica
 from slipstream.plan.pipeline import PlannedStage, in_flight, middle_stages, stage_ends
 
-# Per layer, counted by `test_decode_kernels.py`: two norms, four products, rotation and cache, attention and reduction,
-# activation. Layers that our engine does not fuse (divided over ranks, LayerNorm) have up to 20.
-DECODE_KERNELS = 10
 PREFILL_CHUNK = 512  # tokens prefilled beside a decode step (`generator.prefill_chunk`)
 LOGITS_AT_ONCE = MAX_LOGITS["cuda"]  # larger heads run in chunks that the backward pass computes again
 LOGIT_PASSES = 5  # reads or writes of float32 logits, from the product to a token with its logprob, or to a loss
@@ -173,6 +171,8 @@ class CostModel:
         precision, activation, has_head = layout.precision, COMPUTED_BYTES[layout.precision], stage.is_last
         head_precision: Precision = "bfloat16" if precision == "fp8" else precision
         width, logits = live * model.hidden_size * activation, live * model.vocab_size * 4
+        of_layer, of_step = step_kernels(model, precision, ranks=ranks, stages=layout.pipeline_parallel)
+        started = stage.layers * of_layer + has_head * of_step
         sums, host_s, share = stage.layers * counts.joins, self.efficiency.host_task_s, stage.layers / model.num_layers
         head_s = self._product(live, counts.head_matrix, head_precision) if has_head else 0.0
         return Parts(
@@ -181,8 +181,7 @@ class CostModel:
                 + head_s
                 + self._product(live, share * self.adapters.multiplied, "float32"),
                 "keys_and_values": self._move(live * context * counts.kv_bytes(precision, stage.layers)),
-                "kernels": (stage.layers * DECODE_KERNELS + share * self.adapters.kernels + has_head * LOGIT_PASSES)
-                * self.efficiency.kernel_s,
+                "kernels": (started + share * self.adapters.kernels) * self.efficiency.kernel_s,
                 "tensor_parallel": sums * self._all_reduce(width, ranks)
                 + has_head * self._all_gather(logits, ranks)
                 + (sums + has_head) * last_host_task_s(host_s, ranks, self.cluster),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -23,6 +24,7 @@ from slipstream.core.service_messages import (
     CheckpointSaved,
     Export,
     Exported,
+    Noted,
     Progress,
     Publish,
     Published,
@@ -40,6 +42,7 @@ from slipstream.trainer.critic_executor import starts_from_warm_start
 from slipstream.trainer.critic_link import CriticLink
 from slipstream.trainer.following import FollowingReference
 from slipstream.trainer.inbox import RolloutInbox
+from slipstream.trainer.logit_room import choose_logits, free_bytes
 from slipstream.trainer.loss_checks import needed_columns
 from slipstream.trainer.measure import Auxiliary, brings_reference, follows_warm_start, probed, reference_path
 from slipstream.trainer.policy import Policy
@@ -174,6 +177,7 @@ class Trainer(Executor):
 
     def _warm_start(self, message: WarmStart) -> Iterator[SupervisedUpdate]:
         torch.set_num_threads(self.context.num_threads_alone)
+        self._choose_logits()
         lengths = np.stack([message.prompt_lengths, message.completion_lengths], axis=1).reshape(-1)
         pieces = np.split(message.tokens, np.cumsum(lengths)[:-1])
         config = self.config.warm_start
@@ -207,6 +211,7 @@ class Trainer(Executor):
         self._build_auxiliary()
         restored = self.policy.load(path, self._others)
         self.version = restored.step
+        self._choose_logits(restored.extra.get("max_logits"))
         self.kl = replace(self.kl, coef=restored.extra.get("kl_coef", self.kl.coef))
         if self.peers.is_leader:
             self.inbox.restore(path, restored.extra, version=self.version)
@@ -233,6 +238,19 @@ class Trainer(Executor):
             if config.kl.sync_every is not None:
                 self.following = self.policy.follower(self.reference)
 
+    def _choose_logits(self, before: int | None = None) -> None:
+        """Say on a GPU how many logits are held at once, by what is free beside all models that are there now."""
+        if (device := self.policy.division.device).type != "cuda":
+            return
+        optimizers = [self.policy.optimizer, *([] if self.critic is None else [self.critic.optimizer])]
+        read = partial(free_bytes, device, self.config.trainer.gpu_share)
+        chosen, free = choose_logits(optimizers, self.ranks, read, before)
+        for model in (self.policy.model, self.reference, self.teacher and self.teacher.model):
+            if model is not None:
+                model.max_logits = chosen
+        text = f"2^{chosen.bit_length() - 1} logits at once, of {free / 2**30:.1f} GiB free on a GPU"
+        self._tell(Noted(executor=self.context.name, text=text))
+
     @property
     def _others(self) -> dict[str, Trained]:
         """The models besides the policy that change, which checkpoints hold."""
@@ -252,6 +270,7 @@ class Trainer(Executor):
     def _be_ready(self) -> None:
         if self.resume is None:
             self._build_auxiliary()
+            self._choose_logits()
         self.context.outputs["events"].put(
             Ready(
                 executor=self.context.name,
@@ -372,6 +391,8 @@ class Trainer(Executor):
             "run": command.run,
             "kl_coef": self.kl.coef,
         }
+        if self.policy.model.max_logits is not None:
+            extra["max_logits"] = self.policy.model.max_logits
         with self.context.spans.span("checkpoint"):
             self.records.sync()
             if self.peers.is_leader:

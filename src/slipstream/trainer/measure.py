@@ -212,7 +212,8 @@ def rows_at_once(model: Transformer, num_copies: int = 1, device: str = "cpu") -
 
     Larger heads run in chunks that are computed again in the backward pass.
     """
-    return max(1, MAX_LOGITS["cpu" if device == "cpu" else "cuda"] // (num_copies * model.config.vocab_size))
+    most = model.max_logits or MAX_LOGITS["cpu" if device == "cpu" else "cuda"]
+    return max(1, most // (num_copies * model.config.vocab_size))
 
 
 def microbatch_logprobs(
