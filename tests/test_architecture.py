@@ -157,7 +157,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 91_240
+MAX_LINES = 91_350
 MAX_LINES_OF_SPINE = 1_600
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -178,13 +178,13 @@ MAX_LINES_OF_FOLDER = {
     "generator": 9_945,
     "jail": 1_060,
     "jobs": 985,
-    "models": 10_015,
+    "models": 10_021,
     "observe": 9_965,
-    "plan": 7_505,
+    "plan": 7_550,
     "prompts": 1_450,
     "rewards": 3_915,
     "stages": 2_730,
-    "trainer": 6_465,
+    "trainer": 6_533,
     "weight_sync": 3_745,
 }
 LONG_FUNCTIONS = dict.fromkeys(

@@ -171,7 +171,7 @@ class CostModel:
         precision, activation, has_head = layout.precision, COMPUTED_BYTES[layout.precision], stage.is_last
         head_precision: Precision = "bfloat16" if precision == "fp8" else precision
         width, logits = live * model.hidden_size * activation, live * model.vocab_size * 4
-        of_layer, of_step = step_kernels(model, precision, ranks=ranks, stages=layout.pipeline_parallel)
+        of_layer, of_step = self.kernels(layout)
         started = stage.layers * of_layer + has_head * of_step
         sums, host_s, share = stage.layers * counts.joins, self.efficiency.host_task_s, stage.layers / model.num_layers
         head_s = self._product(live, counts.head_matrix, head_precision) if has_head else 0.0
@@ -190,6 +190,11 @@ class CostModel:
                 + has_head * live * self.efficiency.sequence_s,
             }
         )
+
+    def kernels(self, layout: GeneratorLayout) -> tuple[int, int]:
+        """Return those of a decode step in Slipstream's engine: of a layer, and besides them."""
+        stages, model = layout.pipeline_parallel, self.model
+        return step_kernels(model, layout.precision, ranks=layout.tensor_parallel, stages=stages)
 
     def _hop_s(self, layout: GeneratorLayout, rows: float) -> float:
         """Seconds until the next stage has the states of `rows`; between nodes it also waits for two hosts."""

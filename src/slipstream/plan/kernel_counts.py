@@ -9,9 +9,7 @@ from __future__ import annotations
 from slipstream.core.fields import Precision
 from slipstream.models.config import TransformerConfig
 
-# Of a mixture: a cast, the product, softmax, the largest and their gates; sort, ranks, counts in three, tokens, places
-# and ends of experts; rows, two products, answers.
-_EXPERTS = 5 + 8 + 4
+_EXPERTS = 5 + 8 + 4  # the router and its choice; tokens by expert; rows, two products, answers
 _ELSEWHERE = 9  # of experts on other ranks: which they are, and zeros in place of what they give
 _TORCH_SAMPLER = 50  # noise, blocks, the token, its logprob (`generator/sampler.py`), of at least 1,024 tokens
 
@@ -40,6 +38,5 @@ def step_kernels(model: TransformerConfig, precision: Precision, *, ranks: int =
     # Pages and places of new tokens, lengths; embedding, last norm, head and casts; states, and what the host reads.
     step = 7 + 3 + 2 * is_half + 5
     step += 2 if not has_rope else 0 if is_fused else 2 + 2 * is_half  # learned positions; or cos and sin, cast
-    step += 2 if is_alone else _TORCH_SAMPLER + 4 * (model.vocab_size % 128 > 0)  # a short last block
-    step += 2 * (ranks > 1)  # logits filled up, and joined over ranks
+    step += 2 if is_alone else _TORCH_SAMPLER + 4 * (model.vocab_size % 128 > 0) + 2 * (ranks > 1)  # logits are joined
     return layer + rounded * (precision == "fp8"), step
