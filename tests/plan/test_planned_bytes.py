@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 from covering import with_slow
-from live_bytes import LiveBytes, as_on_cuda, peak_bytes, peak_bytes_of_critic
+from live_bytes import META, LiveBytes, as_on_cuda, peak_bytes, peak_bytes_of_critic
 
 from slipstream.core.config import RunConfig
 from slipstream.core.recipes import resolve
 from slipstream.models.config import TransformerConfig
+from slipstream.models.head import head_logprobs
 from slipstream.plan.one_gpu import critic_bytes, trainer_bytes
+from slipstream.trainer.logit_room import LOGIT_BYTES
 
 __all__ = ["as_on_cuda"]
 
@@ -229,3 +231,33 @@ def test_storages_count_once_until_nobody_holds_them() -> None:
         assert counted.live == 40 + 4 + 40, "of the gradient"
         del x, view, y
         assert counted.live == 0
+
+
+ROWS, VOCAB, WIDTH = 256, 4096, 8  # of a chunk
+
+
+def bytes_of_a_head(dtype: torch.dtype, *, is_cut: bool) -> int:
+    """The most bytes that two chunks of logits have alive forward and backward, but those of weights and rows."""
+    mode = LiveBytes()
+    with mode:
+        hidden = torch.empty(2 * ROWS, WIDTH, dtype=dtype, device=META, requires_grad=True)
+        weight = torch.empty(VOCAB, WIDTH, dtype=dtype, device=META, requires_grad=True)
+        targets = torch.empty(2 * ROWS, dtype=torch.int64, device=META)
+        kept = torch.empty(2 * ROWS, 4, dtype=torch.int64, device=META) if is_cut else None
+        logprobs, entropies = head_logprobs(hidden, weight, targets, kept, temperature=0.7, at_once=ROWS)
+        (logprobs.sum() + entropies.sum()).backward()
+    rows, weights = 2 * ROWS * 400, 4 * 4 * VOCAB * WIDTH  # a few numbers each; the matrix, its gradient and a product
+    return mode.peak - rows - weights
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("by_kernels", [False, True])
+def test_a_logit_takes_at_most_what_chunks_are_chosen_by(
+    dtype: torch.dtype, is_cut: bool, by_kernels: bool, request: pytest.FixtureRequest
+) -> None:
+    """Also where kernels do not run, and with the gradient of kept sets."""
+    if by_kernels:
+        request.getfixturevalue("as_on_cuda")
+    held = bytes_of_a_head(dtype, is_cut=is_cut) / (ROWS * VOCAB)
+    assert 3.5 < held <= LOGIT_BYTES

@@ -45,13 +45,13 @@ def test_the_largest_power_of_two_whose_copies_take_a_quarter(free: int) -> None
     chosen = logits_that_fit(free)
     assert chosen in [2**power for power in range(24, 29)]
     assert chosen <= MAX_LOGITS["cuda"] == LOGITS_AT_ONCE, "which the planner counts"
-    assert chosen == 2**24 or 4 * 12 * chosen <= free
-    assert chosen == 2**28 or 4 * 12 * 2 * chosen > free
+    assert chosen == 2**24 or 4 * 16 * chosen <= free
+    assert chosen == 2**28 or 4 * 16 * 2 * chosen > free
 
 
 def test_examples() -> None:
-    assert logits_that_fit(100 * GIB) == logits_that_fit(12 * GIB) == 2**28, "3 GiB of 12"
-    assert logits_that_fit(12 * GIB - 1) == logits_that_fit(6 * GIB) == 2**27
+    assert logits_that_fit(100 * GIB) == logits_that_fit(16 * GIB) == 2**28, "4 GiB of 16"
+    assert logits_that_fit(16 * GIB - 1) == logits_that_fit(8 * GIB) == 2**27
     assert logits_that_fit(0) == 2**24
 
 

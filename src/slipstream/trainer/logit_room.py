@@ -11,7 +11,7 @@ from slipstream.models.config import MAX_LOGITS
 from slipstream.trainer.optim import AdamW
 
 FEWEST = 1 << 24
-LOGIT_BYTES = 12  # at most: a logit, its probability and its gradient in float32 (`measure.py`, `models/head.py`)
+LOGIT_BYTES = 16  # at most: four numbers in float32, where torch makes the gradient of an entropy (`models/head.py`)
 SHARE = 1 / 4  # of the free memory; activations of a microbatch and the head's gradient have the rest
 
 
