@@ -245,7 +245,7 @@ class Trainer(Executor):
         optimizers = [self.policy.optimizer, *([] if self.critic is None else [self.critic.optimizer])]
         read = partial(free_bytes, device, self.config.trainer.gpu_share)
         chosen, free = choose_logits(optimizers, self.ranks, read, before)
-        for model in (self.policy.model, self.reference, self.teacher and self.teacher.model):
+        for model in (self.policy.model, self.reference, None if self.teacher is None else self.teacher.model):
             if model is not None:
                 model.max_logits = chosen
         text = f"2^{chosen.bit_length() - 1} logits at once, of {free / 2**30:.1f} GiB free on a GPU"
