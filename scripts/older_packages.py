@@ -1,9 +1,10 @@
 """Run tests with the oldest torch that is supported: `python scripts/older_packages.py .venv-older`.
 
-The environment, which is made where there is none, has that torch with the setuptools and Triton that it asks for, and
-all else as `constraints.txt` has it. An index may have no build of an older torch for CPUs: then it is the one for
-CUDA, of several GB, which computes on a CPU as well. Each folder's tests have a process of their own. The last lines
-say what passed and failed of each; the exit status is 1 where a test failed.
+The environment is made where there is none. It has that torch, with the setuptools and Triton that it asks for, numpy
+below 2.4, as the interpreter of that Triton fails with later ones, and all else as `constraints.txt` has it. Where the
+index has no build of that torch for CPUs pip takes the one for CUDA, of several GB, which computes on a CPU as well.
+Each folder's tests have a process of their own. The last lines say what passed and failed of each; the exit status is 1
+where a test failed.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-TORCH = "torch==2.11.*"
-CHOSEN_BY_TORCH = ("torch", "triton", "setuptools")
+TORCH, NUMPY = "torch==2.11.*", "numpy<2.4"
+UNCONSTRAINED = ("torch", "triton", "setuptools", "numpy")
 FOLDERS = ("tests/models", "tests/trainer", "tests/generator")
 VERSIONS = "import torch; print(torch.__version__, torch.__config__.show())"
 
@@ -37,12 +38,12 @@ def main() -> int:
 def create(folder: Path, torch: str) -> None:
     """Make the environment, with this checkout in it."""
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    kept = [line for line in lines if line.split("==")[0] not in CHOSEN_BY_TORCH]
+    kept = [line for line in lines if line.split("==")[0] not in UNCONSTRAINED]
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as others:
         others.write("\n".join(kept))
         others.flush()
         install = ROOT / "scripts" / "install.py"
-        asked = ["-c", others.name, torch, "-e", f"{ROOT}[dev]"]
+        asked = ["-c", others.name, torch, NUMPY, "-e", f"{ROOT}[dev]"]
         subprocess.run([sys.executable, install, folder, *asked], check=True)
 
 
