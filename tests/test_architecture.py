@@ -157,7 +157,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 91_350
+MAX_LINES = 91_390
 MAX_LINES_OF_SPINE = 1_600
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -172,19 +172,19 @@ MAX_LINES_OF_FOLDER = {
     "algorithms": 2_360,
     "batching": 455,
     "controller": 6_255,
-    "core": 11_555,
+    "core": 11_560,
     "environments": 8_085,
     "evals": 2_700,
-    "generator": 9_945,
+    "generator": 9_970,
     "jail": 1_060,
     "jobs": 985,
-    "models": 10_021,
+    "models": 10_025,
     "observe": 9_965,
     "plan": 7_550,
     "prompts": 1_450,
     "rewards": 3_915,
     "stages": 2_730,
-    "trainer": 6_533,
+    "trainer": 6_535,
     "weight_sync": 3_745,
 }
 LONG_FUNCTIONS = dict.fromkeys(

@@ -14,6 +14,7 @@ from slipstream.controller.pipeline import RunInput
 from slipstream.controller.tally import Tally
 from slipstream.core.recipes import resolve
 from slipstream.core.service_messages import EvalScored, Evaluate
+from slipstream.core.stage_sections import EvalConfig
 from slipstream.core.types import Prompt
 
 SETS = [
@@ -52,6 +53,7 @@ def test_a_run_begins_with_all_sets_and_with_samples_of_the_first(tmp_path: Path
     assert made.first() == (GREEDY, SAMPLED)
     made.evaluate((GREEDY, SAMPLED), 0)
     assert asked(sent) == [FIRST, ("first", 1.0, 2), SECOND, THIRD]
+    assert {one.temperature for one in sent} == set(EvalConfig.model_validate({"sets": SETS}).temperatures)
 
 
 def test_after_a_resume_only_what_was_cut_off_is_asked_for(tmp_path: Path) -> None:

@@ -97,7 +97,11 @@ class ScriptedBackend:
 
     def unpin(self, pin: Pin) -> None: ...
 
+    def prepare_evaluations(self, spans: StateSpans) -> None:
+        self.prepared_for = spans
+
     def evaluation_engine(self, pin: Pin, spans: StateSpans) -> GenerationEngine:
+        assert spans is self.prepared_for
         self.evaluation = self.new_engine()
         return self.evaluation
 

@@ -188,6 +188,7 @@ NEEDS = {
     r"^python -m experiments (?!--list)": Needs("hours", instead="python -m experiments --list"),
     r"scripts/release\.py": Needs("a git repository: `make release`", instead="python scripts/release.py --help"),
     r"scripts/vllm_env\.py": Needs("a download", instead="python scripts/vllm_env.py --help"),
+    r"scripts/older_packages\.py": Needs("a download", instead="python scripts/older_packages.py --help"),
     r"^python$": Needs("nothing: it is only named"),
 }
 

@@ -309,6 +309,11 @@ class EvalConfig(Section):
         return own or self.measure
 
     @property
+    def temperatures(self) -> list[float]:
+        """Return those at which a run's evaluations sample: of its sets, or greedily, and 1 at its ends."""
+        return [*([one.temperature for one in self.sets] or [0.0]), 1.0]
+
+    @property
     def goes_by(self) -> Literal["accuracy", "reward"]:
         return self.metric or ("reward" if self.measure_of("") is None else "accuracy")
 

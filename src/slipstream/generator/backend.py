@@ -45,6 +45,9 @@ class Backend(ABC):
     @abstractmethod
     def unpin(self, pin: Pin) -> None: ...
 
+    def prepare_evaluations(self, spans: StateSpans) -> None:  # noqa: B027 - most have nothing to prepare
+        """Make ready at the start what all evaluations share; `spans` as for `evaluation_engine`."""
+
     @abstractmethod
     def evaluation_engine(self, pin: Pin, spans: StateSpans) -> GenerationEngine:
         """Return the engine that decodes the pinned version: one of its own, or `engine` itself."""

@@ -35,6 +35,10 @@ class EvalJobs:
         self._jobs: deque[EvalJob] = deque()
         self._labelled = Labelled(spans, state="evaluate")
 
+    def prepare(self) -> None:
+        """Make ready at the start what is decoded with."""
+        self._backend.prepare_evaluations(self._labelled)
+
     @property
     def engine(self) -> GenerationEngine | None:
         """The engine of the evaluation that runs, if one does."""

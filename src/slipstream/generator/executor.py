@@ -95,6 +95,7 @@ class Generator(Executor):
         self.saver = Saver()
         self._ends.callback(self.saver.close)
         self.evaluations = EvalJobs(self.backend, config.generator, context.spans, self.episodes)
+        self.evaluations.prepare()
         self.swaps = VersionSwaps(
             config,
             context,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -15,6 +14,7 @@ from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.rank_group import RankGroup
 from slipstream.core.sections import GeneratorConfig
+from slipstream.core.stage_sections import EvalConfig
 from slipstream.generator.backend import Backend, Pin
 from slipstream.generator.device import check_device, kv_bytes_beside, most_on_one, replica_device
 from slipstream.generator.engine import PREFILL_CHUNK, Engine
@@ -101,10 +101,19 @@ def native_engine(
 
 def likely_plans(generator: GeneratorConfig) -> list[SamplingPlan]:
     """How a step is sampled in which all rows are those of training."""
-    row = replace(RowStates.closed(1), temperatures=np.array([generator.temperature], dtype=np.float32))
+    row = RowStates.closed(1)
+    row.temperatures[:] = generator.temperature
     row.top_k[:], row.top_p[:], row.min_p[:] = generator.top_k, generator.top_p, generator.min_p
     row.keep_sets[:] = generator.keep_sets
-    return [SamplingPlan.of(**row.sampling, is_open=np.ones(1, dtype=np.bool_))]
+    return [SamplingPlan.of(**row.sampling)]
+
+
+def likely_evaluations(evaluations: EvalConfig) -> list[SamplingPlan]:
+    """How the steps of a run's evaluations are sampled: each has one temperature, and cuts nothing."""
+    temperatures = evaluations.temperatures
+    rows = RowStates.closed(len(temperatures))
+    rows.temperatures[:] = temperatures
+    return list(dict.fromkeys(SamplingPlan.of(**rows.take([row]).sampling) for row in range(len(temperatures))))
 
 
 def move_but_linear(model: nn.Module, device: torch.device) -> None:
@@ -163,6 +172,8 @@ class NativeBackend(Backend):
         self._config, self._stop_token_ids, self._clock = config, stop_token_ids, clock
         self._tokenizer, self._parked_tokens = tokenizer, parked_tokens
         self._device = replica_device(config.generator, replica, torch.cuda.device_count(), self._group.rank)
+        self._is_first = replica == 0
+        self._captures = self._device.type == "cuda" and self._group.world == 1  # likely steps, at the start
         self._is_paged = self._device.type == "cuda" if is_paged is None else is_paged
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # where this thread compiles, launches and captures
@@ -188,7 +199,7 @@ class NativeBackend(Backend):
             seed,
             residents,
             records=config.generator.routing_replay,
-            likely=likely_plans(config.generator) if self._device.type == "cuda" and self._group.world == 1 else (),
+            likely=likely_plans(config.generator) if self._captures else (),
         )
         self._pins: list[Pin] = []
         self._evaluating: tuple[ServedWeights, Engine] | None = None
@@ -217,6 +228,16 @@ class NativeBackend(Backend):
     def unpin(self, pin: Pin) -> None:
         self._pins.remove(pin)
 
+    def prepare_evaluations(self, spans: StateSpans) -> None:
+        """Make the engine that stays, with its likely steps captured, on the replica that is asked first.
+
+        A replica that is asked later captures as it decodes: it would be silent for longer than a lease may be.
+        """
+        if self._captures and self._is_first:
+            pin = self.pin()
+            self._make_evaluation_engine(pin, spans, likely_evaluations(self._config.eval))
+            self.unpin(pin)
+
     def evaluation_engine(self, pin: Pin, spans: StateSpans) -> Engine:
         """An engine of its own, with its own slots, on the pinned weights.
 
@@ -231,12 +252,15 @@ class NativeBackend(Backend):
             weights.load(pin.weights)
             engine.set_version(pin.version, kv_on_update="recompute")
             return engine
+        return self._make_evaluation_engine(pin, spans)
+
+    def _make_evaluation_engine(self, pin: Pin, spans: StateSpans, likely: Sequence[SamplingPlan] = ()) -> Engine:
         same = self._model
         model = self._on_device(Transformer(same.config, same.ranks, same.stage))  # its weights are pinned, or shared
         if self.weights.base is not None:
             install(model, self.weights.base.shapes)
         own = self.weights.serve(model, pin.weights)
-        engine = self._new_engine(model, self._config.eval.num_slots, spans, self._config.seed)
+        engine = self._new_engine(model, self._config.eval.num_slots, spans, self._config.seed, likely=likely)
         engine.set_version(pin.version)
         if own is not None:
             self._evaluating = own, engine
