@@ -70,7 +70,7 @@ def losses(folder: Path) -> Section:
     return by_loss.section(Lab(folder), BY_LOSS)
 
 
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 def test_staleness_by_loss(losses, folder):
     """CoPG and RLOO, of one gradient, end alike to the last bit; what is there is not made again."""
     assert len(losses.verdicts) == 11
@@ -85,7 +85,7 @@ def test_staleness_by_loss(losses, folder):
     assert made == []
 
 
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 def test_policy_or_reward_size(folder):
     section = by_size.section(Lab(folder), BY_SIZE)
     assert len(section.verdicts) == 3
