@@ -24,12 +24,13 @@ from slipstream.generator.vllm.engine import Deadlines, VLLMEngine
 from slipstream.generator.vllm.process import Launch
 from slipstream.generator.vllm.settings import interpreter
 from slipstream.models.config import usual_parts
+from slipstream.models.linear import Linear
 from slipstream.models.transformer import Transformer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 PROBE = np.random.default_rng(0).integers(2, VOCAB, 48).astype(np.int32)
-ERRORS: dict[Precision, float] = {"float32": 1e-4, "bfloat16": 0.1}
+ERRORS: dict[Precision, float] = {"float32": 1e-4, "bfloat16": 0.1, "fp8": 0.5}
 """Nats, the largest of the probe's: bfloat16 rounds activations as well as weights, which our oracle does not."""
 GPT: dict[str, Any] = {"num_kv_heads": 2, "layer_norm": True, "gated_mlp": False, "norm_eps": 1e-5}
 SHAPES: dict[str, dict[str, Any]] = {
@@ -79,7 +80,18 @@ def rounded(model: Transformer, precision: Precision) -> Transformer:
     if precision == "bfloat16":
         for parameter in copy.parameters():
             parameter.data = parameter.data.bfloat16().float()
+    if precision == "fp8":
+        for name, module in copy.named_modules():
+            if isinstance(module, Linear) and name != "head":
+                module.weight.data = in_e4m3(module.weight.data)
+                module.register_forward_pre_hook(lambda _, given: (in_e4m3(given[0]),))
     return copy
+
+
+def in_e4m3(rows: torch.Tensor) -> torch.Tensor:
+    """Round every row with a scale of its own."""
+    scales = rows.abs().amax(-1, keepdim=True) / 448
+    return (rows / scales).to(torch.float8_e4m3fn).float() * scales
 
 
 @pytest.mark.parametrize(
@@ -90,6 +102,10 @@ def rounded(model: Transformer, precision: Precision) -> Transformer:
         ("gpt_neox", "float32", 1),
         ("qwen2", "float32", 2),
         ("llama", "bfloat16", 2),
+        ("llama", "fp8", 1),
+        ("gpt2", "fp8", 1),
+        ("gpt_neox", "fp8", 1),
+        ("qwen2", "fp8", 2),
     ],
 )
 def test_a_version_is_what_vllm_computes_with(
