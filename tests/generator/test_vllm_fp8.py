@@ -97,7 +97,7 @@ def test_a_matrix_is_the_nearest_e4m3_and_a_scale_per_row(family: str, tmp_path:
 
 
 def ranks_of(model: Transformer, world: int, path: Path) -> list[object]:
-    """Return the places of a version in fp8 of a trainer with tensor parallelism: its scales are those of whole rows."""
+    """Return the places of a version in fp8 of a trainer with tensor parallelism; scales are of whole rows."""
     parts = []
     for rank in range(world):
         part = TensorParallel(model.config, rank, world).new_model()

@@ -127,7 +127,7 @@ def _check_memory(generator: GeneratorConfig) -> None:
         )
     if generator.precision not in DTYPES:
         raise ConfigError(
-            "vLLM is given weights as the trainer's slots hold them, and computes with no such ones",
+            "vLLM is given matrices as the trainer's slots hold them: without scales, or in fp8 with one for each row",
             got=f"generator.precision = '{generator.precision}' with generator.engine = 'vllm'",
             allowed=", ".join(f"'{name}'" for name in DTYPES),
             hint="generator.engine = 'native' has them all",
