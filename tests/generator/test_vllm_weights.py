@@ -30,6 +30,7 @@ from slipstream.models.transformer import Transformer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
+CUT_BY_COLUMNS = ("output", "down")
 PROBE = np.random.default_rng(0).integers(2, VOCAB, 48).astype(np.int32)
 ERRORS: dict[Precision, float] = {"float32": 1e-4, "bfloat16": 0.1, "fp8": 1.5}
 """Nats, the largest of the probe's: bfloat16 rounds activations as well as weights, which our oracle does not.
@@ -76,8 +77,8 @@ def engine_of(model: Transformer, precision: Precision, ranks: int, logs: Path) 
     )
 
 
-def rounded(model: Transformer, precision: Precision) -> Transformer:
-    """What vLLM is given of `model`, in float32."""
+def rounded(model: Transformer, precision: Precision, ranks: int = 1) -> Transformer:
+    """What vLLM is given of `model`, in float32; of fp8 what it computes with."""
     copy = Transformer(model.config)
     copy.load_state_dict(model.state_dict())
     if precision == "bfloat16":
@@ -87,13 +88,19 @@ def rounded(model: Transformer, precision: Precision) -> Transformer:
         copy = copy.bfloat16()
         for (name, module), whole in zip(copy.named_modules(), model.modules(), strict=True):
             if isinstance(module, Linear) and isinstance(whole, Linear) and name != "head":
-                module.product = partial(product_in_e4m3, in_e4m3(whole.weight.detach()), module.bias)
+                parts = ranks if name.endswith(CUT_BY_COLUMNS) else 1
+                module.product = partial(product_in_e4m3, in_e4m3(whole.weight.detach()), module.bias, parts)
     return copy
 
 
-def product_in_e4m3(weight: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
-    out = in_e4m3(x.float()) @ weight.t()
-    return (out if bias is None else out + bias.float()).bfloat16()
+def product_in_e4m3(weight: torch.Tensor, bias: torch.Tensor | None, parts: int, x: torch.Tensor) -> torch.Tensor:
+    """Each of the ranks that have some columns rounds its own part of a row, and its sum; the first adds the bias."""
+    sums = [
+        in_e4m3(one) @ own.t() for one, own in zip(x.float().chunk(parts, -1), weight.chunk(parts, -1), strict=True)
+    ]
+    if bias is not None:
+        sums[0] += bias.float()
+    return torch.stack([one.bfloat16() for one in sums]).sum(0)
 
 
 def in_e4m3(rows: torch.Tensor) -> torch.Tensor:
@@ -132,7 +139,7 @@ def test_a_version_is_what_vllm_computes_with(
         for version in range(3):
             fill(model, version)
             engine.push()
-            expected = rounded(model, precision)
+            expected = rounded(model, precision, ranks)
             found = engine.probe(PROBE)
             errors.append(difference(probe_logprobs(expected, PROBE), found))
             means.append(np.abs(probe_logprobs(expected, PROBE) - found).mean())
