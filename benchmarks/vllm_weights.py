@@ -50,7 +50,7 @@ RUN = "import json, sys, slipstream; slipstream.run('quickstart', overrides=json
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", default=".venv-vllm/bin/python", help="interpreter of vLLM's environment")
-    parser.add_argument("--precision", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--precision", default="bfloat16", choices=["bfloat16", "float32", "fp8"])
     parser.add_argument("--steps", type=int, default=8)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -157,7 +157,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 91_390
+MAX_LINES = 91_450
 MAX_LINES_OF_SPINE = 1_600
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -175,7 +175,7 @@ MAX_LINES_OF_FOLDER = {
     "core": 11_560,
     "environments": 8_085,
     "evals": 2_700,
-    "generator": 9_970,
+    "generator": 10_030,
     "jail": 1_060,
     "jobs": 985,
     "models": 10_025,

@@ -123,15 +123,15 @@ def test_parts_of_several_ranks_are_put_together(family: str, tmp_path: Path) ->
     fill(model, 2)
     places = placed_ranks(model, 2, SharedMemory("slots", (tmp_path,)))
     push = tmp_path / "push"
-    push.write_text(json.dumps(describe(places, model.config)))
+    push.write_text(json.dumps(describe(places, model.config, "float32")))
     found = dict(read_push(str(push)))
     for name, tensor in logical_tensors(model).items():
         assert torch.equal(found.pop(name), tensor), name
     assert len(found) == model.config.tie_embeddings
     with pytest.raises(WeightSyncError, match="no rank of the trainer holds some"):
-        describe(places[:1], model.config)
+        describe(places[:1], model.config, "float32")
     with pytest.raises(WeightSyncError, match="not of vLLM's model"):
-        describe(places, replace(model.config, intermediate_size=56))
+        describe(places, replace(model.config, intermediate_size=56), "float32")
 
 
 def test_a_slot_that_is_written_meanwhile_is_noticed(tmp_path: Path) -> None:

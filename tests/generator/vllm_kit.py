@@ -62,7 +62,7 @@ def folder_of(model: Transformer, precision: Precision = "float32") -> WeightFol
         folder.write_base(partial(save_base, base_of(model), dtype=precision))
     else:
         folder = WeightFolder(1 << 20, PublishedModel(model, precision).write)
-        folder.write_base(partial(save_config, model.config, dtype=precision))
+        folder.write_base(partial(save_config, model.config, precision=precision))
     return folder
 
 

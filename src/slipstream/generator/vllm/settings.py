@@ -10,6 +10,7 @@ from pathlib import Path
 
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
+from slipstream.core.fields import Precision
 from slipstream.core.sections import GeneratorConfig, VLLMConfig
 
 OWN_ARGS = frozenset(
@@ -39,6 +40,8 @@ TEACHER_ARGS = OWN_ARGS | {"max_logprobs", "enable_prefix_caching"}
 FOREIGN_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 """Variables by which vLLM's interpreter would find the packages of ours."""
 LOOK_S = 60.0
+DTYPES: dict[Precision, str] = {"float32": "float32", "bfloat16": "bfloat16", "fp8": "bfloat16"}
+"""vLLM's `dtype` by what slots hold. With fp8 this is all that is not e4m3: embedding, head, norms and biases."""
 MIN_TEMPERATURE = 0.01
 """vLLM raises lower ones to it, with a warning in its log (`SamplingParams`, 0.32); 0 is greedy."""
 
@@ -122,11 +125,11 @@ def _check_memory(generator: GeneratorConfig) -> None:
             allowed="generator.parked_tokens = null, the default",
             hint="generator.vllm.kv_cache_gb on a CPU, generator.vllm.gpu_memory_utilization on a GPU",
         )
-    if generator.precision not in ("float32", "bfloat16"):
+    if generator.precision not in DTYPES:
         raise ConfigError(
-            "vLLM is given weights as the trainer's slots hold them, without scales",
+            "vLLM is given matrices as the trainer's slots hold them: without scales, or in fp8 with one for each row",
             got=f"generator.precision = '{generator.precision}' with generator.engine = 'vllm'",
-            allowed="'float32' or 'bfloat16', in which vLLM then computes",
+            allowed=", ".join(f"'{name}'" for name in DTYPES),
             hint="generator.engine = 'native' has them all",
         )
     if (stages := generator.pipeline_parallel) > 1:

@@ -8,7 +8,8 @@ A push is a JSON file that the generator writes (`weights.py`):
               indices start..stop of one, whose first number lies at byte `offset` of a part, neighbours `strides` apart
 
 Needs torch alone. A tensor in one box is a view of the slot: what vLLM does not copy of it, another rank's part, is not
-even read. One in several boxes is put together, and one of another type than vLLM's is converted: norms and biases.
+even read. One in several boxes is put together, and one of another type than vLLM's is converted: norms and biases, but
+not matrices in e4m3 and their scales, which vLLM multiplies as they are.
 """
 
 from __future__ import annotations
@@ -94,4 +95,13 @@ class SlotExtension:
         """Load the push in file `path`, every rank its part, by vLLM's own reload: one of its layers at a time."""
         worker: Any = self
         dtype = worker.model_config.dtype
-        worker.reload_weights(weights_iterator=((name, tensor.to(dtype)) for name, tensor in read_push(path)))
+        worker.reload_weights(
+            weights_iterator=(
+                (name, tensor if is_quantized(name, tensor) else tensor.to(dtype)) for name, tensor in read_push(path)
+            )
+        )
+
+
+def is_quantized(name: str, tensor: torch.Tensor) -> bool:
+    """Tell whether this is a matrix in e4m3, or the scales of one."""
+    return tensor.dtype == torch.float8_e4m3fn or name.endswith(".weight_scale")

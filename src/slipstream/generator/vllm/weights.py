@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,10 @@ from slipstream.generator.vllm.folder import HEADS
 from slipstream.models.config import TransformerConfig
 from slipstream.models.peft import save_adapter
 from slipstream.models.quantized import WeightLayout
-from slipstream.models.shards import whole_shapes
 from slipstream.models.transformer import Transformer
+
+SCALES = "/scales"
+"""How the names of scales end in slots (`quantized.py`)."""
 
 
 class SlotWeights:
@@ -37,10 +39,9 @@ class SlotWeights:
         self._config, self._precision = config, precision
         self._places: dict[int, Sequence[SlotPlace]] = {}  # by the address of `flat`
 
-    @cached_property
+    @property
     def holding(self) -> Holding:
-        with torch.device("meta"):
-            return WeightLayout(Transformer(self._config), self._precision).holding
+        return whole_holding(self._config, self._precision)
 
     def place(self, flat: torch.Tensor, places: Sequence[SlotPlace]) -> None:
         self._places[flat.data_ptr()] = places
@@ -61,34 +62,48 @@ class SlotWeights:
 
     def write(self, path: Path) -> None:
         """Write the push of the version bound last to file `path`; see `slot_extension.py`."""
-        push = describe(self._places[self.flat.data_ptr()], self._config)
+        push = describe(self._places[self.flat.data_ptr()], self._config, self._precision)
         path.write_text(json.dumps(push, separators=(",", ":")), encoding="utf-8")
 
 
-def describe(places: Sequence[SlotPlace], config: TransformerConfig) -> dict[str, Any]:
+@cache
+def whole_holding(config: TransformerConfig, precision: Precision) -> Holding:
+    """Return the tensors of the whole model as slots hold them at `precision`: scales are tensors of their own."""
+    with torch.device("meta"):
+        return WeightLayout(Transformer(config), precision).holding
+
+
+def describe(places: Sequence[SlotPlace], config: TransformerConfig, precision: Precision) -> dict[str, Any]:
     """Return a push: where every tensor of the checkpoint lies, a tied head a second time under a name of its own.
 
-    Raises WeightSyncError where `places` do not hold the model of `config`.
+    Scales are those of a checkpoint in vLLM's format "compressed-tensors": NAME.weight_scale [rows, 1] beside
+    NAME.weight. Raises WeightSyncError where `places` do not hold the model of `config` at `precision`.
     """
-    shapes = whole_shapes(config)
-    types: dict[str, str] = {}
-    boxes: dict[str, dict[object, list[Any]]] = {name: {} for name in shapes}
+    whole = whole_holding(config, precision)
+    expected = {name: (shape, dtype) for name, shape, dtype in zip(whole.names, whole.shapes, whole.types, strict=True)}
+    boxes: dict[str, dict[object, list[Any]]] = {name: {} for name in expected}
     for part, place in enumerate(places):
         held = place.holding
         columns = (held.tensor, held.offset, held.start, held.stop, held.strides)
         for number, offset, start, stop, strides in zip(*(column.tolist() for column in columns), strict=True):
-            name, shape = held.names[number], held.shapes[number]
-            if shapes.get(name) != shape:
+            name, found = held.names[number], (held.shapes[number], held.types[number])
+            if expected.get(name) != found:
                 raise WeightSyncError(
-                    f"the trainer's {name} is not of vLLM's model", got=list(shape), allowed=shapes.get(name)
+                    f"the trainer's {name} is not of vLLM's model", got=found, allowed=expected.get(name)
                 )
-            types[name], axes = held.types[number], len(shape)
+            axes = len(found[0])
             box = [part, offset, start[:axes], stop[:axes], strides[:axes]]
             boxes[name].setdefault((*start, *stop), box)  # ranks may hold the same
-    for name, found in boxes.items():
-        if sum(_volume(start, stop) for _, _, start, stop, _ in found.values()) < math.prod(shapes[name]):
+    tensors: list[list[Any]] = []
+    for name, (shape, dtype) in expected.items():
+        held_boxes = list(boxes[name].values())
+        if sum(_volume(start, stop) for _, _, start, stop, _ in held_boxes) < math.prod(shape):
             raise WeightSyncError("no rank of the trainer holds some of a tensor's numbers", got=name)
-    tensors = [[name, shape, types[name], list(boxes[name].values())] for name, shape in shapes.items()]
+        if name.endswith(SCALES):
+            column = [[part, at, [*start, 0], [*stop, 1], [*by, 4]] for part, at, start, stop, by in held_boxes]
+            tensors.append([name.removesuffix(SCALES) + "_scale", [*shape, 1], dtype, column])
+        else:
+            tensors.append([name, shape, dtype, held_boxes])
     if config.tie_embeddings:
         tensors.append([HEADS.get(config.family, "lm_head.weight"), *tensors[0][1:]])  # the embedding is the first
     parts = [[one.path, one.mark_start, one.mark.hex(), one.start, one.holding.num_bytes] for one in places]
