@@ -1,5 +1,6 @@
 """Accounting against runs whose every second is made up, and so known."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -18,10 +19,20 @@ from written import began, event
 
 from slipstream.core.background import background_cpu_s, start_thread
 from slipstream.core.clock import VirtualClock, WallClock
+from slipstream.core.jsonl import JsonlWriter
 from slipstream.observe.accounting import RunAccounting, read_accounting
 from slipstream.observe.balance import Dials, Loop, Side, judge, whole_split
 from slipstream.observe.states import STATES, TRAINS, idle_share, in_words, kind, model_share, waited_for
-from slipstream.observe.timeline import TRAINED, ProcessEnd, Slice, Timeline, account, read_timeline, timeline_path
+from slipstream.observe.timeline import (
+    TRAINED,
+    ProcessEnd,
+    ProcessStart,
+    Slice,
+    Timeline,
+    account,
+    read_timeline,
+    timeline_path,
+)
 from slipstream.observe.waste import WASTE
 
 START_S = 100.0
@@ -805,6 +816,45 @@ def test_cpu_seconds_are_those_of_the_process_of_its_main_thread_and_of_those_in
     assert end.background_ns >= 0.1e9
     assert end.main_ns >= 0.05e9
     assert end.main_ns + end.background_ns + 0.1e9 <= end.cpu_ns + 0.02e9
+
+
+def test_cpu_seconds_of_the_model_are_those_in_its_states_whatever_is_nested_or_read_meanwhile(tmp_path: Path):
+    timeline = Timeline("p", tmp_path / "p.jsonl", VirtualClock())
+    with timeline.span("overhead"):
+        compute(0.1)
+        with timeline.span("decode"):
+            compute(0.02)
+            timeline.totals()
+            compute(0.02)
+            with timeline.span("send"):
+                compute(0.1)
+            compute(0.02)
+            other = threading.Thread(target=compute, args=(0.04,))
+            other.start()
+            other.join()
+        compute(0.1)
+    timeline.close()
+    (end,) = [record for record in read_timeline(tmp_path / "p.jsonl") if isinstance(record, ProcessEnd)]
+    assert 0.1e9 <= end.model_ns <= end.cpu_ns - 0.3e9
+
+
+def test_the_models_share_of_cpu_seconds_is_of_whole_processes_and_of_all_their_lives(tmp_path: Path):
+    """A trainer that was started again, an executor within the controller, and one that was killed."""
+    ends = {
+        "controller": [ProcessEnd(9, cpu_ns=60, model_ns=0)],
+        "rewards": [ProcessEnd(9, cpu_ns=60, model_ns=10)],  # within it: its seconds are the controller's
+        "trainer": [ProcessEnd(4, cpu_ns=15, model_ns=12), ProcessEnd(9, cpu_ns=25, model_ns=18)],
+        "generator-0": [],
+    }
+    for name, lives in ends.items():
+        begin = ProcessStart(name, 1, 1, within="controller" if name == "rewards" else "")
+        with contextlib.closing(JsonlWriter(timeline_path(tmp_path, name))) as writer:
+            for end in lives or [None]:
+                writer.write(begin, *([] if end is None else [end]))
+    assert read_accounting(tmp_path).model_cpu_share == pytest.approx((10 + 12 + 18) / (60 + 15 + 25))
+    timeline_path(tmp_path, "trainer").unlink()
+    timeline_path(tmp_path, "rewards").unlink()
+    assert read_accounting(tmp_path).model_cpu_share is None, "nobody has told any"
 
 
 @pytest.mark.skipif(not Path("/proc/thread-self/schedstat").exists(), reason="the system does not tell")

@@ -74,7 +74,8 @@ def test_plain_output_is_a_line_now_and_then_without_escape_codes():
     play(display, clock)
     display.samples([Sample(prompt="abc>", answer="cba", before="abc", after="\x1b[31mcba\n")])
     display.finish(
-        make_summary(model_share=0.625), {"report": Path("runs/q/report.html"), "model": Path("runs/q/model")}
+        make_summary(model_share=0.625, model_cpu_share=0.5),
+        {"report": Path("runs/q/report.html"), "model": Path("runs/q/model")},
     )
     text = out.getvalue()
     assert "\x1b" not in text
@@ -83,7 +84,7 @@ def test_plain_output_is_a_line_now_and_then_without_escape_codes():
     steps = [line for line in lines if line.startswith("step ")]
     assert 25 <= len(steps) <= 30  # 50 s at a line every 2 s, the first and the last
     assert "reward 0.990" in steps[-1]
-    assert "model: 62% of the working time of all processes" in lines
+    assert "model: 62% of the working time of all processes, 50% of their CPU time" in lines
     assert lines[-1] == "next: slipstream eval runs/q   slipstream serve runs/q   slipstream export runs/q FOLDER"
     assert "trainer waits for generation 34%" in steps[-1]
     assert "left" in steps[1]

@@ -399,6 +399,7 @@ class Tally:
             ),
             accounting=found.accounting,
             model_share=model_share(found.accounting),
+            model_cpu_share=found.model_cpu_share,
             balance=found.balance,
             callback_s=self.callback_s,
             restarts=dict(self.restarts),

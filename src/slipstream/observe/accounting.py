@@ -42,7 +42,8 @@ class ProcessAccounting(msgspec.Struct, frozen=True, kw_only=True):
     """One process over the run: `states` (state -> seconds) sum to its `wall_s`.
 
     It computes with `threads`, alone with `most_threads`, on `device`, perhaps `within` another process, as an inline
-    executor does.
+    executor does. `cpu_s`: the CPU seconds of what has ended of it, all threads; `model_cpu_s` of these were spent in
+    states that compute the model.
     """
 
     name: str
@@ -51,6 +52,8 @@ class ProcessAccounting(msgspec.Struct, frozen=True, kw_only=True):
     most_threads: int = 1
     device: str = "cpu"
     within: str = ""
+    cpu_s: float = 0.0
+    model_cpu_s: float = 0.0
 
 
 class StepAccounting(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,6 +84,13 @@ class RunAccounting(msgspec.Struct, frozen=True, kw_only=True):
     def accounting(self) -> dict[str, dict[str, float]]:
         """process -> state -> seconds, as in `summary.json`."""
         return {name: process.states for name, process in self.processes.items()}
+
+    @property
+    def model_cpu_share(self) -> float | None:
+        """Share of the processes' CPU seconds that compute the model; None where nobody who did has told them."""
+        cpu_s = sum(process.cpu_s for process in self.processes.values() if not process.within)
+        model_s = sum(process.model_cpu_s for process in self.processes.values())
+        return model_s / cpu_s if model_s and cpu_s else None
 
 
 def accounting_bytes(run_dir: Path) -> int:
@@ -177,8 +187,13 @@ def _config(run_dir: Path) -> RunConfig | None:
 
 def _process(name: str, records: Sequence[timeline.Record], states: dict[str, float]) -> ProcessAccounting:
     newest = timeline.ProcessStart(name, 0, 0)
+    cpu_ns = model_ns = 0
     for record in records:
-        newest = record if isinstance(record, timeline.ProcessStart) else newest
+        match record:
+            case timeline.ProcessStart():
+                newest = record
+            case timeline.ProcessEnd():
+                cpu_ns, model_ns = cpu_ns + record.cpu_ns, model_ns + record.model_ns
     return ProcessAccounting(
         name=name,
         states=states,
@@ -186,6 +201,8 @@ def _process(name: str, records: Sequence[timeline.Record], states: dict[str, fl
         most_threads=max(newest.threads, newest.threads_alone),
         device=newest.device,
         within=newest.within,
+        cpu_s=cpu_ns * 1e-9,
+        model_cpu_s=model_ns * 1e-9,
     )
 
 

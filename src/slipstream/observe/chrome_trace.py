@@ -34,7 +34,7 @@ from slipstream.core.ranks import data_parallel_rank, split_rank_name
 from slipstream.observe import timeline
 from slipstream.observe.attempts import Attempt, read_attempts
 from slipstream.observe.group_flow import MAX_GROUPS, GroupPath, read_group_flow
-from slipstream.observe.states import is_missed, kind
+from slipstream.observe.states import UNLABELLED, is_missed, kind
 
 MAX_SLICES = 1_000_000
 SNAP_NS = 5_000_000
@@ -232,7 +232,7 @@ def _slices(track: _Track) -> Iterator[Timed]:
         if record.gap_ns:
             args["unlabelled, ms"] = record.gap_ns / 1e6
         of_kind = kind(record.state)
-        event: Event = {"ph": "X", **track.place, "name": record.state, "cat": of_kind or timeline.UNLABELLED}
+        event: Event = {"ph": "X", **track.place, "name": record.state, "cat": of_kind or UNLABELLED}
         event["dur"] = (end_ns - start_ns) / 1e3
         if of_kind == "wait":
             event["cname"] = "bad" if is_missed(record.state) else "grey"  # of the viewer's own colours, "bad" is amber

@@ -26,9 +26,9 @@ from slipstream.core.held_out import Measured
 from slipstream.observe.evaluation import MOMENTS, evaluation_rows
 from slipstream.observe.outlet import Outlet
 from slipstream.observe.samples import Sample
-from slipstream.observe.states import colour, in_words, is_missed, shares
+from slipstream.observe.states import UNLABELLED, colour, in_words, is_missed, shares
 from slipstream.observe.summary import Summary
-from slipstream.observe.timeline import TIME_PREFIX, UNLABELLED
+from slipstream.observe.timeline import TIME_PREFIX
 from slipstream.observe.transcript import TranscriptPart, beginning
 
 REFRESHES_PER_S = 4.0
@@ -226,7 +226,10 @@ class Display:
         for process, seconds in summary.accounting.items():
             self._say(f"{process}: " + ", ".join(f"{in_words(s)} {p:.0%}" for s, p in shares(seconds)[:4]))
         if summary.model_share is not None:
-            self._say(f"model: {summary.model_share:.0%} of the working time of all processes")
+            told = f"model: {summary.model_share:.0%} of the working time of all processes"
+            if summary.model_cpu_share is not None:
+                told += f", {summary.model_cpu_share:.0%} of their CPU time"
+            self._say(told)
         if summary.prompts.failed_completions:
             failed = plural(summary.prompts.failed_completions, "completion")
             told = "could not be scored, and counted with rewards.failure_reward: see `failure` in rollouts.jsonl"

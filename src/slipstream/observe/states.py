@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Literal
 
 from slipstream.core.ranks import split_rank_name
-from slipstream.observe.timeline import UNLABELLED
 
+UNLABELLED = "unlabelled"
 Kind = Literal["work", "wait", "gone"]
 
 

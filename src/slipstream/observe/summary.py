@@ -288,6 +288,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     data: Data | None = None
     restarts: dict[str, int] = {}  # executor -> how often it was started again
     model_share: float | None = None  # of the work of all processes: in states that compute the model, wall time
+    model_cpu_share: float | None = None  # the same states' part of the CPU seconds of all processes
     balance: Balance | None = None  # who starves, why, and what would help, over the loop (`observe/balance.py`)
     error: str | None = None  # of a run that failed: the reason
     stopped_because: str | None = None  # of a run that is done before its last step: `StopCause` (core/types.py)

@@ -31,8 +31,8 @@ from slipstream.core.clock import Clock
 from slipstream.core.errors import DiskError
 from slipstream.core.jsonl import JsonlWriter, read_jsonl
 from slipstream.core.ranks import split_rank_name
+from slipstream.observe.states import COMPUTES, UNLABELLED
 
-UNLABELLED = "unlabelled"
 ABSENT = "absent"
 LOST = "lost"
 TRAINED = "trained"  # the instant in a trainer's timeline at which it has trained `step`
@@ -69,7 +69,8 @@ class ProcessEnd(msgspec.Struct, frozen=True, omit_defaults=True, tag="end", tag
 
     `cpu_ns` of all its threads; of these `main_ns` of the one that this timeline is of, and `background_ns` of those
     beside it that are no part of a team (`core/background.py`). For `kept_ns` that one could have run and had no core,
-    because others had them: seconds that its states have, and that say nothing about its work.
+    because others had them: seconds that its states have, and that say nothing about its work. `model_ns` are those of
+    all threads in states that compute the model.
     """
 
     time_ns: Nanoseconds
@@ -77,6 +78,7 @@ class ProcessEnd(msgspec.Struct, frozen=True, omit_defaults=True, tag="end", tag
     main_ns: Nanoseconds = 0
     background_ns: Nanoseconds = 0
     kept_ns: Nanoseconds = 0
+    model_ns: Nanoseconds = 0
 
 
 class Slice(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag="slice", tag_field="kind"):
@@ -124,12 +126,13 @@ Record = ProcessStart | ProcessEnd | Slice | Instant | Counter
 class _Frame:
     """An open span: a context manager that lives on the timeline's stack."""
 
-    __slots__ = ("_timeline", "args", "state")
+    __slots__ = ("_timeline", "args", "computes", "state")
 
     def __init__(self, timeline: Timeline, state: str, args: dict[str, Any]) -> None:
         self._timeline = timeline
         self.state = state
         self.args = args
+        self.computes = state in COMPUTES
 
     def __enter__(self) -> None:
         timeline = self._timeline
@@ -138,11 +141,15 @@ class _Frame:
             timeline._cut(now_s)
         timeline._since_s = now_s
         timeline._stack.append(self)
+        if self.computes:
+            timeline._computing_since_s = time.process_time()
 
     def __exit__(self, *_: object) -> None:
         timeline = self._timeline
         timeline._cut(timeline._now_s())
         timeline._stack.pop()
+        if timeline._stack and timeline._stack[-1].computes:
+            timeline._computing_since_s = time.process_time()
 
 
 class Timeline:
@@ -177,6 +184,7 @@ class Timeline:
         self._num_written = 0
         self._gap_s, self._length_s = MERGE_GAP_S, MERGE_LENGTH_S
         self._cpu_s = _cpu_s()
+        self._model_s = self._computing_since_s = 0.0  # of CPU time
         start_s = self._now_s()
         self._flushed_s = start_s
         self._count = self._units = 0  # of the open slice
@@ -264,6 +272,7 @@ class Timeline:
         if self._stack:
             self._cut(ended_s)
         self._release_last()
+        used.append(to_ns(self._model_s))
         self._buffer.append(ProcessEnd(to_ns(ended_s), *used))
         self._write()
         self._stop_writing()
@@ -272,9 +281,13 @@ class Timeline:
         """End the slice of the innermost frame at `now_s` and begin its next one there."""
         start_s = self._since_s
         self._since_s = now_s
+        frame = self._stack[-1]
+        if frame.computes:
+            used_s = time.process_time()
+            self._model_s += used_s - self._computing_since_s
+            self._computing_since_s = used_s
         if now_s <= start_s:
             return
-        frame = self._stack[-1]
         state = frame.state
         self._totals_s[state] = self._totals_s.get(state, 0.0) + (now_s - start_s)
         gap_s = start_s - self._last_end_s

@@ -20,7 +20,8 @@ from slipstream.core.disk import replace_file
 from slipstream.core.files import load_json
 from slipstream.core.recipes import stage_dir
 from slipstream.observe.display import Display
-from slipstream.observe.timeline import ABSENT, UNLABELLED, Timeline, kept_s
+from slipstream.observe.states import UNLABELLED
+from slipstream.observe.timeline import ABSENT, Timeline, kept_s
 
 RECORD = "stage.json"
 TELL_EVERY_S = 2.0

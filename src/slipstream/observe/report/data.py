@@ -127,6 +127,7 @@ class RunTimes:
     balance: Balance | None
     wall_s: float
     is_exact: bool
+    model_cpu_share: float | None = None
 
     @cached_property
     def loop(self) -> dict[str, dict[str, float]]:
@@ -375,11 +376,13 @@ def _read_times(run_dir: Path, history: MetricsHistory, summary: Summary | None)
         spans = list(_reported(history))
         if summary is None:
             return RunTimes({}, spans, None, 0.0, is_exact=False)
-        return RunTimes(by_side(summary.accounting), spans, summary.balance, summary.wall_s, is_exact=False)
+        whole, share = by_side(summary.accounting), summary.model_cpu_share
+        return RunTimes(whole, spans, summary.balance, summary.wall_s, is_exact=False, model_cpu_share=share)
     found = read_accounting(run_dir)
     began_s = found.steps[0].start_s if found.steps else 0.0
     spans = [StepTimes(step.start_s - began_s, step.end_s - began_s, by_side(step.states)) for step in found.steps]
-    return RunTimes(by_side(found.accounting), spans, found.balance, found.wall_s, is_exact=True)
+    whole, share = by_side(found.accounting), found.model_cpu_share
+    return RunTimes(whole, spans, found.balance, found.wall_s, is_exact=True, model_cpu_share=share)
 
 
 def _reported(history: MetricsHistory) -> Iterator[StepTimes]:

@@ -55,7 +55,9 @@ def _bars(run: RunData) -> str:
     first = card("While it trained", note, chart, details=_seconds_table(times.loop))
     note = "The same from start to end, with loading, warm start, evaluation of the result and export."
     if times.whole:
-        note += f" The model takes {blocks.percent_name(model_share(times.whole))} of the time in which processes work."
+        note += f" The model takes {blocks.percent_name(model_share(times.whole))} of the time in which processes work"
+        share = times.model_cpu_share
+        note += "." if share is None else f", and {blocks.percent_name(share)} of their CPU time."
     missing = "The run has no timelines." if times.is_exact else "Known when the run has ended."
     chart = blocks.state_bars(times.whole, title="Time of the whole run by state", missing=missing)
     return cards(first, card("The whole run", note, chart, details=_seconds_table(times.whole), folds=True))
