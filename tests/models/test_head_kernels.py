@@ -56,7 +56,9 @@ print("compiled")
 """
 
 
+@pytest.mark.slow
 def test_compiled_for_a_gpu_they_read_16_bytes_at_once() -> None:
+    """`test_paged_kernels.py` compiles the same two for Hopper in every run, and looks at their registers too."""
     pytest.importorskip("triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
