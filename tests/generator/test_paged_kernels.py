@@ -14,8 +14,9 @@ pytest.importorskip("triton")
 
 
 def test_interpreted_they_compute_what_torch_does() -> None:
-    """Sampling, attention, decoding and layers in one process: its imports take longer than the few cases of each."""
-    script, kinds = Path(__file__).with_name("triton_on_cpu.py"), ("sampling", "attention", "decode", "layer")
+    """All kernels in one process: its imports take longer than the few cases of each."""
+    script = Path(__file__).with_name("triton_on_cpu.py")
+    kinds = ("checksums", "head", "sampling", "attention", "decode", "layer")
     command = [sys.executable, str(script), *kinds, "few"]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     found = subprocess.run(command, env=environment, capture_output=True, text=True)

@@ -68,10 +68,8 @@ CASES: dict[str, dict[str, Any]] = {
 USUAL = [
     ("small", "kept", "bfloat16", 512),
     ("small", "kept", "bfloat16", 2048),
-    ("tied", "recomputed", "bfloat16", 512),
     ("shared-keys", "products", "bfloat16", 512),
     ("wide-tied", "recomputed", "bfloat16", 512),
-    ("wide", "kept", "bfloat16", 512),
     ("wide-tied", "offloaded", "bfloat16", 512),
     ("small", "kept", "float32", 512),
     ("shared-keys", "recomputed", "float32", 512),
