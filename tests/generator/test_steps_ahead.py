@@ -97,7 +97,7 @@ def replayed(request: Request, spans: Sequence[Any]) -> Finished:
 
 
 @drawn(
-    4,
+    6,
     200,
     drawn_ones=REQUESTS,
     swaps=SWAPS,

@@ -39,7 +39,7 @@ families = st.lists(
 
 
 @given(families.filter(lambda drawn: shared_rows(drawn)[0]), st.sampled_from([(2, 2), (4, 2)]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_one_call_equals_every_sequence_alone(drawn, heads_and_kv_heads):
     """A sequence without rows of its own, all of whose prompt is shared, is among those drawn."""
     heads, kv_heads = heads_and_kv_heads
