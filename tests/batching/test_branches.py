@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.batching.collate import collate, padded_layout_frac
@@ -195,6 +195,7 @@ def beginnings(sequence: TrainSequence) -> set[tuple[int, tuple[int, ...]]]:
     return needed
 
 
+@settings(max_examples=60, deadline=None)
 @given(sequences=batches(), capacity=st.integers(1, 80), atom_size=st.sampled_from([1, 2]))
 def test_every_target_once_and_behind_its_own_branch_alone(
     sequences: list[TrainSequence], capacity: int, atom_size: int

@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.batching import prefix_tree
@@ -119,6 +119,7 @@ def test_what_shares_most_goes_together() -> None:
     assert first_fit([*atoms, wide], 2 + 4 + 4 * 3 + 1) == [[0, 2, 4, 6], [1, 3, 5, 7], [8]]
 
 
+@settings(max_examples=60, deadline=None)
 @given(
     shapes=st.lists(
         st.lists(st.tuples(st.integers(0, 2), st.lists(st.integers(0, 1), min_size=1, max_size=6)), min_size=1),

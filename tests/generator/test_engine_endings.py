@@ -23,7 +23,7 @@ def assert_same_text(left: Finished, right: Finished) -> None:
 
 
 def test_preemption_changes_no_text() -> None:
-    model, batch = random_model(), requests(4, 3)
+    model, batch = random_model(), requests(4, 3, max_new_tokens=20)
     undisturbed = run(new_engine(model), batch)
     engine = new_engine(model, num_slots=8)
     engine.submit(batch)
@@ -167,7 +167,7 @@ def test_impossible_settings_are_refused(wrong: dict[str, float]) -> None:
 
 def test_requests_are_withdrawn_wherever_they_are() -> None:
     """The others go on as if they had never been there, and what was withdrawn as if it had never left."""
-    batch = requests(8, max_new_tokens=30)
+    batch = requests(8, max_new_tokens=15)
     alone = run(new_engine(random_model(), stop_token_ids=[]), batch)
     engine = new_engine(random_model(), num_slots=3, stop_token_ids=[])
     engine.submit(batch)

@@ -103,7 +103,7 @@ def test_rows_that_a_stop_token_frees_do_not_wait_for_their_prompts() -> None:
     for runner_type in (SlotRunner, PagedRunner):
         runner = runner_type(random_model(), num_rows=32, max_len=48)
         engine = Engine(runner, seed=7, stop_token_ids=list(range(0, VOCAB, 8)))
-        engine.submit([Request(i, 0, random_prompt(9, seed=i), max_new_tokens=30) for i in range(320)])
+        engine.submit([Request(i, 0, random_prompt(9, seed=i), max_new_tokens=30) for i in range(160)])
         num_steps = 0
         while not engine.is_idle:
             engine.step()

@@ -36,7 +36,7 @@ def test_known_first_outputs_of_splitmix64() -> None:
 
 
 def test_uniform_and_independent_along_every_coordinate() -> None:
-    length = 20_000
+    length = 10_000
     base = np.uint64(noise_key(1, 0, 0, 0))
     sequences = {
         "position": uniform(np.full(length, base), np.arange(length)),

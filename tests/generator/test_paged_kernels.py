@@ -14,8 +14,10 @@ pytest.importorskip("triton")
 
 
 def test_interpreted_they_compute_what_torch_does() -> None:
-    """Attention, decoding and layers in one process: its imports take longer than the few cases of each."""
-    command = [sys.executable, str(Path(__file__).with_name("triton_on_cpu.py")), "attention", "decode", "layer", "few"]
+    """All kernels in one process: its imports take longer than the few cases of each."""
+    script = Path(__file__).with_name("triton_on_cpu.py")
+    kinds = ("checksums", "head", "sampling", "attention", "decode", "layer")
+    command = [sys.executable, str(script), *kinds, "few"]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     found = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
@@ -28,9 +30,9 @@ def test_the_kernels_compile_for_gpus(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cases", with_slow(["few"], ["all"]))
-def test_attention_heads_and_rounding_keep_to_registers(cases: str, tmp_path: Path) -> None:
+def test_attention_heads_rounding_and_sampling_keep_to_registers(cases: str, tmp_path: Path) -> None:
     """At the sizes of benchmarked models, for Hopper: no spills, few registers, 16 bytes at once."""
-    compile_for_gpus(tmp_path, "attention", "head", "e4m3", cases)
+    compile_for_gpus(tmp_path, "attention", "head", "e4m3", "sampling", cases)
 
 
 def compile_for_gpus(cache: Path, *kinds: str) -> None:

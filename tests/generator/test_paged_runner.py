@@ -91,12 +91,12 @@ def test_greedy_ids_and_logprobs_of_transformers(family: str, prefill_chunk: int
     reference = hf_model(family)
     reference.save_pretrained(tmp_path)
     engine = paged_engine(load_model(tmp_path), num_rows=5, prefill_chunk=prefill_chunk)
-    batch = [Request(i, 0, prompt, max_new_tokens=30, temperature=0.0) for i, prompt in enumerate(prompts_of(7))]
+    batch = [Request(i, 0, prompt, max_new_tokens=16, temperature=0.0) for i, prompt in enumerate(prompts_of(7))]
     for completion in run(engine, batch).values():
         ids = torch.from_numpy(completion.request.prompt_tokens.astype(np.int64))[None]
         with torch.inference_mode():
             mask = torch.ones_like(ids)
-            [expected] = reference.generate(ids, attention_mask=mask, max_new_tokens=30, do_sample=False)
+            [expected] = reference.generate(ids, attention_mask=mask, max_new_tokens=16, do_sample=False)
             logprobs = torch.log_softmax(reference(expected[None]).logits[0].double(), -1)
         new = expected[ids.shape[1] :]
         assert completion.tokens.tolist() == new.tolist()
@@ -146,7 +146,7 @@ def test_rows_that_join_are_sampled_in_their_own_way(make: Callable[..., Engine]
 
 @pytest.mark.parametrize("num_pages", with_slow([14], [9, 30]))
 def test_a_small_pool_changes_no_text_and_gives_everything_back(num_pages: int) -> None:
-    model, batch = random_model(), requests(8, 3)
+    model, batch = random_model(), requests(8, 3, max_new_tokens=24)
     engine = paged_engine(model, num_pages=num_pages, prefill_chunk=8)
     assert_same_texts(run(engine, batch), run(new_engine(model), batch))
     assert engine.stats.preemptions > 0
@@ -304,7 +304,7 @@ def test_a_model_in_bfloat16_decodes_what_it_scores() -> None:
     model = random_model().bfloat16()
     runner = PagedRunner(model, num_rows=8, max_len=MAX_LEN)
     assert runner._kv.keys.dtype == torch.bfloat16
-    finished = run(Engine(runner, seed=7, stop_token_ids=[STOP], prefill_chunk=8), requests(4, 2))
+    finished = run(Engine(runner, seed=7, stop_token_ids=[STOP], prefill_chunk=8), requests(4, 2, max_new_tokens=20))
     gaps = []
     for completion in finished.values():
         tokens = np.concatenate([completion.request.prompt_tokens, completion.tokens])

@@ -169,7 +169,7 @@ def test_most_tokens_are_beyond_the_margin_of_the_oracle() -> None:
 
 @pytest.mark.parametrize("model", [MODEL, WIDE], ids=["whole-length", "buckets"])
 @drawn(
-    5,
+    4,
     40,
     scripts=SCRIPTS,
     num_rows=st.integers(1, 12),
@@ -213,7 +213,7 @@ def test_company_changes_no_bit_of_long_contexts() -> None:
             prefill_chunk=64, parked_tokens=None,
         )  # fmt: skip
 
-    scripts = [Script(i, 20 + 31 * i, (70, 3, 90), max_new_tokens=11, delays=(5 * i, 2)) for i in range(3)]
+    scripts = [Script(i, 20 + 31 * i, (70, 3, 90), max_new_tokens=8, delays=(5 * i, 2)) for i in range(3)]
     crowd = play(engine(16, 100), scripts)
     for script in scripts:
         alone = play(engine(1, 512), [script])

@@ -65,7 +65,7 @@ def test_rows_of_three_versions_have_the_bits_of_engines_of_one(
     rank: int, precision: AdapterPrecision, is_mixture: bool
 ) -> None:
     engine, weights = engine_with_versions(rank, precision, is_mixture=is_mixture, stop_token_ids=[])
-    batch = requests(6, 3, max_new_tokens=25 if is_mixture else 30)  # in groups, whose prompts are prefilled once
+    batch = requests(6, 3, max_new_tokens=25)  # in groups, whose prompts are prefilled once
     finished: dict[Key, Finished] = {}
     for version in (1, 2, 3):
         if version > 1:
@@ -77,17 +77,16 @@ def test_rows_of_three_versions_have_the_bits_of_engines_of_one(
     finished = drain(engine)
     assert list(weights.versions) == [3], "nothing goes on with the others"
     texts = defaultdict(set)
+    models = {version: model_of(version, rank, precision, is_mixture=is_mixture) for version in (1, 2, 3)}
     for version in (1, 2, 3):
         part = batch[6 * version - 6 : 6 * version]
-        model = model_of(version, rank, precision, is_mixture=is_mixture)
-        alone = run(new_engine(model, stop_token_ids=[]), part)
+        alone = run(new_engine(models[version], stop_token_ids=[]), part)
         for key, expected in alone.items():
             assert_same_bits(finished[key], expected)
             assert finished[key].version_spans == (VersionSpan(start=0, version=version),)
         for other in (1, 2, 3):
-            model = model_of(other, rank, precision, is_mixture=is_mixture)
             begun = [replace(part[0], max_new_tokens=8)]
-            said = run(new_engine(model), begun)[part[0].ordinal, 0]
+            said = run(new_engine(models[other]), begun)[part[0].ordinal, 0]
             texts[version].add(said.tokens.tobytes())
     assert all(len(found) == 3 for found in texts.values()), "versions say different things"
 

@@ -106,7 +106,7 @@ def attend_in_turn(structure, dealt, fused, heads, kv_heads, *, varlen):
 
 @pytest.mark.parametrize("path", ["tiles", "flash"])
 @given(drawn_families, st.sampled_from([(2, 2), (4, 2)]), st.sampled_from([1, 2, 3]), st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_shares_in_turn_are_dense_attention(path, drawn, heads_and_kv_heads, world, is_any):
     """Shared prompts, sequences that lie wholly in one of them, more ranks than a sequence has rows; any dealing."""
     heads, kv_heads = heads_and_kv_heads

@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from covering import with_slow
 
 from slipstream.models.head import head_logprobs
 
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize("cases", with_slow(["few"], ["all"]))
-def test_interpreted_they_are_right(cases: str) -> None:
+@pytest.mark.slow
+def test_interpreted_they_are_right() -> None:
+    """In all cases; `test_paged_kernels.py` has a few of them in every run."""
     pytest.importorskip("triton")
     done = subprocess.run(
-        [sys.executable, HERE / "head_kernels_on_cpu.py", cases],
+        [sys.executable, HERE / "head_kernels_on_cpu.py"],
         env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -56,7 +56,9 @@ print("compiled")
 """
 
 
+@pytest.mark.slow
 def test_compiled_for_a_gpu_they_read_16_bytes_at_once() -> None:
+    """`test_paged_kernels.py` compiles the same two for Hopper in every run, and looks at their registers too."""
     pytest.importorskip("triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(

@@ -423,9 +423,9 @@ def push(folder: Path, asked: list[tuple[str, bool]], **environment: str) -> lis
 def test_a_folder_is_uploaded_to_a_repository_that_is_made(tmp_path: Path) -> None:
     there = {"org/public": Repo(COMMIT, {"README.md": b"..."}), "org/mine": Repo(COMMIT, fails="read only")}
     asked = [("org/new", False), ("org/secret", True), ("org/public", False), ("org/public", True), ("org/mine", False)]
+    asked += [("others/x", False)]
     with hub(there) as served:
-        new, secret, again, seen, refused = push(tmp_path, asked, HF_ENDPOINT=served.url)
-        [others] = push(tmp_path, [("others/x", False)], HF_ENDPOINT=served.url)
+        new, secret, again, seen, refused, others = push(tmp_path, asked, HF_ENDPOINT=served.url)
         assert [new, secret, again] == [f"{served.url}/org/{name}" for name in ("new", "secret", "public")]
         assert served.repos["org/new"].files == served.repos["org/secret"].files == SMALL
         assert served.repos["org/secret"].is_private

@@ -62,7 +62,7 @@ def copies_of(name: str, config: TransformerConfig, world: int) -> int:
     return 1
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(divisions())
 def test_all_boxes_are_the_whole_and_restore_it(division: tuple[TransformerConfig, int]) -> None:
     check_boxes(*division)

@@ -91,7 +91,7 @@ def test_every_token_is_of_the_version_that_it_says(ranks: RankPool, paged: bool
     """Against a loop over positions in float64, which has the weights of each token's version. Rows lose their keys,
     too, which are made again by the present weights.
     """
-    batch = requests(4, 2)
+    batch = requests(3, 2)
     lost = () if mode == "keep" else (20, 31)
     swaps = [jobs.Swap(16, 1, mode), jobs.Swap(25, 2, mode)]  # type: ignore[arg-type]
     job = partial(jobs.generate, paged=paged, swaps=swaps, losses=lost, options={"stop_token_ids": []})

@@ -60,7 +60,7 @@ class LiveBytes(TorchDispatchMode):
             _, q, k, *_ = args
             expanded = 2 * len(k) * q[0].numel() * q.element_size() if k.shape[1] != q.shape[1] else 0
             self.peak = max(self.peak, self.live + 4 * q.numel() + expanded)
-        for tensor in tree_leaves(out):
+        for tensor in [out] if type(out) is Tensor else tree_leaves(out):
             if isinstance(tensor, Tensor) and tensor.is_meta:
                 self._count(tensor.untyped_storage())
         return out

@@ -113,6 +113,12 @@ def told(recorded):
     return calibrate([read_run(recorded[0])])
 
 
+@pytest.fixture(scope="module")
+def run(recorded):
+    """As it is read; tests take copies with other lines."""
+    return read_run(recorded[0])
+
+
 def test_what_was_measured_is_what_happened(recorded):
     folder, found = recorded
     outcome = measured(read_run(folder))
@@ -246,10 +252,9 @@ def test_a_run_without_all_of_its_events_is_not_simulated(recorded, tmp_path):
 
 
 @pytest.mark.parametrize(("workers", "score_s"), [(1, 0.004), (4, 0.02), (2, 0.0005)])
-def test_scoring_is_told_from_the_way_to_it(recorded, workers, score_s):
+def test_scoring_is_told_from_the_way_to_it(run, workers, score_s):
     """Batches of finished completions, a queue before the workers, and 5 ms on the way, with some noise."""
     rng = np.random.default_rng(0)
-    run = read_run(recorded[0])
     free, lines, at = [0.0] * workers, [], 0.0
     for number in range(600):
         at += 0.05 * (number % 8 == 0)
@@ -266,8 +271,7 @@ def test_scoring_is_told_from_the_way_to_it(recorded, workers, score_s):
 # Lengths
 
 
-def test_the_same_dials_ask_for_the_same_groups(recorded):
-    run = read_run(recorded[0])
+def test_the_same_dials_ask_for_the_same_groups(run):
     work = RecordedWorkload([run], groups_per_step=12, samples=4, num_held_out=0)
     for ordinal in (0, 1, 50, 200):
         true = Words().group(ordinal, 0)
@@ -277,12 +281,12 @@ def test_the_same_dials_ask_for_the_same_groups(recorded):
         assert told.prompt_tokens == true.prompt_tokens
 
 
-def test_other_dials_draw_groups_of_the_same_time(recorded):
+def test_other_dials_draw_groups_of_the_same_time(run):
     """Lengths grow with the step; with twice the samples a group has its own, and they are of that time."""
-    work = RecordedWorkload([read_run(recorded[0])], groups_per_step=6, samples=8, num_held_out=300)
+    work = RecordedWorkload([run], groups_per_step=6, samples=8, num_held_out=300)
     early, late = ([work.group(o, step).lengths for o in range(150)] for step in (2, 37))
     assert all(len(lengths) == 8 for lengths in early)
-    recorded = {group.ordinal: group for group in groups_of(read_run(recorded[0]))}
+    recorded = {group.ordinal: group for group in groups_of(run)}
     for found, steps in ((early, range(5)), (late, range(35, 40))):
         of_then = [n for group in recorded.values() if group.step in steps for n in group.lengths]
         assert np.mean(found) == pytest.approx(np.mean(of_then), rel=0.05)
@@ -309,14 +313,14 @@ def learned(run: RecordedRun, groups_per_step: int, exponent: float, steps: int 
 
 
 @pytest.mark.parametrize("exponent", [0.2, 0.6, 0.9])
-def test_how_much_faster_larger_batches_learn_is_seen_in_their_signals(recorded, exponent):
-    runs = [learned(read_run(recorded[0]), size, exponent) for size in (16, 32)]
+def test_how_much_faster_larger_batches_learn_is_seen_in_their_signals(run, exponent):
+    runs = [learned(run, size, exponent) for size in (16, 32)]
     assert learning_exponent(runs) == pytest.approx(exponent, abs=0.11)
     assert learning_exponent(runs[:1]) == 0.5
 
 
-def test_groups_for_another_batch_size_are_those_of_a_policy_that_was_as_far(recorded):
-    runs = [learned(read_run(recorded[0]), size, 0.6) for size in (16, 32)]
+def test_groups_for_another_batch_size_are_those_of_a_policy_that_was_as_far(run):
+    runs = [learned(run, size, 0.6) for size in (16, 32)]
     work = RecordedWorkload(runs, groups_per_step=64, samples=4, num_held_out=0)
     pace = 4 ** learning_exponent(runs)
     lengths = [work.group(ordinal, 10).lengths[0] for ordinal in range(400)]

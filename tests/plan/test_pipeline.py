@@ -318,7 +318,7 @@ def layouts(draw):
 
 
 @given(layouts())
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_no_layout_is_faster_than_its_lower_bound(drawn) -> None:
     model, layout = drawn
     assert 0.2 * model.train_floor_s(layout) < model.train_floor_s(layout) <= model.train_step(layout).total

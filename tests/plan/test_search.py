@@ -364,9 +364,9 @@ def test_a_scorer_is_divided_only_where_a_copy_does_not_fit():
     """A reference of 70 B does not fit on an H100; one of 8 B does, and stays whole."""
     for name, divided in (("llama-3.1-70b", True), ("llama-3.1-8b", False)):
         model = ARCHITECTURES[name]
-        cluster = GpuCluster(device=DEVICES["H100"], num_devices=64)
+        cluster = GpuCluster(device=DEVICES["H100"], num_devices=32)
         lengths = LengthSample(prompt_mean=100.0, completions=(400, 600), source="test")
-        workload = Workload(groups=64, group_size=8, lengths=lengths, reference=True)
+        workload = Workload(groups=32, group_size=8, lengths=lengths, reference=True)
         costs = CostModel(model, cluster, workload)
         search = Search(costs, default_space(model, cluster, workload, precisions=("bfloat16",)).flat)
         own = [found for one, found in search.asynchronous(2).items() if one.own_reference]

@@ -214,7 +214,7 @@ def test_turns_share_a_completion_out(length, turns, seed):
 
 def test_the_mean_of_an_answer_and_of_the_turns_is_what_was_asked_for():
     shape, rng = Turns(turns=3.25, environment_s=2.0), np.random.default_rng(0)
-    episodes = [shape.episode([SimulatedTurn(100)], rng) for _ in range(20_000)]
+    episodes = [shape.episode([SimulatedTurn(100)], rng) for _ in range(10_000)]
     assert np.mean([len(one) for one in episodes]) == pytest.approx(3.25, abs=0.02)
     assert np.mean([turn.environment_s for one in episodes for turn in one]) == pytest.approx(2.0, rel=0.03)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -13,7 +11,7 @@ from slipstream.weight_sync.checksum_kernel import GROUP, sum_blocks
 from slipstream.weight_sync.copying import BLOCK_BYTES
 
 WORDS = BLOCK_BYTES // 4
-COUNTS = (1, GROUP, GROUP + 1)
+COUNTS = ((1, False), (GROUP, True), (GROUP + 1, False), (GROUP + 1, True))  # of blocks; whether they are copied
 
 
 def words_of(count: int) -> Tensor:
@@ -35,7 +33,7 @@ def oracle(words: Tensor) -> list[int]:
 
 def check_kernel() -> None:
     halves = device_memory._weight_halves(torch.device("cpu"))
-    for count, copies in itertools.product(COUNTS, (False, True)):
+    for count, copies in COUNTS:
         words = words_of(count)
         around = torch.full((count + 2, WORDS), 7, dtype=torch.int32)
         target, sums = around[1:-1], torch.full((count + 1,), 7)

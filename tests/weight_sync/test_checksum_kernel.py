@@ -20,8 +20,12 @@ def run(script: str, *words: str, **variables: str) -> None:
     assert found.returncode == 0, found.stderr
 
 
+@pytest.mark.slow
 def test_the_kernel_sums_and_copies() -> None:
-    """Extreme words, blocks that fill no group, versions that end anywhere; nothing is written beyond the end."""
+    """Extreme words, blocks that fill no group, versions that end anywhere; nothing is written beyond the end.
+
+    By itself here; `test_paged_kernels.py` has it in every run, in one process with others.
+    """
     run("weight_sync/checksums_on_cpu.py", TRITON_INTERPRET="1")
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from covering import with_slow
+from covering import covering
 from file_handles import ipc
 
 from slipstream.algorithms.logprobs import probe_logprobs
@@ -97,18 +97,19 @@ def poll_until_quiet(subscriber: Subscriber) -> None:
         pass
 
 
-@pytest.fixture(params=["process-by-pointer", "process-in-place", "memory-by-pointer", "memory-in-place", "ipc"])
-def way(request: pytest.FixtureRequest) -> str:
-    """The transport, and how weights are exchanged; over IPC they are as on GPUs."""
-    return str(request.param)
+WAYS = ["process-by-pointer", "process-in-place", "memory-by-pointer", "memory-in-place", "ipc"]
+"""The transport, and how weights are exchanged; over IPC they are as on GPUs."""
 
 
-@pytest.fixture(params=with_slow(["float32", "int8", "mxfp4"], ["bfloat16", "fp8"]))
-def loop(request: pytest.FixtureRequest, way: str, tmp_path: Path) -> Iterator[Loop]:
+@pytest.fixture(
+    params=[pytest.param(pair.values, marks=pair.marks) for pair in covering(WAYS, FORMATS, times=2)], ids="-".join
+)
+def loop(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Loop]:
+    way, precision = request.param
     transport: Transport = SharedMemory("test", (tmp_path,)) if way.startswith("process") else InProcess()
     if way == "ipc":
         transport = ipc("test", tmp_path)
-    loop = Loop(transport, request.param, in_place=way.endswith("in-place"), is_threaded=False, on_device=way == "ipc")
+    loop = Loop(transport, precision, in_place=way.endswith("in-place"), is_threaded=False, on_device=way == "ipc")
     yield loop
     loop.close()
 

@@ -135,7 +135,7 @@ def sides(draw: st.DrawFn, world: int) -> list[Rank]:
     return ranks
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_any_division_reaches_any_other(data: st.DataObject) -> None:
     sources = data.draw(sides(data.draw(st.integers(1, 4))))

@@ -29,10 +29,14 @@ print(commit.version, commit.checksum == HOST.copy(copy, slots.data(1), checksum
 """
 
 OWNER = """
-import sys, time
+import os, sys
 from slipstream.weight_sync.segment import SharedMemory
-print(SharedMemory(sys.argv[1]).create(10_000, 2).name, flush=True)
-if sys.argv[2] == "hang":
+child = os.fork()  # it ends at once, and its parent hangs: both own a segment, and torch is loaded once
+slots = SharedMemory(sys.argv[1]).create(10_000, 2)
+if child:
+    assert os.waitpid(child, 0)[1] == 0
+print(slots.name, flush=True)
+if child:
     sys.stdin.read()
 """
 
@@ -46,11 +50,12 @@ def test_another_process_reads_a_slot_and_leaves_the_segment_alone(run_id: str) 
     slots = SharedMemory(run_id).create(10_000, 2)
     source = np.random.default_rng(0).integers(0, 256, 10_000, dtype=np.uint8)
     slots.commit(1, Commit(7, HOST.copy(slots.data(1), torch.from_numpy(source), slots.checksums(1))))
-    for _ in range(2):  # Python 3.11's SharedMemory would have unlinked it after the first
-        out = subprocess.run(
-            [sys.executable, "-c", READER, run_id, slots.name], capture_output=True, text=True, check=True
-        ).stdout
-        assert out.split() == ["7", "True", str(int(source.sum(dtype=np.int64)))]
+    out = subprocess.run(
+        [sys.executable, "-c", READER, run_id, slots.name], capture_output=True, text=True, check=True
+    ).stdout
+    assert out.split() == ["7", "True", str(int(source.sum(dtype=np.int64)))]
+    again = SharedMemory(run_id).attach(slots.name)  # Python 3.11's SharedMemory would have unlinked it
+    assert np.array_equal(again.data(1), source)
     assert slots.committed(0) is None
     assert Path(slots.name).stat().st_mode & 0o777 == 0o600
     slots.close()
@@ -58,13 +63,13 @@ def test_another_process_reads_a_slot_and_leaves_the_segment_alone(run_id: str) 
 
 
 def test_the_owner_unlinks_on_exit_and_cleanup_does_after_a_kill(run_id: str) -> None:
-    ended = subprocess.run([sys.executable, "-c", OWNER, run_id, "end"], capture_output=True, text=True, check=True)
-    assert not Path(ended.stdout.strip()).exists()
     with subprocess.Popen(
-        [sys.executable, "-c", OWNER, run_id, "hang"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", OWNER, run_id], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as owner:
         assert owner.stdout is not None
-        path = Path(owner.stdout.readline().strip())
+        ended, path = (Path(owner.stdout.readline().strip()) for _ in range(2))
+        assert ended != path
+        assert not ended.exists()
         assert path.exists()
         owner.send_signal(signal.SIGKILL)
     assert path.exists()
