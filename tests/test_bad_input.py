@@ -16,7 +16,7 @@ import subprocess
 import sys
 import textwrap
 from collections import UserDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -1346,15 +1346,48 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return shelf
 
 
-@pytest.fixture
-def place(shelf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working folder: a dataset, and what is on the shelf."""
-    shutil.copytree(shelf, tmp_path, dirs_exist_ok=True)
-    rows(*ROWS)(tmp_path)
-    monkeypatch.chdir(tmp_path)
+def filled(folder: Path, shelf: Path) -> Path:
+    """Return `folder` with a dataset, and what is on the shelf."""
+    shutil.copytree(shelf, folder, dirs_exist_ok=True)
+    rows(*ROWS)(folder)
+    return folder
+
+
+def work_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(folder)
     monkeypatch.delenv("SLIPSTREAM_RUN_KEY", raising=False)
     monkeypatch.delenv("NO_SUCH_KEY", raising=False)
-    return tmp_path
+    return folder
+
+
+@pytest.fixture
+def place(shelf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder."""
+    return work_in(filled(tmp_path, shelf), monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def common() -> list[Path]:
+    """The folder of all cases that prepare nothing in it, while it is as it was: a test leaves it so, or fails."""
+    return []
+
+
+@pytest.fixture
+def place_of_case(
+    case: Case, shelf: Path, common: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Path]:
+    if case.prepare is not None:
+        yield work_in(filled(tmp_path, shelf), monkeypatch)
+        return
+    folder = common.pop() if common else filled(tmp_path, shelf)
+    (folder / "recipe.toml").write_bytes(b"")
+    before = files_of(folder)
+    yield work_in(folder, monkeypatch)
+    (folder / "recipe.toml").write_bytes(b"")
+    after = files_of(folder)
+    del before[str(folder / "recipe.toml")], after[str(folder / "recipe.toml")]
+    if before == after:
+        common.append(folder)
 
 
 @pytest.fixture
@@ -1409,12 +1442,12 @@ def prepared(case: Case, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def files_of(folder: Path) -> dict[str, str]:
     """A digest of everything in `folder`: contents, modes and times of change."""
     found = {}
-    for path in sorted(folder.rglob("*")):
-        about = path.lstat()
-        content = path.read_bytes() if path.is_file() else b""
-        found[str(path.relative_to(folder))] = (
-            f"{about.st_mode:o} {about.st_mtime_ns} {hashlib.sha256(content).hexdigest()}"
-        )
+    for root, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            path = os.path.join(root, name)
+            about = os.lstat(path)
+            content = Path(path).read_bytes() if os.path.isfile(path) else b""
+            found[path] = f"{about.st_mode:o} {about.st_mtime_ns} {hashlib.sha256(content).hexdigest()}"
     return found
 
 
@@ -1446,8 +1479,9 @@ def check_words(told: str, words: tuple[str, ...]) -> None:
 @pytest.mark.usefixtures("guarded")
 @pytest.mark.parametrize("case", CASES)
 def test_bad_input(
-    case: Case, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    case: Case, place_of_case: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    place = place_of_case
     prepared(case, place, monkeypatch)
     before = files_of(place)
     with socket.socket() as occupied:
@@ -1471,8 +1505,9 @@ def test_bad_input(
     ],
 )
 def test_python_says_the_same(
-    case: Case, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    case: Case, place_of_case: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    place = place_of_case
     prepared(case, place, monkeypatch)
     before = files_of(place)
     with pytest.raises(ConfigError) as caught:
@@ -1574,7 +1609,7 @@ def test_a_folder_that_cannot_be_written_to(place: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("arguments", "words", "is_light"),
     [
-        ("run recipe.toml --max-stalness 0", ("--max-staleness",), True),
+        pytest.param("run recipe.toml --max-stalness 0", ("--max-staleness",), True, marks=pytest.mark.slow),
         ("run recipe.toml --steps 0", ("'steps'", "> 0"), True),
         ("run recipe.toml --prompts.dataset nowhere.jsonl", ("dataset not found", "nowhere.jsonl", "hint"), False),
     ],
