@@ -16,7 +16,7 @@ import subprocess
 import sys
 import textwrap
 from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -1368,26 +1368,14 @@ def place(shelf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="module")
 def common() -> list[Path]:
-    """The folder of all cases that prepare nothing in it, while it is as it was: a test leaves it so, or fails."""
+    """The folder of the cases that prepare nothing in it, while it is as it was: only a test that fails keeps it."""
     return []
 
 
 @pytest.fixture
-def place_of_case(
-    case: Case, shelf: Path, common: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Path]:
-    if case.prepare is not None:
-        yield work_in(filled(tmp_path, shelf), monkeypatch)
-        return
-    folder = common.pop() if common else filled(tmp_path, shelf)
-    (folder / "recipe.toml").write_bytes(b"")
-    before = files_of(folder)
-    yield work_in(folder, monkeypatch)
-    (folder / "recipe.toml").write_bytes(b"")
-    after = files_of(folder)
-    del before[str(folder / "recipe.toml")], after[str(folder / "recipe.toml")]
-    if before == after:
-        common.append(folder)
+def place_of_case(case: Case, shelf: Path, common: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    is_shared = case.prepare is None and common
+    return work_in(common.pop() if is_shared else filled(tmp_path, shelf), monkeypatch)
 
 
 @pytest.fixture
@@ -1479,7 +1467,11 @@ def check_words(told: str, words: tuple[str, ...]) -> None:
 @pytest.mark.usefixtures("guarded")
 @pytest.mark.parametrize("case", CASES)
 def test_bad_input(
-    case: Case, place_of_case: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    case: Case,
+    place_of_case: Path,
+    common: list[Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     place = place_of_case
     prepared(case, place, monkeypatch)
@@ -1494,6 +1486,8 @@ def test_bad_input(
     check_screen(err)
     check_words(err, case.words)
     assert files_of(place) == before
+    if case.prepare is None:
+        common.append(place)
 
 
 @pytest.mark.usefixtures("guarded", "own_nursery")

@@ -443,10 +443,7 @@ def test_python_says_what_is_wrong(case: Case, place: Path) -> None:
 
 
 OF_FILES = [
-    *(
-        pytest.param(case, id=case.name, marks=[] if index % 4 == 0 else [pytest.mark.slow])
-        for index, case in enumerate(case for case in EARLY if not case.given)
-    ),
+    *(pytest.param(case, id=case.name) for case in EARLY if not case.given),
     *(pytest.param(case, id=case.name, marks=pytest.mark.slow) for case in LATER[::5] if not case.given),
 ]
 
