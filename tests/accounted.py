@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -112,10 +113,14 @@ def check_stage(path: Path) -> None:
 
 def check_runs(folder: Path, *, stopped_s: float = 0.0, most_overhead: float = MOST_OVERHEAD) -> None:
     """The same for every run and stage in `folder`, also for runs that failed; and nothing kept a report from being."""
-    for summary in folder.rglob("summary.json"):
+    found: dict[str, list[Path]] = {name: [] for name in ("summary.json", "stage.json", "evaluation.json")}
+    for root, _, files in os.walk(folder):
+        for name in found.keys() & {*files}:
+            found[name].append(Path(root, name))
+    for summary in found["summary.json"]:
         if (summary.parent / "timeline").is_dir():
             check_accounting(summary.parent, stopped_s=stopped_s, most_overhead=most_overhead)
             assert (summary.parent / "report.html").is_file(), summary.parent
-    for record in (*folder.rglob("stage.json"), *folder.rglob("evaluation.json")):
+    for record in (*found["stage.json"], *found["evaluation.json"]):
         if "accounting" in record.read_text():
             check_stage(record)

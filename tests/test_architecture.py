@@ -7,6 +7,7 @@ core < algorithms, jail, models, observe < nodes and edges < evals < controller 
 from __future__ import annotations
 
 import ast
+import gc
 import graphlib
 from collections import Counter
 from collections.abc import Iterator
@@ -60,7 +61,14 @@ class Source:
 
 @cache
 def sources() -> list[Source]:
-    return [Source(path, ast.parse(path.read_text(encoding="utf-8"))) for path in sorted(PACKAGE.rglob("*.py"))]
+    gc.disable()  # it would look through a million nodes, again and again
+    try:
+        found = [Source(path, ast.parse(path.read_text(encoding="utf-8"))) for path in sorted(PACKAGE.rglob("*.py"))]
+        for source in found:
+            nodes(source.tree)
+    finally:
+        gc.enable()
+    return found
 
 
 @cache

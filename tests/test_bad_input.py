@@ -1346,15 +1346,36 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return shelf
 
 
-@pytest.fixture
-def place(shelf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working folder: a dataset, and what is on the shelf."""
-    shutil.copytree(shelf, tmp_path, dirs_exist_ok=True)
-    rows(*ROWS)(tmp_path)
-    monkeypatch.chdir(tmp_path)
+def filled(folder: Path, shelf: Path) -> Path:
+    """Return `folder` with a dataset, and what is on the shelf."""
+    shutil.copytree(shelf, folder, dirs_exist_ok=True)
+    rows(*ROWS)(folder)
+    return folder
+
+
+def work_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(folder)
     monkeypatch.delenv("SLIPSTREAM_RUN_KEY", raising=False)
     monkeypatch.delenv("NO_SUCH_KEY", raising=False)
-    return tmp_path
+    return folder
+
+
+@pytest.fixture
+def place(shelf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder."""
+    return work_in(filled(tmp_path, shelf), monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def common() -> list[Path]:
+    """The folder of the cases that prepare nothing in it, while it is as it was: only a test that fails keeps it."""
+    return []
+
+
+@pytest.fixture
+def place_of_case(case: Case, shelf: Path, common: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    is_shared = case.prepare is None and common
+    return work_in(common.pop() if is_shared else filled(tmp_path, shelf), monkeypatch)
 
 
 @pytest.fixture
@@ -1409,12 +1430,12 @@ def prepared(case: Case, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def files_of(folder: Path) -> dict[str, str]:
     """A digest of everything in `folder`: contents, modes and times of change."""
     found = {}
-    for path in sorted(folder.rglob("*")):
-        about = path.lstat()
-        content = path.read_bytes() if path.is_file() else b""
-        found[str(path.relative_to(folder))] = (
-            f"{about.st_mode:o} {about.st_mtime_ns} {hashlib.sha256(content).hexdigest()}"
-        )
+    for root, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            path = os.path.join(root, name)
+            about = os.lstat(path)
+            content = Path(path).read_bytes() if os.path.isfile(path) else b""
+            found[path] = f"{about.st_mode:o} {about.st_mtime_ns} {hashlib.sha256(content).hexdigest()}"
     return found
 
 
@@ -1446,8 +1467,13 @@ def check_words(told: str, words: tuple[str, ...]) -> None:
 @pytest.mark.usefixtures("guarded")
 @pytest.mark.parametrize("case", CASES)
 def test_bad_input(
-    case: Case, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    case: Case,
+    place_of_case: Path,
+    common: list[Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    place = place_of_case
     prepared(case, place, monkeypatch)
     before = files_of(place)
     with socket.socket() as occupied:
@@ -1460,6 +1486,8 @@ def test_bad_input(
     check_screen(err)
     check_words(err, case.words)
     assert files_of(place) == before
+    if case.prepare is None:
+        common.append(place)
 
 
 @pytest.mark.usefixtures("guarded", "own_nursery")
@@ -1471,8 +1499,9 @@ def test_bad_input(
     ],
 )
 def test_python_says_the_same(
-    case: Case, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    case: Case, place_of_case: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    place = place_of_case
     prepared(case, place, monkeypatch)
     before = files_of(place)
     with pytest.raises(ConfigError) as caught:
@@ -1574,7 +1603,7 @@ def test_a_folder_that_cannot_be_written_to(place: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("arguments", "words", "is_light"),
     [
-        ("run recipe.toml --max-stalness 0", ("--max-staleness",), True),
+        pytest.param("run recipe.toml --max-stalness 0", ("--max-staleness",), True, marks=pytest.mark.slow),
         ("run recipe.toml --steps 0", ("'steps'", "> 0"), True),
         ("run recipe.toml --prompts.dataset nowhere.jsonl", ("dataset not found", "nowhere.jsonl", "hint"), False),
     ],

@@ -6,6 +6,7 @@ import copy
 import random
 
 import pytest
+from drawn import drawn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -243,8 +244,7 @@ class World:
         assert not any((schedule.in_flight, schedule.ready, schedule.training, schedule.readmit))
 
 
-@settings(max_examples=150, deadline=None)
-@given(data=st.data())
+@drawn(60, 150, data=st.data())
 def test_bound_liveness_and_exactly_once_under_random_interleavings(data):
     groups_per_step = data.draw(st.integers(1, 5), "P")
     max_staleness = data.draw(st.integers(0, 3), "k")

@@ -279,7 +279,7 @@ FRAMES = st.one_of(
 GOOD = frames.pack_data(b"d", 1, 1, 1, wire.encode(CheckpointSaved(step=5, path="p" * 50)))
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, max_examples=20, suppress_health_check=list(HealthCheck))
 @given(st.lists(st.lists(FRAMES, min_size=1, max_size=3), min_size=1, max_size=12))
 def test_fuzzed_frames_of_a_member_never_crash_or_block(messages: list[list[bytes]]) -> None:
     """Every frame is taken, answered or refused, and the other channel of the port goes on."""
@@ -313,7 +313,7 @@ def test_fuzzed_frames_of_a_member_never_crash_or_block(messages: list[list[byte
         run.close()
 
 
-@settings(deadline=None, max_examples=25, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, max_examples=12, suppress_health_check=list(HealthCheck))
 @given(
     st.lists(
         st.binary(min_size=1, max_size=200) | st.just(b"\xff" + bytes(8) + b"\x7f\x03\x01CURVE" + bytes(100)),
@@ -831,7 +831,7 @@ STEPS = (
 )
 
 
-@settings(deadline=None, max_examples=30, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, max_examples=15, suppress_health_check=list(HealthCheck))
 @given(st.lists(st.sampled_from(STEPS), max_size=40))
 def test_the_living_get_everything_once_and_in_order(steps: list[str]) -> None:
     interleaving = Interleaving()

@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 import pytest
 import tomli_w
-from hypothesis import given, settings
+from drawn import drawn
 from hypothesis import strategies as st
 
 from slipstream import cli
@@ -286,8 +286,7 @@ configs = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
-@given(config=configs)
+@drawn(20, 60, config=configs)
 def test_saved_config_loads_as_the_same(config: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("saved") / "config.toml"
     save_config(config, path)

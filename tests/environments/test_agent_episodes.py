@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from drawn import drawn
 from episode_world import LIMITS, PROMPT, PlainNumbers, World, prompt, versions_of
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.core.turn_messages import Observation, TurnSampled
@@ -143,9 +143,13 @@ def turns_of(segments: Sequence[Segment], prompt_ids: Sequence[int]) -> list[tup
     return turns
 
 
-@settings(max_examples=150, deadline=None)
-@given(
-    seed=st.integers(0, 2**32), num_replicas=st.integers(1, 3), samples=st.integers(1, 3), spans_versions=st.booleans()
+@drawn(
+    60,
+    150,
+    seed=st.integers(0, 2**32),
+    num_replicas=st.integers(1, 3),
+    samples=st.integers(1, 3),
+    spans_versions=st.booleans(),
 )
 def test_what_agents_were_told_is_what_is_trained(
     seed: int, num_replicas: int, samples: int, spans_versions: bool

@@ -94,7 +94,7 @@ def make(make_agents_in_workers: MakePool) -> MakePool:
     [
         ("bomb", "timed out"),
         ("output", "timed out"),
-        ("sleep", "timed out"),
+        pytest.param("sleep", "timed out", marks=pytest.mark.slow),
         ("memory", "exit code 1: MemoryError"),
         ("exit", "exit code 1: no more"),
     ],

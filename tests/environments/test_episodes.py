@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from drawn import drawn
 from episode_world import LIMITS, PROMPT, PlainNumbers, World, prompt, versions_of
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.core.errors import ConfigError
@@ -21,8 +21,9 @@ from slipstream.environments.episodes import EpisodeTable, Finish, Open, Sources
 from slipstream.environments.known_episode import EpisodeLimits
 
 
-@settings(max_examples=150, deadline=None)
-@given(
+@drawn(
+    60,
+    150,
     seed=st.integers(0, 2**32),
     num_replicas=st.integers(1, 3),
     samples=st.integers(1, 3),

@@ -8,7 +8,7 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -206,10 +206,18 @@ LIES: dict[str, Callable[[int], str]] = {
 """By the number that the pool gives the episode: the first one's is 0."""
 
 
-def test_a_lie_to_the_pool_costs_its_worker(make_of: MakePool) -> None:
+SOME = ("no message", "the same request twice", "a reward that is none", "the end of no episode")
+
+
+@pytest.mark.parametrize(
+    "lies",
+    [SOME, pytest.param([lie for lie in LIES if lie not in SOME], marks=pytest.mark.slow)],
+    ids=["some", "others"],
+)
+def test_a_lie_to_the_pool_costs_its_worker(make_of: MakePool, lies: Sequence[str]) -> None:
     pool = make_of("agent")
-    for number, (lie, data) in enumerate(LIES.items()):
-        pool.open(lie, 0, {"do": "frames", "bytes": data(number), "reward": 9.0})
+    for number, lie in enumerate(lies):
+        pool.open(lie, 0, {"do": "frames", "bytes": LIES[lie](number), "reward": 9.0})
         [one] = ends(pool, 1).values()
         assert isinstance(one, Lost), one
         assert "bad output" in one.reason

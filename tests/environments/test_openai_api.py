@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
@@ -282,6 +282,7 @@ BODIES = st.dictionaries(KEYS | st.text(max_size=3), JSONS) | st.fixed_dictionar
 )
 
 
+@settings(max_examples=40)
 @given(BODIES)
 @example({"messages": [{"role": "user", "content": "\ud800"}], "prompt": ["\udfff"], "stop": "\udfff"})
 def test_any_body_gives_an_ask_that_can_be_sent_on_or_is_refused(body: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from drawn import drawn
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -207,7 +208,7 @@ def rendered(format: str, calls: list[tuple[str, Any]], is_ascii: bool) -> str:
     return f"<tool_call>[{', '.join(texts)}]</tool_call>"
 
 
-@given(st.sampled_from(FORMATS), CALLS, st.booleans())
+@drawn(40, 100, format=st.sampled_from(FORMATS), calls=CALLS, is_ascii=st.booleans())
 def test_calls_are_read_as_they_were_written(format: str, calls: list[tuple[str, Any]], is_ascii: bool) -> None:
     turn = parse(rendered(format, calls, is_ascii), format)
     assert called(turn) == calls

@@ -24,7 +24,7 @@ from slipstream.observe.summary import read_summary
 from slipstream.stages.named import check_named, resolve
 
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2}
-NUM_PROMPTS = 20
+NUM_PROMPTS = 12
 SOURCE = '''
 import asyncio
 import json

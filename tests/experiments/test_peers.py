@@ -379,8 +379,9 @@ def test_seeds_that_never_learned_are_counted():
 
 def test_the_figure_is_the_same_for_the_same_numbers():
     found = everyone().seen
-    assert experiment.figure(found) == experiment.figure(found)
-    assert experiment.figure(found).startswith("<?xml")
+    figure = experiment.figure(found)
+    assert experiment.figure(found) == figure
+    assert figure.startswith("<?xml")
 
 
 def test_the_curve_is_of_whole_windows_and_of_short_runs_at_all():

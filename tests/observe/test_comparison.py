@@ -13,6 +13,7 @@ from xml.etree import ElementTree
 
 import msgspec
 import pytest
+from covering import covering
 from synthetic_run import add_evaluation, make_run_dir, make_summary, measure_rewards
 
 import slipstream
@@ -141,8 +142,7 @@ def test_a_run_that_had_the_reward_from_its_beginning_did_not_win_a_race(make: M
     assert "times as long" not in told(make, tmp_path, make("strong"), make("weak", change=weaker))
 
 
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("slope", [0.0, 0.005])
+@pytest.mark.parametrize(("seed", "slope"), covering(range(5), [0.0, 0.005]))
 def test_runs_that_differ_by_noise_alone_are_not_raced(make: Make, tmp_path: Path, seed: int, slope: float) -> None:
     """Both learn nothing, or both the same."""
     runs = [make(f"{i}", steps=60, change=noisy(lambda step: 0.4 + slope * step, seed=10 * seed + i)) for i in range(2)]

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from drawn import drawn
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -105,7 +106,12 @@ JSON = st.recursive(
 FIELDS = st.sampled_from(["role", "content", "name", "tool_calls", "other"])
 
 
-@given(st.lists(st.dictionaries(FIELDS, JSON | st.just("assistant"))), st.lists(st.none() | st.floats()))
+@drawn(
+    30,
+    100,
+    messages=st.lists(st.dictionaries(FIELDS, JSON | st.just("assistant"))),
+    rewards=st.lists(st.none() | st.floats()),
+)
 def test_whatever_a_file_holds_is_text(messages: list[dict[str, Any]], rewards: list[float | None]) -> None:
     parts = transcript(messages, rewards)
     assert all(isinstance(one.role, str) and isinstance(one.text, str) for one in parts)
@@ -118,7 +124,14 @@ def test_whatever_a_file_holds_is_text(messages: list[dict[str, Any]], rewards: 
 CHATS = st.lists(st.lists(st.dictionaries(FIELDS, JSON | st.just("assistant")), max_size=4), max_size=4)
 
 
-@given(CHATS, st.lists(st.integers(-1, 5)), st.integers(1, 20), st.integers(1, 200))
+@drawn(
+    30,
+    100,
+    branches=CHATS,
+    contexts=st.lists(st.integers(-1, 5)),
+    max_parts=st.integers(1, 20),
+    max_chars=st.integers(1, 200),
+)
 def test_whatever_branches_hold_is_text_of_bounded_size(
     branches: list[Any], contexts: list[int], max_parts: int, max_chars: int
 ) -> None:

@@ -355,7 +355,7 @@ def test_a_timeline_that_was_not_read_yet_has_no_lane(made: Loop, folder: Path) 
     assert lanes["controller"]
 
 
-@drawn(15, 120, data=st.data())
+@drawn(8, 120, data=st.data())
 def test_whatever_becomes_of_the_files_there_is_an_answer(
     made: Loop, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:

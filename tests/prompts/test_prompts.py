@@ -60,16 +60,16 @@ def spelling(**params: object) -> list[TaskConfig]:
 
 def test_task_prompts_are_complete_disjoint_and_repeatable(tokenizer: PreTrainedTokenizerFast) -> None:
     config = run_config(
-        tasks=spelling(min_word_len=3, max_word_len=5), template="{word}>", num_train=3000, num_eval=500
+        tasks=spelling(min_word_len=3, max_word_len=5), template="{word}>", num_train=1000, num_eval=200
     )
     one = build_prompts(config, tokenizer)
     random.seed(1)
     two = build_prompts(config, tokenizer)
-    assert len(one.train) == 3000
-    assert len(one.eval) == 500
+    assert len(one.train) == 1000
+    assert len(one.eval) == 200
     assert one.report.overlap == 0
     words = {p.text.casefold() for p in one.train.prompts}
-    assert len(words) == 3000
+    assert len(words) == 1000
     assert not words & {p.text.casefold() for p in one.eval}
     assert [p.prompt_id for p in one.eval] == [p.prompt_id for p in two.eval]
     assert [p.text for p in one.train.prompts] == [p.text for p in two.train.prompts]

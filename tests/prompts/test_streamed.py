@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from hypothesis import given, settings
+from drawn import drawn
 from hypothesis import strategies as st
 
 from slipstream.core.config import RunConfig
@@ -41,8 +41,9 @@ class Source:
             yield batch
 
 
-@settings(max_examples=60, deadline=None)
-@given(
+@drawn(
+    25,
+    60,
     count=st.integers(1, 40),
     buffer=st.integers(1, 50),
     seed=st.integers(0, 5),

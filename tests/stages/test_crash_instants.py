@@ -14,8 +14,9 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from covering import with_slow
+from drawn import drawn
 from fragile_disk import FragileDisk, watching
-from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.controller.ledger import Cut, Ledger, cut_back
@@ -207,7 +208,9 @@ def test_a_resume_may_be_cut_off_at_any_instant_as_well(folder: Path, tmp_path: 
 
 
 @pytest.mark.usefixtures("_no_sync")
-@pytest.mark.parametrize(("number", "stride"), [(errno.ENOSPC, 2), (errno.EIO, 7), (errno.EROFS, 11)])
+@pytest.mark.parametrize(
+    ("number", "stride"), with_slow([(errno.ENOSPC, 3), (errno.EIO, 7), (errno.EROFS, 11)], [(errno.ENOSPC, 1)])
+)
 def test_whatever_the_disk_refuses_is_told_and_can_be_gone_on_from(number: int, stride: int, tmp_path: Path) -> None:
     """The n-th operation of a run fails, and all later ones: a DiskError that says what to do; then there is space."""
     (tmp_path / "whole").mkdir()
@@ -233,7 +236,7 @@ def test_whatever_the_disk_refuses_is_told_and_can_be_gone_on_from(number: int, 
 # The ledger alone
 
 
-@given(st.data())
+@drawn(40, 100, data=st.data())
 def test_a_ledger_cut_back_is_what_the_snapshot_says(data: st.DataObject) -> None:
     """Whatever came after a checkpoint, over several attempts and in any order of dropping and training."""
     draw = data.draw

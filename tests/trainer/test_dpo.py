@@ -167,17 +167,17 @@ def test_microbatches_change_nothing(loss):
 def test_it_learns_a_planted_preference(loss):
     model, _ = tiny_policy()
     dpo = config(loss, epochs=4, steps=None, batch_size=16)
-    train, held_out = data_for(loss, 160), data_for(loss, 60, seed=1)
+    train, held_out = data_for(loss, 112), data_for(loss, 60, seed=1)
     data = prepared(model, train, dpo)
     unseen = preference_data(held_out, model, loss=preference_loss(dpo), others=train, **READ)
     before = measure_preferences(model, unseen, config=dpo, **READ)
     done = list(dpo_updates(model, data, config=dpo, seed=0, **READ))
     after = measure_preferences(model, unseen, config=dpo, **READ)
-    assert len(done) == 40
+    assert len(done) == 28
     assert after.accuracy > max(0.85, before.accuracy)
     assert after.loss < before.loss
     assert after.margin > before.margin
-    assert [one.num_preferences for one in done] == [16] * 40
+    assert [one.num_preferences for one in done] == [16] * 28
 
 
 def test_only_completions_count():

@@ -101,7 +101,7 @@ def trained(
     changes: dict[str, Any], *, auxiliary: Auxiliary = Auxiliary(), tokens: TokenSample | None = None
 ) -> dict[str, float]:
     """The metrics of a step of two updates, each of several microbatches."""
-    trainer = {"minibatches": UPDATES, "microbatch_tokens": 20, **changes.get("trainer", {})}
+    trainer = {"minibatches": UPDATES, "microbatch_tokens": 40, **changes.get("trainer", {})}
     config = run_config(**{**changes, "trainer": trainer})
     model = model_without_values()
     for layer in model.layers:
@@ -138,7 +138,8 @@ def test_a_step_reads_what_an_update_has_to_know(name: str, reads: Counter[str])
     select = "best_and_worst" if LOSSES[name].unit == "pair" else "best" if name == "best_of_n" else "all"
     advantages = {"advantages": LOSSES[name].advantages[0]} if LOSSES[name].advantages else {}
     loss = {"name": name, "select": select, "skip_no_signal": False, **advantages}
-    trained({"loss": loss}, auxiliary=Auxiliary(reference=model_without_values()))
+    few = {"microbatch_tokens": 20} if select == "best" else {}  # of one completion of each group
+    trained({"loss": loss, "trainer": few}, auxiliary=Auxiliary(reference=model_without_values()))
     measured = {"measure.py": 1} if {"reference_logprobs", "proximal_logprobs"} & set(LOSSES[name].requires) else {}
     assert reads == {**ALWAYS, **measured}
 

@@ -140,7 +140,7 @@ def by_key(sequences):
     return {sequence.key: sequence for sequence in sequences}
 
 
-@drawn(15, 150, case=batches())
+@drawn(8, 150, case=batches())
 def test_a_batch_over_ranks_is_the_batch_of_one(case):
     config, groups, world = case
     ordinals = [group.ordinal for group in groups]

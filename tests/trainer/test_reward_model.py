@@ -73,7 +73,7 @@ def alone(model, prompt, completion):
     return model(tokens, torch.arange(len(tokens)), PackedAttention([len(tokens)]))
 
 
-@pytest.mark.parametrize(("candidates", "steps"), [(2, 60), pytest.param(4, 80, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("candidates", "steps"), [(2, 40), pytest.param(4, 80, marks=pytest.mark.slow)])
 def test_it_learns_a_planted_preference(candidates, steps):
     model = tiny()
     config = RewardModelConfig(
@@ -396,9 +396,9 @@ def rated_config(**changes):
 
 def test_it_learns_planted_ratings_and_ends_normalised():
     model = tiny()
-    config = rated_config(steps=80, batch_size=32, optimizer=OptimizerConfig(lr=1e-2, eps=1e-5, schedule="linear"))
+    config = rated_config(steps=50, batch_size=32, optimizer=OptimizerConfig(lr=1e-2, eps=1e-5, schedule="linear"))
     held_out, drawn = ratings(100, seed=1), samples(64)
-    done = list(updates(model, ratings(32 * 80), config, samples=drawn))
+    done = list(updates(model, ratings(32 * 50), config, samples=drawn))
     assert done[-1].loss < 0.1 * done[0].loss
     assert preference_accuracy(model, held_out, **READ) > 0.9
     scores = score(model, drawn, **READ).astype(np.float64)
