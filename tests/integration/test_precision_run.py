@@ -66,9 +66,9 @@ def test_processes_and_inline_agree_at_int8(tiny, tmp_path):
 
 
 def test_what_the_configuration_refuses(tiny):
-    with pytest.raises(ConfigError, match="vLLM is given weights as the trainer"):
+    with pytest.raises(ConfigError, match="vLLM is given matrices as the trainer"):
         resolve("quickstart", tiny | {"generator": {"precision": "int8", "engine": "vllm"}})
-    with pytest.raises(ConfigError, match="vLLM is given weights as the trainer"):
+    with pytest.raises(ConfigError, match="vLLM is given matrices as the trainer"):
         resolve("quickstart", tiny | {"generator": {"precision": "mxfp4", "engine": "vllm"}})
     assert resolve("quickstart", tiny).generator.max_probe_error == 1e-3
     assert resolve("quickstart", tiny | {"generator": {"precision": "int8"}}).generator.max_probe_error == 0.75
