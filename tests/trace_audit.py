@@ -56,6 +56,13 @@ def audit_trace(run_dir: Path, *, is_whole: bool = True) -> dict[str, int]:
 
     rollouts = [json.loads(line) for line in (run_dir / "rollouts.jsonl").read_text().splitlines()]
     trained = {(rollout["ordinal"], rollout["step"], rollout["replica"]) for rollout in rollouts}
+    known = {  # steps with a slice: a trainer that was killed within a second of them has left none
+        one["args"]["step"]
+        for thread, own in slices.items()
+        if thread.startswith("trainer")
+        for one in own
+        if "step" in one.get("args", {})
+    }
     num_groups = 0
     for ordinal, step, replica in trained:
         name = f"group {ordinal}, dropped" if step is None else f"group {ordinal}, step {step}"
@@ -63,7 +70,10 @@ def audit_trace(run_dir: Path, *, is_whole: bool = True) -> dict[str, int]:
         assert ends[0] == "controller", name
         assert f"generator-{replica}" in ends[1:-1] or not is_whole, name
         thread, last = joined[name][-1][-1]
-        assert thread == "controller" if step is None else last["args"]["step"] == step, f"{name} ends in {last}"
+        if step is None:
+            assert thread == "controller", f"{name} ends in {last}"
+        elif is_whole or step in known:
+            assert last["args"]["step"] == step, f"{name} ends in {last}"
         num_groups += 1
 
     num_swaps = 0
