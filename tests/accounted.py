@@ -20,7 +20,7 @@ MOST_OVERHEAD = 0.1
 START_OVERHEAD_S = 0.25
 """Of which the first turns of a loop take a part that does not depend on how long the run is."""
 KEPT_OF_KILLED_S = 0.02
-"""A process that was killed has not said for how long others had its core; two of the system's slices."""
+"""Others had the core of a process that was killed before it wrote: two of the system's slices."""
 CLOCKS_APART_S = 0.02
 """CPU seconds are counted by the system in ticks of up to 10 ms, and read a moment before the time is."""
 
@@ -55,6 +55,17 @@ def busy_s(timeline: list[dict[str, Any]], start_ns: float, end_ns: float) -> fl
     return sum(value for state, value in seconds(timeline, start_ns, end_ns).items() if not is_waiting(state))
 
 
+def kept_of(timeline: list[dict[str, Any]]) -> float:
+    """For how many seconds the lives of one process could have run and had no core, as each has told last."""
+    told: list[float] = []
+    for line in timeline:
+        if line["kind"] == "process":
+            told.append(KEPT_OF_KILLED_S)
+        elif line["kind"] in ("cpu", "end"):
+            told[-1:] = [line.get("kept_ns", 0) * 1e-9]
+    return sum(told)
+
+
 def check_accounting(run_dir: Path, *, stopped_s: float = 0.0, most_overhead: float = MOST_OVERHEAD) -> None:
     """AssertionError where a process has more than 1 % of its time unlabelled, where its states are not those of its
     timeline, or where it was less busy than its threads have computed.
@@ -75,8 +86,7 @@ def check_accounting(run_dir: Path, *, stopped_s: float = 0.0, most_overhead: fl
         there_s = summary["wall_s"] - states.get("absent", 0.0) - states.get("lost", 0.0)
         unlabelled_s = MOST_UNLABELLED * there_s if there_s >= SHORTEST_S else NEVER_BEGAN_S
         there_s = max(there_s, SHORTEST_S)
-        ends = [line for line in timelines[name] if line["kind"] == "end"]
-        kept_s = sum(line.get("kept_ns", 0) for line in ends) * 1e-9 if ends else KEPT_OF_KILLED_S
+        kept_s = kept_of(timelines[name])
         overhead_s = (most_overhead if name == "controller" else MOST_OVERHEAD) * there_s + START_OVERHEAD_S
         for state, most_s in (("unlabelled", unlabelled_s), ("overhead", overhead_s)):
             told_s = states.get(state, 0.0)

@@ -165,7 +165,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 91_490
+MAX_LINES = 91_510
 MAX_LINES_OF_SPINE = 1_600
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -187,7 +187,7 @@ MAX_LINES_OF_FOLDER = {
     "jail": 1_060,
     "jobs": 985,
     "models": 10_025,
-    "observe": 10_005,
+    "observe": 10_020,
     "plan": 7_550,
     "prompts": 1_450,
     "rewards": 3_915,

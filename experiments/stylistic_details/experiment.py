@@ -161,9 +161,9 @@ def section(lab: Lab) -> Section:
             "Without temperature scaling, training measures KL at temperature 1. In the table, KL is that of the "
             "sampling distribution, at temperature 0.7, for all runs.",
             "A score in the first steps is the reward model's of what was sampled, at temperature 0.7 in all runs.",
-            "Gold, the F1 of a response's characters and those of the post's key, asks for no end, and a response without "
-            "one has the most room: what the rejection score rejects is what gold likes here. A judge who wants whole "
-            "sentences would say otherwise.",
+            "Gold, the F1 of a response's characters and those of the post's key, asks for no end, and a response "
+            "without one has the most room: what the rejection score rejects is what gold likes here. A judge who "
+            "wants whole sentences would say otherwise.",
         ],
         cost="seventy minutes on two cores",
     )

@@ -25,6 +25,7 @@ from slipstream.observe.balance import Dials, Loop, Side, judge, whole_split
 from slipstream.observe.states import STATES, TRAINS, idle_share, in_words, kind, model_share, waited_for
 from slipstream.observe.timeline import (
     TRAINED,
+    CpuSoFar,
     ProcessEnd,
     ProcessStart,
     Slice,
@@ -838,22 +839,40 @@ def test_cpu_seconds_of_the_model_are_those_in_its_states_whatever_is_nested_or_
     assert 0.1e9 <= end.model_ns <= end.cpu_ns - 0.3e9
 
 
+def test_one_that_is_killed_has_told_of_the_seconds_that_it_has_slices_of(tmp_path: Path):
+    clock = VirtualClock()
+    timeline = Timeline("p", tmp_path / "p.jsonl", clock)
+    for _ in range(4):
+        with timeline.span("decode"):
+            compute(0.03)
+            clock.advance(0.6)
+    records = list(read_timeline(tmp_path / "p.jsonl"))
+    timeline.close()
+    told = [record for record in records if isinstance(record, CpuSoFar)]
+    assert [one.time_ns for one in told] == [1_200_000_000, 2_400_000_000]
+    assert [record.end_ns for record in records if isinstance(record, Slice)][-1] == told[-1].time_ns
+    assert 0.05e9 <= told[0].model_ns <= told[0].cpu_ns
+    assert told[0].model_ns + 0.05e9 <= told[1].model_ns
+    assert account(records, 0.0, 3.0, is_over=True) == pytest.approx({"decode": 2.4, "unlabelled": 0.0, "lost": 0.6})
+
+
 def test_the_models_share_of_cpu_seconds_is_of_whole_processes_and_of_all_their_lives(tmp_path: Path):
-    """A trainer that was started again, an executor within the controller, and one that was killed."""
-    ends = {
-        "controller": [ProcessEnd(9, cpu_ns=60, model_ns=0)],
-        "rewards": [ProcessEnd(9, cpu_ns=60, model_ns=10)],  # within it: its seconds are the controller's
-        "trainer": [ProcessEnd(4, cpu_ns=15, model_ns=12), ProcessEnd(9, cpu_ns=25, model_ns=18)],
-        "generator-0": [],
+    """A trainer that was started again, an executor within the controller, and two that were killed."""
+    told: dict[str, list[list[CpuSoFar]]] = {
+        "controller": [[ProcessEnd(9, cpu_ns=60, model_ns=0)]],
+        "rewards": [[ProcessEnd(9, cpu_ns=60, model_ns=10)]],  # within it: its seconds are the controller's
+        "trainer": [[ProcessEnd(4, cpu_ns=15, model_ns=12)], [ProcessEnd(9, cpu_ns=25, model_ns=18)]],
+        "generator-0": [[CpuSoFar(3, cpu_ns=5, model_ns=4), CpuSoFar(6, cpu_ns=20, model_ns=15)]],
+        "generator-1": [[]],
     }
-    for name, lives in ends.items():
+    for name, lives in told.items():
         begin = ProcessStart(name, 1, 1, within="controller" if name == "rewards" else "")
         with contextlib.closing(JsonlWriter(timeline_path(tmp_path, name))) as writer:
-            for end in lives or [None]:
-                writer.write(begin, *([] if end is None else [end]))
-    assert read_accounting(tmp_path).model_cpu_share == pytest.approx((10 + 12 + 18) / (60 + 15 + 25))
-    timeline_path(tmp_path, "trainer").unlink()
-    timeline_path(tmp_path, "rewards").unlink()
+            for life in lives:
+                writer.write(begin, *life)
+    assert read_accounting(tmp_path).model_cpu_share == pytest.approx((10 + 12 + 18 + 15) / (60 + 15 + 25 + 20))
+    for name in ("trainer", "rewards", "generator-0"):
+        timeline_path(tmp_path, name).unlink()
     assert read_accounting(tmp_path).model_cpu_share is None, "nobody has told any"
 
 

@@ -187,13 +187,14 @@ def _config(run_dir: Path) -> RunConfig | None:
 
 def _process(name: str, records: Sequence[timeline.Record], states: dict[str, float]) -> ProcessAccounting:
     newest = timeline.ProcessStart(name, 0, 0)
-    cpu_ns = model_ns = 0
+    lives: list[timeline.CpuSoFar] = []  # what each has told last
     for record in records:
         match record:
             case timeline.ProcessStart():
                 newest = record
-            case timeline.ProcessEnd():
-                cpu_ns, model_ns = cpu_ns + record.cpu_ns, model_ns + record.model_ns
+                lives.append(timeline.CpuSoFar(record.time_ns))
+            case timeline.CpuSoFar():
+                lives[-1:] = [record]
     return ProcessAccounting(
         name=name,
         states=states,
@@ -201,8 +202,8 @@ def _process(name: str, records: Sequence[timeline.Record], states: dict[str, fl
         most_threads=max(newest.threads, newest.threads_alone),
         device=newest.device,
         within=newest.within,
-        cpu_s=cpu_ns * 1e-9,
-        model_cpu_s=model_ns * 1e-9,
+        cpu_s=sum(life.cpu_ns for life in lives) * 1e-9,
+        model_cpu_s=sum(life.model_ns for life in lives) * 1e-9,
     )
 
 

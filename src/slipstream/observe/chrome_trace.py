@@ -151,8 +151,8 @@ class _Track:
             self.starts_ns.append(start_ns)
             self.ends_ns.append(end_ns)
         for attempt, record in self._records():
-            if not isinstance(record, timeline.Slice):
-                self.marks.append((record.time_ns + attempt.shift_ns, self._mark(record)))
+            if not isinstance(record, timeline.Slice) and (mark := self._mark(record)) is not None:
+                self.marks.append((record.time_ns + attempt.shift_ns, mark))
 
     def _records(self) -> Iterator[tuple[Attempt, timeline.Record]]:
         kinds: Any = timeline.Record
@@ -160,7 +160,7 @@ class _Track:
             for _, record in intact_lines(path, kinds):
                 yield attempt, record
 
-    def _mark(self, record: timeline.ProcessStart | timeline.ProcessEnd | timeline.Instant | timeline.Counter) -> Event:
+    def _mark(self, record: timeline.Mark) -> Event | None:
         match record:
             case timeline.Counter():
                 return {"ph": "C", **self.place, "name": record.name, "args": record.values}
@@ -171,6 +171,8 @@ class _Track:
                 args = {"os_pid": record.pid, "threads": record.threads, "device": record.device}
             case timeline.ProcessEnd():
                 name, args = "process ended", {"cpu_s": record.cpu_ns / 1e9}
+            case timeline.CpuSoFar():
+                return None
         return {"ph": "i", "s": "t", **self.place, "name": name, "args": args}
 
     def keep(self, longer_than_ns: int) -> int:

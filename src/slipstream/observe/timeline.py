@@ -64,8 +64,8 @@ class ProcessStart(msgspec.Struct, frozen=True, omit_defaults=True, tag="process
     zero_ns: Nanoseconds = 0
 
 
-class ProcessEnd(msgspec.Struct, frozen=True, omit_defaults=True, tag="end", tag_field="kind"):
-    """The last record of a process, which one that was killed lacks, with its CPU seconds since `ProcessStart`.
+class CpuSoFar(msgspec.Struct, frozen=True, omit_defaults=True, tag="cpu", tag_field="kind"):
+    """The CPU seconds of a process from its `ProcessStart` to `time_ns`, up to which all slices are written.
 
     `cpu_ns` of all its threads; of these `main_ns` of the one that this timeline is of, and `background_ns` of those
     beside it that are no part of a team (`core/background.py`). For `kept_ns` that one could have run and had no core,
@@ -79,6 +79,10 @@ class ProcessEnd(msgspec.Struct, frozen=True, omit_defaults=True, tag="end", tag
     background_ns: Nanoseconds = 0
     kept_ns: Nanoseconds = 0
     model_ns: Nanoseconds = 0
+
+
+class ProcessEnd(CpuSoFar, frozen=True, omit_defaults=True, tag="end", tag_field="kind"):
+    """The last record of a process, which one that was killed lacks."""
 
 
 class Slice(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag="slice", tag_field="kind"):
@@ -120,7 +124,8 @@ class Counter(msgspec.Struct, frozen=True, tag="counter", tag_field="kind"):
     values: dict[str, float]
 
 
-Record = ProcessStart | ProcessEnd | Slice | Instant | Counter
+Mark = ProcessStart | CpuSoFar | ProcessEnd | Instant | Counter
+Record = Slice | Mark
 
 
 class _Frame:
@@ -254,10 +259,10 @@ class Timeline:
 
     def flush(self) -> None:
         """Write what is known, the part of open spans that lies in the past included."""
+        now_s = self._now_s()
         if self._stack:
-            self._cut(self._now_s())
-        self._release_last()
-        self._write()
+            self._cut(now_s)
+        self._write_until(now_s)
 
     def close(self) -> None:
         """Flush, with the CPU seconds so far, and release the file; what happens later is not recorded.
@@ -267,15 +272,25 @@ class Timeline:
         if self._is_closed:
             return
         self._is_closed = True
-        used = [to_ns(now - before) for now, before in zip(_cpu_s(), self._cpu_s, strict=True)]
+        used_ns = self._used_ns()
         ended_s = self._now_s()  # also of the open span: nothing is read or written in between
         if self._stack:
             self._cut(ended_s)
         self._release_last()
-        used.append(to_ns(self._model_s))
-        self._buffer.append(ProcessEnd(to_ns(ended_s), *used))
+        self._buffer.append(ProcessEnd(to_ns(ended_s), *used_ns, model_ns=to_ns(self._model_s)))
         self._write()
         self._stop_writing()
+
+    def _used_ns(self) -> tuple[int, int, int, int]:
+        cpu, main, background, kept = (to_ns(now - then) for now, then in zip(_cpu_s(), self._cpu_s, strict=True))
+        return cpu, main, background, kept
+
+    def _write_until(self, now_s: float) -> None:
+        """Write all slices up to here, and the CPU seconds: one that is killed later has told of all that it tells."""
+        self._flushed_s = now_s
+        self._release_last()
+        self._buffer.append(CpuSoFar(to_ns(now_s), *self._used_ns(), model_ns=to_ns(self._model_s)))
+        self._write()
 
     def _cut(self, now_s: float) -> None:
         """End the slice of the innermost frame at `now_s` and begin its next one there."""
@@ -311,8 +326,7 @@ class Timeline:
         self._last_count, self._last_units = self._count, self._units
         self._count = self._units = 0
         if now_s - self._flushed_s >= FLUSH_EVERY_S:
-            self._flushed_s = now_s
-            self._write()
+            self._write_until(now_s)
 
     def _release_last(self) -> None:
         """The line of the last slice: of the state that it had work or arguments of, else of the longest one."""
