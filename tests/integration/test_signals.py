@@ -21,6 +21,7 @@ import slipstream
 from slipstream.controller.controller import Controller
 from slipstream.controller.held_out import HeldOut
 from slipstream.core.errors import ConfigError
+from slipstream.core.interrupts import ECHO_S
 from slipstream.core.recipes import config_toml, resolve
 from slipstream.core.run_lock import LOCK_FILE, holding
 from slipstream.core.types import StepDone
@@ -137,6 +138,7 @@ def test_a_step_that_does_not_end_is_not_waited_for_for_ever(by: str, tiny: dict
     if by == "a second signal":
         said = tmp_path / "said"
         wait_until(lambda: "once more to stop now" in said.read_text(), "the note", process, tmp_path)
+        time.sleep(ECHO_S)  # the same one sooner is taken for the first one's echo
         process.send_signal(signal.SIGTERM)
     assert end_of(process, tmp_path) == 143
     assert not [pid for pid in executors.values() if is_alive(pid)]
