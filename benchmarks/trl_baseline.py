@@ -134,7 +134,11 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             )
         ],
         "peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
-        "curve": {"ended_s": [ended_s - clock.began_s for ended_s in clock.ended_s], "rewards": reward.means},
+        "curve": {
+            "ended_s": [ended_s - clock.began_s for ended_s in clock.ended_s],
+            "rewards": reward.means,
+            "tokens": reward.num_tokens,
+        },
         "versions": {package: version(package) for package in PACKAGES},
     }
 

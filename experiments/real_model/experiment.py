@@ -51,7 +51,7 @@ def section(lab: Lab, scale: Scale | None = None) -> Section:
 
 
 def table(seen: Mapping[str, Sequence[Seen]]) -> str:
-    head = ["contender", "accuracy, sampled", "greedy", "reward, last steps", "completions/s"]
+    head = ["contender", "accuracy, sampled", "greedy", "reward, last steps", "completions/s", "tokens/s"]
     head += [f"reward {LEVEL:g} after, s", "all steps, s", "staleness", "most", "memory, GB"]
     return markdown_table(head, (_row(title, runs) for title, runs in seen.items()))
 
@@ -65,6 +65,7 @@ def _row(title: str, runs: Sequence[Seen]) -> tuple[str, ...]:
         spread([one.greedy for one in runs]),
         spread([fmean(one.rewards[-WINDOW:]) for one in runs]),
         spread([one.completions_per_s for one in runs], 2),
+        spread([one.tokens_per_s for one in runs], 1),
         reached if len(there) in (0, len(runs)) else f"{reached}, {len(there)} of {len(runs)}",
         spread([one.ended_s[-1] for one in runs], 0),
         spread([one.staleness_mean for one in runs], 2),
@@ -139,6 +140,8 @@ def notes(found: Found) -> list[str]:
     told = [
         "Two cores do all the work in every mode: a synchronous run gives both to either side in its turn, so that "
         "overlapping can only fill what is left idle.",
+        "A reward is 1 for the right number, else 0, and no prompt comes twice: rewards by step and by second are the "
+        "accuracy of sampled answers to problems that are new to the policy.",
         "*Memory*: the most that all processes hold together, pages that several share counted once, in the first "
         "steps of another run; TRL's largest resident set.",
     ]

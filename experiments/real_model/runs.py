@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from benchmarks.trl_call import TRL_PYTHON, TrlFailed, trl_version
@@ -49,7 +50,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class Seen:
-    """One run. `ended_s` of each step, since training began, beside the mean reward of its batch and its tokens.
+    """One run. `ended_s` of each step, since training began, beside the mean reward of its batch.
 
     `accuracy` is that of sampled answers to HELD_OUT prompts in the end, `greedy` of the likeliest ones; `peak_bytes`
     the most memory that all processes held together.
@@ -58,11 +59,17 @@ class Seen:
     ended_s: tuple[float, ...]
     rewards: tuple[float, ...]
     completions_per_s: float
+    mean_tokens: float  # of a completion
     accuracy: float
     greedy: float
     peak_bytes: int
     staleness_mean: float = 0.0
     staleness_max: int = 0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of completions: those of prompts do not count."""
+        return self.completions_per_s * self.mean_tokens
 
 
 @dataclass(frozen=True)
@@ -126,6 +133,7 @@ def see_trl(lab: Lab, spec: Spec, version: str | None, python: Path) -> Seen:
         ended_s=ended_s,
         rewards=tuple(measured["rewards"]),
         completions_per_s=pace(ended_s, measured["completions_per_step"]),
+        mean_tokens=fmean(measured["tokens"]) / measured["completions_per_step"],
         accuracy=measured["sampled"],
         greedy=measured["greedy"],
         peak_bytes=measured["peak_bytes"],
@@ -139,14 +147,16 @@ def see_ours(lab: Lab, spec: Spec) -> Seen:
         raise RunFailed(f"{run} has trained no step")
     began_s, _ = accounting.loop
     ended_s = tuple(step.end_s - began_s for step in accounting.steps)
+    lines = [line for line in metrics(run) if "reward" in line]
     config = as_json(spec)
     judged = lab.measure(f"{spec.name} accuracy", accuracies_of, model=str(run / "model"), config=config)
     short = as_json(spec.with_overrides(steps=MEMORY_STEPS, seed=0))  # once for all seeds
     memory = lab.measure(f"{spec.name.rpartition(' ')[0]} memory", memory_of_run, config=short)
     return Seen(
         ended_s=ended_s,
-        rewards=tuple(line["reward"] for line in metrics(run) if "reward" in line),
+        rewards=tuple(line["reward"] for line in lines),
         completions_per_s=pace(ended_s, completions_of(config)),
+        mean_tokens=fmean(line["tokens_trained"] for line in lines) / completions_of(config),
         accuracy=judged["sampled"],
         greedy=judged["greedy"],
         peak_bytes=memory["peak_bytes"],

@@ -166,6 +166,7 @@ def seen(**values) -> Seen:
         "ended_s": tuple(float(second) for second in range(1, 11)),
         "rewards": (0.0, 0.1, 0.4, 0.5, 0.5, 0.5, 0.5, 0.5, 0.6, 0.6),
         "completions_per_s": 4.0,
+        "mean_tokens": 8.5,
         "accuracy": 0.6,
         "greedy": 0.7,
         "peak_bytes": 3 * 10**9,
@@ -235,6 +236,6 @@ def test_the_section_has_a_row_for_each(tmp_path, monkeypatch):
     monkeypatch.setattr(experiment, "find", lambda lab, scale: found(**never))
     section = experiment.section(Lab(tmp_path))
     rows = [line for line in section.tables["After training"].splitlines() if line.startswith(("| TRL", "| sync"))]
-    assert "| 24 (0) |" in rows[0]
+    assert "| 4.00 (0.04) | 34.0 (0.3) | 24 (0) |" in rows[0]
     assert "| 8 (0), 2 of 3 |" in rows[1]
     assert all("<svg" in figure for figure in section.figures.values())
