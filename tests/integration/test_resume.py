@@ -21,6 +21,8 @@ from slipstream.core.errors import ConfigError, DiskError, ExecutorDied, Executo
 from slipstream.core.recipes import resolve
 from slipstream.core.run_log import Snapshot, read_metrics
 from slipstream.core.types import StepDone
+from slipstream.generator.engine import Engine
+from slipstream.generator.requests import Finished
 from slipstream.observe.evaluation import EVALUATION_FILE
 from slipstream.observe.samples import read_samples
 from slipstream.rewards.pool import ScoredJob, ScoringPool
@@ -112,6 +114,32 @@ def test_at_staleness_0_a_run_that_was_cut_off_equals_one_that_was_not(replicas,
     assert audit(resumed.out)["fates"] == audit(whole.out)["fates"]
     assert resumed.summary["prompts"]["regenerated_tokens"] == 0, "nothing was under way at the checkpoint"
     assert resumed.summary["earlier_s"] > 0
+
+
+def test_at_staleness_0_what_a_signal_cut_off_is_sampled_again_to_the_same_bits(small, tmp_path, monkeypatch):
+    """It comes when completions of the third step are half done."""
+    tables = small | SYNC | {"trainer": {"checkpoint_every": 50}, "steps": 4}
+    whole = slipstream.run("quickstart", overrides=tables, out=tmp_path / "whole", display=False)
+    step = Engine.step
+    told: list[list[int]] = []
+
+    def signalling(self: Engine) -> list[Finished]:
+        finished = step(self)
+        begun = [len(one.resume.tokens) for one in self.begun() if one.resume is not None and one.ordinal >= 8]
+        if not told and max(begun, default=0) == 6:
+            told.append(begun)
+            signal.raise_signal(signal.SIGINT)
+        return finished
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "step", signalling)
+        run = slipstream.run("quickstart", overrides=tables, out=tmp_path / "run", display=False).out
+    assert (run / "checkpoints" / "step_2.rollouts" / "generator-0.safetensors").is_file()
+    resumed = slipstream.run("quickstart", resume=run, display=False)
+    ours, theirs = ((run.out / "model" / "model.safetensors").read_bytes() for run in (resumed, whole))
+    assert ours == theirs
+    assert trained(resumed.out) == trained(whole.out)
+    assert resumed.summary["prompts"]["regenerated_tokens"] > sum(told[0])
 
 
 def test_a_reference_that_follows_the_policy_is_resumed_with_it(small, tmp_path, monkeypatch):

@@ -63,6 +63,7 @@ class Continued:
         self._max_len, self._clock = max_len, clock
         self._mixes_turns = config.mixes_turns
         self._spans_versions = config.weight_update == "in_flight" or config.generator.segment_tokens is not None
+        self._keeps_bits = config.max_staleness == 0
         self._num_tokens: dict[tuple[int, int], int] = {}
 
     def split(
@@ -85,7 +86,9 @@ class Continued:
     def fits(self, partial: Partial, request: Request, version: int) -> bool:
         """Whether `request` may go on from `partial` under weights of `version`.
 
-        With `between_batches` no completion spans versions: one that was begun under an older one is sampled again.
+        With `between_batches` no completion spans versions: one that was begun under an older one is sampled again. So
+        is each that has not ended at staleness 0, where a run has the bits of one that nothing has cut off: the cache
+        of tokens that are read at once has other bits than that of tokens which were decoded one by one.
         """
         segment = partial.segment
         if partial.prompt_crc32 != prompt_crc32(request.prompt_tokens) or segment.behaviour_logprobs is None:
@@ -95,7 +98,7 @@ class Continued:
             return False
         if partial.finish_reason is not None:
             return True
-        if not self._spans_versions and versions != {version}:
+        if self._keeps_bits or (not self._spans_versions and versions != {version}):
             return False
         try:
             check_request(request.resumed_with(self._resume(partial)), max_len=self._max_len)
