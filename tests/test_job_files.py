@@ -624,7 +624,10 @@ def test_every_job_ends_with_the_controller(cluster: Cluster, overrides: dict[st
     assert sorted(cancelled) == sorted(groups)
 
 
-@drawn(3, 12, name=st.text(st.characters(exclude_characters="/\0", exclude_categories=["Cs"]), min_size=1, max_size=12))
+PATH_CHARACTERS = st.characters(exclude_characters="/\x7f", exclude_categories=["Cs"], min_codepoint=32)
+
+
+@drawn(3, 12, name=st.text(PATH_CHARACTERS, min_size=1, max_size=12))
 def test_any_path_is_quoted(tmp_path_factory: pytest.TempPathFactory, name: str) -> None:
     if name in (".", ".."):
         return

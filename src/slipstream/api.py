@@ -150,7 +150,8 @@ def _check_resumed(**others: object) -> None:
 def _with_environments(config: RunConfig, *named: Any, keeps_terms: bool = True) -> tuple[RunConfig, Given | None]:
     """Return `config` with the environments that were handed over, and these; as it is without any."""
     if all(one is None for one in named):
-        check_environments(config, None)  # a run that goes on may need them
+        if config.environment.is_set:
+            check_environments(config, None)  # a run that goes on may need them
         return config, None
     from slipstream.environments.given import with_given_environment
 

@@ -234,7 +234,7 @@ def sampling() -> None:
         num_blocks = -(-width // sampler_kernels.BLOCK)
         sizes |= {"NUM_BLOCKS": num_blocks, "PLACES": power_of_two(num_blocks)}
         drawing = compiled(sampler_kernels.draw_kernel, types, sizes, 90, sampler_kernels.DRAW_WARPS)
-        check_registers(drawing, MOST_REGISTERS)
+        check_registers(drawing, 80)  # a program of 8 warps for each row: three of a multiprocessor
 
 
 WORK = {
