@@ -10,6 +10,7 @@ import hashlib
 import json
 import multiprocessing.process
 import os
+import re
 import shutil
 import socket
 import subprocess
