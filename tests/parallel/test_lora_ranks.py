@@ -192,14 +192,19 @@ def test_a_run_goes_on_where_it_was_saved_on_other_ranks(
 def test_a_rounded_base_or_adapter_on_data_parallel_ranks(
     ranks: RankPool, sections: dict[str, Any], precision: Precision, adapters: Precision, tmp_path: Path
 ) -> None:
-    """A rounded base lies whole on each. Checkpoints have the adapters that are updated, exports what is served."""
+    """A rounded base lies whole on each. Checkpoints have the adapters that are updated, exports what is served.
+
+    Products with an int8 base round their inputs to bfloat16: inputs that differ in a bit may round apart, and do where
+    adapters are not rounded, too.
+    """
     sections["model"]["lora"] |= {"base_precision": precision, "adapter_precision": adapters}
     one = training_jobs.train_alone(sections, Span(5))
     first, then = Span(3, save=tmp_path / "step_3"), Span(5, 3, tmp_path / "step_3", export=tmp_path / "adapter")
     for seen in ranks.run(training_jobs.train, sections, LAYOUTS["dp2"], first, world=2):
         assert relative([seen.first_gradient], one.first_gradient) < 1e-5, "whole on every rank"
     by_rank = ranks.run(training_jobs.train, sections, LAYOUTS["dp2"], then, world=2)
-    assert relative([seen.weights for seen in by_rank], one.weights) < 1e-5
+    bound = 1e-4 if (precision, adapters) == ("int8", "float32") else 1e-5
+    assert relative([seen.weights for seen in by_rank], one.weights) < bound
     exported = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     is_rounded = []
     for box, values in by_rank[1].weights:
