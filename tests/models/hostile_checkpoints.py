@@ -244,7 +244,7 @@ TOKENIZERS: dict[str, Mutation] = {
     "class is a list": tokenizer_config(tokenizer_class=["x"]),
     "class is a model": tokenizer_config(tokenizer_class="AutoModelForCausalLM"),
     "class is a function": tokenizer_config(tokenizer_class="pipeline"),
-    "a template is a number": tokenizer_config(chat_template={"default": 3}),
+    "a template is a number": configured_template({"default": 3}),
     "end is a list": tokenizer_config(eos_token=[1]),
     "end is a number": tokenizer_config(eos_token=3),
     "added decoder of text": tokenizer_config(added_tokens_decoder={"x": {"content": "y"}}),
