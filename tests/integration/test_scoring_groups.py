@@ -32,8 +32,8 @@ def steps_of(run: Path) -> list[dict[str, Any]]:
 
 
 def leaves(table: dict[str, Any], within: str = "") -> dict[str, Any]:
-    """What a nested table holds, by path. A model scores as one batch what has arrived, so sums are rounded in the order
-    of arrival: equal scores differ by 1e-8."""
+    """What a nested table holds, by path. A model scores as one batch what has arrived, and that order rounds its sums:
+    equal scores differ by 1e-8."""
     found: dict[str, Any] = {}
     for name, value in table.items():
         path = f"{within}/{name}"
