@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ KEPT_OF_KILLED_S = 0.02
 """Others had the core of a process that was killed before it wrote: two of the system's slices."""
 CLOCKS_APART_S = 0.02
 """CPU seconds are counted by the system in ticks of up to 10 ms, and read a moment before the time is."""
+Stops = Mapping[str, Sequence[tuple[float, float]]]
+"""When a process was stopped by SIGSTOP, by its name: from and to, as `time.monotonic` has it."""
 
 
 def is_waiting(state: str) -> bool:
@@ -66,13 +69,15 @@ def kept_of(timeline: list[dict[str, Any]]) -> float:
     return sum(told)
 
 
-def check_accounting(run_dir: Path, *, stopped_s: float = 0.0, most_overhead: float = MOST_OVERHEAD) -> None:
+def check_accounting(
+    run_dir: Path, *, stops: Stops | None = None, stopped_s: float = 0.0, most_overhead: float = MOST_OVERHEAD
+) -> None:
     """AssertionError where a process has more than 1 % of its time unlabelled, where its states are not those of its
     timeline, or where it was less busy than its threads have computed.
 
-    Shares are of what a process did: by how long others had its core (`kept_ns`), a state may be longer. `stopped_s`:
-    for so long processes were kept from running, in whatever state that met them. `most_overhead`: of the controller's
-    time, where it is not `MOST_OVERHEAD` as for all others.
+    Shares are of what a process did: by how long others had its core (`kept_ns`), a state may be longer, and by its
+    share of the `stops`. `stopped_s`: for so long processes were kept from running, nobody knows which and in what
+    state. `most_overhead`: of the controller's time, where it is not `MOST_OVERHEAD` as for all others.
     """
     summary = json.loads((run_dir / "summary.json").read_text())
     timelines = {path.stem: lines(path) for path in (run_dir / "timeline").glob("*.jsonl")}
@@ -87,11 +92,13 @@ def check_accounting(run_dir: Path, *, stopped_s: float = 0.0, most_overhead: fl
         unlabelled_s = MOST_UNLABELLED * there_s if there_s >= SHORTEST_S else NEVER_BEGAN_S
         there_s = max(there_s, SHORTEST_S)
         kept_s = kept_of(timelines[name])
+        stops_of = (stops or {}).get(name, ())
+        excused = sum((seconds(timelines[name], a * 1e9, b * 1e9) for a, b in stops_of), Counter[str]())
         overhead_s = (most_overhead if name == "controller" else MOST_OVERHEAD) * there_s + START_OVERHEAD_S
         for state, most_s in (("unlabelled", unlabelled_s), ("overhead", overhead_s)):
             told_s = states.get(state, 0.0)
-            assert told_s <= most_s + kept_s + stopped_s, (
-                f"{where}: {state} {told_s} s of {there_s} s, {kept_s} s without a core"
+            assert told_s <= most_s + kept_s + stopped_s + excused[state], (
+                f"{where}: {state} {told_s} s of {there_s} s, {kept_s} s without a core, stopped {excused[state]} s"
             )
         for state in (set(states) | set(told)) - {"unlabelled", "absent", "lost"}:
             assert abs(states.get(state, 0.0) - told[state]) < 1e-3, f"{where}: {state} {states}, but {told}"
@@ -121,7 +128,9 @@ def check_stage(path: Path) -> None:
     assert states["unlabelled"] <= MOST_UNLABELLED * whole + kept_s + CLOCKS_APART_S, f"{path}: {states} in {whole} s"
 
 
-def check_runs(folder: Path, *, stopped_s: float = 0.0, most_overhead: float = MOST_OVERHEAD) -> None:
+def check_runs(
+    folder: Path, *, stops: Stops | None = None, stopped_s: float = 0.0, most_overhead: float = MOST_OVERHEAD
+) -> None:
     """The same for every run and stage in `folder`, also for runs that failed; and nothing kept a report from being."""
     found: dict[str, list[Path]] = {name: [] for name in ("summary.json", "stage.json", "evaluation.json")}
     for root, _, files in os.walk(folder):
@@ -129,7 +138,7 @@ def check_runs(folder: Path, *, stopped_s: float = 0.0, most_overhead: float = M
             found[name].append(Path(root, name))
     for summary in found["summary.json"]:
         if (summary.parent / "timeline").is_dir():
-            check_accounting(summary.parent, stopped_s=stopped_s, most_overhead=most_overhead)
+            check_accounting(summary.parent, stops=stops, stopped_s=stopped_s, most_overhead=most_overhead)
             assert (summary.parent / "report.html").is_file(), summary.parent
     for record in (*found["stage.json"], *found["evaluation.json"]):
         if "accounting" in record.read_text():

@@ -100,13 +100,21 @@ def _is_lasting(thread: threading.Thread) -> bool:
     return type(thread).__module__.startswith(_LASTING) or getattr(target, "__module__", "").startswith(_LASTING)
 
 
+@pytest.fixture
+def stops() -> dict[str, list[tuple[float, float]]]:
+    """Where a test notes when it has stopped which process (`accounted.Stops`): those seconds are not the run's."""
+    return {}
+
+
 @pytest.fixture(autouse=True)
-def _runs_are_accounted_for(request: pytest.FixtureRequest) -> Iterator[None]:
+def _runs_are_accounted_for(
+    request: pytest.FixtureRequest, stops: dict[str, list[tuple[float, float]]]
+) -> Iterator[None]:
     """Every run that a test leaves behind: its seconds, and the names of its metrics."""
     folder = request.getfixturevalue("tmp_path") if "tmp_path" in request.fixturenames else None
     yield
     if folder is not None:
-        check_runs(folder)
+        check_runs(folder, stops=stops)
         check_metric_names(folder)
 
 

@@ -124,3 +124,15 @@ def test_one_that_was_there_outlasts_a_run(was_there: bool, nursery: Nursery, mo
         assert (nursery._process is process) is was_there
     assert nursery.is_there is was_there
     assert bool(told) is not was_there
+
+
+@pytest.mark.parametrize(("stages", "is_needed"), [(["sft"], False), (["sft", "rl"], True)])
+def test_only_rl_has_executors_to_fork(
+    stages: list[str], is_needed: bool, nursery: Nursery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run of other stages would hold its imports beside each of them, for nothing."""
+    monkeypatch.setattr(module, "NURSERY", nursery)
+    told = list[str]()
+    with module.nursery_for(resolve("quickstart", {"stages": stages}), tell=told.append):
+        assert nursery.is_there is is_needed
+    assert bool(told) is is_needed

@@ -1,13 +1,25 @@
-"""What the tests of endings ask of the operating system."""
+"""What the tests of endings ask of the operating system. A process that has ended meanwhile is no error.
+
+The nursery forks twice, so that there are processes for milliseconds only. One that ends between two looks has no file
+(FileNotFoundError); one that ends between opening and reading its file is ProcessLookupError.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 
+def read(pid: int, name: str) -> bytes:
+    """The content of a file of `/proc/pid`; none of a process that is no more."""
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
+
+
 def children(pid: int) -> list[int]:
     """The processes that `pid` started and that have not been waited for."""
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [int(child) for child in read(pid, f"task/{pid}/children").split()]
 
 
 def descendants(pid: int) -> list[int]:
@@ -17,12 +29,10 @@ def descendants(pid: int) -> list[int]:
 
 def command_line(pid: int) -> list[str]:
     """Its arguments, where none has a space in it: a forked process has its title there, as one text."""
-    return Path(f"/proc/{pid}/cmdline").read_bytes().decode().replace("\0", " ").split()
+    return read(pid, "cmdline").decode().replace("\0", " ").split()
 
 
 def is_alive(pid: int) -> bool:
     """False of a zombie, too."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    state = read(pid, "stat").rpartition(b")")[2].split()
+    return bool(state) and state[0] != b"Z"

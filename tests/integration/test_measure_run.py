@@ -105,7 +105,11 @@ def test_the_second_of_two_terms_is_the_measure(
     for name, value in {"accuracy": after["accuracy"], "reward": after["reward"]}.items():
         assert re.search(rf"{name} │ {value:.3f} │", table), table
     assert cli.main(["eval", str(result.out), "--eval.measure", FORMAT]) == 0
-    assert re.search(r"accuracy │ (?!0\.000)", shown(capsys.readouterr().out))
+    rows = dict(re.findall(r"(\w+) │ ([\d.]+ │ [\d.]+) │", shown(capsys.readouterr().out)))
+    right, mean = ([float(value) for value in rows[name].split(" │ ")] for name in ("accuracy", FORMAT))
+    assert right == pytest.approx([(value - 0.5) / 0.5 for value in mean], abs=0.002), "the share of answers with text"
+    assert max(right) > 0.0, "some answers have text, whatever the model has learned"
+    assert f"accuracy │ {rows['accuracy']} │" not in table, "none of them is right"
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import ctypes
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -40,10 +41,34 @@ def others() -> Iterator[frozenset[int]]:
     libc.prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
-def start(out: Path, call: str, prelude: str = "") -> subprocess.Popen[bytes]:
-    search_path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    script = f"import slipstream\n{prelude}\nslipstream.run('quickstart', {call}, display=False)"
-    return subprocess.Popen([sys.executable, "-c", script], env=os.environ | {"PYTHONPATH": search_path})
+Start = Callable[..., subprocess.Popen[bytes]]
+
+
+@pytest.fixture
+def start(others: frozenset[int]) -> Iterator[Start]:
+    """Starts runs. One that still runs at the end, because its test has failed, is killed with all that it has started:
+    the next test finds none of it."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def begin(call: str, prelude: str = "") -> subprocess.Popen[bytes]:
+        search_path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+        script = f"import slipstream\n{prelude}\nslipstream.run('quickstart', {call}, display=False)"
+        command = [sys.executable, "-c", script]
+        started.append(subprocess.Popen(command, env=os.environ | {"PYTHONPATH": search_path}))
+        return started[-1]
+
+    yield begin
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+            while left := set(descendants(os.getpid())) - others:
+                for pid in left:
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                    with suppress(ChildProcessError):  # one that its parent, which lives, waits for
+                        os.waitpid(pid, os.WNOHANG)
+                time.sleep(0.01)
 
 
 def await_that(holds: Callable[[], bool], what: str, process: subprocess.Popen[bytes]) -> None:
@@ -90,38 +115,47 @@ def steps_of(out: Path) -> int:
 
 @pytest.mark.parametrize("where", [pytest.param("init", marks=pytest.mark.slow), "step"])
 def test_a_child_that_looks_at_nothing_ends_with_the_controller(
-    where: str, tiny: dict[str, Any], tmp_path: Path, others: frozenset[int]
+    where: str, tiny: dict[str, Any], tmp_path: Path, start: Start, others: frozenset[int]
 ) -> None:
     """However long it would take: amid `init` at once, amid a step after a grace period."""
     mark = tmp_path / "stuck"
     tables = json.dumps(tiny | {"warm_start": {"steps": 0}, "lease_s": 600.0, "deadline_s": 600.0})
     prelude = f"import json\nwhere, mark = {where!r}, {str(mark)!r}\n{STUCK}"
     call = f"overrides=json.loads({tables!r}), out={str(tmp_path / 'run')!r}, pipeline=pipeline"
-    process = start(tmp_path / "run", call, prelude)
+    process = start(call, prelude)
     await_that(mark.exists, f"rewards in {where}", process)
     kill_and_see_all_end(process, where, others)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_no_phase_of_a_run_leaves_orphans(tiny: dict[str, Any], tmp_path: Path, others: frozenset[int]) -> None:
+def test_no_phase_of_a_run_leaves_orphans(
+    tiny: dict[str, Any], tmp_path: Path, start: Start, others: frozenset[int]
+) -> None:
     out = tmp_path / "run"
     tables = json.dumps(tiny | {"steps": 100_000, "trainer": {"checkpoint_every": 2}})
     fresh, resume = f"overrides=json.loads({tables!r}), out={str(out)!r}", f"resume={str(out)!r}"
 
-    process = start(out, fresh, "import json")
+    process = start(fresh, "import json")
     await_that(lambda: hosts() >= 1, "a child", process)
     kill_and_see_all_end(process, "the start", others)
 
-    process = start(out, resume)
+    process = start(resume)
     await_that(lambda: hosts() == 3, "all children", process)
     kill_and_see_all_end(process, "a resume without a checkpoint", others)
 
-    process = start(out, resume)
+    process = start(resume)
     await_that(lambda: steps_of(out) >= 5, "the fifth step", process)
     kill_and_see_all_end(process, "training", others)
 
     for num_hosts in (1, 3):
-        process = start(out, resume)
-        await_that(lambda: hosts() == num_hosts, f"{num_hosts} children", process)  # noqa: B023
+        process = start(resume)
+        await_that(lambda: hosts() >= num_hosts, f"{num_hosts} children", process)  # noqa: B023
         kill_and_see_all_end(process, f"a resume with {num_hosts} children", others)
+
+
+def test_one_that_has_ended_is_no_error_for_who_looks() -> None:
+    """Processes end between two looks, those in the middle of the nursery's two forks for example."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    assert (descendants(process.pid), command_line(process.pid), is_alive(process.pid)) == ([], [], False)

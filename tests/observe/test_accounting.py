@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from accounted import check_accounting
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from written import began, event
@@ -771,6 +772,23 @@ def test_restarted_processes_are_absent_or_lost_and_idle_shares_are_of_the_time_
     assert idle_share(generator.states) == pytest.approx(2.0 / 5.0)
     for process in found.processes.values():
         assert sum(process.states.values()) == pytest.approx(found.wall_s)
+
+
+def test_tests_excuse_overhead_by_what_stops_took_of_it_and_by_nothing_else(tmp_path_factory):
+    """Of 3 s, 1 s may be overhead where a signal has stopped the process in it, and not where it met `decode`."""
+    tmp_path = tmp_path_factory.mktemp("stopped")  # no run for `accounted.py`
+    configure(tmp_path)
+    for name in ("controller", "generator-0"):
+        process = Process(tmp_path, name)
+        for state, seconds in (("decode", 1.0), ("overhead", 1.0), ("decode", 1.0)):
+            process.does(state if name == "generator-0" else "idle", seconds)
+        process.timeline.close()
+    states = {name: process.states for name, process in read_accounting(tmp_path).processes.items()}
+    (tmp_path / "summary.json").write_text(json.dumps({"status": "done", "wall_s": 3.0, "accounting": states}))
+    check_accounting(tmp_path, stops={"generator-0": [(START_S + 1.1, START_S + 1.9)]})
+    for stops in ({}, {"generator-0": [(START_S, START_S + 1.0)]}, {"controller": [(START_S + 1.0, START_S + 2.0)]}):
+        with pytest.raises(AssertionError, match=r"overhead 1\.0 s of 3\.0 s"):
+            check_accounting(tmp_path, stops=stops)
 
 
 def test_a_run_that_goes_on_is_accounted_for_up_to_its_last_line(tmp_path: Path):

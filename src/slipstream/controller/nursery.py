@@ -132,12 +132,13 @@ atexit.register(NURSERY.close)
 
 @contextlib.contextmanager
 def nursery_for(config: RunConfig, *, tell: Callable[[str], object] | None = None) -> Iterator[None]:
-    """Let the nursery import beside what is done within, where the run has processes of its own, and end it then.
+    """Let the nursery import beside what is done within, where the run has executors in processes of their own, and
+    end it then. No other stage than RL has any.
 
     One that was there before stays: it serves all runs between its `begin` and its `close`. `tell` is told that the
     import takes some seconds.
     """
-    if config.host != "process" or NURSERY.is_there:
+    if config.host != "process" or "rl" not in config.stages or NURSERY.is_there:
         yield
         return
     if tell is not None:
