@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 from audit import audit
 from safetensors.torch import load_file
-from test_endings import await_steps, start
+from test_endings import START_DEADLINE_S, start
 from test_resume import AHEAD, SYNC, cut_off, events, small
 
 import slipstream
@@ -122,23 +123,44 @@ def test_a_run_cut_off_after_the_last_result_ends_when_it_is_resumed(small, tmp_
     assert slipstream.replay(resumed.out).is_sound
 
 
+MINE = """
+import os, pathlib, signal
+
+def letters(completions, **_):
+    return [sum(map(ord, text)) for text in completions]
+
+def kill_once(record):
+    killed = pathlib.Path(__file__).with_name("killed")
+    if record.step == 8 and not killed.exists():
+        killed.touch()
+        os.kill(os.getpid(), signal.SIGKILL)  # of the controller
+"""
+
+
 @pytest.mark.slow
 def test_the_best_model_survives_a_kill_and_is_what_two_replicas_have_evaluated(tiny, tmp_path):
-    """Versions swap in flight in processes of their own, so which one answers is known to its replica alone."""
-    tables = tiny | AHEAD | {"steps": 24, "trainer": {"checkpoint_every": 1, "keep_checkpoints": 99}}
+    """Versions swap in flight in processes of their own, so which one answers is known to its replica alone.
+
+    Version 0 answers nothing, and what is rewarded is text: another one is the best.
+    """
+    mine = tmp_path / "mine.py"
+    mine.write_text(MINE)
+    tables = tiny | AHEAD | {"steps": 24, "rewards": {"terms": [{"function": f"{mine}:letters"}]}}
+    tables["callbacks"] = {"on_step": [f"{mine}:kill_once"]}
+    tables["trainer"] = {"checkpoint_every": 1, "keep_checkpoints": 99, "optimizer": {"lr": 3e-3}}
     tables["generator"] = tiny["generator"] | {"replicas": 2}
     tables["eval"] = {"every": 2, "num_prompts": 24, "num_slots": 8, "metric": "reward", "keep_best": True}
     run = tmp_path / "run"
     process = start(tables, run)
-    await_steps(run, 8, process)
-    process.kill()
-    process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=START_DEADLINE_S)
+    assert process.returncode == -signal.SIGKILL, output
     resumed = slipstream.run(resume=run, display=False)
     assert resumed.status == "done"
     best = resumed.summary["best"]
     kept = json.loads((run / "best" / "best.json").read_text())
     assert kept == best
-    assert has_weights_of(run / "best", run / "checkpoints" / f"step_{best['version']}") or best["version"] == 0
+    assert best["version"] > 0
+    assert has_weights_of(run / "best", run / "checkpoints" / f"step_{best['version']}")
     rewards = {
         line["version"]: line["eval_reward"] for line in read_metrics(run / "metrics.jsonl") if "eval_reward" in line
     }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 import subprocess
 import threading
 from pathlib import Path
@@ -123,24 +125,36 @@ def test_the_others_are_scored_meanwhile_and_the_user_is_told(tiny, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_python_function_that_hangs_costs_its_deadline_eight_times(tiny, tmp_path):
-    """Its thread cannot be killed: after eight of them it is not called again, and the run says why it ends."""
-    called = []
+@pytest.mark.parametrize("num_threads", [1, 4])
+def test_a_python_function_that_hangs_costs_its_deadline_eight_times(num_threads, tiny, tmp_path):
+    """Its thread cannot be killed: after eight of them no call begins any more, and the run says why it ends.
+
+    Calls that other threads are in by then may hang, too.
+    """
+    calls, release = itertools.count(1), threading.Event()
+    called: list[int] = []
 
     def hangs(completions, **columns):
-        called.append(completions[0])
-        if len(called) % 3 == 0:
-            threading.Event().wait()
-        return [float(len(called) % 2)]
+        call = next(calls)
+        called.append(call)
+        if call % 3 == 0:
+            release.wait()
+        return [float(call % 2)]
 
     overrides = tiny | {
         "steps": 3,
         "warm_start": {"steps": 0},
-        "rewards": {"timeout_s": 0.5, "dry_call": False},
+        "rewards": {"timeout_s": 0.5, "dry_call": False, "num_threads": num_threads},
         "eval": tiny["eval"] | {"num_prompts": 8},
         "loss": {"skip_no_signal": False},
     }
-    with pytest.raises(SlipstreamError, match="every completion of a group fails") as caught:
-        slipstream.run("quickstart", overrides=overrides, out=tmp_path / "run", reward=hangs, display=False)
-    assert "hung 8 times and is not called again" in str(caught.value)
-    assert len(called) == 24
+    try:
+        with pytest.raises(SlipstreamError, match="every completion of a group fails") as caught:
+            slipstream.run("quickstart", overrides=overrides, out=tmp_path / "run", reward=hangs, display=False)
+    finally:
+        release.set()
+    told = re.search(r"hung (\d+) times and is not called again", str(caught.value))
+    assert told is not None, str(caught.value)
+    assert 8 <= int(told[1]) <= 8 + num_threads - 1
+    if num_threads == 1:
+        assert len(called) == 24

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,10 @@ from processes import is_alive
 from test_endings import await_steps, executors_of, start
 from trace_audit import audit_trace
 
+import slipstream
+from slipstream.controller.controller import Controller
 from slipstream.core.run_log import read_rollouts
+from slipstream.core.types import ReplicaLost, StepDone, Swapped
 from slipstream.observe.timeline import Instant, read_timeline, timeline_path
 
 ENDS_WITHIN_S = 90.0
@@ -27,25 +31,51 @@ def finished(process: subprocess.Popen[str], out: Path, *, steps: int) -> dict[s
     output, _ = process.communicate(timeout=ENDS_WITHIN_S)
     assert process.returncode == 0, output
     summary: dict[str, Any] = json.loads((out / "summary.json").read_text())
+    check_whole(summary, out, steps=steps)
+    return summary | {"output": output}
+
+
+def check_whole(summary: dict[str, Any], out: Path, *, steps: int) -> None:
+    """AssertionError unless the run has gone through all its steps, each prompt once."""
     assert (summary["status"], summary["steps"]) == ("done", steps)
     prompts = summary["prompts"]
     assert (prompts["lost"], prompts["repeated"], prompts["pending"]) == (0, 0, 0)
     audit(out)
     audit_trace(out, is_whole=not summary["restarts"])
-    return summary | {"output": output}
+
+
+def run_with(
+    strike: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch, tables: dict[str, Any], out: Path, **more: Any
+) -> dict[str, Any]:
+    """The summary of a run whose controller, in this process, calls `strike` with each event before it handles it."""
+    handle = Controller._handle
+
+    def striking(self: Controller, event: Any) -> None:
+        strike(event)
+        handle(self, event)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Controller, "_handle", striking)
+        slipstream.run("quickstart", overrides=tables, out=out, display=False, **more)
+    summary: dict[str, Any] = json.loads((out / "summary.json").read_text())
+    return summary
+
+
+def send(executor: str, number: signal.Signals) -> int:
+    """Send a signal to a child of a run in this process, and return its pid."""
+    pid = executors_of(os.getpid())[executor]
+    os.kill(pid, number)
+    return pid
+
+
+def instants(out: Path) -> list[Instant]:
+    """Return those of the controller."""
+    return [one for one in read_timeline(timeline_path(out, "controller")) if isinstance(one, Instant)]
 
 
 def starts_of(out: Path, executor: str) -> int:
     """How often a process of this name has begun."""
     return (out / "timeline" / f"{executor}.jsonl").read_text().count('"kind":"process"')
-
-
-def await_starts(out: Path, executor: str, count: int, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + ENDS_WITHIN_S
-    while starts_of(out, executor) < count:
-        assert process.poll() is None, process.stdout.read() if process.stdout else ""
-        assert time.monotonic() < deadline, f"'{executor}' did not start {count} times"
-        time.sleep(0.05)
 
 
 def pid_of(executor: str, process: subprocess.Popen[str], *, besides: int = 0) -> int:
@@ -71,32 +101,39 @@ def test_generator_and_rewards_are_killed_and_the_run_goes_on(tiny, tmp_path):
         assert f"{victim} was lost: killed by SIGKILL" in summary["output"]
         assert f"{victim} has joined (incarnation 2)" in summary["output"]
         assert starts_of(tmp_path / "run", victim) == 2
-    instants = [r for r in read_timeline(timeline_path(tmp_path / "run", "controller")) if isinstance(r, Instant)]
-    assert [i.name for i in instants if i.args.get("executor") == "rewards"] == ["lost", "started again", "joined"]
+    told = [one.name for one in instants(tmp_path / "run") if one.args.get("executor") == "rewards"]
+    assert told == ["lost", "started again", "joined"]
     assert summary["staleness"]["max"] <= summary["staleness"]["bound"]
     assert not any(is_alive(pid) for pid in executors.values())
 
 
 @pytest.mark.slow
-def test_groups_are_scored_as_wholes_also_when_who_scores_is_killed(tiny, tmp_path):
-    """Completions come again to a process that knows of none; each group's ranks are those of its own four texts."""
+def test_groups_are_scored_as_wholes_also_when_who_scores_is_killed(tiny, tmp_path, monkeypatch):
+    """Completions come again to a process that knows of none; each group's ranks are those of its own four texts.
+
+    No group of the fifth step can be begun before the first step is trained, and none of the last before the fifth: so
+    three processes score, however fast the run is.
+    """
     source = (
         "def ranks(completions, **_):\n    return [float(sorted(completions).index(text)) for text in completions]\n"
     )
     (tmp_path / "mine.py").write_text(source)
     terms = [{"function": f"{tmp_path / 'mine.py'}:ranks", "per": "group"}]
-    rewards = {"terms": terms, "timeout_s": 60.0}
-    overrides = tiny | {"loss": {"skip_no_signal": False}, "warm_start": {"steps": 0}}
-    process = start(overrides, tmp_path / "run", steps=12, rewards=rewards)
-    for steps in (1, 5):
-        await_steps(tmp_path / "run", steps, process)
-        os.kill(pid_of("rewards", process), signal.SIGKILL)
-        await_starts(tmp_path / "run", "rewards", 2 if steps == 1 else 3, process)
-    summary = finished(process, tmp_path / "run", steps=12)
+    tables = tiny | {"steps": 12, "rewards": {"terms": terms, "timeout_s": 60.0}, "max_staleness": 2}
+    tables |= {"loss": {"skip_no_signal": False}, "warm_start": {"steps": 0}}
+
+    def killing(event: Any) -> None:
+        if isinstance(event, StepDone) and event.step in (0, 4):
+            send("rewards", signal.SIGKILL)
+
+    out = tmp_path / "run"
+    summary = run_with(killing, monkeypatch, tables, out)
+    check_whole(summary, out, steps=12)
     assert summary["restarts"] == {"rewards": 2}
+    assert [one.args["incarnation"] for one in instants(out) if one.name == "joined"] == [2, 3]
     assert summary["prompts"]["failed_completions"] == 0
     groups: dict[int, list[Any]] = {}
-    for line in read_rollouts(tmp_path / "run" / "rollouts.jsonl"):
+    for line in read_rollouts(out / "rollouts.jsonl"):
         groups.setdefault(line.ordinal, []).append(line)
     assert len(groups) >= 48
     for group in groups.values():
@@ -106,15 +143,21 @@ def test_groups_are_scored_as_wholes_also_when_who_scores_is_killed(tiny, tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["generator-0", "rewards"])
-def test_one_that_is_stopped_for_longer_than_a_lease_is_killed_and_replaced(victim, tiny, tmp_path):
-    process = start(tiny, tmp_path / "run", steps=12, lease_s=4.0)
-    await_steps(tmp_path / "run", 1, process)
-    stopped = pid_of(victim, process)
-    os.kill(stopped, signal.SIGSTOP)
-    summary = finished(process, tmp_path / "run", steps=12)
+def test_one_that_is_stopped_for_longer_than_a_lease_is_killed_and_replaced(victim, tiny, tmp_path, monkeypatch):
+    stopped: list[int] = []
+
+    def stopping(event: Any) -> None:
+        if isinstance(event, StepDone) and event.step == 0:
+            stopped.append(send(victim, signal.SIGSTOP))
+
+    out = tmp_path / "run"
+    summary = run_with(stopping, monkeypatch, tiny | {"steps": 12, "lease_s": 4.0}, out)
+    check_whole(summary, out, steps=12)
     assert summary["restarts"] == {victim: 1}
-    assert f"{victim} was lost: silent for" in summary["output"]
-    assert not is_alive(stopped)
+    (lost,) = [one for one in instants(out) if one.name == "lost"]
+    assert lost.args["executor"] == victim
+    assert lost.args["why"].startswith("silent for ")
+    assert not is_alive(*stopped)
 
 
 @pytest.mark.slow
@@ -163,15 +206,31 @@ def test_killed_in_the_last_evaluation_it_is_asked_again(victim, tiny, tmp_path)
 
 
 @pytest.mark.slow
-def test_replicas_that_die_one_after_the_other_are_replaced(tiny, tmp_path):
-    out = tmp_path / "run"
-    process = start(tiny, out, steps=400, generator={"num_slots": 16, "replicas": 2})
-    await_steps(out, 1, process)
-    os.kill(pid_of("generator-0", process), signal.SIGKILL)
-    await_starts(out, "generator-0", 2, process)
-    os.kill(pid_of("generator-1", process), signal.SIGKILL)
-    await_starts(out, "generator-1", 2, process)
-    assert finished(process, out, steps=400)["restarts"] == {"generator-0": 1, "generator-1": 1}
+def test_replicas_that_die_one_after_the_other_are_replaced(tiny, tmp_path, monkeypatch):
+    """The second is killed when the first one's successor samples; the run ends a step after both have one."""
+    out, news = tmp_path / "run", list[str]()
+
+    def killing(event: Any) -> None:
+        if isinstance(event, StepDone) and event.step == 0:
+            send("generator-0", signal.SIGKILL)
+        if isinstance(event, ReplicaLost):
+            news.append(f"{event.replica} is lost")
+        if isinstance(event, Swapped) and news and news[-1] == f"{event.replica} is lost":
+            news.append(f"{event.replica} is back")
+            if event.replica == 0:
+                send("generator-1", signal.SIGKILL)
+
+    def ending(_: Any) -> str | None:
+        return "stop" if news[-1:] == ["1 is back"] else None
+
+    tables = tiny | {"steps": 10_000, "generator": {"num_slots": 16, "replicas": 2}}
+    summary = run_with(killing, monkeypatch, tables, out, callbacks={"on_step": ending})
+    assert (summary["status"], summary["stopped_because"]) == ("done", "callback")
+    assert news == ["0 is lost", "0 is back", "1 is lost", "1 is back"]
+    assert summary["restarts"] == {"generator-0": 1, "generator-1": 1}
+    assert (summary["prompts"]["lost"], summary["prompts"]["repeated"]) == (0, 0)
+    audit(out)
+    audit_trace(out, is_whole=False)
 
 
 @pytest.mark.slow

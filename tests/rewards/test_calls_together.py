@@ -251,6 +251,34 @@ def test_threads_that_hang_are_replaced_and_others_go_on() -> None:
         assert scorer.num_restarts == 2
 
 
+def test_after_eight_that_hung_no_call_begins_but_one_in_another_thread_may_hang() -> None:
+    """Two threads, in turn overdue each second: when the eighth is, the ninth has begun."""
+    clock, release = VirtualClock(), threading.Event()
+
+    def reward(completions: list[str], **_: Any) -> list[float]:
+        release.wait(GENEROUS_S)
+        return [1.0]
+
+    scorings = [Scoring("f", "completion", partial(call_function, reward))]
+    with closed(CallableScorer(scorings, timeout_s=2.0, num_threads=2, clock=clock)) as scorer:
+        done: list[ScoredJob] = []
+        for i in range(12):
+            scorer.submit(job(i, "a"))
+            if i < 2:
+                done += scorer.poll()
+                clock.advance(1.0)
+        for _ in range(9):
+            done += scorer.poll()
+            clock.advance(1.0)
+        release.set()
+        assert scorer.num_pending == 0
+        failures = {one.job_id: one.failure for one in done}
+        assert [failures[i] for i in range(9)] == ["f: timed out after 2 s"] * 9
+        again = "the reward function hung 8 times and is not called again"
+        assert [failures[i] for i in range(9, 12)] == [again] * 3
+        assert scorer.num_restarts == 9
+
+
 def test_an_answer_after_the_end_goes_nowhere() -> None:
     release, inside = threading.Event(), threading.Event()
 

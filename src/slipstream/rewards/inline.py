@@ -32,7 +32,8 @@ class CallableScorer:
     """Scores with `terms`, the caller's functions, in `num_threads` daemon threads, each one job at a time.
 
     Its methods are those of `ScoringPool`. A job that takes longer than `timeout_s` is failed, its thread abandoned
-    (its answer is ignored) and a new one started; after 8 abandoned threads every further job fails at once.
+    (its answer is ignored) and a new one started; after 8 abandoned threads every further job fails at once. Jobs in
+    other threads by then go on, so that at most `8 + num_threads - 1` threads are abandoned.
     """
 
     def __init__(
