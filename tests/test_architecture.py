@@ -165,7 +165,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 91_510
+MAX_LINES = 91_520
 MAX_LINES_OF_SPINE = 1_600
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -183,7 +183,7 @@ MAX_LINES_OF_FOLDER = {
     "core": 11_560,
     "environments": 8_085,
     "evals": 2_700,
-    "generator": 10_030,
+    "generator": 10_035,
     "jail": 1_060,
     "jobs": 985,
     "models": 10_025,
