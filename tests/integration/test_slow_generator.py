@@ -91,11 +91,12 @@ def slow_down(run: Path, is_over: threading.Event, stops: list[tuple[float, floa
     await_that(lambda: flight.of_the_slow)
     begun_s = time.monotonic()
     while await_that(lambda: flight.of_the_slow) and not flight.has_alarm:
-        slow = next(pid for pid in descendants(os.getpid()) if f"generator-{SLOW}" in " ".join(command_line(pid)))
+        (slow,) = (pid for pid in descendants(os.getpid()) if f"generator-{SLOW}" in " ".join(command_line(pid)))
         stopped_s = time.monotonic()
         os.kill(slow, signal.SIGSTOP)
         try:
-            if await_that(lambda: flight.all_wait) and (held := flight.of_the_slow):
+            await_that(lambda: flight.all_wait)
+            if held := flight.of_the_slow:  # else it has finished its group before the signal came
                 took_s = time.monotonic() - begun_s
                 is_over.wait(min(max(LEAST_STOP_S, WAITS_FOR_IT * took_s), MOST_STOP_S))
         finally:
