@@ -42,7 +42,8 @@ def audit_trace(run_dir: Path, *, is_whole: bool = True) -> dict[str, int]:
             elif one["name"] in ("forward_backward", "optimizer"):
                 assert isinstance(one["args"]["step"], int), one
 
-    assert num_sampled, "no slice says with which version it sampled"
+    # A generator that was killed within its first second has written none.
+    assert num_sampled or not is_whole, "no slice says with which version it sampled"
 
     starts = {thread: [one["ts"] for one in own] for thread, own in slices.items()}
 
