@@ -61,8 +61,10 @@ def start(others: frozenset[int]) -> Iterator[Start]:
     for process in started:
         if process.poll() is None:
             process.kill()
-            process.wait()
+            process.wait(END_DEADLINE_S)
+            deadline_s = time.monotonic() + END_DEADLINE_S
             while left := set(descendants(os.getpid())) - others:
+                assert time.monotonic() < deadline_s, f"killed, and still there: {left}"
                 for pid in left:
                     with suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
