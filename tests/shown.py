@@ -60,11 +60,19 @@ def inlines(document: Path) -> Iterator[tuple[int, Token]]:
 
 
 def commands_of(block: Block) -> list[str]:
-    """Return the command lines of a block, without prompts and remarks: of `sh` each, else what looks like one."""
+    """Return the command lines of a block, without prompts and remarks: of `sh` each, else what looks like one.
+
+    Lines of a text in quotes stay as they are.
+    """
     if block.language in ("python", "toml", "json"):
         return []
     found = []
+    quoted = False
     for line in block.text.replace("\\\n", " ").splitlines():
+        was_quoted, quoted = quoted, quoted ^ (line.count('"') % 2 == 1)
+        if was_quoted:
+            found.append(line)
+            continue
         command = re.sub(r"(?:^| +)#.*", "", line.removeprefix("$ ")).strip()
         if command and (block.language in ("sh", "bash") or COMMAND.match(command)):
             found.append(re.sub(r" {2,}", " ", command))

