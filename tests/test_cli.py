@@ -98,6 +98,8 @@ def test_presets_and_lists(calls: list[Any]) -> None:
         ("run tiny --steps 0", "'steps' has a value that is not allowed"),
         ("run tiny --preset sync --max-staleness 1", "contradict"),
         ("run tiny --preset synch", "did you mean 'sync'?"),
+        ('run tiny --model.lora.targets ["q_proj","v_proj"]', 'words of their own\n  got:     ["q_proj","v_proj"]\n'),
+        ("run tiny --model.lora.targets ['q_proj','v_proj']", "allowed: q_proj v_proj\n"),
         ("run tiny --publish-every 9", "publish_every leaves"),
         ("run tiny --model.path nowhere", "no Hugging Face checkpoint"),
         ("run --resume nowhere", "no folder 'nowhere'"),

@@ -163,7 +163,10 @@ def override_flags(model: type[BaseModel], shown: Mapping[str, Any], only: Colle
 
 
 def as_overrides(parsed: Mapping[str, Any], model: type[BaseModel] = RunConfig) -> dict[str, Any]:
-    """Return what tyro parsed as nested tables: pairs become tables again, sections without a flag vanish."""
+    """Return what tyro parsed as nested tables: pairs become tables again, sections without a flag vanish.
+
+    Raises ConfigError for a list as TOML writes it: here its values are words of their own.
+    """
     tables: dict[str, Any] = {}
     for name, value in parsed.items():
         kind: Any = model.model_fields[name].annotation
@@ -171,6 +174,9 @@ def as_overrides(parsed: Mapping[str, Any], model: type[BaseModel] = RunConfig) 
             if section := as_overrides(value, kind):
                 tables[name] = section
         else:
+            if get_origin(kind) is list and value and str(value[0]).startswith("["):
+                words = " ".join(re.findall(r"[^][\s,'\"]+", value[0]))
+                raise ConfigError(f"the values of '{name}' are words of their own", got=value[0], allowed=words)
             tables[name] = dict(value) if get_origin(kind) is dict else value
     return tables
 

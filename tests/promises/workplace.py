@@ -92,12 +92,12 @@ def copy_checkout(folder: Path) -> None:
         (folder / ".venv-trl").symlink_to(ROOT / ".venv-trl")
 
 
-def make_model(folder: Path) -> None:
-    """Write a small random checkpoint with a chat template."""
+def make_model(folder: Path, **more: object) -> None:
+    """Write a small random checkpoint with a chat template; `more` fields of [model] say of which kind."""
     tokenizer = char_tokenizer("".join(map(chr, range(32, 127))) + "\n")
     tokenizer.chat_template = CHAT
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2}
-    config = ModelConfig(**sizes, max_positions=2048)
+    config = ModelConfig(**sizes, max_positions=2048, **more)
     torch.manual_seed(0)
     eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     save_model(
@@ -129,15 +129,20 @@ def make_interrupted_run(folder: Path) -> None:
         assert run.wait(timeout=DEADLINE_S) == 130
 
 
-MAKERS = {"MODEL": make_model, "RUN": make_run, "CUT": make_interrupted_run}
+def make_mixture(folder: Path) -> None:
+    """Write such a checkpoint whose layers have experts."""
+    make_model(folder, family="mixtral", num_experts=4)
+
+
+MAKERS = {"MODEL": make_model, "MIXTURE": make_mixture, "RUN": make_run, "CUT": make_interrupted_run}
 
 
 def furnish(folder: Path, store: Path, text: str) -> None:
     """Make what `text`, or a recipe that it names, names: finished runs, models, data."""
     text = "\n".join([text, *(path.read_text("utf-8") for path in folder.glob("*.toml") if path.name in text)])
-    for name in (*RUNS, *MODELS, "CUT"):
+    for name in (*RUNS, *MODELS, "CUT", "MIXTURE"):
         if re.search(rf"(?<![\w/.-]){re.escape(name)}(?![\w-])", text) and not (folder / name).exists():
-            kind = "CUT" if name == "CUT" else "MODEL" if name in MODELS else "RUN"
+            kind = "MODEL" if name in MODELS else "RUN" if name in RUNS else name
             if not (store / kind).exists():
                 MAKERS[kind](store / kind)
             shutil.copytree(store / kind, folder / name)
