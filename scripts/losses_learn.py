@@ -2,9 +2,10 @@
 
     python scripts/losses_learn.py [--losses grpo rloo] [--presets sync] [--seeds 0 1] [--write docs/losses_learn.md]
 
-One run after the other, each from the same warm start per seed: words of three and four letters are spelled backward by
-a 0.1 M-parameter model, all executors in one process on one core. Printed is the held-out accuracy, sampled at
-temperature 1, before and after, as a table of Markdown; `--write` puts the tables between the markers of a page.
+Each run begins with the same warm start per seed: words of three and four letters are spelled backward by a 0.1
+M-parameter model, all executors in one process on one core, a run on each core. Printed is the held-out accuracy,
+sampled at temperature 1, before and after, as a table of Markdown; `--write` puts the tables between the markers of a
+page.
 `tests/learning/test_losses_learn.py` holds every run to LEAST_GAIN.
 """
 
@@ -12,12 +13,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
+from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -133,6 +138,17 @@ def learn(loss: str, preset: str, seed: int, out: Path, *, small: bool = False) 
     return Row(loss, preset, seed, before, after, staleness, time.perf_counter() - started_s)
 
 
+def pin(cores: SimpleQueue[int]) -> None:
+    """Keep this process to one of `cores`: two threads would wait for each other."""
+    os.sched_setaffinity(0, {cores.get()})
+
+
+def learn_apart(run: tuple[str, str, int], small: bool) -> Row:
+    """Return the row of `run`, in a folder that does not stay."""
+    with tempfile.TemporaryDirectory() as folder:
+        return learn(*run, Path(folder) / "run", small=small)
+
+
 def table(rows: list[Row]) -> list[str]:
     """One line per loss and preset, one cell per seed, and the seconds of a run on average."""
     seeds = sorted({row.seed for row in rows})
@@ -182,15 +198,18 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="two steps each: see that everything works")
     parser.add_argument("--write", type=Path, help="page to put the tables into")
     arguments = parser.parse_args()
-    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # two threads would wait for each other
-    rows = []
-    for loss, preset, seed in product(arguments.losses, arguments.presets, arguments.seeds):
-        with tempfile.TemporaryDirectory() as folder:
-            rows.append(learn(loss, preset, seed, Path(folder) / "run", small=arguments.small))
-        print(f"{loss} {preset} seed {seed}: {rows[-1].before:.3f} -> {rows[-1].after:.3f}", flush=True)
-        if arguments.write is not None:
-            write(arguments.write, "results", table(rows))
-            write(arguments.write, "settings", settings())
+    context, rows = multiprocessing.get_context("spawn"), []
+    cores = context.SimpleQueue()
+    for core in os.sched_getaffinity(0):
+        cores.put(core)
+    runs = list(product(arguments.losses, arguments.presets, arguments.seeds))
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), context, pin, [cores]) as pool:
+        for row in pool.map(partial(learn_apart, small=arguments.small), runs):
+            rows.append(row)
+            print(f"{row.loss} {row.preset} seed {row.seed}: {row.before:.3f} -> {row.after:.3f}", flush=True)
+            if arguments.write is not None:
+                write(arguments.write, "results", table(rows))
+                write(arguments.write, "settings", settings())
     print("\n".join(["", *table(rows)]))
 
 
