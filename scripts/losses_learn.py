@@ -203,7 +203,7 @@ def main() -> None:
     for core in os.sched_getaffinity(0):
         cores.put(core)
     runs = list(product(arguments.losses, arguments.presets, arguments.seeds))
-    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), context, pin, [cores]) as pool:
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), context, pin, (cores,)) as pool:
         for row in pool.map(partial(learn_apart, small=arguments.small), runs):
             rows.append(row)
             print(f"{row.loss} {row.preset} seed {row.seed}: {row.before:.3f} -> {row.after:.3f}", flush=True)
