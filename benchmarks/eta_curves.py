@@ -162,10 +162,10 @@ def trainer_under_test(job: Job) -> Callable[[int], tuple[float, float]]:
     updates_s: list[float] = []
     update = policy.optimizer.step
 
-    def timed_update() -> float:
+    def timed_update(*, scale: float = 1.0) -> float:
         synchronize(job.device)
         started_s = time.perf_counter()
-        norm = update()
+        norm = update(scale=scale)
         synchronize(job.device)
         updates_s.append(time.perf_counter() - started_s)
         return norm

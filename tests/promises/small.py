@@ -48,13 +48,15 @@ SMALLER = {
     r"--out DIR": "--out NEW_RUN",
     r"^pytest(?: -q)?": "pytest -qq --collect-only",
     r"(slipstream run (?:quickstart|planned\.toml))": rf"\1 {QUICK}",
-    r"(slipstream run (?:smollm2|mine\.toml))": rf"\1 {STEPS} --generator.max-new-tokens 8"
+    r"(slipstream run (?:smollm2(?!_)|mine\.toml))": rf"\1 {STEPS} --generator.max-new-tokens 8"
     " --prompts.max-prompt-tokens 512",  # the stand-in reads characters
-    r"(slipstream run smollm2)(?!.*--model\.path)": r"\1 --model.path models/smollm2-135m-instruct",  # no hub is asked
+    r"(slipstream run smollm2)(?!_)(?!.*--model\.path)": r"\1 --model.path models/smollm2-135m-instruct",  # no hub
     r"(overhead\.py smollm2)": r"\1 --model.path models/smollm2-135m-instruct --prompts.max-prompt-tokens 512",
     r"(slipstream run reverse\.toml)": r"\1 --steps 2 --warm-start.steps 4 --loss.no-skip-no-signal",
     r"(slipstream run (?:tldr_mini|dpo_mini))": rf"\1 {STAGES}",
     r"(slipstream run lora_mini)": r"\1 --steps 2 --sft.steps 5 --eval.num-prompts 8",
+    r"(slipstream run smollm2_lora)": rf"\1 {STEPS} --prompts.max-prompt-tokens 512"
+    " --generator.max-new-tokens 8 --model.path models/smollm2-135m-instruct",
     r"(slipstream run smollm2_tools)": rf"\1 {STEPS} --warm-start.steps 1 --prompts.max-prompt-tokens 512"
     " --model.path models/smollm2-135m-instruct",
     r"(slipstream run examples/programs\.toml)": r"\1 --steps 1 --completions-per-group 2 --generator.max-new-tokens 8"
