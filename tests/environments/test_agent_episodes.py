@@ -47,6 +47,7 @@ class AgentWorld(World):
     def __init__(self, rng: random.Random, **sizes: Any) -> None:
         self.agents: dict[Key, ScriptedAgent] = {}
         self.ended: dict[Key, ScriptedAgent] = {}
+        self.gave_up: dict[Key, bool] = {}  # whether its last loss was its own doing for certain
         self.count = 0
         super().__init__(rng, **sizes)
 
@@ -104,10 +105,13 @@ class AgentWorld(World):
 
     def _fail(self) -> None:
         if self.agents:
-            key = self.rng.choice(sorted(self.agents))
+            refused = [key for key, agent in self.agents.items() if agent.is_refused]  # few, each soon gone
+            key = self.rng.choice(sorted(refused or self.agents))
             del self.agents[key]
             self.num_failures += 1
-            self._do(self.table.failed(Lost(key, "it broke", is_guilty=self.rng.choice([True, None, False])), 0.0))
+            is_guilty, is_suspected = self.rng.choice([True, None, False]), self.rng.random() < 0.5
+            self.gave_up[key] = bool(is_guilty) and not is_suspected
+            self._do(self.table.failed(Lost(key, "it broke", is_guilty, is_suspected), 0.0))
 
     _lose_innocent = _fail  # an agent has no state
 
@@ -150,11 +154,13 @@ def turns_of(segments: Sequence[Segment], prompt_ids: Sequence[int]) -> list[tup
     num_replicas=st.integers(1, 3),
     samples=st.integers(1, 3),
     spans_versions=st.booleans(),
+    break_rate=st.sampled_from([0.1, 0.02]),
 )
 def test_what_agents_were_told_is_what_is_trained(
-    seed: int, num_replicas: int, samples: int, spans_versions: bool
+    seed: int, num_replicas: int, samples: int, spans_versions: bool, break_rate: float
 ) -> None:
-    world = AgentWorld(random.Random(seed), num_replicas=num_replicas, samples=samples, spans_versions=spans_versions)
+    rng, kinds = random.Random(seed), {"spans_versions": spans_versions, "break_rate": break_rate}
+    world = AgentWorld(rng, num_replicas=num_replicas, samples=samples, **kinds)
     for _ in range(200):
         world.step(may_break=True)
     world.finish()
@@ -175,6 +181,7 @@ def test_what_agents_were_told_is_what_is_trained(
         if agent is None or not (agent.is_refused or not record.is_cut):  # it was lost after a limit had cut it
             assert record.is_cut
             assert record.reward is None
+            assert world.gave_up[key], "what others did took no reward away"
             continue
         told = [
             (ids_of(ask.messages) if ask.messages is not None else list(ask.tokens or ()), list(reply.tokens))
@@ -311,6 +318,24 @@ def test_an_agent_that_does_not_bear_a_limit_is_cut_and_does_not_begin_again() -
     assert isinstance(over, Observation)
     assert over.record is not None
     assert (over.record.is_cut, over.record.failure, over.record.reward) == (True, None, None)
+
+
+@pytest.mark.parametrize(
+    "lost", [Lost(KEY, "killed", True, is_suspected=True), Lost(KEY, "killed", None), Lost(KEY, "killed", False)]
+)
+def test_one_whose_worker_is_lost_behind_a_limit_begins_again(lost: Lost) -> None:
+    table = opened(episode_limit_s=5.0)
+    ask(table, 1, user(50))
+    turn(table, 1, [1])
+    ask(table, 2, user(50), user(51), now_s=6.0)
+    [again] = table.failed(lost, 6.0)
+    assert isinstance(again, Open), "its reward was on the way"
+    anew = ask(table, 3, user(50), now_s=6.0)
+    turn(table, 1, [1], life=anew.life)
+    [over] = table.ended(LastWord(KEY, 1.0), 7.0)
+    assert isinstance(over, Observation)
+    assert over.record is not None
+    assert (over.record.is_cut, over.record.failure, over.record.reward) == (False, None, 1.0)
 
 
 def test_an_agent_without_a_turn_has_failed() -> None:

@@ -66,6 +66,7 @@ class Lost:
     key: Key
     reason: str
     is_guilty: bool | None = True
+    is_suspected: bool = False  # guilty only as no other had a call when its worker ended
 
 
 Answer = Said | Asked | LastWord | Lost

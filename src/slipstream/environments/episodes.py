@@ -238,7 +238,8 @@ class EpisodeTable:
         episode = self._open.get(_key_of(lost))
         if episode is None:
             return []
-        if episode.phase == "talking" and episode.is_cut and episode.turn:  # it did not bear to be refused a turn
+        has_given_up = episode.phase == "talking" and lost.is_guilty and not lost.is_suspected
+        if has_given_up and episode.is_cut and episode.turn:  # it did not bear to be refused a turn
             return [self._close(episode, episode.record())]
         if lost.is_guilty is False and episode.state is not None:
             episode.phase = "restoring"

@@ -456,7 +456,7 @@ class EpisodePool(ABC):
             if guilty is None and is_guilty and len(suspects) > 1:
                 is_guilty = None
             told = reason if is_guilty is not False else f"another episode of its worker: {reason}"
-            self._remove(site, episode, _lost(episode, told, is_guilty=is_guilty))
+            self._remove(site, episode, _lost(episode, told, is_guilty=is_guilty, is_suspected=guilty is None))
         self._start()
 
     def _watch(self, site: _Site) -> None:
@@ -489,6 +489,7 @@ def _checked(episode: _Episode, spoke: Spoke) -> Said:
     )
 
 
-def _lost(episode: _Episode, reason: str, *, is_guilty: bool | None) -> Lost:
+def _lost(episode: _Episode, reason: str, *, is_guilty: bool | None, is_suspected: bool = False) -> Lost:
     """The failure of an episode, with what its environment could not know."""
-    return Lost(episode.key, f"{reason} ({NO_NETWORK})" if episode.has_asked_network else reason, is_guilty)
+    told = f"{reason} ({NO_NETWORK})" if episode.has_asked_network else reason
+    return Lost(episode.key, told, is_guilty, is_suspected)
