@@ -53,6 +53,8 @@ SMALLER = {
     r"(slipstream run smollm2)(?!_)(?!.*--model\.path)": r"\1 --model.path models/smollm2-135m-instruct",  # no hub
     r"(overhead\.py smollm2)": r"\1 --model.path models/smollm2-135m-instruct --prompts.max-prompt-tokens 512",
     r"(slipstream run reverse\.toml)": r"\1 --steps 2 --warm-start.steps 4 --loss.no-skip-no-signal",
+    r"(slipstream run tiny\.toml)": r"\1 --steps 2 --warm-start.steps 4 --prompts.num-eval 16 --eval.num-prompts 8"
+    " --loss.no-skip-no-signal",
     r"(slipstream run (?:tldr_mini|dpo_mini))": rf"\1 {STAGES}",
     r"(slipstream run lora_mini)": r"\1 --steps 2 --sft.steps 5 --eval.num-prompts 8",
     r"(slipstream run smollm2_lora)": rf"\1 {STEPS} --prompts.max-prompt-tokens 512"
@@ -159,6 +161,8 @@ NEEDS = {
     r"verifiers_program\.py|scripts/word_lists\.py": Needs(
         "verifiers, in an environment of its own: `make verifiers-env`"
     ),
+    r"vllm_weights\.py": Needs("vLLM: `make vllm-env`", instead="python benchmarks/vllm_weights.py --help"),
+    r"run (?:gsm8k|math|no_robots|tldr)\b": Needs("the hub: tests/integration/test_published_recipes.py"),
     r"--engine vllm|\.engine vllm": Needs("vLLM: `make test-vllm`", instead="slipstream run --help"),
     r"^make docs|build_site\.py": Needs("a download: `make .venv/docs`", (ROOT / ".venv" / "docs").exists),
     r"^kubectl|^scancel|^ray start|--ray auto": Needs("a cluster"),

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from itertools import permutations
 from pathlib import Path
 
 import torch
@@ -148,6 +149,8 @@ def furnish(folder: Path, store: Path, text: str) -> None:
             shutil.copytree(store / kind, folder / name)
     rows = [{"prompt": f"{i} + 1 =", "answer": str(i + 1)} for i in range(64)]
     (folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    unsorted = [{"prompt": one, "answer": "".join(sorted(one))} for one in map("".join, permutations("abcde", 4))]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in unsorted), encoding="utf-8")
     (folder / "grpo.yaml").write_text("model_name_or_path: MODEL\nmax_steps: 2\n", encoding="utf-8")
     (folder / "data").mkdir(exist_ok=True)
     label = {"query": [5, 6], **{f"sample{k}": [7, 8 + k] for k in range(4)}, "best": 1}
