@@ -165,7 +165,7 @@ def override_flags(model: type[BaseModel], shown: Mapping[str, Any], only: Colle
 def as_overrides(parsed: Mapping[str, Any], model: type[BaseModel] = RunConfig) -> dict[str, Any]:
     """Return what tyro parsed as nested tables: pairs become tables again, sections without a flag vanish.
 
-    Raises ConfigError for a list as TOML writes it: here its values are words of their own.
+    ConfigError for a list as TOML writes it.
     """
     tables: dict[str, Any] = {}
     for name, value in parsed.items():
@@ -174,9 +174,9 @@ def as_overrides(parsed: Mapping[str, Any], model: type[BaseModel] = RunConfig) 
             if section := as_overrides(value, kind):
                 tables[name] = section
         else:
-            if get_origin(kind) is list and value and str(value[0]).startswith("["):
-                words = " ".join(re.findall(r"[^][\s,'\"]+", value[0]))
-                raise ConfigError(f"the values of '{name}' are words of their own", got=value[0], allowed=words)
+            if get_origin(kind) is list and (words := str(next(iter(value), ""))).startswith("["):
+                allowed = " ".join(re.findall(r"[^][\s,'\"]+", words))
+                raise ConfigError(f"the values of '{name}' are words of their own", got=words, allowed=allowed)
             tables[name] = dict(value) if get_origin(kind) is dict else value
     return tables
 

@@ -130,6 +130,9 @@ class ChaosRun:
         last = self.attempts[-1]
         if last.code == BAD_INPUT and "already complete" in last.said:  # killed after its last word
             self.attempts[-1] = Attempt(last.is_resume, last.started_s, last.ended_s, DONE, last.said)
+            if "its page is missing" in last.said:  # killed before that
+                report = (sys.executable, "-m", "slipstream.cli", "report", str(self.run_dir))
+                subprocess.run(report, check=True, timeout=QUIET_S, stdout=subprocess.DEVNULL)
         elif last.code == BAD_INPUT:
             raise AssertionError(f"the user's command was refused{self.said()}")
         return self.attempts[-1]

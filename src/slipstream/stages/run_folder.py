@@ -105,11 +105,12 @@ def check_goes_on(config: RunConfig, run_dir: Path) -> None:
     summary, more = read_summary(run_dir / "summary.json"), f"--steps {2 * config.steps}"
     if (cause := summary.stopped_because) in ("stop_at", "patience"):
         more = f"another --eval.{cause}, or none (null),"
+    page = "" if (run_dir / "report.html").exists() else f"; its page is missing: `slipstream report {run_dir}`"
     raise ConfigError(
         "the run is already complete",
         got=f"{summary.steps} of {config.steps} steps" + (f", ended by {cause}" if cause else ""),
         allowed="a run that was stopped before its last step, or more steps",
-        hint=f"{more} goes on with it; a new run from its policy takes --model.path {run_dir / 'model'}",
+        hint=f"{more} goes on with it; a new run from its policy takes --model.path {run_dir / 'model'}{page}",
     )
 
 
