@@ -164,6 +164,7 @@ NEEDS = {
     r"vllm_weights\.py": Needs("vLLM: `make vllm-env`", instead="python benchmarks/vllm_weights.py --help"),
     r"run (?:gsm8k|math|no_robots|tldr)\b": Needs("the hub: tests/integration/test_published_recipes.py"),
     r"--engine vllm|\.engine vllm": Needs("vLLM: `make test-vllm`", instead="slipstream run --help"),
+    r"^make test-vllm": Needs("vLLM: `make vllm-env`", (ROOT / ".venv-vllm" / "installed").exists),
     r"^make docs|build_site\.py": Needs("a download: `make .venv/docs`", (ROOT / ".venv" / "docs").exists),
     r"^kubectl|^scancel|^ray start|--ray auto": Needs("a cluster"),
     r"^ssh ": Needs("another machine"),

@@ -33,9 +33,12 @@ MODELS = (  # folders, which win over the hub
     *("HuggingFaceTB/SmolLM2-135M-Instruct", "Qwen/Qwen2.5-0.5B-Instruct"),
 )
 CHAT = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
-SETUP = """
+SETUP = r"""
 set -euo pipefail
-make() { command make -o .venv/dev -o .venv/run -o .venv/experiments -o .venv/docs -o .venv-trl/installed "$@"; }
+make() {
+    command make -o .venv/dev -o .venv/run -o .venv/experiments -o .venv/docs -o .venv/ray -o .venv-trl/installed \
+        -o .venv-vllm/installed "$@"
+}
 until_it_says() {
     local word=$1 pid; shift
     "$@" >said 2>&1 & pid=$!
@@ -89,8 +92,9 @@ def copy_checkout(folder: Path) -> None:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
     (folder / ".venv").symlink_to(sys.prefix)
-    if (ROOT / ".venv-trl").exists():
-        (folder / ".venv-trl").symlink_to(ROOT / ".venv-trl")
+    for name in (".venv-trl", ".venv-vllm"):
+        if (ROOT / name).exists():
+            (folder / name).symlink_to(ROOT / name)
 
 
 def make_model(folder: Path, **more: object) -> None:
