@@ -29,7 +29,7 @@ def main(recipe: str = "quickstart", folder: str | None = None) -> None:
     with tempfile.TemporaryDirectory(dir=folder) as name:
         for step in range(REPEATS):
             started_s = time.perf_counter()
-            policy.save(Path(name) / f"step_{step}", step=step, extra={}, critic=None)
+            policy.save(Path(name) / f"step_{step}", step=step, extra={}, others={})
             policy.saved(wait=True)
             seconds.append(time.perf_counter() - started_s)
         newest = Path(name) / f"step_{REPEATS - 1}"

@@ -30,7 +30,7 @@ from slipstream.core.rank_group import RankGroup
 from slipstream.core.sections import ModelConfig
 from slipstream.models.config import new_config
 from slipstream.models.context_parallel import Structure, dealt_rows
-from slipstream.models.packed import ROW_MULTIPLE, filled_rows
+from slipstream.models.packed import ROW_MULTIPLE, filled_rows, rounded_up
 from slipstream.models.sharded import Division, new_sharded, stored_parameters
 from slipstream.observe.hardware import describe
 from slipstream.trainer.measure import microbatch_logprobs
@@ -136,7 +136,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|")
     for name, microbatch in microbatches().items():
         for world in (2, 4, 8):
-            tokens, _, lengths, rows = filled_rows(microbatch, ROW_MULTIPLE * world)
+            tokens, _, lengths, rows = filled_rows(microbatch, rounded_up(microbatch.num_tokens, ROW_MULTIPLE * world))
             pairs, targets = Structure(lengths, rows).keys_seen, np.zeros(len(tokens))
             np.add.at(targets, microbatch.target_index, 1)
             ways = np.arange(len(tokens)).reshape(world, -1), dealt_rows(pairs, world)

@@ -161,6 +161,7 @@ NEEDS = {
     r"verifiers_program\.py|scripts/word_lists\.py": Needs(
         "verifiers, in an environment of its own: `make verifiers-env`"
     ),
+    r"one_gpu\.py": Needs("a GPU", torch.cuda.is_available, "python benchmarks/one_gpu.py --help"),
     r"vllm_weights\.py": Needs("vLLM: `make vllm-env`", instead="python benchmarks/vllm_weights.py --help"),
     r"run (?:gsm8k|math|no_robots|tldr)\b": Needs("the hub: tests/integration/test_published_recipes.py"),
     r"--engine vllm|\.engine vllm": Needs("vLLM: `make test-vllm`", instead="slipstream run --help"),
