@@ -181,6 +181,7 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     for name, draw in (("loop", draw_loop), ("dial", draw_dial), ("life", draw_life)):
         draw().save(out / f"{name}.svg")
+        print(out / f"{name}.svg")
 
 
 if __name__ == "__main__":
