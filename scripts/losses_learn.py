@@ -16,6 +16,7 @@ import json
 import multiprocessing
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
@@ -143,8 +144,16 @@ def learn(loss: str, preset: str, seed: int, out: Path, *, small: bool = False) 
 
 
 def pin(cores: SimpleQueue[int]) -> None:
-    """Keep this process to one of `cores`: two threads would wait for each other."""
+    """Keep this process to one of `cores`: two threads would wait for each other. It ends with the one that made it."""
     os.sched_setaffinity(0, {cores.get()})
+    threading.Thread(target=end_with_parent, daemon=True).start()
+
+
+def end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def learn_apart(run: tuple[str, str, int], small: bool) -> Row:
