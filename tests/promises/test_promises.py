@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Collection
 from pathlib import Path
@@ -25,6 +26,7 @@ FILES = [path.relative_to(ROOT).as_posix() for path in RUNNABLE if '__name__ == 
 TARGETS = re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)
 ALONE = {with_size(name) for name in FILES} | {small(f"make {target}")[0] for target in TARGETS}  # have own tests
 DIFFERENT = list({tuple(map(small, block.text.splitlines())): block for block in reversed(SHOWN)}.values())[::-1]
+SDKS = ("agents", "smolagents")  # no dependencies: where one is not installed, what a page shows with it is left out
 PAGES = [path for path in DOCUMENTS if any(block.language == "python" for block in blocks(path))]
 
 
@@ -69,7 +71,10 @@ def test_shown_python(document: Path, checkout: Path, store: Path) -> None:
         pytest.skip("tests/algorithms/test_own_loss.py runs it as it stands")
     files = files_of(document)
     shown = [b.text for b in blocks(document) if b.language == "python" and b.text not in files.values()]
-    text = "\n".join(shown)
+    absent = [name for name in SDKS if importlib.util.find_spec(name) is None]
+    text = "\n".join(
+        one for one in shown if not any(re.search(rf"^from {name}\b", one, re.MULTILINE) for name in absent)
+    )
     for pattern, replacement in PYTHON_SMALLER.items():
         text = re.sub(pattern, replacement, text)
     furnish(checkout, store, text)
