@@ -5,8 +5,7 @@
 Each run begins with the same warm start per seed: words of three and four letters are spelled backward by a 0.1
 M-parameter model, all executors in one process on one core, a run on each core. Printed is the held-out accuracy,
 sampled at temperature 1, before and after, as a table of Markdown; `--write` puts the tables between the markers of a
-page.
-`tests/learning/test_losses_learn.py` holds every run to LEAST_GAIN.
+page. `tests/learning/test_losses_learn.py` holds every run to LEAST_GAIN.
 """
 
 from __future__ import annotations
@@ -103,7 +102,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 """Every policy loss with what belongs to it: advantages, selection, penalty, critic; the rest is TASK's.
 
 A key is the loss, or a variant that names its own."""
-
 
 AWAITED = frozenset({"icepop", "sapo", "dppo_tv", "dppo_kl", "m2po", "mu_grpo", "oapl", "vcpo"})
 """Those whose runs are not in the page's table yet: `--losses` with these names, on a quiet machine, gives its rows."""

@@ -163,10 +163,7 @@ def override_flags(model: type[BaseModel], shown: Mapping[str, Any], only: Colle
 
 
 def as_overrides(parsed: Mapping[str, Any], model: type[BaseModel] = RunConfig) -> dict[str, Any]:
-    """Return what tyro parsed as nested tables: pairs become tables again, sections without a flag vanish.
-
-    ConfigError for a list as TOML writes it.
-    """
+    """Return what tyro parsed as tables, pairs as such again; ConfigError for a list that is written as in TOML."""
     tables: dict[str, Any] = {}
     for name, value in parsed.items():
         kind: Any = model.model_fields[name].annotation

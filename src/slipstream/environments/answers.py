@@ -60,13 +60,13 @@ class Lost:
     """The environment of this episode is gone.
 
     `is_guilty`: by its own doing; False where it shared a worker with one; None where it may have been this one, as it
-    had a call when its worker was lost.
+    had a call when its worker was lost. `is_suspected`: guilty only as no other had a call then; its code said nothing.
     """
 
     key: Key
     reason: str
     is_guilty: bool | None = True
-    is_suspected: bool = False  # guilty only as no other had a call when its worker ended
+    is_suspected: bool = False
 
 
 Answer = Said | Asked | LastWord | Lost

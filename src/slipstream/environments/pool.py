@@ -491,4 +491,5 @@ def _checked(episode: _Episode, spoke: Spoke) -> Said:
 
 def _lost(episode: _Episode, reason: str, *, is_guilty: bool | None, is_suspected: bool = False) -> Lost:
     """The failure of an episode, with what its environment could not know."""
-    return Lost(episode.key, reason + f" ({NO_NETWORK})" * episode.has_asked_network, is_guilty, is_suspected)
+    told = f"{reason} ({NO_NETWORK})" if episode.has_asked_network else reason
+    return Lost(episode.key, told, is_guilty, is_suspected)
