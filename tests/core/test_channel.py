@@ -89,9 +89,9 @@ def test_order_is_kept_and_counted(connector: Connector) -> None:
         for step in range(start, start + 8):
             ports["a"].outputs["out"].put(item(step))
         got += take(ports["b"], 8)
+        settle(ports["a"].outputs["out"], ports["b"].inputs["in"])  # one thread: while it waits for room, nobody looks
     assert steps(got) == list(range(40))
     assert ports["b"].inputs["in"].get_nowait() is None
-    settle(ports["a"].outputs["out"], ports["b"].inputs["in"])
     assert (ports["a"].outputs["out"].stats.sent, ports["b"].inputs["in"].stats.received) == (40, 40)
 
 
