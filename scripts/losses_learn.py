@@ -103,9 +103,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 A key is the loss, or a variant that names its own."""
 
-AWAITED = frozenset({"icepop", "sapo", "dppo_tv", "dppo_kl", "m2po", "mu_grpo", "oapl", "vcpo"})
-"""Those whose runs are not in the page's table yet: `--losses` with these names, on a quiet machine, gives its rows."""
-
 
 @dataclass(frozen=True)
 class Row:
