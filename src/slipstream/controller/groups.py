@@ -32,6 +32,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 
 from slipstream.controller.meeting import Listen, host_store
 from slipstream.controller.pipeline import Node
+from slipstream.controller.weights import gpu_of
 from slipstream.core.addresses import LOOPBACK, numeric_address
 from slipstream.core.errors import ConfigError
 from slipstream.core.keys import RunKeys
@@ -89,7 +90,7 @@ def _join(node: Node, rank: int, *, timeout_s: float, store: Store | None = None
     backend = "gloo"
     if node.device.startswith("cuda"):
         backend = "cpu:gloo,cuda:nccl"
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())
+        torch.cuda.set_device(gpu_of(node, rank))  # before anything makes a context on another
     dist.init_process_group(
         backend,
         store=store,

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from slipstream.controller.pipeline import Node, replica_of, weight_readers
 from slipstream.core.channel import Ports
 from slipstream.core.channel_spec import ChannelSpec, Kind
 from slipstream.core.config import RunConfig
+from slipstream.core.holders import ranks_per_copy
 from slipstream.core.rank_group import RankGroup
 from slipstream.generator.device import replica_device
+from slipstream.models.device import scoring_device
 from slipstream.weight_sync.copying import HOST, Memory
 from slipstream.weight_sync.cuda_ipc import CudaIpc
 from slipstream.weight_sync.device_memory import DeviceMemory
@@ -66,14 +70,21 @@ def weights_ends(
 
 def memory_of(node: Node, group: RankGroup) -> Memory:
     """Return this rank's memory: its GPU's in a run whose weights stay on GPUs (`RunConfig.weights_stay_on_gpu`)."""
-    config, replica = node.kwargs.get("config"), replica_of(node.name)
-    if not isinstance(config, RunConfig) or not config.weights_stay_on_gpu:
+    config = node.kwargs.get("config")
+    has_versions = node.name == "trainer" or replica_of(node.name) is not None
+    if not has_versions or not isinstance(config, RunConfig) or not config.weights_stay_on_gpu:
         return HOST
-    if replica is not None:
-        return DeviceMemory(replica_device(config.generator, replica, torch.cuda.device_count(), group.rank))
-    if node.name == "trainer":
-        return DeviceMemory(torch.device("cuda", torch.cuda.current_device()))  # which its group has set
-    return HOST
+    return DeviceMemory(gpu_of(node, group.rank))
+
+
+def gpu_of(node: Node, rank: int) -> torch.device:
+    """Return the GPU of rank `rank`, as its executor chooses it: trainers' and users' count from the first."""
+    config, replica = node.kwargs.get("config"), replica_of(node.name)
+    if isinstance(config, RunConfig) and replica is not None:
+        return replica_device(config.generator, replica, torch.cuda.device_count(), rank)
+    if isinstance(config, RunConfig) and node.name in ranks_per_copy(config):
+        return scoring_device("cuda", rank)
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())
 
 
 def transport_over(memory: Memory, run_id: str) -> Transport:

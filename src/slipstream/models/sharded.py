@@ -338,7 +338,8 @@ def build_frozen(config: ModelConfig, division: Division, *, seed: int, tokenize
 
     A rank that has all of it needs no process group: the model is made on the CPU and brought to the device.
     """
-    made = build_sharded_policy(config, _loading(division), seed=seed, tokenizer=tokenizer)
+    loading = Division() if division.is_alone else division
+    made = build_sharded_policy(config, loading, seed=seed, tokenizer=tokenizer)
     if division.is_alone:
         made = made.to(division.device, DTYPES[division.stored])
     return made.requires_grad_(False)
@@ -348,16 +349,7 @@ def load_frozen_scalar(path: str | Path, division: Division) -> ScalarModel:
     """Return this rank's part of the reward model in folder `path`, as `build_frozen` does; its head stays float32."""
     if division.is_alone:
         return load_scalar_model(path, dtype=DTYPES[division.stored]).to(division.device).requires_grad_(False)
-    return load_sharded_scalar(path, _loading(division)).requires_grad_(False)
-
-
-def _loading(division: Division) -> Division:
-    """Return the division in which a model that is only read is loaded; FSDP2 computes on the process's own GPU."""
-    if division.is_alone:
-        return Division()
-    if division.device.type == "cuda":
-        torch.cuda.set_device(division.device)
-    return division
+    return load_sharded_scalar(path, division).requires_grad_(False)
 
 
 @torch.no_grad()
