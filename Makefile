@@ -11,8 +11,8 @@ TRL_PINS := torch==2.13.0 transformers==5.23.0 trl==1.16.0 accelerate==1.15.0
 INSTALL := $(PYTHON) scripts/install.py .venv -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart test test-slow test-promises fuzz test-chaos test-cluster check bench gpu bench-engine vllm-env \
-    verifiers-env test-vllm experiments experiments-all figures release docs
+.PHONY: help venv quickstart test test-parts test-runs test-slow test-promises fuzz test-chaos test-cluster check bench \
+    gpu bench-engine vllm-env verifiers-env test-vllm experiments experiments-all figures release docs
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -24,13 +24,18 @@ quickstart: .venv/run ## install, then train the quickstart recipe
 	$(BIN)/slipstream run quickstart $(ARGS)
 
 # Several files at a time, on two cores as well: tests wait for much of their time. Whole runs come by themselves: they
-# look at what their processes leave behind, and have none of others beside.
+# look at what their processes leave behind, and have none of others beside. They come also where a part has failed.
 # Files begin in the order of tests/conftest.py, the longest first. What is imported is compiled once, not by each process.
 WHOLE := tests/integration tests/browser
 PARALLEL := -n 4 --dist loadfile --no-loadscope-reorder
-test: export PYTHONDONTWRITEBYTECODE :=
 test: .venv/dev ## run the tests: no download, no GPU
+	@$(MAKE) --no-print-directory --keep-going --jobs=1 test-parts test-runs
+
+test-parts test-runs: export PYTHONDONTWRITEBYTECODE :=
+test-parts: .venv/dev
 	$(BIN)/python -m pytest -q $(PARALLEL) $(WHOLE:%=--ignore=%) --ignore=tests/promises $(ARGS)
+
+test-runs: .venv/dev
 	$(BIN)/python -m pytest -q $(PARALLEL) $(WHOLE) $(ARGS)
 
 test-slow: .venv/dev ## run the slow tests: every policy loss until it learns, many whole runs, over an hour
