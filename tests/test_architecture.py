@@ -186,14 +186,14 @@ MAX_LINES_OF_FOLDER = {
     "generator": 10_035,
     "jail": 1_060,
     "jobs": 985,
-    "models": 10_015,
+    "models": 10_000,
     "observe": 10_020,
     "plan": 7_550,
     "prompts": 1_450,
     "rewards": 3_915,
     "stages": 2_730,
     "trainer": 6_535,
-    "weight_sync": 3_745,
+    "weight_sync": 3_760,
 }
 LONG_FUNCTIONS = dict.fromkeys(
     ("generator/paged_kernels.py", "generator/decode_kernels.py"), "a kernel is one function"

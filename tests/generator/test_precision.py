@@ -25,6 +25,7 @@ from engine_kit import (
     requests,
     run,
 )
+from row_scales import scales_of
 
 from slipstream.algorithms.logprobs import probe_logprobs
 from slipstream.core.errors import ConfigError, ShapeError
@@ -32,7 +33,7 @@ from slipstream.core.lora_section import AdapterPrecision
 from slipstream.models import e4m3, products
 from slipstream.models.mxfp4 import MXFP4
 from slipstream.models.products import AddedProduct, DenseProduct, Fp8Product, cpu_dtype
-from slipstream.models.quantized import FORMATS, FP8, WeightLayout, scales_of
+from slipstream.models.quantized import FORMATS, FP8, WeightLayout
 from slipstream.models.served import ServedWeights, check_precision
 from slipstream.models.transformer import Transformer
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from engine_kit import fill
+from in_process import InProcess
 from test_vllm_folder import fresh as fresh_model
 from vllm_kit import PublishedModel, folder_of
 
@@ -308,8 +309,6 @@ def test_weights_that_vllm_does_not_take_leave_the_old_version(rig: Rig) -> None
 
 
 def test_the_places_of_one_process_alone_are_refused() -> None:
-    from slipstream.weight_sync.slots import InProcess
-
     with pytest.raises(WeightSyncError, match="memory of one process"):
         InProcess().create(8, 1).place(0)
     bare = SharedMemory("slots").create(8, 1)

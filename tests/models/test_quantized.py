@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from row_scales import scales_of
 
 from slipstream.core.errors import ShapeError
 from slipstream.core.sections import ModelConfig
 from slipstream.models.flat import FlatParameters
 from slipstream.models.initialise import new_model
 from slipstream.models.mxfp4 import MXFP4
-from slipstream.models.quantized import FORMATS, FP8, Packer, WeightLayout, scales_of
+from slipstream.models.quantized import FORMATS, FP8, Packer, WeightLayout
 from slipstream.models.transformer import Transformer
 
 CONFIG = ModelConfig(hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2, num_kv_heads=1, max_positions=16)

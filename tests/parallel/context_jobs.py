@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from gradients import named_grads
 from rank_models import VOCAB, whole_model, whole_tensors
 from rank_pool import Rank
 from sharded_jobs import Boxes, Layout, boxes, division_of, part_of
@@ -110,7 +111,7 @@ def read_together(rank: Rank, config: TransformerConfig, layout: Layout) -> Read
     parameters = ShardedParameters(model, division)
     columns = read(model, part_of(config, division))
     parameters.grad_norm()
-    return Read(columns, boxes(model, parameters.named_grads()))
+    return Read(columns, boxes(model, named_grads(parameters)))
 
 
 # One rank

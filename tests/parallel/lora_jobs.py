@@ -9,6 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from gradients import named_grads
 from rank_models import whole_model
 from rank_pool import Rank
 from sharded_jobs import Boxes, Layout, axes_of, boxes, division_of, sequences_of, update_from
@@ -71,7 +72,7 @@ def gradient_alone(config: TransformerConfig, precision: Precision = "float32") 
         flat = FlatParameters(model)
         optimizer = AdamW(flat, OptimizerConfig(), total_updates=1)
         update_from(model, optimizer, sequences_of(0, config.vocab_size), Layout(1, 1), RankGroup.alone())
-    return optimizer.finite_grad_norm(), boxes(model, flat.named_grads())
+    return optimizer.finite_grad_norm(), boxes(model, named_grads(flat))
 
 
 def gradient(
@@ -92,7 +93,7 @@ def gradient(
         optimizer = AdamW(stored, OptimizerConfig(), total_updates=1)
         update_from(model, optimizer, sequences_of(0, config.vocab_size), layout, axes_of(rank, layout).data)
     assert all(parameter.grad is None for parameter in model.parameters() if not parameter.requires_grad)
-    return optimizer.finite_grad_norm(), boxes(model, stored.named_grads())
+    return optimizer.finite_grad_norm(), boxes(model, named_grads(stored))
 
 
 def digest(rank: Rank, config: TransformerConfig, layout: Layout) -> tuple[str, int]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from gradients import named_grads
 from rank_models import whole_model, whole_tensors
 from rank_pool import Rank
 from torch import Tensor
@@ -208,7 +209,7 @@ def train(rank: Rank, config: TransformerConfig, layout: Layout, settings: dict[
         seen.losses.append(float(ranks.sum(torch.tensor(loss, dtype=torch.float64))))
         if update == 0:
             optimizer.finite_grad_norm()
-            seen.first_gradient = boxes(model, parameters.named_grads())
+            seen.first_gradient = boxes(model, named_grads(parameters))
         seen.grad_norms.append(optimizer.step())
     seen.weights = boxes(model, parameters.named_views())
     seen.moments = boxes(model, optimizer.named_moments()["exp_avg"])
@@ -323,7 +324,7 @@ def poison(rank: Rank, config: TransformerConfig, layout: Layout, value: float) 
     live = {**parameters.named_views(), **{f"m {n}": m for n, m in optimizer.named_moments()["exp_avg"].items()}}
     before = {name: tensor.clone() for name, tensor in live.items()}
     if rank.rank == rank.world - 1:
-        parameters.named_grads()["layers.1.up.weight"].view(-1)[0] = value
+        named_grads(parameters)["layers.1.up.weight"].view(-1)[0] = value
     try:
         optimizer.step()
     except NonFiniteError as error:

@@ -11,6 +11,7 @@ import sharded_jobs
 import torch
 import torch.distributed as dist
 from covering import covering
+from gradients import named_grads
 from rank_models import CONFIGS as DENSE
 from rank_models import MIXTURE
 from sharded_jobs import Layout
@@ -50,7 +51,7 @@ def trained(
     for update in range(updates):
         sequences = sharded_jobs.sequences_of(update, config.vocab_size)
         loss = sharded_jobs.update_from(model, optimizer, sequences, Layout(1, 1), RankGroup.alone())
-        found += [loss, {name: grad.clone() for name, grad in parameters.named_grads().items()}, optimizer.step()]
+        found += [loss, {name: grad.clone() for name, grad in named_grads(parameters).items()}, optimizer.step()]
     return [*found, parameters.named_views()], model, parameters
 
 

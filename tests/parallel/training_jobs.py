@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
+from gradients import named_grads
 from rank_models import whole_model
 from rank_pool import Rank
 from sharded_jobs import Layout, axes_of, division_of, part_of, sequences_of
@@ -143,7 +144,7 @@ def _train(policy: Policy, config: RunConfig, span: Span, ranks: RankGroup) -> S
     def step_and_note(**how: float) -> float:
         policy.optimizer.finite_grad_norm()
         for name, one in trained.items():
-            seen.first_gradient.extend(_boxes(name, _module(one), one.parameters.named_grads()))
+            seen.first_gradient.extend(_boxes(name, _module(one), named_grads(one.parameters)))
         vars(policy.optimizer).pop("step")
         return first(**how)
 
@@ -267,7 +268,7 @@ def refused(rank: Rank, sections: dict[str, Any], layout: Layout) -> list[str]:
 def _poisoned(rank: Rank, policy: Policy, step: Callable[..., float], **how: float) -> float:
     policy.optimizer.finite_grad_norm()
     if rank.rank == 0:
-        policy.parameters.named_grads()["layers.0.qkv.weight"][0, 0] = np.inf
+        named_grads(policy.parameters)["layers.0.qkv.weight"][0, 0] = np.inf
     return step(**how)
 
 

@@ -14,7 +14,7 @@ from slipstream.plan.counts import NO_ADAPTERS, adapters_of, counts_of
 from slipstream.plan.hardware import DEVICES, GpuCluster, all_gather_s, cluster, send_s
 from slipstream.plan.layouts import Efficiency, GeneratorLayout, TrainerLayout, Workload
 from slipstream.plan.lengths import LengthSample, lengths_with_tail
-from slipstream.plan.pipeline import bubble, in_flight, middle_stages, stage_ends
+from slipstream.plan.pipeline import in_flight, middle_stages, stage_ends
 from slipstream.plan.question import ARCHITECTURES
 
 LLAMA_8B, LLAMA_70B = ARCHITECTURES["llama-3.1-8b"], ARCHITECTURES["llama-3.1-70b"]
@@ -104,6 +104,11 @@ def test_bubble_and_memory_are_those_of_the_schedule(stages: int, microbatches: 
     assert kept[0] == in_flight(stages, microbatches, chunks)
     assert kept[-1] == in_flight(stages, microbatches, chunks, is_last=True)
     assert max(kept) == kept[0]
+
+
+def bubble(stages: int, microbatches: int, chunks: int = 1) -> float:
+    """The share of a step in which a stage waits for the pipeline to fill and to empty."""
+    return (stages - 1) / (chunks * microbatches + stages - 1)
 
 
 def test_bubble_by_hand() -> None:

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from gradients import named_grads
 from training_data import hugging_face_twin, make_groups, run_config, sharing_prompts, tiny_policy
 
 from slipstream.algorithms.losses import LOSSES, loss_named
@@ -34,7 +35,7 @@ class Kept(AdamW):
     """Keep the gradient, and make no update."""
 
     def step(self, *, scale: float = 1.0) -> float:
-        self.made = {name: grad.clone() for name, grad in self.parameters.named_grads().items()}
+        self.made = {name: grad.clone() for name, grad in named_grads(self.parameters).items()}
         self.num_updates += 1
         return self.finite_grad_norm()
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from in_process import InProcess
 
 from slipstream.core.errors import WeightSyncError
 from slipstream.core.peer_messages import Holding, WeightsLinked, WeightsOffered
@@ -25,7 +26,7 @@ from slipstream.weight_sync.cuda_ipc import CudaIpc
 from slipstream.weight_sync.device_memory import DeviceMemory, block_checksums
 from slipstream.weight_sync.reader import SegmentReader
 from slipstream.weight_sync.relay import Shelf, SlotSource
-from slipstream.weight_sync.slots import Commit, InProcess
+from slipstream.weight_sync.slots import Commit
 from slipstream.weight_sync.weight_links import Links
 
 pytestmark = [

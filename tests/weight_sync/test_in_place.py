@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 from file_handles import CPU, FileHandles, ipc
+from gradients import named_grads
+from in_process import InProcess
 from test_ipc_fallback import Foreign, Unshareable, warnings_of
 
 from slipstream.algorithms.logprobs import probe_logprobs
@@ -29,7 +31,7 @@ from slipstream.weight_sync.cuda_ipc import CudaIpc
 from slipstream.weight_sync.device_memory import DeviceMemory
 from slipstream.weight_sync.publisher import Publisher
 from slipstream.weight_sync.segment import SegmentSlots, SharedMemory
-from slipstream.weight_sync.slots import InProcess, Transport
+from slipstream.weight_sync.slots import Transport
 from slipstream.weight_sync.subscriber import Subscriber
 
 SIZES = ModelConfig(hidden_size=32, intermediate_size=48, num_layers=2, num_heads=2, num_kv_heads=1, max_positions=64)
@@ -53,7 +55,7 @@ class Trained:
 
     def update(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
-        for grad in self.parameters.named_grads().values():
+        for grad in named_grads(self.parameters).values():
             grad.copy_(torch.randn(grad.shape, generator=generator))
         self.optimizer.step()
         self.parameters.zero_grad()

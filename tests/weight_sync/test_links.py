@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from in_process import InProcess
 
 from slipstream.core import wire
 from slipstream.core.errors import WeightSyncError
@@ -25,7 +26,7 @@ from slipstream.weight_sync.device_memory import DeviceMemory
 from slipstream.weight_sync.link_group import Ends, LinkGroup, Tag, plan_of
 from slipstream.weight_sync.relay import Shelf, SlotSource
 from slipstream.weight_sync.resharding import Place
-from slipstream.weight_sync.slots import Commit, InProcess, Slots
+from slipstream.weight_sync.slots import Commit, Slots
 from slipstream.weight_sync.weight_links import Links
 
 ROWS, COLUMNS = 60, 16

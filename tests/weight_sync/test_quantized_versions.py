@@ -12,6 +12,7 @@ import pytest
 import torch
 from covering import covering
 from file_handles import ipc
+from in_process import InProcess
 
 from slipstream.algorithms.logprobs import probe_logprobs
 from slipstream.core.channel import connect_local, wait
@@ -25,10 +26,10 @@ from slipstream.models.initialise import new_model
 from slipstream.models.quantized import FORMATS, Packer, WeightLayout
 from slipstream.models.served import ServedLinear, ServedWeights
 from slipstream.weight_sync.copying import HOST
-from slipstream.weight_sync.publisher import Publisher
+from slipstream.weight_sync.publisher import MOST_UNREAD, Publisher
 from slipstream.weight_sync.reader import SegmentReader
 from slipstream.weight_sync.segment import SharedMemory
-from slipstream.weight_sync.slots import InProcess, Transport
+from slipstream.weight_sync.slots import Transport
 from slipstream.weight_sync.subscriber import Subscriber
 
 CONFIG = ModelConfig(hidden_size=32, intermediate_size=48, num_layers=2, num_heads=2, num_kv_heads=1, max_positions=64)
@@ -130,17 +131,17 @@ def test_versions_arrive_as_they_were_packed(loop: Loop) -> None:
 
 
 def test_a_skipped_version_is_offered_as_it_was_then(loop: Loop) -> None:
-    for version in range(3):  # two slots
+    for version in range(MOST_UNREAD + 3):  # two slots, and what is taken back unread
         loop.train(version)
-        assert loop.publish(version) == (version < 2)
+        assert loop.publish(version) == (version < MOST_UNREAD + 2)
     sent = loop.packed()
-    loop.train(9)
+    loop.train(99)
     loop.subscriber.poll()
     loop.publisher.poll()
     loop.subscriber.poll()
     swap = loop.subscriber.commit()
     assert swap is not None
-    assert swap.version == 2
+    assert swap.version == MOST_UNREAD + 2
     assert torch.equal(loop.served.flat, sent)
 
 

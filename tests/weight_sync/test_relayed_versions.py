@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from in_process import InProcess
 
 from slipstream.core.channel import connect_local, wait
 from slipstream.core.channel_spec import ChannelSpec, Kind
@@ -24,7 +25,6 @@ from slipstream.weight_sync.copying import HOST
 from slipstream.weight_sync.publisher import Publisher
 from slipstream.weight_sync.relay import Availability, Shelf, SlotSource
 from slipstream.weight_sync.resharding import Place
-from slipstream.weight_sync.slots import InProcess
 from slipstream.weight_sync.subscriber import Subscriber
 from slipstream.weight_sync.weight_links import _WHOLE, LinkReader, Links, _Sender
 

@@ -245,7 +245,8 @@ class WeightsWanted(Message):
 
     `is_linked`: over a point-to-point link; else it reads the segments itself. What was offered last is offered to it
     again, once all ranks of the replica have asked. `host`: the machine it runs on. `in_host_memory`: nothing of that,
-    but it cannot read the trainer's GPU memory, and waits for versions in host memory.
+    but it cannot read the trainer's GPU memory, and waits for versions in host memory. `holds_slots`: it uses versions
+    where they lie, instead of copying them one at a time.
     """
 
     replica: int
@@ -254,6 +255,7 @@ class WeightsWanted(Message):
     is_linked: bool
     host: str = ""
     in_host_memory: bool = False
+    holds_slots: bool = False
 
 
 class WeightsLinked(Message):

@@ -88,10 +88,6 @@ class FlatParameters:
         [flat] = stored
         return self.views_of(flat)
 
-    def named_grads(self) -> dict[str, Tensor]:
-        """Return the gradients by parameter name, as views into `grad`."""
-        return self._grad_views
-
     def zero_grad(self) -> None:
         """Zero the gradient, and point every parameter's `.grad` at its view: backward passes add into that."""
         self.grad.zero_()

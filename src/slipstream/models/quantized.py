@@ -306,11 +306,6 @@ class Packer:
         yield from self._layout.pack(self._weights, out, over_ranks=self._over_ranks)
 
 
-def scales_of(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """fp32 [M]: a row's largest |weight| becomes the type's largest number; 1 for a row of zeros."""
-    return _scales(weight.abs().amax(1), dtype)
-
-
 def _scales(largest: Tensor, dtype: torch.dtype) -> Tensor:
     scales = largest / LARGEST[dtype]
     return scales.masked_fill(scales == 0, 1.0)

@@ -480,10 +480,6 @@ class ShardedParameters:
         """
         return self.by_name(self.stored())
 
-    def named_grads(self) -> dict[str, Tensor]:
-        """Return the gradients of `named_views`; zeros where no backward pass has made any."""
-        return self.by_name(self.stored_grads())
-
     def computed_views(self) -> dict[str, Tensor]:
         """Return the weights that passes compute with, where this rank keeps them, by parameter name: live."""
         return {name: view for copy in self._copies for name, view in copy.named_views().items()}

@@ -40,14 +40,6 @@ def middle_stages(layers: int, stages: int, chunks: int = 1) -> int:
     return layers - sum(stage.layers for stage in stage_ends(layers, stages, chunks))
 
 
-def bubble(stages: int, microbatches: int, chunks: int = 1) -> float:
-    """Return the share of a step in which a stage waits for the pipeline to fill and to empty.
-
-    (P - 1) / (V M + P - 1)
-    """
-    return (stages - 1) / (chunks * microbatches + stages - 1)
-
-
 def in_flight(stages: int, microbatches: int, chunks: int = 1, *, is_last: bool = False) -> float:
     """Return the microbatches whose activations a stage keeps at most, the first one unless `is_last`.
 

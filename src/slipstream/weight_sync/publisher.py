@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
@@ -31,14 +32,18 @@ _STAGED = struct.Struct("<Q")  # checksum
 Reader = tuple[int, int]
 """(replica, rank)"""
 
+MOST_UNREAD = 32
+"""Offers that are taken back from a reader before it releases anything: they wait in its channel, which is bounded."""
+
 
 class SlotLedger:
-    """The readers of each slot. A slot is free when every living reader has released it."""
+    """The readers of each slot. A slot is free when every living reader has released it, or does not need it."""
 
     def __init__(self, num_slots: int, readers: Iterable[Reader]) -> None:
         self.readers = set(readers)
         self._versions = [-1] * num_slots
         self._reading: list[set[Reader]] = [set() for _ in range(num_slots)]
+        self._unread = Counter[Reader]()
 
     def free_slots(self) -> list[int]:
         """Return the free slots, those with the oldest content first."""
@@ -64,12 +69,25 @@ class SlotLedger:
         if reader not in self._reading[slot]:
             return False
         self._reading[slot].remove(reader)
+        del self._unread[reader]
         return True
+
+    def take_back(self, replicas: Collection[int]) -> None:
+        """Free the oldest slot that nobody reads yet: its readers are of `replicas`, which read one version at a time,
+        have an older one to release first, and have not left too many unread."""
+        busy: set[Reader] = set()
+        for slot in sorted(range(len(self._versions)), key=self.version_in):
+            if self._reading[slot] and self._reading[slot] <= busy:
+                self._unread.update(self._reading[slot])
+                self._reading[slot].clear()
+                return
+            busy.update(r for r in self._reading[slot] if r[0] in replicas and self._unread[r] < MOST_UNREAD)
 
     def forget(self, replica: int) -> None:
         """No rank of `replica` reads anything any more."""
         for reading in self._reading:
             reading.difference_update([reader for reader in reading if reader[0] == replica])
+        self._unread = Counter({reader: count for reader, count in self._unread.items() if reader[0] != replica})
 
     def drop_replica(self, replica: int) -> None:
         """It takes no part from now on."""
@@ -91,7 +109,8 @@ class Publisher:
     """Implements `core.executor.WeightsPublisher`: offers go out on `offers`, `releases` brings these and requests.
 
     `num_slots` versions may be in transit. One that finds no free slot is skipped and counted; it is written to a slot
-    more that nobody reads, and offered as soon as a reader releases one, unless a newer one has come by then.
+    more that nobody reads, and offered as soon as a reader releases one, unless a newer one has come by then. A reader
+    that is slow, or stopped, keeps the slot that it reads, and no other that somebody needs.
 
     Of the ranks of `group` each has segments of its own, made by `transport`; rank 0 has the ports and `relay`, by
     which it tells the others what happens between two versions. `links`: to readers that cannot map segments, of which
@@ -135,6 +154,7 @@ class Publisher:
         self._has_moved = True
         self._wanting: dict[int, dict[int, WeightsWanted]] = {}
         self._greeted: set[int] = set()  # replicas that have asked before
+        self._copying: set[int] = set()  # replicas that copy versions, one at a time
         self._lost = set(away)  # that were dropped, or are yet to come: what they ask for waits until they are added
         self._epochs: dict[int, int] = {}
         self._tree = FeedingTree([])
@@ -221,7 +241,7 @@ class Publisher:
     def poll(self) -> bool:
         """Take releases; offer the newest skipped version when a slot came free. True when anything happened."""
         took = self._take_messages()
-        if self._held is not None and len(self._ledger.free_slots()) > 1:
+        if self._held is not None and len(self._free_slots()) > 1:
             held, self._held = self._held, None
             self._offer(held)
             return True
@@ -241,6 +261,7 @@ class Publisher:
         """Forget a dead replica: its slots come free, its link is closed, those that it has fed get another."""
         self._ledger.drop_replica(replica)
         self._lost.add(replica)
+        self._copying.discard(replica)
         self._wanting.pop(replica, None)
         if self._links is not None:
             self._links.drop(replica)
@@ -273,7 +294,7 @@ class Publisher:
         if self._group.is_leader:
             self._take_messages()
             self._held = None
-            free = self._ledger.free_slots()
+            free = self._free_slots()
             # The slot more comes last, so that runs without skips never touch its memory.
             slot = min(free, key=lambda slot: slot == self._spare and self._ledger.version_in(slot) < 0)
             self._ledger.write(slot, version)
@@ -282,6 +303,11 @@ class Publisher:
         if agreed != version:
             raise WeightSyncError("ranks publish different versions", got=version, allowed=f"rank 0's {agreed}")
         return slot, is_offered
+
+    def _free_slots(self) -> list[int]:
+        if len(self._ledger.free_slots()) < 2:
+            self._ledger.take_back(self._copying)
+        return self._ledger.free_slots()
 
     @property
     def _spare(self) -> int:
@@ -343,6 +369,8 @@ class Publisher:
         if len(wanting) < message.world or replica in self._lost:
             return
         del self._wanting[replica]
+        if not message.holds_slots:
+            self._copying.add(replica)
         if message.is_linked:
             self._link(replica, wanting[0].host, message.world)
         if replica in self._greeted:

@@ -11,10 +11,10 @@ from slipstream.core.errors import WeightSyncError, reason
 from slipstream.core.peer_messages import Holding, WeightsOffered
 from slipstream.core.weights import PlacedWeights
 from slipstream.weight_sync.copies import Copies
-from slipstream.weight_sync.copying import checksum_of, verify
+from slipstream.weight_sync.copying import Checksums, checksum_of, verify
 from slipstream.weight_sync.cuda_ipc import CudaIpc
 from slipstream.weight_sync.resharding import make_plan
-from slipstream.weight_sync.slots import Commit, Slots, Transport
+from slipstream.weight_sync.slots import Commit, Slots, Transport, VersionGoneError
 
 
 class Fetch(Protocol):
@@ -37,22 +37,26 @@ class Segments:
         self._names: tuple[str, ...] = ()
         self._sources: list[Slots] = []
 
-    def find(self, offer: WeightsOffered) -> list[Slots]:
-        """Return those of `offer`, the same list as long as they are the same.
+    def find(self, offer: WeightsOffered) -> tuple[list[Slots], list[Checksums]]:
+        """Return those of `offer`, the same list as long as they are the same, and copies of its checksums there.
 
-        Raises WeightSyncError unless its slot holds the version that is offered.
+        Raises VersionGoneError unless its slot holds the version that is offered, WeightSyncError for a damaged one.
         """
         if offer.segments != self._names:
             self.close()  # a new publisher has new segments
             self._sources = [self._transport.attach(name) for name in offer.segments]
             self._names = offer.segments
-        for source, checksum in zip(self._sources, offer.checksums, strict=True):
-            commit = source.committed(offer.slot)
+        found = [source.checksums(offer.slot).copy() for source in self._sources]  # another version's come in place
+        self.check(offer)
+        if tuple(map(checksum_of, found)) != offer.checksums:
+            raise WeightSyncError(f"version {offer.version} is damaged: its checksums are not those offered")
+        return self._sources, found
+
+    def check(self, offer: WeightsOffered) -> None:
+        """Raise VersionGoneError unless its slot holds the version that is offered."""
+        for commit in [source.committed(offer.slot) for source in self._sources]:
             if commit is None or commit.version != offer.version:
-                raise WeightSyncError(f"slot {offer.slot} does not hold version {offer.version}", got=commit)
-            if commit.checksum != checksum or checksum_of(source.checksums(offer.slot)) != checksum:
-                raise WeightSyncError(f"version {offer.version} is damaged: its checksums are not those offered")
-        return self._sources
+                raise VersionGoneError(f"slot {offer.slot} does not hold version {offer.version}", got=commit)
 
     def close(self) -> None:
         for source in self._sources:
@@ -71,9 +75,9 @@ class SlotReader:
 
     def fetch(self, offer: WeightsOffered, shadow: torch.Tensor) -> None:
         """Verify all of the version, which `shadow` stands for from now on."""
-        sources = self._segments.find(offer)
-        for source in sources:
-            verify(source.data(offer.slot), source.checksums(offer.slot))
+        sources, checksums = self._segments.find(offer)
+        for source, known in zip(sources, checksums, strict=True):
+            verify(source.data(offer.slot), known)
         self._weights.place(shadow, [source.place(offer.slot) for source in sources])
 
     def close(self) -> None:
@@ -110,17 +114,20 @@ class SegmentReader:
         self._memory = transport.memory
         self._segments = Segments(transport)
         self._sources: list[Slots] | None = None  # that the copies are planned for
-        self._copies: list[tuple[Slots, Copies]] = []
+        self._copies: list[tuple[int, Copies]] = []
 
     def fetch(self, offer: WeightsOffered, shadow: torch.Tensor) -> None:
         """Copy what this rank holds from the slots of all sources, block by block against their checksums."""
         target = self._memory.bytes_of(shadow)
-        sources = self._segments.find(offer)
+        sources, checksums = self._segments.find(offer)
         if sources is not self._sources:
             self._copies, self._sources = self._planned(sources, len(target), offer.version), sources
         try:
             for source, copies in self._copies:
-                self._memory.gather(copies, source.data(offer.slot), target, source.checksums(offer.slot))
+                self._memory.gather(copies, sources[source].data(offer.slot), target, checksums[source])
+        except WeightSyncError:
+            self._segments.check(offer)  # was it written again meanwhile?
+            raise
         except torch.OutOfMemoryError as error:  # of this process: the trainer's memory can be read
             raise WeightSyncError("this rank's GPU has no room for a version on its way", got=reason(error)) from error
         except RuntimeError as error:  # CUDA's
@@ -134,7 +141,7 @@ class SegmentReader:
         self._sources = None
         self._copies.clear()
 
-    def _planned(self, sources: list[Slots], num_bytes: int, version: int) -> list[tuple[Slots, Copies]]:
+    def _planned(self, sources: list[Slots], num_bytes: int, version: int) -> list[tuple[int, Copies]]:
         held = [source.holding for source in sources if source.holding is not None]
         if self._holding is None or len(held) < len(sources):
             if len(sources) != 1 or sources[0].num_bytes != num_bytes:
@@ -144,11 +151,11 @@ class SegmentReader:
                     allowed=f"{num_bytes} bytes in one",
                     hint="only ends that say what they hold (`Holding`) may hold different parts",
                 )
-            return [(sources[0], _everything(num_bytes))]
+            return [(0, _everything(num_bytes))]
         if self._holding.num_bytes != num_bytes:
             raise WeightSyncError("a buffer is not of its holding", got=num_bytes, allowed=self._holding.num_bytes)
         plan = make_plan(held, [self._holding], rotation=self._rotation)
-        return [(sources[rank], plan.copies[rank, 0].by_source()) for rank in plan.sources_of(0)]
+        return [(rank, plan.copies[rank, 0].by_source()) for rank in plan.sources_of(0)]
 
 
 def _everything(num_bytes: int) -> Copies:

@@ -18,6 +18,10 @@ from slipstream.core.weights import SlotPlace
 from slipstream.weight_sync.copying import HOST, Checksums, Memory, num_blocks
 
 
+class VersionGoneError(WeightSyncError):
+    """A version that was offered is not there any more: its place has been, or is being, given to a newer one."""
+
+
 class Commit(NamedTuple):
     """The version that lies complete in a slot; `checksum` is that of its blocks' checksums."""
 
@@ -102,21 +106,3 @@ class MemorySlots:
 
     def close(self) -> None:
         """Nothing to release: the memory goes with its last user."""
-
-
-class InProcess:
-    """Transport between executors of one process, which share this object."""
-
-    def __init__(self, memory: Memory = HOST) -> None:
-        self.memory = memory
-        self._slots: dict[str, MemorySlots] = {}
-
-    def create(self, num_bytes: int, num_slots: int, holding: Holding | None = None) -> MemorySlots:
-        slots = MemorySlots(f"memory-{len(self._slots)}", num_bytes, num_slots, holding, self.memory)
-        self._slots[slots.name] = slots
-        return slots
-
-    def attach(self, name: str) -> MemorySlots:
-        if name not in self._slots:
-            raise WeightSyncError("no such weights in this process", got=name, allowed=", ".join(self._slots) or "none")
-        return self._slots[name]

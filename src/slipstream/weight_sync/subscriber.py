@@ -21,8 +21,8 @@ from slipstream.core.weights import FlatWeights, PlacedWeights, Swap
 from slipstream.weight_sync.cuda_ipc import HostWantedError
 from slipstream.weight_sync.reader import Fetch, OwnSlots, SegmentReader, SlotReader
 from slipstream.weight_sync.relay import Shelf
-from slipstream.weight_sync.slots import Transport
-from slipstream.weight_sync.weight_links import Links, VersionGoneError, give_way
+from slipstream.weight_sync.slots import Transport, VersionGoneError
+from slipstream.weight_sync.weight_links import Links, give_way
 
 Probe = Callable[[np.ndarray], np.ndarray]
 
@@ -377,6 +377,7 @@ class Subscriber:
                 is_linked=self._links is not None,
                 host="" if self._links is None else self._links.place.host,
                 in_host_memory=in_host_memory,
+                holds_slots=self._holds_slots,
             )
         )
 

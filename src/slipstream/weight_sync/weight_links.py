@@ -42,6 +42,7 @@ from slipstream.weight_sync.delta import apply_changes, changes_of
 from slipstream.weight_sync.link_group import Ends, LinkGroup, Tag
 from slipstream.weight_sync.relay import Availability, Shelf, Source
 from slipstream.weight_sync.resharding import BUCKET_BYTES, Place
+from slipstream.weight_sync.slots import VersionGoneError
 
 _LOG = logging.getLogger(__name__)
 _FOREVER = timedelta(days=365)  # gloo has no endless wait; a receiver asks when it likes, and `close` ends the wait
@@ -111,10 +112,6 @@ def give_way() -> None:
     torch.set_num_threads(1)  # of this thread; the others keep theirs
     if sys.platform == "linux":  # where threads have priorities of their own
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), STAGING_NICENESS)
-
-
-class VersionGoneError(WeightSyncError):
-    """The source has a newer version and no longer this one. Nothing was sent."""
 
 
 class _Bucket:
