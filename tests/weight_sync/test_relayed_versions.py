@@ -127,9 +127,9 @@ class Rig:
         self.publisher.open(self.live, holding=holding())
         self.replicas = [Replica(self.ports[f"g{n}"], links(host), n) for n, host in enumerate(hosts)]
 
-    def publish(self, version: int) -> None:
+    def publish(self, version: int) -> bool:
         self.live.copy_(weights_of(version))
-        self.publisher.publish(version, TOKENS, np.zeros(3, np.float32))
+        return self.publisher.publish(version, TOKENS, np.zeros(3, np.float32))
 
     def until(self, condition: Callable[[], bool], replicas: Sequence[Replica] | None = None) -> None:
         """Let the trainer and `replicas` (all) work until `condition`."""
@@ -174,6 +174,24 @@ def test_versions_go_from_one_to_the_next_bit_for_bit(delta: bool, tmp_path: Pat
         assert [replica.parent for replica in rig.replicas] == [-1, 0, 1, -1]
         assert [replica.subscriber.stats.num_failed_transfers for replica in rig.replicas] == [0] * 4
         assert rig.publisher.stats.num_skipped == 0
+
+
+@pytest.mark.parametrize(("hosts", "holds_back"), [("bb", True), ("bt", False), ("bc", True)])
+def test_a_stopped_one_holds_versions_back_only_where_it_may_be_reading_what_they_overwrite(
+    hosts: str, holds_back: bool, tmp_path: Path
+) -> None:
+    """One that another feeds reads that one's buffer, which is written again two versions later."""
+    with running(tmp_path, hosts) as rig:
+        going = rig.replicas[:1]
+        assert rig.publish(0)
+        rig.take(0)
+        assert (rig.replicas[1].parent == 0) == holds_back
+        for version in range(1, 6):
+            is_offered = version < 3 or not holds_back
+            assert rig.publish(version) == is_offered
+            rig.take(version if is_offered else 2, going)
+        rig.take(5)
+        assert all(replica.subscriber.failure is None for replica in rig.replicas)
 
 
 class Gate:

@@ -32,8 +32,7 @@ _STAGED = struct.Struct("<Q")  # checksum
 Reader = tuple[int, int]
 """(replica, rank)"""
 
-MOST_UNREAD = 32
-"""Offers that are taken back from a reader before it releases anything: they wait in its channel, which is bounded."""
+MOST_UNREAD = 32  # offers taken back from a reader that releases nothing: they wait in its channel, which is bounded
 
 
 class SlotLedger:
@@ -154,7 +153,7 @@ class Publisher:
         self._has_moved = True
         self._wanting: dict[int, dict[int, WeightsWanted]] = {}
         self._greeted: set[int] = set()  # replicas that have asked before
-        self._copying: set[int] = set()  # replicas that copy versions, one at a time
+        self._copying: set[int] = set()  # replicas that copy versions from here, one at a time
         self._lost = set(away)  # that were dropped, or are yet to come: what they ask for waits until they are added
         self._epochs: dict[int, int] = {}
         self._tree = FeedingTree([])
@@ -261,7 +260,6 @@ class Publisher:
         """Forget a dead replica: its slots come free, its link is closed, those that it has fed get another."""
         self._ledger.drop_replica(replica)
         self._lost.add(replica)
-        self._copying.discard(replica)
         self._wanting.pop(replica, None)
         if self._links is not None:
             self._links.drop(replica)
@@ -369,10 +367,10 @@ class Publisher:
         if len(wanting) < message.world or replica in self._lost:
             return
         del self._wanting[replica]
-        if not message.holds_slots:
-            self._copying.add(replica)
         if message.is_linked:
             self._link(replica, wanting[0].host, message.world)
+        elif not message.holds_slots:
+            self._copying.add(replica)
         if replica in self._greeted:
             self._offer_again(replica, message.world)
         self._greeted.add(replica)
@@ -386,6 +384,8 @@ class Publisher:
     def _link(self, replica: int, host: str, world: int) -> None:
         """Tell everybody who feeds `replica` from now on."""
         parent = self._tree.feed(replica, host, world)
+        # Another's buffer is written again with the next version but one, and who is fed from it may be reading there.
+        (self._copying.add if parent == TRAINER else self._copying.discard)(replica)
         self._epochs[replica] = self._epochs.get(replica, 0) + 1
         linked = WeightsLinked(
             replica=replica,

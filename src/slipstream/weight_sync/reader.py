@@ -46,7 +46,7 @@ class Segments:
             self.close()  # a new publisher has new segments
             self._sources = [self._transport.attach(name) for name in offer.segments]
             self._names = offer.segments
-        found = [source.checksums(offer.slot).copy() for source in self._sources]  # another version's come in place
+        found = [source.checksums(offer.slot).copy() for source in self._sources]  # those in the slot become a newer version's
         self.check(offer)
         if tuple(map(checksum_of, found)) != offer.checksums:
             raise WeightSyncError(f"version {offer.version} is damaged: its checksums are not those offered")
@@ -54,9 +54,9 @@ class Segments:
 
     def check(self, offer: WeightsOffered) -> None:
         """Raise VersionGoneError unless its slot holds the version that is offered."""
-        for commit in [source.committed(offer.slot) for source in self._sources]:
-            if commit is None or commit.version != offer.version:
-                raise VersionGoneError(f"slot {offer.slot} does not hold version {offer.version}", got=commit)
+        found = [source.committed(offer.slot) for source in self._sources]
+        if found != [Commit(offer.version, checksum) for checksum in offer.checksums]:
+            raise VersionGoneError(f"slot {offer.slot} does not hold version {offer.version}", got=found)
 
     def close(self) -> None:
         for source in self._sources:
