@@ -46,7 +46,7 @@ class Segments:
             self.close()  # a new publisher has new segments
             self._sources = [self._transport.attach(name) for name in offer.segments]
             self._names = offer.segments
-        found = [source.checksums(offer.slot).copy() for source in self._sources]  # those in the slot become a newer version's
+        found = [source.checksums(offer.slot).copy() for source in self._sources]  # the slot may be written again
         self.check(offer)
         if tuple(map(checksum_of, found)) != offer.checksums:
             raise WeightSyncError(f"version {offer.version} is damaged: its checksums are not those offered")
