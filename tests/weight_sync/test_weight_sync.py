@@ -536,9 +536,7 @@ def test_what_is_taken_back_is_what_nobody_can_have_begun_to_read(data: st.DataO
     num_slots, readers = data.draw(st.integers(2, 4)), [(replica, 0) for replica in range(3)]
     copying = data.draw(st.sets(st.sampled_from(range(3))))
     ledger = SlotLedger(num_slots, readers)
-    known: dict[tuple[int, int], list[tuple[int, int]]] = {
-        reader: [] for reader in readers
-    }  # (version, slot), in order
+    known: dict[tuple[int, int], list[tuple[int, int]]] = {one: [] for one in readers}  # (version, slot), in order
     for version in range(data.draw(st.integers(1, 30))):
         if not ledger.free_slots():
             ledger.take_back(copying)
