@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from in_process import InProcess
 
+from slipstream.controller.pipeline import weights
 from slipstream.core.channel import connect_local, wait
 from slipstream.core.channel_spec import ChannelSpec, Kind
 from slipstream.core.errors import WeightSyncError
@@ -168,7 +169,7 @@ def test_only_the_newest_counts_and_older_offers_are_released_unread(rig: Rig) -
 
 
 def test_a_stopped_reader_holds_no_version_back_from_the_others_until_its_channel_fills(transport: Transport) -> None:
-    rig = Rig(transport, num_readers=2, capacity=64)
+    rig = Rig(transport, num_readers=2, capacity=weights("weights", "t.offers", "g.offers").capacity)
     fast, stopped = rig.subscribers
     offered = MOST_UNREAD + 2  # two slots, and what is taken back unread
     for version in range(offered + 3):

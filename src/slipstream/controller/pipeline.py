@@ -298,7 +298,7 @@ def scatter(
 
 
 def weights(name: str, source: str, target: str, *, deadline_s: float = 120.0) -> ChannelSpec:
-    """A weight-sync link from the trainer to one generator."""
+    """A weight-sync link from the trainer to one generator, with room for what one that is stopped leaves unread."""
     return ChannelSpec(name, Kind.WEIGHTS, source, target, capacity=64, deadline_s=deadline_s)
 
 
