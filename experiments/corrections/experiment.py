@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Protocol
 
 from experiments.comparison import is_as_great, is_greater
 from experiments.corrections.tasks import TASKS, write
@@ -170,10 +170,25 @@ Swept = Mapping[tuple[str, str, float], Sequence[Outcome]]
 """(tasks, loss, learning rate) -> one outcome per seed of the sweep."""
 
 
-def best_stable_rate(groups: Mapping[float, Sequence[Outcome]]) -> float:
+class Judged(Protocol):
+    """What a learning rate is chosen by: the accuracy at the end of a run, and whether it was stable."""
+
+    @property
+    def after(self) -> float: ...
+    @property
+    def is_unstable(self) -> bool: ...
+
+
+def best_stable_rate(groups: Mapping[float, Sequence[Judged]]) -> float:
     """The rate with the best mean accuracy of those at which no run is unstable; of none, the smallest."""
     stable = [lr for lr, group in groups.items() if not any(one.is_unstable for one in group)]
     return max(stable, key=lambda lr: fmean(one.after for one in groups[lr]), default=min(groups))
+
+
+def best_synchronous_rate(lab: Lab, tasks: str) -> float:
+    """The rate of `best_stable_rate` for synchronous training on `tasks`; its runs are made unless there."""
+    keys = [key for key in swept() if key[:2] == (tasks, SYNC)]
+    return best_stable_rate({lr: group for (_, _, lr), group in by_cell(outcomes(lab, keys)).items()})
 
 
 Runs = Mapping[tuple[str, str], Sequence[Outcome]]
@@ -287,7 +302,7 @@ def _decoupled_is_better(runs: Runs, tasks: str) -> Verdict:
 def section(lab: Lab) -> Section:
     lab.run_all(list(starts(lab).values()))
     sweep = by_cell(outcomes(lab, swept()))
-    rates = {tasks: best_stable_rate({lr: sweep[tasks, SYNC, lr] for lr in RATES}) for tasks in ASKED}
+    rates = {tasks: best_synchronous_rate(lab, tasks) for tasks in ASKED}
     found = outcomes(lab, compared(rates))
     runs = {(tasks, loss): group for (tasks, loss, _), group in by_cell(found).items()}
     stale = [one for (_, loss), group in runs.items() if loss != SYNC for one in group]

@@ -1,4 +1,4 @@
-"""Losses made for very old samples, at lags of 16, 64 and 128 updates: which keeps what synchronous training gains."""
+"""Losses made for very old samples, at lags of 32, 64 and 128 updates: which keeps what synchronous training gains."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from experiments.corrections.experiment import (
     MARGIN,
     MIXTURE,
     NONE,
-    RATES,
     RECIPE,
+    SWEEP_SEEDS,
     SYNC,
     SYNCHRONOUS,
     UNSTABLE,
     WINDOW,
     best_stable_rate,
-    by_cell,
+    best_synchronous_rate,
     largest_fall,
-    outcomes,
     starts,
-    swept,
 )
 from experiments.figures import lines, panels, svg, ticks
 from experiments.lab import Lab, Spec, metrics, summary
 from experiments.section import Section, Verdict, markdown_table, spread
 from slipstream.core.recipes import merge, stage_dir
 
-LAGS = (16, 64, 128)
+LAGS = (32, 64, 128)
 FAR = 64
 """The lag that verdicts are about."""
+RATES = (5e-5, 1e-4, 2e-4)
+"""Learning rates that each loss is tried with at the lag FAR."""
 LEAST_AGE = 0.9
 """Of the lag: what the mean age of a loss's tokens is at least, else the lag was not what is asked about."""
 STEPS = 256
@@ -59,22 +59,27 @@ NEW = {
 }
 """Those that are asked about, and where they are from."""
 
-Key = tuple[str, int, int]
-"""Loss, lag and seed; SYNC has lag 0."""
+Key = tuple[str, int, float, int]
+"""Loss, lag, learning rate and seed; SYNC has lag 0."""
 
 
-def keys() -> list[Key]:
-    """Every run."""
+def swept() -> list[Key]:
+    """The runs that choose each loss's learning rate."""
+    return [(loss, FAR, lr, seed) for loss in LOSSES for lr in RATES for seed in SWEEP_SEEDS]
+
+
+def compared(rates: Mapping[str, float]) -> list[Key]:
+    """The runs of which something is claimed, each at its loss's rate."""
     return [
-        (loss, lag, seed)
+        (loss, lag, rates[loss], seed)
         for seed in SEEDS
         for loss, lag in [(SYNC, 0), *((loss, lag) for lag in LAGS for loss in LOSSES)]
     ]
 
 
-def run(key: Key, rate: float, *, begun: Spec, place: Path) -> Spec:
+def run(key: Key, *, begun: Spec, place: Path) -> Spec:
     """One run at its lag from the policy that the run `begun`, in the folder `place`, has fine-tuned."""
-    loss, lag, seed = key
+    loss, lag, rate, seed = key
     told = {
         "seed": seed,
         "steps": STEPS,
@@ -84,13 +89,19 @@ def run(key: Key, rate: float, *, begun: Spec, place: Path) -> Spec:
         "trainer": {"minibatches": 1, "optimizer": {"lr": rate}},
     }
     changed = SYNCHRONOUS if loss == SYNC else LOSSES[loss]
-    return Spec(f"far off-policy {loss} lag={lag} seed={seed}", RECIPE, merge(told, changed), cores=1)
+    return Spec(f"far off-policy {loss} lag={lag} lr={rate:g} seed={seed}", RECIPE, merge(told, changed), cores=1)
 
 
-def specs(lab: Lab, rate: float) -> dict[Key, Spec]:
+def begins(lab: Lab) -> dict[int, Spec]:
+    """What the runs of each seed begin with."""
     begun = starts(lab)
-    of_seed = {seed: begun[MIXTURE, seed] for seed in SEEDS}
-    return {key: run(key, rate, begun=of_seed[key[2]], place=lab.place(of_seed[key[2]])) for key in keys()}
+    return {seed: begun[MIXTURE, seed] for seed in (*SEEDS, *SWEEP_SEEDS)}
+
+
+def specs(lab: Lab, keys: Sequence[Key]) -> dict[Key, Spec]:
+    """The runs of `keys`, each from the start of its seed."""
+    begun = begins(lab)
+    return {key: run(key, begun=begun[key[3]], place=lab.place(begun[key[3]])) for key in keys}
 
 
 @dataclass(frozen=True)
@@ -123,6 +134,12 @@ def outcome(steps: Sequence[Mapping[str, Any]], told: Mapping[str, Any], lag: in
         discarded=int(told["balance"]["wasted_tokens"]["stale"]),
         effective_share=fmean(line["ess"] or 0.0 for line in settled),
     )
+
+
+def outcomes(lab: Lab, keys: Sequence[Key]) -> dict[Key, Outcome]:
+    """What the runs of `keys` came to, made unless they are there."""
+    places = lab.run_all(list(specs(lab, keys).values()))
+    return {key: outcome(metrics(place), summary(place), key[1]) for key, place in zip(keys, places, strict=True)}
 
 
 Runs = Mapping[tuple[str, int], Sequence[Outcome]]
@@ -172,23 +189,29 @@ def verdicts(runs: Runs) -> list[Verdict]:
 
 
 def section(lab: Lab) -> Section:
-    lab.run_all(list(starts(lab).values()))
-    sweep = by_cell(outcomes(lab, swept()))
-    rate = best_stable_rate({lr: sweep[MIXTURE, SYNC, lr] for lr in RATES})
-    cells = specs(lab, rate)
+    lab.run_all(list(begins(lab).values()))
+    sweep: dict[tuple[str, float], list[Outcome]] = {}
+    for (loss, _, lr, _), one in outcomes(lab, swept()).items():
+        sweep.setdefault((loss, lr), []).append(one)
+    rates = {loss: best_stable_rate({lr: sweep[loss, lr] for lr in RATES}) for loss in LOSSES}
+    rates[SYNC] = best_synchronous_rate(lab, MIXTURE)
     runs: dict[tuple[str, int], list[Outcome]] = {}
-    for (loss, lag, _), place in zip(cells, lab.run_all(list(cells.values())), strict=True):
-        runs.setdefault((loss, lag), []).append(outcome(metrics(place), summary(place), lag))
+    for (loss, lag, _, _), one in outcomes(lab, compared(rates)).items():
+        runs.setdefault((loss, lag), []).append(one)
     return Section(
         title="Very old samples",
         question="Some losses are made for samples that are hundreds of updates old. Which of them keeps what "
         f"synchronous training gains, when all tokens are {', '.join(map(str, LAGS[:-1]))} or {LAGS[-1]} updates old?",
         setup=f"The mixture of tasks, the policies and the line of slow scores of the section on corrections; {STEPS} "
         "steps of 16 x 8 completions in one update, so that a lag is one of updates. The first `lag` steps are trained "
-        "on what the first policy has sampled, from then on every token is as old as the bound. Learning rate "
-        f"{rate:g}, the best at which the synchronous baseline of that section is stable, for all; losses have their "
-        f"authors' settings. {len(SEEDS)} seeds.",
+        "on what the first policy has sampled, from then on every token is as old as the bound. Losses have their "
+        f"authors' settings, and each the best learning rate at which it is stable at a lag of {FAR}, on seeds "
+        f"{SWEEP_SEEDS[0]} to {SWEEP_SEEDS[-1]}; synchronous training has that of the section on corrections, "
+        f"{rates[SYNC]:g}. Verdicts are on {len(SEEDS)} other seeds.",
         tables={
+            f"Held-out accuracy at a lag of {FAR} by learning rate, {len(SWEEP_SEEDS)} seeds": rates_table(
+                sweep, rates
+            ),
             f"Held-out accuracy at the end, synchronous {spread([one.after for one in runs[SYNC, 0]])}, RL begins at "
             f"{spread([one.before for one in runs[SYNC, 0]])}": table(runs, lambda one: one.after),
             f"Effective sample size of the ratios, synchronous "
@@ -197,7 +220,7 @@ def section(lab: Lab) -> Section:
         },
         figures={"Accuracy at the end by lag": figure(runs)},
         verdicts=verdicts(runs),
-        cost="two hours and twenty minutes on two cores, half an hour of it those of the section on corrections",
+        cost="three hours and a quarter on two cores, 20 minutes of it those of the section on corrections",
         notes=[
             "Tokens were "
             + ", ".join(
@@ -210,6 +233,15 @@ def section(lab: Lab) -> Section:
             "(`tests/integration/test_sync_equals_reference.py`), whatever the loss.",
         ],
     )
+
+
+def rates_table(sweep: Mapping[tuple[str, float], Sequence[Outcome]], rates: Mapping[str, float]) -> str:
+    def told(group: Sequence[Outcome]) -> str:
+        unstable = sum(one.is_unstable for one in group)
+        return spread([one.after for one in group]) + (f", {unstable} unstable" if unstable else "")
+
+    rows = ([loss, *(told(sweep[loss, lr]) for lr in RATES), f"{rates[loss]:g}"] for loss in LOSSES)
+    return markdown_table(["loss", *(f"{lr:g}" for lr in RATES), "rate"], rows)
 
 
 def table(runs: Runs, value: Callable[[Outcome], float]) -> str:

@@ -187,7 +187,7 @@ class MadeUp(Lab):
     def run_all(self, specs: Sequence[Spec]) -> list[Path]:
         for spec in specs:
             config, folder = spec.config(), self.place(spec)
-            folder.mkdir()
+            folder.mkdir(exist_ok=True)
             lag, collapses = config.max_staleness, config.loss.name == "reinforce" and config.max_staleness > 0
             rewards = [0.5 if not collapses or step < 60 else 0.1 for step in range(80)]
             lines = [

@@ -15,13 +15,15 @@ from experiments.far_off_policy.experiment import (
     LAGS,
     LOSSES,
     NEW,
+    RATES,
     SEEDS,
     STEPS,
     Outcome,
-    keys,
+    compared,
     outcome,
     section,
     specs,
+    swept,
     verdicts,
 )
 from experiments.lab import Lab, Spec
@@ -29,18 +31,22 @@ from experiments.section import ROOT, render
 
 
 def test_runs_are_what_the_readme_says(tmp_path):
-    cells = specs(Lab(tmp_path), 2e-4)
-    assert list(cells) == keys()
-    assert len({one.name for one in cells.values()}) == len(cells) == 5 * (1 + 7 * 3)
-    for (loss, lag, seed), one in cells.items():
+    rates = {loss: 1e-5 * (1 + at) for at, loss in enumerate([SYNC, *LOSSES])}
+    asked = [*swept(), *compared(rates)]
+    cells = specs(Lab(tmp_path), asked)
+    assert list(cells) == asked
+    assert len({one.name for one in cells.values()}) == len(cells) == 7 * 3 * 3 + 5 * (1 + 7 * 3)
+    for (loss, lag, rate, seed), one in cells.items():
         config = one.config()
         assert (config.seed, config.max_staleness, config.steps, one.cores) == (seed, lag, STEPS, 1)
-        assert (config.updates_per_step, config.trainer.optimizer.lr) == (1, 2e-4)
+        assert (config.updates_per_step, config.trainer.optimizer.lr) == (1, rate)
         assert config.loss.advantages == ("optimal" if loss == "OAPL" else "group_mean")
         assert config.trainer.ess_scaling == ("sqrt" if loss == "VCPO" else "no")
         assert len(config.rewards.terms) == (1 if loss == SYNC else 2)
         assert f"seed={seed}" in str(config.model.path)
         assert "mixture" in str(config.model.path)
+    assert all(seed >= 100 and lag == FAR and rate in RATES for _, lag, rate, seed in swept())
+    assert {(loss, rate) for loss, _, rate, _ in compared(rates)} == {*rates.items()}
     assert NEW.keys() <= LOSSES.keys()
 
 
@@ -91,26 +97,30 @@ def test_nothing_is_said_of_tokens_that_were_not_old():
 
 def test_a_token_beyond_the_bound_or_thrown_away_is_told():
     runs = all_runs()
-    for change in ({"oldest": 17}, {"discarded": 3}):
-        spoilt = [replace(runs["M2PO", 16][0], **change), *runs["M2PO", 16][1:]]
-        assert said(runs | {("M2PO", 16): spoilt})[-1] is False
+    for change in ({"oldest": LAGS[0] + 1}, {"discarded": 3}):
+        spoilt = [replace(runs["M2PO", LAGS[0]][0], **change), *runs["M2PO", LAGS[0]][1:]]
+        assert said(runs | {("M2PO", LAGS[0]): spoilt})[-1] is False
 
 
 class MadeUp(Lab):
-    """Uncorrected runs lose what they had, all others gain."""
+    """Uncorrected runs lose what they had, all others gain: OAPL less at 5e-5, more at 2e-4, where it falls."""
 
     def run_all(self, specs: Sequence[Spec]) -> list[Path]:
         for spec in specs:
             config, folder = spec.config(), self.place(spec)
             folder.mkdir(exist_ok=True)
             loses, lag = config.loss.name == "reinforce" and config.max_staleness > 0, config.max_staleness
-            rewards = [0.6] * 40 + [0.1 if loses else 0.7] * 216
+            gained = 0.1 if loses else 0.7
+            rewards = [0.6] * 40 + [gained] * 216
+            if config.loss.name == "oapl" and config.trainer.optimizer.lr != 1e-4:
+                falls = config.trainer.optimizer.lr > 1e-4
+                gained, rewards = (0.8, [*rewards[:200], *[0.3] * 56]) if falls else (0.65, rewards)
             lines = [
                 {"reward_mean": reward, "staleness_mean": float(min(step, lag)), "ess": 0.9}
                 for step, reward in enumerate(rewards)
             ]
             (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
-            told = {"before": {"sampled_accuracy": 0.2}, "after": {"sampled_accuracy": 0.1 if loses else 0.7}}
+            told = {"before": {"sampled_accuracy": 0.2}, "after": {"sampled_accuracy": gained}}
             rest = {"staleness": {"max": lag}, "balance": {"wasted_tokens": {"stale": 0}}}
             (folder / "summary.json").write_text(json.dumps({"eval": told} | rest))
         return [self.place(spec) for spec in specs]
@@ -124,7 +134,12 @@ def test_a_section_from_the_files_of_runs(tmp_path):
     assert "synchronous 0.700 (0.000), RL begins at 0.200 (0.000)" in text
     assert "| no correction | 0.100 (0.000) | 0.100 (0.000) | 0.100 (0.000) |" in text
     assert "| no correction | 5 of 5 | 5 of 5 | 5 of 5 |" in text
-    assert "16.0 (bound 16), 64.0 (bound 64), 128.0 (bound 128)" in text
-    assert "Learning rate 0.0001," in found.setup
+    assert (
+        "| no correction | 0.100 (0.000), 3 unstable | 0.100 (0.000), 3 unstable | 0.100 (0.000), 3 unstable | 5e-05 |"
+        in text
+    )
+    assert "| OAPL | 0.650 (0.000) | 0.700 (0.000) | 0.800 (0.000), 3 unstable | 0.0001 |" in text
+    assert "32.0 (bound 32), 64.0 (bound 64), 128.0 (bound 128)" in text
+    assert "on corrections, 0.0001." in found.setup
     named = next(note for note in found.notes if "the bits of the synchronous trainer" in note).split("`")[1]
     assert (ROOT / named).is_file()
