@@ -148,8 +148,7 @@ class ExpertsLinear(Linear):
     """A linear layer of each of E experts: `weight` [E out_features, in_features], those of one behind the other."""
 
     def __init__(self, num_experts: int, in_features: int, out_features: int) -> None:
-        super().__init__(in_features, num_experts * out_features, bias=False, device="meta")
-        self.weight = nn.Parameter(torch.empty(self.weight.shape))
+        super().__init__(in_features, num_experts * out_features, bias=False)
         self.num_experts = num_experts
 
     def forward(self, x: Tensor, groups: Groups) -> Tensor:  # type: ignore[override]

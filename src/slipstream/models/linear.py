@@ -100,6 +100,9 @@ class Linear(nn.Linear):
 
     product: Callable[[Tensor], Tensor] | None = None
 
+    def reset_parameters(self) -> None:
+        """Draw nothing: weights come from a checkpoint or a seed, and the global random state is left alone."""
+
     def forward(self, x: Tensor) -> Tensor:
         """x [N, in_features] -> [N, out_features]."""
         return linear(x, self.weight, self.bias) if self.product is None else self.product(x)

@@ -193,17 +193,6 @@ def rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
     return torch.addcmul(x * cos, x.roll(rotary_dim // 2, -1), signed_sin)
 
 
-# `nn.utils.skip_init` does the same as these two, but its first call imports sympy, which takes a second.
-
-
-def _linear(in_features: int, out_features: int, bias: bool) -> Linear:
-    """Uninitialised: weights come from a checkpoint or from `initialise`, and no global random state is touched."""
-    layer = Linear(in_features, out_features, bias=bias, device="meta")
-    for name, parameter in list(layer.named_parameters()):
-        setattr(layer, name, nn.Parameter(torch.empty(parameter.shape)))
-    return layer
-
-
 def _embedding(rows: int, width: int) -> Embedding:
     embedding: Embedding = Embedding.from_pretrained(torch.empty(rows, width), freeze=False)  # type: ignore[no-untyped-call]
     return embedding
@@ -246,8 +235,8 @@ class Layer(nn.Module):
         self.config, self.index, self.ranks = config, index, ranks
         hidden, inner = config.hidden_size, config.intermediate_size
         self.attention_norm = _norm(config, hidden)
-        self.qkv = _linear(hidden, config.query_size + 2 * config.kv_size, config.qkv_bias)
-        self.output = _linear(config.query_size, hidden, config.output_bias and ranks.counts_once)
+        self.qkv = Linear(hidden, config.query_size + 2 * config.kv_size, config.qkv_bias)
+        self.output = Linear(config.query_size, hidden, config.output_bias and ranks.counts_once)
         if config.qk_norm:
             self.q_norm = _norm(config, config.head_dim)
             self.k_norm = _norm(config, config.head_dim)
@@ -257,8 +246,8 @@ class Layer(nn.Module):
         if self.is_sparse:
             self.experts = Experts(config, self.activation, ranks.experts(config.num_experts))
         else:
-            self.up = _linear(hidden, 2 * inner if config.gated_mlp else inner, config.mlp_bias)
-            self.down = _linear(inner, hidden, config.mlp_bias and ranks.counts_once)
+            self.up = Linear(hidden, 2 * inner if config.gated_mlp else inner, config.mlp_bias)
+            self.down = Linear(inner, hidden, config.mlp_bias and ranks.counts_once)
         self.recomputes = False  # whether the backward pass runs the layer again, instead of keeping what is in it
         self.keeps_products = False  # whether it then has the results of products and attention
 
@@ -348,7 +337,7 @@ class Transformer(nn.Module):
         if stage.is_last:
             self.final_norm = _norm(config, config.hidden_size)
         if stage.is_last and not config.tie_embeddings:
-            self.head = _linear(config.hidden_size, len(ranks.vocab_rows(config.vocab_size)), bias=False)
+            self.head = Linear(config.hidden_size, len(ranks.vocab_rows(config.vocab_size)), bias=False)
         self.served_head: Callable[[Tensor], Tensor] | None = None  # what `served.py` or `lora.py` put in place
         self.stored_base: Base | None = None
         self.compute_copy: ComputeCopy | None = None  # what `sharded.divide` puts in the parameters' places
