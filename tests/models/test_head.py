@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream.models import head
 from slipstream.models.head import _HeadLogprobs, head_logprobs
-from slipstream.models.linear import Linear
 from slipstream.models.transformer import OneRank
 
 N, K, V = 11, 6, 17
@@ -97,10 +96,10 @@ def test_no_rows_and_a_frozen_head():
     (logprobs.sum() + entropies.sum()).backward()
     assert weight.grad is not None
     assert not weight.grad.any()
-    hidden, frozen = torch.randn(N, K, requires_grad=True), Linear(K, V, bias=False).requires_grad_(False)
-    head_logprobs(hidden, frozen.weight, torch.zeros(N, dtype=torch.int64), at_once=4)[0].sum().backward()
+    hidden, frozen = torch.randn(N, K, requires_grad=True), torch.randn(V, K)
+    head_logprobs(hidden, frozen, torch.zeros(N, dtype=torch.int64), at_once=4)[0].sum().backward()
     assert hidden.grad is not None
-    assert frozen.weight.grad is None
+    assert frozen.grad is None
 
 
 class Products(TorchDispatchMode):

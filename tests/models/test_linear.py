@@ -75,6 +75,7 @@ def test_other_types_and_builds_fall_back(monkeypatch: pytest.MonkeyPatch) -> No
     assert torch.equal(linear(x, weight, bias), F.linear(x, weight, bias))
     monkeypatch.setattr(module, "_onednn", None)
     layer = Linear(32, 16)
+    layer.load_state_dict({"weight": weight, "bias": bias})
     assert torch.equal(layer(x.float()), F.linear(x.float(), layer.weight, layer.bias))
 
 
