@@ -19,6 +19,9 @@ from hypothesis import HealthCheck, settings
 from slipstream.controller.nursery import NURSERY
 from slipstream.core import lifeline
 
+# What is imported makes a million objects that stay: garbage is looked for less often, as by the command line.
+gc.set_threshold(50_000)
+
 # Before torch is loaded: waiting threads sleep, as in the processes of a run (`controller/placement.py`).
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
