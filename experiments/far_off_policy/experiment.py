@@ -220,7 +220,7 @@ def section(lab: Lab) -> Section:
         },
         figures={"Accuracy at the end by lag": figure(runs)},
         verdicts=verdicts(runs),
-        cost="three hours and a quarter on two cores, 20 minutes of it those of the section on corrections",
+        cost="three hours and a quarter on two cores, ten minutes of it those of the section on corrections",
         notes=[
             "Tokens were "
             + ", ".join(
