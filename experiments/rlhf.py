@@ -102,13 +102,15 @@ UNTUNED = Tuned()
 class Pipeline:
     """How long RL is: `updates` of `prompts_per_update` x 2 completions, whatever N. `overrides` are every run's.
 
-    `by_size`: tables `sft` and `reward_model` that the models of one size have besides.
+    `by_size`: tables `sft` and `reward_model` that the models of one size have besides. `easier`: a pipeline with
+    whose SFT policy this one's fine-tuning begins, where its own prompts are too hard to begin with.
     """
 
     updates: int = 192
     prompts_per_update: int = 32
     overrides: Mapping[str, Any] = field(default_factory=dict)
     by_size: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    easier: Pipeline | None = None
 
     @property
     def told(self) -> str:
@@ -119,11 +121,14 @@ class Pipeline:
             "that falls to 0; win rate and KL on 500 held-out prompts x 2 completions at temperature 1"
         )
 
-    def sft(self, size: str = USUAL) -> Spec:
+    def sft(self, lab: Lab, size: str = USUAL) -> Spec:
         """The SFT policy of one size, with which every seed begins."""
+        model: dict[str, Any] = dict(SIZES[size])
+        if self.easier is not None:
+            model = {"path": model_of(lab.place(self.easier.sft(lab, size)), "sft")}
         own = {
             "stages": ["sft"],
-            "model": SIZES[size],
+            "model": model,
             "critic": {"path": "stage:sft"},  # there is no stage yet that makes the recipe's
             "rewards": {"models": []},
         }
@@ -135,7 +140,7 @@ class Pipeline:
         Preferences are between completions of the usual size's policy, which is also what scores are normalised on: a
         reward model of another size learns from the same pairs.
         """
-        start = model_of(lab.place(self.sft()), "sft")
+        start = model_of(lab.place(self.sft(lab)), "sft")
         own: dict[str, Any] = {
             "stages": ["preferences", "reward_model"],
             "model": {"path": start},
@@ -146,7 +151,7 @@ class Pipeline:
             own |= {
                 "stages": ["reward_model"],
                 "reward_model": {
-                    "path": model_of(lab.place(self.sft(size)), "sft"),
+                    "path": model_of(lab.place(self.sft(lab, size)), "sft"),
                     "preferences": str(usual / "preferences.jsonl"),
                 },
             }
@@ -171,7 +176,7 @@ class Pipeline:
         """
         if self.updates % num_minibatches:
             raise ValueError(f"{self.updates} updates are no whole number of steps of {num_minibatches}")
-        start = model_of(lab.place(self.sft(policy)), "sft")
+        start = model_of(lab.place(self.sft(lab, policy)), "sft")
         judge = model_of(lab.place(self.judge(lab, seed, reward_model)), "reward_model")
         own: dict[str, Any] = {
             "stages": ["rl", "evaluate"],
@@ -219,7 +224,10 @@ class Pipeline:
     ) -> list[Path]:
         """The folders of `runs`; what they begin with is made before them: the usual size first, then these sizes."""
         judges = [USUAL, *(size for size in reward_models if size != USUAL)]
-        lab.run_all([self.sft(size) for size in dict.fromkeys([*judges, *policies])])
+        sizes = list(dict.fromkeys([*judges, *policies]))
+        for pipeline in (self.easier, self):
+            if pipeline is not None:
+                lab.run_all([pipeline.sft(lab, size) for size in sizes])
         for some in (judges[:1], judges[1:]):
             lab.run_all([self.judge(lab, seed, size) for size in some for seed in seeds])
         return lab.run_all(runs)

@@ -12,8 +12,8 @@ from typing import Any
 from experiments.comparison import is_as_great, is_greater
 from experiments.figures import COLOURS, MARKERS, lines, panels, svg
 from experiments.idle_compute.course import course
-from experiments.lab import Lab, Spec, metrics, summary
-from experiments.rlhf import LEAST_GAIN, LR, SEEDS, Ended, Pipeline, ended, read_evaluation
+from experiments.lab import Lab, RunFailed, Spec, metrics, summary
+from experiments.rlhf import LEAST_GAIN, LR, SEEDS, Ended, Pipeline, ended, read_evaluation, reward_accuracy
 from experiments.section import Section, Verdict, markdown_table, spread
 from slipstream.core.config import RunConfig
 from slipstream.core.jsonl import read_jsonl
@@ -24,14 +24,21 @@ PIPELINE = Pipeline()
 PREAMBLE = "here is a post of letters: write down the marked ones in their order: "
 """In front of every post of the training-bound set-up: read once by the generator, three times over by the trainer."""
 BOUND_POLICY = "L"
+_LONG = {"model": {"max_positions": 112}}
 BOUND = Pipeline(
-    overrides={
-        "model": {"max_positions": 112},
-        "prompts": {"template": PREAMBLE + "{question}>", "max_prompt_tokens": 96},
+    overrides=_LONG | {"prompts": {"template": PREAMBLE + "{question}>", "max_prompt_tokens": 96}},
+    by_size={
+        "M": {"sft": {"steps": 200, "optimizer": {"lr": 5e-4}}},
+        BOUND_POLICY: {"sft": {"steps": 120, "optimizer": {"lr": 2.5e-4}}},
     },
-    by_size={"M": {"sft": {"steps": 600}}, BOUND_POLICY: {"sft": {"steps": 400, "optimizer": {"lr": 5e-4}}}},
+    easier=Pipeline(overrides=_LONG, by_size={BOUND_POLICY: {"sft": {"steps": 400, "optimizer": {"lr": 5e-4}}}}),
 )
-"""Where training takes longer than generating: a policy of 2.6 M parameters, long prompts, short answers."""
+"""Where training takes longer than generating: a policy of 2.6 M parameters, long prompts, short answers.
+
+Fine-tuning is on posts alone before the preamble stands in front of them.
+"""
+LEAST_ACCURACY = 0.7
+"""What a reward model is told apart from chance by, on held-out pairs: RL against a worse one shows nothing."""
 TIMED_STEPS = 40
 COLD_STEPS = 10
 """Left out of step times."""
@@ -247,9 +254,14 @@ def _as_good_in_half_the_steps(runs: Runs) -> Verdict:
     return Verdict(
         "Best and worst of 4, at half the learning rate, reach the same win rate in half the steps.",
         FIGURE_8,
-        is_as_great(ours, theirs, MARGIN, paired=True),
+        is_as_great(ours, theirs, MARGIN, paired=True) if _learns(runs[T1]) else None,
         f"{spread(ours)}, K = 2: {spread(theirs)}",
     )
+
+
+def _learns(group: Sequence[Outcome]) -> bool:
+    """Whether each run gains something on the way: to be as good as one that does not says nothing."""
+    return all(max(one.wins) - one.wins[0] >= LEAST_GAIN for one in group)
 
 
 def _margin_doubles(runs: Runs) -> Verdict:
@@ -310,6 +322,7 @@ def _all_of(answers: Iterable[bool | None]) -> bool | None:
 
 
 def section(lab: Lab) -> Section:
+    make_models(lab)
     usual = [(name, seed) for seed in SEEDS for name in USUAL_CELLS]
     runs = dict(zip(usual, PIPELINE.make(lab, SEEDS, [quality(lab, *cell) for cell in usual]), strict=True))
     of_k = [(name, seed) for seed in SEEDS for name in TIMED]
@@ -326,6 +339,17 @@ def section(lab: Lab) -> Section:
         timings,
         quality(lab, T1, 0).config(),
     )
+
+
+def make_models(lab: Lab) -> None:
+    """What all runs begin with. RunFailed where a reward model has not learned: the hours after it would be lost."""
+    for pipeline, policies in ((PIPELINE, ()), (BOUND, (BOUND_POLICY,))):
+        pipeline.make(lab, SEEDS, [], policies=policies)
+        for seed in SEEDS:
+            spec = pipeline.judge(lab, seed)
+            accuracy = reward_accuracy(lab.place(spec))
+            if accuracy < LEAST_ACCURACY:
+                raise RunFailed(f"{spec.name}: {accuracy:.2f} of held-out pairs told, {LEAST_ACCURACY} are the least")
 
 
 def read(lab: Lab, name: str, seed: int, place: Path, *, bound: bool = False) -> Outcome:

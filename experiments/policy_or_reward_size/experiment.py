@@ -113,7 +113,7 @@ def read(lab: Lab, plan: Plan, made: Mapping[Key, Sequence[Spec]], tuned: Mappin
         parameters={models[0]: num_parameters(runs[0]) for (models, _), runs in folders.items()},
         accuracies={size: [reward_accuracy(run) for run in runs] for size, runs in judges.items()},
         ess={key: [effective_share(run) for run in runs] for key, runs in folders.items()},
-        losses={size: held_out_loss(lab.place(plan.pipeline.sft(size))) for size in SIZES},
+        losses={size: held_out_loss(lab.place(plan.pipeline.sft(lab, size))) for size in SIZES},
         tuned=tuned,
     )
 

@@ -68,7 +68,7 @@ def _sft(rate: float, steps: int) -> dict[str, Any]:
 def _losses(lab: Lab, pipeline: Pipeline, tried: Mapping[str, Sequence[tuple[float, int]]]) -> dict[str, list[float]]:
     """Held-out losses of SFT by size, for each (rate, steps) that is tried."""
     specs = {
-        size: [replace(pipeline, by_size={size: {"sft": _sft(*one)}}).sft(size) for one in some]
+        size: [replace(pipeline, by_size={size: {"sft": _sft(*one)}}).sft(lab, size) for one in some]
         for size, some in tried.items()
     }
     lab.run_all([spec for some in specs.values() for spec in some])

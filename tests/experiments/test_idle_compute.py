@@ -15,6 +15,7 @@ from experiments.idle_compute import experiment
 from experiments.idle_compute.course import gold
 from experiments.idle_compute.experiment import (
     ALL,
+    BOUND,
     CELLS,
     COLD_STEPS,
     EXTREMES,
@@ -44,7 +45,7 @@ from experiments.idle_compute.experiment import (
     timing,
     verdicts,
 )
-from experiments.lab import Lab, Spec
+from experiments.lab import Lab, RunFailed, Spec
 from experiments.rlhf import LR, SEEDS, Ended
 from experiments.section import render
 from slipstream.core.types import Completion, Prompt
@@ -155,6 +156,24 @@ def test_claims_about_k_are_of_the_training_bound_runs():
     of_k = {name: bound[name] for name in TIMED}
     found = [verdict.holds for verdict in verdicts(usual, of_k, timings(sync=0.5, k4=0.19))]
     assert found == [None, None, None, True, True, True, True, True, None]
+
+
+def test_to_be_as_good_as_runs_that_never_learn_says_nothing():
+    flat = [rising(seed, per_step=0.0) for seed in SEEDS]
+    bound = runs() | {T1: flat, K4: flat}
+    assert said(bound)[3] is None
+
+
+def test_no_run_is_made_against_a_reward_model_that_has_not_learned(tmp_path, monkeypatch):
+    lab = Lab(tmp_path)
+    made: list[str] = []
+    monkeypatch.setattr(lab, "run_all", lambda specs: made.extend(spec.name for spec in specs) or [])
+    told = {lab.place(pipeline.judge(lab, seed)): 0.9 for pipeline in (PIPELINE, BOUND) for seed in SEEDS}
+    told[lab.place(BOUND.judge(lab, 3))] = 0.55
+    monkeypatch.setattr(experiment, "reward_accuracy", told.__getitem__)
+    with pytest.raises(RunFailed, match=r"rlhf reward model M seed 3: 0\.55 of held-out pairs"):
+        section(lab)
+    assert not [name for name in made if "idle_compute" in name]
 
 
 def test_where_the_trainer_waits_more_nothing_is_said_of_time():

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from experiments.lab import Lab
+from experiments.lab import Lab, Spec
 from experiments.rlhf import (
     LOSSES,
     NAMES,
@@ -104,7 +104,7 @@ def test_every_loss_differs_from_ppo_in_its_own_fields_only(lab):
 
 def test_runs_begin_with_the_models_of_their_seed_and_sizes(lab):
     judges = {(seed, size): lab.place(PIPELINE.judge(lab, seed, size)) for seed in (0, 1) for size in SIZES}
-    policies = {size: lab.place(PIPELINE.sft(size)) for size in SIZES}
+    policies = {size: lab.place(PIPELINE.sft(lab, size)) for size in SIZES}
     assert len({*judges.values(), *policies.values()}) == 9
     config = PIPELINE.rl(lab, "online_dpo", 4, seed=1, policy="L", reward_model="S").config()
     assert config.model.path == config.kl.reference == str(policies["L"] / "sft" / "model")
@@ -122,16 +122,16 @@ def test_reward_models_of_all_sizes_learn_from_the_same_pairs(lab):
         assert config.stages == ["reward_model"]
         pairs = lab.place(PIPELINE.judge(lab, 1)) / "preferences" / "preferences.jsonl"
         assert config.reward_model.preferences == str(pairs)
-        assert config.reward_model.path == str(lab.place(PIPELINE.sft(size)) / "sft" / "model")
-        assert config.model.path == usual.model.path == str(lab.place(PIPELINE.sft()) / "sft" / "model")
+        assert config.reward_model.path == str(lab.place(PIPELINE.sft(lab, size)) / "sft" / "model")
+        assert config.model.path == usual.model.path == str(lab.place(PIPELINE.sft(lab)) / "sft" / "model")
 
 
 def test_the_usual_policy_is_the_recipes_from_more_data(lab):
-    ours, recipe = PIPELINE.sft().config().model_dump(), resolve("tldr_mini").model_dump()
+    ours, recipe = PIPELINE.sft(lab).config().model_dump(), resolve("tldr_mini").model_dump()
     more = ("prompts.num_train", "sft.steps", "sft.num_demonstrations", "preferences.num_prompts")
     other = ("host", "stages", "critic.path", "rewards.models", *more)
     assert without(ours, *other) == without(recipe, *other)
-    widths = {size: PIPELINE.sft(size).config().model.hidden_size for size in SIZES}
+    widths = {size: PIPELINE.sft(lab, size).config().model.hidden_size for size in SIZES}
     assert widths == {"S": 64, "M": recipe["model"]["hidden_size"], "L": 256}
 
 
@@ -145,6 +145,15 @@ def test_models_are_made_before_what_begins_with_them_the_usual_size_first(lab, 
         ["rlhf reward model S seed 0", "rlhf reward model S seed 1"],
         ["rlhf ppo N=1 policy M reward model M seed 0"],
     ]
+
+
+def test_fine_tuning_may_begin_with_an_easier_one(lab, monkeypatch):
+    hard = Pipeline(overrides={"prompts": {"template": "read: {question}>"}}, easier=PIPELINE)
+    assert hard.sft(lab, "L").config().model.path == str(lab.place(PIPELINE.sft(lab, "L")) / "sft" / "model")
+    made: list[list[Spec]] = []
+    monkeypatch.setattr(lab, "run_all", lambda specs: made.append(list(specs)) or [])
+    hard.make(lab, [0], [], policies=["L"])
+    assert made[:2] == [[pipeline.sft(lab, size) for size in ("M", "L")] for pipeline in (PIPELINE, hard)]
 
 
 def evaluation(before: float, after: float, kl: float = 1.5) -> dict:

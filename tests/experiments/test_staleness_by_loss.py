@@ -505,7 +505,7 @@ def kept(tmp_path):
     run, start = lab.place(spec), spec.config().kl.reference
     run.mkdir()
     save_config(spec.config(), run / "config.toml")
-    model, tokenizer = build_policy(pipeline.sft().config().model.model_copy(update={"path": None}), seed=0)
+    model, tokenizer = build_policy(pipeline.sft(lab).config().model.model_copy(update={"path": None}), seed=0)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
