@@ -123,15 +123,14 @@ class Pipeline:
 
     def sft(self, lab: Lab, size: str = USUAL) -> Spec:
         """The SFT policy of one size, with which every seed begins."""
-        model: dict[str, Any] = dict(SIZES[size])
-        if self.easier is not None:
-            model = {"path": model_of(lab.place(self.easier.sft(lab, size)), "sft")}
-        own = {
+        own: dict[str, Any] = {
             "stages": ["sft"],
-            "model": model,
+            "model": SIZES[size],
             "critic": {"path": "stage:sft"},  # there is no stage yet that makes the recipe's
             "rewards": {"models": []},
         }
+        if self.easier is not None:
+            own["sft"] = {"path": model_of(lab.place(self.easier.sft(lab, size)), "sft")}
         return self._spec(f"rlhf sft {size}", SFT_SEED, merge(own, self._tables(size, "sft")))
 
     def judge(self, lab: Lab, seed: int, size: str = USUAL) -> Spec:

@@ -149,7 +149,7 @@ def test_models_are_made_before_what_begins_with_them_the_usual_size_first(lab, 
 
 def test_fine_tuning_may_begin_with_an_easier_one(lab, monkeypatch):
     hard = Pipeline(overrides={"prompts": {"template": "read: {question}>"}}, easier=PIPELINE)
-    assert hard.sft(lab, "L").config().model.path == str(lab.place(PIPELINE.sft(lab, "L")) / "sft" / "model")
+    assert hard.sft(lab, "L").config().sft_model.path == str(lab.place(PIPELINE.sft(lab, "L")) / "sft" / "model")
     made: list[list[Spec]] = []
     monkeypatch.setattr(lab, "run_all", lambda specs: made.append(list(specs)) or [])
     hard.make(lab, [0], [], policies=["L"])
