@@ -223,13 +223,15 @@ class Pipeline:
     ) -> list[Path]:
         """The folders of `runs`; what they begin with is made before them: the usual size first, then these sizes."""
         judges = [USUAL, *(size for size in reward_models if size != USUAL)]
-        sizes = list(dict.fromkeys([*judges, *policies]))
-        for pipeline in (self.easier, self):
-            if pipeline is not None:
-                lab.run_all([pipeline.sft(lab, size) for size in sizes])
+        self._make_policies(lab, list(dict.fromkeys([*judges, *policies])))
         for some in (judges[:1], judges[1:]):
             lab.run_all([self.judge(lab, seed, size) for size in some for seed in seeds])
         return lab.run_all(runs)
+
+    def _make_policies(self, lab: Lab, sizes: Sequence[str]) -> None:
+        if self.easier is not None:
+            self.easier._make_policies(lab, sizes)
+        lab.run_all([self.sft(lab, size) for size in sizes])
 
     def _tables(self, size: str, section: str) -> dict[str, Any]:
         own = self.by_size.get(size, {})

@@ -38,7 +38,7 @@ BOUND = Pipeline(
 Fine-tuning is on posts alone before the preamble stands in front of them.
 """
 LEAST_ACCURACY = 0.7
-"""What a reward model is told apart from chance by, on held-out pairs: RL against a worse one shows nothing."""
+"""Accuracy on held-out pairs that each reward model must reach: RL against one near chance shows nothing."""
 TIMED_STEPS = 40
 COLD_STEPS = 10
 """Left out of step times."""
@@ -349,7 +349,7 @@ def make_models(lab: Lab) -> None:
             spec = pipeline.judge(lab, seed)
             accuracy = reward_accuracy(lab.place(spec))
             if accuracy < LEAST_ACCURACY:
-                raise RunFailed(f"{spec.name}: {accuracy:.2f} of held-out pairs told, {LEAST_ACCURACY} are the least")
+                raise RunFailed(f"{spec.name}: accuracy {accuracy:.2f} on held-out pairs, below {LEAST_ACCURACY}")
 
 
 def read(lab: Lab, name: str, seed: int, place: Path, *, bound: bool = False) -> Outcome:

@@ -171,7 +171,7 @@ def test_no_run_is_made_against_a_reward_model_that_has_not_learned(tmp_path, mo
     told = {lab.place(pipeline.judge(lab, seed)): 0.9 for pipeline in (PIPELINE, BOUND) for seed in SEEDS}
     told[lab.place(BOUND.judge(lab, 3))] = 0.55
     monkeypatch.setattr(experiment, "reward_accuracy", told.__getitem__)
-    with pytest.raises(RunFailed, match=r"rlhf reward model M seed 3: 0\.55 of held-out pairs"):
+    with pytest.raises(RunFailed, match=r"rlhf reward model M seed 3: accuracy 0\.55 on held-out pairs"):
         section(lab)
     assert not [name for name in made if "idle_compute" in name]
 
