@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -25,8 +26,9 @@ from experiments.corrections.experiment import (
     starts,
 )
 from experiments.figures import lines, panels, svg, ticks
-from experiments.lab import Lab, Spec, metrics, summary
+from experiments.lab import Lab, Made, Spec, digest, metrics, summary
 from experiments.section import Section, Verdict, markdown_table, spread
+from slipstream.core.disk import replace_file
 from slipstream.core.recipes import merge, stage_dir
 
 LAGS = (32, 64, 128)
@@ -37,6 +39,8 @@ RATES = (5e-5, 1e-4, 2e-4)
 LEAST_AGE = 0.9
 """Of the lag: what the mean age of a loss's tokens is at least, else the lag was not what is asked about."""
 STEPS = 256
+AT_ONCE = 8
+"""Runs after which what they came to is kept."""
 SEEDS = (0, 1, 2, 3, 4)
 LOSSES: dict[str, dict[str, Any]] = {
     NONE: {"loss": {"name": "reinforce"}},
@@ -59,6 +63,9 @@ NEW = {
 }
 """Those that are asked about, and where they are from."""
 
+KEPT = Path(__file__).with_name("outcomes.jsonl")
+"""What runs have come to, one line each."""
+
 Key = tuple[str, int, float, int]
 """Loss, lag, learning rate and seed; SYNC has lag 0."""
 
@@ -77,19 +84,24 @@ def compared(rates: Mapping[str, float]) -> list[Key]:
     ]
 
 
-def run(key: Key, *, begun: Spec, place: Path) -> Spec:
-    """One run at its lag from the policy that the run `begun`, in the folder `place`, has fine-tuned."""
+def told(key: Key) -> dict[str, Any]:
+    """The settings of a run, but for where its questions and its first policy lie."""
     loss, lag, rate, seed = key
-    told = {
+    common = {
         "seed": seed,
         "steps": STEPS,
         "max_staleness": lag,
-        "model": {"path": str(stage_dir(place, "sft") / "model")},
-        "prompts": begun.overrides["prompts"],
         "trainer": {"minibatches": 1, "optimizer": {"lr": rate}},
     }
-    changed = SYNCHRONOUS if loss == SYNC else LOSSES[loss]
-    return Spec(f"far off-policy {loss} lag={lag} lr={rate:g} seed={seed}", RECIPE, merge(told, changed), cores=1)
+    return merge(common, SYNCHRONOUS if loss == SYNC else LOSSES[loss])
+
+
+def run(key: Key, *, begun: Spec, place: Path) -> Spec:
+    """One run at its lag from the policy that the run `begun`, in the folder `place`, has fine-tuned."""
+    loss, lag, rate, seed = key
+    begins_with = {"model": {"path": str(stage_dir(place, "sft") / "model")}, "prompts": begun.overrides["prompts"]}
+    settings = merge(told(key), begins_with)
+    return Spec(f"far off-policy {loss} lag={lag} lr={rate:g} seed={seed}", RECIPE, settings, cores=1)
 
 
 def begins(lab: Lab) -> dict[int, Spec]:
@@ -136,10 +148,23 @@ def outcome(steps: Sequence[Mapping[str, Any]], told: Mapping[str, Any], lag: in
     )
 
 
-def outcomes(lab: Lab, keys: Sequence[Key]) -> dict[Key, Outcome]:
-    """What the runs of `keys` came to, made unless they are there."""
-    places = lab.run_all(list(specs(lab, keys).values()))
-    return {key: outcome(metrics(place), summary(place), key[1]) for key, place in zip(keys, places, strict=True)}
+def outcomes(lab: Lab, keys: Sequence[Key], kept: Path) -> dict[Key, Outcome]:
+    """What the runs of `keys` came to. Those that `kept` has no line for are made, and added to it as they end."""
+    cells = specs(lab, keys)
+    rows = {row["settings"]: row for row in map(json.loads, kept.read_text().splitlines())} if kept.is_file() else {}
+    named = {key: digest(json.dumps(told(key), sort_keys=True)) for key in keys}
+    missing = [key for key in keys if named[key] not in rows]
+    if missing:
+        lab.run_all([begun for seed, begun in begins(lab).items() if seed in {key[3] for key in missing}])
+    for at in range(0, len(missing), AT_ONCE):
+        made = missing[at : at + AT_ONCE]
+        for key, place in zip(made, lab.run_all([cells[key] for key in made]), strict=True):
+            found = asdict(outcome(metrics(place), summary(place), key[1]))
+            names = dict(zip(("loss", "lag", "lr", "seed"), key, strict=True))
+            rows[named[key]] = {**names, "settings": named[key], **found, "made": asdict(lab.used[place])}
+        replace_file(kept, "".join(json.dumps(row) + "\n" for row in rows.values()).encode())
+    lab.used |= {lab.place(cells[key]): Made(**rows[named[key]]["made"]) for key in keys}
+    return {key: Outcome(**{name: rows[named[key]][name] for name in Outcome.__annotations__}) for key in keys}
 
 
 Runs = Mapping[tuple[str, int], Sequence[Outcome]]
@@ -189,14 +214,13 @@ def verdicts(runs: Runs) -> list[Verdict]:
 
 
 def section(lab: Lab) -> Section:
-    lab.run_all(list(begins(lab).values()))
     sweep: dict[tuple[str, float], list[Outcome]] = {}
-    for (loss, _, lr, _), one in outcomes(lab, swept()).items():
+    for (loss, _, lr, _), one in outcomes(lab, swept(), KEPT).items():
         sweep.setdefault((loss, lr), []).append(one)
     rates = {loss: best_stable_rate({lr: sweep[loss, lr] for lr in RATES}) for loss in LOSSES}
     rates[SYNC] = best_synchronous_rate(lab, MIXTURE)
     runs: dict[tuple[str, int], list[Outcome]] = {}
-    for (loss, lag, _, _), one in outcomes(lab, compared(rates)).items():
+    for (loss, lag, _, _), one in outcomes(lab, compared(rates), KEPT).items():
         runs.setdefault((loss, lag), []).append(one)
     return Section(
         title="Very old samples",

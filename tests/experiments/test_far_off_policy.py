@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from experiments.corrections.experiment import NONE, SYNC
+from experiments.far_off_policy import experiment
 from experiments.far_off_policy.experiment import (
+    AT_ONCE,
     FAR,
     LAGS,
     LOSSES,
@@ -21,12 +23,13 @@ from experiments.far_off_policy.experiment import (
     Outcome,
     compared,
     outcome,
+    outcomes,
     section,
     specs,
     swept,
     verdicts,
 )
-from experiments.lab import Lab, Spec
+from experiments.lab import Lab, Made, Spec
 from experiments.section import ROOT, render
 
 
@@ -105,8 +108,14 @@ def test_a_token_beyond_the_bound_or_thrown_away_is_told():
 class MadeUp(Lab):
     """Uncorrected runs lose what they had, all others gain: OAPL less at 5e-5, more at 2e-4, where it falls."""
 
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.asked: list[str] = []
+
     def run_all(self, specs: Sequence[Spec]) -> list[Path]:
         for spec in specs:
+            self.asked.append(spec.name)
+            self.used[self.place(spec)] = Made("run", 60.0, 1, 2, "a processor", "0123456789")
             config, folder = spec.config(), self.place(spec)
             folder.mkdir(exist_ok=True)
             loses, lag = config.loss.name == "reinforce" and config.max_staleness > 0, config.max_staleness
@@ -126,9 +135,36 @@ class MadeUp(Lab):
         return [self.place(spec) for spec in specs]
 
 
+def test_a_run_that_is_kept_is_not_made_again(tmp_path):
+    """Not in another folder either; one whose settings have changed since is."""
+    kept = tmp_path / "outcomes.jsonl"
+    keys = [("IcePop", FAR, 1e-4, 100 + at % 3) if at < 3 else ("M2PO", LAGS[at % 3], 1e-4, at % 5) for at in range(10)]
+    assert len(set(keys)) == len(keys) > AT_ONCE
+    here, there = MadeUp(tmp_path / "here"), MadeUp(tmp_path / "there")
+    found = outcomes(here, keys[:-1], kept)
+    assert sum(name.startswith("far") for name in here.asked) == len(keys) - 1
+    assert outcomes(there, keys, kept).items() >= found.items()
+    assert [name for name in there.asked if name.startswith("far")] == [
+        f"far off-policy M2PO lag={keys[-1][1]} lr=0.0001 seed=4"
+    ]
+    assert [name for name in there.asked if "start" in name] == ["corrections start a mixture seed=4"]
+    assert there.cost().startswith("11 runs, 6 minutes on 2 cores of a processor, commit `0123456`")
+
+    rows = [json.loads(line) for line in kept.read_text().splitlines()]
+    assert [(row["loss"], row["lag"], row["lr"], row["seed"]) for row in rows] == keys
+    rows[0]["settings"] = "of another edition"
+    kept.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    again = MadeUp(tmp_path / "again")
+    outcomes(again, keys, kept)
+    assert [name for name in again.asked if name.startswith("far")] == [
+        "far off-policy IcePop lag=64 lr=0.0001 seed=100"
+    ]
+
+
 @pytest.mark.slow
-def test_a_section_from_the_files_of_runs(tmp_path):
-    found = section(MadeUp(tmp_path))
+def test_a_section_from_the_files_of_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(experiment, "KEPT", tmp_path / "outcomes.jsonl")
+    found = section(MadeUp(tmp_path / "lab"))
     text = render("far_off_policy", found)
     assert [verdict.holds for verdict in found.verdicts] == [True] * 9
     assert "synchronous 0.700 (0.000), RL begins at 0.200 (0.000)" in text
