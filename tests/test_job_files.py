@@ -80,7 +80,7 @@ BODIES = {
         "if 'get' in args and 'jobs' in args: print(env.get('ACTIVE', ''), end='')\n"
         "sys.exit('get' in args and args[args.index('get') + 1] in env.get('MISSING', '').split())"
     ),
-    "sky": "print('run-a  RUNNING' if 'queue' in args and env.get('ACTIVE') else '')",
+    "sky": "print(f'1  {env.get(\"ACTIVE\")}  RUNNING' if 'queue' in args else '')",
     "scontrol": "",
     "scancel": "",
 }
@@ -860,7 +860,8 @@ def test_launching_a_job_group_keeps_its_key_out_of_arguments(cluster: Cluster) 
     assert arguments == ["jobs", "launch", "--yes", "--detach-run", "--secret", "SLIPSTREAM_RUN_KEY", "run.yaml"]
     assert environment["SLIPSTREAM_RUN_KEY"] == key
     assert folder == str(cluster.folder)
-    assert cluster.run(submit, ACTIVE="yes") == 1
+    assert cluster.run(submit, ACTIVE="my-run-a") == 0, "another run"
+    assert cluster.run(submit, ACTIVE="run-a") == 1
     assert (cluster.folder / "key").read_text() == key
 
 

@@ -26,9 +26,9 @@ MakePool = Callable[..., Any]
 def make_inline() -> Iterator[MakePool]:
     pools: list[InlinePool] = []
 
-    def make(*names: str, step_limit_s: float = GENEROUS_S, clock: Clock | None = None) -> InlinePool:
+    def make(*names: str, step_limit_s: float = GENEROUS_S, clock: Clock | None = None, **also: Any) -> InlinePool:
         makers = [vars(hosted_environments)[name] for name in names]
-        pools.append(InlinePool(makers, step_limit_s=step_limit_s, clock=clock))
+        pools.append(InlinePool(makers, step_limit_s=step_limit_s, clock=clock, **also))
         pools[-1].wait_ready()
         return pools[-1]
 

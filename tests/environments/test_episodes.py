@@ -167,6 +167,19 @@ def test_a_guilty_environment_begins_again_until_its_completion_has_failed() -> 
     assert episodes.failed(Lost(KEY, "late"), 0.0) == []
 
 
+def test_rewards_without_a_finite_sum_cost_their_own_episode() -> None:
+    episodes = table()
+    episodes.sampled(opening(), 0.0)
+    episodes.answered(said(0), 0.0)
+    episodes.sampled(turn(1, [1]), 0.0)
+    episodes.answered(said(1, done=True, reward=1e308), 0.0)
+    [over] = episodes.ended(LastWord(KEY, 1e308), 0.0)
+    assert isinstance(over, Observation)
+    assert over.record is not None
+    assert over.record.failure == "environment: the sum of an episode's rewards is not finite"
+    assert (over.record.reward, over.record.turn_rewards, episodes.counts["failed"]) == (None, [1e308], 1)
+
+
 def test_counts_are_of_all_turns_and_of_the_episodes_that_ended() -> None:
     """One that begins again after its first turn and is cut after two, and one that fails for good."""
     episodes = table(max_turns=2, max_restarts=1)
@@ -199,6 +212,8 @@ def test_environments_by_column_and_by_weight() -> None:
     with pytest.raises(ConfigError, match="names no environment") as caught:
         by_column.check([prompt(kind="quizz")])
     assert "quiz" in str(caught.value.hint)
+    with pytest.raises(ConfigError, match="names no environment"):  # a row that streams by
+        by_column.index_of(0, prompt(kind="quizz"))
     with pytest.raises(ConfigError, match="names no environment"):
         by_column.check([prompt()])
     by_weight = Sources(("a", "b"), (3.0, 1.0), seed=5)

@@ -192,6 +192,7 @@ ASK = Ask(messages=[{"role": "user", "content": "x"}])
 DEEP: Any = []
 for _ in range(200):
     DEEP = [DEEP]
+BYTES = {"name": "f", "arguments": {"a": b"x"}}
 NESTED = Ask(messages=ASK.messages, tools=[{"function": {"x": DEEP}}])
 LIES: dict[str, Callable[[int], str]] = {
     "no message": lambda _: "0500000093019101c0",
@@ -235,6 +236,7 @@ def test_requests_of_unknown_episodes_are_passed_over(make_of: MakePool) -> None
     assert pool.num_restarts == 0
 
 
+CALL = {"function": {"name": "f", "arguments": {}}}
 JUNK: list[Ask] = [
     Ask(),
     Ask(messages=[], text=None),
@@ -244,6 +246,10 @@ JUNK: list[Ask] = [
     Ask(messages=[{"role": "user"}]),
     Ask(messages=[{"role": "user", "content": "x", "name": {"a": 1}}]),
     Ask(messages=[{"role": "assistant", "content": "x", "tool_calls": [3]}]),
+    Ask(messages=[{"role": "assistant", "content": "x", "tool_calls": 5}]),
+    Ask(messages=[{"role": "assistant", "content": "x", "tool_calls": [CALL] * 129}]),
+    Ask(messages=[{"role": "assistant", "content": "x", "tool_calls": [{"function": BYTES}]}]),
+    Ask(messages=[{"role": "user", "content": "x"}], tools=[{"function": BYTES}]),
     Ask(messages=[{"role": "assistant", "content": "x", "tool_calls": [{"function": {"name": 3, "arguments": {}}}]}]),
     Ask(messages=[{"role": "assistant", "content": "x", "tool_calls": [{"function": {"name": "f", "arguments": 3}}]}]),
     Ask(messages=[{"role": "user", "content": "x"}], tools=[{"function": {"name": None}}]),

@@ -53,6 +53,14 @@ def test_an_environment_may_say_nothing_and_have_no_other_methods(make_pool: Mak
     assert one.messages == [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
 
 
+def test_messages_are_as_long_as_the_run_has_it(make_pool: MakePool) -> None:
+    long = "x" * 50_000
+    pool = make_pool("Silent", max_chars=40_000)
+    opened(pool, ["a"], 0)
+    assert text(asked(pool, "a", long)) == f"{'x' * 40_000} ... [cut: 50,000 characters]"
+    assert text(asked(pool, "a", long[:40_000], turn=2)) == "x" * 40_000
+
+
 def test_tool_calls_are_those_of_a_turn(make_pool: MakePool) -> None:
     pool = make_pool("Tools")
     opened(pool, ["a"], 0)

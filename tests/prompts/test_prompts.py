@@ -331,6 +331,15 @@ def test_datasets_keep_chats_answers_and_columns(tokenizer: PreTrainedTokenizerF
         assert prompt.columns == own | {"question": "add 1 to 0", "answer": "1"}, "an answer has both names"
 
 
+def test_a_number_as_an_answer_is_text_without_an_exponent(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    numbers = ["0.00001", "1e16", "18.0", "7", "true", "[0.00001]"]
+    path.write_text("".join(f'{{"prompt": "p{i}", "answer": {number}}}\n' for i, number in enumerate(numbers)))
+    made = build_prompts(run_config(dataset=str(path), num_eval=1), tokenizer)
+    answers = {prompt.text: prompt.answer for prompt in [*made.train.prompts, *made.eval]}
+    assert [answers[f"p{i}"] for i in range(6)] == ["0.00001", "10000000000000000", "18.0", "7", "true", "[1e-05]"]
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -356,8 +365,12 @@ def test_missing_datasets(tokenizer: PreTrainedTokenizerFast, tmp_path: Path, mo
     with pytest.raises(ConfigError, match="not found"):
         build_prompts(run_config(dataset=str(tmp_path / "nothing.jsonl"), num_eval=1), tokenizer)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ConfigError, match=r"(?s)cannot be loaded.*where there is a network"):
-        build_prompts(run_config(dataset="nobody/nothing-here", num_eval=1), tokenizer)
+    for name in ("nobody/nothing-here", "nobody/nothing-2.5"):
+        with pytest.raises(ConfigError, match=r"(?s)cannot be loaded.*where there is a network"):
+            build_prompts(run_config(dataset=name, num_eval=1), tokenizer)
+    for name in ("data/train.csv", "train.v2", "data/train.jsonl"):
+        with pytest.raises(ConfigError, match="not found"):
+            build_prompts(run_config(dataset=name, num_eval=1), tokenizer)
 
 
 def test_a_folder_that_is_none_of_a_dataset_is_not_searched_for_minutes(

@@ -89,6 +89,14 @@ ADD = "def add(a, b):\n    return a + b"
             1.0,
         ),
         ("def f(n):\n    yield from range(n)", ["assert list(f(3)) == [0, 1, 2]", "assert f(3) != [0, 1, 2]"], 1.0),
+        ("def f(n): return 3**n\ndef g(): return 1", ["assert f(20000) == 3**20000", "assert g() == 1"], 1.0),
+        ("def f(): return 'x' * 5_000_000\ndef g(): return 1", ["assert f()", "assert g() == 1"], 0.5),
+        (
+            "def f(n): return str(n)",
+            {"fn_name": "f", "inputs": [[1], [2], [3]], "outputs": [["1"], "2", ["3", "4"]]},
+            2 / 3,
+        ),
+        ("print('a\u2028b', end='\\f')", {"inputs": [""], "outputs": ["a\u2028b\f"]}, 1.0),
         ("X = object()\ndef same(x): return x is X", ["assert same(X)", "assert not same(1)"], 1.0),
     ],
 )
@@ -190,6 +198,7 @@ def test_the_order_of_sets_is_the_same_in_every_worker(make_pool: MakePool) -> N
         ("1. so\n   ```python\n   def f():\n       pass\n   ```", "def f():\n    pass"),
         ("```python a = 1``` inline", None),
         ("```\n```", ""),
+        ("```\r\na = 'b\u2028c'\r\nd\r\n```", "a = 'b\u2028c'\nd"),
     ],
 )
 def test_the_last_closed_block_is_the_program(text: str, program: str | None) -> None:

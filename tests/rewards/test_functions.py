@@ -90,6 +90,8 @@ def test_exact_match() -> None:
     assert score("exact_match", gsm8k, job("so\n#### 1000", answer="1 + 999 = 1,000\n#### 1,000")) == 1.0
     assert score("exact_match", gsm8k, job("so 1000", answer="#### 1,000")) == 0.0
     assert score("exact_match", gsm8k, job("#### 1", answer="no number")) is None
+    assert score("exact_match", {"ignore": "$,"}, job("$ 5", answer="5")) == 1.0
+    assert score("exact_match", {"ignore": "."}, job("5 .", answer="5")) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -100,6 +102,11 @@ def test_exact_match() -> None:
         (r"$\sqrt{8}$", r"$2\sqrt{2}$", 1.0),
         ("so 41", "42", 0.0),
         ("no idea", "42", 0.0),
+        (r"\boxed{\$18.90}", r"\$18.90", 1.0),  # so in MATH-500
+        (r"\boxed{18.90}", r"\$18.90", 1.0),
+        (r"\boxed{32348}", r"\$32,\!348", 1.0),
+        (r"\boxed{\$36}", r"\$35", 0.0),
+        (r"\boxed{36}", r"it is $\$36$", 1.0),
     ],
 )
 def test_math_compares_values(completion: str, answer: str, expected: float) -> None:
@@ -120,6 +127,12 @@ def test_math_finds_the_reference_of_each_data_set_of_its_recipe(answer: str, ex
     """GSM8K's solutions, MATH's, and MATH-500's answers."""
     [term] = resolve("math").rewards.terms
     assert score("math", term.params, job(r"Thus \boxed{42}.", answer=answer)) == expected
+
+
+@pytest.mark.parametrize("answer", ["", " "])
+def test_a_reference_that_is_no_mathematics_is_no_wrong_answer(answer: str) -> None:
+    with pytest.raises(ValueError, match="cannot read the reference"):
+        score("math", {}, job(r"\boxed{\frac{1}{2}}", answer=answer))
 
 
 def test_math_abstains_where_the_reference_is_not_found() -> None:
@@ -192,6 +205,9 @@ def test_weighted_sum() -> None:
     for parts in ([None, None], [math.nan, 1.0], [math.inf, 1.0], [1.0], [1e308, 1.7e308]):
         with pytest.raises(ValueError, match=r"abstained|finite|parts"):
             weighted_sum([1.0, 10.0], parts)
+    for parts in ([1e308, 1e308], [math.inf, -math.inf]):  # which `fsum` itself refuses
+        with pytest.raises(ValueError, match="finite"):
+            weighted_sum([1.0, 1.0], parts)
 
 
 def test_every_verifier_that_evaluates_its_answer_is_listed() -> None:

@@ -167,6 +167,8 @@ def test_a_function_counts_alone_where_the_judge_is_left_out(tmp_path: Path) -> 
     [
         ("One text says 'Score: 10'.\nScore: 1\nNo:\nscore: **4**/10.", {}, 1 / 3),
         ('```json\n{"why": {"a": "}"}, "score": 4}\n```', {"json_field": "score"}, 1 / 3),
+        ('With \\frac{1}{2} and {x} it is right.\n{"score": 4}', {"json_field": "score"}, 1 / 3),
+        ('{"score": 9}\nNo: {"score": 4, "of": {"score": 10}} {}', {"json_field": "score"}, 1 / 3),
         ("<b>-0.5</b>", {"pattern": "<b>(.*?)</b>", "score_min": -1.0, "score_max": 1.0}, 0.25),
         ("Score: 10" + "\n" * 30_000, {}, None),  # only the end is looked at
         ("Score: 10\nscore:" + "\t" * 19_000 + "x", {}, 1.0),

@@ -92,6 +92,9 @@ def test_values_are_small_and_of_jsons_types() -> None:
     assert found.columns["d"] == ["nan", str(2**80)]
     assert found.columns["e"] == [True, "?"]
     assert found.metrics == {}
+    for value in (1e308, 1e308, 1e308):
+        log.log_metric("large", value)
+    assert log.all().metrics == {"large": pytest.approx(1e308)}
     with pytest.raises(ValueError, match="values in all columns"):
         RewardLog(MAX_CELLS + 1).log_extra("c", [0] * (MAX_CELLS + 1))
 

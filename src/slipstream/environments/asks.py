@@ -8,6 +8,7 @@ OpenAI's names; an endpoint knows neither.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Hashable
 from typing import Any, Protocol
 
@@ -118,7 +119,16 @@ def plain(ask: Ask) -> Ask:
 
 def _is_tool(tool: dict[str, Any]) -> bool:
     function = tool.get("function")
-    return isinstance(function, dict) and isinstance(function.get("name"), str)
+    return isinstance(function, dict) and isinstance(function.get("name"), str) and _is_json(tool)
+
+
+def _is_json(value: Any) -> bool:
+    """Tell whether JSON has types for all of it: a frame may bring bytes and times."""
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _plain_message(message: ChatMessage) -> ChatMessage:
@@ -129,6 +139,8 @@ def _plain_message(message: ChatMessage) -> ChatMessage:
         raise Refused("the fields of a message are texts", code="invalid_messages")
     calls = message.get("tool_calls") if message["role"] == "assistant" else None
     if calls:
+        if not isinstance(calls, list) or len(calls) > MAX_TOOLS:
+            raise Refused(f"the calls of a message are a list, of at most {MAX_TOOLS}", code="invalid_messages")
         found["tool_calls"] = [_plain_call(call) for call in calls]
     return found
 
@@ -136,6 +148,6 @@ def _plain_message(message: ChatMessage) -> ChatMessage:
 def _plain_call(call: Any) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     name, arguments = (function.get("name"), function.get("arguments")) if isinstance(function, dict) else (None, None)
-    if not isinstance(name, str) or not isinstance(arguments, dict | str):
+    if not isinstance(name, str) or not isinstance(arguments, dict | str) or not _is_json(arguments):
         raise Refused("a call has a function with a name and arguments", code="invalid_messages")
     return {"id": str(call.get("id", "")), "type": "function", "function": {"name": name, "arguments": arguments}}

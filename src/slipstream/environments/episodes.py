@@ -246,7 +246,6 @@ class EpisodeTable:
             return [self._open_call(episode)]
         episode.charges += CHARGES[lost.is_guilty]
         if episode.charges > CHARGES[True] * self._limits.max_restarts:
-            self.counts["failed"] += 1
             return [self._close(episode, episode.record(failure=f"environment: {lost.reason}"))]
         episode.num_restarts += 1
         self.counts["restarts"] += 1
@@ -299,6 +298,7 @@ class EpisodeTable:
     def _close(self, episode: KnownEpisode, record: EpisodeRecord) -> Observation:
         del self._open[episode.key]
         self.counts["ended"] += 1
+        self.counts["failed"] += record.failure is not None
         self.counts["turns_of_ended"] += episode.turn
         self.counts["cut"] += record.is_cut
         self.counts["tool_calls"] += record.num_tool_calls
@@ -325,8 +325,12 @@ class Sources:
         return cls(names, weights, config.environment.column, config.seed)
 
     def index_of(self, ordinal: int, prompt: Prompt) -> int:
-        """Return the index of the environment of group `ordinal`: the same for all its samples, and in every run."""
+        """Return the index of the environment of group `ordinal`: the same for all its samples, and in every run.
+
+        ConfigError as in `check`, for a row that is streamed.
+        """
         if self.column is not None:
+            self.check([prompt])
             return self.names.index(str(prompt.columns[self.column]))
         place = zlib.crc32(f"{self.seed}/{ordinal}".encode()) / 2**32 * sum(self.weights)
         for index, weight in enumerate(self.weights):

@@ -46,6 +46,7 @@ from slipstream.environments.hosting import (
 )
 from slipstream.environments.protocol import (
     MAX_CHARS,
+    MAX_COUNT,
     MAX_STATE_BYTES,
     EnvironmentFault,
     Step,
@@ -411,7 +412,7 @@ class EpisodeHost:
         spoke = Spoke(
             hosted.number,
             turn,
-            as_messages(step.messages, max_chars=self._max_chars),
+            list(step.messages),
             step.done,
             step.reward,
             seconds,
@@ -457,6 +458,6 @@ def _count(environment: Any, name: str) -> int:
     if not hasattr(environment, name):
         return 0
     count = getattr(environment, name)
-    if type(count) is not int or not 0 <= count < 1 << 31:
+    if type(count) is not int or not 0 <= count <= MAX_COUNT:
         raise EnvironmentFault(f"{name} of an environment is a count, not {type(count).__name__}")
     return count

@@ -44,13 +44,14 @@ class InlinePool(EpisodePool):
         clock: Clock | None = None,
     ) -> None:
         found = [with_tools_found(make) for make in makers]
-        self._makers, self._max_chars = [make for make, _ in found], max_chars
+        self._makers = [make for make, _ in found]
         self._request_limit_s = request_limit_s
         super().__init__(
             num_hosts=1,
             num_spares=0,
             num_sources=len(makers),
             step_limit_s=step_limit_s,
+            max_chars=max_chars,
             clock=clock,
             agents=[index for index, make in enumerate(self._makers) if isinstance(make, AgentMaker)],
         )

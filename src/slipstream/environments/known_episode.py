@@ -13,7 +13,7 @@ from slipstream.core.turn_messages import Observation, with_branches
 from slipstream.core.types import EpisodeRecord, Prompt, Segment
 from slipstream.core.unfinished_messages import PartialEpisode
 from slipstream.environments.chat import Chat
-from slipstream.environments.protocol import ChatMessage, episode_reward
+from slipstream.environments.protocol import ChatMessage, EnvironmentFault, episode_reward
 from slipstream.environments.transcript import Branch, no_tokens
 
 Key = tuple[int, int, int]
@@ -219,13 +219,18 @@ class KnownEpisode:
         return msgspec.structs.replace(told, record=record, segments=segments, prompt=prompt, is_whole=is_whole)
 
     def record(self, final_reward: float | None = None, failure: str | None = None) -> EpisodeRecord:
-        """Return the episode as it ends."""
+        """Return the episode as it ends: failed, too, where its rewards have no finite sum."""
+        reward = None
+        try:
+            reward = None if failure is not None else episode_reward(self.turn_rewards, final_reward)
+        except EnvironmentFault as fault:
+            failure = f"environment: {fault}"
         first, *others = self.branches
         num_prompt = len(first.prompt.messages or ())
         forks = [branch for branch in others if branch.turn]
         return EpisodeRecord(
             messages=self.messages or first.history[num_prompt:],
-            reward=None if failure is not None else episode_reward(self.turn_rewards, final_reward),
+            reward=reward,
             turn_rewards=self.turn_rewards,
             is_cut=self.is_cut,
             num_tool_calls=self.num_tool_calls,

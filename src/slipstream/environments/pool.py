@@ -36,7 +36,14 @@ from slipstream.environments.hosting import (
     ToHost,
     ToolsFound,
 )
-from slipstream.environments.protocol import MAX_STATE_BYTES, ChatMessage, EnvironmentFault, as_messages
+from slipstream.environments.protocol import (
+    MAX_COUNT,
+    MAX_MARK_CHARS,
+    MAX_STATE_BYTES,
+    ChatMessage,
+    EnvironmentFault,
+    as_messages,
+)
 from slipstream.jail.protocol import SetupFailed, TriedNetwork, WorkerReady
 from slipstream.jail.sandbox import Spares, nested_selector
 
@@ -120,12 +127,13 @@ class EpisodePool(ABC):
         num_spares: int,
         num_sources: int,
         step_limit_s: float,
+        max_chars: int,
         clock: Clock | None,
         agents: Collection[int] = (),
     ) -> None:
         self._clock = clock or WallClock()
         self._num_hosts, self._num_sources, self.agents = num_hosts, num_sources, frozenset(agents)
-        self._step_limit_s = step_limit_s
+        self._step_limit_s, self._max_chars = step_limit_s, max_chars
         self._selector = nested_selector()
         self._numbers = itertools.count()
         self._by_key: dict[Key, _Episode] = {}
@@ -391,7 +399,7 @@ class EpisodePool(ABC):
         elif isinstance(message, Spoke) and episode.dropped == message.turn:
             episode.dropped = None
         elif isinstance(message, Spoke) and episode.call in ("opening", "turn") and message.turn == episode.turn:
-            answer = _checked(episode, message)
+            answer = _checked(episode, message, max_chars=self._max_chars + MAX_MARK_CHARS)
             episode.call, episode.deadline_s = None, math.inf
             self._done.append(answer)
         elif isinstance(message, Closed) and episode.call in ("ending", "agent"):
@@ -466,18 +474,19 @@ class EpisodePool(ABC):
             self._selector.modify(site.host, events, site)
 
 
-def _checked(episode: _Episode, spoke: Spoke) -> Said:
+def _checked(episode: _Episode, spoke: Spoke, *, max_chars: int) -> Said:
     """Return what a host says that an environment said. _LieError or EnvironmentFault where that cannot be."""
     if spoke.reward is not None and not math.isfinite(spoke.reward):
         raise _LieError("a reward is finite")
-    if not 0 <= spoke.seconds < math.inf or min(spoke.num_tool_calls, spoke.num_tool_errors, spoke.state_bytes) < 0:
-        raise _LieError("a count below 0")
+    counts = (spoke.num_tool_calls, spoke.num_tool_errors, spoke.state_bytes)
+    if not 0 <= spoke.seconds < math.inf or not all(0 <= count <= MAX_COUNT for count in counts):
+        raise _LieError("a count below 0, or beyond all bounds")
     if spoke.state is not None and not (episode.keeps_state and len(spoke.state.encode()) <= MAX_STATE_BYTES):
         raise _LieError("a state that nobody asked for, or too large")
     return Said(
         key=episode.key,
         turn=spoke.turn,
-        messages=as_messages(spoke.messages),
+        messages=as_messages(spoke.messages, max_chars=max_chars),
         is_done=spoke.done,
         reward=spoke.reward,
         seconds=spoke.seconds,

@@ -39,6 +39,10 @@ ChatMessage = dict[str, Any]
 
 MAX_CHARS = 32_768
 """Most characters of one message, unless the caller says otherwise. The rest is cut off, with a mark."""
+MAX_MARK_CHARS = 64
+"""Most characters of the mark at the end of a text that was cut."""
+MAX_COUNT = (1 << 31) - 1
+"""Most tool calls of a turn, and most bytes of a state, that are counted."""
 MAX_MESSAGES = 64
 """Most messages that an environment may say at once."""
 MAX_NAME_CHARS = 256

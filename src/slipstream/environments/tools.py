@@ -27,7 +27,7 @@ from typing import Any
 from slipstream.core.errors import ConfigError, did_you_mean
 from slipstream.core.plain import shortened, shown
 from slipstream.core.user_code import place_of
-from slipstream.environments.protocol import MAX_CHARS, ChatMessage, Environment, Step, cut, settled
+from slipstream.environments.protocol import ChatMessage, Environment, Step, cut, settled
 from slipstream.environments.tool_calls import MALFORMED
 
 _TYPES: dict[str, tuple[type, ...]] = {
@@ -241,11 +241,13 @@ class ToolEnvironment(Environment):
         self,
         tools: Sequence[Callable[..., Any] | Tool],
         *,
-        max_chars: int = MAX_CHARS,
+        max_chars: int | None = None,
         result: Callable[[Any], str] = text_of,
         error: Callable[[str | BaseException], str] = error_text,
     ) -> None:
-        """Make the environment; `result` and `error` write what the model reads, at most `max_chars` characters.
+        """Make the environment; `result` and `error` write what the model reads.
+
+        `max_chars` limits each answer, beside the limit on messages (`environment.max_observation_chars`).
 
         ConfigError for two tools of one name, and for functions that are no tools (`tool_of`).
         """
@@ -281,7 +283,8 @@ class ToolEnvironment(Environment):
         if why is not None:
             self.num_tool_errors += 1
             text = self._error(why)
-        answer = {"role": "tool", "name": name, "content": cut(text, self._max_chars)}
+        content = text if self._max_chars is None else cut(text, self._max_chars)
+        answer = {"role": "tool", "name": name, "content": content}
         return answer | ({"tool_call_id": call["id"]} if "id" in call else {})
 
     def _wrong_call(self, call: Mapping[str, Any]) -> str | None:

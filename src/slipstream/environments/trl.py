@@ -29,7 +29,6 @@ from typing import Any
 
 from slipstream.core.errors import ConfigError, did_you_mean
 from slipstream.environments.protocol import (
-    MAX_CHARS,
     ChatMessage,
     Environment,
     EnvironmentFault,
@@ -59,11 +58,10 @@ class FactoryEnvironment(Environment):
         factory: Factory | Mapping[str, Factory],
         *,
         tools: Sequence[Callable[..., Any] | Tool] = (),
-        max_chars: int = MAX_CHARS,
     ) -> None:
         """Make the object. ConfigError unless it has a method `reset` and its other public methods are tools."""
         self._factories = dict(factory) if isinstance(factory, Mapping) else None
-        self._standalone, self._max_chars = tuple(tools), max_chars
+        self._standalone = tuple(tools)
         self.environment: Any = None
         self._tools: ToolEnvironment | None = None
         if not isinstance(factory, Mapping):
@@ -75,7 +73,6 @@ class FactoryEnvironment(Environment):
         self.environment = factory()
         self._tools = ToolEnvironment(
             [*self._standalone, *tool_methods(self.environment)],
-            max_chars=self._max_chars,
             result=str,
             error=lambda why: str({"error": why if isinstance(why, str) else message_of(why)}),
         )

@@ -60,6 +60,7 @@ class EnvironmentPool(EpisodePool):
             num_sources=len(setup.sources),
             agents=[index for index, source in enumerate(setup.sources) if source.is_agent],
             step_limit_s=setup.step_limit_s,
+            max_chars=setup.max_chars,
             clock=clock,
         )
 

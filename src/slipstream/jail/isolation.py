@@ -374,10 +374,9 @@ def use_few_arenas() -> None:
 
 def limit_cpu(seconds: float) -> None:
     """Let this process and each child it starts use `seconds` more CPU time."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    resource.setrlimit(
-        resource.RLIMIT_CPU, (int(usage.ru_utime + usage.ru_stime + seconds) + 2, resource.RLIM_INFINITY)
-    )
+    usage, (_, hard) = resource.getrusage(resource.RUSAGE_SELF), resource.getrlimit(resource.RLIMIT_CPU)
+    soft = int(usage.ru_utime + usage.ru_stime + seconds) + 2
+    resource.setrlimit(resource.RLIMIT_CPU, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
 
 
 def _set_limit(which: int, value: int) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from decimal import Decimal
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -22,6 +24,7 @@ MAX_ENTRIES = 10_000
 
 _ROWS_AT_ONCE = 256
 KINDS = (".jsonl", ".ndjson", ".parquet")  # suffixes of the files that are read
+_OTHER_KINDS = (".json", ".csv", ".tsv", ".txt", ".arrow", ".gz", ".zst", ".zip")  # no ends of a name on the hub
 _ROLES = {"system", "developer", "user", "assistant", "tool"}
 
 
@@ -58,7 +61,8 @@ def check_source(source: str) -> None:
     path = Path(source).expanduser()
     if path.is_file() and path.suffix not in KINDS:
         raise ConfigError("unknown kind of dataset file", got=source, allowed=f"{', '.join(KINDS)} or a folder")
-    is_local = path.is_absolute() or source.startswith((".", "~")) or path.suffix or source.count("/") > 1
+    is_file = path.suffix in (*KINDS, *_OTHER_KINDS) or (path.suffix and "/" not in source)
+    is_local = path.is_absolute() or source.startswith((".", "~")) or is_file or source.count("/") > 1
     if not path.exists() and is_local:
         allowed = "an existing file or folder, or a hub id 'owner/name'"
         hint = f"relative paths are from {Path.cwd()}; `slipstream recipes` tells what a shipped recipe needs"
@@ -183,7 +187,7 @@ def _load(source: str, name: str | None, split: str, *, is_streamed: bool) -> It
 
     try:
         loaded = datasets.load_dataset(source, name, streaming=is_streamed)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:  # not found, offline, unreadable
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:  # not found, a script, ...
         raise ConfigError(
             f"dataset '{source}' cannot be loaded",
             got=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
@@ -227,7 +231,7 @@ def row_of(record: Mapping[str, Any], config: PromptsConfig, *, template: Templa
     columns = to_json_types(dict(record), where=where)
     prompt = columns.pop(config.prompt_column)
     answer = columns.get(config.answer_column)  # rewards may ask for it under either name
-    answer_text = answer if answer is None or isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
+    answer_text = answer if answer is None or isinstance(answer, str) else _text_of(answer)
     columns["answer"] = answer_text
     if isinstance(prompt, str):
         if config.between_periods:
@@ -243,6 +247,12 @@ def row_of(record: Mapping[str, Any], config: PromptsConfig, *, template: Templa
     return PromptRow(
         text=messages[-1]["content"], task="dataset", answer=answer_text, messages=messages, columns=columns
     )
+
+
+def _text_of(answer: Any) -> str:
+    """An answer that is no text: a number in decimals (0.00001, where JSON has 1e-05), else as JSON."""
+    is_number = isinstance(answer, float) and math.isfinite(answer)
+    return f"{Decimal(repr(answer)):f}" if is_number else json.dumps(answer, ensure_ascii=False)
 
 
 def split_chat(record: Mapping[str, Any], config: PromptsConfig, *, where: str) -> dict[str, Any]:

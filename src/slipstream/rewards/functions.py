@@ -19,7 +19,7 @@ import msgspec
 import regex  # like `re`, with a deadline
 
 from slipstream.core.errors import ConfigError, did_you_mean
-from slipstream.core.plain import shown
+from slipstream.core.plain import shortened, shown
 from slipstream.core.task_library import reasoning_gym
 from slipstream.core.user_code import FROM_PYTHON
 from slipstream.rewards.calls import Scoring, call_function, import_function
@@ -157,7 +157,7 @@ def exact_match(
         if expected is None:
             return None
         if answer is not None:
-            answer, expected = answer.translate(dropped), expected.translate(dropped)
+            answer, expected = answer.translate(dropped).strip(), expected.translate(dropped).strip()
             if ignore_case:
                 answer, expected = answer.casefold(), expected.casefold()
         return float(answer == expected)
@@ -168,7 +168,8 @@ def exact_match(
 def math_equivalence(*, strict: bool = True, reference_pattern: str | None = None, timeout_s: float) -> Scorer:
     """1 when math_verify finds the final answer equivalent to the reference, which may be LaTeX or a plain number.
 
-    `reference_pattern` finds it in a longer text, as in `exact_match`; None for one without.
+    `reference_pattern` finds it in a longer text, as in `exact_match`; None for one without. ValueError for a reference
+    in which math_verify finds nothing.
     """
     import logging
 
@@ -184,8 +185,10 @@ def math_equivalence(*, strict: bool = True, reference_pattern: str | None = Non
         text = _extracted(job.answer, of_reference)
         if text is None:
             return None
-        text = text if "$" in text or "\\boxed" in text else f"${text}$"
-        expected = parse(text, parsing_timeout=None)  # the worker's deadline is the only clock
+        is_marked = "\\boxed" in text or regex.search(r"(?<!\\)\$", text)  # not by a dollar of a price
+        expected = parse(text if is_marked else f"${text}$", parsing_timeout=None)  # the worker's deadline is the clock
+        if not expected:
+            raise ValueError(f"math_verify cannot read the reference {shortened(text, 100)!r}")
         answer = parse(job.completion, parsing_timeout=None)
         return float(verify(expected, answer, strict=strict, timeout_seconds=None))
 
@@ -374,9 +377,10 @@ def weighted_sum(weights: Sequence[float], parts: Sequence[float | None]) -> flo
     scored = [(weight, part) for weight, part in zip(weights, parts, strict=True) if part is not None]
     if not scored:
         raise ValueError("every reward function abstained")
-    total = (
-        math.fsum(weight * part for weight, part in scored) if all(math.isfinite(p) for _, p in scored) else math.nan
-    )
+    try:
+        total = math.fsum(weight * part for weight, part in scored)
+    except (OverflowError, ValueError):  # beyond floats; inf - inf
+        total = math.nan
     if not math.isfinite(total):
         raise ValueError(f"the reward is not finite: {[part for _, part in scored]}")
     return total

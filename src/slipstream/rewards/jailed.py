@@ -27,6 +27,7 @@ from typing import Any, NoReturn
 
 MAX_FRAME_BYTES = 4 << 20
 _MAX_HANDLES = 10_000
+_DECIMAL_BELOW = 1 << 1024  # Python writes no integer of more than 4,300 digits, and takes time by their square
 _LENGTH = struct.Struct("<I")
 PASSED, FAILED = b"1", b"0"
 
@@ -73,10 +74,10 @@ def serve_calls(program: int, peer: int) -> NoReturn:
         while True:
             request = _receive(peer)
             try:
-                reply = {"value": served.answer(request)}
+                body = _body({"value": served.answer(request)})
             except BaseException as error:  # noqa: BLE001 - it is the tests that this exception is for
-                reply = {"raised": [type(error).__name__, str(error)[:1000]]}
-            _send(peer, reply)
+                body = _body({"raised": [type(error).__name__, str(error)[:1000]]})
+            _send(peer, body)
     except BaseException:  # noqa: BLE001
         os._exit(0)
 
@@ -129,10 +130,14 @@ def _execute(code: CodeType, module: ModuleType) -> None:
     exec(code, vars(module))
 
 
-def _send(peer: int, message: Any) -> None:
+def _body(message: Any) -> bytes:
     body = json.dumps(message).encode()
     if len(body) > MAX_FRAME_BYTES:
         raise ValueError(f"a value of {len(body)} bytes, at most {MAX_FRAME_BYTES} allowed")
+    return body
+
+
+def _send(peer: int, body: bytes) -> None:
     data = memoryview(_LENGTH.pack(len(body)) + body)
     while data:
         data = data[os.write(peer, data) :]
@@ -163,6 +168,8 @@ _SEQUENCES: dict[str, Callable[[Any], Any]] = {"list": list, "tuple": tuple, "se
 
 def _encode(value: Any, refer: Callable[[Any], int]) -> Any:
     """`value` in JSON: plain data with its types; `refer` numbers what is none."""
+    if isinstance(value, int) and abs(value) >= _DECIMAL_BELOW:
+        return {"int": hex(value)}
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, complex):
@@ -184,6 +191,8 @@ def _decode(data: Any, resolve: Callable[[int], Any]) -> Any:
     if not isinstance(data, dict) or len(data) != 1:
         raise ValueError("malformed value")
     [(kind, content)] = data.items()
+    if kind == "int":
+        return int(content, 16)
     if kind == "complex":
         return complex(*content)
     if kind == "bytes":
@@ -238,7 +247,7 @@ class _Program:
     def ask(self, operation: str, target: str | int, *arguments: Any) -> Any:
         self.check()
         try:
-            _send(self._peer, [operation, target, *arguments])
+            _send(self._peer, _body([operation, target, *arguments]))
             reply = _receive(self._peer)
             if isinstance(reply, dict) and "value" in reply:
                 return _decode(reply["value"], self._handle)

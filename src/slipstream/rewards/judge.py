@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import regex
 
 from slipstream.core.endpoint import MAX_BACKOFF_S, AttemptFailed, ChatEndpoint, RequestRefused, marked
@@ -50,7 +49,9 @@ _PLACEHOLDER = r"(?<!\{)\{([A-Za-z_]\w*)\}(?!\})"
 _BACKOFF_S = 1.0  # doubled with each attempt
 _MAX_REPLY = 20_000  # characters at the end of a reply in which the score is looked for
 _READING_S = 2.0  # half of it for the pattern, which is the configuration's
+_MAX_BRACES = 1000  # of a reply, at which an object with the score may begin
 _SHOWN_CHARS = 120
+_JSON = json.JSONDecoder()
 _SLACK_S = 5.0  # a judge keeps its deadline itself; the loop, where it cannot
 
 
@@ -210,13 +211,19 @@ def _chat(messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _field_of(text: str, name: str) -> float | None:
-    """The number in field `name` of the JSON object that the text holds, whatever is around it."""
-    try:
-        found = msgspec.json.decode(text[text.find("{") : text.rfind("}") + 1].encode(errors="replace"))
-    except (msgspec.DecodeError, RecursionError):
-        return None
-    value = found.get(name) if isinstance(found, dict) else None
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+    """The number in field `name` of the last JSON object in the text that has the field, whatever is around it."""
+    last, at = None, text.find("{")
+    for _ in range(_MAX_BRACES):
+        if at < 0:
+            break
+        try:
+            found, end = _JSON.raw_decode(text, at)
+        except (ValueError, RecursionError):  # a brace of a formula, or of a program
+            found, end = {}, at + 1
+        value = found.get(name)
+        last = value if isinstance(value, int | float) and not isinstance(value, bool) else last
+        at = text.find("{", end)
+    return last
 
 
 def _template_of(term: JudgeTerm) -> str:

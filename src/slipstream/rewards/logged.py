@@ -60,7 +60,9 @@ class RewardLog:
 
     def all(self) -> Logged:
         """Return what there is to tell."""
-        return Logged({name: math.fsum(of) / len(of) for name, of in self._metrics.items()}, self._columns)
+        return Logged(
+            {name: math.fsum(one / len(of) for one in of) for name, of in self._metrics.items()}, self._columns
+        )
 
     def _check_name(self, name: object, taken: dict[str, Any], what: str) -> None:
         if not isinstance(name, str) or not 0 < len(name) <= MAX_LOGGED_NAME_CHARS or not name.isprintable():

@@ -3,7 +3,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
-if sky jobs queue --skip-finished | grep --quiet --word-regexp -- "@{name}"; then
+if sky jobs queue --skip-finished | awk '{for (i = 1; i <= NF; i++) if ($i == "@{name}") found = 1} END {exit !found}'; then
     echo "this run is being worked on already: sky jobs queue" >&2
     exit 1
 fi
