@@ -405,6 +405,8 @@ LOSSES_AND_REWARDS = [
     wrong("loss parameter text", {"loss": {"params": {"max_ratio": "big"}}}, "out of range", "big"),
     wrong("loss choice", {"loss": {"params": {"mode": "trucate"}}}, "knows no mode 'trucate'", "'truncate'"),
     wrong("select", {"loss": {"name": "best_of_n"}}, "looks at no advantage", "loss.select = 'best'"),
+    wrong("decay rate of 1", {"trainer": {"optimizer": {"betas": (0.9, 1.0)}}}, "trainer.optimizer.betas", "< 1"),
+    wrong("temperature", {"generator": {"temperature": 1e-9}}, "generator.temperature", "1e-06"),
     wrong("cut samples", {"generator": {"top_k": 8}}, "over the whole vocabulary", "keep_sets = true"),
     wrong(
         "baseline of pairs",
@@ -850,6 +852,12 @@ DATA = [
         "'few.jsonl'",
         "at most 2",
         prepare=rows(*ROWS[:2], to="few.jsonl"),
+    ),
+    wrong(
+        "eval dataset of tasks",
+        {"prompts": {"dataset": None, "tasks": [{"name": "spell_backward"}], "eval_dataset": "data.jsonl"}},
+        "held out from the same tasks",
+        "eval.sets",
     ),
     wrong(
         "task",

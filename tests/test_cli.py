@@ -86,6 +86,14 @@ def test_presets_and_lists(calls: list[Any]) -> None:
     assert config.trainer.optimizer.betas == (0.8, 0.9)
 
 
+@pytest.mark.usefixtures("recipe")
+def test_a_table_takes_true_and_false_as_toml_writes_them(calls: list[Any]) -> None:
+    argv = "run tiny --prompts.chat_template_kwargs enable_thinking false effort 3 wide True mode falsehood"
+    assert run_cli(*argv.split()) == 0
+    expected = {"enable_thinking": False, "effort": 3, "wide": True, "mode": "falsehood"}
+    assert calls[0][0].prompts.chat_template_kwargs == expected
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -163,6 +171,19 @@ def test_exit_codes(outcome: Any, code: int, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(slipstream.api, "run", run)
     assert run_cli("run", "tiny") == code
+
+
+@pytest.mark.usefixtures("recipe")
+def test_what_belongs_to_another_user_is_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(path: Path, *_: Any, **__: Any) -> Any:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_dir", refused)
+    monkeypatch.setattr(Path, "exists", refused)
+    assert run_cli("report", "theirs") == 2
+    assert "Permission denied: theirs" in capsys.readouterr().err
 
 
 def test_eval_finds_model_and_configuration_of_a_run(recipe: Path, tmp_path: Path) -> None:

@@ -90,6 +90,9 @@ def _exit_code(work: Callable[[], int]) -> int:
     except BrokenPipeError:  # the reader of `slipstream ... | head` left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
+    except PermissionError as error:  # of a path that a command was given, or one below it
+        _print_error(ConfigError("this may not be read or written", got=f"{error.strerror}: {error.filename}"))
+        return EXIT_BAD_INPUT
     except KeyboardInterrupt as interrupt:
         number = interrupt.number if isinstance(interrupt, Interrupted) else signal.SIGINT
         _errors.print(in_words(number), style="yellow")
@@ -281,10 +284,11 @@ def eval_command(argv: Sequence[str]) -> int:
     """Measure a model on held-out prompts, greedy and sampled: mean reward, and accuracy by `eval.measure`."""
     options = parse(EvalOptions, argv, eval_command, shown=_shown_of_recipe)
     model, config = _eval_config(options)
-    if options.out is not None and (options.out.is_dir() or not options.out.parent.is_dir()):
-        raise ConfigError(
-            "the answers cannot be written there", got=options.out, allowed="a file in an existing folder"
-        )
+    if options.out is not None:
+        is_writable = options.out.parent.is_dir() and os.access(options.out.parent, os.W_OK)
+        if options.out.is_dir() or not is_writable:
+            allowed = "a file in an existing folder that may be written to"
+            raise ConfigError("the answers cannot be written there", got=options.out, allowed=allowed)
     from slipstream.evals.evaluate import evaluate, write_answers
     from slipstream.evals.table import show
 

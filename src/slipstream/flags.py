@@ -174,8 +174,14 @@ def as_overrides(parsed: Mapping[str, Any], model: type[BaseModel] = RunConfig) 
             if get_origin(kind) is list and (words := str(next(iter(value), ""))).startswith("["):
                 allowed = " ".join(re.findall(r"[^][\s,'\"]+", words))
                 raise ConfigError(f"the values of '{name}' are words of their own", got=words, allowed=allowed)
-            tables[name] = dict(value) if get_origin(kind) is dict else value
+            tables[name] = {key: _as_toml(item, kind) for key, item in value} if get_origin(kind) is dict else value
     return tables
+
+
+def _as_toml(value: Any, kind: Any) -> Any:
+    """Return a value of a table as TOML writes it: true and false, which tyro knows as True and False alone."""
+    may_be_bool = bool in get_args(get_args(kind)[1])
+    return {"true": True, "false": False}.get(value, value) if may_be_bool and isinstance(value, str) else value
 
 
 def as_flags(overrides: Mapping[str, Any], prefix: str = "--") -> list[str]:

@@ -333,6 +333,8 @@ def test_preference_and_choice_metrics():
     assert pairs["preference_accuracy"] == 1.0
     assert pairs["score_preferred"] == pytest.approx(0.5 * LN2)
     assert pairs["preference_margin"] == pytest.approx(LN2)
+    _, _, tied = evaluate("bradley_terry", replace(HAND, scores=tensor(3.0, 3.0)))
+    assert tied["preference_accuracy"] == 0.5
     _, _, ranked = evaluate("bradley_terry", replace(HAND, scores=tensor(1.0, 3.0)))
     assert ranked["preference_accuracy"] == 0.0
     assert ranked["preference_margin"] == -2.0

@@ -133,6 +133,8 @@ def test_a_file_that_was_written_anew_is_read_again(file):
     [
         ('Loss(awr_loss, "token", ("policy_logprobs", "advantage"))', "it requires advantage"),
         ('Loss(awr_loss, "token", ("policy_logprobs", "cutoff"))', "it requires a cutoff"),
+        ('Loss(awr_loss, "choice", ("policy_logprobs",))', "compares candidates"),
+        ('Loss(awr_loss, "pair", ("policy_logprobs",))', "loss.select = 'best_and_worst'"),
         ("awr_loss", "is no loss that can be trained"),
         ("[awr_loss]", "no loss"),
         ('Loss(awr_los, "token", ())', "NameError"),

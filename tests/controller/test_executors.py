@@ -32,7 +32,17 @@ from slipstream.core.peer_messages import Failed, Joined, Leaving, Left, PeerJoi
 from slipstream.core.recipes import resolve
 from slipstream.core.run_log import ScheduleConfig
 from slipstream.core.service_messages import Admit, Checkpoint, Counters, Noted, Ready
-from slipstream.core.types import CompletionFinished, GroupScored, Message, Prompt, StepDone, Stop, Swapped, TrainStep
+from slipstream.core.types import (
+    CompletionFinished,
+    GroupScored,
+    Message,
+    Prompt,
+    Skip,
+    StepDone,
+    Stop,
+    Swapped,
+    TrainStep,
+)
 
 PROMPT = Prompt(prompt_id="0", text="", tokens=np.zeros(1, np.int32), task="t")
 TIMEOUT_S = 30.0
@@ -231,6 +241,21 @@ def test_a_generator_that_fails_is_shut_out_its_groups_go_elsewhere_and_it_comes
         one.say(Ready(executor=one.name))
     lead.say(swapped(0), Counters(executor="generator-0", values={"generated_tokens": 1.0}))
     assert_regenerated(run, trainer, lead)
+
+
+def test_what_a_step_dropped_is_in_the_ledger_before_its_checkpoint_is_asked_for(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    played = run.start()
+    commands = [TrainStep(step=1, ordinals=(2, 3)), Skip(ordinals=(1,), cause="stale")]
+    monkeypatch.setattr(run.controller.schedule, "apply", lambda event: commands)
+    synced: list[str] = []
+    monkeypatch.setattr(run.controller.ledger, "sync", lambda: synced.append(run.controller.ledger.states[1]))
+    run.controller.is_checkpoint_wanted = True
+    run.controller._decide(StepDone(step=0, version=1, metrics={}))
+    assert synced == ["skipped"]
+    heard = [type(played["trainer"].hears(Message)) for _ in range(3)]
+    assert heard == [Skip, Checkpoint, TrainStep]
 
 
 def assert_regenerated(run: Run, trainer: Played, lead: Played) -> None:

@@ -251,6 +251,22 @@ def test_wait_sees_messages_descriptors_and_time(connector: Connector) -> None:
     os.close(write_fd)
 
 
+def test_a_message_that_is_not_taken_now_ends_no_wait(connector: Connector) -> None:
+    """Nor does it keep the process awake: of a second of waiting next to nothing is computed."""
+    ports = connector([spec("to_b"), spec("other", source="a.second", target="b.second")])
+    held, other = ports["b"].inputs["in"], ports["b"].inputs["second"]
+    ports["a"].outputs["out"].put(item(0))
+    assert wait([held, other], timeout_s=5)
+    began_s = time.thread_time()
+    assert not wait([held, other], timeout_s=1.0, held=[held])
+    assert time.thread_time() - began_s < 0.5
+    ports["a"].outputs["out"].put(item(1))
+    assert not wait([held, other], timeout_s=0.2, held=[held])
+    ports["a"].outputs["second"].put(item(2))
+    assert wait([held, other], timeout_s=5, held=[held])
+    assert steps(take(ports["b"], 2)) == [0, 1]
+
+
 def test_broadcasts_pass_a_dead_target_by(connector: Connector) -> None:
     ports = connector([spec("to_b", capacity=1), spec("to_c", target="c.in", capacity=4)])
     outbox = ports["a"].outputs["out"]

@@ -16,6 +16,7 @@ from slipstream.core.held_out import (
     SAMPLED_PREFIX,
     Measured,
     check_measure,
+    clustered_error,
     in_metrics,
     is_right,
     measured,
@@ -50,6 +51,23 @@ def test_the_mean_reward_and_its_parts_need_no_measure() -> None:
     parts = {"format_reward": 1.0, "accuracy_reward": 0.5}
     assert found == Measured(0.5, parts, None, found.reward_error)
     assert found.headline == ("reward", 0.5)
+
+
+def test_several_answers_to_a_prompt_are_not_independent() -> None:
+    """Of clusters of one size, the error is that of their means; of one answer each, the usual one."""
+    rewards = [1.0, 0.0, 0.5, 3.0]
+    answers = [Answer(reward) for reward in rewards]
+    alone = np.std(rewards, ddof=1) / 4**0.5
+    assert measured(answers, None, "abcd").reward_error == pytest.approx(alone)
+    eight_times = measured(
+        [one for one in answers for _ in range(8)], None, [name for name in "abcd" for _ in range(8)]
+    )
+    assert eight_times.reward_error == pytest.approx(alone), "the same answer again says nothing more"
+    pairs = measured(answers, None, "abab")
+    assert pairs.reward_error == pytest.approx(abs((1.0 + 0.5) / 2 - (0.0 + 3.0) / 2) / 2)
+    assert measured(answers, None, "aaaa").reward_error is None
+    uneven = clustered_error([1.0, 3.0, 8.0], "aab")  # mean 4, sums -4 and 4
+    assert uneven == pytest.approx((2 * (16 + 16)) ** 0.5 / 3)
 
 
 @pytest.mark.parametrize(("measure", "accuracy"), [("accuracy_reward", 1 / 4), ("format_reward", 4 / 5)])

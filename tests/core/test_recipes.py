@@ -259,9 +259,8 @@ params = st.dictionaries(
     max_size=3,
 )
 tasks = st.builds(TaskConfig, name=texts, params=params, weight=positive)
-optimizers = st.builds(
-    OptimizerConfig, lr=positive, betas=st.tuples(st.floats(0, 1), st.floats(0, 1)), warmup_updates=st.integers(0, 99)
-)
+rates = st.floats(0, 1, exclude_max=True)
+optimizers = st.builds(OptimizerConfig, lr=positive, betas=st.tuples(rates, rates), warmup_updates=st.integers(0, 99))
 configs = st.builds(
     RunConfig,
     recipe=folder_names,

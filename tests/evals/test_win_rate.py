@@ -37,6 +37,20 @@ def test_gold_win_rate_by_hand() -> None:
     assert (result.mean_score, result.mean_reference_score) == (1.625, 1.125)
 
 
+def test_the_same_completions_again_make_no_win_rate_surer() -> None:
+    once = gold_win_rate([1.0, 2.0, 0.5, 3.0], [0.0, 2.0, 1.5, 1.0])
+    twice = gold_win_rate(
+        [1.0, 1.0, 2.0, 2.0, 0.5, 0.5, 3.0, 3.0], [0.0, 0.0, 2.0, 2.0, 1.5, 1.5, 1.0, 1.0], "aabbccdd"
+    )
+    assert twice.win_rate.standard_error == pytest.approx(once.win_rate.standard_error)
+    assert twice.difference.standard_error == pytest.approx(once.difference.standard_error)
+    judged = [Judgement("a", "b"), Judgement("b", "a"), Judgement("tie", "tie")]
+    alone, pairs = summarise(judged, "abc"), summarise([one for one in judged for _ in range(2)], "aabbcc")
+    assert pairs.win_rate.standard_error == pytest.approx(alone.win_rate.standard_error)
+    failed = Judgement(None, None, failure="silent")
+    assert summarise([*judged, failed], "abcd").win_rate == alone.win_rate
+
+
 @settings(deadline=None)
 @given(st.lists(st.tuples(SCORES, SCORES), min_size=1))
 def test_swapping_the_sides_swaps_the_win_rate(pairs: list[tuple[float, float]]) -> None:

@@ -24,6 +24,7 @@ from slipstream.generator.requests import KeptSets, Request, Resume, check_reque
         Request(0, 0, random_prompt(0), max_new_tokens=4),
         Request(0, 0, random_prompt(4), max_new_tokens=0),
         Request(0, 0, random_prompt(4), max_new_tokens=4, temperature=-1.0),
+        Request(0, 0, random_prompt(4), max_new_tokens=4, temperature=1e-38),
     ],
 )
 def test_impossible_requests_are_refused_before_anything_is_queued(request_: Request) -> None:

@@ -9,13 +9,15 @@ import msgspec
 import numpy as np
 import pytest
 from engine_kit import new_engine, random_model, random_prompt, requests, run
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from slipstream.core.clock import VirtualClock
 from slipstream.core.recipes import resolve
 from slipstream.core.saved import Saver, load_messages, prompt_crc32
 from slipstream.core.types import Completion, EpisodeRecord, Prompt, Segment, VersionSpan
 from slipstream.core.unfinished_messages import Partial, PartialEpisode
-from slipstream.generator.completions import completion_of_episode
+from slipstream.generator.completions import completion_of_episode, decode_text
 from slipstream.generator.episodes import ended_before
 from slipstream.generator.partials import Continued, partial_of, partial_of_finished
 from slipstream.generator.requests import Request, Resume
@@ -160,6 +162,17 @@ def test_which_episodes_are_gone_on_with(changes, made, version, fits) -> None:
 def test_completions_and_episodes_are_not_mistaken_for_each_other() -> None:
     to_decode, finished = restored().split([REQUEST], [episode(sampled(2))], 2)
     assert (to_decode, finished) == ([REQUEST], [])
+
+
+def test_text_is_decoded_as_it_was_sampled() -> None:
+    """Tokenizers that clean up, Llama's among them, would take spaces out of programs."""
+    words = ["print(a,", "'", "'", ",", "b)", "and", "x", "."]
+    backend = Tokenizer(models.WordLevel({word: at for at, word in enumerate(dict.fromkeys(words))}))
+    backend.decoder = decoders.WordPiece(prefix="##", cleanup=False)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=True)
+    ids = np.array([backend.token_to_id(word) for word in words], np.int32)
+    assert tokenizer.decode(ids.tolist()) != " ".join(words), "it cleans up"
+    assert decode_text(tokenizer, ids, []) == " ".join(words)
 
 
 def test_an_episode_that_was_over_is_the_same_completion_again() -> None:

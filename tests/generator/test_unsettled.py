@@ -146,6 +146,20 @@ def test_a_generator_keeps_what_it_has_finished_and_sends_no_group_that_others_w
     assert not node.generator.outgoing.settled_early, "nothing is remembered of what is over"
 
 
+def test_tokens_that_a_resume_brought_were_not_generated_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    node, passed_on = Node(tmp_path), []
+    outgoing = node.generator.outgoing
+    pass_on = outgoing.pass_on
+    monkeypatch.setattr(outgoing, "pass_on", lambda one, **named: passed_on.append(one) or pass_on(one, **named))
+    node.admit(0, 1)
+    node.steps(60)
+    [whole] = node.finished().values()
+    assert outgoing.generated_tokens == whole.num_tokens
+    outgoing.prompts[0] = (whole.prompt, 1)
+    pass_on(passed_on[0], num_restored=whole.num_tokens - 2)
+    assert outgoing.generated_tokens == whole.num_tokens + 2
+
+
 def test_answers_of_evaluations_are_kept_too(tmp_path: Path) -> None:
     node = Node(tmp_path)
     node.commands.put(Evaluate(eval_id=7, prompts=(PROMPT, PROMPT), temperature=0.0))

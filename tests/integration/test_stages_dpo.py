@@ -235,6 +235,13 @@ def test_texts_and_chats_are_the_same_tokens(policy: Path, tmp_path: Path) -> No
         assert pair.best == 0
 
 
+def test_an_end_that_the_text_has_is_not_doubled(policy: Path, tmp_path: Path) -> None:
+    tokenizer = char_tokenizer_of_chats()
+    row = PLAIN | {"chosen": f"yes{tokenizer.eos_token}"}
+    (pair,) = found_in(tables_of(policy, tmp_path / "rows.jsonl", [row]), tmp_path).train
+    assert [one.tolist().count(tokenizer.eos_token_id) for one in pair.candidates] == [1, 1]
+
+
 def test_labels_pairs_and_what_is_left_out(policy: Path, tmp_path: Path) -> None:
     rows = [
         {"prompt": "a", "completion": "good", "label": True},

@@ -154,6 +154,14 @@ def test_what_we_would_get_wrong_is_refused(raw, message):
         config_from_hf(raw)
 
 
+def test_biases_are_read_where_the_family_reads_them():
+    """Layers of qwen2 always have biases of queries, keys and values, and those of mistral never."""
+    for family, has_bias in (("qwen2", True), ("mistral", False), ("llama", None)):
+        for said in (True, False):
+            config = config_from_hf({"model_type": family, "attention_bias": said, "sliding_window": None})
+            assert config.qkv_bias == (said if has_bias is None else has_bias)
+
+
 def test_a_window_longer_than_the_sequences_does_not_matter():
     config = config_from_hf({"model_type": "mistral"}, max_positions=4096)
     assert config.max_positions == 4096

@@ -263,6 +263,13 @@ def test_a_cache_that_lacks_the_weights_is_no_checkpoint(tmp_path: Path) -> None
     (snapshot / "config.json").write_text("{}")
     answers = ask(tmp_path, {"part": model("org/part")}, HF_HUB_OFFLINE="1")
     assert "`hf download org/part`" in answers["part"]["error"]
+    shards = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (snapshot / "model.safetensors.index.json").write_text(json.dumps(shards))
+    (snapshot / "model-1.safetensors").touch()
+    for _ in range(2):  # an index without its shards is a download that was interrupted
+        answers = ask(tmp_path, {"part": model("org/part")}, HF_HUB_OFFLINE="1")
+        assert "`hf download org/part`" in answers["part"]["error"]
+        (snapshot / "model.safetensors.index.json").write_text("[]")
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from slipstream.observe.health import RULES, Alarm, Health, Watchman, in_a_line,
 from slipstream.observe.metrics import MetricsWriter
 from slipstream.observe.vitals import Vitals
 from slipstream.observe.waste import Wasted
+from slipstream.stages.named import check_named
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 NUM_STEPS = 160
@@ -277,6 +278,16 @@ def test_thresholds_are_the_users():
     assert watched(series, HealthConfig(alarms=False)) == []
     keen = watched(series, HealthConfig(thresholds={"grad_norm_spikes": 1.5, "slow_rewards": 0.01}))
     assert {alarm.threshold for alarm in keen if alarm.name == "slow_rewards"} == {0.01}
+
+
+@pytest.mark.parametrize(
+    ("changes", "alarm"),
+    [({"generator": {"precision": "int8"}}, "logprob_mismatch"), ({"host": "inline"}, "straggler")],
+)
+def test_no_run_waits_for_an_alarm_that_its_configuration_silences(changes, alarm):
+    with pytest.raises(ConfigError, match=f"stop_on with '{alarm}'"):
+        check_named(resolve("quickstart", overrides=changes | {"health": {"stop_on": [alarm]}}))
+    check_named(resolve("quickstart", overrides={"health": {"stop_on": [alarm]}}))
 
 
 def test_the_configuration_knows_the_names():

@@ -549,6 +549,14 @@ def test_a_damaged_file_is_an_error_that_names_it(run_dir: Path, name: str) -> N
         slipstream.report(run_dir)
 
 
+@pytest.mark.parametrize("line", [b'{"a": 1}', b'{"step": 1, "version": null, "wall_s": 1.0, "step_s": 1.0}'])
+def test_a_line_without_what_every_line_has_is_an_error_that_names_it(run_dir: Path, line: bytes) -> None:
+    path = run_dir / "metrics.jsonl"
+    path.write_bytes(line + b"\n" + path.read_bytes())
+    with pytest.raises(SlipstreamError, match=r"metrics\.jsonl"):
+        write_report(run_dir)
+
+
 def test_every_file_may_be_missing(tmp_path: Path, run_dir: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()

@@ -101,6 +101,18 @@ def test_a_tail_reads_a_line_that_is_longer_than_a_piece(tmp_path: Path) -> None
     assert found == b"a" * 1000 + b"\nb\n", "and not the torn one"
 
 
+def test_a_file_that_is_replaced_between_a_look_and_a_read_is_not_read_on(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(b"old line\n" * 4)
+    tail = Tail(path)
+    tail.read()
+    assert not tail.is_replaced()
+    (tmp_path / "new").write_bytes(b"new line\n" * 8)
+    os.replace(tmp_path / "new", path)
+    assert tail.read() == (36, b"")
+    assert tail.is_replaced()
+
+
 REPLACED: dict[str, Callable[[list[bytes]], list[bytes]]] = {
     "shorter": lambda lines: lines[:4],
     "gone": lambda lines: [],

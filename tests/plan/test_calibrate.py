@@ -236,8 +236,10 @@ def test_what_no_file_tells_is_refused(recorded, overrides, what):
 def test_what_is_no_run_is_refused(tmp_path, recorded):
     with pytest.raises(ConfigError, match=r"no config\.toml"):
         what_if(tmp_path)
-    with pytest.raises(ConfigError, match="no such preset"):
+    with pytest.raises(ConfigError, match="unknown preset 'fast'"):
         what_if(recorded[0], preset="fast")
+    with pytest.raises(ConfigError, match="contradict"):
+        what_if(recorded[0], {"max_staleness": 4}, preset="sync")
     with pytest.raises(ConfigError, match="seeds"):
         what_if(recorded[0], seeds=0)
 

@@ -161,6 +161,14 @@ def test_clusters_by_flag_and_by_file(tmp_path):
     assert cluster.device.flops["fp8"] == DEVICES["H100"].flops["fp8"]
 
 
+@pytest.mark.parametrize("per_node", ["0.5", "2.9", "0"])
+def test_a_node_has_whole_gpus(tmp_path, per_node):
+    file = tmp_path / "cluster.toml"
+    file.write_text(f'gpus = 16\ngpu = "h100"\ngpus_per_node = {per_node}\n')
+    with pytest.raises(ConfigError, match="gpus_per_node"):
+        cluster_of(Question(model="", cluster=file))
+
+
 def test_precisions_are_those_that_the_gpus_have():
     a100 = cluster_of(Question(model="", gpus=8, gpu="a100"))
     h100 = cluster_of(Question(model="", gpus=8))

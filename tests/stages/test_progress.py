@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 
 import pytest
 
 from slipstream.stages import progress
+
+
+def test_a_recent_mean_is_that_of_what_was_measured() -> None:
+    assert progress.recent_mean([9.0] + [1.0] * 8 + [math.nan, 4.0]) == 12 / 9
+    assert math.isnan(progress.recent_mean([math.nan]))
 
 
 def test_what_goes_on_is_told_with_its_seconds(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):

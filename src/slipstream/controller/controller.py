@@ -251,10 +251,12 @@ class Controller:
                 raise
             self.observers.take(self.events.record(event, commands))
             temperatures = self.held_out.pending.next(event)
+            for skip in (command for command in commands if isinstance(command, Skip)):
+                self._carry_out(skip)  # first: a checkpoint knows of it, and syncs the ledger
             if isinstance(event, StepDone):
                 self._save_if_due()  # before the next step: the checkpoint has the weights between the two
                 self.held_out.export_candidate(event.version)
-            for command in commands:
+            for command in (command for command in commands if not isinstance(command, Skip)):
                 self._carry_out(command)
         for executor, waiting in self.waits.changed(event, self.schedule):
             self.executors.send(executor, waiting)

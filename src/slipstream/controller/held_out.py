@@ -85,7 +85,8 @@ class HeldOut:
             return
         if evaluation.replica is not None:
             self._send(f"generator-{evaluation.replica}", Settled(eval_ids=(evaluation.eval_id,)))
-        found = measured(evaluation.scores, self._config.eval.measure_of(evaluation.name))
+        asked = [evaluation.prompts[ordinal].prompt_id for ordinal in evaluation.answers]
+        found = measured(evaluation.scores, self._config.eval.measure_of(evaluation.name), asked)
         version = message.version if evaluation.version is None else evaluation.version
         self._observers.take(EvaluationDone(version, evaluation.temperature, found, evaluation.scores, evaluation.name))
         if evaluation.temperature == GREEDY and not evaluation.name:

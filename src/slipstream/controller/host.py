@@ -122,6 +122,7 @@ class Host:
             self.ports.outputs.values(),
             [*extra_fds, *self.executor.wait_fds()],
             timeout_s if own is None else min(own, timeout_s),
+            held=[self.ports.inputs[name] for name in self.executor.held_inputs()],
             asleep=self.timeline.idle,
         )
 

@@ -198,13 +198,15 @@ def wait(
     extra_fds: Iterable[int] = (),
     timeout_s: float | None = None,
     *,
+    held: Collection[Inbox] = (),
     asleep: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> bool:
     """Sleep until there is something to do; False when `timeout_s` passed first.
 
     Unblocked by: a message at a receiver, room at a sender whose `has_room_for` said no, a readable descriptor, a
     closed end. Meanwhile messages leave, acknowledgements are read and given, and what a broken connection lost is sent
-    again. Only the sleep itself is inside the context that `asleep` returns: all around it is work.
+    again. Of receivers that are `held` nothing is taken now: a message there ends no wait. Only the sleep itself is
+    inside the context that `asleep` returns: all around it is work.
     """
     receivers, senders, extra_fds = list(receivers), list(senders), list(extra_fds)
     ends: list[Inbox | Outbox] = [*receivers, *senders]
@@ -221,13 +223,15 @@ def wait(
             for end in ends:
                 if end.is_due(now_s):
                     end.pump()
-            if any(end.is_closed for end in ends) or any(receiver.has_messages for receiver in receivers):
+            has_news = any(receiver.has_messages for receiver in receivers if receiver not in held)
+            if has_news or any(end.is_closed for end in ends):
                 return True
             if any(sender.is_relieved for sender in senders):
                 return True
             if is_over:
                 return False
-            awaited = {pollable: end for end in ends for pollable in end.pollables()}
+            awaited = {pollable: end for end in ends if end not in held for pollable in end.pollables()}
+            awaited |= {pollable: inbox for inbox in held for pollable in inbox.sockets}
             with asleep():
                 ready = poll([*awaited, *extra_fds], None if deadline_s is None else deadline_s - _CLOCK.now_s())
             for end in {awaited[pollable] for pollable in ready if pollable in awaited}:

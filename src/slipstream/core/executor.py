@@ -101,6 +101,10 @@ class Executor(abc.ABC):
         """Longest time `step` may be left uncalled although nothing arrives (deadlines); None for no limit."""
         return None
 
+    def held_inputs(self) -> tuple[str, ...]:
+        """Inputs of which `step` takes nothing now: what waits there does not wake the host."""
+        return ()
+
     def rejoined(self, executor: str) -> None:  # noqa: B027 - most nodes have nothing to send again
         """`executor` was lost, with every message that had reached it, and a successor is there."""
 

@@ -22,6 +22,8 @@ MAX_EPOCHS = 1000
 """Most passes over a batch or a data set, far beyond any use: a batch is only left when all are done."""
 MAX_NUMBER, MIN_POSITIVE = 1e30, 1e-30
 """Range of numbers that meet tensors: products of two stay in the range of float32, and none becomes 0 or inf."""
+MIN_TEMPERATURE = 1e-6
+"""Smallest temperature that is sampled at: logits divided by it stay in the range of float32."""
 MAX_WAIT_S, MIN_WAIT_S = 2_000_000.0, 0.001
 """Range of waits: epoll and ZeroMQ count milliseconds, in 31 bits (24.8 days)."""
 
@@ -34,6 +36,12 @@ def _null_in(value: Any) -> str | None:
 def _not_tiny(value: float) -> float:
     if value < MIN_POSITIVE:
         raise PydanticCustomError("greater_than_equal", "too small", {"ge": MIN_POSITIVE})
+    return value
+
+
+def _greedy_or_not_tiny(value: float) -> float:
+    if 0 < value < MIN_TEMPERATURE:
+        raise PydanticCustomError("greater_than_equal", "too small", {"ge": f"{MIN_TEMPERATURE:g}, or 0"})
     return value
 
 
@@ -75,9 +83,12 @@ Steps = Annotated[int, Field(gt=0, le=MAX_STEPS, strict=True)]
 Epochs = Annotated[int, Field(gt=0, le=MAX_EPOCHS, strict=True)]
 Number = Annotated[float, Field(ge=-MAX_NUMBER, le=MAX_NUMBER, strict=True)]
 PositiveFloat = Annotated[float, Field(gt=0, le=MAX_NUMBER, strict=True), AfterValidator(_not_tiny)]
+Temperature = Annotated[float, Field(ge=MIN_TEMPERATURE, le=MAX_NUMBER, strict=True)]
 NonNegativeFloat = Annotated[float, Field(ge=0, le=MAX_NUMBER, strict=True)]
+TemperatureOrGreedy = Annotated[NonNegativeFloat, AfterValidator(_greedy_or_not_tiny)]
 Share = Annotated[float, Field(gt=0, le=1, strict=True)]
 Fraction = Annotated[float, Field(ge=0, le=1, strict=True)]
+DecayRate = Annotated[float, Field(ge=0, lt=1, strict=True)]
 Seconds = Annotated[float, Field(ge=MIN_WAIT_S, le=MAX_WAIT_S, strict=True)]
 Limit = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=True), AfterValidator(_not_huge)]
 """A limit; inf means that there is none. All other numbers are finite."""

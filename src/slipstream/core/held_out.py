@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import stdev
 from typing import Any, Protocol
 
 from slipstream.core.config import RunConfig
@@ -67,8 +66,11 @@ class Measured:
         return found | {name: value for name, value in others.items() if value is not None}
 
 
-def measured(answers: Sequence[Scored], measure: str | None) -> Measured:
-    """Return the means over `answers`, at least one; `measure` is the config's `eval.measure`."""
+def measured(answers: Sequence[Scored], measure: str | None, prompts: Sequence[Hashable] | None = None) -> Measured:
+    """Return the means over `answers`, at least one; `measure` is the config's `eval.measure`.
+
+    Answers with the same entry in `prompts` are to one prompt; None: each has its own.
+    """
     parts: dict[str, list[float]] = {}
     for answer in answers:
         for name, value in answer.reward_parts.items():
@@ -78,10 +80,26 @@ def measured(answers: Sequence[Scored], measure: str | None) -> Measured:
     rewards = [answer.reward for answer in answers]
     return Measured(
         reward=_mean(rewards),
-        reward_error=stdev(rewards) / math.sqrt(len(rewards)) if len(rewards) > 1 else None,
+        reward_error=clustered_error(rewards, range(len(rewards)) if prompts is None else prompts),
         reward_parts={name: _mean(values) for name, values in parts.items()},
         accuracy=_mean(judged) if judged else None,
     )
+
+
+def clustered_error(values: Sequence[float], clusters: Sequence[Hashable]) -> float | None:
+    """Return the standard error of the mean of values [N] of which those of one cluster are not independent.
+
+        sqrt(G / (G - 1) sum_g (sum_{i in g} (x_i - mean))^2) / N,   over G clusters; None of a single one
+
+    Identities: where each value has its own, std / sqrt(N); where all clusters are of one size, the standard error of
+    their means. Liang and Zeger (1986), with the usual correction for few clusters.
+    """
+    mean, sums = _mean(values), dict.fromkeys(clusters, 0.0)
+    for value, cluster in zip(values, clusters, strict=True):
+        sums[cluster] += value - mean
+    if len(sums) < 2:
+        return None
+    return math.sqrt(len(sums) / (len(sums) - 1) * math.fsum(one * one for one in sums.values())) / len(values)
 
 
 def is_right(answer: Scored, measure: str | None) -> bool | None:

@@ -193,9 +193,12 @@ class Inbox(_End):
         return dict(self._heard_s)
 
     def pollables(self) -> list[Pollable]:
-        if self._listener is None:
-            return [self.wake.fileno()]
-        return [self.wake.fileno(), self._listener.socket, self._listener.monitor]
+        return [self.wake.fileno(), *self.sockets]
+
+    @property
+    def sockets(self) -> list[Pollable]:
+        """The pollables that are not readable for as long as messages wait to be taken."""
+        return [] if self._listener is None else [self._listener.socket, self._listener.monitor]
 
     def _deliver(self, link: LocalLink, message: Message) -> None:
         with self._lock:

@@ -141,16 +141,7 @@ def resolve(
     """
     tables = _spelled(nested(recipe) if isinstance(recipe, Mapping) else load_recipe(recipe))
     overrides = _spelled(nested(overrides or {}))
-    chosen = _preset(preset)
-    for name, value in chosen.items():
-        if name in overrides and overrides[name] != value:
-            raise ConfigError(
-                f"preset '{preset}' and the override of '{name}' contradict each other",
-                got=f"{name} = {overrides[name]!r}",
-                allowed=f"{name} = {value!r} (what '{preset}' means)",
-                hint=f"drop the preset, or drop the override of {name}",
-            )
-    merged = merge(merge(merge(defaults(), tables), chosen), overrides)
+    merged = merge(merge(defaults(), tables), with_preset(preset, overrides))
     if not any("terms" in _inside(layer, "rewards") for layer in (tables, overrides)) and _rewards_itself(merged):
         merged["rewards"] = {**_inside(merged, "rewards"), "terms": []}
     return validate(merged)
@@ -435,6 +426,20 @@ def _find(name_or_path: str | Path) -> Path:
             hint=run or did_you_mean(path.name, shipped) or "`slipstream recipes` says what they do",
         )
     return shipped[path.name]
+
+
+def with_preset(preset: str | None, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested `overrides` with what `preset` means. ConfigError where the two contradict each other."""
+    chosen = _preset(preset)
+    for name, value in chosen.items():
+        if name in overrides and overrides[name] != value:
+            raise ConfigError(
+                f"preset '{preset}' and the override of '{name}' contradict each other",
+                got=f"{name} = {overrides[name]!r}",
+                allowed=f"{name} = {value!r} (what '{preset}' means)",
+                hint=f"drop the preset, or drop the override of {name}",
+            )
+    return merge(chosen, overrides)
 
 
 def _preset(name: str | None) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from slipstream.core.fields import (
     Seconds,
     Section,
     Share,
+    Temperature,
     check_shared_layers,
 )
 from slipstream.core.lora_section import LoraConfig
@@ -300,7 +301,7 @@ class GeneratorConfig(Section):
         "plan knows (docs/gpu.md).",
     )
     max_new_tokens: Positive = Field(64, description="Longest completion, in tokens; longer ones finish as 'length'.")
-    temperature: PositiveFloat = Field(1.0, description="Sampling temperature; the loss uses the same.")
+    temperature: Temperature = Field(1.0, description="Sampling temperature; the loss uses the same.")
     top_k: NonNegative = Field(0, description="Training samples come from the k likeliest tokens; 0: from all.")
     top_p: Annotated[Number, Field(gt=0, le=1)] = Field(
         1.0,

@@ -23,6 +23,8 @@ from slipstream.core.fields import (
     Seconds,
     Section,
     Steps,
+    Temperature,
+    TemperatureOrGreedy,
 )
 from slipstream.core.training_sections import OptimizerConfig
 
@@ -106,7 +108,7 @@ class PreferencesConfig(Section):
     path: FilePath | None = Field(None, description="Checkpoint that is sampled from; null: model.path.")
     num_prompts: Positive = Field(1000, description="Training prompts, the first ones.")
     samples_per_prompt: Count = Field(4, description="Completions sampled per prompt.")
-    temperature: PositiveFloat = Field(1.0, description="Sampling temperature.")
+    temperature: Temperature = Field(1.0, description="Sampling temperature.")
     with_reference: bool = Field(False, description="Compare with the prompt's reference completion as well.")
     labels: Literal["gold", "judge"] = Field(
         "gold", description="What says which is better: the scores of [gold], or the [judge] in both orders."
@@ -241,7 +243,7 @@ class EvaluationConfig(Section):
         None, description="Held-out prompts, at most prompts.num_eval. null: 200, or all of the first of eval.sets."
     )
     num_samples: Count = Field(1, description="Completions per prompt; several give pass@k.")
-    temperature: PositiveFloat | None = Field(
+    temperature: Temperature | None = Field(
         None, description="Sampling temperature (Asynchronous RLHF: 0.01); null: that of the generator."
     )
 
@@ -260,7 +262,7 @@ class EvalSet(Section):
     template: str | None = Field(None, description="Template of its prompts; null: prompts.template.")
     measure: str | None = Field(None, description="The reward term that says which answers are right; null: eval's.")
     num_prompts: Positive | None = Field(None, description="Prompts, the first distinct ones that fit; null: all.")
-    temperature: NonNegativeFloat = Field(0.0, description="Of the answers; 0: greedy.")
+    temperature: TemperatureOrGreedy = Field(0.0, description="Of the answers; 0: greedy.")
     num_samples: Count = Field(1, description="Answers to each prompt; what is told are means over all of them.")
 
 

@@ -10,6 +10,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.fields import (
     CodeName,
     Count,
+    DecayRate,
     Device,
     Epochs,
     FilePath,
@@ -212,7 +213,7 @@ class OptimizerConfig(Section):
     """AdamW and its schedule."""
 
     lr: PositiveFloat = Field(1e-4, description="Peak learning rate.")
-    betas: tuple[Fraction, Fraction] = Field((0.9, 0.999), description="Adam's decay rates.")
+    betas: tuple[DecayRate, DecayRate] = Field((0.9, 0.999), description="Adam's decay rates.")
     eps: PositiveFloat = Field(1e-8, description="Adam's epsilon.")
     adam: Literal["torch", "tensorflow"] = Field(
         "torch",

@@ -409,6 +409,7 @@ class EpisodeHost:
     def _spoke(self, hosted: _Hosted, turn: int, step: Step, seconds: float, state: str | None = None) -> Spoke:
         calls, errors = (_count(hosted.environment, name) for name in ("num_tool_calls", "num_tool_errors"))
         size = 0 if state is None else len(state.encode())
+        assert not isinstance(step.messages, str), "as_step and as_messages have read them"
         spoke = Spoke(
             hosted.number,
             turn,

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -137,7 +137,9 @@ def sampled_token_logprobs(
     return logprobs
 
 
-def perplexity(logprobs: Sequence[np.ndarray], num_predicted: Sequence[int]) -> Perplexity:
+def perplexity(
+    logprobs: Sequence[np.ndarray], num_predicted: Sequence[int], prompts: Sequence[Hashable] | None = None
+) -> Perplexity:
     """Perplexity of each completion under the model that gave `logprobs`, averaged over completions.
 
         per_response_token = mean_i exp(-(1 / T_i) sum_t logp_it)
@@ -146,6 +148,7 @@ def perplexity(logprobs: Sequence[np.ndarray], num_predicted: Sequence[int]) -> 
     `logprobs` [T_i] of the response's tokens, T_i >= 1; `num_predicted` the second denominator. The second is what
     the code of Asynchronous RLHF (arXiv:2410.18252) computes: labels of the prompt are ignored in the sum but not in
     the count, so its values lie near 1 and fall as prompts grow. It is here to compare with that paper's figures.
+    `prompts` are as in `gold_win_rate`.
     Identities: a prompt of one token makes both equal; a uniform model gives the size of its vocabulary.
     """
     if len(logprobs) != len(num_predicted) or not all(len(own) for own in logprobs):
@@ -155,15 +158,20 @@ def perplexity(logprobs: Sequence[np.ndarray], num_predicted: Sequence[int]) -> 
     with np.errstate(over="ignore"):
         per_response = np.exp(nll / np.array([len(own) for own in logprobs]))
         per_text = np.exp(nll / np.array(num_predicted))
-    return Perplexity(spread(per_response), spread(per_text))
+    return Perplexity(spread(per_response, prompts), spread(per_text, prompts))
 
 
-def sampled_kl(policy_logprobs: Sequence[np.ndarray], reference_logprobs: Sequence[np.ndarray]) -> SampledKL:
+def sampled_kl(
+    policy_logprobs: Sequence[np.ndarray],
+    reference_logprobs: Sequence[np.ndarray],
+    prompts: Sequence[Hashable] | None = None,
+) -> SampledKL:
     """KL of whole completions, from the logprobs [T_i] that policy and reference give to what the policy sampled.
 
         KL = mean_i sum_t (policy_it - reference_it),   per token: the same sum over all tokens, divided by them
 
-    The estimator k1: unbiased where both are at the temperature of sampling, and possibly negative.
+    The estimator k1: unbiased where both are at the temperature of sampling, and possibly negative. `prompts` are as in
+    `gold_win_rate`.
     Identity: 0 where policy = reference.
     """
     if [len(own) for own in policy_logprobs] != [len(own) for own in reference_logprobs]:
@@ -173,7 +181,7 @@ def sampled_kl(policy_logprobs: Sequence[np.ndarray], reference_logprobs: Sequen
         for policy, reference in zip(policy_logprobs, reference_logprobs, strict=True)
     ]
     num_tokens = sum(len(own) for own in policy_logprobs)
-    return SampledKL(spread(per_sequence), float(np.sum(per_sequence)) / num_tokens if num_tokens else 0.0)
+    return SampledKL(spread(per_sequence, prompts), float(np.sum(per_sequence)) / num_tokens if num_tokens else 0.0)
 
 
 def measure_drift(
@@ -203,9 +211,10 @@ def measure_drift(
         for sample in (written[i] for i in known)
         if sample.policy_logprobs is not None
     ]
+    asked = [sample.prompt_tokens.tobytes() for sample in written]
     return Drift(
-        perplexity=perplexity(logprobs, [sample.num_predicted for sample in written]),
-        kl=sampled_kl(policy, tempered) if known else None,
+        perplexity=perplexity(logprobs, [sample.num_predicted for sample in written], asked),
+        kl=sampled_kl(policy, tempered, [asked[index] for index in known]) if known else None,
         num_tokens=sum(len(own) for own in logprobs),
         num_with_policy=len(known),
         num_empty=len(samples) - len(written),

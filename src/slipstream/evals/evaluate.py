@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from slipstream.core.config import RunConfig
+from slipstream.core.disk import replace_file
 from slipstream.core.errors import ConfigError
 from slipstream.core.held_out import check_measure, is_right, measured
 from slipstream.core.recipes import table_of
@@ -255,7 +256,9 @@ def _scored(
 def _result(config: RunConfig, answers: tuple[HeldOutAnswer, ...], num_greedy: int, num_samples: int) -> EvalResult:
     """Return the means of the answers, of which the first `num_greedy` are greedy."""
     measure = config.eval.measure
-    greedy, sampled = measured(answers[:num_greedy], measure), measured(answers[num_greedy:], measure)
+    asked = [answer.prompt_id for answer in answers]
+    greedy = measured(answers[:num_greedy], measure, asked[:num_greedy])
+    sampled = measured(answers[num_greedy:], measure, asked[num_greedy:])
     groups = [answers[start : start + num_samples] for start in range(num_greedy, len(answers), num_samples)]
     has_signal = [len({answer.reward for answer in group}) > 1 for group in groups]
     failures = Counter(answer.failure for answer in answers if answer.failure is not None)
@@ -282,9 +285,9 @@ def _result(config: RunConfig, answers: tuple[HeldOutAnswer, ...], num_greedy: i
 
 
 def write_answers(result: EvalResult, path: Path) -> None:
-    """One JSON object per answer and line; replaces what was there."""
+    """One JSON object per answer and line; replaces what was there, all of it or nothing. DiskError."""
     encoder = msgspec.json.Encoder()
-    path.write_bytes(b"".join(encoder.encode(answer) + b"\n" for answer in result.answers))
+    replace_file(path, b"".join(encoder.encode(answer) + b"\n" for answer in result.answers))
 
 
 def _held_out(

@@ -64,7 +64,8 @@ def score(completions: Sequence[Completion], rewards: Rewards) -> list[Rollout]:
             if not has_worked:
                 due_s = rewards.wait_s()
                 timeout_s = WAKE_EVERY_S if due_s is None else min(due_s, WAKE_EVERY_S)
-                wait(theirs.inputs.values(), theirs.outputs.values(), rewards.wait_fds(), timeout_s)
+                held = [theirs.inputs[name] for name in rewards.held_inputs()]
+                wait(theirs.inputs.values(), theirs.outputs.values(), rewards.wait_fds(), timeout_s, held=held)
     finally:
         rewards.close()
         mine.close()

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from slipstream.core.errors import ConfigError
+from slipstream.core.held_out import clustered_error
 from slipstream.core.types import Completion
 
 
 @dataclass(frozen=True)
 class Spread:
-    """The mean of `count` independent values, their standard deviation (Bessel's) and the standard error of the mean.
+    """The mean of `count` values, their standard deviation (Bessel's) and the standard error of the mean.
 
     With one value nothing is known of its spread: both are NaN.
     """
@@ -25,10 +26,12 @@ class Spread:
     count: int
 
 
-def spread(values: Sequence[float] | np.ndarray) -> Spread:
+def spread(values: Sequence[float] | np.ndarray, clusters: Sequence[Hashable] | None = None) -> Spread:
     """mean, std = sqrt(sum (x - mean)^2 / (n - 1)), standard error = std / sqrt(n), in float64.
 
-    ConfigError without values. An infinite value gives an infinite mean and no spread.
+    Values with the same entry in `clusters` [n], answers to one prompt say, are not independent of each other: the
+    standard error is that of `clustered_error` then. ConfigError without values. An infinite value gives an infinite
+    mean and no spread.
     """
     array = np.asarray(values, dtype=np.float64)
     count = len(array)
@@ -38,7 +41,8 @@ def spread(values: Sequence[float] | np.ndarray) -> Spread:
     if count == 1 or not math.isfinite(mean):
         return Spread(mean, math.nan, math.nan, count)
     std = float(array.std(ddof=1))
-    return Spread(mean, std, std / math.sqrt(count), count)
+    error = std / math.sqrt(count) if clusters is None else clustered_error(array.tolist(), clusters)
+    return Spread(mean, std, math.nan if error is None else error, count)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -31,12 +31,17 @@ class GoldWinRate:
     mean_reference_score: float
 
 
-def gold_win_rate(scores: Sequence[float] | np.ndarray, reference_scores: Sequence[float] | np.ndarray) -> GoldWinRate:
+def gold_win_rate(
+    scores: Sequence[float] | np.ndarray,
+    reference_scores: Sequence[float] | np.ndarray,
+    prompts: Sequence[Hashable] | None = None,
+) -> GoldWinRate:
     """Compare the gold scores [N] of N completions with those [N] of the references of the same prompts.
 
         win_rate = mean_i([s_i > r_i] + [s_i = r_i] / 2),   strict_win_rate = mean_i [s_i > r_i]
         difference = mean_i (s_i - r_i)
 
+    `prompts` [N] say which completions are of one prompt, and so not independent (`spread`); None: each has its own.
     Asynchronous RLHF (arXiv:2410.18252): `strict_win_rate` is the win rate of its figures, and of its code.
     ConfigError when the scores do not pair up or are not finite.
     Identity: swapping the two gives 1 - win_rate.
@@ -47,10 +52,10 @@ def gold_win_rate(scores: Sequence[float] | np.ndarray, reference_scores: Sequen
     if num_bad := int(np.count_nonzero(~np.isfinite(ours) | ~np.isfinite(theirs))):
         raise ConfigError("a win rate needs finite scores", got=f"{num_bad} of {len(ours)} pairs with NaN or infinity")
     return GoldWinRate(
-        win_rate=spread((ours > theirs) + 0.5 * (ours == theirs)),
+        win_rate=spread((ours > theirs) + 0.5 * (ours == theirs), prompts),
         strict_win_rate=float(np.mean(ours > theirs)),
         tie_rate=float(np.mean(ours == theirs)),
-        difference=spread(ours - theirs),
+        difference=spread(ours - theirs, prompts),
         mean_score=float(ours.mean()),
         mean_reference_score=float(theirs.mean()),
     )
@@ -108,8 +113,8 @@ class JudgeWinRate:
     judgements: tuple[Judgement, ...]
 
 
-def summarise(judgements: Sequence[Judgement]) -> JudgeWinRate:
-    """The win rate in `judgements`.
+def summarise(judgements: Sequence[Judgement], prompts: Sequence[Hashable] | None = None) -> JudgeWinRate:
+    """The win rate in `judgements`, which are of these `prompts` (as in `gold_win_rate`).
 
         win_rate = (wins + ties / 2) / judged,   position_bias = (#"a" - #"b") / #verdicts
 
@@ -121,9 +126,10 @@ def summarise(judgements: Sequence[Judgement]) -> JudgeWinRate:
     if not judged:
         raise ConfigError("a win rate needs verdicts", got=f"none in {len(judgements)} comparisons")
     outcomes = [judgement.outcome for judgement in judged]
+    asked = prompts and [one for one, judgement in zip(prompts, judgements, strict=True) if judgement.failure is None]
     verdicts = [v for judgement in judged for v in (judgement.completion_first, judgement.completion_second)]
     return JudgeWinRate(
-        win_rate=spread(outcomes),
+        win_rate=spread(outcomes, asked),
         num_wins=outcomes.count(1.0),
         num_ties=outcomes.count(0.5),
         num_losses=outcomes.count(0.0),
@@ -142,6 +148,8 @@ def judge_win_rate(
     Arguments and errors are those of `judge_pairs`. May be called from a notebook, whose loop waits meanwhile.
     """
 
+    asked = [comparison.prompt for comparison in comparisons]
+
     def run() -> list[Judgement]:
         return asyncio.run(
             judge_pairs(judge, comparisons, max_concurrency=max_concurrency, max_failed_share=max_failed_share)
@@ -150,9 +158,9 @@ def judge_win_rate(
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return summarise(run())
+        return summarise(run(), asked)
     with ThreadPoolExecutor(1) as thread:
-        return summarise(thread.submit(run).result())
+        return summarise(thread.submit(run).result(), asked)
 
 
 async def judge_pairs(

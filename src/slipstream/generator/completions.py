@@ -84,8 +84,7 @@ def completion_of_episode(ended: EndedEpisode, *, tokenizer: Tokenizer, replica:
     episode = ended.episode
     segments = tuple(episode.segments) or (Segment(tokens=np.zeros(0, dtype=np.int32)),)
     trunk = itertools.takewhile(lambda one: not one.begins, segments)
-    text = tokenizer.decode(np.concatenate([one.tokens for one in trunk]).tolist(), skip_special_tokens=True)
-    assert isinstance(text, str)
+    text = _decoded(tokenizer, np.concatenate([one.tokens for one in trunk]).tolist())
     return Completion(
         ordinal=episode.request.ordinal,
         sample=episode.request.sample,
@@ -107,6 +106,11 @@ def decode_text(tokenizer: Tokenizer, tokens: np.ndarray, stop_ids: list[int]) -
     ids = tokens.tolist()
     if ids and ids[-1] in stop_ids:
         ids = ids[:-1]
-    text = tokenizer.decode(ids, skip_special_tokens=True)
+    return _decoded(tokenizer, ids)
+
+
+def _decoded(tokenizer: Tokenizer, ids: list[int]) -> str:
+    """Return the text of tokens as it was sampled, but for special ones: the usual clean-up would change programs."""
+    text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     assert isinstance(text, str)
     return text

@@ -61,7 +61,7 @@ class Outgoing:
     def pass_on(self, ended: Ended, *, num_restored: int = 0) -> CompletionFinished | None:
         """Send a finished completion of training to its verifier; return what the controller is to hear, from rank 0.
 
-        A resume brought `num_restored` of its tokens.
+        A resume brought `num_restored` of its tokens, the first ones.
         """
         ordinal = ended.ordinal
         prompt, remaining = self.prompts.pop(ordinal)
@@ -73,7 +73,11 @@ class Outgoing:
         if self.unsettled is None:
             return None
         completion = self.completion_of(ended, prompt)
-        self.generated_tokens += completion.num_sampled
+        num_old = num_restored
+        for segment in completion.segments:
+            num_new = max(0, len(segment.tokens) - num_old)
+            num_old -= len(segment.tokens) - num_new
+            self.generated_tokens += num_new if segment.is_sampled else 0
         if not is_settled:
             self.unsettled.add(completion)
         return CompletionFinished(

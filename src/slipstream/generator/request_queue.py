@@ -110,7 +110,8 @@ class RequestQueue:
                 self._queue.append(entry)
             else:
                 resumed.append(entry)
-        ahead = 0 if was_live else self.num_left
+        others = (at for at, entry in enumerate(self._queue) if at >= self.num_left and not entry.has_begun)
+        ahead = 0 if was_live else next(others, len(self._queue))
         self._queue.rotate(-ahead)
         self._queue.extendleft(reversed(resumed))
         self._queue.rotate(ahead)

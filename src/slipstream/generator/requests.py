@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 
 from slipstream.core.errors import ConfigError
+from slipstream.core.fields import MIN_TEMPERATURE
 from slipstream.core.spans import Spans
 from slipstream.core.types import FinishReason, Segment, VersionSpan
 
@@ -248,8 +249,9 @@ def check_request(request: Request, *, max_len: int) -> None:
         raise ConfigError(what, got=got, allowed=f"0..{num_prompt - 1}")
     if request.max_new_tokens < 1:
         raise ConfigError("max_new_tokens must be positive", got=request.max_new_tokens)
-    if not (0 <= request.temperature < math.inf):
-        raise ConfigError("temperature must not be negative", got=request.temperature, hint="0 means greedy")
+    if request.temperature != 0 and not MIN_TEMPERATURE <= request.temperature < math.inf:
+        allowed = f"0, which means greedy, or {MIN_TEMPERATURE:g} and more"
+        raise ConfigError("this is no temperature to sample at", got=request.temperature, allowed=allowed)
     if request.top_k < 0 or not 0 < request.top_p <= 1 or not 0 <= request.min_p <= 1:
         got = f"top_k = {request.top_k}, top_p = {request.top_p}, min_p = {request.min_p}"
         allowed = "top_k >= 0, 0 < top_p <= 1, 0 <= min_p <= 1"

@@ -200,7 +200,7 @@ def config_from_hf(raw: Mapping[str, Any], *, max_positions: int | None = None) 
             "sliding-window attention is not supported",
             got=f"sliding_window = {window} below max_positions = {config.max_positions}",
             allowed="sequences no longer than the window",
-            hint=f"load the model with max_positions <= {window}",
+            hint=f"set max_position_embeddings to {window} in a copy of config.json: sequences are no longer then",
         )
     return config
 
@@ -290,7 +290,8 @@ def _from_hf(family: str, hf: Mapping[str, Any]) -> TransformerConfig:
     given["activation"] = _activation(given["activation"])
     given["intermediate_size"] = given["intermediate_size"] or 4 * given["hidden_size"]  # GPT-2 may leave it out
     parts = usual_parts(family)
-    parts["qkv_bias"] = hf.get("attention_bias", parts["qkv_bias"])
+    if family in ("llama", "qwen3", "qwen3_moe", "gpt_neox"):  # the layers of others do not look at the field
+        parts["qkv_bias"] = hf.get("attention_bias", parts["qkv_bias"])
     parts["output_bias"] = parts["qkv_bias"] and family != "qwen2"
     parts["mlp_bias"] = parts["mlp_bias"] or hf.get("mlp_bias", False)
     rope = {"rope_theta": 10_000.0, "partial_rotary_factor": 0.0} if is_gpt2 else hf["rope_parameters"]
@@ -346,7 +347,7 @@ def _rope_scaling(rope: Mapping[str, Any]) -> Llama3RopeScaling | None:
 def config_to_hf(config: TransformerConfig) -> dict[str, Any]:
     """The `config.json` of `config`, complete with transformers' defaults and `architectures`, without importing it.
 
-    Identity: `config_from_hf(config_to_hf(c)) == c`.
+    Identity: `config_from_hf(config_to_hf(c)) == c`, but for the `intermediate_size` of a mixtral, which has none.
     """
     eos: int | list[int] | None = list(config.eos_token_ids) or None
     if len(config.eos_token_ids) == 1:

@@ -12,6 +12,7 @@ digits or an error, and no text of the hub gets into a message.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -27,7 +28,8 @@ from slipstream.core.recipes import with_checkpoints
 
 ASK_TIMEOUT_S = 10.0
 """Longest wait of the one question that finds out whether there is a hub: for connection and answer each."""
-WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+WEIGHTS_INDEX = "model.safetensors.index.json"
+WEIGHTS = ("model.safetensors", WEIGHTS_INDEX)
 FILES = (
     "config.json",
     "generation_config.json",
@@ -355,8 +357,19 @@ def _cached(wanted: HubId, files: Collection[str]) -> Path | None:
         return None
     folder = Path(found)
     has_weights = "model.safetensors" not in files or any((folder / name).is_file() for name in WEIGHTS)
+    has_weights = has_weights and all((folder / shard).is_file() for shard in _shards(folder / WEIGHTS_INDEX))
     is_whole = has_weights and (folder / "config.json").is_file() and _COMMIT.fullmatch(folder.name) is not None
     return folder if is_whole else None
+
+
+def _shards(index: Path) -> set[str]:
+    """Return the files that a checkpoint's index names; none without one. An index that cannot be read is no cache."""
+    if not index.is_file():
+        return set()
+    try:
+        return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, LookupError, AttributeError, TypeError):
+        return {"/"}
 
 
 def _ask(wanted: HubId) -> None:

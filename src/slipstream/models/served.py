@@ -259,8 +259,9 @@ class ServedWeights:
     and the embedding are replaced; the residual stream is fp32 on a CPU, and on CUDA bfloat16 for all precisions but
     float32.
 
-    With adapters a version is those alone, at their own precision and multiplied in float32, beside a `base` at
-    `precision` that stays: made of the model's own weights, or given, so that `model` need not have them.
+    With adapters a version is those alone, at their own precision and multiplied in float32 (on CUDA in the type of the
+    residual stream), beside a `base` at `precision` that stays: made of the model's own weights, or given, so that
+    `model` need not have them.
     `keeps_versions`: those that `hold` has named stay when another is live, and `select` says which of them each row of
     the next pass computes with.
 

@@ -197,6 +197,8 @@ def _cluster_of_table(table: Mapping[str, Any], called: Callable[[str], str]) ->
     for key in (*IN_GB, "gpus_per_node", "usd_per_gpu_hour"):
         if key in table:
             _positive(called(key), table[key])
+    if not isinstance(table.get("gpus_per_node", 1), int):
+        raise ConfigError(f"{called('gpus_per_node')} must be a whole number", got=repr(table["gpus_per_node"]))
     for name, rate in table.get("tflops", {}).items():
         _positive(called(f"tflops.{name}"), rate)
     changes = device_fields(table)

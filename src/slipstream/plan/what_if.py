@@ -22,11 +22,11 @@ from rich.table import Table
 from slipstream.controller.placement import place
 from slipstream.controller.policies import make_policy, schedule_for
 from slipstream.controller.schedule import SchedulingPolicy
-from slipstream.core.config import PRESETS, RunConfig
+from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.fields import MAX_WAIT_S
 from slipstream.core.plain import flat, shown
-from slipstream.core.recipes import merge, nested, resolve
+from slipstream.core.recipes import merge, nested, resolve, with_preset
 from slipstream.generator.vllm.settings import check_settings
 from slipstream.plan.calibrate import Calibration, calibrate, generator_dials, row_multiple
 from slipstream.plan.lengths import AS_RECORDED, Turns, WithTurns
@@ -93,8 +93,7 @@ def what_if(
     `events` is for the decisions of the changed run, in the format of `events.jsonl`. ConfigError for what is no
     finished run, and for overrides that the files say nothing about.
     """
-    if preset is not None and preset not in PRESETS:
-        raise ConfigError("there is no such preset", got=preset, allowed=", ".join(PRESETS))
+    tables = with_preset(preset, nested(overrides or {}))
     if not 1 <= seeds <= MAX_SEEDS:
         raise ConfigError("a mean takes some simulations", got=f"seeds = {shown(seeds)}", allowed=f"1..{MAX_SEEDS}")
     if reward_s is not None and not 0 <= reward_s <= MAX_WAIT_S:
@@ -106,7 +105,6 @@ def what_if(
     paths = [Path(run)] if isinstance(run, str | Path) else [Path(one) for one in run]
     runs = [read_run(path) for path in paths]
     config = as_simulated(runs[0])
-    tables = merge(PRESETS[preset] if preset is not None else {}, nested(overrides or {}))
     changed = changed_config(config, tables)
     calibration = calibrate(runs)
     return WhatIf(

@@ -111,6 +111,14 @@ class Rewards(Executor):
     def is_finished(self) -> bool:
         return self._is_finished
 
+    @property
+    def _room(self) -> int:
+        """Completions that may be taken from the channel now."""
+        return 0 if self._is_stopping else _MAX_PENDING - self._assembly.num_called - len(self._unsent)
+
+    def held_inputs(self) -> tuple[str, ...]:
+        return () if self._room > 0 else ("completions",)
+
     def wait_fds(self) -> list[int]:
         return [] if self._scorers is None else self._scorers.fds()
 
@@ -126,8 +134,7 @@ class Rewards(Executor):
     def _take(self, scorers: Scorers) -> int:
         """Hand every completion that arrived to the scorers, up to a bound; how many."""
         taken: list[Completion] = []
-        room = min(_MAX_TOGETHER, _MAX_PENDING - self._assembly.num_called - len(self._unsent))
-        room = 0 if self._is_stopping else room
+        room = min(_MAX_TOGETHER, self._room)
         while len(taken) < room and (completion := self._context.inputs["completions"].get_nowait()) is not None:
             assert isinstance(completion, Completion)
             taken.append(completion)

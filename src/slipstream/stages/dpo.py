@@ -8,15 +8,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from slipstream.batching import collate
 from slipstream.core.config import RunConfig
 from slipstream.core.jsonl import JsonlWriter
 from slipstream.models.build import build_policy
 from slipstream.models.hf import load_model, save_model
 from slipstream.stages.preference_data import read_pairs
-from slipstream.stages.progress import StageProgress, StageTimes, fresh_folder, write_record
+from slipstream.stages.progress import StageProgress, StageTimes, fresh_folder, recent_mean, write_record
 from slipstream.trainer.dpo import (
     PreferenceMeasure,
     dpo_updates,
@@ -83,7 +81,7 @@ def run_dpo(config: RunConfig, run_dir: Path, progress: StageProgress) -> dict[s
         num_too_long=found.num_too_long,
         steps=total,
         first_loss=measures[0].loss,
-        last_loss=float(np.mean([one.loss for one in measures[-10:]])),
-        train_accuracy=float(np.mean([one.accuracy for one in measures[-10:]])),
+        last_loss=recent_mean([one.loss for one in measures]),
+        train_accuracy=recent_mean([one.accuracy for one in measures]),
         held_out=None if before is None or after is None else {"before": asdict(before), "after": asdict(after)},
     )

@@ -176,17 +176,18 @@ def _gold(rollouts: Sequence[Rollout], references: Sequence[Rollout], num_sample
     gold: dict[str, Any] = {
         "mean_score": sum(sound) / len(sound) if sound else None,
         "num_failed": len(rollouts) - len(sound),
-        "pass_at_k": mean_pass_at_k(num_correct, num_samples),
+        "pass_at_k": mean_pass_at_k(num_correct, num_samples) if num_correct else {},
     }
     if not references:
         return gold
     pairs = [
-        (rollout.reward, references[index // num_samples].reward)
+        (rollout.reward, references[index // num_samples].reward, index // num_samples)
         for index, rollout in enumerate(rollouts)
         if rollout.failure is None and references[index // num_samples].failure is None
     ]
     if pairs:
-        gold |= _plain(gold_win_rate([ours for ours, _ in pairs], [theirs for _, theirs in pairs]))
+        ours, theirs, prompts = zip(*pairs, strict=True)
+        gold |= _plain(gold_win_rate(ours, theirs, prompts))
     return gold
 
 

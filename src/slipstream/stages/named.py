@@ -11,11 +11,13 @@ from typing import Any
 
 from slipstream.core import recipes
 from slipstream.core.config import RunConfig
+from slipstream.core.errors import ConfigError
 from slipstream.core.held_out import check_measure
 from slipstream.core.hooks import check_callbacks
 from slipstream.environments.checks import Given, check_environments
 from slipstream.generator.vllm.settings import check_settings
 from slipstream.models.hub import check_model_path
+from slipstream.observe.health import unfit
 from slipstream.observe.trackers import check_trackers
 from slipstream.prompts.dataset import check_first, check_source
 from slipstream.prompts.tasks import check_task_names, task_table
@@ -61,11 +63,22 @@ def check_named(
     """
     check_conflicts(config)
     check_trackers(config.trackers)
+    if silent := sorted(unfit(config) & set(config.health.stop_on)):
+        what = "an alarm that this configuration has no use for ends no run"
+        got = f"health.stop_on with '{silent[0]}', which is never told here"
+        raise ConfigError(what, got=got, allowed=f"health.stop_on without {', '.join(silent)}")
     check_model_path(config)
     if "rl" in config.stages:
         check_loss(config)
     if not has_own_prompts:
         check_task_names(config.prompts.tasks)
+    if not has_own_prompts and config.prompts.tasks and config.prompts.eval_dataset is not None:
+        raise ConfigError(
+            "the prompts of tasks are held out from the same tasks",
+            got=f"prompts.eval_dataset = '{config.prompts.eval_dataset}' with prompts.tasks",
+            allowed="no prompts.eval_dataset",
+            hint="[[eval.sets]] with name and dataset answers the prompts of a file; so does `slipstream eval --data`",
+        )
     sources = [] if has_own_prompts else [config.prompts.dataset, config.prompts.eval_dataset]
     sources += [one.dataset for one in config.eval.sets]
     sources += [config.sft.dataset] if "sft" in config.stages else []

@@ -187,7 +187,8 @@ def _from_dataset(config: RunConfig, source: str, tokenizer: Tokenizer) -> tuple
     prompts = encoder.encode(rows)
     encoder.check(prompts)
     for prompt, answers, rating in zip(prompts, texts, ratings, strict=True):
-        candidates = [np.asarray(next(ids) + ends, dtype=np.int32) for _ in answers]
+        own = [next(ids) for _ in answers]  # some data has the end in its texts
+        candidates = [np.asarray(one + ends if one[-1:] != ends else one, dtype=np.int32) for one in own]
         if encoder.fits(prompt):
             cut = tuple(scored_tokens(tokens, config.rewards) for tokens in candidates)
             found.append(Preference(prompt.tokens, cut, rating=rating))

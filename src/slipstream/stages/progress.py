@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -106,6 +107,12 @@ def fresh_folder(run_dir: Path, stage: str) -> Path:
 
 def record_path(run_dir: Path, stage: str) -> Path:
     return stage_dir(run_dir, stage) / RECORD
+
+
+def recent_mean(values: Sequence[float]) -> float:
+    """Return the mean of the last ten values but NaN: a small batch at a pass's end may have nothing to compare."""
+    last = [value for value in values[-10:] if not math.isnan(value)]
+    return math.fsum(last) / len(last) if last else math.nan
 
 
 def write_record(run_dir: Path, stage: str, *, times: StageTimes, **values: Any) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from slipstream.stages.completions import (
 )
 from slipstream.stages.preference_data import has_candidates, read_lines
 from slipstream.stages.preferences import FILE
-from slipstream.stages.progress import StageProgress, StageTimes, fresh_folder, write_record
+from slipstream.stages.progress import StageProgress, StageTimes, fresh_folder, recent_mean, write_record
 from slipstream.trainer.metric_names import reward_model_names
 from slipstream.trainer.reward_model import Preference, preference_accuracy, reward_model_updates
 
@@ -90,7 +90,7 @@ def run_reward_model(config: RunConfig, run_dir: Path, progress: StageProgress) 
         num_preferences=len(train),
         num_held_out=len(held_out),
         steps=total,
-        train_accuracy=float(np.mean(accuracies[-10:])),
+        train_accuracy=recent_mean(accuracies),
         held_out_accuracy=accuracy,
         **{"test/accuracy": accuracy, "eval/rm/held_out/accuracy": accuracy},  # as the reproductions name it
         sample_score_mean=float(scores.mean()) if len(scores) else None,

@@ -28,6 +28,7 @@ from slipstream.stages.completions import split_by_prompt
 from slipstream.stages.progress import StageProgress, StageTimes, fresh_folder, write_record
 from slipstream.trainer.metric_names import sft_names
 from slipstream.trainer.optim import AdamW
+from slipstream.trainer.reward_model import shuffled_batches
 from slipstream.trainer.supervised import Demonstration, Prediction, measure_prediction, supervised_updates
 
 
@@ -42,6 +43,7 @@ def run_sft(config: RunConfig, run_dir: Path, progress: StageProgress) -> dict[s
     train, held_out, num_too_long = _split(found, num_too_long, config, model.config.max_positions, progress)
     steps = sft.steps or sft.epochs * math.ceil(len(train) / sft.batch_size)
     settings = WarmStartConfig(steps=steps, batch_size=sft.batch_size, optimizer=sft.optimizer)
+    passes = None if sft.steps else shuffled_batches(len(train), sft.batch_size, config.seed)
     capacity = config.trainer.microbatch_tokens
 
     def prediction() -> Prediction | None:
@@ -61,6 +63,7 @@ def run_sft(config: RunConfig, run_dir: Path, progress: StageProgress) -> dict[s
             microbatch_tokens=capacity,
             seed=config.seed,
             batching=collate,
+            batches=passes,
         ):
             metrics.write(asdict(update) | sft_names(loss=update.loss, lr=update.lr))
             losses.append(update.loss)

@@ -37,10 +37,14 @@ def check_loss(config: RunConfig) -> None:
             allowed=", ".join(sorted(name for name, other in LOSSES.items() if other.kind == "policy")),
             hint=sentence_of_value("loss.name", config.loss.name),
         )
-    if config.loss.select not in loss.selects:
+    if loss.atom == "choice":
+        what = f"loss '{config.loss.name}' compares candidates that people have chosen from, which RL has none of"
+        raise ConfigError(what, got="unit 'choice'", allowed="a loss of tokens, sequences or pairs")
+    selects = [one for one in loss.selects if loss.atom != "pair" or one == "best_and_worst"]
+    if config.loss.select not in selects:
         what = f"loss '{config.loss.name}' looks at no advantage: which completions it trains on must say it all"
         got = f"loss.select = '{config.loss.select}'"
-        raise ConfigError(what, got=got, allowed=" or ".join(f"loss.select = '{select}'" for select in loss.selects))
+        raise ConfigError(what, got=got, allowed=" or ".join(f"loss.select = '{select}'" for select in selects))
     takers = [f"loss '{config.loss.name}'"] * bool({"behaviour_logprobs", "proximal_logprobs"} & set(loss.requires))
     takers += ["trainer.ess_scaling"] * (config.trainer.ess_scaling != "no")
     if takers and config.generator.truncates and not config.generator.keep_sets:

@@ -46,14 +46,16 @@ def supervised_updates(
     seed: int,
     batching: Batching,
     ranks: RankGroup = RankGroup.alone(),
+    batches: Iterator[Sequence[int]] | None = None,
 ) -> Iterator[SupervisedUpdate]:
     """Maximise the likelihood of completions given prompts; yields after each of `config.steps` updates.
 
         L = -(1/num_tokens) * sum over completion tokens of log policy(y_t | x, y_<t)
 
-    Batches of `config.batch_size` come from seeded shuffles of all demonstrations, each used once per pass. Temperature
-    is 1. Of `config`'s optimizer, `optimizer` is one over all its steps. With several data-parallel `ranks` all come
-    with the same demonstrations and `optimizer` adds up their gradients; each reads its share of every batch.
+    `batches` are endless, of indices of demonstrations; None: of `config.batch_size`, from seeded shuffles of all, one
+    behind the other. Temperature is 1. Of `config`'s optimizer, `optimizer` is one over all its steps. With several
+    data-parallel `ranks` all come with the same demonstrations and `optimizer` adds up their gradients; each reads its
+    share of every batch.
     ConfigError without demonstrations; NonFiniteError, on every rank, before an update that is not finite.
     Identity: the updates are those of one rank, up to rounding.
     """
@@ -62,7 +64,7 @@ def supervised_updates(
     sequences = [_sequence(index, *demonstration) for index, demonstration in enumerate(demonstrations)]
     order = _shuffled(len(sequences), seed)
     for update in range(config.steps):
-        chosen = [next(order) for _ in range(config.batch_size)]
+        chosen = next(batches) if batches is not None else [next(order) for _ in range(config.batch_size)]
         batch = [sequences[index] for index in chosen]
         num_tokens = sum(sequence.num_targets for sequence in batch)
         optimizer.zero_grad()

@@ -164,10 +164,10 @@ def pair_up(per_sequence: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def preference_metrics(preferred: Tensor, rejected: Tensor) -> Metrics:
-    """Return how often and by how much the preferred of each pair has the larger score; scores [P]."""
+    """Return how often and by how much the preferred of each pair has the larger score; scores [P], a tie is half."""
     everything = torch.ones_like(preferred, dtype=torch.bool)
     return {
-        "preference_accuracy": Mean((preferred > rejected).sum(), everything.sum()),
+        "preference_accuracy": masked_mean((preferred > rejected) + 0.5 * (preferred == rejected), everything),
         "preference_margin": masked_mean(preferred - rejected, everything),
         "score_preferred": masked_mean(preferred, everything),
         "score_rejected": masked_mean(rejected, everything),

@@ -185,7 +185,8 @@ class VLLMEngine:
 
     def begun(self) -> list[Request]:
         """Every completion that has tokens, as `submit` could resume it elsewhere; here it goes on undisturbed."""
-        return in_order(live.request.resumed_with(live.resume) for live in self._live.values() if live.tokens)
+        lives = (live.request.resumed_with(live.resume) for live in self._live.values() if live.tokens)
+        return in_order([*lives, *self._waiting.begun])
 
     def export_live(self) -> list[Request]:
         """Take every live completion out, resumable by `submit` here or elsewhere; by ordinal and sample."""
@@ -511,4 +512,6 @@ class VLLMEngine:
         return np.array(probed.logprobs, dtype=np.float32)
 
     def _wait_for(self, kind: type[FrameT], what: str) -> FrameT:
-        return self._worker.wait_for(kind, what, self._deadlines.answer_s)
+        frame = self._worker.wait_for(kind, what, self._deadlines.answer_s)
+        self._heard_s = self._clock.now_s()
+        return frame

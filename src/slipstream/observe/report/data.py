@@ -170,7 +170,8 @@ class RunData:
     @property
     def has_rl(self) -> bool:
         """Whether RL is among the stages."""
-        return "rl" in self.config.get("stages", JUST_RL)
+        stages = self.config.get("stages", JUST_RL)
+        return "rl" in (stages if isinstance(stages, list | tuple) else JUST_RL)
 
     @property
     def recipe(self) -> str:

@@ -50,6 +50,8 @@ class Tail:
         try:
             with self.path.open("rb") as file:
                 number = _number(file)
+                if start and number != self._file:  # replaced since `is_replaced` looked
+                    return start, b""
                 file.seek(start)
                 piece = file.read(max_bytes)
                 while piece and b"\n" not in piece and max_bytes < MAX_LINE_BYTES:
