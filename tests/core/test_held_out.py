@@ -65,7 +65,8 @@ def test_several_answers_to_a_prompt_are_not_independent() -> None:
     assert eight_times.reward_error == pytest.approx(alone), "the same answer again says nothing more"
     pairs = measured(answers, None, "abab")
     assert pairs.reward_error == pytest.approx(abs((1.0 + 0.5) / 2 - (0.0 + 3.0) / 2) / 2)
-    assert measured(answers, None, "aaaa").reward_error is None
+    assert measured(answers, None, "aaaa").reward_error == pytest.approx(alone), "given the prompt"
+    assert measured(answers[:1], None, "a").reward_error is None
     uneven = clustered_error([1.0, 3.0, 8.0], "aab")  # mean 4, sums -4 and 4
     assert uneven == pytest.approx((2 * (16 + 16)) ** 0.5 / 3)
 

@@ -270,7 +270,7 @@ configs = st.builds(
     prompts=st.builds(
         PromptsConfig, tasks=st.lists(tasks, min_size=1, max_size=3), template=texts, system=st.none() | texts
     ),
-    generator=st.builds(GeneratorConfig, temperature=positive, stop_token_ids=st.lists(st.integers(0, 9))),
+    generator=st.builds(GeneratorConfig, temperature=st.floats(1e-6, 1e9), stop_token_ids=st.lists(st.integers(0, 9))),
     rewards=st.builds(
         RewardsConfig,
         terms=st.lists(st.builds(RewardTerm, function=paths, weight=st.floats(-1e30, 1e30), params=params)),

@@ -89,8 +89,9 @@ def measured(answers: Sequence[Scored], measure: str | None, prompts: Sequence[H
 def clustered_error(values: Sequence[float], clusters: Sequence[Hashable]) -> float | None:
     """Return the standard error of the mean of values [N] of which those of one cluster are not independent.
 
-        sqrt(G / (G - 1) sum_g (sum_{i in g} (x_i - mean))^2) / N,   over G clusters; None of a single one
+        sqrt(G / (G - 1) sum_g (sum_{i in g} (x_i - mean))^2) / N,   over G clusters
 
+    Of one cluster alone it is that of its values, which are independent given what they share; None of a single value.
     Identities: where each value has its own, std / sqrt(N); where all clusters are of one size, the standard error of
     their means. Liang and Zeger (1986), with the usual correction for few clusters.
     """
@@ -98,7 +99,7 @@ def clustered_error(values: Sequence[float], clusters: Sequence[Hashable]) -> fl
     for value, cluster in zip(values, clusters, strict=True):
         sums[cluster] += value - mean
     if len(sums) < 2:
-        return None
+        return clustered_error(values, range(len(values))) if len(values) > 1 else None
     return math.sqrt(len(sums) / (len(sums) - 1) * math.fsum(one * one for one in sums.values())) / len(values)
 
 

@@ -262,9 +262,7 @@ class MetricsHead(msgspec.Struct, frozen=True):
 
 
 def read_metrics(path: Path) -> list[Metrics]:
-    """Return every whole line of `metrics.jsonl`; empty for a missing file. An error as of `read_jsonl`."""
-    for _ in read_jsonl(path, MetricsHead):  # which all lines have
-        pass
+    """Return every whole line of `metrics.jsonl`; empty for a missing file."""
     return list(read_jsonl(path, dict[str, Any]))
 
 

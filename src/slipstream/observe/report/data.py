@@ -21,10 +21,10 @@ from slipstream.core.config import JUST_RL, RunConfig
 from slipstream.core.errors import ConfigError, SlipstreamError
 from slipstream.core.files import load_json, no_run
 from slipstream.core.held_out import Measured
-from slipstream.core.jsonl import sample_jsonl
+from slipstream.core.jsonl import read_jsonl, sample_jsonl
 from slipstream.core.recipes import read_toml
 from slipstream.core.run_lock import is_held
-from slipstream.core.run_log import Metrics, Outcome, RolloutLine, read_metrics
+from slipstream.core.run_log import Metrics, MetricsHead, Outcome, RolloutLine, read_metrics
 from slipstream.core.sections import HARD_BOUND
 from slipstream.observe.accounting import accounting_bytes, read_accounting
 from slipstream.observe.attempts import read_attempts
@@ -314,6 +314,8 @@ def read_run(run_dir: Path) -> RunData:
     evaluation: Mapping[str, Any] | None = summary.evaluation if summary else None
     if evaluation is None and evaluation_path.exists():
         evaluation = load_json(evaluation_path, dict[str, Any])
+    for _ in read_jsonl(metrics_path, MetricsHead):  # SlipstreamError for a line that lacks what all have
+        pass
     history = MetricsHistory(read_metrics(metrics_path))
     return RunData(
         path=run_dir,
