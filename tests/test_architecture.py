@@ -165,8 +165,8 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 91_520
-MAX_LINES_OF_SPINE = 1_600
+MAX_LINES = 91_800
+MAX_LINES_OF_SPINE = 1_610
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
     "core/types.py",

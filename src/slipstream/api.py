@@ -95,7 +95,8 @@ def run(
     the policy's turns; they run in this process, and the first and the last replace the terms, too. `callbacks`
     (`on_step`, `on_eval`, `on_checkpoint`: methods, or keys of functions) hear of the run in a thread of it, and end it
     by returning "stop". `prompts` (strings, or rows with `prompt` and `answer`) replace the config's; a tenth of them
-    is held out, at most `prompts.num_eval`. `out` is the run's new directory; `resume` goes on with the run there, from
+    is held out, at most `prompts.num_eval`. Other columns, `prompts.eval_dataset` and `eval.sets` stay where tables or
+    `overrides` name them. `out` is the run's new directory; `resume` goes on with the run there, from
     its last checkpoint or first stage that is not done; `overrides` may change `core.recipes.RESUMED_WITH`. `pipeline`
     replaces the default one. With `cluster` (`launch.cluster_of`) its groups join the run.
 
@@ -107,9 +108,11 @@ def run(
     handed, hooks = (environment, tools, environment_factory, agent), given_callbacks(callbacks)
     with _interruptible() as interrupts:
         if resume is not None:
-            _check_resumed(preset=preset, prompts=prompts, out=out)
+            _check_resumed({"preset": preset, "prompts": prompts, "out": out, "tables": isinstance(config, Mapping)})
             resolved, functions = _saved(Path(resume), overrides, (reward, reward_weights), tell=_tell(display=display))
-            resolved, environments = _with_environments(resolved, *handed)
+            saved = resolved
+            resolved, environments = _with_environments(saved, *handed)
+            _check_resumed({"another environment": resolved.environment != saved.environment})
         elif config is None:
             raise ConfigError("a configuration is needed", allowed="a recipe's name or path, tables, or resume=DIR")
         else:
@@ -123,7 +126,8 @@ def run(
             given = _given(functions, environments, display, pipeline, cluster, interrupts, hooks)
             if resume is not None:
                 return _resume(resolved, run_dir, given)
-            return _run(resolved, prompts, run_dir, given, is_named=out is not None)
+            kept = {} if prompts is None else _kept(layers)
+            return _run(resolved, prompts, run_dir, given, kept, is_named=out is not None)
 
 
 def _given(functions: Functions, environments: Given | None, display: bool, *others: Any) -> FromPython:
@@ -142,7 +146,7 @@ def _check_call(others: Mapping[str, object]) -> None:
         raise _unknown_arguments(list(others))
 
 
-def _check_resumed(**others: object) -> None:
+def _check_resumed(others: Mapping[str, object]) -> None:
     if given_too := [name for name, value in others.items() if value]:
         raise ConfigError("a resumed run keeps its configuration", got=f"resume with {', '.join(given_too)}")
 
@@ -247,7 +251,9 @@ def _saved(
     if config.stages == ["rl"]:
         check_goes_on(config, run_dir)
     config = pinned(config, tell=tell, is_resumed=True)
-    return with_given(config, *scored_by)
+    given, functions = with_given(config, *scored_by)
+    _check_resumed({"another reward": given.rewards.terms != config.rewards.terms})
+    return given, functions
 
 
 def _run(
@@ -255,6 +261,7 @@ def _run(
     prompts: Sequence[str | Mapping[str, Any]] | None,
     run_dir: Path,
     given: FromPython,
+    kept: Mapping[str, Any],
     *,
     is_named: bool,
 ) -> Result:
@@ -265,7 +272,7 @@ def _run(
     _check(config, given)
     with folder_of(run_dir, is_named=is_named) as run_dir:
         if prompts is not None:
-            config = _with_prompts(config, prompts, run_dir)
+            config = _with_prompts(config, prompts, run_dir, kept)
         check_data(config, run_dir, given)
         with lasting_output(run_dir / "logs" / CONSOLE_LOG):
             work = run_rl if config.stages == ["rl"] else run_stages
@@ -310,11 +317,29 @@ def _check_prompts(prompts: Sequence[str | Mapping[str, Any]]) -> None:
         raise ConfigError("too few prompts", got=num_prompts, allowed="at least 2: one is held out")
 
 
-def _with_prompts(config: RunConfig, prompts: Sequence[str | Mapping[str, Any]], run_dir: Path) -> RunConfig:
-    """Return `config` with `prompts` as its dataset, written to the run's directory, where a resume finds it."""
+_KEPT = ("prompt_column", "answer_column", "eval_dataset")
+
+
+def _kept(layers: Sequence[object]) -> dict[str, Any]:
+    """Return what tables and overrides, not a recipe, say of columns and held-out data: `prompts` replaces the rest."""
+    found: dict[str, Any] = {}
+    for one in layers:
+        found |= {name: value for name, value in table_of(one, "prompts").items() if name in _KEPT}
+        found |= {name: value for name, value in table_of(one, "eval").items() if name == "sets"}
+    return found
+
+
+def _with_prompts(
+    config: RunConfig, prompts: Sequence[str | Mapping[str, Any]], run_dir: Path, kept: Mapping[str, Any]
+) -> RunConfig:
+    """Return `config` with `prompts` as its dataset, written to the run's directory, where a resume finds it.
+
+    Columns are `prompt` and `answer`, and a tenth of the rows is held out, unless `kept` names others.
+    """
     path = (run_dir / PROMPTS_FILE).resolve()
+    column = kept.get("prompt_column", "prompt")
     try:
-        rows = [{"prompt": row} if isinstance(row, str) else dict(row) for row in prompts]
+        rows = [{column: row} if isinstance(row, str) else dict(row) for row in prompts]
         lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError("prompts are kept as JSON", got=error, allowed="strings, or dicts of JSON's types") from error
@@ -322,18 +347,20 @@ def _with_prompts(config: RunConfig, prompts: Sequence[str | Mapping[str, Any]],
         if (wrong := wrong_text(line)) is not None:
             raise ConfigError(f"prompts[{index}] cannot be written", got=wrong, allowed="Unicode text")
     replace_file(path, "".join(lines).encode())
-    num_eval = min(config.prompts.num_eval, max(1, len(rows) // 10))
     tables = config.model_dump()
     tables["prompts"] |= {
         "tasks": [],
         "dataset": str(path),
-        "eval_dataset": None,
-        "prompt_column": "prompt",
-        "answer_column": "answer",
-        "num_eval": num_eval,
+        "eval_dataset": kept.get("eval_dataset"),
+        "prompt_column": column,
+        "answer_column": kept.get("answer_column", "answer"),
     }
-    tables["eval"]["sets"] = []
-    tables["eval"]["num_prompts"] = min(config.eval.num_prompts, num_eval)
+    if not kept.get("sets"):
+        tables["eval"]["sets"] = []
+        if kept.get("eval_dataset") is None:
+            num_eval = min(config.prompts.num_eval, max(1, len(rows) // 10))
+            tables["prompts"]["num_eval"] = num_eval
+            tables["eval"]["num_prompts"] = min(config.eval.num_prompts, num_eval)
     return resolve(tables)
 
 

@@ -143,3 +143,12 @@ def test_without_a_limit_a_slot_has_room_for_the_longest_prompt_that_there_is() 
     assert (limited.longest_sequence(2048), limited.longest_sequence(50)) == (84, 50)
     with pytest.raises(ConfigError, match=r"(?s)do not fit the model.*max_prompt_tokens = null, max_new_tokens = 64"):
         config.check_lengths(64, of="positions", hint="")
+
+
+def test_a_section_given_in_part_has_the_defaults_of_its_place() -> None:
+    """Those of `sft.optimizer` are not those of the trainer's, by whichever way the configuration is made."""
+    stages = ("sft", "warm_start", "dpo", "reward_model")
+    tables = BASE | {name: {"optimizer": {"warmup_updates": 5}} for name in stages}
+    made, resolved = RunConfig(**tables), resolve(tables)
+    assert [getattr(made, name) for name in stages] == [getattr(resolved, name) for name in stages]
+    assert (made.dpo.optimizer.lr, made.dpo.optimizer.warmup_updates) == (1e-6, 5)

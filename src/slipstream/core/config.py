@@ -428,7 +428,7 @@ class RunConfig(Section):
     @property
     def resident_versions(self) -> int:
         """Return how many versions a generator holds side by side: all that can be in use (docs/staleness.md), or 1."""
-        holds_one = self.generator.engine == "native" and self.generator.device == "cuda"  # in place
+        holds_one = self.generator.engine == "native" and self.generator.device.startswith("cuda")
         keeps = self.model.lora.is_set and self.weight_update == "between_batches" and not holds_one
         return self.max_staleness + 1 if keeps else 1
 

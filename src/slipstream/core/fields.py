@@ -4,9 +4,20 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer, SerializationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    SerializationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from slipstream.core.errors import ConfigError
@@ -117,10 +128,29 @@ def check_shared_layers(section: str, ranks_field: str, ranks: int, field: str, 
         )
 
 
+def _is_made_here(info: FieldInfo) -> bool:
+    """Tell whether a field's default is a section with values of its own."""
+    is_section = isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel)
+    return is_section and info.default_factory is not None and not isinstance(info.default_factory, type)
+
+
 class Section(BaseModel):
     """Base of all sections: immutable, unknown fields are errors, and every value can be written and sent."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _complete(cls, given: Any) -> Any:
+        """Complete inner sections with their defaults here: those of `sft.optimizer` are not those of any optimizer."""
+        if not isinstance(given, Mapping):
+            return given
+        completed = dict(given)
+        for name, info in cls.model_fields.items():
+            if _is_made_here(info) and isinstance(given.get(name), Mapping):
+                default: BaseModel = info.get_default(call_default_factory=True)
+                completed[name] = {**default.model_dump(exclude_unset=True), **given[name]}
+        return completed
 
     @field_validator("*", mode="after")
     @classmethod

@@ -291,11 +291,14 @@ class _Conversion:
             if strategy not in self.given and every not in self.given and strategy == "save_strategy":
                 continue
             chosen, count = self.value(strategy), self.value(every)
-            if chosen == "epoch" and per_epoch is not None:
+            is_share = isinstance(count, float) and 0 < count < 1  # of all updates
+            if chosen == "best":
+                self.note("set", "eval.keep_best", f"{strategy} = best keeps the best evaluation's model, not the last")
+            elif chosen == "epoch" and per_epoch is not None:
                 self.put(path, max(1, math.ceil(per_epoch / updates)), f"{strategy} = epoch")
-            elif chosen == "steps":
+            elif chosen == "steps" and not (is_share and total <= 0):
                 count = self.number("logging_steps", is_whole=False) if count is None else count
-                count = count * max(total, 0) if 0 < count < 1 else count  # a share of all updates
+                count = count * total if is_share else count
                 self.put(path, max(1, math.ceil(count / updates)), f"{every}: {count:g} updates")
             elif chosen in ("no", False):
                 self.put(path, 0)
@@ -414,7 +417,8 @@ class _Conversion:
                 terms.append({**_REWARDS[name], "weight": float(weight)})
             elif module:  # in the working folder, which TRL looks through first, or installed
                 file = Path(*module.split(".")).with_suffix(".py")
-                module = file.as_posix() if file.is_file() else module
+                is_alone = file.is_file() and not file.with_name("__init__.py").is_file()  # else it may import siblings
+                module = file.as_posix() if is_alone else module
                 terms.append({"function": f"{module}:{function}", "per": "group", "weight": float(weight)})
             else:
                 allowed = f"{', '.join(_REWARDS)}, or MODULE.FUNCTION"

@@ -7,14 +7,16 @@ the process that needs it. `module_of` imports. `describe` tells an error of suc
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -35,12 +37,25 @@ def module_of(location: str, text: str | None) -> ModuleType:
     Raises what the import raises.
     """
     if text is None:
-        return importlib.import_module(location)
+        with _working_folder_on_path():
+            return importlib.import_module(location)
     module = ModuleType(f"slipstream_user_{Path(location).stem}")
     module.__file__ = location
     sys.modules[module.__name__] = module
     exec(compile(text, location, "exec", dont_inherit=True), vars(module))  # else annotations were texts there
     return module
+
+
+@contextlib.contextmanager
+def _working_folder_on_path() -> Iterator[None]:
+    """Let modules be found in the working folder, as workers find them; `python script.py` does not look there."""
+    here = os.getcwd()
+    sys.path.append(here)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):
+            sys.path.remove(here)
 
 
 def member(module: ModuleType, location: str, name: str, *, kind: str = "function") -> Callable[..., Any]:
@@ -143,7 +158,8 @@ def _file_of(location: str, name: str) -> Path | None:
     if location.endswith(".py"):
         return Path(location).expanduser()
     try:
-        spec = importlib.util.find_spec(location)
+        with _working_folder_on_path():
+            spec = importlib.util.find_spec(location)
     except (ImportError, ValueError, AttributeError):
         spec = None
     if spec is None:

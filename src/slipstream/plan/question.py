@@ -349,4 +349,6 @@ def question_of(**given: Any) -> Question:
         if name not in known:
             raise ConfigError.unknown(f"unknown argument '{name}'", name, known)
     paths = {name: Path(given[name]) for name in ("cluster", "measured", "lengths") if given.get(name) is not None}
+    if isinstance(given.get("precision"), str):
+        given["precision"] = (given["precision"],)
     return Question(**given | paths)

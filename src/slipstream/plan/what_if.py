@@ -100,6 +100,7 @@ def what_if(
         raise ConfigError(
             "a reward takes some time or none", got=f"reward_s = {reward_s}", allowed=f"0..{MAX_WAIT_S:g} seconds"
         )
+    events = None if events is None else Path(events)
     if events is not None and events.exists():
         raise ConfigError("events are written to a new file", got=events)
     paths = [Path(run)] if isinstance(run, str | Path) else [Path(one) for one in run]
