@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import importlib.metadata
 import os
-import re
 import shutil
 import socket
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from packaging.requirements import Requirement
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -155,17 +155,16 @@ def find_mps() -> tuple[bool, str]:
 def missing_packages() -> dict[str, list[str]]:
     """Return each extra's packages that are not installed; nothing where Slipstream itself is not, in a bare folder."""
     try:
-        requirements = importlib.metadata.requires("slipstream-rl") or []
+        about = importlib.metadata.metadata("slipstream-rl")
     except importlib.metadata.PackageNotFoundError:
         return {}
-    missing: dict[str, list[str]] = {}
-    for requirement in requirements:
-        parsed = re.match(r"([\w.-]+).*extra == ['\"](\w+)['\"]", requirement)
-        if parsed:
-            package, extra = parsed.groups()
-            missing.setdefault(extra, [])
-            if not _is_installed(package):
-                missing[extra].append(package)
+    missing: dict[str, list[str]] = {extra: [] for extra in about.get_all("Provides-Extra", [])}
+    for requirement in map(Requirement, about.get_all("Requires-Dist", [])):
+        marker = requirement.marker  # some are for one system only
+        if marker is None or marker.evaluate({"extra": ""}) or _is_installed(requirement.name):
+            continue
+        for extra in [extra for extra in missing if marker.evaluate({"extra": extra})]:
+            missing[extra].append(requirement.name)
     return missing
 
 

@@ -37,11 +37,12 @@ from slipstream.controller.meeting import (
     read_spec,
 )
 from slipstream.controller.pipeline import replica_of
-from slipstream.controller.placement import num_cores, thread_environment
+from slipstream.controller.placement import thread_environment
 from slipstream.core.addresses import LOOPBACK, numeric_address
 from slipstream.core.errors import ConfigError, SlipstreamError
 from slipstream.core.interrupts import LEAVING, Interrupts
 from slipstream.core.keys import RUN_KEY_VARIABLE, RunKeys
+from slipstream.models.sizes import num_cores
 
 CONTROLLER_GROUP, GENERATORS = "controller", "generator"
 JOINS = "--group generator --join, on one machine"

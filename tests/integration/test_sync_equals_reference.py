@@ -13,7 +13,7 @@ import torch
 
 import slipstream
 from slipstream.batching import collate
-from slipstream.controller.placement import num_cores
+from slipstream.models.sizes import num_cores
 from slipstream.core.config import RunConfig
 from slipstream.core.recipes import resolve
 from slipstream.core.run_log import read_metrics

@@ -16,7 +16,7 @@ from slipstream.batching import collate
 from slipstream.batching.buffer import GroupBuffer
 from slipstream.controller.checks import has_functions
 from slipstream.controller.pipeline import Node, Pipeline, RunInput, gather, scatter, weights
-from slipstream.controller.placement import num_cores, place
+from slipstream.controller.placement import place
 from slipstream.core.channel_spec import MAX_MESSAGE_BYTES, ChannelSpec, Kind
 from slipstream.core.config import RunConfig
 from slipstream.core.environment_section import ENVIRONMENT
@@ -31,6 +31,7 @@ from slipstream.core.wire import encode
 from slipstream.environments.checks import Given, Schemas
 from slipstream.generator.episodes import ENVIRONMENTS
 from slipstream.models.build import build_tokenizer
+from slipstream.models.sizes import num_cores
 from slipstream.prompts import PromptSet, build_prompts, demonstrations, task_table
 from slipstream.rewards.given import Functions
 from slipstream.rewards.user_functions import columns_needed

@@ -137,7 +137,14 @@ def check_checkpoints(config: RunConfig, named: Sequence[Reader]) -> None:
     for what, path, head in given:
         if not has_checkpoint(path):
             raise ConfigError(f"there is no {what}", got=path, allowed="a folder with config.json")
-        vocab_size = check_checkpoint(path, head).vocab_size
+        shape, longest = check_checkpoint(path, head), config.longest_sequence(max_positions(config))
+        if head != "score" and shape.max_positions < longest:
+            raise ConfigError(
+                f"{what} does not read what the policy writes",
+                got=f"at most {shape.max_positions} tokens in {path}",
+                allowed=f"at least {longest}, the run's longest prompt and completion together",
+            )
+        vocab_size = shape.vocab_size
         tokens = tokenizer_folder(path)
         if has_tokenizer(tokens):
             rehearse_tokenizer(tokens)

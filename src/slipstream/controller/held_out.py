@@ -37,6 +37,7 @@ class HeldOut:
         self._sets = [(one, work.sets[one.name]) for one in config.eval.sets]
         self._sets = self._sets or [(own, work.held_out[: own.num_prompts])]
         self.pending = PendingEvaluations(every=config.eval.every, steps=config.steps)
+        self._began_at = schedule.steps_done  # a resumed run publishes the version that it goes on with
         self.early_stopping, self.best = EarlyStopping(config.eval), BestModel(run_dir, config.eval)
         for known in observers.tally.evaluations.values():
             if known.greedy is not None:
@@ -95,6 +96,6 @@ class HeldOut:
 
     def export_candidate(self, version: int) -> None:
         """Have the trainer export `version`, its present one, where it may be evaluated and become the best."""
-        is_published = version % self._config.publish_every == 0
+        is_published = version % self._config.publish_every == 0 or version == self._began_at
         if is_published and self.pending.may_be_of(version) and (command := self.best.candidate(version)):
             self._send("trainer", command)

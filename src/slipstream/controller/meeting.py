@@ -25,7 +25,7 @@ from torch.distributed import DistError, Store, TCPStore  # type: ignore[attr-de
 
 from slipstream.controller import pool
 from slipstream.controller.pipeline import Node, Pipeline, decode_channel, decode_node, encode_node
-from slipstream.core.addresses import AddressBook, StoreAddresses
+from slipstream.core.addresses import AddressBook, StoreAddresses, numeric_address
 from slipstream.core.channel_spec import ChannelSpec
 from slipstream.core.clock import wall_minus_clock_s
 from slipstream.core.errors import ConfigError, SlipstreamError
@@ -212,10 +212,11 @@ def check_listening(listen: Listen) -> None:
 
 
 def _bound(listen: Listen) -> socket.socket:
-    server = socket.socket(socket.AF_INET6 if ":" in listen.host else socket.AF_INET)
+    address = numeric_address(listen.host)
+    server = socket.socket(socket.AF_INET6 if address.version == 6 else socket.AF_INET)
     server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        server.bind((listen.host, listen.port))
+        server.bind((str(address), listen.port))
     except OSError as error:
         server.close()
         raise _not_there(listen, error) from error

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
-from slipstream.models.sizes import memory_bytes
+from slipstream.models.sizes import memory_bytes, num_cores
 
 PROCESSES_PER_CORE = 256
 PROCESS_BYTES = 20_000_000  # of the smallest, a reward worker's, beside what processes share
@@ -119,11 +119,6 @@ def most_processes() -> tuple[int, str]:
     }
     why = min(limits, key=limits.__getitem__)
     return int(limits[why]), why
-
-
-def num_cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def place(config: RunConfig, cores: int) -> dict[str, Threads]:

@@ -211,6 +211,6 @@ def ipc_address(path: Path) -> str:
             "the path of a socket is too long",
             got=f"{len(os.fsencode(path))} bytes: {path}",
             allowed=f"at most {MAX_IPC_PATH_BYTES} bytes",
-            hint="use make_transport_dir()",
+            hint="set TMPDIR to a folder with a shorter path",
         )
     return f"ipc://{path}"

@@ -39,8 +39,10 @@ def start_thread(target: Callable[..., Any], *, name: str, args: tuple[Any, ...]
 
 
 def background_cpu_s() -> float:
-    """Return the CPU seconds that all threads of `start_thread` have used so far, running and ended ones."""
+    """Return the CPU seconds that all threads of `start_thread` have used so far; on macOS those that have ended."""
     with _lock:
+        if not hasattr(time, "pthread_getcpuclockid"):
+            return _ended_s
         clocks = [time.pthread_getcpuclockid(thread.ident) for thread in _running if thread.ident is not None]
         return _ended_s + sum(map(time.clock_gettime, clocks))
 

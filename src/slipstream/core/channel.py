@@ -26,7 +26,7 @@ from slipstream.core.errors import ChannelClosed, ChannelError
 from slipstream.core.lease import Lease
 from slipstream.core.links import poll
 from slipstream.core.ports import Inbox, Outbox, Turn
-from slipstream.core.scratch import FOLDER_PREFIX
+from slipstream.core.scratch import FOLDER_PREFIX, socket_directory
 
 __all__ = [
     "ROUTES",
@@ -243,7 +243,7 @@ def wait(
 
 def make_transport_dir() -> Path:
     """Make a private directory (0700) with a path short enough for sockets; the caller removes it."""
-    return Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
+    return Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=socket_directory()))
 
 
 def _by(specs: Sequence[ChannelSpec], key: Callable[[ChannelSpec], str]) -> dict[str, list[ChannelSpec]]:

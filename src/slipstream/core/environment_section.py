@@ -221,6 +221,10 @@ def check_episodes(config: RunConfig) -> None:
         what = "the environment's own reward has this name among the parts of a reward"
         got = f"a reward function or a reward model with the name '{ENVIRONMENT}' beside [environment]"
         raise ConfigError(what, got=got, allowed="another name")
+    if config.rewards.truncate_token is not None:
+        what = "rewards.truncate_token would end an episode in its first turn, or in what was given"
+        got = f"rewards.truncate_token = {config.rewards.truncate_token} with [environment]"
+        raise ConfigError(what, got=got, allowed="null", hint="generator.stop_token_ids end a turn where it is sampled")
     if config.loss.advantages == "greedy_baseline":
         got = "loss.advantages = 'greedy_baseline' with [environment]"
         allowed = "another estimator, such as 'leave_one_out'"

@@ -36,7 +36,9 @@ UNKNOWN_S = 2.0  # for a holder that has not written its name yet
 TRY_EVERY_S = 0.1
 MAX_COMMAND_CHARS = 200
 _MAX_BYTES = 4096
-_FLOCK = struct.Struct("hhqqi0q")  # struct flock: type, whence, start, length, process (0: the description's)
+_IS_DARWIN = sys.platform == "darwin"
+_FLOCK = struct.Struct("qqihh" if _IS_DARWIN else "hhqqi0q")
+"""struct flock: type, whence, start, length, process (0: the description's); on macOS type and whence are last."""
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 log = logging.getLogger(__name__)
@@ -112,7 +114,11 @@ def check_free(run_dir: Path) -> None:
     with contextlib.suppress(OSError), _opened(run_dir / LOCK_FILE, os.O_RDONLY) as descriptor:
         answer = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _flock(fcntl.F_WRLCK))
         holder = _holder(descriptor)
-        if _FLOCK.unpack(answer)[0] != fcntl.F_UNLCK and holder is not None and not holder.has_died:
+        if (
+            _FLOCK.unpack(answer)[3 if _IS_DARWIN else 0] != fcntl.F_UNLCK
+            and holder is not None
+            and not holder.has_died
+        ):
             raise _refusal(run_dir, holder)
 
 
@@ -204,7 +210,7 @@ def _set(descriptor: int, kind: int) -> None:
 
 
 def _flock(kind: int) -> bytes:
-    return _FLOCK.pack(kind, os.SEEK_SET, 0, 1, 0)
+    return _FLOCK.pack(*((0, 1, 0, kind, os.SEEK_SET) if _IS_DARWIN else (kind, os.SEEK_SET, 0, 1, 0)))
 
 
 def _holder(descriptor: int) -> Holder | None:

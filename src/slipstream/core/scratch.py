@@ -21,7 +21,8 @@ from pathlib import Path
 from slipstream.core.errors import WeightSyncError
 
 FOLDER_PREFIX = "slipstream-"  # of folders in the temporary folder; the folder of a run's sockets is named by its id
-_FILES, _FOLDERS = "slipstream.*", f"{FOLDER_PREFIX}*"
+_FILES, _FOLDERS = f"slipstream.{FOLDER_PREFIX}*.*", f"{FOLDER_PREFIX}*"  # a user's file may be slipstream.toml
+_MOST_FOR_SOCKETS = 40  # bytes of a folder in which paths of sockets are short enough
 _OWNER = "owner"
 _JUST_MADE_S = 60.0  # a file is locked right after it is made, not at the same time
 
@@ -37,6 +38,13 @@ def scratch_directories() -> tuple[Path, ...]:
     """Return the directories for such files: memory first, then the temporary directory."""
     shared = Path("/dev/shm")
     return tuple(dict.fromkeys([*([shared] if shared.is_dir() else []), Path(tempfile.gettempdir())]))
+
+
+def socket_directory() -> Path:
+    """Return the temporary directory, or /tmp where paths of sockets in that would be too long for the system."""
+    directory, usual = Path(tempfile.gettempdir()), Path("/tmp")
+    is_long = len(os.fsencode(directory)) > _MOST_FOR_SOCKETS
+    return usual if is_long and usual.is_dir() and os.access(usual, os.W_OK) else directory
 
 
 def cleanup(run_id: str) -> list[Path]:
@@ -63,7 +71,7 @@ def run_scratch(note: Callable[[str], None]) -> Iterator[Path]:
     """
     if left := sweep():
         note(f"removed {len(left)} files and folders that runs left behind which were killed")
-    folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
+    folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=socket_directory()))
     owner = claim(folder)
     try:
         yield folder
@@ -94,7 +102,8 @@ def sweep() -> list[Path]:
     folders of weights that no process holds.
     """
     swept: list[Path] = []
-    for folder in Path(tempfile.gettempdir()).glob(_FOLDERS):
+    temporary = {Path(tempfile.gettempdir()), socket_directory()}
+    for folder in [folder for directory in temporary for folder in directory.glob(_FOLDERS)]:
         if not folder.is_symlink() and _is_ours(folder) and _is_abandoned(folder / _OWNER):
             _remove(folder)
             swept += [folder, *cleanup(folder.name)]

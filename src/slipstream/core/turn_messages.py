@@ -47,7 +47,8 @@ class Observation(Message, frozen=True):
     An agent's episode may have several branches, contexts of their own; all this is said of `branch` alone, and turns
     are counted in it. A branch begins with an observation that `replaces`, in the same life. With a record that
     `is_whole` the `segments` are those of all branches, and hold in the place of what the generator knows. Where it
-    `replaces`, `versions` are those that have sampled the episode so far, in all branches.
+    `replaces`, `versions` are those that have sampled the episode so far, in all branches. `finish_reason` is that of
+    the episode's last turn.
     """
 
     ordinal: int
@@ -66,6 +67,7 @@ class Observation(Message, frozen=True):
     opening: int = 0
     is_whole: bool = False
     versions: tuple[int, ...] = ()
+    finish_reason: FinishReason = "stop"
 
 
 def with_branches(first: Sequence[Segment], others: Sequence[tuple[Prompt, Sequence[Segment]]]) -> list[Segment]:

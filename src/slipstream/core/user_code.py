@@ -15,6 +15,7 @@ import inspect
 import os
 import sys
 import sysconfig
+import tokenize
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -79,11 +80,17 @@ def imported(path: str, *, what: str, modules: dict[str, ModuleType]) -> Callabl
     location, _, name = path.rpartition(":")
     if location not in modules:
         try:
-            text = Path(location).expanduser().read_text() if location.endswith(".py") else None
+            text = _text_of(Path(location).expanduser()) if location.endswith(".py") else None
             modules[location] = module_of(location, text)
         except Exception as error:
             raise ConfigError(f"the {what} '{path}' cannot be imported", got=describe(error)) from error
     return member(modules[location], location, name, kind=what)
+
+
+def _text_of(file: Path) -> str:
+    """Return the text of a Python file in its own encoding, whatever the locale's is."""
+    with tokenize.open(file) as text:
+        return text.read()
 
 
 def describe(error: BaseException) -> str:

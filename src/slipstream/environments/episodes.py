@@ -142,6 +142,7 @@ class EpisodeTable:
             return []
         self.counts["turns"] += 1
         branch.sampled(message.segment)
+        episode.finish_reason = message.finish_reason or "stop"
         if episode.phase == "talking":
             return [Give(key, branch.request, reply_to(episode, branch, message))]
         said = self._chat.message(message.segment.tokens)

@@ -10,7 +10,7 @@ import msgspec
 from slipstream.core.config import RunConfig
 from slipstream.core.saved import prompt_crc32
 from slipstream.core.turn_messages import Observation, with_branches
-from slipstream.core.types import EpisodeRecord, Prompt, Segment
+from slipstream.core.types import EpisodeRecord, FinishReason, Prompt, Segment
 from slipstream.core.unfinished_messages import PartialEpisode
 from slipstream.environments.chat import Chat
 from slipstream.environments.protocol import ChatMessage, EnvironmentFault, episode_reward
@@ -84,6 +84,7 @@ class KnownEpisode:
     environment_s: float = 0.0
     state: str | None = None
     num_restored: int = 0
+    finish_reason: FinishReason = "stop"  # of the last turn
 
     def __post_init__(self) -> None:
         self.branches = [Branch(0, self.row, self.chat)]
@@ -144,6 +145,7 @@ class KnownEpisode:
             prompt=None if trunk.prompt is self.row else trunk.prompt,
             state=self.state,
             charges=self.charges,
+            finish_reason=self.finish_reason,
         )
 
     def go_on_from(self, partial: PartialEpisode) -> bool:
@@ -163,7 +165,7 @@ class KnownEpisode:
         self.messages, self.turn_rewards = list(record.messages), list(record.turn_rewards)
         self.num_tool_calls, self.num_tool_errors = record.num_tool_calls, record.num_tool_errors
         self.num_restarts, self.environment_s = record.num_restarts, record.environment_s
-        self.num_restored = partial.num_tokens
+        self.num_restored, self.finish_reason = partial.num_tokens, partial.finish_reason
         return True
 
     def restart(self, life: int, now_s: float) -> None:
@@ -173,7 +175,7 @@ class KnownEpisode:
         self.branches = [Branch(0, self.row, self.chat)]
         self.messages, self.turn_rewards = [], []
         self.num_tool_calls = self.num_tool_errors = 0
-        self.state, self.num_restored = None, 0
+        self.state, self.num_restored, self.finish_reason = None, 0, "stop"
 
     def moved_to(self, replica: int, opening: int, life: int) -> None:
         """Another replica samples it from here on, and knows nothing of it."""
@@ -200,6 +202,7 @@ class KnownEpisode:
             branch=branch.number,
             opening=self.opening,
             versions=self.versions if is_moved else (),
+            finish_reason=self.finish_reason,
         )
 
     def last_observation(self, record: EpisodeRecord) -> Observation:

@@ -220,7 +220,7 @@ def _listening(address: _Address, port: int) -> socket.socket:
     try:
         listener = socket.create_server(at[:2], family=family, backlog=BACKLOG)
     except OSError as error:
-        if error.errno not in (errno.EADDRINUSE, errno.EACCES, errno.EADDRNOTAVAIL):
+        if error.errno not in (errno.EADDRINUSE, errno.EACCES, errno.EADDRNOTAVAIL, errno.EINVAL):
             raise
         raise ConfigError(
             f"port {port} of {at[0]} cannot be listened at",

@@ -252,6 +252,7 @@ class Episodes:
         prompt = episode.row if message.prompt is None else message.prompt
         turn = sum(segment.is_sampled for segment in message.segments)
         episode.began_before |= len(message.versions) > 0
+        episode.finish_reason = message.finish_reason
         episode.branches[message.branch] = SampledBranch(prompt, list(message.segments), turn)
 
     def _release_all(self, episode: Episode) -> None:

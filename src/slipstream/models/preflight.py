@@ -145,6 +145,11 @@ def check_checkpoint(path: Path, head: Head) -> TransformerConfig:
     Reads headers: damage to the numbers behind them is not seen. An adapter is checked together with its base.
     """
     if is_adapter(path):
+        if head != "language":
+            hint = f"`slipstream export {path} --merged FOLDER` writes the whole model"
+            raise ConfigError(
+                "a model with a head of its own is no adapter", got=path, allowed="a whole model", hint=hint
+            )
         shape = check_checkpoint(base_folder(path), head)
         stored_shapes(path, shape)
         return shape

@@ -6,6 +6,7 @@ on other machines and those that compute on GPUs are judged where they are.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Collection
 from pathlib import Path
@@ -21,6 +22,17 @@ ROLLOUT_BYTES = 1024  # of a finished completion, beside its tokens: identity, t
 TOKEN_BYTES = 16  # id, behaviour logprob, version, text
 PROMPT_BYTES = 1024  # of a prompt with its row
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+CGROUP_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
+
+def num_cores() -> int:
+    """Return how many cores this process may use: by its affinity, or by its container's quota where that is less."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = CGROUP_QUOTA.read_text(encoding="ascii").split()
+        return min(cores, max(1, math.ceil(int(quota) / int(period))))
+    except (OSError, ValueError):  # another kind of control group, or "max"
+        return cores
 
 
 def memory_bytes() -> int:

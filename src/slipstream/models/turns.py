@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.core import wire
-from slipstream.core.packed import PackedMicrobatch, empty_microbatch
+from slipstream.core.packed import Batching, PackedMicrobatch, TrainSequence, empty_microbatch
 from slipstream.core.peer_messages import Readings
 from slipstream.core.rank_group import RankGroup
 
@@ -53,6 +53,12 @@ def _unpacked(payload: bytes) -> Arrays:
     message = wire.decode(payload, (Readings,))
     assert isinstance(message, Readings)
     return message.arrays
+
+
+def collated(batching: Batching, sequences: Sequence[TrainSequence], capacity_tokens: int) -> list[PackedMicrobatch]:
+    """Return the microbatches of `sequences`, those with kept sets apart from others: greedy baselines have none."""
+    kinds = [[one for one in sequences if (one.kept_tokens is None) == is_bare] for is_bare in (False, True)]
+    return [packed for kind in kinds if kind for packed in batching.collate(kind, capacity_tokens)]
 
 
 def _give_up_gathered(model: nn.Module) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 
 import msgspec
 
+from slipstream.models.sizes import num_cores
+
 
 class Hardware(msgspec.Struct, frozen=True, kw_only=True):
     """`num_cores` are those this process may use; `memory_bytes` honours a container's limit."""
@@ -44,13 +46,16 @@ def describe() -> Hardware:
     """Look at this machine; never raises for what is missing, starts no device context beyond counting GPUs."""
     import torch  # imported here: most of this package, and its readers, need no torch
 
-    gpus = tuple(
-        f"{properties.name} ({properties.total_memory / 2**30:.0f} GiB)"
-        for properties in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-    )
+    try:
+        gpus = tuple(
+            f"{properties.name} ({properties.total_memory / 2**30:.0f} GiB)"
+            for properties in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+        )
+    except (RuntimeError, AssertionError) as error:  # the driver tells of GPUs that CUDA cannot start
+        gpus = (f"{torch.cuda.device_count()} that CUDA cannot use: {str(error).splitlines()[0]}",)
     return Hardware(
         cpu=cpu_model(),
-        num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        num_cores=num_cores(),
         num_cores_machine=os.cpu_count() or 1,
         memory_bytes=memory_bytes(),
         shm_free_bytes=shm_free_bytes(),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import signal
 import sys
 import time
@@ -252,7 +253,7 @@ class MLflow:
 
     def metrics(self, line: MetricsLine) -> None:
         at_ms = int(1000 * line.day_s)
-        points = [self._metric(name, value, at_ms, line.step) for name, value in line.values.items()]
+        points = [self._metric(_for_mlflow(name), value, at_ms, line.step) for name, value in line.values.items()]
         self._client.log_batch(self._run, metrics=points)
 
     def alarm(self, line: AlarmLine) -> None:
@@ -265,6 +266,11 @@ class MLflow:
             self._client.log_dict(self._run, {"status": end.status} | end.summary, "summary.json")
         statuses = {"done": "FINISHED", "failed": "FAILED"}
         self._client.set_terminated(self._run, "KILLED" if end is None else statuses.get(end.status, "KILLED"))
+
+
+def _for_mlflow(name: str) -> str:
+    """Return a name that MLflow takes, and none that begins with another and a slash: its files have these names."""
+    return re.sub(r"[^A-Za-z0-9_. /-]", "_", name.replace("/lag_", "_lag_")).replace("//", "/_").strip("/") or "_"
 
 
 def _alert(run: Any, levels: Any, line: AlarmLine) -> None:

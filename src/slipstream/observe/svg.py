@@ -12,7 +12,9 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
-from itertools import accumulate, pairwise
+from itertools import pairwise
+
+import numpy as np
 
 MAX_POINTS = 300  # of a line; a longer one becomes means of equal runs of neighbours, in a band of their extremes
 FEW_DOTS = 8  # of a line; more are small, or there would be nothing but dots
@@ -400,12 +402,10 @@ def runs(points: Sequence[Point], most: int) -> list[Sequence[Point]]:
 
 def smoothed(points: Sequence[Point], window: int) -> list[Point]:
     """Each y as the mean of the `window` (odd) ones around it, at the ends of those that there are."""
-    sums = [0.0, *accumulate(y for _, y in points)]
-    found = []
-    for i, (x, _) in enumerate(points):
-        first, last = max(0, i - window // 2), min(len(points), i + window // 2 + 1)
-        found.append((x, (sums[last] - sums[first]) / (last - first)))
-    return found
+    begin, over = window // 2, np.ones(window)
+    values = np.array([y for _, y in points], dtype=np.float64)
+    sums, counts = (np.convolve(one, over)[begin : begin + len(points)] for one in (values, np.ones_like(values)))
+    return [(x, float(total / count)) for (x, _), total, count in zip(points, sums, counts, strict=True)]
 
 
 def ticks(low: float, high: float, most: int) -> list[float]:

@@ -68,6 +68,8 @@ class Vitals:
                 self.versions[replica] = version
             case ReplicaLost(replica=replica):
                 self.versions.pop(replica, None)
+                for name in [name for name in self.totals if name.partition("@")[0] == f"generator-{replica}"]:
+                    del self.totals[name]
             case Counters():
                 self._count(news)
             case Wasted(cause=cause, tokens=tokens):

@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from slipstream.controller.placement import num_cores
 from slipstream.core.disk import replace_file
 from slipstream.core.errors import ConfigError, reason
 from slipstream.core.recipes import merge, read_toml, resolve
+from slipstream.models.sizes import num_cores
 from slipstream.observe.hardware import memory_bytes
 from slipstream.plan.calibrate import calibrate
 from slipstream.plan.cost_model import CostModel

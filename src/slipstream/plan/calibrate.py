@@ -27,7 +27,7 @@ from slipstream.observe.states import DECODES, kind
 from slipstream.observe.timeline import Instant, Slice
 from slipstream.plan.fits import Fit, Pieces, RunProcesses, cores_of, fit, fit_background, seconds_in
 from slipstream.plan.lengths import queued, recorded_turns
-from slipstream.plan.recorded import RecordedRun, RecordedWorkload
+from slipstream.plan.recorded import RecordedRun, RecordedWorkload, of_last_attempt
 from slipstream.plan.simulated_run import Batch, Costs
 
 SLOT_ROWS = 8  # rows of the slot engine's decode steps, on a CPU, are a multiple of it (`generator/kv_cache.py`)
@@ -247,7 +247,7 @@ def _seconds(machine: RunProcesses, beside: float, train: Fit) -> dict[str, Told
     def trained(*states: str) -> float:
         return machine.work_s(trainer, own, states, train.beside)
 
-    steps, tokens = run.num_steps, sum(line["tokens_read"] for line in run.metrics)
+    steps, tokens = run.num_steps, sum(line["tokens_read"] for line in of_last_attempt(run))
     num_rollouts = sum(1 for line in run.rollouts if start_s <= line.scored_s <= end_s)
     num_events = sum(1 for line in run.events if start_s <= line.time_s <= end_s)
     uncounted_s = sum(one.state_ns * 1e-9 for one in own if one.state == "forward_backward" and not one.count)

@@ -78,7 +78,10 @@ class CalibratedTimes:
         context = slots * (lengths.prompt_mean + lengths.mean_square / lengths.mean / 2)
         step_s = decode.seconds(cores, steps=1, rows=slots, context=context) + seconds["turn"]
         prompts = mine / workload.group_size * lengths.prompt_mean
-        parts = {"decode": mine * lengths.mean / slots * step_s, "prefill": prompts * decode.seconds(cores, rows=1)}
+        parts = {
+            "decode": mine * lengths.mean / slots * step_s,
+            "prefill": prompts * decode.seconds(cores, prefilled=1),
+        }
         return Parts(parts | {"send": mine * seconds["send"], "pause": seconds["swap"]})
 
     def together(self, trainer_cores: int, generator_cores: int) -> tuple[float, float]:

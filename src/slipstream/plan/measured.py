@@ -30,7 +30,10 @@ Side = Literal["trainer", "generator"]
 FORMAT = 1
 COMMUNICATION = ("tensor_parallel", "data_parallel", "pipeline", "context", "experts")
 """Parts that one GPU alone does not have: they stay as the cost model has them."""
-_SHAPE = ("family", "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
+_SHAPE = (
+    *("family", "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"),
+    *("num_experts", "experts_per_token", "expert_width"),
+)
 
 
 class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -129,7 +132,7 @@ def measured_model(measured: MeasuredCurves, shape: TransformerConfig) -> Measur
     """Return the curves of the model with this shape. ConfigError where it was not measured."""
     wanted = {name: vars(shape)[name] for name in _SHAPE}
     for model in measured.models:
-        if {name: model.shape.get(name) for name in _SHAPE} == wanted:
+        if {name: model.shape.get(name, 0) for name in _SHAPE} == wanted:
             return model
     raise ConfigError(
         "the file of measured curves does not have this model",
@@ -249,7 +252,7 @@ class CalibratedCostModel(CostModel):
     def _microbatch(self, layout: TrainerLayout, rollouts: float) -> Parts:
         rows = rollouts * self.workload.trained_tokens
         alone = replace(layout, devices=1, tensor_parallel=1, microbatch=rollouts, head_precision=layout.head)
-        alone = replace(alone, pipeline_parallel=1, chunks=1, context_parallel=1)
+        alone = replace(alone, pipeline_parallel=1, chunks=1, context_parallel=1, expert_parallel=1)
         factor = rows * self._curves.trained_row_s(1, rows) / super()._microbatch(alone, rollouts).total
         return _scaled(super()._microbatch(layout, rollouts), factor)
 
@@ -259,11 +262,19 @@ class CalibratedCostModel(CostModel):
         return 0.0
 
     def decode_step(self, layout: GeneratorLayout, *, live: float, context: float) -> Parts:
+        return _scaled(super().decode_step(layout, live=live, context=context), self._generator_factor(layout, live))
+
+    def prefill(self, layout: GeneratorLayout, *, prompts: float) -> Parts:
+        return _scaled(super().prefill(layout, prompts=prompts), self._generator_factor(layout, layout.slots))
+
+    def _generator_factor(self, layout: GeneratorLayout, live: float) -> float:
+        """Measured over modelled seconds of a step of one GPU, in which as many prompts are read as completions end."""
         alone = GeneratorLayout(devices=1, tensor_parallel=1, slots=layout.slots, precision=layout.precision)
-        seen = self._curves.mean_context
-        measured_s = live * self._curves.decoded_token_s(1, live)
-        factor = measured_s / super().decode_step(alone, live=live, context=seen).total
-        return _scaled(super().decode_step(layout, live=live, context=context), factor)
+        decode_s = super().decode_step(alone, live=live, context=self._curves.mean_context).total
+        ended = live / self._curves.model.completion_tokens
+        prompts = ended * self._curves.model.prompt_tokens / self.workload.lengths.prompt_mean
+        modelled_s = decode_s + super().prefill(alone, prompts=prompts).total
+        return live * self._curves.decoded_token_s(1, live) / modelled_s
 
 
 def _scaled(parts: Parts, factor: float) -> Parts:

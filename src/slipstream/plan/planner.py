@@ -170,7 +170,8 @@ def _train(model: CostModel, plan: AsynchronousPlan) -> Callable[[Batch], dict[s
     reference_s = 0.0
     if workload.reference and plan.reference is None:
         reference_s = model.reference_pass(plan.trainer).total
-    mean_tokens = workload.groups * lengths.prompt_mean + workload.rollouts * lengths.mean
+    given = workload.turns.given_mean  # environments' tokens, which a batch's completions have in them
+    mean_tokens = workload.groups * lengths.prompt_mean + workload.rollouts * (lengths.mean + given)
 
     def train(batch: Batch) -> dict[str, float]:
         share = (batch.prompt_tokens + batch.completion_tokens) / mean_tokens

@@ -63,7 +63,8 @@ def constraints(costs: CostModel, space_slots: Sequence[int], found: Found) -> I
         else:
             yield f"Memory is the limit for slots: {_over(f'{more} a replica', held, costs)}."
     larger_batch = replace(trainer, microbatch=2 * trainer.microbatch)
-    held = costs.train_memory(larger_batch, served=generator.precision)
+    trained = costs if plan.critic is None else costs.without_critic
+    held = trained.train_memory(larger_batch, served=generator.precision)
     if plan.reference is not None:
         held = held.without("reference")
     if trainer.microbatch * trainer.data_parallel >= costs.workload.rollouts / costs.workload.minibatches:

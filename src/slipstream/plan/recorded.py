@@ -20,7 +20,15 @@ from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.files import no_run
 from slipstream.core.recipes import resolve
-from slipstream.core.run_log import Decision, RolloutLine, num_missing, read_decisions, read_metrics, read_rollouts
+from slipstream.core.run_log import (
+    Decision,
+    Metrics,
+    RolloutLine,
+    num_missing,
+    read_decisions,
+    read_metrics,
+    read_rollouts,
+)
 from slipstream.core.training_sections import GROUP_RELATIVE
 from slipstream.core.types import CompletionFinished
 from slipstream.observe.accounting import RunAccounting, read_accounting
@@ -100,11 +108,17 @@ def read_run(path: Path) -> RecordedRun:
     )
 
 
+def of_last_attempt(run: RecordedRun) -> list[Metrics]:
+    """Return the metrics of the steps that the run's timelines are of: a resume begins new ones."""
+    steps = {step.step for step in run.accounting.steps}
+    return [line for line in run.metrics if line["step"] in steps]
+
+
 def measured(run: RecordedRun) -> RunOutcome:
     """Return the recorded outcome of the run's loop."""
     start_s, end_s = run.loop_s
     lags: Counter[int] = Counter()
-    for line in run.metrics:
+    for line in of_last_attempt(run):
         for name, value in line.items():
             if name.startswith("staleness_tokens/"):
                 lags[int(name.rpartition("_")[2])] += int(value)

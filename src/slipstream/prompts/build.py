@@ -19,7 +19,7 @@ from slipstream.core.stage_sections import WarmStartConfig
 from slipstream.core.types import Prompt
 from slipstream.models.tokenizer import check_alphabet
 from slipstream.prompts.dataset import read_rows
-from slipstream.prompts.rows import PromptRow, row_key, split_hash
+from slipstream.prompts.rows import PromptRow, id_of, row_key, split_hash
 from slipstream.prompts.stream import PromptStream
 from slipstream.prompts.streamed import StreamedPrompts
 from slipstream.prompts.tasks import TaskSource, task_table
@@ -99,8 +99,7 @@ class _Collector:
 
     def hold_out(self, prompts: Iterable[Prompt]) -> None:
         """Take none of these for training."""
-        self.held_out = {_prompt_key(prompt) for prompt in prompts}
-        self.seen |= self.held_out
+        self.held_out = {prompt.prompt_id for prompt in prompts}
 
     def take(self, rows: Iterable[PromptRow], limit: int) -> list[tuple[str, Prompt]]:
         """Up to `limit` (key, prompt) of the rows that are new and fit; over-long ones are never reconsidered."""
@@ -109,9 +108,10 @@ class _Collector:
             row = self.encoder.shortened(candidate)
             self.num_candidates += 1
             key = row_key(row.text, row.messages)
-            if key in self.seen:
+            is_held_out = id_of(key) in self.held_out
+            if is_held_out or key in self.seen:
                 self.num_duplicates += 1
-                self.num_held_out += key in self.held_out
+                self.num_held_out += is_held_out
             else:
                 self.seen.add(key)
                 fresh.append((key, row))
@@ -203,9 +203,9 @@ def _streamed(settings: PromptsConfig, collector: _Collector, seed: int, sets: d
     limit = HELD_OUT_SHARE * 2**64 if settings.eval_dataset is None and not sets else 0
 
     def is_held_out(key: str) -> bool:
-        return key in keys or int.from_bytes(split_hash(key, seed), "little") < limit
+        return id_of(key) in ids or int.from_bytes(split_hash(key, seed), "little") < limit
 
-    keys = set(collector.held_out)
+    ids = set(collector.held_out)
     held_out: list[Prompt] = list(next(iter(sets.values()), []))
     for rows in (
         ()
@@ -222,7 +222,7 @@ def _streamed(settings: PromptsConfig, collector: _Collector, seed: int, sets: d
         _check_num_eval(settings, settings.eval_dataset or source, len(held_out), collector)
         held_out = held_out[: settings.num_eval]
         encoder.check(held_out)
-    keys |= {_prompt_key(prompt) for prompt in held_out}
+    ids |= {prompt.prompt_id for prompt in held_out}
 
     def batches() -> Iterator[list[Prompt]]:
         for rows in _batched(read_rows(source, settings, template=template, needed=collector.needed), _STREAMED):

@@ -52,6 +52,11 @@ def row_key(text: str, messages: Iterable[Mapping[str, Any]] | None) -> str:
     return normalise_text(text if messages is None else message_text(messages))
 
 
+def id_of(key: str) -> str:
+    """Return the id of the prompt `key`, in whatever words a template or a chat renders it."""
+    return split_hash(key, 0).hex()
+
+
 def split_hash(key: str, seed: int) -> bytes:
     """Eight bytes that place the prompt `key` in the order by which held-out prompts are chosen under `seed`."""
     return hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=8, key=seed.to_bytes(8, "little")).digest()

@@ -18,7 +18,7 @@ from slipstream.core.sections import PromptsConfig
 from slipstream.core.types import Prompt
 from slipstream.models.foreign_text import ChatRenderer
 from slipstream.models.tokenizer import check_alphabet
-from slipstream.prompts.rows import PromptRow, row_key, split_hash
+from slipstream.prompts.rows import PromptRow, id_of, row_key
 
 if TYPE_CHECKING:
     from slipstream.models.tokenizer import Tokenizer
@@ -162,7 +162,7 @@ class Encoder:
                 ids.update(zip(indices, batch, strict=True))
         return [
             Prompt(
-                prompt_id=split_hash(row_key(row.text, row.messages), 0).hex(),
+                prompt_id=id_of(row_key(row.text, row.messages)),
                 text=texts[i],
                 tokens=np.asarray(ids[i], dtype=np.int32),
                 task=row.task,

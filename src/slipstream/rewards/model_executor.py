@@ -74,6 +74,11 @@ class ModelScorer:
         """Token ids below it are read by all models."""
         return min(model.config.vocab_size for _, model in self._models)
 
+    @property
+    def max_positions(self) -> int:
+        """Return how many tokens all models read."""
+        return min(model.config.max_positions for _, model in self._models)
+
     def score(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """Return the rollouts with every part and their reward; one whose sum is not finite has failed."""
         sound = [rollout for rollout in rollouts if rollout.failure is None]
@@ -158,7 +163,7 @@ class RewardModels(Executor):
         )
         self._limits = Limits(
             vocab_size=self._scorer.vocab_size,
-            max_positions=self._max_tokens,
+            max_positions=self._scorer.max_positions,
             reads_branches=False,
             failure_reward=self._config.failure_reward,
         )

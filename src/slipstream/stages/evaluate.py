@@ -16,7 +16,6 @@ import msgspec
 
 from slipstream.core.config import RunConfig
 from slipstream.core.disk import replace_file
-from slipstream.core.errors import ConfigError
 from slipstream.core.held_out import RIGHT_FROM
 from slipstream.core.recipes import stage_dir
 from slipstream.core.sections import RewardModelTerm, RewardsConfig
@@ -30,7 +29,7 @@ from slipstream.evals.statistics import completion_lengths, mean_pass_at_k
 from slipstream.evals.win_rate import Comparison, gold_win_rate, judge_win_rate
 from slipstream.models.build import build_policy
 from slipstream.models.hf import load_model
-from slipstream.models.hub import has_checkpoint
+from slipstream.models.peft import with_adapters
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.observe.evaluation import EVALUATION_FILE
 from slipstream.prompts import build_prompts
@@ -51,9 +50,12 @@ def run_evaluation(config: RunConfig, run_dir: Path, progress: StageProgress) ->
     settings = config.evaluation
     start = start_of(config, run_dir)
     end = run_dir / "model" if "rl" in config.stages else stage_dir(run_dir, "dpo") / "model"
-    checkpoints = dict(zip(MOMENTS, (start, end), strict=True))
+    checkpoints = dict(zip(MOMENTS, (config.model.lora.path or start, end), strict=True))
     with times.span("start_up"):
-        model, tokenizer = build_policy(config.model.model_copy(update={"path": str(start)}), seed=config.seed)
+        shape = config.model.model_copy(update={"path": str(start)})
+        model, tokenizer = build_policy(shape, seed=config.seed)
+        if config.model.lora.path is not None:  # RL goes on with these, beside model.path
+            model = with_adapters(model, config.model.lora, seed=config.seed)
         with Rehearsal(config, None, private=[str(run_dir)]) as rehearsal:  # which tools prompts tell of
             prompts = build_prompts(config, tokenizer, rehearsal.tools).eval[: config.num_evaluated]
     temperature = config.generator.temperature if settings.temperature is None else settings.temperature
@@ -108,16 +110,8 @@ def start_of(config: RunConfig, run_dir: Path) -> Path:
         assert path is not None, "check_order asks for one"
         return Path(path)
     if config.model.path is not None and not config.warm_start.steps:
-        return Path(config.model.lora.path or config.model.path)
-    kept = run_dir / "reference"  # of a policy that the run itself warm-started, for its KL penalty
-    if has_checkpoint(kept):
-        return kept
-    raise ConfigError(
-        "there is no checkpoint of the policy that RL started from",
-        got="a fresh or warm-started policy",
-        allowed="model.path without warm_start.steps",
-        hint="make it a stage of its own: stages = ['sft', 'rl', 'evaluate'] with model.path = 'stage:sft'",
-    )
+        return Path(config.model.path)
+    return run_dir / "reference"  # of a policy that the run itself warm-started, for its KL penalty
 
 
 def _references(reference: str, prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[Completion] | None:

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from slipstream.controller.placement import num_cores
 from slipstream.core.config import RunConfig
 from slipstream.core.disk import HeldFolder
 from slipstream.core.recipes import with_stage_paths
 from slipstream.models.hub import with_folders
+from slipstream.models.sizes import num_cores
 from slipstream.observe.display import duration
 from slipstream.stages.dpo import run_dpo
 from slipstream.stages.evaluate import run_evaluation

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from slipstream.core.config import STAGE_PREFIX, STAGES, RunConfig, Stage, stage_of
 from slipstream.core.errors import ConfigError
+from slipstream.trainer.loss_checks import needs_reference
 
 
 def check_order(config: RunConfig) -> None:
@@ -22,8 +23,22 @@ def check_order(config: RunConfig) -> None:
         _check_labels(config)
     if "evaluate" in stages and not {"dpo", "rl"} & set(stages):
         raise ConfigError("the stage evaluate measures what rl has changed, or dpo", got=f"stages = {stages}")
+    if {"evaluate", "rl"} <= set(stages):
+        _check_start(config)
     if "evaluate" in stages and config.num_held_out is not None:
         check_asked(config, config.num_held_out)
+
+
+def _check_start(config: RunConfig) -> None:
+    """Raise ConfigError where nothing keeps the policy that RL starts from, with which `evaluate` compares."""
+    is_kept = config.warm_start.steps > 0 and config.kl.reference is None and needs_reference(config)
+    if (config.model.path is None or config.warm_start.steps) and not is_kept:
+        raise ConfigError(
+            "there is no checkpoint of the policy that RL starts from, with which the stage evaluate compares",
+            got="a fresh or warm-started policy",
+            allowed="model.path without warm_start.steps",
+            hint="make it a stage of its own: stages = ['sft', 'rl', 'evaluate'] with model.path = 'stage:sft'",
+        )
 
 
 def check_asked(config: RunConfig, held_out: int) -> None:

@@ -80,7 +80,10 @@ def prepare_resume(run_dir: Path, found: Found | None = None) -> Resumed:
 
 
 def set_aside(run_dir: Path) -> Path:
-    """Copy the run's lines to the next `attempt_<n>/`, which is there whole or not at all, and move its timelines."""
+    """Copy the run's lines to the next `attempt_<n>/`, which is there whole or not at all; move timelines and summary.
+
+    The run has not come to the end that the summary tells of.
+    """
     numbers = [int(found[1]) for path in run_dir.iterdir() if (found := re.fullmatch(r"attempt_(\d+)", path.name))]
     attempt = run_dir / f"attempt_{max(numbers, default=0) + 1}"
     for stale in run_dir.glob(".attempt_*.partial"):
@@ -92,9 +95,10 @@ def set_aside(run_dir: Path) -> Path:
             shutil.copy2(run_dir / name, partial / name)
     sync_files(partial)
     partial.rename(attempt)
-    if (run_dir / "timeline").exists():
-        (run_dir / "timeline").rename(attempt / "timeline")
-        sync(attempt)
+    for name in ("timeline", "summary.json"):
+        if (run_dir / name).exists():
+            (run_dir / name).rename(attempt / name)
+    sync(attempt)
     sync(run_dir)
     return attempt
 

@@ -342,7 +342,6 @@ def resume_rl(config: RunConfig, run_dir: Path, given: FromPython) -> dict[str, 
     resumed = prepare_resume(run_dir, found)
     if (run_dir / EVALUATION_FILE).exists():  # of a policy that is trained further
         (run_dir / EVALUATION_FILE).replace(resumed.attempt / EVALUATION_FILE)
-    _mark_interrupted(run_dir)  # what it says of the end holds no more
     tell(config, given, [*resumed.notes, *notes])
     return run_rl(config, run_dir, given, resumed=resumed, prepared=prepared)
 

@@ -27,6 +27,11 @@ def needed_columns(config: RunConfig) -> tuple[str, ...]:
     return tuple(name for name, needed in is_needed.items() if needed)
 
 
+def needs_reference(config: RunConfig) -> bool:
+    """Tell whether RL compares the policy with a reference."""
+    return "reference_logprobs" in needed_columns(config)
+
+
 def check_loss(config: RunConfig) -> None:
     """Raise ConfigError for a loss that is not there, is no policy loss, or cannot go with the rest."""
     loss = loss_named(config.loss.name, config.loss.params)

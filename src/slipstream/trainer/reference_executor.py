@@ -22,7 +22,7 @@ from slipstream.models.build import build_tokenizer
 from slipstream.models.device import scoring_device
 from slipstream.models.sharded import Division, build_frozen
 from slipstream.models.transformer import Transformer
-from slipstream.models.turns import read_in_turns
+from slipstream.models.turns import collated, read_in_turns
 from slipstream.trainer.batch import train_sequence
 from slipstream.trainer.measure import follows_warm_start, per_sequence, reads_logprobs, reference_path
 from slipstream.trainer.station import Station
@@ -106,7 +106,7 @@ def reference_logprobs(
         for index, rollout in enumerate(rollouts)
     ]
     read = reads_logprobs(model, config.logprob_temperature)
-    microbatches = batching.collate(sequences, config.trainer.microbatch_tokens)
+    microbatches = collated(batching, sequences, config.trainer.microbatch_tokens)
     columns = {sequence.key: np.zeros(0, dtype=np.float32) for sequence in sequences}
     found = read_in_turns(model, microbatches, lambda one: (read(one).float(),), ranks)
     for microbatch, (values,) in zip(microbatches, found, strict=True):

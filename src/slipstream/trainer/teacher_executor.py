@@ -27,7 +27,7 @@ from slipstream.models.packed import at_targets
 from slipstream.models.sharded import Division, build_frozen
 from slipstream.models.tokenizer import Tokenizer, vocabulary_size
 from slipstream.models.transformer import Transformer
-from slipstream.models.turns import read_in_turns
+from slipstream.models.turns import collated, read_in_turns
 from slipstream.trainer.batch import train_sequence
 from slipstream.trainer.measure import per_sequence, rows_at_once
 from slipstream.trainer.station import Station
@@ -143,7 +143,7 @@ def taught(
     ]
     tokens = {one.key: np.zeros((0, top_k), dtype=np.int32) for one in sequences}
     logprobs = {one.key: np.zeros((0, top_k + 1), dtype=np.float32) for one in sequences}
-    microbatches = batching.collate(sequences, config.trainer.microbatch_tokens)
+    microbatches = collated(batching, sequences, config.trainer.microbatch_tokens)
     found = read_in_turns(model, microbatches, partial(_likeliest, teacher, model), ranks)
     for microbatch, (best, measured) in zip(microbatches, found, strict=True):
         tokens |= per_sequence(microbatch, best)

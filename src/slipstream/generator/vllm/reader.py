@@ -29,6 +29,7 @@ from slipstream.models.build import max_positions
 from slipstream.models.config import config_from_hf
 from slipstream.models.hf import load_model, read_hf_config
 from slipstream.models.hub import is_adapter
+from slipstream.models.lora import merged
 from slipstream.models.sizes import num_parameters
 from slipstream.models.transformer import Transformer
 
@@ -83,8 +84,9 @@ class VLLMReader:
         dtype = teacher.precision
 
         def write(folder: Path) -> None:
-            model = cut(load_model(source, dtype=getattr(torch, dtype)), num_tokens)
-            save_base(model, folder, dtype, temperature=temperature)
+            model = load_model(source, dtype=getattr(torch, dtype))
+            model = merged(model).to(getattr(torch, dtype)) if is_adapter(source) else model
+            save_base(cut(model, num_tokens), folder, dtype, temperature=temperature)
 
         num_bytes = getattr(torch, dtype).itemsize * num_parameters(shape) * is_written
         self._folder = WeightFolder(num_bytes, write, context.scratch_prefix)

@@ -34,8 +34,9 @@ class MappedPart:
     def __init__(self, path: str, mark_start: int, mark: str, start: int, num_bytes: int) -> None:
         self._path, self._mark_start, self._mark = path, mark_start, bytes.fromhex(mark)
         self._file = os.open(path, os.O_RDONLY)
-        mapped = mmap.mmap(self._file, num_bytes, access=mmap.ACCESS_COPY, offset=start)
-        self.data = torch.frombuffer(mapped, dtype=torch.uint8)
+        skipped = start % mmap.ALLOCATIONGRANULARITY  # 64 KiB on some machines; parts begin at multiples of 4
+        mapped = mmap.mmap(self._file, skipped + num_bytes, access=mmap.ACCESS_COPY, offset=start - skipped)
+        self.data = torch.frombuffer(mapped, dtype=torch.uint8)[skipped:]
 
     def check(self) -> None:
         """Raise TornVersionError unless all that was read so far is of the version."""

@@ -197,9 +197,9 @@ class RunIndex:
         `summary.json` is written last. One that is older than the newest event is that of an attempt before.
         """
         silent_s = max(0.0, time.time() - self.grew_s) if self.grew_s is not None else 0.0
-        if not self.events.stretches:
-            return "waiting", silent_s
         status = self.summary.get("status")
+        if not self.events.stretches:  # there is no RL, or not yet
+            return status if status in ("done", "failed", "interrupted") else "waiting", silent_s
         if status in ("done", "failed", "interrupted") and self.summary.get("steps") == self.events.loop.version:
             is_newest = self.summary_file.changed_s >= _changed_s(self.events.path) - 0.5
             if is_newest or silent_s > SILENT_AFTER_S:
