@@ -342,7 +342,9 @@ class ScriptedPool(EpisodePool):
     def __init__(self, scripts: list[list[Any]], *, num_spares: int = 0, clock: VirtualClock | None = None) -> None:
         self._scripts = scripts
         clock = clock or VirtualClock()
-        super().__init__(num_hosts=1, num_spares=num_spares, num_sources=1, step_limit_s=1.0, clock=clock)
+        super().__init__(
+            num_hosts=1, num_spares=num_spares, num_sources=1, step_limit_s=1.0, max_chars=1000, clock=clock
+        )
 
     def _start_host(self) -> HostLink:
         return Scripted([WorkerReady([]), *(self._scripts.pop(0) if self._scripts else [])])

@@ -75,17 +75,6 @@ def test_what_was_begun_elsewhere_goes_before_what_has_not_started() -> None:
     assert list(drain(engine)) == [(7, 0), (8, 0), (0, 0), (1, 0)]
 
 
-def test_what_was_begun_elsewhere_goes_in_the_order_in_which_it_comes() -> None:
-    elsewhere = new_engine(random_model(), stop_token_ids=[])
-    elsewhere.submit([request(ordinal, 5, 3) for ordinal in (1, 2, 3)])
-    elsewhere.step()
-    engine = new_engine(random_model(), num_slots=1, stop_token_ids=[])
-    engine.submit([request(0, 5, 2)])
-    for begun in elsewhere.export_live():  # the schedule admits a group at a time
-        engine.submit([begun])
-    assert list(drain(engine)) == [(1, 0), (2, 0), (3, 0), (0, 0)]
-
-
 def test_what_was_preempted_drains_before_what_was_begun_elsewhere() -> None:
     """A paused engine takes both: a swap that waits for what has begun would wait for ever else. New ones wait."""
     elsewhere = new_engine(random_model(), stop_token_ids=[])

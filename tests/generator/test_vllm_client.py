@@ -163,14 +163,13 @@ def test_exported_completions_go_on_where_they_were(
         assert len(item.version_spans) == (1 if item.ordinal == 4 else 2)
 
 
-def test_what_has_begun_and_waits_for_a_room_is_told_and_goes_in_its_order(model: Transformer, tmp_path: Path) -> None:
+def test_what_has_begun_and_waits_for_a_room_is_told(model: Transformer, tmp_path: Path) -> None:
     with fake_engine(model, tmp_path, fake={"halts": [20]}) as engine:
         engine.submit([request(i) for i in range(4)])
         drive(engine, lambda: num_tokens(engine) >= 8)
         begun = engine.export_live()
     with fake_engine(model, tmp_path, rooms={0: 1, 1: 1}) as engine:
-        for one in begun:
-            engine.submit([one])
+        engine.submit(begun)
         assert [one.ordinal for one in engine.begun()] == [0, 1, 2, 3]
         assert engine.num_begun == 4
         assert [item.ordinal for item in drive(engine)] == [0, 1, 2, 3]

@@ -31,7 +31,11 @@ def test_one_gpu_takes_what_was_measured(batch):
     assert eta_t(calibrated, trainer) == pytest.approx(0.02 * (1 + 3 / batch))
     generator = GeneratorLayout(devices=1, tensor_parallel=1, slots=batch)
     step = calibrated.decode_step(generator, live=batch, context=6 + 5 / 2)
-    assert step.total == pytest.approx(0.1 * (1 + 5 / batch) * batch / 5)
+    read = calibrated.prefill(generator, prompts=batch / 5 * 6 / WORKLOAD.lengths.prompt_mean)
+    assert step.total + read.total == pytest.approx(0.1 * (1 + 5 / batch) * batch / 5), (
+        "prompts are in what was measured"
+    )
+    assert read.total > 0
 
 
 def test_what_gpus_send_each_other_stays_as_the_table_has_it():

@@ -99,7 +99,7 @@ class RequestQueue:
         return {entry.version for entry in self._queue if entry.version is not None}
 
     def add(self, requests: Sequence[Request], *, was_live: bool) -> None:
-        """Queue `requests` in this order, behind those of their kind."""
+        """Queue `requests` in this order: what has begun before all others of its kind, the rest behind."""
         resumed: list[QueuedRequest] = []
         for request in requests:
             entry = QueuedRequest.of(request, was_live=was_live, version=self._bound_to(request))
@@ -110,8 +110,7 @@ class RequestQueue:
                 self._queue.append(entry)
             else:
                 resumed.append(entry)
-        others = (at for at, entry in enumerate(self._queue) if at >= self.num_left and not entry.has_begun)
-        ahead = 0 if was_live else next(others, len(self._queue))
+        ahead = 0 if was_live else self.num_left
         self._queue.rotate(-ahead)
         self._queue.extendleft(reversed(resumed))
         self._queue.rotate(ahead)

@@ -402,6 +402,8 @@ def runs(points: Sequence[Point], most: int) -> list[Sequence[Point]]:
 
 def smoothed(points: Sequence[Point], window: int) -> list[Point]:
     """Each y as the mean of the `window` (odd) ones around it, at the ends of those that there are."""
+    if not points:
+        return []
     begin, over = window // 2, np.ones(window)
     values = np.array([y for _, y in points], dtype=np.float64)
     sums, counts = (np.convolve(one, over)[begin : begin + len(points)] for one in (values, np.ones_like(values)))

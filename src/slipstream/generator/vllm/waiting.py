@@ -40,10 +40,14 @@ class WaitingRequests:
         return {one.resume.version_spans[-1].version for one in waiting if one.resume and one.resume.version_spans}
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Queue `requests` in this order, each behind those of its kind; resumed ones before all others."""
+        """Queue `requests` in this order, each behind those of its kind; resumed ones before all that wait."""
         for request in requests:
             assert request.stream in self._queues, f"no room was given to stream {request.stream}"
-            self._insert(request)
+            if request.resume is None:
+                self._insert(request)
+        for request in reversed(requests):
+            if request.resume is not None:
+                self._queues[request.stream].appendleft(request)
 
     def take(self, stream: int, count: int) -> list[Request]:
         """Take out the next requests of `stream` that may start, `count` at most."""
@@ -72,10 +76,7 @@ class WaitingRequests:
 
     def _insert(self, request: Request) -> None:
         queue = self._queues[request.stream]
-        if request.resume is not None:
-            others = (place for place, one in enumerate(queue) if one.resume is None)
-            queue.insert(next(others, len(queue)), request)
-        elif request.goes_on:
+        if request.goes_on:
             new = (place for place, one in enumerate(queue) if one.resume is None and not one.goes_on)
             queue.insert(next(new, len(queue)), request)
         else:
