@@ -854,6 +854,12 @@ DATA = [
         prepare=rows(*ROWS[:2], to="few.jsonl"),
     ),
     wrong(
+        "a token that ends an episode",
+        {"environment": {"class_path": "guess"}, "rewards": {"truncate_token": 1}},
+        "would end an episode in its first turn",
+        "generator.stop_token_ids",
+    ),
+    wrong(
         "eval dataset of tasks",
         {"prompts": {"dataset": None, "tasks": [{"name": "spell_backward"}], "eval_dataset": "data.jsonl"}},
         "held out from the same tasks",

@@ -13,7 +13,7 @@ from slipstream.controller.held_out import HeldOut
 from slipstream.controller.pipeline import RunInput
 from slipstream.controller.tally import Tally
 from slipstream.core.recipes import resolve
-from slipstream.core.service_messages import EvalScored, Evaluate
+from slipstream.core.service_messages import EvalScored, Evaluate, Export
 from slipstream.core.stage_sections import EvalConfig
 from slipstream.core.types import Prompt
 
@@ -28,9 +28,13 @@ PROMPTS = {
 }
 
 
-def held_out(run_dir: Path, step: int, *lines: dict[str, Any], **rules: Any) -> tuple[HeldOut, list[Evaluate]]:
+def held_out(
+    run_dir: Path, step: int, *lines: dict[str, Any], publish_every: int = 1, **rules: Any
+) -> tuple[HeldOut, list[Any]]:
     prompts = {"tasks": [], "dataset": "rows.jsonl"}
-    config = resolve("quickstart", {"eval": {"sets": SETS, "every": 2, **rules}, "prompts": prompts})
+    config = resolve("quickstart", {"eval": {"sets": SETS, "every": 2, **rules}, "prompts": prompts}).model_copy(
+        update={"publish_every": publish_every}
+    )
     tally, sent = Tally(config, started_s=0.0), list[Any]()
     for line in lines:
         tally.recall(line)
@@ -71,6 +75,15 @@ def test_after_a_resume_only_what_was_cut_off_is_asked_for(tmp_path: Path) -> No
         assert asked(sent) == left
     whole, _ = held_out(tmp_path, 2, first, third, {"version": 2, "eval/second/reward": 0.0})
     assert whole.first() == ()
+
+
+def test_the_version_that_a_resume_publishes_may_be_the_best(tmp_path: Path) -> None:
+    """Whatever multiple of `publish_every` it is: it is evaluated."""
+    made, sent = held_out(tmp_path, 10, keep_best=True, publish_every=4)
+    assert made.first() == (GREEDY,)
+    made.export_candidate(10)
+    [export] = sent
+    assert isinstance(export, Export)
 
 
 def test_at_the_end_what_is_known_is_not_asked_again(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from slipstream.core.held_out import check_measure
 from slipstream.core.imported import ImportedConfig, import_config
 from slipstream.core.other_names import DEFAULTS, FIELDS
 from slipstream.core.recipes import resolve, value_at
+from slipstream.core.user_code import defined
 from slipstream.generator.vllm.settings import check_settings
 from slipstream.stages.named import check_conflicts
 from slipstream.trainer.loss_checks import check_loss
@@ -397,6 +398,32 @@ def test_bad_files_are_refused(text: str, said: str, tmp_path: Path, capsys: pyt
     file.write_text(text)
     assert cli.main(["import-config", str(file)]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_share_of_an_unknown_number_of_updates_is_no_number() -> None:
+    given = {"save_strategy": "steps", "save_steps": 0.1, "reward_funcs": "a.b"}
+    found = import_config(given)
+    assert "checkpoint_every" not in found.tables.get("trainer", {})
+    assert any(note.name == "trainer.checkpoint_every" and "--rows" in note.why for note in found.notes)
+    known = import_config(given | {"max_steps": 200})
+    assert known.tables["trainer"]["checkpoint_every"] > 1
+
+
+def test_a_reward_in_a_package_stays_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a file of its own it could import none of its siblings."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "alone.py").write_text("def score(completions, **_): return [1.0 for _ in completions]\n")
+    package = tmp_path / "mine_to_score"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "rewards.py").write_text(
+        "from .utils import one\ndef score(completions, **_): return one(completions)\n"
+    )
+    terms = import_config({"reward_funcs": ["alone.score", "mine_to_score.rewards.score"]}).tables["rewards"]["terms"]
+    assert [term["function"] for term in terms] == ["alone.py:score", "mine_to_score.rewards:score"]
+    found = defined("mine_to_score.rewards:score", what="reward function")
+    assert found is not None
+    assert found[0] == package / "rewards.py"
 
 
 def test_what_the_caller_has_to_set_is_named() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.core import scratch
+from slipstream.core.addresses import ipc_address
 from slipstream.core.channel import make_transport_dir
 from slipstream.core.scratch import claim, cleanup, file_prefix, hold, make_claimed, sweep
 
@@ -34,6 +35,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]
     monkeypatch.setattr(scratch, "scratch_directories", lambda: (shared, temporary))
     monkeypatch.setattr(scratch.tempfile, "gettempdir", lambda: str(temporary))
     monkeypatch.setattr(scratch.tempfile, "tempdir", str(temporary))
+    monkeypatch.setattr(scratch, "_MOST_FOR_SOCKETS", 1000)
     return temporary, shared
 
 
@@ -75,11 +77,38 @@ def test_files_are_removed_once_their_owner_ended(places: tuple[Path, Path], end
     assert sweep() == []
 
 
+def test_a_users_own_files_are_left_alone(places: tuple[Path, Path]) -> None:
+    """Whatever they are called: only names that a run gives are a run's."""
+    temporary, shared = places
+    own = [
+        make_old(place / name) for place in places for name in ("slipstream.toml", "slipstream.log", "slipstream.sif")
+    ]
+    segment = make_old(shared / f"{file_prefix('slipstream-gone1234')}abc")
+    assert sweep() == [segment]
+    assert all(path.exists() for path in own)
+    assert temporary.exists()
+
+
+def test_where_the_temporary_folders_path_is_long_sockets_lie_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / ("x" * 60)
+    deep.mkdir()
+    monkeypatch.setattr(scratch.tempfile, "tempdir", str(deep))
+    folder = make_transport_dir()
+    assert folder.parent == Path("/tmp")
+    assert ipc_address(folder / ("s" * 60)).startswith("ipc:///tmp/")
+    owner = claim(folder)
+    assert folder not in sweep()
+    os.close(owner)
+    assert folder in sweep()
+
+
 def test_unclaimed_folders_are_left_alone(places: tuple[Path, Path]) -> None:
     temporary, shared = places
     make_transport_dir()  # it may be about to be claimed
     (temporary / "slipstream-notes.txt").touch()
-    (shared / "slipstream.run-1.fresh").touch()  # it may be about to be held
+    (shared / "slipstream.slipstream-run.1.fresh").touch()  # it may be about to be held
     make_old(shared / "other")
     before = sorted([*temporary.iterdir(), *shared.iterdir()])
     assert sweep() == []
@@ -89,9 +118,9 @@ def test_unclaimed_folders_are_left_alone(places: tuple[Path, Path]) -> None:
 def test_a_segment_that_no_process_holds_is_removed_without_a_folder(places: tuple[Path, Path]) -> None:
     """A trainer on a machine without a controller leaves such segments."""
     _, shared = places
-    held, left = (make_old(shared / f"slipstream.run-{name}") for name in ("held", "left"))
+    held, left = (make_old(shared / f"slipstream.slipstream-run.{name}") for name in ("held", "left"))
     descriptor = hold(held)
-    weights = shared / "slipstream.run-vllm-x"  # a folder of weights for vLLM
+    weights = shared / "slipstream.slipstream-run.vllm-x"  # a folder of weights for vLLM
     weights.mkdir()
     claimed = claim(weights)
     make_old(weights / "owner")
@@ -117,7 +146,7 @@ def test_a_foreign_file_in_place_of_the_owner_is_not_followed(places: tuple[Path
     os.close(descriptor)
     kept = kept.rename(temporary / "kept")
     (temporary / "slipstream-link").symlink_to(kept)
-    (shared / "slipstream.run-link").symlink_to(precious)
+    (shared / "slipstream.slipstream-run.link").symlink_to(precious)
     assert sweep() == []
     assert precious.exists()
     assert (kept / "owner").exists()

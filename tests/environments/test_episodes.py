@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from drawn import drawn
@@ -95,7 +96,7 @@ def test_a_replica_that_follows_a_lost_one_goes_on_from_the_tokens_known_here() 
     episodes = table()
     episodes.sampled(opening(), 0.0)
     episodes.answered(said(0, "50"), 0.0)
-    episodes.sampled(turn(1, [1, 2]), 0.0)
+    episodes.sampled(msgspec.structs.replace(turn(1, [1, 2]), finish_reason="length"), 0.0)
     episodes.answered(said(1, "51 52"), 0.0)
     [observation] = episodes.sampled(
         TurnSampled(ordinal=3, sample=1, replica=4, turn=0, prompt=prompt(3), may_continue=True), 0.0
@@ -107,6 +108,7 @@ def test_a_replica_that_follows_a_lost_one_goes_on_from_the_tokens_known_here() 
     assert [one.tokens.tolist() for one in observation.segments] == [[1, 2]]
     assert observation.tokens.tolist() == [51, 52]
     assert observation.segments[0].behaviour_logprobs is not None
+    assert observation.finish_reason == "length", "of a turn that was sampled elsewhere"
     assert episodes.sampled(turn(2, [9]), 0.0) == [], "what the lost one still says is void"
     assert episodes.sampled(turn(2, [9], life=observation.life), 0.0) == [
         Take(KEY, 2, {"role": "assistant", "content": "9"})

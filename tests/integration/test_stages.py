@@ -166,6 +166,7 @@ def test_a_stage_has_a_process_of_its_own(tmp_path: Path, capfd: pytest.CaptureF
         ({"preferences": {"labels": "judge"}, "judge": {}}, "needs a judge"),
         ({"preferences": {"samples_per_prompt": 1, "with_reference": False}}, "too few completions"),
         ({"evaluation": {"num_prompts": 25}}, "more prompts than are held out"),
+        ({"model": CHAIN["model"] | {"path": None}}, "no checkpoint of the policy that RL starts from"),
     ],
 )
 def test_chains_that_cannot_work(changes: dict[str, Any], message: str) -> None:

@@ -355,6 +355,18 @@ def group(ordinal, *, has_signal=True, num_failed=0, num_poisoned=0):
     )
 
 
+def test_times_of_a_side_are_means_over_those_that_are_there():
+    vitals = Vitals(samples_per_group=4, max_staleness=1)
+    for number in range(4):
+        vitals.take(Counters(executor=f"generator-{number}", values={"time/decode": 1.0}))
+    vitals.take(Counters(executor="generator-1@1", values={"time/decode": 1.0}))
+    assert vitals.of_step(1)["time/generator/decode"] == 1.0
+    for number in (1, 2, 3):
+        vitals.take(ReplicaLost(replica=number))
+    vitals.take(Counters(executor="generator-0", values={"time/decode": 2.0}))
+    assert vitals.of_step(2)["time/generator/decode"] == 1.0
+
+
 def test_vitals_of_a_step_by_hand():
     vitals = Vitals(samples_per_group=4, max_staleness=1)
     causes = ("no_signal", "failed", "stale", "regenerated", "re_prefilled")

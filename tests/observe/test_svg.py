@@ -140,6 +140,9 @@ def test_smoothing_is_the_mean_of_the_neighbours_that_there_are() -> None:
     for i, (_, y) in enumerate(found):
         assert y == pytest.approx(values[max(0, i - 3) : i + 4].mean())
     assert smoothed([], 5) == []
+    spike = [0.02] * 20 + [3e14] + [0.02] * 20  # what comes behind it is as it was
+    assert [y for _, y in smoothed(list(enumerate(spike)), 3)][22:] == pytest.approx([0.02] * 19)
+    assert [y for _, y in smoothed([(0, 1.0), (1, 3.0)], 9)] == [2.0, 2.0]
 
 
 def test_long_series_are_averaged_within_a_band_of_their_extremes() -> None:

@@ -476,7 +476,9 @@ def test_mlflow_is_called_as_its_package_asks(monkeypatch, is_offline, variable,
     config = {"seed": 1, "loss": {"name": "grpo", "none": None}, "long": "x" * 7000}
     begin = a_begin(is_offline=is_offline, folder="/run", config=config, tags=["red"], group="both")
     sink = SINKS["mlflow"](begin)
-    sink.metrics(MetricsLine(step=4, day_s=1.5, values={"loss": 0.5}))
+    sink.metrics(
+        MetricsLine(step=4, day_s=1.5, values={"loss": 0.5, "diff": 1.0, "diff/lag_0": 2.0, "logged/pass@1/": 3.0})
+    )
     sink.alarm(AlarmLine(step=5, day_s=2.0, name="ess_collapse", has_begun=True, is_warning=True, text="Few"))
     sink.close(End(status="failed", summary={"steps": 3}))
     assert clients[0].calls == [
@@ -485,7 +487,16 @@ def test_mlflow_is_called_as_its_package_asks(monkeypatch, is_offline, variable,
         ("create_run", "7", "n", {"slipstream_run": "abc", "red": "true", "group": "both"}),
         ("log_batch", "r", [("seed", "1"), ("loss.name", "grpo"), ("long", "x" * 6000)]),
         ("log_dict", "r", config, "config.json"),
-        ("log_batch", "r", [("loss", 0.5, 1500, 4)]),
+        (
+            "log_batch",
+            "r",
+            [
+                ("loss", 0.5, 1500, 4),
+                ("diff", 1.0, 1500, 4),
+                ("diff_lag_0", 2.0, 1500, 4),
+                ("logged/pass_1", 3.0, 1500, 4),
+            ],
+        ),
         ("log_batch", "r", [("alarm/ess_collapse", 1.0, 2000, 5)]),
         ("set_tag", "r", "alarm.ess_collapse", "Few"),
         ("log_dict", "r", {"status": "failed", "steps": 3}, "summary.json"),

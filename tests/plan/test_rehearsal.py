@@ -14,7 +14,7 @@ from slipstream.plan.cost_model import CostModel
 from slipstream.plan.cpu import CalibratedTimes, CpuMachine
 from slipstream.plan.hardware import cluster
 from slipstream.plan.layouts import AsynchronousPlan, GeneratorLayout, TrainerLayout, Workload, layout_tables
-from slipstream.plan.lengths import LengthSample
+from slipstream.plan.lengths import LengthSample, Turns
 from slipstream.plan.planner import PlanRow, Rehearsed, ranked, simulated_plan
 from slipstream.plan.question import ARCHITECTURES
 from slipstream.plan.recorded import measured, read_run
@@ -44,6 +44,17 @@ def test_a_training_step_takes_what_the_model_says_of_the_mean_batch_and_more_of
     longer = costs.train(double)
     assert longer["forward_backward"] == pytest.approx(2 * costs.train(mean)["forward_backward"])
     assert longer["optimizer"] == costs.train(mean)["optimizer"] == pytest.approx(step["optimizer"] + step["serial"])
+
+
+def test_given_tokens_are_in_a_batch_once():
+    """A mean batch has those of its environments among its completions' tokens."""
+    turns = Turns(turns=4, given_tokens=500)
+    model = CostModel(MODEL.model, MODEL.cluster, replace(WORKLOAD, turns=turns))
+    costs, step = simulated_plan(model, PLAN)[1], model.train_step(PLAN.trainer)
+    given = round(128 * turns.given_mean)
+    mean = Batch(groups=32, completions=128, prompt_tokens=32 * 64, completion_tokens=128 * 200 + given)
+    assert given > 0
+    assert sum(costs.train(mean).values()) == pytest.approx(step.total)
 
 
 def test_versions_and_prompts_take_what_the_model_says():

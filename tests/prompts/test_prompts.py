@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
-from slipstream.core.recipes import resolve
+from slipstream.core.recipes import merge, resolve
 from slipstream.core.sections import PromptsConfig, TaskConfig
 from slipstream.core.stage_sections import DemonstrationConfig, WarmStartConfig
 from slipstream.core.types import Prompt
@@ -203,6 +203,24 @@ def test_eval_dataset_texts_leave_the_training_data(tokenizer: PreTrainedTokeniz
         build_prompts(run_config(dataset=str(held_out), eval_dataset=str(held_out), num_eval=3), tokenizer)
     assert "3 of them held out" in str(refused.value)
     assert "max_prompt_tokens" not in str(refused.value.hint)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_held_out_rows_are_kept_out_whatever_renders_them(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, chat: bool, streaming: bool
+) -> None:
+    train, held_out = tmp_path / "train.jsonl", tmp_path / "eval.jsonl"
+    train.write_text("".join(json.dumps({"prompt": f"Q{i}"}) + "\n" for i in range(10)))
+    held_out.write_text("".join(json.dumps({"prompt": f"q{i} "}) + "\n" for i in range(3)))
+    own = {"name": "own", "dataset": str(held_out), "num_prompts": 3}
+    for data, tables in (({"eval_dataset": str(held_out), "num_eval": 3}, {}), ({}, {"eval": {"sets": [own]}})):
+        config = run_config(dataset=str(train), chat=chat, streaming=streaming, **data)
+        config = resolve(merge(config.model_dump(), tables))
+        made = build_prompts(config, tokenizer)
+        texts = {made.train.prompt(ordinal).columns["question"] for ordinal in range(14)}
+        assert texts == {f"Q{i}" for i in range(3, 10)}
+        assert made.report.overlap == 0
 
 
 @settings(max_examples=30, deadline=None)

@@ -317,6 +317,16 @@ def test_lines_that_are_gone_are_told_of(name: str, lose: Callable[[Path], None]
 
 
 @pytest.mark.usefixtures("_no_sync")
+def test_what_an_attempt_came_to_is_set_aside_with_it(folder: Path) -> None:
+    """A report of the next one would show it as its own."""
+    run(folder, FragileDisk(folder))
+    (folder / "summary.json").write_text('{"status": "interrupted"}')
+    resumed = prepare_resume(folder)
+    assert not (folder / "summary.json").exists()
+    assert (resumed.attempt / "summary.json").read_text() == '{"status": "interrupted"}'
+
+
+@pytest.mark.usefixtures("_no_sync")
 def test_a_whole_run_is_told_nothing_of(folder: Path) -> None:
     run(folder, FragileDisk(folder))
     assert not [note for note in prepare_resume(folder).notes if "not whole" in note]

@@ -22,7 +22,7 @@ from slipstream.core.errors import WeightSyncError
 
 FOLDER_PREFIX = "slipstream-"  # of folders in the temporary folder; the folder of a run's sockets is named by its id
 _FILES, _FOLDERS = f"slipstream.{FOLDER_PREFIX}*.*", f"{FOLDER_PREFIX}*"  # a user's file may be slipstream.toml
-_MOST_FOR_SOCKETS = 40  # bytes of a folder in which paths of sockets are short enough
+_MOST_FOR_SOCKETS = 64  # bytes of a folder in which paths of sockets are short enough
 _OWNER = "owner"
 _JUST_MADE_S = 60.0  # a file is locked right after it is made, not at the same time
 

@@ -1,0 +1,82 @@
+"""Prompts that are handed over from Python, and what a run that goes on may be handed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import slipstream
+from slipstream import api
+from slipstream.core.errors import ConfigError
+from slipstream.core.recipes import resolve, save_config
+from slipstream.stages.run_folder import PROMPTS_FILE
+
+ROWS = [{"question": f"q{i}", "solution": f"a{i}"} for i in range(40)]
+RECIPE = {"prompts": {"tasks": [{"name": "chain_sum"}], "num_eval": 8}, "eval": {"num_prompts": 8}}
+
+
+def given(folder: Path, prompts: Any, *layers: dict[str, Any]) -> slipstream.RunConfig:
+    folder.mkdir()
+    tables = RECIPE
+    for layer in layers:
+        tables = api.merge(tables, api.nested(layer))
+    return api._with_prompts(resolve(tables), prompts, folder, api._kept(layers))
+
+
+def test_prompts_replace_what_a_recipe_holds_out(tmp_path: Path) -> None:
+    sets = {"eval.sets": [{"name": "own", "dataset": "theirs.jsonl"}]}
+    config = api._with_prompts(resolve(RECIPE | sets), ["a", "b", "c"], tmp_path, {})
+    assert (config.prompts.dataset, config.prompts.tasks) == (str(tmp_path / PROMPTS_FILE), [])
+    assert (config.eval.sets, config.prompts.num_eval, config.eval.num_prompts) == ([], 1, 1)
+
+
+def test_columns_that_were_named_stay(tmp_path: Path) -> None:
+    columns = {"prompts.prompt_column": "question", "prompts.answer_column": "solution"}
+    config = given(tmp_path / "a", ROWS, columns)
+    assert (config.prompts.prompt_column, config.prompts.answer_column) == ("question", "solution")
+    assert (config.prompts.num_eval, config.eval.num_prompts) == (4, 4), "a tenth is held out"
+    given(tmp_path / "b", ["x", "y"], columns)
+    assert json.loads((tmp_path / "b" / PROMPTS_FILE).read_text().splitlines()[0]) == {"question": "x"}
+
+
+def test_held_out_data_that_were_named_stay(tmp_path: Path) -> None:
+    config = given(tmp_path / "a", ["x", "y"], {"prompts.eval_dataset": "test.jsonl"})
+    assert (config.prompts.eval_dataset, config.prompts.num_eval) == ("test.jsonl", 8)
+    sets = {"eval": {"sets": [{"name": "own", "dataset": "test.jsonl", "num_prompts": 5}]}}
+    config = given(tmp_path / "b", ["x", "y"], sets)
+    assert [one.name for one in config.eval.sets] == ["own"]
+
+
+def good(completions: list[str], **_: Any) -> list[float]:
+    return [1.0 for _ in completions]
+
+
+def other(completions: list[str], **_: Any) -> list[float]:
+    return [0.0 for _ in completions]
+
+
+class Silent:
+    def reset(self) -> None: ...
+
+    def step(self, message: dict[str, Any]) -> None: ...
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"reward": other},
+        {"reward": good, "reward_weights": [5.0]},
+        {"environment": Silent},
+        {"config": {"steps": 400}},
+    ],
+    ids=["reward", "weight", "environment", "tables"],
+)
+def test_a_resumed_run_keeps_what_it_began_with(changed: dict[str, Any], tmp_path: Path) -> None:
+    terms = {"rewards": {"terms": [{"function": "python:good"}]}}
+    save_config(resolve(RECIPE | terms | {"model": {"max_positions": 2048}}), tmp_path / "config.toml")
+    asked = {"reward": good, "resume": tmp_path} | changed
+    with pytest.raises(ConfigError, match="a resumed run keeps its configuration"):
+        slipstream.run(asked.pop("config", None), **asked)
