@@ -165,7 +165,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 91_800
+MAX_LINES = 92_000
 MAX_LINES_OF_SPINE = 1_610
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -179,20 +179,20 @@ SPINE = (
 MAX_LINES_OF_FOLDER = {
     "algorithms": 2_360,
     "batching": 455,
-    "controller": 6_270,
-    "core": 11_560,
-    "environments": 8_085,
-    "evals": 2_700,
-    "generator": 10_035,
+    "controller": 6_285,
+    "core": 11_730,
+    "environments": 8_130,
+    "evals": 2_725,
+    "generator": 10_055,
     "jail": 1_060,
     "jobs": 985,
-    "models": 10_000,
-    "observe": 10_020,
-    "plan": 7_550,
-    "prompts": 1_450,
-    "rewards": 3_915,
-    "stages": 2_730,
-    "trainer": 6_535,
+    "models": 10_010,
+    "observe": 10_035,
+    "plan": 7_580,
+    "prompts": 1_465,
+    "rewards": 3_955,
+    "stages": 2_765,
+    "trainer": 6_550,
     "weight_sync": 3_760,
 }
 LONG_FUNCTIONS = dict.fromkeys(

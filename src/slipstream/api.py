@@ -96,9 +96,9 @@ def run(
     (`on_step`, `on_eval`, `on_checkpoint`: methods, or keys of functions) hear of the run in a thread of it, and end it
     by returning "stop". `prompts` (strings, or rows with `prompt` and `answer`) replace the config's; a tenth of them
     is held out, at most `prompts.num_eval`. Other columns, `prompts.eval_dataset` and `eval.sets` stay where tables or
-    `overrides` name them. `out` is the run's new directory; `resume` goes on with the run there, from
-    its last checkpoint or first stage that is not done; `overrides` may change `core.recipes.RESUMED_WITH`. `pipeline`
-    replaces the default one. With `cluster` (`launch.cluster_of`) its groups join the run.
+    `overrides` name them. `out` is the run's new directory; `resume` goes on with the run there, from its last
+    checkpoint or first stage that is not done; `overrides` may change `core.recipes.RESUMED_WITH`. `pipeline` replaces
+    the default one. With `cluster` (`launch.cluster_of`) its groups join the run.
 
     Raises ConfigError before anything starts; ExecutorDied or another SlipstreamError when the run fails (its files
     stay, and `summary.json` says `failed`). In the main thread SIGINT, SIGTERM and SIGHUP end the run
@@ -106,28 +106,25 @@ def run(
     """
     _check_call(others)
     handed, hooks = (environment, tools, environment_factory, agent), given_callbacks(callbacks)
+    scored_by, tell = (reward, reward_weights), _tell(display=display)
     with _interruptible() as interrupts:
         if resume is not None:
             _check_resumed({"preset": preset, "prompts": prompts, "out": out, "tables": isinstance(config, Mapping)})
-            resolved, functions = _saved(Path(resume), overrides, (reward, reward_weights), tell=_tell(display=display))
-            saved = resolved
-            resolved, environments = _with_environments(saved, *handed)
-            _check_resumed({"another environment": resolved.environment != saved.environment})
+            resolved, functions, environments = _saved(Path(resume), overrides, scored_by, handed, tell=tell)
         elif config is None:
             raise ConfigError("a configuration is needed", allowed="a recipe's name or path, tables, or resume=DIR")
         else:
             layers = (config, nested(overrides or {}))
             resolved = _resolved(*layers, preset, prompts)
-            resolved, functions, environments = _with_python(resolved, layers, (reward, reward_weights), handed)
+            resolved, functions, environments = _with_python(resolved, layers, scored_by, handed)
             _check_new(resolved, functions, environments, cluster, has_own_prompts=prompts is not None)
-            resolved = pinned(resolved, tell=_tell(display=display))
+            resolved = pinned(resolved, tell=tell)
         run_dir = new_run_dir(resolved.recipe, out) if resume is None else Path(resume)
-        with nursery_for(resolved, tell=_tell(display=display)):
+        with nursery_for(resolved, tell=tell):
             given = _given(functions, environments, display, pipeline, cluster, interrupts, hooks)
             if resume is not None:
                 return _resume(resolved, run_dir, given)
-            kept = {} if prompts is None else _kept(layers)
-            return _run(resolved, prompts, run_dir, given, kept, is_named=out is not None)
+            return _run(resolved, prompts, run_dir, given, _kept(layers), is_named=out is not None)
 
 
 def _given(functions: Functions, environments: Given | None, display: bool, *others: Any) -> FromPython:
@@ -242,18 +239,25 @@ def _resolved(
 
 
 def _saved(
-    run_dir: Path, overrides: Mapping[str, Any] | None, scored_by: ScoredBy, *, tell: Tell | None
-) -> tuple[RunConfig, Functions]:
-    """Return the configuration that the run in `run_dir` goes on with, and the functions that it is given anew."""
+    run_dir: Path,
+    overrides: Mapping[str, Any] | None,
+    scored_by: ScoredBy,
+    answered_by: Sequence[Any],
+    *,
+    tell: Tell | None,
+) -> tuple[RunConfig, Functions, Given | None]:
+    """Return the configuration that the run in `run_dir` goes on with, and what it is given anew, as it was given."""
     check_path(run_dir, "the run's directory")
     config = resumed_config(run_dir, overrides)
     check_free(run_dir)
     if config.stages == ["rl"]:
         check_goes_on(config, run_dir)
     config = pinned(config, tell=tell, is_resumed=True)
-    given, functions = with_given(config, *scored_by)
-    _check_resumed({"another reward": given.rewards.terms != config.rewards.terms})
-    return given, functions
+    with_rewards, functions = with_given(config, *scored_by)
+    _check_resumed({"another reward": with_rewards.rewards.terms != config.rewards.terms})
+    whole, environments = _with_environments(with_rewards, *answered_by)
+    _check_resumed({"another environment": whole.environment != config.environment})
+    return whole, functions, environments
 
 
 def _run(

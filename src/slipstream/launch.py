@@ -42,7 +42,7 @@ from slipstream.core.addresses import LOOPBACK, numeric_address
 from slipstream.core.errors import ConfigError, SlipstreamError
 from slipstream.core.interrupts import LEAVING, Interrupts
 from slipstream.core.keys import RUN_KEY_VARIABLE, RunKeys
-from slipstream.models.sizes import num_cores
+from slipstream.core.machine import num_cores
 
 CONTROLLER_GROUP, GENERATORS = "controller", "generator"
 JOINS = "--group generator --join, on one machine"

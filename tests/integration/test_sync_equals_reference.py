@@ -14,6 +14,7 @@ import torch
 import slipstream
 from slipstream.batching import collate
 from slipstream.core.config import RunConfig
+from slipstream.core.machine import num_cores
 from slipstream.core.recipes import resolve
 from slipstream.core.run_log import read_metrics
 from slipstream.core.types import Completion, Group, Prompt, Rollout, Segment
@@ -26,7 +27,6 @@ from slipstream.models.lora import shapes_of
 from slipstream.models.peft import save_adapter
 from slipstream.models.sharded import Division, build_sharded_policy
 from slipstream.models.shards import base_digest
-from slipstream.models.sizes import num_cores
 from slipstream.models.stored_base import store_base
 from slipstream.prompts import build_prompts, demonstrations
 from slipstream.trainer.measure import Auxiliary

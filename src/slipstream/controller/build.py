@@ -23,6 +23,7 @@ from slipstream.core.environment_section import ENVIRONMENT
 from slipstream.core.errors import ConfigError
 from slipstream.core.executor import Executor
 from slipstream.core.holders import HANDED, ranks_per_copy
+from slipstream.core.machine import num_cores
 from slipstream.core.sections import RewardTerm
 from slipstream.core.service_messages import Evaluate, WarmStart
 from slipstream.core.stage_sections import EvalSet
@@ -31,7 +32,6 @@ from slipstream.core.wire import encode
 from slipstream.environments.checks import Given, Schemas
 from slipstream.generator.episodes import ENVIRONMENTS
 from slipstream.models.build import build_tokenizer
-from slipstream.models.sizes import num_cores
 from slipstream.prompts import PromptSet, build_prompts, demonstrations, task_table
 from slipstream.rewards.given import Functions
 from slipstream.rewards.user_functions import columns_needed

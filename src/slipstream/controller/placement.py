@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
-from slipstream.models.sizes import memory_bytes, num_cores
+from slipstream.core.machine import memory_bytes, num_cores
 
 PROCESSES_PER_CORE = 256
 PROCESS_BYTES = 20_000_000  # of the smallest, a reward worker's, beside what processes share

@@ -6,14 +6,12 @@ on other machines and those that compute on GPUs are judged where they are.
 
 from __future__ import annotations
 
-import math
-import os
 from collections.abc import Collection
-from pathlib import Path
 
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.lora_section import LoraConfig
+from slipstream.core.machine import memory_bytes
 from slipstream.models.config import TransformerConfig
 
 TRAINED_BYTES = 16  # per parameter of a trainer: weight, gradient and AdamW's two moments, in float32
@@ -21,27 +19,6 @@ KEY_AND_VALUE_BYTES = 8  # of one number of a head, in float32
 ROLLOUT_BYTES = 1024  # of a finished completion, beside its tokens: identity, times, arrays, text
 TOKEN_BYTES = 16  # id, behaviour logprob, version, text
 PROMPT_BYTES = 1024  # of a prompt with its row
-CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
-CGROUP_QUOTA = Path("/sys/fs/cgroup/cpu.max")
-
-
-def num_cores() -> int:
-    """Return how many cores this process may use: by its affinity, or by its container's quota where that is less."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = CGROUP_QUOTA.read_text(encoding="ascii").split()
-        return min(cores, max(1, math.ceil(int(quota) / int(period))))
-    except (OSError, ValueError):  # another kind of control group, or "max"
-        return cores
-
-
-def memory_bytes() -> int:
-    """Return the memory of this machine, or of the container that this process is in."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        return min(memory, int(CGROUP_LIMIT.read_text(encoding="ascii")))
-    except (OSError, ValueError):  # none, or 'max'
-        return memory
 
 
 def num_parameters(shape: TransformerConfig) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from slipstream.models.sizes import num_cores
+from slipstream.core.machine import memory_bytes, num_cores
 
 
 class Hardware(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,15 +73,6 @@ def cpu_model() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-def memory_bytes() -> int:
-    """Physical memory, or the control group's limit where that is lower."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for limit in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
-        if limit.exists() and (text := limit.read_text().strip()).isdigit():
-            total = min(total, int(text))
-    return total
 
 
 def shm_free_bytes(path: Path = Path("/dev/shm")) -> int | None:

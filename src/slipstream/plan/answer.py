@@ -16,9 +16,8 @@ from rich.text import Text
 
 from slipstream.core.disk import replace_file
 from slipstream.core.errors import ConfigError, reason
+from slipstream.core.machine import memory_bytes, num_cores
 from slipstream.core.recipes import merge, read_toml, resolve
-from slipstream.models.sizes import num_cores
-from slipstream.observe.hardware import memory_bytes
 from slipstream.plan.calibrate import calibrate
 from slipstream.plan.cost_model import CostModel
 from slipstream.plan.counts import counts_of

@@ -25,9 +25,9 @@ from slipstream.core import lifeline
 from slipstream.core.disk import HeldFolder
 from slipstream.core.errors import ConfigError, DiskError, SlipstreamError
 from slipstream.core.interrupts import leave_to_the_run
+from slipstream.core.machine import num_cores
 from slipstream.core.recipes import resolve
 from slipstream.core.run_lock import inherited
-from slipstream.models.sizes import num_cores
 from slipstream.observe.outlet import CONSOLE_LOG, lasting_output
 
 MAX_ERROR_BYTES = 1 << 15  # a pipe has room for it

@@ -43,18 +43,17 @@ MOMENTS = ("before", "after")
 def run_evaluation(config: RunConfig, run_dir: Path, progress: StageProgress) -> dict[str, Any]:
     """Measure the checkpoint RL, or else `dpo`, started from and the one it ended with; write `evaluation.json`.
 
-    Both answer the same held-out prompts with the same noise. Drift is from the reference policy, `kl.reference` where
-    it is given, else the start. Whatever needs reference completions is left out where prompts have none.
+    Both answer the same held-out prompts with the same noise. Drift is from `kl.reference`, or else the start. Whatever
+    needs reference completions is left out where prompts have none.
     """
-    times = StageTimes()
-    settings = config.evaluation
-    start = start_of(config, run_dir)
-    end = run_dir / "model" if "rl" in config.stages else stage_dir(run_dir, "dpo") / "model"
-    checkpoints = dict(zip(MOMENTS, (config.model.lora.path or start, end), strict=True))
+    times, settings = StageTimes(), config.evaluation
+    has_rl, start = "rl" in config.stages, start_of(config, run_dir)
+    adapter = config.model.lora.path if has_rl else None  # RL goes on with it beside model.path, whatever it names
+    end = run_dir / "model" if has_rl else stage_dir(run_dir, "dpo") / "model"
+    checkpoints = dict(zip(MOMENTS, (adapter or start, end), strict=True))
     with times.span("start_up"):
-        shape = config.model.model_copy(update={"path": str(start)})
-        model, tokenizer = build_policy(shape, seed=config.seed)
-        if config.model.lora.path is not None:  # RL goes on with these, beside model.path
+        model, tokenizer = build_policy(config.model.model_copy(update={"path": str(start)}), seed=config.seed)
+        if adapter is not None:
             model = with_adapters(model, config.model.lora, seed=config.seed)
         with Rehearsal(config, None, private=[str(run_dir)]) as rehearsal:  # which tools prompts tell of
             prompts = build_prompts(config, tokenizer, rehearsal.tools).eval[: config.num_evaluated]

@@ -10,9 +10,9 @@ import torch
 
 from slipstream.core.config import RunConfig
 from slipstream.core.disk import HeldFolder
+from slipstream.core.machine import num_cores
 from slipstream.core.recipes import with_stage_paths
 from slipstream.models.hub import with_folders
-from slipstream.models.sizes import num_cores
 from slipstream.observe.display import duration
 from slipstream.stages.dpo import run_dpo
 from slipstream.stages.evaluate import run_evaluation
