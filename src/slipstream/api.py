@@ -93,12 +93,11 @@ def run(
     `reward_weights` are their factors in the sum. `environment` (a class with `reset` and `step`, or several by name),
     `tools` (functions), `environment_factory` (TRL's) and `agent(row, base_url, api_key)`, or several by name, answer
     the policy's turns; they run in this process, and the first and the last replace the terms, too. `callbacks`
-    (`on_step`, `on_eval`, `on_checkpoint`: methods, or keys of functions) hear of the run in a thread of it, and end it
-    by returning "stop". `prompts` (strings, or rows with `prompt` and `answer`) replace the config's; a tenth of them
-    is held out, at most `prompts.num_eval`. Other columns, `prompts.eval_dataset` and `eval.sets` stay where tables or
-    `overrides` name them. `out` is the run's new directory; `resume` goes on with the run there, from its last
-    checkpoint or first stage that is not done; `overrides` may change `core.recipes.RESUMED_WITH`. `pipeline` replaces
-    the default one. With `cluster` (`launch.cluster_of`) its groups join the run.
+    (methods or keys `on_step`, `on_eval`, `on_checkpoint`) hear of the run in a thread of it, and end it by returning
+    "stop". `prompts` (strings, or rows with `prompt` and `answer`) replace the config's; a tenth is held out, at most
+    `prompts.num_eval`. Columns and held-out data that tables or `overrides` name stay. `out` is the run's new folder;
+    `resume` goes on with the run there, from its last checkpoint or stage; `overrides` may change `RESUMED_WITH` of
+    `core.recipes`. `pipeline` replaces the default one. With `cluster` (`launch.cluster_of`) its groups join the run.
 
     Raises ConfigError before anything starts; ExecutorDied or another SlipstreamError when the run fails (its files
     stay, and `summary.json` says `failed`). In the main thread SIGINT, SIGTERM and SIGHUP end the run
