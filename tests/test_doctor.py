@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import email.message
+import importlib.metadata
 import shutil
 import socket
 from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 from rich.console import Console
 
-from slipstream.doctor import Findings, features, find_mps, render
+from slipstream.doctor import Findings, features, find_mps, missing_packages, render
 from slipstream.jail.isolation import BARRIERS
-from slipstream.observe.hardware import Hardware
+from slipstream.observe.hardware import Hardware, describe
 from slipstream.observe.summary import versions
 
 HARDWARE = Hardware(
@@ -55,6 +58,34 @@ def test_a_good_machine_and_a_poor_one() -> None:
     )
     many = features(HARDWARE, holds, {"dev": list("abcde")})[-1]
     assert many.why == "missing: a, b, c and 2 more; `pip install 'slipstream-rl[dev]'`"
+
+
+def test_a_driver_that_cuda_cannot_use_is_no_error(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It tells of a GPU all the same."""
+
+    def refused(_: int) -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", refused)
+    assert describe().gpus == ()
+    assert "driver on your system is too old" in caplog.text
+
+
+def test_an_extra_asks_for_what_is_for_this_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    about = email.message.Message()
+    for extra in ("dev", "vllm"):
+        about["Provides-Extra"] = extra
+    for requirement in (
+        "absent-always>=1; extra == 'dev'",
+        "absent-elsewhere; (platform_system == 'Nowhere') and extra == 'vllm'",
+        "absent-but-no-extra>=2",
+    ):
+        about["Requires-Dist"] = requirement
+    monkeypatch.setattr(importlib.metadata, "metadata", lambda _: about)
+    assert missing_packages() == {"dev": ["absent-always"], "vllm": []}
 
 
 def test_text_in_brackets_is_shown() -> None:

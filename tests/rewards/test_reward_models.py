@@ -154,6 +154,25 @@ def test_a_model_that_reads_too_few_tokens_is_refused(models: dict[str, tuple[Pa
         ModelScorer(config, terms=[], batching=collate, microbatch_tokens=64, max_tokens=33)
 
 
+def test_an_episode_longer_than_a_turn_is_read_where_the_models_read_it(
+    models: dict[str, tuple[Path, ScalarModel]], tmp_path: Path
+) -> None:
+    """`max_tokens` is what every run needs at least, not the most that the models take."""
+    config = RewardsConfig(terms=[], models=[RewardModelTerm(path=str(models["help"][0]))])
+    executor = RewardModels(config, terms=[], batching=collate, microbatch_tokens=64, max_tokens=8)
+    ports = start(executor, tmp_path, name="reward_models")
+    long = completion(3)
+    [segment] = long.segments
+    assert 8 < len(long.prompt.tokens) + len(segment.tokens) <= 32
+    ports["completions"].put(long)
+    ports["commands"].put(Stop())
+    while not executor.is_finished:
+        executor.step()
+    [rollout] = [one for one in ports["scored"].messages if isinstance(one, Rollout)]
+    assert rollout.failure is None
+    assert rollout.reward == pytest.approx(expected(models["help"][1], [long])[0], abs=1e-5)
+
+
 def test_names_tell_models_apart() -> None:
     with pytest.raises(ConfigError, match="names of their own"):
         resolve({"prompts": {"dataset": "x"}, "rewards": {"models": [{"path": "a"}, {"path": "b"}]}})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,6 +27,7 @@ from slipstream.core import wire
 from slipstream.core.errors import ShapeError
 from slipstream.core.types import Completion, Group, Rollout, Segment
 from slipstream.models.initialise import new_model
+from slipstream.models.turns import collated
 from slipstream.trainer.batch import train_sequence, without_targets
 from slipstream.trainer.measure import MAX_LOGITS, Auxiliary, measure, microbatch_logprobs
 from slipstream.trainer.optim import AdamW
@@ -87,6 +89,18 @@ def by_hand(twin: Any, completion: Completion) -> Tensor:
                 )
             place += 1
     return torch.stack(found)
+
+
+def test_completions_without_kept_sets_are_packed_apart() -> None:
+    """A greedy baseline has none, in a group that has."""
+    completions = completions_of(kept_groups(seed=5, given=False))
+    with_sets = [train_sequence(one) for one in completions.values()]
+    bare = replace(with_sets[0], key=(99, 0), kept_tokens=None, kept_counts=None)
+    with pytest.raises(ShapeError, match="different columns"):
+        batching.collate([*with_sets, bare], 10_000)
+    packed = collated(batching, [*with_sets, bare], 10_000)
+    assert [one.keys for one in packed][-1] == ((99, 0),)
+    assert {key for one in packed for key in one.keys} == {*completions, (99, 0)}
 
 
 @pytest.mark.parametrize("capacity", [30, 10_000])

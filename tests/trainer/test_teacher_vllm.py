@@ -23,14 +23,17 @@ from slipstream.algorithms.distillation import LEAST_LOGPROB, coarse_logprobs
 from slipstream.batching import collate as batching
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ChannelError, ChannelTimeout, ExecutorDied
+from slipstream.core.lora_section import LoraConfig
 from slipstream.core.types import Rollout
 from slipstream.core.vetting import POISONED
 from slipstream.generator.vllm import reader
 from slipstream.generator.vllm.folder import save_base
 from slipstream.generator.vllm.reader import VLLMReader, coarse, cut
 from slipstream.models.attention import PackedAttention
-from slipstream.models.hf import save_model
+from slipstream.models.hf import load_model, save_model
 from slipstream.models.initialise import new_model
+from slipstream.models.lora import merged
+from slipstream.models.peft import save_adapter, with_adapters
 from slipstream.models.tokenizer import CharTokenizer
 from slipstream.models.transformer import Transformer
 from slipstream.trainer.teacher_executor import TeacherModel, taught
@@ -82,6 +85,35 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
             executor.close()
 
     return by_executor
+
+
+def test_an_adapter_teaches_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM is given base and adapter as one model."""
+    monkeypatch.setattr(reader, "WORKER", FAKE)
+    monkeypatch.setenv("FAKE", json.dumps({"vocab_size": VOCAB_SIZE, "rooms": 3, "once": str(tmp_path / "once")}))
+    save_model(whole(), tmp_path / "base", CharTokenizer(TOKENS))
+    model = with_adapters(load_model(tmp_path / "base"), LoraConfig(rank=2, targets=["q_proj"]), seed=0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("adapter.b"):
+                parameter.fill_(0.5)
+    save_adapter(model, tmp_path / "teacher", base=tmp_path / "base", digest="")
+    CharTokenizer(TOKENS).save_pretrained(tmp_path / "teacher")
+    config = served_config(tmp_path / "teacher")
+    served: list[Transformer] = []
+    monkeypatch.setattr(
+        reader, "save_base", lambda one, folder, *_, **__: served.append(one) or save_model(one, folder)
+    )
+    executor = TeacherModel(config=config, batching=batching, new_reader=VLLMReader)
+    try:
+        start(executor, tmp_path, name="teacher")
+    finally:
+        executor.close()
+    expected = dict(merged(model).named_parameters())
+    for name, parameter in served[0].named_parameters():
+        torch.testing.assert_close(parameter, expected[name][: len(parameter)])
+    bare = dict(whole().named_parameters())
+    assert any(not torch.equal(one, bare[name]) for name, one in expected.items())
 
 
 def check(found: list[Rollout], expected: list[Rollout]) -> None:

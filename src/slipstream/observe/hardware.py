@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import shutil
@@ -11,6 +12,8 @@ from typing import Any
 import msgspec
 
 from slipstream.core.machine import memory_bytes, num_cores
+
+log = logging.getLogger(__name__)
 
 
 class Hardware(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,8 +54,9 @@ def describe() -> Hardware:
             f"{properties.name} ({properties.total_memory / 2**30:.0f} GiB)"
             for properties in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
         )
-    except (RuntimeError, AssertionError) as error:  # the driver tells of GPUs that CUDA cannot start
-        gpus = (f"{torch.cuda.device_count()} that CUDA cannot use: {str(error).splitlines()[0]}",)
+    except (RuntimeError, AssertionError) as error:
+        log.warning("the driver tells of %d GPUs, which CUDA cannot use: %s", torch.cuda.device_count(), error)
+        gpus = ()
     return Hardware(
         cpu=cpu_model(),
         num_cores=num_cores(),
