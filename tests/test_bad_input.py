@@ -232,9 +232,9 @@ FIELDS = [
 RANGES = [
     wrong("zero steps", {"steps": 0}, "'steps'", "got:     0", "allowed: > 0", "Training steps"),
     wrong("negative", {"max_staleness": -1}, "'max_staleness'", "-1", "allowed: >= 0"),
-    wrong("zero temperature", {"generator": {"temperature": 0.0}}, "'generator.temperature'", "> 0"),
+    wrong("zero temperature", {"generator": {"temperature": 0.0}}, "'generator.temperature'", ">= 1e-06"),
     wrong("share above one", {"generator": {"top_p": 1.5}}, "'generator.top_p'", "1.5", "<= 1"),
-    wrong("beta above one", {"trainer": {"optimizer": {"betas": [0.9, 2]}}}, "betas.1'", "<= 1"),
+    wrong("beta above one", {"trainer": {"optimizer": {"betas": [0.9, 2]}}}, "betas.1'", "< 1"),
     wrong("nan lr", {"trainer": {"optimizer": {"lr": NAN}}}, "'trainer.optimizer.lr'", "nan", "finite"),
     wrong("inf lr", {"trainer": {"optimizer": {"lr": INF}}}, "'trainer.optimizer.lr'", "inf", "finite"),
     wrong("nan weight", {"rewards": {"terms": [{"function": "math", "weight": NAN}]}}, "weight'", "finite"),
@@ -855,7 +855,7 @@ DATA = [
     ),
     wrong(
         "a token that ends an episode",
-        {"environment": {"class_path": "guess"}, "rewards": {"truncate_token": 1}},
+        {"environment": {"class_path": "guess", "max_episode_tokens": 16}, "rewards": {"truncate_token": 1}},
         "would end an episode in its first turn",
         "generator.stop_token_ids",
     ),

@@ -485,6 +485,7 @@ def test_stages_that_play_no_episodes_are_refused(folder: Path) -> None:
         (
             {
                 "stages": ["rl", "evaluate"],
+                "model": {"path": str(folder / "model")},
                 "evaluation": {"num_prompts": 8},
                 "judge": {"function": f"{folder / 'source.py'}:vowels"},
             },
@@ -495,7 +496,7 @@ def test_stages_that_play_no_episodes_are_refused(folder: Path) -> None:
             check_named(resolve(recipe(environment, **more)))
     with pytest.raises(ConfigError, match="process of its own"):
         slipstream.run(
-            recipe({}, stages=["rl", "evaluate"], evaluation={"num_prompts": 8}),
+            recipe({}, stages=["rl", "evaluate"], model={"path": str(folder / "model")}, evaluation={"num_prompts": 8}),
             environment=Crowd,
             out=folder / "refused",
             display=False,

@@ -23,10 +23,10 @@ def check_order(config: RunConfig) -> None:
         _check_labels(config)
     if "evaluate" in stages and not {"dpo", "rl"} & set(stages):
         raise ConfigError("the stage evaluate measures what rl has changed, or dpo", got=f"stages = {stages}")
-    if {"evaluate", "rl"} <= set(stages):
-        _check_start(config)
     if "evaluate" in stages and config.num_held_out is not None:
         check_asked(config, config.num_held_out)
+    if {"evaluate", "rl"} <= set(stages):
+        _check_start(config)
 
 
 def _check_start(config: RunConfig) -> None:
