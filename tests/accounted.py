@@ -134,7 +134,8 @@ def check_runs(
     """The same for every run and stage in `folder`, also for runs that failed; and nothing kept a report from being."""
     found: dict[str, list[Path]] = {name: [] for name in ("summary.json", "stage.json", "evaluation.json")}
     for root, _, files in os.walk(folder):
-        for name in found.keys() & {*files}:
+        is_earlier = Path(root).name.startswith("attempt_")  # what is set aside has no page of its own
+        for name in () if is_earlier else found.keys() & {*files}:
             found[name].append(Path(root, name))
     for summary in found["summary.json"]:
         if (summary.parent / "timeline").is_dir():

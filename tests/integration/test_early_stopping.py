@@ -28,8 +28,8 @@ def rewards(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     values: list[float] = []
     measure = held_out.measured
 
-    def measured(scores: Any, name: Any) -> Measured:
-        return Measured(reward=values.pop(0)) if values else measure(scores, name)
+    def measured(scores: Any, *asked: Any) -> Measured:
+        return Measured(reward=values.pop(0)) if values else measure(scores, *asked)
 
     monkeypatch.setattr(held_out, "measured", measured)
     return values
