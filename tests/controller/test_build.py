@@ -124,7 +124,10 @@ def test_what_is_refused_before_a_run(overrides: dict[str, Any], message: str) -
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_stages_that_score_need_the_gpu_here() -> None:
     gold = {"models": [{"path": "rm"}], "device": "cuda"}
-    config = resolve("quickstart", {"stages": ["rl", "evaluate"], "gold": gold, "evaluation": {"num_prompts": 8}})
+    config = resolve(
+        "quickstart",
+        {"stages": ["rl", "evaluate"], "gold": gold, "kl": {"coef": 0.1}, "evaluation": {"num_prompts": 8}},
+    )
     with pytest.raises(ConfigError, match=r"gold\.device"):
         check_stages(config)
 

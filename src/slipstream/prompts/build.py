@@ -383,7 +383,7 @@ def _from_dataset(
         if config.eval_dataset is not None:
             held_out = [p for _, p in _read(config.eval_dataset, config, template, collector, config.num_eval)]
             _check_num_eval(config, config.eval_dataset, len(held_out), collector)
-            collector.held_out = set(collector.seen)
+            collector.held_out = {id_of(key) for key in collector.seen}
         train = [p for _, p in _read(config.dataset, config, template, collector, config.num_train)]
         if not train:
             raise ConfigError(
