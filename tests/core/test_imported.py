@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -421,9 +422,17 @@ def test_a_reward_in_a_package_stays_in_it(tmp_path: Path, monkeypatch: pytest.M
     )
     terms = import_config({"reward_funcs": ["alone.score", "mine_to_score.rewards.score"]}).tables["rewards"]["terms"]
     assert [term["function"] for term in terms] == ["alone.py:score", "mine_to_score.rewards:score"]
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    before = list(sys.path)
     found = defined("mine_to_score.rewards:score", what="reward function")
+    assert sys.path == before, "in its order"
+    monkeypatch.setattr(sys, "path", [one for one in sys.path if one not in ("", str(tmp_path))])
+    before = list(sys.path)
+    again = defined("mine_to_score.rewards:score", what="reward function")
+    assert sys.path == before
     assert found is not None
-    assert found[0] == package / "rewards.py"
+    assert again is not None
+    assert found[0] == again[0] == package / "rewards.py"
 
 
 def test_what_the_caller_has_to_set_is_named() -> None:

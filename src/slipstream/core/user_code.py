@@ -51,11 +51,13 @@ def module_of(location: str, text: str | None) -> ModuleType:
 def _working_folder_on_path() -> Iterator[None]:
     """Let modules be found in the working folder, as workers find them; `python script.py` does not look there."""
     here = os.getcwd()
-    sys.path.append(here)
+    is_new = here not in sys.path
+    if is_new:
+        sys.path.append(here)
     try:
         yield
     finally:
-        with contextlib.suppress(ValueError):
+        if is_new and here in sys.path:
             sys.path.remove(here)
 
 
