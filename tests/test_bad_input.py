@@ -740,6 +740,26 @@ CHECKPOINTS = [
             cut("other/model.safetensors", -9),
         ),
     ),
+    wrong(
+        "short reference",
+        {**CHECKPOINT, "kl": {"coef": 0.1, "reference": "other"}},
+        "does not read what the policy writes",
+        "at most 8 tokens",
+        prepare=both(
+            lambda folder: shutil.copytree(folder / "model", folder / "other") and None,
+            change_json("other/config.json", max_position_embeddings=8),
+        ),
+    ),
+    wrong(
+        "adapter as a critic",
+        {**CHECKPOINT, "loss": {"advantages": "gae", "name": "ppo"}, "critic": {"path": "other"}},
+        "a head of its own is no adapter",
+        "FOLDER --merged",
+        prepare=both(
+            lambda folder: (folder / "other").mkdir(),
+            text("other/adapter_config.json", "{}"),
+        ),
+    ),
     wrong("critic", {"loss": {"advantages": "gae", "name": "ppo"}, "critic": {"path": "nowhere"}}, "no critic"),
     wrong("alphabet", {"model": {"alphabet": "aab"}}, "distinct characters", "['a']"),
     wrong("sft checkpoint", {"stages": ["sft", "rl"], "sft": {"path": "nowhere"}}, "'sft.path'", "nowhere"),

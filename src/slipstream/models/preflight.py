@@ -146,7 +146,7 @@ def check_checkpoint(path: Path, head: Head) -> TransformerConfig:
     """
     if is_adapter(path):
         if head != "language":
-            hint = f"`slipstream export {path} --merged FOLDER` writes the whole model"
+            hint = f"`slipstream export {path} FOLDER --merged` writes the whole model"
             raise ConfigError(
                 "a model with a head of its own is no adapter", got=path, allowed="a whole model", hint=hint
             )
