@@ -77,6 +77,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
+    if options.steps < 2:
+        parser.error(f"--steps {options.steps}: the first step is left out, so at least 2")
     print(f"command: {shlex.join(['python', *sys.argv])}")
     print(f"{describe()}, torch {torch.__version__}, commit {versions().commit}\n")
     seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}

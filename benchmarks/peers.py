@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.trl_call import TRL_PYTHON  # noqa: E402
+from experiments.comparison import MOST_SEEDS  # noqa: E402
 from experiments.lab import DEFAULT_FOLDER, Lab  # noqa: E402
 from experiments.peers.contenders import CONTENDERS  # noqa: E402
 from experiments.peers.experiment import notes, tables  # noqa: E402
@@ -37,6 +38,10 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=ROOT / DEFAULT_FOLDER, help="where runs are kept")
     parser.add_argument("--trl-python", type=Path, default=TRL_PYTHON)
     options = parser.parse_args()
+    if not 1 <= options.seeds <= MOST_SEEDS:
+        parser.error(
+            f"--seeds {options.seeds}: from 1 to {MOST_SEEDS}, as the tests of verdicts go through all dealings"
+        )
     print(f"command: python {shlex.join(sys.argv)}")
     print(f"versions: {versions()}")
     for name, value in describe().lines().items():

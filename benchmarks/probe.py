@@ -6,6 +6,7 @@ For every precision: mean |difference| between the logprobs of a generator's wei
 random tokens, which is what `generator.probe_tolerance` bounds; the largest single difference beside it. Then the same
 with good bytes in wrong places: two neighbouring layers exchanged, the embedding shifted by one row, one layer's down
 projection given to another. `least` is over the texts, too: the text that such a version would pass most easily.
+Without a folder `--model` the weights are random, of the same shape.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from precision import policy
 
 from slipstream.algorithms.logprobs import probe_logprobs
 from slipstream.core.sections import PROBE_TOLERANCES
-from slipstream.models.hf import load_model
 from slipstream.models.quantized import FORMATS
 from slipstream.models.served import ServedWeights
 from slipstream.models.transformer import Transformer
@@ -62,16 +63,17 @@ def main() -> None:
     print(f"command: python {shlex.join(sys.argv)}\nversions: {versions()}")
     for name, value in describe().lines().items():
         print(f"{name}: {value}")
-    plain = load_model(options.model, max_positions=TOKENS)
+    plain = policy(options.model)
     generator = np.random.default_rng(0)
     texts = [generator.integers(0, plain.config.vocab_size, TOKENS, dtype=np.int32) for _ in range(options.texts)]
     references = [probe_logprobs(plain, text) for text in texts]
-    print(f"\n{options.model}, {len(texts)} texts of {TOKENS} tokens, nats\n")
+    weights = options.model if options.model.is_dir() else "random weights in the shape of SmolLM2-135M"
+    print(f"\n{weights}, {len(texts)} texts of {TOKENS} tokens, nats\n")
     print("| precision | weights | tolerance | mean: least | median | largest | largest single |")
     print("|---|---|---|---|---|---|---|")
     for precision in options.precisions:
         for fault, apply in FAULTS.items():
-            model = load_model(options.model, max_positions=TOKENS)
+            model = policy(options.model)
             with torch.no_grad():
                 apply(model)
             ServedWeights(model, precision)

@@ -89,6 +89,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2000)
     parser.add_argument("--child", nargs=3, default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.rounds < 2 * TURN:
+        parser.error(f"--rounds {args.rounds}: a 95 % needs at least {2 * TURN}")
     if args.child:
         rank, world, store = args.child
         child(int(rank), int(world), store, args.rounds)

@@ -125,7 +125,7 @@ class Lab:
             spec.name,
             config,
             spec.cores,
-            self.folder / f"{slug(spec.name)}-{digest(config.model_dump_json(), spec.cores)}",
+            self.folder / f"{slug(spec.name)}-{digest(config.model_dump_json(), spec.cores, *user_files(config))}",
         )
 
     def run(self, spec: Spec) -> Path:
@@ -283,6 +283,17 @@ def _keep_to(cores: list[int]) -> None:
     """This thread, and the processes that it starts, run on these cores: a run takes as many threads as it may use."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)
+
+
+def user_files(config: RunConfig) -> list[str]:
+    """What the files say of which `config` names functions: `experiments/x/reward.py:judged`."""
+    named, tables = set(), [config.model_dump(mode="json")]
+    while tables:
+        table = tables.pop()
+        values = list(table.values() if isinstance(table, dict) else table)
+        tables += [value for value in values if isinstance(value, dict | list)]
+        named |= {value.partition(":")[0] for value in values if isinstance(value, str) and ".py:" in value}
+    return [Path(name).read_text(encoding="utf-8") for name in sorted(named) if Path(name).is_file()]
 
 
 def digest(*parts: Any) -> str:

@@ -56,8 +56,9 @@ def _sooner(found: Found, theirs: str, ours: str) -> Verdict:
         return Verdict(claim, source, None, NOT_THERE if found.trl is None else "not run")
     theirs_s, ours_s = ([until_s(one) for one in found.seen[name]] for name in (theirs, ours))
     got = f"reward {TARGET:g} {_after(found.seen[ours])}, {title} {_after(found.seen[theirs])}"
-    got += f": {fmean(theirs_s) / fmean(ours_s):.1f} times"
     is_known = all(one.reached is not None for one in found.seen[ours])
+    if is_known:
+        got += f": {fmean(theirs_s) / fmean(ours_s):.1f} times"
     return Verdict(claim, source, is_greater(theirs_s, ours_s) if is_known else None, got)
 
 

@@ -117,10 +117,17 @@ def _sooner(found: Found) -> Verdict:
     if TRL not in found.seen:
         return Verdict(claim, source, None, NOT_THERE)
     theirs_s, ours_s = ([reached_s(one) or one.ended_s[-1] for one in found.seen[who]] for who in (TRL, CONTINUOUS))
-    got = f"reward {LEVEL:g} after {spread(ours_s, 0)} s, {TRL} after {spread(theirs_s, 0)} s: "
-    got += f"{fmean(theirs_s) / fmean(ours_s):.1f} times"
+    got = f"reward {LEVEL:g} {_after(found.seen[CONTINUOUS])}, {TRL} {_after(found.seen[TRL])}"
     is_known = all(reached_s(one) is not None for one in found.seen[CONTINUOUS])
+    if is_known:
+        got += f": {fmean(theirs_s) / fmean(ours_s):.1f} times"
     return Verdict(claim, source, is_greater(theirs_s, ours_s) if is_known else None, got)
+
+
+def _after(runs: Sequence[Seen]) -> str:
+    late = sum(reached_s(one) is None for one in runs)
+    text = f"{spread([reached_s(one) or one.ended_s[-1] for one in runs], 0)} s"
+    return f"after at least {text} ({late} of {len(runs)} never got there)" if late else f"after {text}"
 
 
 def _as_accurate(title: str, runs: Sequence[Seen], sync: Sequence[Seen]) -> Verdict:

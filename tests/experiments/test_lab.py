@@ -53,6 +53,17 @@ def test_what_a_run_depends_on_makes_another(tmp_path, monkeypatch):
     assert len(places) == len(commands) == 4
 
 
+def test_a_reward_that_says_something_else_makes_another_run(tmp_path, monkeypatch):
+    pretend(monkeypatch)
+    reward = tmp_path / "reward.py"
+    spec = TINY.with_overrides(rewards={"terms": [{"function": f"{reward}:judged"}]})
+    places = []
+    for text in ("1.0", "1.0", "0.5"):
+        reward.write_text(f"def judged(completion):\n    return {text}\n")
+        places.append(Lab(tmp_path).run(spec))
+    assert places[0] == places[1] != places[2]
+
+
 def test_a_run_that_was_cut_off_is_made_again(tmp_path, monkeypatch):
     lab = Lab(tmp_path)
     lab.place(TINY).mkdir()

@@ -213,15 +213,23 @@ def test_verdicts():
 
 
 @pytest.mark.parametrize(
-    ("others", "holds"),
+    ("others", "holds", "words"),
     [
-        ({TRL: three(rewards=(0.1,) * 10)}, True),  # theirs counts with all it took
-        ({CONTINUOUS: three(rewards=(0.1,) * 10)}, None),
-        ({TRL: three(ended_s=tuple(0.5 * second for second in range(1, 11)))}, False),
+        ({TRL: three(rewards=(0.1,) * 10)}, True, "TRL, GRPO after at least 10 (0) s (3 of 3 never got there): 1."),
+        (
+            {CONTINUOUS: three(rewards=(0.1,) * 10)},
+            None,
+            "reward 0.5 after at least 10 (0) s (3 of 3 never got there),",
+        ),
+        ({TRL: three(ended_s=tuple(0.5 * second for second in range(1, 11)))}, False, "TRL, GRPO after 4 (0) s: 0.5"),
     ],
 )
-def test_who_learns_sooner(others, holds):
-    assert experiment.verdicts(found(**others))[0].holds is holds
+def test_who_learns_sooner(others, holds, words):
+    """A run of theirs that never gets there counts with all it took; of ours, no ratio is told."""
+    verdict = experiment.verdicts(found(**others))[0]
+    assert verdict.holds is holds
+    assert words in verdict.found
+    assert ("times" in verdict.found) == (holds is not None)
 
 
 def test_without_trl_it_says_so(tmp_path, monkeypatch):
