@@ -36,7 +36,7 @@ from slipstream.core.sections import ModelConfig
 from slipstream.models import expert_parallel
 from slipstream.models.config import new_config
 from slipstream.models.expert_parallel import ExpertRanks
-from slipstream.models.experts import Experts
+from slipstream.models.experts import Experts, expert_loads
 from slipstream.models.sharded import Division, new_sharded, stored_parameters
 from slipstream.observe.hardware import describe
 from slipstream.trainer.measure import microbatch_logprobs
@@ -135,10 +135,9 @@ def measure(pipe: Connection, store: str, kind: str, rank: int, world: int, num_
         found.seconds.append(time.perf_counter() - started_s)
         found.exchanging.append(counted.exchanging_s)
     found.received = counted.received
-    for module in model.modules():
-        if isinstance(module, Experts) and module.loads is not None:
-            loads = division.data_parallel.sum(module.loads)
-            found.tokens.append(int(loads[module.own.start : module.own.stop].sum()))
+    own = next(module.own for module in model.modules() if isinstance(module, Experts))
+    loads = division.data_parallel.sum(expert_loads(model, microbatch.num_tokens))
+    found.tokens += loads[:, own.start : own.stop].sum(1).tolist()
     pipe.send(found)
     dist.destroy_process_group()
 

@@ -202,7 +202,7 @@ def main() -> int:
     parser.add_argument("packages", nargs=argparse.REMAINDER, help="arguments of `pip install`; none: install nothing")
     options = parser.parse_args()
     environment, packages = options.environment, options.packages
-    if not (Path(environment) / "pyvenv.cfg").exists():
+    if not Path(environment, "bin", "pip").exists():  # the last that is made: one that was interrupted is made again
         command = [sys.executable, "-m", "venv", environment]
         if code := run(command, f"creating {environment}", lambda _: f"created {environment}"):
             return code

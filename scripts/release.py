@@ -51,7 +51,8 @@ def build(out: Path) -> tuple[Path, Path]:
     (sdist,) = out.glob("slipstream_rl-*.tar.gz")
     with tempfile.TemporaryDirectory() as folder:  # what the sdist lacks the wheel lacks, too
         with tarfile.open(sdist) as archive:
-            archive.extractall(folder, filter="data")
+            safely = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # Debian 12's Python has none
+            archive.extractall(folder, **safely)
         subprocess.run([*hatch, "--target", "wheel"], cwd=Path(folder) / sdist.name.removesuffix(".tar.gz"), check=True)
     (wheel,) = out.glob("slipstream_rl-*.whl")
     return sdist, wheel

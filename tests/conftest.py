@@ -24,10 +24,16 @@ gc.set_threshold(50_000)
 
 # Before torch is loaded: waiting threads sleep, as in the processes of a run (`controller/placement.py`).
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["OMP_NUM_THREADS"] = "1"
 
-# The size of the terminal is for each test to choose, whatever the shell or a parallel pytest has set.
-for _name in ("COLUMNS", "LINES"):
+# For each test to choose, whatever the shell, the site or a parallel pytest has set. No library that reads one of these
+# has been imported yet.
+_CHOSEN_BY_TESTS = """
+    COLUMNS LINES FORCE_COLOR NO_COLOR OMP_PROC_BIND GOMP_CPU_AFFINITY LOCAL_RANK LOCAL_WORLD_SIZE
+    HF_ENDPOINT HF_HUB_OFFLINE HF_HUB_CACHE HUGGINGFACE_HUB_CACHE HF_DATASETS_CACHE HF_DATASETS_OFFLINE
+    TRANSFORMERS_OFFLINE
+"""
+for _name in (*_CHOSEN_BY_TESTS.split(), *(name for name in os.environ if name.lower().endswith("_proxy"))):
     os.environ.pop(_name, None)
 
 # Hypothesis draws the same examples in every run: who changes nothing sees nothing change. `--hypothesis-profile drawn`

@@ -165,7 +165,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 92_000
+MAX_LINES = 92_600
 MAX_LINES_OF_SPINE = 1_610
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -177,23 +177,23 @@ SPINE = (
     "trainer/step.py",
 )
 MAX_LINES_OF_FOLDER = {
-    "algorithms": 2_360,
+    "algorithms": 2_370,
     "batching": 455,
-    "controller": 6_285,
-    "core": 11_730,
-    "environments": 8_130,
-    "evals": 2_725,
+    "controller": 6_375,
+    "core": 11_850,
+    "environments": 8_175,
+    "evals": 2_735,
     "generator": 10_055,
     "jail": 1_060,
-    "jobs": 985,
-    "models": 10_010,
-    "observe": 10_035,
-    "plan": 7_580,
-    "prompts": 1_465,
-    "rewards": 3_955,
-    "stages": 2_765,
-    "trainer": 6_550,
-    "weight_sync": 3_760,
+    "jobs": 1_035,
+    "models": 10_035,
+    "observe": 10_115,
+    "plan": 7_605,
+    "prompts": 1_505,
+    "rewards": 3_980,
+    "stages": 2_805,
+    "trainer": 6_580,
+    "weight_sync": 3_770,
 }
 LONG_FUNCTIONS = dict.fromkeys(
     ("generator/paged_kernels.py", "generator/decode_kernels.py"), "a kernel is one function"

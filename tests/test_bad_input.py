@@ -975,6 +975,10 @@ def used(folder: Path) -> None:
     (folder / "out" / "notes.txt").write_text("mine")
 
 
+def renamed(name: str, to: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).rename(folder / to) and None
+
+
 def complete(folder: Path) -> None:
     shutil.copytree(folder / "model", folder / "run" / "model")
     summary = Summary(
@@ -1035,6 +1039,7 @@ def without_checkpoints(folder: Path) -> None:
 STEP = "run/checkpoints/step_1"
 RUNS = [
     refused("run recipe.toml --out out", "not empty", "out", "--resume out", prepare=used),
+    refused("run recipe.toml --out out(1)", "--resume 'out(1)'", prepare=both(used, renamed("out", "out(1)"))),
     refused("run recipe.toml --out data.jsonl", "is a file", "data.jsonl", "a new or empty directory"),
     refused("run recipe.toml --out data.jsonl/deeper", "data.jsonl/deeper", "cannot be made", "hint"),
     refused("run recipe.toml --out /proc/nothing", "/proc/nothing", "cannot be made"),
@@ -1047,6 +1052,11 @@ RUNS = [
     refused("run --resume data.jsonl", "'data.jsonl' is no run"),
     refused("run --resume run", "the run is already complete", "2 of 2 steps", "hint", prepare=complete),
     refused("run --resume run --seed 5", "keeps its configuration", "got:     seed", "--resume alone, or with steps"),
+    refused(
+        "run --resume run(1)",
+        "--model.path 'run(1)/model'; its page is missing: `slipstream report 'run(1)'`",
+        prepare=both(complete, renamed("run", "run(1)")),
+    ),
     refused("run --resume run --steps 1", "gone further than that", "at least 2", prepare=complete),
     refused("run --resume run --steps 4", "no checkpoint to go on from", prepare=both(complete, without_checkpoints)),
     refused("run recipe.toml --resume run", "keeps its configuration", "recipe"),
@@ -1593,7 +1603,10 @@ class Columns(UserDict[str, list[str]]):
         ({"prompts": {"prompt": ["a", "b"], "answer": ["c", "d"]}}, ("'prompts' is no list", "dict", "a list of")),
         ({"prompts": (text for text in "ab")}, ("'prompts' is no list", "generator", "list(...)")),
         ({"prompts": Columns()}, ("'prompts' is no list", "Columns", "to_dict('records')")),
-        ({"prompts": [1, 2]}, ("prompts are kept as JSON", "'int' object", "strings, or dicts")),
+        ({"prompts": [1, 2]}, ("prompts[0] is no prompt", "int", "strings, of chats")),
+        ({"prompts": ["a", [{"role": "user"}, "b"]]}, ("prompts[1] is no prompt", "list", "lists of messages")),
+        ({"overrides": ["steps"]}, ("given as a table", "['steps']", '{"steps": 50')),
+        ({"overrides": "steps=5"}, ("given as a table", "'steps=5'")),
         ({"prompts": [{"prompt": "a", "tag": object()}, "b"]}, ("prompts are kept as JSON", "object")),
         ({"prompts": [{"question": "a"}, {"question": "b"}]}, ("no column 'prompt'", "question")),
         ({"prompts": ["a", "b"]}, ("compares with an answer", "2 of 2")),

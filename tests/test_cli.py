@@ -16,6 +16,7 @@ from slipstream import cli
 from slipstream.core import recipes
 from slipstream.core.errors import ExecutorDied
 from slipstream.core.recipes import resolve, save_config
+from slipstream.evals.target import served_target
 
 
 @pytest.fixture
@@ -77,6 +78,16 @@ def test_a_switch_may_have_its_value_behind_it(calls: list[Any], value: str) -> 
 
 
 @pytest.mark.usefixtures("recipe")
+@pytest.mark.parametrize("value", ["null", "None"])
+def test_null_is_the_absence_of_a_value(calls: list[Any], value: str) -> None:
+    argv = f"run tiny --eval.patience {value} --prompts.system={value} --generator.num-slots {value} --steps 7"
+    assert run_cli(*argv.split(), "--prompts.template", f"{value}") == 0
+    config = calls[0][0]
+    assert (config.eval.patience, config.prompts.system, config.generator.num_slots) == (None, None, None)
+    assert (config.steps, config.prompts.template) == (7, value)
+
+
+@pytest.mark.usefixtures("recipe")
 def test_presets_and_lists(calls: list[Any]) -> None:
     argv = "run tiny --preset bounded --max_staleness 4 --generator.segment-tokens 8 --generator.stop-token-ids 5 6"
     assert run_cli(*argv.split(), *["--trainer.optimizer.betas", "0.8", "0.9"]) == 0
@@ -102,6 +113,11 @@ def test_a_table_takes_true_and_false_as_toml_writes_them(calls: list[Any]) -> N
         ("run tinny", "did you mean 'tiny'?"),
         ("run tiny --max-stalness 0", "--max-staleness"),
         ("run tiny --steps many", "--steps"),
+        (
+            "run tiny --eval.stop-at soon",
+            "is no number\n  got:     soon\n  allowed: digits 0-9, a point, an exponent; or null",
+        ),
+        ("run tiny --generator.top-k null", "allowed: digits 0-9, of at most 64 bits\n"),
         ("run tiny --weight-update inflight", "in_flight"),
         ("run tiny --steps 0", "'steps' has a value that is not allowed"),
         ("run tiny --preset sync --max-staleness 1", "contradict"),
@@ -113,6 +129,8 @@ def test_a_table_takes_true_and_false_as_toml_writes_them(calls: list[Any]) -> N
         ("run --resume nowhere", "no folder 'nowhere'"),
         ("eval", "a model is needed"),
         ("eval nowhere", "no checkpoint in 'nowhere'"),
+        ("eval org/model --recipe tinny", "did you mean 'tiny'?"),
+        ("eval org/model --recipe tiny --out nowhere/answers.jsonl", "existing folder"),
         ("report", "a run is needed"),
         ("report nowhere", "no folder 'nowhere'"),
         ("report nowhere elsewhere", "no folder 'nowhere'"),
@@ -196,6 +214,18 @@ def test_eval_finds_model_and_configuration_of_a_run(recipe: Path, tmp_path: Pat
     assert config == resolve(recipe, {"seed": 4, "model": {"path": str(model)}})
     bare = SimpleNamespace(model=model, recipe="tiny", overrides={}, data=None, num_prompts=None)
     assert cli._eval_config(bare) == (model, resolve(recipe, {"model": {"path": str(model)}}))
+
+
+def test_a_folder_above_a_checkpoint_is_its_runs_only_with_a_runs_files(tmp_path: Path) -> None:
+    """Hugo's site has a config.toml, too."""
+    checkpoint = tmp_path / "site" / "sft" / "model"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "config.json").write_text("{}")
+    (tmp_path / "site" / "config.toml").write_text('baseURL = "https://example.org/"')
+    assert served_target(checkpoint) == (checkpoint, "model", (), {}, None)
+    save_config(resolve("quickstart"), tmp_path / "site" / "config.toml")
+    (tmp_path / "site" / "ledger.jsonl").write_text("")
+    assert served_target(checkpoint) == (checkpoint, "site", (), {}, "{content}>")
 
 
 @pytest.mark.usefixtures("recipe")

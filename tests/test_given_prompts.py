@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import slipstream
@@ -42,6 +43,14 @@ def test_columns_that_were_named_stay(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "b" / PROMPTS_FILE).read_text().splitlines()[0]) == {"question": "x"}
 
 
+def test_chats_are_rows_with_their_messages_as_the_prompt(tmp_path: Path) -> None:
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "q"}]
+    api._check_prompts([chat, tuple(chat), "x"])
+    given(tmp_path / "a", [chat, tuple(chat), "x"])
+    lines = (tmp_path / "a" / PROMPTS_FILE).read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [{"prompt": chat}, {"prompt": chat}, {"prompt": "x"}]
+
+
 def test_held_out_data_that_were_named_stay(tmp_path: Path) -> None:
     config = given(tmp_path / "a", ["x", "y"], {"prompts.eval_dataset": "test.jsonl"})
     assert (config.prompts.eval_dataset, config.prompts.num_eval) == ("test.jsonl", 8)
@@ -71,8 +80,9 @@ class Silent:
         {"reward": good, "reward_weights": [5.0]},
         {"environment": Silent},
         {"config": {"steps": 400}},
+        {"prompts": np.array(["a", "b"])},
     ],
-    ids=["reward", "weight", "environment", "tables"],
+    ids=["reward", "weight", "environment", "tables", "prompts"],
 )
 def test_a_resumed_run_keeps_what_it_began_with(changed: dict[str, Any], tmp_path: Path) -> None:
     terms = {"rewards": {"terms": [{"function": "python:good"}]}}

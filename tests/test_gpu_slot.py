@@ -55,7 +55,7 @@ limit_s = 60
 
 HANGS = """
 import subprocess, sys, time
-subprocess.Popen([sys.executable, "-c", "import time; time.sleep(987)"])
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(987)", __file__])
 print("hangs", flush=True)
 time.sleep(987)
 """
@@ -81,7 +81,8 @@ def steps(tmp_path: Path) -> Path:
 def test_one_that_crashes_and_one_that_hangs_cost_themselves_alone(steps: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     (out / "logs").mkdir(parents=True)
-    (out / "logs" / "hang.json.py").write_text(HANGS)
+    hangs = out / "logs" / "hang.json.py"
+    hangs.write_text(HANGS)
     done = slot("--steps", steps, "--out", out)
     assert done.returncode == 1, done.stderr
     assert "failed: crash, hang, bad" in done.stdout
@@ -99,7 +100,7 @@ def test_one_that_crashes_and_one_that_hangs_cost_themselves_alone(steps: Path, 
     assert found["bad"]["exit_code"] == 3
     assert found["hang"]["tail"] == ["hangs"]
     assert found["last"]["tail"] == ["slipstream"], "the project is found without being installed"
-    assert not [line for line in _processes() if "time.sleep(987)" in line], "also what the step had started"
+    assert not [line for line in _processes() if str(hangs) in line], "also what the step had started"
     with tarfile.open(out / "logs.tar.gz") as tar:
         assert {"logs/crash.log", "logs/hang.log", "logs/figures.json"} <= set(tar.getnames())
 

@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -33,6 +34,7 @@ def fake_environment(folder: Path, *, out: str, err: str = "", code: int = 0) ->
     """Make an environment whose Python is a program that prints `out` and `err`, and ends with `code`."""
     (folder / "bin").mkdir(parents=True)
     (folder / "pyvenv.cfg").touch()
+    (folder / "bin" / "pip").touch()
     body = f"import sys\nopen({str(folder / 'asked')!r}, 'a').write(' '.join(sys.argv[1:]) + '\\n')\n"
     body += f"sys.stdout.write({out!r})\nsys.stdout.flush()\nsys.stderr.write({err!r})\nsys.exit({code})\n"
     python = folder / "bin" / "python"
@@ -95,6 +97,22 @@ def test_what_is_kept_for_a_failure_does_not_hang_on_the_stream_that_is_read_fir
     assert errors.getvalue() == ""
 
 
+def test_an_environment_is_made_again_whose_making_was_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """venv writes pyvenv.cfg first, and pip last."""
+    environment = fake_environment(tmp_path / "env", out="")
+    main = runpy.run_path(str(SCRIPT))["main"]
+    commands: list[list[str]] = []
+    monkeypatch.setitem(main.__globals__, "run", lambda command, *_: commands.append(command))
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), str(environment)])
+    assert main() == 0
+    assert commands == []
+    (environment / "bin" / "pip").unlink()
+    assert main() == 0
+    assert commands == [[sys.executable, "-m", "venv", str(environment)]]
+
+
 @pytest.mark.slow
 def test_the_environment_is_made_where_there_is_none(tmp_path: Path) -> None:
     done = install(tmp_path / "env")
@@ -103,6 +121,9 @@ def test_the_environment_is_made_where_there_is_none(tmp_path: Path) -> None:
     assert (tmp_path / "env" / "bin" / "python").exists()
     again = install(tmp_path / "env")
     assert (again.returncode, again.stdout) == (0, "")
+    for path in (tmp_path / "env").rglob("pip*"):  # as an interrupted installation leaves it
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    assert install(tmp_path / "env").stdout.splitlines()[-1].startswith("created ")
 
     # Modules of packages are compiled, whether or not all of them can be.
     about = "tiny-1.dist-info"

@@ -33,7 +33,15 @@ from slipstream.core.keys import RunKeys
 from slipstream.core.recipes import resolve
 from slipstream.flags import parse
 from slipstream.jobs.kubernetes import kubernetes_files
-from slipstream.jobs.machines import CONTROLLER_RESTARTS, CPUS_PER_RANK, GROUP_RESTARTS, Machines, lay_out, machines
+from slipstream.jobs.machines import (
+    CONTROLLER_RESTARTS,
+    CPUS_PER_RANK,
+    GROUP_RESTARTS,
+    JOIN_TIMEOUT_S,
+    Machines,
+    lay_out,
+    machines,
+)
 from slipstream.jobs.skypilot import skypilot_files
 from slipstream.jobs.slurm import slurm_files
 
@@ -254,6 +262,13 @@ def test_ranks_that_read_a_microbatch_together_stay_on_one_machine() -> None:
         resolve("quickstart", {"trainer": trainer | {axis: 2}}) for axis in ("context_parallel", "pipeline_parallel")
     ]
     assert [lay_out(one, ranks_per_node=6).groups[0].machines.ranks for one in layouts] == [4, 6]
+    threes = {"trainer": {"ranks": 6, "context_parallel": 3, "tensor_parallel": 2}}
+    assert lay_out(config(threes), ranks_per_node=4).groups[0].machines[:2] == (3, 2), "no layer on two machines"
+
+
+def test_ranks_that_divide_experts_stay_on_one_machine() -> None:
+    divided = config({"trainer": {"ranks": 12, "expert_parallel": 4}})
+    assert lay_out(divided, ranks_per_node=6).groups[0].machines[:2] == (3, 4)
 
 
 @drawn(
@@ -483,6 +498,7 @@ def test_a_group_starts_on_each_of_its_nodes(
         assert (options.group, options.address, options.threads) == (group, "10.1.2.3", 8)
         assert (options.controller, options.key_file) == (str(cluster.folder / "address"), cluster.folder / "key")
         assert cli._job(options).shutdown_grace_s == 25.0, "a group takes what its own job file gives it"
+        assert options.join_timeout == JOIN_TIMEOUT_S
         if num_nodes == 1:
             assert (options.nnodes, options.node_rank, options.rendezvous) == (None, None, None)
         else:
@@ -546,8 +562,12 @@ def test_the_controller_listens_where_others_reach_it_and_goes_on_with_its_run(c
     assert cluster.job("controller.sbatch") == 0
     first, second = map(parsed, cluster.arguments("slipstream"))
     assert (first.recipe, first.out, first.resume) == (str(cluster.folder / "recipe.toml"), run, None)
-    assert (second.recipe, second.out, second.resume) == (None, None, run)
+    assert (second.recipe, second.out, second.resume) == (str(cluster.folder / "recipe.toml"), None, run)
+    assert {seen["SLIPSTREAM_GO_ON"] for _, seen, *_ in cluster.calls("slipstream")} == {
+        str(cluster.folder / "submit.sh")
+    }
     for options in (first, second):
+        assert options.join_timeout == JOIN_TIMEOUT_S
         assert (options.group, options.listen) == ("controller", "10.1.2.3:0")
         assert (options.key_file, options.address_file) == (cluster.folder / "key", cluster.folder / "address")
         assert options.remote is None
@@ -693,6 +713,10 @@ def test_pods_find_each_other_through_one_headless_service(overrides: dict[str, 
         assert int(port) == service["ports"][0]["port"]
         assert options.address == "10.2.0.7"
         assert cli._job(options).group == options.group
+        job = cli._job(options)
+        assert (job.join_timeout, job.out, job.steps) == (
+            JOIN_TIMEOUT_S, Path("/slipstream/runs/run-a"), config(overrides).steps
+        )  # fmt: skip
         if options.rendezvous is not None:
             assert options.rendezvous.split(":")[0] in names
             assert f"-{options.group.replace('_', '-')}-0." in options.rendezvous
@@ -729,8 +753,10 @@ def test_the_controllers_pod_goes_on_with_its_run(
     run = volume / "runs" / "run-a"
     assert (options.group, options.listen) == ("controller", "10.2.0.7:29400")
     assert options.remote == (("reward_models", "reference") if overrides else None)
-    expected = (None, None, run) if is_resumed else ("/etc/slipstream/recipe.toml", run, None)
-    assert (options.recipe, options.out, options.resume) == expected
+    assert options.recipe == "/etc/slipstream/recipe.toml"
+    assert (options.out, options.resume) == ((None, run) if is_resumed else (run, None))
+    assert options.join_timeout == JOIN_TIMEOUT_S
+    assert "run-a" in cluster.calls("slipstream")[0][1]["SLIPSTREAM_GO_ON"]
 
 
 def test_bad_input_ends_a_job_and_lost_machines_do_not_count() -> None:
@@ -818,7 +844,7 @@ def test_tasks_find_each_other_by_the_names_of_their_group(overrides: dict[str, 
             options = parsed(cluster.arguments("slipstream")[-1])
             commands.append(options)
             assert options.controller == "controller-0.run-a:29400"
-            assert options.address == f"10.0.0.{rank + 1}"
+            assert (options.address, options.join_timeout) == (f"10.0.0.{rank + 1}", JOIN_TIMEOUT_S)
             several = (nodes, rank, "10.0.0.1:29500") if nodes > 1 else (None, None, None)
             assert (options.nnodes, options.node_rank, options.rendezvous) == several
     scorers = {"reward_models", "reference"} if overrides is SCORING else set()
@@ -843,8 +869,9 @@ def test_the_controllers_task_goes_on_with_its_run(cluster: Cluster, is_resumed:
     run = volume / "runs" / "run-a"
     assert (options.group, options.listen) == ("controller", "10.0.0.7:29400")
     assert options.remote == ("reward_models", "reference")
-    expected = (None, None, run) if is_resumed else ("/tmp/slipstream/recipe.toml", run, None)
-    assert (options.recipe, options.out, options.resume) == expected
+    assert options.recipe == "/tmp/slipstream/recipe.toml"
+    assert (options.out, options.resume) == ((None, run) if is_resumed else (run, None))
+    assert options.join_timeout == JOIN_TIMEOUT_S
 
 
 def test_launching_a_job_group_keeps_its_key_out_of_arguments(cluster: Cluster) -> None:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import os
+import socket
 import stat
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from listeners import listeners
 from torch.distributed import TCPStore
 
+from slipstream.controller import meeting
 from slipstream.controller.meeting import Listen, Meeting, RunSpec
 from slipstream.controller.pipeline import Node
-from slipstream.core.errors import ConfigError
+from slipstream.core.errors import ConfigError, SlipstreamError
 from slipstream.core.keys import RUN_KEY_VARIABLE, RunKeys
-from slipstream.launch import Job, cluster_of, meet, torchrun
+from slipstream.launch import Job, cluster_of, join, meet, torchrun
 
 NODES = (Node("trainer", os.path.join, host="torchrun", ranks=4), Node("rewards", os.path.join))
 
@@ -26,7 +29,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
     """Of a run that was announced."""
     keys, file = RunKeys.new(), tmp_path / "key"
     keys.save(file)
-    meeting = Meeting(Listen(), timeout_s=10)
+    place = Meeting(Listen(), timeout_s=10)
     spec = RunSpec(
         "run-1",
         "start-1",
@@ -40,9 +43,9 @@ def job(tmp_path: Path) -> Iterator[Job]:
         wall_minus_clock_s=0.0,
         started_s=0.0,
     )
-    meeting.announce(spec, keys)
-    yield Job("trainer", f"127.0.0.1:{meeting.port}", key_file=file)
-    del meeting  # and with it the store
+    place.announce(spec, keys)
+    yield Job("trainer", f"127.0.0.1:{place.port}", key_file=file)
+    del place  # and with it the store
 
 
 def value_of(option: str, command: list[str]) -> str:
@@ -88,6 +91,42 @@ def test_what_is_no_such_address_is_bad_input(tmp_path: Path, given: str) -> Non
     with pytest.raises(ConfigError):
         cluster_of(given, tmp_path / "key", None)
     assert not (tmp_path / "key").exists()
+
+
+def test_a_name_that_means_loopback_on_its_own_machine_is_refused(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Debian's /etc/hosts has it for a machine's own name."""
+    own = socket.getaddrinfo("127.0.1.1", None, type=socket.SOCK_STREAM)
+    found = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *a, **k: own if host == "node-a" else found(host, *a, **k))
+    for attempt in (
+        lambda: cluster_of("node-a:0", tmp_path / "key", None),
+        lambda: torchrun(replace(job, address="node-a")),
+    ):
+        with pytest.raises(ConfigError, match=r"'node-a' means 127\.0\.1\.1 on this machine"):
+            attempt()
+    assert cluster_of("localhost:0", tmp_path / "key", None).listen == Listen("localhost", 0)
+
+
+def test_a_group_of_a_run_that_is_done_ends_well(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its controller is gone, and nobody else would tell it."""
+    monkeypatch.setattr(meeting, "read_summary", lambda _: SimpleNamespace(status="done", steps=7))
+    away = replace(job, controller="127.0.0.1:1", join_timeout=60.0, out=tmp_path)
+    join(replace(away, steps=7))
+    with pytest.raises(SlipstreamError, match=r"no controller answered for 0\.1 s"):
+        join(replace(away, steps=8, join_timeout=0.1))
+
+
+def test_how_long_others_are_waited_for_is_said_to_all(job: Job, tmp_path: Path) -> None:
+    assert cluster_of("127.0.0.1:0", tmp_path / "key", None, join_timeout=9.0).join_timeout_s == 9.0
+    command = torchrun(replace(job, join_timeout=9.0, out=tmp_path, steps=7)).command
+    assert [value_of(option, command) for option in ("--join-timeout", "--out", "--steps")] == [
+        "9.0",
+        str(tmp_path),
+        "7",
+    ]
+    assert value_of("--join-timeout", torchrun(job).command) == "600.0"
 
 
 def test_a_group_on_one_machine(job: Job) -> None:
@@ -154,6 +193,7 @@ def test_machine_0_says_so_where_it_cannot_listen(job: Job) -> None:
         ({"group": "rewards"}, "no such group"),
         ({"group": "generator-7"}, "no such group"),
         ({"address": "no.such.host.invalid"}, "no such host"),
+        *[({"join_timeout": wrong}, "no time to wait") for wrong in (0.0, -1.0, float("nan"), float("inf"))],
     ],
 )
 def test_what_cannot_be_is_said_before_anything_is_started(job: Job, wrong: dict, what: str) -> None:

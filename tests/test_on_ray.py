@@ -21,7 +21,7 @@ from slipstream import cli
 from slipstream.core.errors import SlipstreamError
 from slipstream.core.recipes import resolve
 from slipstream.flags import as_flags, parse
-from slipstream.jobs.machines import CONTROLLER_RESTARTS, GROUP_RESTARTS
+from slipstream.jobs.machines import CONTROLLER_RESTARTS, GROUP_RESTARTS, JOIN_TIMEOUT_S
 
 LOST = "lost"
 
@@ -198,6 +198,9 @@ def test_a_controller_elsewhere_has_all_groups_begin_anew(ray: FakeRay, tmp_path
     told = understood(second["controller"][0])
     assert told.listen != understood(first["controller"][0]).listen
     assert (told.recipe, told.resume) == (None, (tmp_path / "run").absolute())
+    go_on = second["controller"][0].environment["SLIPSTREAM_GO_ON"]
+    assert go_on == f"slipstream launch --ray ADDRESS --resume {tmp_path / 'run'}"
+    assert {understood(actors[0]).join_timeout for actors in second.values()} == {JOIN_TIMEOUT_S}
     assert {understood(second[name][0]).controller for name in second if name != "controller"} == {told.listen}
     for _ in range(CONTROLLER_RESTARTS - 1):
         second["controller"][0].running.end(1)
@@ -227,6 +230,50 @@ def test_bad_input_of_any_group_ends_the_run(ray: FakeRay, tmp_path: Path) -> No
     first["trainer"][0].running.end(2)
     assert driver.codes.get(timeout=60) == 2
     assert all(actor.running.is_done.is_set() for actors in first.values() for actor in actors)
+
+
+def test_a_signal_while_no_controller_runs_is_kept_for_the_next(
+    ray: FakeRay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = importlib.import_module("slipstream.jobs.on_ray")
+    runs: list[Any] = []
+    run = module.RayRun.run
+    monkeypatch.setattr(module.RayRun, "run", lambda self, say: runs.append(self) or run(self, say))
+    commands = module.RayRun._commands
+
+    def interrupted(self: Any, group: Any, *more: Any) -> Any:
+        """The second controller has a machine, and its command does not run yet."""
+        if group.name == "controller" and group.restarts_left < CONTROLLER_RESTARTS:
+            self._signal_controller(15)
+        return commands(self, group, *more)
+
+    monkeypatch.setattr(module.RayRun, "_commands", interrupted)
+    driver = Driver(ray, tmp_path / "run")
+    [first] = driver.next(4)["controller"]
+    first.running.end(1)
+    [second] = driver.next(4)["controller"]
+    assert (first.signals, second.signals) == ([], [15])
+    runs[0]._heard = None
+    runs[0]._signal_controller(15)
+    second.running.end(LOST)
+    assert driver.codes.get(timeout=60) == 143, "nothing starts again"
+
+
+@pytest.mark.usefixtures("ray")
+def test_a_signal_before_the_command_of_a_machine_keeps_it_from_starting(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module("slipstream.jobs.on_ray")
+    sent: list[int] = []
+    process = SimpleNamespace(wait=lambda: 0, send_signal=sent.append)
+    started: list[list[str]] = []
+    monkeypatch.setattr(module.subprocess, "Popen", lambda command, **_: started.append(command) or process)
+    machine = module._Machine()
+    assert machine.run(["launch"], {}, ".", "") == 0
+    machine.signal(15)
+    assert (len(started), sent) == (1, [15])
+    other = module._Machine()
+    other.signal(2)
+    assert other.run(["launch"], {}, ".", "") == 130
+    assert len(started) == 1
 
 
 @pytest.mark.usefixtures("ray")

@@ -8,15 +8,17 @@ import json
 import os
 import re
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import tomllib
 import urllib.request
 import venv
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -83,6 +85,32 @@ def test_every_file_that_the_package_reads_is_in_the_wheel(built: tuple[Path, Pa
     recipes = {path.name for path in (ROOT / "recipes").iterdir()}
     assert {path.name for path in (site / "slipstream" / "recipes").iterdir()} == recipes
     RELEASE["check"](*built)
+
+
+def test_a_release_is_built_by_a_python_that_has_no_filters_of_archives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python 3.11.2 of Debian 12, for example: an argument that it does not know is a TypeError."""
+
+    def hatch(command: Sequence[str], *, cwd: Path, check: bool) -> None:
+        assert check
+        if command[-1] == "sdist":
+            with tarfile.open(tmp_path / "slipstream_rl-1.tar.gz", "w:gz") as archive:
+                archive.add(ROOT / "LICENSE", "slipstream_rl-1/LICENSE")
+        else:
+            shutil.copyfile(cwd / "LICENSE", tmp_path / "slipstream_rl-1-py3-none-any.whl")
+
+    def extractall(archive: tarfile.TarFile, path: str) -> None:
+        content = archive.extractfile("slipstream_rl-1/LICENSE")
+        assert content is not None
+        Path(path, "slipstream_rl-1").mkdir()
+        Path(path, "slipstream_rl-1", "LICENSE").write_bytes(content.read())
+
+    monkeypatch.setattr(subprocess, "run", hatch)
+    monkeypatch.setattr(tarfile.TarFile, "extractall", extractall)
+    monkeypatch.delattr(tarfile, "data_filter", raising=False)
+    _, wheel = RELEASE["build"](tmp_path)
+    assert wheel.read_bytes() == (ROOT / "LICENSE").read_bytes()
 
 
 def test_a_release_that_lacks_a_file_is_refused(built: tuple[Path, Path], tmp_path: Path) -> None:

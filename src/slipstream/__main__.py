@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 
 from slipstream.core.interrupts import end_at_any_signal
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 def script() -> NoReturn:
     """Run the command line. Its import takes longer than Python's own start, and has nothing to undo."""
     end_at_any_signal()
+    os.environ["OMP_PROC_BIND"] = "false"  # else torch binds this thread, and all that it starts, to the first core
     gc.set_threshold(50_000)  # imports leave hardly any garbage, and looking for it took a tenth of their time
     from slipstream.cli import script
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Never
 from rich.console import Console
 
 from slipstream.controller.nursery import nursery_for
-from slipstream.controller.pipeline import SCRIPTS_BEING_IMPORTED, Pipeline, ReachedRun
+from slipstream.controller.pipeline import Pipeline
 from slipstream.core.config import RunConfig
 from slipstream.core.disk import replace_file
 from slipstream.core.errors import ConfigError, did_you_mean
@@ -32,6 +32,7 @@ from slipstream.core.other_names import KEYWORDS, sentence
 from slipstream.core.plain import shown, wrong_text
 from slipstream.core.recipes import check_path, merge, nested, resolve, resumed_config, same_name, table_of
 from slipstream.core.run_lock import check_free, holding
+from slipstream.core.user_code import SCRIPTS_BEING_IMPORTED, ReachedRun
 from slipstream.environments.checks import check_environments
 from slipstream.generator.vllm.settings import interpreter
 from slipstream.models.hub import Tell, pinned, with_folders
@@ -49,6 +50,8 @@ if TYPE_CHECKING:  # torch and transformers are imported when the input has been
 
 ScoredBy = tuple[Reward | Sequence[Reward] | None, Sequence[float] | None]
 """`reward` and `reward_weights`."""
+GivenPrompt = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
+"""A text, a row of columns, or the messages of a chat."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ def run(
     preset: str | None = None,
     reward: Reward | Sequence[Reward] | None = None,
     reward_weights: Sequence[float] | None = None,
-    prompts: Sequence[str | Mapping[str, Any]] | None = None,
+    prompts: Sequence[GivenPrompt] | None = None,
     environment: EnvironmentMaker | None = None,
     tools: Sequence[Callable[..., Any] | str] | None = None,
     environment_factory: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None = None,
@@ -93,11 +96,11 @@ def run(
     `reward_weights` are their factors in the sum. `environment` (a class with `reset` and `step`, or several by name),
     `tools` (functions), `environment_factory` (TRL's) and `agent(row, base_url, api_key)`, or several by name, answer
     the policy's turns; they run in this process, and the first and the last replace the terms, too. `callbacks`
-    (methods or keys `on_step`, `on_eval`, `on_checkpoint`) hear of the run in a thread of it, and end it by returning
-    "stop". `prompts` (strings, or rows with `prompt` and `answer`) replace the config's; a tenth is held out, at most
+    (methods or keys `on_step`, `on_eval`, `on_checkpoint`) hear of the run in a thread, and end it by returning "stop".
+    `prompts` (strings, chats, rows with `prompt` and `answer`) replace the config's; a tenth is held out, at most
     `prompts.num_eval`. Columns and held-out data that tables or `overrides` name stay. `out` is the run's new folder;
     `resume` goes on with the run there, from its last checkpoint or stage; `overrides` may change `RESUMED_WITH` of
-    `core.recipes`. `pipeline` replaces the default one. With `cluster` (`launch.cluster_of`) its groups join the run.
+    `core.recipes`. `pipeline` replaces the default. The groups of `cluster` (`launch.cluster_of`) join the run.
 
     Raises ConfigError before anything starts; ExecutorDied or another SlipstreamError when the run fails (its files
     stay, and `summary.json` says `failed`). In the main thread SIGINT, SIGTERM and SIGHUP end the run
@@ -143,7 +146,7 @@ def _check_call(others: Mapping[str, object]) -> None:
 
 
 def _check_resumed(others: Mapping[str, object]) -> None:
-    if given_too := [name for name, value in others.items() if value]:
+    if given_too := [name for name, value in others.items() if not (value is None or value is False)]:
         raise ConfigError("a resumed run keeps its configuration", got=f"resume with {', '.join(given_too)}")
 
 
@@ -224,7 +227,7 @@ def _resolved(
     config: RunConfig | str | Path | Mapping[str, Any],
     overrides: Mapping[str, Any] | None,
     preset: str | None,
-    prompts: Sequence[str | Mapping[str, Any]] | None,
+    prompts: Sequence[GivenPrompt] | None,
 ) -> RunConfig:
     if prompts is not None:
         _check_prompts(prompts)
@@ -261,7 +264,7 @@ def _saved(
 
 def _run(
     config: RunConfig,
-    prompts: Sequence[str | Mapping[str, Any]] | None,
+    prompts: Sequence[GivenPrompt] | None,
     run_dir: Path,
     given: FromPython,
     kept: Mapping[str, Any],
@@ -304,9 +307,9 @@ def _check(config: RunConfig, given: FromPython) -> None:
         check_listening(given.cluster.listen)
 
 
-def _check_prompts(prompts: Sequence[str | Mapping[str, Any]]) -> None:
+def _check_prompts(prompts: Sequence[GivenPrompt]) -> None:
     """Raise ConfigError for what is no list of prompts: from a path, its letters would be taken for prompts."""
-    allowed = "a list of strings, or of rows with `prompt` and `answer`"
+    allowed = "a list of strings, of chats as lists of messages, or of rows with `prompt` and `answer`"
     if isinstance(prompts, (str, bytes, Path)):
         hint = f'a file, or a data set of the hub, is overrides={{"prompts.dataset": {shown(str(prompts))}}}'
         raise ConfigError("'prompts' is no list", got=shown(prompts), allowed=allowed, hint=hint)
@@ -318,6 +321,10 @@ def _check_prompts(prompts: Sequence[str | Mapping[str, Any]]) -> None:
         raise ConfigError("'prompts' is no list", got=type(prompts).__name__, allowed=allowed, hint=hint) from None
     if num_prompts < 2:
         raise ConfigError("too few prompts", got=num_prompts, allowed="at least 2: one is held out")
+    for index, row in enumerate(prompts):
+        is_chat = isinstance(row, list | tuple) and all(isinstance(message, Mapping) for message in row)
+        if not is_chat and not isinstance(row, str | Mapping):
+            raise ConfigError(f"prompts[{index}] is no prompt", got=type(row).__name__, allowed=allowed)
 
 
 _KEPT = ("prompt_column", "answer_column", "eval_dataset")
@@ -333,7 +340,7 @@ def _kept(layers: Sequence[object]) -> dict[str, Any]:
 
 
 def _with_prompts(
-    config: RunConfig, prompts: Sequence[str | Mapping[str, Any]], run_dir: Path, kept: Mapping[str, Any]
+    config: RunConfig, prompts: Sequence[GivenPrompt], run_dir: Path, kept: Mapping[str, Any]
 ) -> RunConfig:
     """Return `config` with `prompts` as its dataset, written to the run's directory, where a resume finds it.
 
@@ -342,7 +349,7 @@ def _with_prompts(
     path = (run_dir / PROMPTS_FILE).resolve()
     column = kept.get("prompt_column", "prompt")
     try:
-        rows = [{column: row} if isinstance(row, str) else dict(row) for row in prompts]
+        rows = [dict(row) if isinstance(row, Mapping) else {column: row} for row in prompts]
         lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError("prompts are kept as JSON", got=error, allowed="strings, or dicts of JSON's types") from error

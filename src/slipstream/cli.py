@@ -33,6 +33,7 @@ from slipstream.core.interrupts import SIGNALS, Interrupted, Interrupts, in_word
 from slipstream.core.plain import shortened, wrong_path, wrong_text
 from slipstream.core.recipes import (
     RESUMED_WITH,
+    changed_since,
     check_path,
     defaults,
     list_recipes,
@@ -175,6 +176,7 @@ class LaunchOptions(RunOptions):
         "job files those on CUDA."
     )
     controller: str | None = flag("Group: HOST:PORT of the controller, or the file with that.")
+    join_timeout: float | None = flag("Controller, group: seconds to wait for the others to come. Default: 600.")
     key_file: Path | None = flag("The run's key, mode 0600; the controller makes it. Default: SLIPSTREAM_RUN_KEY.")
     address: str | None = flag("Group: address where the others reach this machine. Default: 127.0.0.1.")
     nnodes: int | None = flag("Group: machines that it is on. Default: 1.")
@@ -214,12 +216,25 @@ def launch_command(argv: Sequence[str]) -> int:
     if options.group == CONTROLLER_GROUP:
         if options.join:
             raise ConfigError("the controller joins nothing", got="--join with --group controller", allowed=JOINS)
+        options = _of_its_recipe(options)
         config = _run_config(options)
         listen, remote = options.listen or "127.0.0.1:0", options.remote or ()
-        cluster = cluster_of(listen, options.key_file, options.address_file, remote)
+        waits = {} if options.join_timeout is None else {"join_timeout": options.join_timeout}
+        cluster = cluster_of(listen, options.key_file, options.address_file, remote, **waits)
         return _train(config, options, cluster=cluster)
     join(_job(options))
     return EXIT_DONE
+
+
+def _of_its_recipe(options: LaunchOptions) -> LaunchOptions:
+    """Return `options` of a controller with fields of their recipe in its place, where the run in --resume is of that.
+
+    Job files say both: the recipe may have been edited since.
+    """
+    if options.recipe is None or options.resume is None:
+        return options
+    changes = changed_since(options.resume, resolve(options.recipe))
+    return dataclasses.replace(options, recipe=None, overrides=merge(changes, options.overrides))
 
 
 def _on_ray(config: RunConfig, options: LaunchOptions) -> int:
@@ -246,13 +261,14 @@ def _job(options: LaunchOptions) -> Job:
     names = [field.name for field in dataclasses.fields(Job)]
     if options.remote is not None:
         raise ConfigError("the controller is told which groups join it", got=f"--remote with --group {options.group}")
-    not_ours = [name for name in ("recipe", "preset", "out", "resume") if getattr(options, name) is not None]
+    not_ours = [name for name in ("recipe", "preset", "resume") if getattr(options, name) is not None]
     not_ours += [name for name in options.overrides if name not in names]
     if not_ours:
         raise ConfigError(
             "a group takes its configuration from the controller",
             got=f"{', '.join(not_ours)} with --group {options.group}",
-            allowed="what `slipstream launch --help` calls a group's, --max-restarts and --shutdown-grace-s",
+            allowed="what `slipstream launch --help` calls a group's, --max-restarts, --shutdown-grace-s, and --out"
+            " with --steps",
             hint="give it to the controller's command",
         )
     if options.controller is None:
@@ -283,12 +299,12 @@ class EvalOptions(WithFields):
 def eval_command(argv: Sequence[str]) -> int:
     """Measure a model on held-out prompts, greedy and sampled: mean reward, and accuracy by `eval.measure`."""
     options = parse(EvalOptions, argv, eval_command, shown=_shown_of_recipe)
-    model, config = _eval_config(options)
     if options.out is not None:
         is_writable = options.out.parent.is_dir() and os.access(options.out.parent, os.W_OK)
         if options.out.is_dir() or not is_writable:
             allowed = "a file in an existing folder that may be written to"
             raise ConfigError("the answers cannot be written there", got=options.out, allowed=allowed)
+    model, config = _eval_config(options)
     from slipstream.evals.evaluate import evaluate, write_answers
     from slipstream.evals.table import show
 

@@ -234,27 +234,35 @@ def _given(argv: Sequence[str]) -> set[str]:
 
 
 def _with_switches(argv: Sequence[str], known: Collection[str]) -> list[str]:
-    """Return `argv` with '--kl.corrected' for '--kl.corrected true', and '--kl.no-corrected' for '... false'."""
+    """Return `argv` with '--kl.corrected' for '--kl.corrected true', and '--kl.no-corrected' for '... false'.
+
+    'null' of a field that may be None becomes 'None', which is what tyro reads.
+    """
     words: list[str] = []
     for word in argv:
         flag, is_joined, value = word.partition("=")
         if not is_joined:
             flag, value = next(reversed(words), ""), word
-        if value.lower() in ("true", "false") and (field := _field_of(flag)) in known and _is_switch(field):
+        kind = _kind_of(field) if (field := _field_of(flag)) in known else None
+        if value.lower() in ("true", "false") and kind is bool:
             section, dot, name = flag.removeprefix("--").rpartition(".")
             words[len(words) - (not is_joined) :] = [flag if value.lower() == "true" else f"--{section}{dot}no-{name}"]
+        elif value == "null" and _may_be_none(kind):
+            words[len(words) - (not is_joined) :] = [flag, "None"]
         else:
             words.append(word)
     return words
 
 
-def _is_switch(field: str) -> bool:
-    model: type[BaseModel] = RunConfig
-    *sections, name = field.split(".")
-    for section in sections:
-        kind: Any = model.model_fields[section].annotation
-        model = kind
-    return model.model_fields[name].annotation is bool
+def _kind_of(field: str) -> Any:
+    kind: Any = RunConfig
+    for name in field.split("."):
+        kind = kind.model_fields[name].annotation
+    return kind
+
+
+def _may_be_none(kind: Any) -> bool:
+    return type(None) in get_args(kind)
 
 
 def _check_flags(argv: Sequence[str], own: Collection[str], known: Collection[str]) -> None:
@@ -337,7 +345,9 @@ def _refused(lines: Sequence[str], prog: str) -> ConfigError:
     """Return the error for what tyro says in `lines`."""
     said, helped = next(iter(lines), ""), f"`{prog} --help` lists what there is"
     if (flag := re.match(r"Error parsing (\S+): ", said)) and (found := _NOT_PARSED.search("\n".join(lines))):
-        return ConfigError(f"the value of '{flag[1]}' {found[2]}", got=clip(found[1]), allowed=found[3])
+        is_optional = (field := _field_of(flag[1])) in _fields_of_runs() and _may_be_none(_kind_of(field))
+        allowed = found[3] + "; or null" * is_optional
+        return ConfigError(f"the value of '{flag[1]}' {found[2]}", got=clip(found[1]), allowed=allowed)
     if (flag := re.match(r"Error parsing (\S+): Could not find valid parse for \w+: \[(.*)\]$", said)) and (
         name := re.search(r"\w+", flag[2])
     ):

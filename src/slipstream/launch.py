@@ -23,7 +23,7 @@ from typing import NamedTuple, NoReturn
 from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
 from slipstream.controller import pool
-from slipstream.controller.groups import BACKEND, use_rendezvous
+from slipstream.controller.groups import BACKEND, check_interface, use_rendezvous
 from slipstream.controller.meeting import (
     ALWAYS_REMOTE,
     JOIN_TIMEOUT_S,
@@ -33,13 +33,14 @@ from slipstream.controller.meeting import (
     attend,
     check_listening,
     host_store,
+    is_done,
     parse_address,
     read_spec,
 )
 from slipstream.controller.pipeline import replica_of
 from slipstream.controller.placement import thread_environment
-from slipstream.core.addresses import LOOPBACK, numeric_address
-from slipstream.core.errors import ConfigError, SlipstreamError
+from slipstream.core.addresses import LOOPBACK, check_reachable, numeric_address
+from slipstream.core.errors import ConfigError, RunIsOver, SlipstreamError
 from slipstream.core.interrupts import LEAVING, Interrupts
 from slipstream.core.keys import RUN_KEY_VARIABLE, RunKeys
 from slipstream.core.machine import num_cores
@@ -50,6 +51,7 @@ QUIET = {} if "TORCH_CPP_LOG_LEVEL" in os.environ else {"TORCH_CPP_LOG_LEVEL": "
 """c10d warns of every address that has no name."""
 MAX_DESCRIPTORS = 1 << 16
 LEAVE_DEADLINE_S = 2.0
+MAX_JOIN_TIMEOUT_S = 365 * 86_400
 SAME_RANKS = {"TORCH_ELASTIC_WORKER_IDENTICAL": "1"}
 """A rank follows from the machine's number alone: agents need not read each other's numbers in the store."""
 
@@ -60,7 +62,8 @@ class Job:
 
     With `nnodes` machines for the group, the command runs on each, as `node_rank`, and they meet at `rendezvous`
     (HOST:PORT of machine 0). `threads` per process; None: the cores of this machine, divided. To `join` is to be the
-    first replica that is free.
+    first replica that is free. Others are waited for `join_timeout` seconds; nobody once the run in folder `out`, which
+    is to do `steps` steps, is done.
     """
 
     group: str
@@ -74,6 +77,9 @@ class Job:
     max_restarts: int = 3
     threads: int | None = None
     shutdown_grace_s: float = 25.0
+    join_timeout: float = JOIN_TIMEOUT_S
+    out: Path | None = None
+    steps: int | None = None
 
 
 def allow_connections() -> None:
@@ -88,14 +94,21 @@ def allow_connections() -> None:
 
 
 def cluster_of(
-    listen: str, key_file: Path | None, address_file: Path | None, also_remote: Collection[str] = ()
+    listen: str,
+    key_file: Path | None,
+    address_file: Path | None,
+    also_remote: Collection[str] = (),
+    *,
+    join_timeout: float = JOIN_TIMEOUT_S,
 ) -> Cluster:
     """Return the cluster of a run on several machines. A `key_file` that is not there is made; None: the environment's.
 
     Groups of `also_remote` ('reward_models', 'reference', 'teacher', 'critic') join it as trainer and generators do.
-    Raises ConfigError for an address that is none of this machine's, and without a key.
+    Each is waited for `join_timeout` seconds. Raises ConfigError for an address that is none of this machine's, and
+    without a key.
     """
     allow_connections()
+    _check_seconds(join_timeout)
     found = parse_address(listen)
     if found is None:
         raise ConfigError("not an address to listen at", got=listen, allowed="HOST:PORT; port 0 takes any free one")
@@ -103,9 +116,16 @@ def cluster_of(
     if numeric_address(host).is_unspecified:
         what = "the controller needs an address that the groups can reach"
         raise ConfigError(what, got=listen, allowed="an address or name of this machine in their network")
+    check_reachable(host)
     there = Listen(host, port, address_file)
     check_listening(there)  # before a key is made
-    return Cluster(there, run_keys(key_file, makes_file=True), ALWAYS_REMOTE | set(also_remote))
+    return Cluster(there, run_keys(key_file, makes_file=True), ALWAYS_REMOTE | set(also_remote), join_timeout)
+
+
+def _check_seconds(join_timeout: float) -> None:
+    if not 0 < join_timeout <= MAX_JOIN_TIMEOUT_S:
+        allowed = f"seconds above 0, at most {MAX_JOIN_TIMEOUT_S} (a year)"
+        raise ConfigError("--join-timeout is no time to wait", got=f"{join_timeout:g}", allowed=allowed)
 
 
 def run_keys(key_file: Path | None, *, makes_file: bool = False) -> RunKeys:
@@ -138,10 +158,12 @@ def torchrun(job: Job) -> TorchrunAgent:
     """Return the agent of the group on this machine.
 
     Waits for the controller, which knows how many ranks the group has. Raises ConfigError for another run's key, for a
-    group that the run does not have, for one whose ranks do not divide over `nnodes`, and where no number is free.
+    group that the run does not have, for one whose ranks do not divide over `nnodes`, and where no number is free;
+    RunIsOver where it is done.
     """
     keys = run_keys(job.key_file)
-    numeric_address(job.address)
+    check_reachable(job.address)
+    _check_seconds(job.join_timeout)
     if job.join and (job.group != GENERATORS or job.nnodes != 1):
         got = f"--join with --group {job.group}, --nnodes {job.nnodes}"
         hint = "on several machines, or to have a certain number: --group generator-N without --join"
@@ -155,8 +177,11 @@ def torchrun(job: Job) -> TorchrunAgent:
         raise ConfigError("machines of one group meet at a rendezvous", got=got, allowed="both, or neither")
     if job.rendezvous is not None and parse_address(job.rendezvous) is None:
         raise ConfigError("not an address to meet at", got=job.rendezvous, allowed="--rendezvous HOST:PORT")
-    store = attend(job.controller, timeout_s=JOIN_TIMEOUT_S)
-    spec = read_spec(store, keys, timeout_s=JOIN_TIMEOUT_S)
+    if job.nnodes > 1:
+        check_interface(job.address)
+    is_over = partial(is_done, job.out, job.steps)
+    store = attend(job.controller, timeout_s=job.join_timeout, is_over=is_over)
+    spec = read_spec(store, keys, timeout_s=job.join_timeout)
     later = [node.name for node in spec.nodes if node.joins_later]
     node = spec.node(job.group if not job.join else later[0] if later else _none_free(spec))
     if node.ranks % job.nnodes:
@@ -175,6 +200,9 @@ def torchrun(job: Job) -> TorchrunAgent:
     command += ["--local-addr", LOOPBACK if job.rendezvous is None else job.address]
     command += ["-m", "slipstream.controller.process", "--controller", job.controller, "--group", group]
     command += ["--address", job.address, "--threads", str(threads), "--claim", claim]
+    command += ["--join-timeout", str(job.join_timeout)]
+    if job.out is not None and job.steps is not None:
+        command += ["--out", str(job.out), "--steps", str(job.steps)]
     environment = thread_environment(threads) | QUIET | SAME_RANKS
     if job.key_file is not None:
         command += ["--key-file", str(job.key_file)]
@@ -231,11 +259,11 @@ def meet(job: Job) -> Store:
 
     Raises ConfigError where it cannot listen, SlipstreamError when machine 0 does not answer.
     """
-    timeout = timedelta(seconds=JOIN_TIMEOUT_S)
+    timeout = timedelta(seconds=job.join_timeout)
     if job.rendezvous is None:
         return host_store(Listen(LOOPBACK, 0), timeout=timeout)
     if job.node_rank:
-        return attend(job.rendezvous, timeout_s=JOIN_TIMEOUT_S, whom=f"machine 0 of '{job.group}'")
+        return attend(job.rendezvous, timeout_s=job.join_timeout, whom=f"machine 0 of '{job.group}'")
     place = parse_address(job.rendezvous)
     assert place is not None, "torchrun() has refused it"
     return host_store(Listen(_own_address(place[0], job.address), place[1]), timeout=timeout)
@@ -250,14 +278,18 @@ def _own_address(name: str, address: str) -> str:
 
 
 def join(job: Job) -> None:
-    """Be the group's torchrun agent until the run is over. SlipstreamError when it has given up.
+    """Be the group's torchrun agent until the run is over; nothing where it is. SlipstreamError when it has given up.
 
     Interrupted by a signal, at most `shutdown_grace_s` later. A generator hands over what it has begun. What the run
     cannot do without stays: the controller was told to end, too, and needs it for a checkpoint, or hears of it and
     makes one.
     """
     allow_connections()
-    agent = torchrun(job)
+    try:
+        agent = torchrun(job)
+    except RunIsOver as over:
+        _say(str(over))
+        return
     try:
         _be(agent, replace(job, group=agent.group))
     except BaseException:  # else the run is over
@@ -279,7 +311,7 @@ def _be(agent: TorchrunAgent, job: Job) -> None:
     interrupts = Interrupts()
     try:
         with interrupts:
-            use_rendezvous(meet(job), agent.keys)
+            use_rendezvous(meet(job), agent.keys, join_timeout_s=job.join_timeout)
             with _leaving(job, interrupts):
                 main(arguments)
                 interrupts.check()

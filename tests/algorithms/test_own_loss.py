@@ -25,7 +25,6 @@ PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding
 PROSE = re.sub(r"^```.*?^```", "", PAGE, flags=re.DOTALL | re.MULTILINE)
 SETTINGS = [textwrap.dedent(block) for block in re.findall(r"(?:^ {4}.*\n|^\n(?= {4}))+", PROSE, flags=re.MULTILINE)]
 ALWAYS = {"policy_logprobs", "advantages", "behaviour_logprobs"}
-UNITS = {"token": "token", "completion": "sequence", "pair": "pair", "choice": "choice"}
 
 
 def rows(heading: str) -> list[list[str]]:
@@ -57,7 +56,7 @@ def test_the_tables_have_a_row_for_every_loss_with_its_unit_and_needs():
     documented = {}
     for heading in ("Policy losses", "Losses that train no policy", "Losses on a data set of preferences"):
         for name, unit, needs, *_ in rows(heading):
-            documented[name.strip("`")] = (UNITS[unit], {need for need in needs.split(", ") if need})
+            documented[name.strip("`")] = (unit, {need for need in needs.split(", ") if need})
     assert documented == {name: (loss.unit, set(loss.requires) - {"policy_logprobs"}) for name, loss in LOSSES.items()}
 
 
@@ -139,12 +138,26 @@ def test_a_file_that_was_written_anew_is_read_again(file):
         ("[awr_loss]", "no loss"),
         ('Loss(awr_los, "token", ())', "NameError"),
         ('Loss(awr_loss, "token", ("policy_logprobs",), kind="supervised")', "is not a loss of a policy"),
+        ('Loss(awr_loss, "token", ("policy_logprobs",), kind="policies")', "a kind that is none(?s:.*)mean 'policy'"),
+        ('Loss(awr_loss, "tokens", ("policy_logprobs",))', "a unit that is none(?s:.*)did you mean 'token'"),
+        ('Loss(awr_loss, "completion", ("policy_logprobs",))', "allowed: token, sequence, pair, choice"),
+        ('Loss(awr_loss, "token", ("policy_logprobs"))', r"got:     'policy_logprobs'(?s:.*)\('policy_logprobs',\)"),
     ],
 )
 def test_what_is_no_loss_is_refused(file, entry, message):
     file.write_text(OWN.split("awr = ")[0] + f"awr = {entry}\n")
     with pytest.raises(ConfigError, match=message):
         check_loss(resolve("quickstart", {"loss": {"name": "awr.py:awr"}}))
+
+
+def test_a_loss_that_takes_the_divergence_from_a_teacher_learns_from_it_alone(file):
+    """As `distill` does; but it may take advantages, too."""
+    file.write_text(OWN.replace('"advantages"), {', '"advantages", "teacher_divergences"), {'))
+    loss = {"name": "awr.py:awr", "advantages": "greedy_baseline"}
+    check_loss(resolve("quickstart", {"loss": loss, "teacher": {"path": "t"}}))
+    for teacher, message in (({"path": "t", "coef": 0.5}, "counted twice"), ({}, "no teacher to learn from")):
+        with pytest.raises(ConfigError, match=message):
+            check_loss(resolve("quickstart", {"loss": loss, "teacher": teacher}))
 
 
 @pytest.mark.parametrize(

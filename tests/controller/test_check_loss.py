@@ -52,6 +52,14 @@ GDPO = {"several_rewards": "normalise_then_sum"}
         ({"loss": {"name": "oapl", "advantages": "optimal", "whiten_advantages": "batch"}}, "in units of reward"),
         ({"completions_per_group": 1, "loss": {"advantages": "optimal"}}, "at least two completions"),
         ({"generator": {"top_k": 8}, "loss": {"name": "reinforce"}, "trainer": {"ess_scaling": "sqrt"}}, "ess_scaling"),
+        (
+            {
+                "generator": {"top_p": 0.9},
+                "loss": {"name": "reinforce"},
+                "kl": {"coef": 0.04, "place": "loss", "estimator": "k3", "corrected": True},
+            },
+            r"ratios of kl\.corrected",
+        ),
         ({"generator": {"keep_sets": True}}, "bound on their size"),
         ({"generator": {"keep_sets": True, "top_p": 0.9}}, "bound on their size"),
         ({"generator": {"keep_sets": True, "top_k": 513}}, "bound on their size"),

@@ -27,7 +27,7 @@ from slipstream.controller.tally import Tally
 from slipstream.core.addresses import StoreAddresses, grant_incarnation
 from slipstream.core.channel import Ports, connect_by_book, wait
 from slipstream.core.clock import VirtualClock
-from slipstream.core.errors import ChannelClosed, ExecutorDied
+from slipstream.core.errors import ChannelClosed, ExecutorDied, ExecutorLost
 from slipstream.core.keys import RunKeys
 from slipstream.core.peer_messages import Failed, Joined, Leaving, Left, PeerJoined, PeerLost
 from slipstream.core.recipes import resolve
@@ -185,8 +185,8 @@ def scored(ordinal: int) -> GroupScored:
     return GroupScored(ordinal=ordinal, has_signal=True, mean_reward=0.5, num_failed=0, min_version=0, max_version=0)
 
 
-def failed(name: str) -> Failed:
-    return Failed(executor=name, error="RuntimeError: boom", traceback="")
+def failed(name: str, error: str = "RuntimeError: boom", *, may_follow: bool = False) -> Failed:
+    return Failed(executor=name, error=error, traceback="", may_follow=may_follow)
 
 
 def ordinals(played: Played, count: int) -> list[int]:
@@ -326,19 +326,32 @@ def test_a_group_that_ended_is_found_out_by_sending_to_it(run: Run) -> None:
     assert [event["type"] for event in run.events()].count("ReplicaLost") == 1
 
 
+LOST_A_RANK = failed("trainer", "RankError: rank 1 is gone", may_follow=True)
+
+
 @pytest.mark.parametrize(
-    ("ending", "what"),
-    [(failed("trainer"), "'trainer' failed"), (Joined(executor="trainer", incarnation=2), "was lost")],
+    ("endings", "kind", "what"),
+    [
+        ([failed("trainer")], ExecutorDied, "'trainer' failed"),
+        ([Joined(executor="trainer", incarnation=2)], ExecutorLost, "was lost"),
+        ([LOST_A_RANK], ExecutorLost, "'trainer' was lost\n.*rank 1 is gone"),
+        ([LOST_A_RANK, failed("trainer", "ValueError: no")], ExecutorDied, "'trainer' failed\n.*ValueError: no"),
+        ([failed("generator-0", "NonFiniteError: nan")], ExecutorDied, "'generator-0' failed"),
+        ([failed("generator-0", "WeightSyncError: no")], ExecutorDied, "'generator-0' failed"),
+    ],
 )
-def test_without_the_trainer_there_is_no_run(run: Run, ending: Message, what: str) -> None:
+def test_without_the_trainer_or_with_broken_weights_there_is_no_run(
+    run: Run, endings: list[Message], kind: type[ExecutorDied], what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a rank that is lost the run may go on (ExecutorLost), of an error it may not."""
+    monkeypatch.setattr(executors, "CAUSE_DEADLINE_S", TIMEOUT_S if len(endings) > 1 else 0.0)
     played = run.start()
-    if isinstance(ending, Joined):
-        [again] = run.start_again("trainer")
-        again.say(ending)
-    else:
-        played["trainer"].say(ending)
-    with pytest.raises(ExecutorDied, match=what):
+    [speaker] = {ending.executor for ending in endings}  # type: ignore[attr-defined]
+    speaks = run.start_again("trainer")[0] if isinstance(endings[0], Joined) else played[speaker]
+    speaks.say(*endings)
+    with pytest.raises(ExecutorDied, match=what) as raised:
         run.until(lambda: False, "never")
+    assert type(raised.value) is kind
 
 
 def test_who_loads_a_model_or_trains_may_be_silent(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

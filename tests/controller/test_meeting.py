@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -24,7 +26,7 @@ from slipstream.controller.meeting import (
 )
 from slipstream.controller.pipeline import Node, Pipeline
 from slipstream.core.channel_spec import ChannelSpec, Kind
-from slipstream.core.errors import ConfigError, SlipstreamError
+from slipstream.core.errors import ChannelTimeout, ConfigError, RunIsOver, SlipstreamError
 from slipstream.core.keys import RunKeys
 
 SPEC = RunSpec(
@@ -79,15 +81,65 @@ def test_a_specification_of_an_earlier_start_leads_to_nobody(tmp_path: Path) -> 
     assert keys not in channels
 
 
-def test_waits_for_a_controller_have_a_deadline_and_say_whom_they_wait_for(tmp_path: Path) -> None:
-    with pytest.raises(SlipstreamError, match="no address of a controller"):
-        read_address(str(tmp_path / "never"), timeout_s=0.1)
+def test_waits_for_a_controller_have_a_deadline_and_say_whom_they_wait_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "not yet").write_text("\n")
+    for file in ("never", "not yet"):
+        with pytest.raises(SlipstreamError, match=r"no address of a controller for 0.1 s[\s\S]*--join-timeout"):
+            read_address(str(tmp_path / file), timeout_s=0.1)
     with pytest.raises(SlipstreamError, match="announced no run"):
         read_spec(Meeting(Listen(), timeout_s=10).store, RunKeys.new(), timeout_s=0.1)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     with pytest.raises(SlipstreamError, match=f"no controller answered for 0.5 s[\\s\\S]*127.0.0.1:{port}"):
         attend(f"127.0.0.1:{port}", timeout_s=0.5)
+    monkeypatch.setattr(meeting_module, "READ_AGAIN_S", 0.1)
+    asked = iter([False, True])
+    with pytest.raises(RunIsOver):
+        attend(f"127.0.0.1:{port}", timeout_s=60.0, is_over=lambda: next(asked))
+
+
+def test_a_file_that_vanishes_between_two_looks_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The controller that wrote it has ended, and another comes."""
+    file, read = tmp_path / "address", Path.read_text
+    file.write_text("127.0.0.1:5\n")
+    answers = [OSError(errno.ESTALE, "Stale file handle"), FileNotFoundError()]
+
+    def read_text(path: Path) -> str:
+        if answers:
+            raise answers.pop()
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    assert read_address(str(file), timeout_s=60) == ("127.0.0.1", 5)
+
+
+def test_groups_are_waited_for_longer_than_the_controllers_own_children(tmp_path: Path) -> None:
+    pipeline = Pipeline(nodes=SPEC.nodes, channels=())
+    for join_timeout_s, found in ((600.0, 600.0), (0.1, 0.3)):
+        cluster = Cluster(Listen(), RunKeys.new(), join_timeout_s=join_timeout_s)
+        place = MeetingPlace(cluster, pipeline, lease_s=5.0, deadline_s=0.3)
+        assert place.patience_s == {"trainer": found, "trainer@1": found}
+    cluster = Cluster(Listen(), RunKeys.new(), join_timeout_s=0.4)
+    place = MeetingPlace(cluster, Pipeline(nodes=SPEC.nodes, channels=SPEC.channels), lease_s=5.0, deadline_s=0.2)
+    tmp_path.chmod(0o700)
+    for executor, limit in (("trainer", "0.4"), ("rewards", "0.2")):
+        with pytest.raises(ChannelTimeout, match=f"'{executor}' did not come.* within {limit} s"):
+            place.addresses(tmp_path).find(f"{executor}.in")
+
+
+@pytest.mark.parametrize(("status", "steps", "is_over"), [("done", 3, True), ("done", 2, False), ("failed", 3, False)])
+def test_a_run_that_has_done_its_steps_needs_no_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: str, steps: int, is_over: bool
+) -> None:
+    monkeypatch.setattr(meeting_module, "read_summary", lambda _: SimpleNamespace(status=status, steps=steps))
+    assert meeting_module.is_done(tmp_path, 3) == is_over
+    assert not meeting_module.is_done(None, None)
+
+
+def test_a_folder_without_a_summary_is_of_no_run_that_is_done(tmp_path: Path) -> None:
+    assert not meeting_module.is_done(tmp_path, 0)
 
 
 def test_a_group_finds_a_controller_that_was_started_again_elsewhere(
@@ -108,7 +160,7 @@ def test_a_group_finds_a_controller_that_was_started_again_elsewhere(
     assert store.timeout.total_seconds() == 60, "of what is asked from it later"
 
 
-@pytest.mark.parametrize("content", ["", "host", "host:port"])
+@pytest.mark.parametrize("content", ["host", "host:port"])
 def test_a_file_without_an_address_is_refused(tmp_path: Path, content: str) -> None:
     file = tmp_path / "address"
     file.write_text(content)

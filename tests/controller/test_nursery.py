@@ -8,13 +8,15 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
 from slipstream.controller import nursery as module
 from slipstream.controller.nursery import Nursery
+from slipstream.controller.pipeline import Node
+from slipstream.controller.process import Child
 from slipstream.core.errors import SlipstreamError
 from slipstream.core.recipes import resolve
 
@@ -63,6 +65,30 @@ def test_a_child_is_ours_and_says_how_it_ended(nursery: Nursery, tmp_path: Path)
     assert "no such file.json" in log
     assert status(started(nursery, tmp_path)) == 1
     assert not is_adopting(), "other orphans are not for us"
+
+
+def test_a_child_knows_nothing_of_the_torchrun_that_its_run_was_started_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: dict[str, str] = {}
+
+    def start(arguments: Sequence[str], *, environment: Mapping[str, str], **_: object) -> int:
+        found.update(environment)
+        return os.getpid()
+
+    monkeypatch.setattr(module.NURSERY, "start", start)
+    told = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("SAID_BY_THE_USER", "1")
+    node = Node("rewards", os.path.join)
+    child = Child.start(
+        node, 0, (), run_dir=tmp_path, transport_dir=tmp_path, run_id="a", incarnation=1, incarnations={}, deadline_s=1
+    )
+    child.let_go()
+    os.close(child.pidfd)
+    assert not found.keys() & told.keys()
+    assert found["SAID_BY_THE_USER"] == "1"
 
 
 def test_a_nursery_that_was_killed_is_replaced(nursery: Nursery, tmp_path: Path) -> None:

@@ -17,7 +17,17 @@ from slipstream.core.held_out import Measured
 from slipstream.core.recipes import resolve
 from slipstream.core.run_log import Command, Decision, ScheduleBegan, ScheduleConfig
 from slipstream.core.service_messages import Counters, Noted
-from slipstream.core.types import CompletionFinished, GroupScored, Message, Skip, StartGroup, StepDone, TrainStep
+from slipstream.core.types import (
+    CompletionFinished,
+    GroupScored,
+    Message,
+    ReplicaLost,
+    Skip,
+    StartGroup,
+    StepDone,
+    Swapped,
+    TrainStep,
+)
 from slipstream.observe.health import Alarm
 from slipstream.observe.waste import Wasted
 
@@ -140,6 +150,15 @@ def test_the_screen_shows_both_evaluations_whichever_ends_first(
     shown = capsys.readouterr().out
     assert "held-out reward before" in shown
     assert shown.count("sampled at temperature 1") == 1
+
+
+def test_the_screen_forgets_a_replica_that_is_lost(tmp_path: Path) -> None:
+    screen = Screen(resolve("quickstart"), tmp_path)
+    for replica in (0, 1):
+        screen.take(Swapped(replica=replica, version=2, transfer_s=0.0, pause_s=0.0, probe_error=0.0))
+    screen.take(ReplicaLost(replica=0))
+    screen.close()
+    assert screen._display._replicas == {1: 2}
 
 
 def test_the_screen_says_who_noted_what_but_for_the_controller(

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from slipstream.controller.evaluations import GREEDY, SAMPLED, EvaluationDone
+from slipstream.controller.ledger import Cut
 from slipstream.controller.tally import Tally
 from slipstream.core.clock import VirtualClock
 from slipstream.core.held_out import GREEDY_PREFIX, SAMPLED_PREFIX, Measured, measured
 from slipstream.core.recipes import resolve
-from slipstream.core.run_log import Decision
+from slipstream.core.run_log import Decision, Snapshot
 from slipstream.core.service_messages import Counters, EvalScored
 from slipstream.core.types import EpisodeRecord, StartGroup, StepDone, Stop
 from slipstream.observe.metrics import LEAST_S, flatten
-from slipstream.observe.samples import read_samples
+from slipstream.observe.samples import Sample, read_samples, write_samples
 from slipstream.observe.summary import EpisodeCounts, JudgeCounts
 from slipstream.observe.transcript import TranscriptPart
+from slipstream.prompts import PromptReport
+from slipstream.stages.rl import _tally
 
 
 def begin(tally: Tally, at_s: float) -> None:
@@ -224,6 +228,25 @@ def test_samples_of_episodes_are_transcripts(tmp_path: Path) -> None:
         assert turns == [*trunk, fork, trunk[1], TranscriptPart("assistant", words, 2)]
     assert (second.before_turns, second.after_turns) == (None, None)
     assert read_samples(tmp_path / "samples.json") == [first, second]
+
+
+@pytest.mark.parametrize(("steps_done", "has_after"), [(4, True), (2, False)])
+def test_a_resume_keeps_the_last_answers_only_where_it_goes_on_with_the_last_version(
+    tmp_path: Path, steps_done: int, has_after: bool
+) -> None:
+    sample = Sample(
+        "1+1=", "2", "3", "2", before_reward=0.0, after_reward=1.0, before_is_right=False, after_is_right=True
+    )
+    write_samples([sample], tmp_path / "samples.json")
+    report = PromptReport(
+        num_train=1, num_eval=1, num_candidates=2, num_duplicates=0, num_too_long=0, overlap=0, max_tokens=4, longest=4
+    )
+    cut = Cut(
+        Snapshot(next_ordinal=0, steps_done=steps_done, dropped=[], dropped_in_a_row=0, num_failed=0, readmit=[]), 0
+    )
+    _tally(resolve("quickstart", {"steps": 4}), tmp_path, Counter(), report, cut)
+    [kept] = read_samples(tmp_path / "samples.json")
+    assert kept == (sample if has_after else Sample("1+1=", "2", "3", None, before_reward=0.0, before_is_right=False))
 
 
 def test_counts_of_judges_are_those_of_all_their_processes() -> None:

@@ -11,11 +11,13 @@ from test_build import MODELS, pipeline_of, ranks, ways
 from slipstream.controller.checks import check, check_teacher
 from slipstream.core.channel import connect_local
 from slipstream.core.errors import ConfigError
+from slipstream.core.lora_section import LoraConfig
 from slipstream.core.recipes import config_toml, resolve
 from slipstream.core.sections import ModelConfig
 from slipstream.generator.vllm.settings import check_settings
 from slipstream.models.hf import save_model
 from slipstream.models.initialise import new_model
+from slipstream.models.peft import save_adapter, with_adapters
 from slipstream.models.tokenizer import PRINTABLE, char_tokenizer
 from slipstream.stages.order import check_order
 from slipstream.trainer.loss_checks import check_loss
@@ -89,7 +91,7 @@ def test_an_own_teacher_stands_last_before_the_trainer() -> None:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Teachers: the policy's tokens, more of them, other ones, no tokenizer, fewer positions."""
+    """Teachers: the policy's tokens, more of them, other ones, no tokenizer, fewer positions; an adapter."""
     root = tmp_path_factory.mktemp("teachers")
     for name, alphabet in {"same": None, "more": PRINTABLE + "\u00e4", "other": "abc"}.items():
         tokenizer = char_tokenizer(alphabet)
@@ -97,6 +99,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
         save_model(model, root / name, tokenizer)
         if name == "same":
             save_model(model, root / "bare", None)
+            with_adapters(model, LoraConfig(rank=2), seed=0)
+            save_adapter(model, root / "adapter", base=root / "same", digest="")
             short = new_model(ModelConfig(**SMALL, max_positions=16), len(tokenizer), 0, eos_token_id=1, pad_token_id=0)
             save_model(short, root / "short", tokenizer)
     return root
@@ -121,6 +125,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("more", {}, "another vocabulary"),
         ("other", {}, "another vocabulary"),
         ("bare", {}, "has no tokenizer"),
+        ("adapter", {}, None),
         ("short", {}, "read as far"),
     ],
 )

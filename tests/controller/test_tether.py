@@ -17,6 +17,7 @@ from slipstream.core.addresses import StoreAddresses
 from slipstream.core.channel import Ports, connect_by_book, wait
 from slipstream.core.channel_spec import ChannelSpec, Kind
 from slipstream.core.keys import RunKeys
+from slipstream.core.processes import open_pidfd
 from slipstream.core.types import Stop
 
 LEASE_S = 0.3
@@ -45,7 +46,7 @@ def ends() -> Iterator[tuple[Ports, Ports]]:
 def agent() -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     """It, and what is readable once it has ended."""
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    descriptor = os.pidfd_open(process.pid)
+    descriptor = open_pidfd(process.pid)
     yield process, descriptor
     process.kill()
     process.communicate()

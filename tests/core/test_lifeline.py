@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.core.processes import open_pidfd
+
 DEADLINE_S = 60.0
 CHILDREN = {
     "amid an import": "import ctypes; report(); ctypes.PyDLL(None).sleep(100_000)  # as one that holds the lock does",
@@ -33,7 +35,7 @@ def start(code: str, folder: Path) -> tuple[subprocess.Popen[str], int]:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
     parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True, env=environment)
     assert parent.stdout is not None
-    return parent, os.pidfd_open(int(parent.stdout.readline()))
+    return parent, open_pidfd(int(parent.stdout.readline()))
 
 
 @pytest.mark.parametrize("moment", ["amid an import", "amid loading", "amid a step"])

@@ -3,19 +3,72 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from slipstream.controller.placement import thread_environment
 from slipstream.core import machine
 
+COUNTS = """
+from slipstream import __main__, cli
+from slipstream.core.machine import num_cores
+def count():
+    before = num_cores()
+    import torch
+    print(before, num_cores())
+"""
 
-@pytest.mark.parametrize(("quota", "cores"), [("max 100000", 8), ("150000 100000", 2), ("5000 100000", 1), ("", 8)])
-def test_a_quota_is_a_number_of_cores(quota: str, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "cpu.max").write_text(quota)
-    monkeypatch.setattr(machine, "CGROUP_QUOTA", tmp_path / "cpu.max")
+
+@pytest.mark.parametrize(
+    ("quota", "first", "cores"),
+    [
+        ("max 100000", None, 8),
+        ("150000 100000", None, 2),
+        ("5000 100000", None, 1),
+        ("", None, 8),
+        (None, ("150000", "100000"), 2),
+        (None, ("5000", "100000"), 1),
+        (None, ("-1", "100000"), 8),
+    ],
+)
+def test_a_quota_is_a_number_of_cores(
+    quota: str | None,
+    first: tuple[str, str] | None,
+    cores: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`first` are the files of the first version of cgroups."""
+    files = [tmp_path / name for name in ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us")]
+    for file, text in zip(files, (quota, *(first or (None, None))), strict=True):
+        if text is not None:
+            file.write_text(f"{text}\n")
+    monkeypatch.setattr(machine, "CGROUP_QUOTA", files[0])
+    monkeypatch.setattr(machine, "FIRST_CGROUP_QUOTA", tuple(files[1:]))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
     assert machine.num_cores() == cores
+
+
+@pytest.mark.skipif(machine.num_cores() < 2, reason="there is one core to be on")
+@pytest.mark.parametrize("where", ["the command", "its children"])
+def test_all_cores_are_used_where_a_site_binds_threads_to_them(where: str) -> None:
+    """Where libgomp binds threads, torch's import leaves the thread that imports it on the first core."""
+    site = {"OMP_PROC_BIND": "true", "GOMP_CPU_AFFINITY": "0"}
+    code, added = "count()", thread_environment(1)
+    if where == "the command":
+        code, added = "cli.script = count\n__main__.script()", {}
+    done = subprocess.run(
+        [sys.executable, "-c", COUNTS + code],
+        env=os.environ | site | added,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    before, after = done.stdout.split()
+    assert before == after == str(machine.num_cores()), done.stderr
 
 
 def test_the_lowest_limit_of_memory_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

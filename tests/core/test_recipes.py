@@ -326,6 +326,60 @@ def test_files_of_a_saved_config_are_found_from_any_folder(tmp_path: Path, monke
         recipes.resumed_config(run, {"loss.name": "own.py:loss"})
 
 
+COMMIT = "0" * 40
+
+
+@pytest.mark.parametrize(
+    ("edited", "found"),
+    [
+        ({}, {}),
+        ({"steps": 9, "eval.stop_at": None}, {"steps": 9, "eval": {"stop_at": None}}),
+        ({"model.path": "org/policy@v1"}, {}),
+        ({"model.path": "org/policy", "model.revision": "v1"}, {}),
+        ({"model.path": f"org/policy@{'1' * 40}"}, ["model.path"]),
+        ({"model.path": "org/other", "steps": 9}, ["model.path"]),
+        ({"seed": 1, "trainer.optimizer.lr": 0.5}, ["seed", "trainer.optimizer.lr"]),
+        ({"generator.num_slots": None}, {}),
+    ],
+)
+def test_a_recipe_beside_a_run_changes_what_a_resume_may_change(
+    tmp_path: Path, edited: dict[str, Any], found: dict[str, Any] | list[str]
+) -> None:
+    """Job files say both. The run has written commits into its own, and sizes that its recipe leaves open."""
+    recipe = BASE | {"model": {"path": "org/policy"}, "eval": {"stop_at": 0.5, "every": 1}}
+    chosen = {"model.path": f"org/policy@{COMMIT}", "generator.num_slots": 8}
+    save_config(resolve(recipe, chosen), tmp_path / "config.toml")
+    edited = {"generator.num_slots": 8, **edited}
+    if isinstance(found, dict):
+        assert recipes.changed_since(tmp_path, resolve(recipe, edited)) == found
+        return
+    with pytest.raises(ConfigError, match=f"(?s)not that of the run.*got: +{', '.join(found)}\n"):
+        recipes.changed_since(tmp_path, resolve(recipe, edited))
+
+
+def test_a_run_is_of_the_recipe_that_began_it(tmp_path: Path) -> None:
+    """Where that was written as job files are: every field, and paths as they were given."""
+    for recipe in list_recipes():
+        config = resolve(recipe.path)
+        save_config(config, tmp_path / "config.toml")
+        (tmp_path / "recipe.toml").write_text(recipes.config_toml(config))
+        assert recipes.changed_since(tmp_path, resolve(tmp_path / "recipe.toml")) == {}, recipe.name
+
+
+def test_the_controllers_command_takes_a_recipe_with_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A group's, and `slipstream run`, do not."""
+    run = tmp_path / "run"
+    run.mkdir()
+    save_config(resolve(BASE), run / "config.toml")
+    save_config(resolve(BASE, {"steps": 9}), tmp_path / "new.toml")
+    argv = [str(tmp_path / "new.toml"), "--resume", str(run), "--group", "controller", "--max-restarts", "1"]
+    options = cli._of_its_recipe(parse(cli.LaunchOptions, argv, cli.launch_command))
+    assert (options.recipe, options.resume, options.overrides) == (None, run, {"steps": 9, "max_restarts": 1})
+    assert cli._run_config(options).steps == 9
+    assert cli.main(["run", *argv[:3]]) == 2
+    assert "a resumed run keeps its configuration" in capsys.readouterr().err
+
+
 def test_fields_that_are_gone_say_nothing_with_their_defaults() -> None:
     for path, default in RETIRED.items():
         assert resolve("quickstart", {path: default}) == resolve("quickstart")

@@ -44,6 +44,14 @@ async def ask(client: AsyncOpenAI, text: Any, **fields: Any) -> Any:
     return response.choices[0].message
 
 
+async def run_with_plain_client(row: dict[str, Any], base_url: str, api_key: str) -> Any:
+    """Ask once with a client as users make it, which takes what the environment says of proxies."""
+    from openai import AsyncOpenAI
+
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        return len((await ask(client, row["text"])).content)
+
+
 async def run(row: dict[str, Any], base_url: str, api_key: str) -> Any:
     async with client_of(base_url, api_key) as client:
         return await DEEDS[row["do"]](row, client)

@@ -128,6 +128,30 @@ def test_programs_play_side_by_side(make_agents: MakePool, tmp_path: Path, kind:
     assert rewards(ends(pool, count, answer)) == {key: float(key) for key in range(count)}
 
 
+@pytest.mark.parametrize(
+    ("before", "meanwhile"),
+    [
+        ({}, "127.0.0.1,localhost"),
+        ({"NO_PROXY": "a.org,b.org"}, "a.org,b.org,127.0.0.1,localhost"),
+        ({"no_proxy": "*"}, "*"),
+    ],
+)
+def test_an_agent_of_this_process_asks_past_the_proxy_that_the_environment_names(
+    make_agents_inline: MakePool, monkeypatch: pytest.MonkeyPatch, before: dict[str, str], meanwhile: str
+) -> None:
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # nobody listens there
+    for name, value in before.items():
+        monkeypatch.setenv(name, value)
+    pool = make_agents_inline("run_with_plain_client")
+    assert os.environ["no_proxy"] == meanwhile
+    pool.open("a", 0, {"text": "abc"})
+    assert rewards(ends(pool, 1)) == {"a": 3.0}
+    pool.close()
+    assert {name: os.environ[name] for name in ("no_proxy", "NO_PROXY") if name in os.environ} == before
+
+
 @INLINE
 def test_requests_of_an_episode_are_open_side_by_side(make_agents: MakePool) -> None:
     pool = make_agents("run")

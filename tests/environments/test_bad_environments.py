@@ -48,6 +48,8 @@ class Column(Good):
     def reset(self, board, **columns): return None
 class Talks(Good):
     def reset(self, **columns): return [{"role": "assistant", "content": "I"}]
+class Long(Good):
+    def reset(self, **columns): return "word " * 200
 class Raises(Good):
     def step(self, message): raise KeyError("board")
 class Number(Good):
@@ -313,6 +315,11 @@ LATER = [  # needs the user's code, the data or the model
     env("reset raises", (TRIED, "OSError: no such board (env.py, line"), cls="env.py:Reset"),
     env("reset needs a column", (TRIED, "'board'", "prompt, answer, kind"), cls="env.py:Column"),
     env("reset speaks for the policy", (TRIED, "the role of an environment's message"), cls="env.py:Talks"),
+    env(
+        "reset leaves no room",
+        (TRIED, "what reset said leaves no room for a turn: 1,006 tokens, of at most 512"),
+        cls="env.py:Long",
+    ),
     env("step raises", (TRIED, "KeyError: 'board' (env.py, line"), cls="env.py:Raises"),
     env("step returns nonsense", (TRIED, "step returns a Step", "not 3 (int)"), cls="env.py:Number"),
     env("a reward is not finite", (TRIED, "a reward is finite, not nan"), cls="env.py:Nan"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Iterator
@@ -149,6 +150,25 @@ def test_turns_have_the_variables_of_the_recipe() -> None:
     with pytest.raises(ConfigError, match="does not extend its own text"):
         chat_with(enable_thinking=False)
     chat_with(enable_thinking=True)
+
+
+@pytest.mark.parametrize("opens", [True, False])
+def test_calls_in_a_thought_that_the_header_opens_are_text(opens: bool) -> None:
+    family, header = FAMILIES["qwen2.5"], "<|im_start|>assistant\\n"
+    assert header in family.template
+    opening = dataclasses.replace(family, template=family.template.replace(header, f"{header}<think>\\n"))
+    tokenizer = tokenizer_of(opening if opens else family)
+    prompts = {"dataset": "x.jsonl", "chat": True}
+    environment = {"class": "guess", "tool_format": "hermes"}
+    config = resolve({"prompts": prompts, "model.path": "a/b", "environment": environment})
+    chat = build_chat(config, tokenizer, TOOLS)
+    call = '<tool_call>{"name": "search", "arguments": {"query": "q"}}</tool_call>'
+
+    def called(text: str) -> int:
+        return len(chat.message(row(tokenizer.encode(text, add_special_tokens=False))).get("tool_calls", ()))
+
+    assert called(f"Perhaps {call}") == (0 if opens else 1)
+    assert called(f"Perhaps {call}.</think>{call}") == (1 if opens else 2)
 
 
 def lookalikes(family: Family) -> st.SearchStrategy[str]:

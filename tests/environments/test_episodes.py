@@ -141,6 +141,16 @@ def test_an_observation_that_leaves_no_room_ends_the_episode(limits: dict[str, i
     assert episodes.answered(said(1, "55"), 0.0) == [Finish(KEY)]
 
 
+def test_an_opening_that_leaves_no_room_is_the_environments_failure() -> None:
+    episodes = table(max_len=5 + 3)
+    episodes.sampled(opening(), 0.0)
+    assert episodes.answered(said(0, "50 51 52"), 0.0) == [Finish(KEY)]
+    [over] = episodes.ended(LastWord(KEY, 1.0), 0.0)
+    assert isinstance(over, Observation)
+    assert over.record is not None
+    assert (over.record.failure or "").startswith("environment: what reset said left no room for a turn")
+
+
 def test_an_episode_that_takes_too_long_is_cut_at_the_end_of_its_turn() -> None:
     episodes = table(episode_limit_s=10.0)
     episodes.sampled(opening(), 0.0)

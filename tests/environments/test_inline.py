@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
-from drive import asked, opened, text, wait_for
+from drive import GENEROUS_S, asked, opened, text, wait_for
 
 from slipstream.core.clock import VirtualClock
-from slipstream.environments.answers import Lost
+from slipstream.environments.answers import LastWord, Lost, Said
 from slipstream.environments.inline import InlinePool
+from slipstream.environments.protocol import Step
+from slipstream.environments.tools import FunctionTools
+from slipstream.environments.trl import FactoryEnvironment
 
 MakePool = Callable[..., InlinePool]
 LIMIT_S = 7.0
@@ -59,3 +66,81 @@ def test_its_messages_are_copies(make_inline: MakePool) -> None:
     assert first != second
     assert not isinstance(first, Lost)
     assert pool.isolation == frozenset()
+
+
+MEETING = threading.Barrier(2, timeout=20.0)
+"""Two episodes that are called at the same time get on; one that holds up the other breaks it."""
+
+
+def meet() -> str:
+    """Wait for the other episode."""
+    MEETING.wait()
+    return "met"
+
+
+async def rest() -> str:
+    """Let others go on."""
+    await asyncio.sleep(0)
+    return "rested"
+
+
+class Meeting:
+    """A TRL environment whose methods are not async."""
+
+    def __init__(self) -> None:
+        self.thread: int | None = None
+
+    def reset(self, **columns: Any) -> str:
+        self.thread = threading.get_ident()
+        return meet()
+
+    def look(self) -> bool:
+        """Wait for the other episode; tell whether this is the thread of the reset."""
+        meet()
+        return self.thread == threading.get_ident()
+
+    def get_reward(self) -> float:
+        meet()
+        return 1.0
+
+
+class Built:
+    """A plain environment that runs the loop of its tools by itself."""
+
+    def reset(self) -> None:
+        self.tools = FunctionTools([meet, rest])
+
+    def step(self, message: dict[str, Any]) -> Step:
+        return asyncio.run(self.tools.step(message))
+
+
+@pytest.mark.parametrize(
+    ("make", "calls", "answers", "reward"),
+    [
+        (partial(FunctionTools, [meet, rest]), ["meet"], ["met"], None),
+        (partial(FunctionTools, [meet, rest]), ["rest", "meet", "rest"], ["rested", "met", "rested"], None),
+        (partial(FactoryEnvironment, Meeting), ["look"], ["True"], 1.0),
+        (partial(FactoryEnvironment, {"a": Meeting}, tools=[rest]), ["rest", "look"], ["rested", "True"], 1.0),
+        (Built, ["rest", "meet"], ["rested", "met"], None),
+    ],
+    ids=["tools", "plain and async tools", "TRL", "TRL by name", "tools within"],
+)
+def test_plain_functions_of_two_episodes_run_side_by_side(
+    make: Callable[[], Any], calls: list[str], answers: list[str], reward: float | None
+) -> None:
+    pool = InlinePool([make], step_limit_s=GENEROUS_S)
+    MEETING.reset()
+    try:
+        pool.wait_ready()
+        assert not any(isinstance(one, Lost) for one in opened(pool, ["a", "b"], 0, environment="a").values())
+        tool_calls = [{"type": "function", "function": {"name": name, "arguments": {}}} for name in calls]
+        for key in ("a", "b"):
+            pool.take(key, 1, {"role": "assistant", "content": "", "tool_calls": tool_calls})
+        for one in wait_for(pool, 2):
+            assert isinstance(one, Said)
+            assert [message["content"] for message in one.messages] == answers
+        for key in ("a", "b"):
+            pool.finish(key)
+        assert sorted(wait_for(pool, 2), key=str) == [LastWord("a", reward), LastWord("b", reward)]
+    finally:
+        pool.close()

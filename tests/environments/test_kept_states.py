@@ -350,6 +350,23 @@ def test_one_whose_worker_another_has_ended_goes_on_from_its_last_answer() -> No
     assert [episodes.counts[name] for name in ("restored", "restarts", "turns")] == [2, 0, 3]
 
 
+def test_one_that_is_cut_is_not_gone_on_with(tmp_path: Path) -> None:
+    """Its last answer left no room: nothing is sampled behind the turn before, without that answer."""
+    episodes = begun(1)
+    assert episodes.answered(said(2, " ".join(["53"] * LIMITS.max_len)), 0.0) == [Finish(KEY)]
+    [call] = episodes.failed(INNOCENT, 0.0)
+    assert isinstance(call, Open)
+    assert (call.state, call.turn) == ("2", 2)
+    resumed = table()
+    resumed.sampled(opening(may_continue=True, is_again=True, partial=kept(episodes, tmp_path)), 0.0)
+    for one in (episodes, resumed):
+        assert one.answered(said(2, state=None, reward=None), 0.0) == [Finish(KEY)]
+        [over] = one.ended(LastWord(KEY, 1.0), 0.0)
+        assert isinstance(over, Observation)
+        assert over.record is not None
+        assert (over.record.is_cut, over.record.reward, len(over.tokens)) == (True, 2 * 0.25 + 1.0, 0)
+
+
 def test_a_turn_that_comes_while_its_environment_is_restored_waits_for_it() -> None:
     episodes = begun(2)
     episodes.failed(INNOCENT, 0.0)

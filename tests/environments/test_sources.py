@@ -70,6 +70,14 @@ def test_a_class_that_shows_that_it_lacks_a_method_is_refused_by_its_text(tmp_pa
             make_source("class", f"{file}:Maze")
 
 
+def test_files_of_a_command_may_be_in_the_users_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "agent.py").write_text("print(1)\n")
+    source = make_source("program", command=["python", "~/agent.py", "--quick"])
+    assert source.command[1:] == (f"{tmp_path}/agent.py", "--quick")
+    assert source.texts == {f"{tmp_path}/agent.py": "print(1)\n"}
+
+
 def test_nothing_is_imported_before_it_is_loaded(tmp_path: Path) -> None:
     file = tmp_path / "loud.py"
     file.write_text(f"from pathlib import Path\nPath({str(tmp_path / 'ran')!r}).touch()\n{MAZE}")
@@ -175,9 +183,16 @@ def test_a_file_that_cannot_be_imported(tmp_path: Path) -> None:
     file.write_text("class Maze")
     with pytest.raises(ConfigError, match=r"broken.py is no Python(.|\n)*line 1"):
         make_source("class", f"{file}:Maze")
-    file.write_bytes(b"# coding: latin-1\n# caf\xe9\n" + MAZE.encode())
-    with pytest.raises(ConfigError, match=r"broken.py is not in UTF-8"):
+    file.write_bytes(b"# caf\xe9\n" + MAZE.encode())
+    with pytest.raises(ConfigError, match=r"broken.py is no Python"):
         make_source("class", f"{file}:Maze")
+
+
+@pytest.mark.parametrize("start", [b"# coding: latin-1\ncafe = 'caf\xe9'\n", b"\xef\xbb\xbfcafe = 'caf\xc3\xa9'\n"])
+def test_a_file_has_the_encoding_that_it_names(start: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "maze.py"
+    file.write_bytes(start + MAZE.replace("reset(self): ...", "reset(self): return cafe").encode())
+    assert load(make_source("class", f"{file}:Maze"))().reset() == "café"
 
 
 @pytest.mark.parametrize("name", ["sessions", "parked_tokens"])

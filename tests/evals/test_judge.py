@@ -136,7 +136,7 @@ def test_a_server_may_name_the_time_at_which_to_come_back() -> None:
     [
         (http(500, "out of memory"), "status 500: out of memory"),
         (chat("I would rather not."), "I would rather not."),
-        (chat(None), "no chat completion"),
+        (chat(None), "an answer without one verdict"),
         (http(200, "<html>hello</html>"), "no chat completion"),
         (http(200, '{"choices": []}'), "without choices"),
         (http(200, '{"choices": [{"message": {"content": ["Verdict: A"]}}]}'), "no chat completion"),

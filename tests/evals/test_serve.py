@@ -315,6 +315,18 @@ def test_tools_there_and_back(folder: Path, scripted: Callable[..., ScriptedEngi
         assert not third.choices[0].message.content, "what comes behind the stop text is not said"
 
 
+def test_a_call_in_a_thought_that_the_template_opens_is_text(
+    tmp_path: Path, scripted: Callable[..., ScriptedEngine]
+) -> None:
+    template = TEMPLATE.replace("a:{% endif %}", "a:<think>{{ '\n' }}{% endif %}")
+    engine = scripted(f"Perhaps {CALL}.</think>Done.", f"Yes.</think>{CALL}")
+    engine.may_answer.set()
+    with slipstream.serve(make_checkpoint(tmp_path, template=template), tool_format="json_tags") as serving:
+        said = [ask(serving, "1 + 2?", tools=ADD).choices[0] for _ in range(2)]
+    assert [one.finish_reason for one in said] == ["stop", "tool_calls"]
+    assert said[0].message.content == f"Perhaps {CALL}.</think>Done."
+
+
 def test_a_model_whose_calls_nobody_knows_refuses_tools(folder: Path) -> None:
     with slipstream.serve(folder, tool_format="auto") as serving:
         ask(serving, "hi", max_tokens=2)

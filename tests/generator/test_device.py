@@ -58,6 +58,19 @@ def test_ranks_get_a_gpu_each(gpus: Any) -> None:
             check_device(config_of(**refused))
 
 
+def test_only_the_ranks_of_this_machine_need_gpus_here(gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a torchrun says in which the run itself was started is no matter."""
+    gpus(2)
+    check_device(config_of(device="cuda", tensor_parallel=4), local_world=2)
+    with pytest.raises(ConfigError, match="need a GPU each"):
+        check_device(config_of(device="cuda", tensor_parallel=4), local_world=4)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    check_device(config_of(device="cuda:1"))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    with pytest.raises(ConfigError, match="need a GPU each"):
+        check_device(config_of(device="cuda", tensor_parallel=4))
+
+
 @pytest.mark.parametrize("device", ["auto", "cuda:", "cuda:-1", "gpu", "mps", "CPU"])
 def test_other_devices_are_refused(device: str) -> None:
     with pytest.raises(ConfigError, match="device"):

@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from ports import Port
@@ -158,6 +159,23 @@ def test_tokens_that_a_resume_brought_were_not_generated_here(tmp_path: Path, mo
     outgoing.prompts[0] = (whole.prompt, 1)
     pass_on(passed_on[0], num_restored=whole.num_tokens - 2)
     assert outgoing.generated_tokens == whole.num_tokens + 2
+
+
+@pytest.mark.parametrize(("num_restored", "num_sampled"), [(0, 0), (3, 3), (6, 4), (9, 6)])  # of all, and of those
+def test_the_news_of_an_episode_counts_its_sampled_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_restored: int, num_sampled: int
+) -> None:
+    given = Segment(tokens=np.zeros(3, np.int32))
+    sampled = Segment(tokens=np.zeros(4, np.int32), behaviour_logprobs=np.zeros(4, np.float32))
+    episode = msgspec.structs.replace(completion(0), segments=(sampled, given, sampled))
+    outgoing = Node(tmp_path).generator.outgoing
+    outgoing.prompts[0] = (PROMPT, 1)
+    monkeypatch.setattr(outgoing, "completion_of", lambda ended, prompt: ended)
+    ended: Any = episode
+    told = outgoing.pass_on(ended, num_restored=num_restored)
+    assert told is not None
+    assert (told.num_tokens, told.num_restored) == (8, num_sampled)
+    assert outgoing.generated_tokens == 8 - num_sampled
 
 
 def test_answers_of_evaluations_are_kept_too(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from test_endings import await_steps, executors_of, start
 from test_restarts_run import finished
 
 import slipstream
+from slipstream.core.processes import open_pidfd
 from slipstream.core.run_log import RolloutLine, read_rollouts
 
 SOURCE = Path(__file__).with_name("turn_environments.py")
@@ -94,7 +95,7 @@ def test_the_controller_is_killed_and_a_resume_goes_on(episodes, tmp_path):
 def wait_for_end(pid: int, within_s: float = 30.0) -> None:
     """Wait until a process that is no child of this one has ended."""
     try:
-        fd = os.pidfd_open(pid)
+        fd = open_pidfd(pid)
     except ProcessLookupError:
         return
     try:

@@ -55,8 +55,12 @@ def cut_back_to(run: Path, node: str | None) -> int:
     return steps[-1]
 
 
+def num_sampled(partial: PartialEpisode) -> int:
+    return sum(len(segment.tokens) for segment in partial.segments if segment.is_sampled)
+
+
 def restored_in(run: Path) -> dict[Key, int]:
-    """The tokens that a resume has brought, of completions that have any."""
+    """The sampled tokens that a resume has brought, of completions that have any."""
     told = events(run, "CompletionFinished")
     return {(one["ordinal"], one["sample"]): one["num_restored"] for one in told if one["num_restored"]}
 
@@ -86,8 +90,8 @@ def test_open_episodes_go_on_and_the_bound_holds(at, episodes, tmp_path, monkeyp
     audit(run)
     restored, told = restored_in(run), resumed.summary["episodes"]
     assert told["restored"] == len(saved), "none was sampled from its beginning"
-    whole = {key: one.num_tokens for key, one in over.items() if key in admitted_again(run, over)}
-    assert restored == {key: one.num_tokens for key, one in saved.items()} | whole
+    whole = {key: num_sampled(one) for key, one in over.items() if key in admitted_again(run, over)}
+    assert restored == {key: num_sampled(one) for key, one in saved.items()} | whole
     lines = trained(run)
     for key in restored:
         partial, line = {**saved, **over}[key], lines[key]

@@ -13,7 +13,8 @@ import slipstream
 from slipstream import cli
 from slipstream.controller import build
 from slipstream.core.errors import ConfigError
-from slipstream.evals.evaluate import evaluate_model
+from slipstream.core.recipes import resolve
+from slipstream.evals.evaluate import evaluate, evaluate_model
 
 WORDS = [f"{a}{b}" for a in "abcde" for b in "abcde"]
 
@@ -102,6 +103,17 @@ def test_a_set_is_answered_again_as_in_the_run(run: Path, capsys: pytest.Capture
     assert [answer.prompt for answer in warm.greedy_answers] == [f"{word.upper()}=" for word in WORDS[:6]]
     assert cli.main(["eval", str(run), "--set", "gredy"]) == 2
     assert "did you mean 'greedy'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [({"num_prompts": 0}, "num_prompts = 0"), ({"num_samples": 0}, "at least one sample")],
+)
+def test_no_prompts_and_no_samples_are_not_those_of_the_set(
+    given: dict[str, int], message: str, tables: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        evaluate(resolve(tables), **given)
 
 
 @pytest.mark.slow

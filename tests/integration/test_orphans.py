@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 from processes import command_line, descendants, is_alive
 
+from slipstream.core.processes import open_pidfd
+
 END_DEADLINE_S = 60.0
 START_DEADLINE_S = 400.0
 PR_SET_CHILD_SUBREAPER = 36
@@ -89,7 +91,7 @@ def kill_and_see_all_end(process: subprocess.Popen[bytes], phase: str, others: f
     known += [pid for pid in descendants(os.getpid()) if pid not in {*known, *others}]  # those started meanwhile
     for pid in known:
         try:
-            descriptor = os.pidfd_open(pid)
+            descriptor = open_pidfd(pid)
         except ProcessLookupError:
             continue
         left_s = END_DEADLINE_S - (time.monotonic() - killed_s)

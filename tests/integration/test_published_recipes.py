@@ -23,7 +23,6 @@ from slipstream.models.hf import save_model
 from slipstream.models.initialise import new_model
 from slipstream.models.scalar import new_scalar_model, save_scalar_model
 from slipstream.models.tokenizer import char_tokenizer, load_tokenizer
-from slipstream.stages.progress import Quiet
 from slipstream.stages.reward_model import read_preferences
 
 NUM_ROWS = 20
@@ -184,9 +183,9 @@ def test_tldr_from_sft_to_the_gold_win_rate(models: dict[str, str], tmp_path: Pa
         "gold.models": [{"path": models["reward"]}],
     }
     tokenizer = load_tokenizer(models["policy"])
-    pairs, held_out = read_preferences(resolve("tldr", overrides), tmp_path, tokenizer, Quiet())
-    assert not held_out
-    assert tokenizer.decode(pairs[0].candidates[0]).replace(" ", "") == "0catssleep.<eos>", "one EOS token"
+    preferences = read_preferences(resolve("tldr", overrides), tmp_path, tokenizer)
+    assert not preferences.held_out
+    assert tokenizer.decode(preferences.train[0].candidates[0]).replace(" ", "") == "0catssleep.<eos>", "one EOS token"
     summary = run("tldr", overrides, tmp_path / "run")
     assert summary["stages"]["sft"]["num_demonstrations"] == NUM_ROWS
     assert summary["stages"]["sft"]["steps"] == summary["stages"]["reward_model"]["steps"] == 3

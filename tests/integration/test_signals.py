@@ -235,13 +235,16 @@ def test_ctrl_c_says_what_is_finished_and_how_to_go_on(
     assert resumed.summary["eval"]["after"]["accuracy"] is not None
 
 
-def test_what_goes_on_with_a_run_is_what_began_it(tmp_path: Path) -> None:
+def test_what_goes_on_with_a_run_is_what_began_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = rl.FromPython(functions={"reward": lambda **_: []}, pipeline=lambda _: None)  # type: ignore[arg-type,return-value]
     assert given.resume_call(tmp_path) == f"slipstream.run(resume='{tmp_path}', ...) with the same reward and pipeline"
     cluster = cluster_of("127.0.0.1:0", tmp_path / "key", None, ())
     assert (
         rl.FromPython(cluster=cluster).resume_call(tmp_path).startswith("slipstream launch --group controller --resume")
     )
+    monkeypatch.setenv("SLIPSTREAM_GO_ON", "jobs/a/submit.sh")  # as job files do
+    assert rl.FromPython(cluster=cluster).resume_call(tmp_path) == "jobs/a/submit.sh"
+    assert rl.FromPython().resume_call(tmp_path) == f"slipstream run --resume {tmp_path}"
 
 
 @pytest.mark.slow

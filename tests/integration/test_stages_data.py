@@ -18,6 +18,8 @@ from slipstream.core.sections import ModelConfig
 from slipstream.models.hf import save_model
 from slipstream.models.initialise import new_model
 from slipstream.models.tokenizer import char_tokenizer, load_tokenizer
+from slipstream.stages.named import resolve
+from slipstream.stages.preference_data import positions_from
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2}
 CHAT_TEMPLATE = (
@@ -225,7 +227,7 @@ def test_pairs_of_texts_make_a_reward_model(tmp_path: Path) -> None:
     write(tmp_path / "pairs.jsonl", rows[-1:])
     with pytest.raises(ConfigError, match="no preferences to train on") as refused:
         slipstream.run(tables, out=tmp_path / "none", display=False)
-    assert "1 of equal texts" in str(refused.value)
+    assert "1 of equal completions" in str(refused.value)
     write(tmp_path / "pairs.jsonl", [{"prompt": "a", "chosen": "b"}])
     with pytest.raises(ConfigError, match="line 1 is no preference"):
         slipstream.run(tables, out=tmp_path / "torn", display=False)
@@ -236,6 +238,71 @@ def test_pairs_of_texts_make_a_reward_model(tmp_path: Path) -> None:
     write(tmp_path / "pairs.jsonl", [*rows, {"prompt": "a", "chosen": "b", "rejected": "c", "question": "d"}])
     with pytest.raises(ConfigError, match="a column 'question' beside 'prompt'"):
         slipstream.run(tables, out=tmp_path / "two", display=False)
+
+
+def test_what_a_reward_model_cannot_read_is_left_out_and_counted(tmp_path: Path) -> None:
+    """A pair, and a reference that it would be normalised on when all updates are made."""
+    questions = [{"prompt": word, "answer": f"yes {word}" + "!" * (40 * (word == "c"))} for word in "abcd"]
+    rows = pairs(num_prompts=4)
+    tables: dict[str, Any] = {
+        "stages": ["reward_model"],
+        "host": "inline",
+        "model": SMALL | {"max_positions": 32},
+        "prompts": {
+            "dataset": write(tmp_path / "questions.jsonl", questions),
+            "num_eval": 1,
+            "template": "{question}>",
+            "max_prompt_tokens": 8,
+        },
+        "generator": {"max_new_tokens": 16},
+        "eval": {"num_prompts": 1},
+        "preferences": {"held_out": 0.0},
+        "reward_model": {
+            "preferences": write(tmp_path / "pairs.jsonl", [*rows, rows[0] | {"rejected": "no" * 16}]),
+            "normalise": "reference_bias",
+            "steps": 1,
+            "batch_size": 4,
+        },
+    }
+    slipstream.run(tables, out=tmp_path / "run", display=False)
+    record = record_of(tmp_path / "run", "reward_model")
+    assert (record["num_preferences"], record["num_too_long"]) == (12, 1)
+    assert record["sample_score_mean"] == pytest.approx(0.0, abs=1e-5)
+    assert (tmp_path / "run" / "reward_model" / "model" / "config.json").exists()
+
+    write(tmp_path / "pairs.jsonl", [rows[0] | {"rejected": "no" * 16}])
+    tables |= {"stages": ["sft", "reward_model"], "sft": {"steps": 1, "batch_size": 2}}
+    with pytest.raises(ConfigError, match=r"no preferences to train on(?s:.*)1 too long"):
+        slipstream.run(tables, out=tmp_path / "none", display=False)
+    assert not (tmp_path / "none" / "sft").exists(), "before the first stage"
+
+
+@pytest.mark.parametrize(
+    ("paths", "expected"),
+    [
+        ({}, 24),
+        ({"reward_model": {"path": "stage:sft"}}, 24),
+        ({"reward_model": {"path": "stage:dpo"}}, 24),
+        ({"reward_model": {"path": "long"}}, 40),
+        ({"sft": {"path": None}}, 64),
+    ],
+)
+def test_the_positions_of_models_that_are_not_there_yet(paths: dict[str, Any], expected: int, tmp_path: Path) -> None:
+    for name, max_positions in (("short", 24), ("long", 40)):
+        config = ModelConfig(**SMALL, max_positions=max_positions)
+        save_model(new_model(config, len(char_tokenizer()), 0), tmp_path / name, char_tokenizer())
+    tables: dict[str, Any] = {
+        "stages": ["sft", "preferences", "dpo", "reward_model"],
+        "model": {"path": "stage:sft", "max_positions": 64},
+        "generator": {"max_new_tokens": 16},
+        "prompts": {"max_prompt_tokens": 8},
+        "sft": {"path": str(tmp_path / "short")},
+    }
+    for section, fields in paths.items():
+        given = {name: str(tmp_path / path) if path == "long" else path for name, path in fields.items()}
+        tables[section] = tables.get(section, {}) | given
+    config = resolve("quickstart", {name: table for name, table in tables.items() if table != {"path": None}})
+    assert positions_from(config, config.reward_model.path) == expected
 
 
 def test_preferences_in_tokens_of_another_tokenizer_are_refused(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.sections import ModelConfig
 from slipstream.models.hf import save_model
 from slipstream.models.initialise import new_model
+from slipstream.models.scalar import new_scalar_model, save_scalar_model
 from slipstream.models.tokenizer import CharTokenizer, char_tokenizer
 from slipstream.stages.named import resolve
 from slipstream.stages.preference_data import read_pairs
@@ -301,6 +302,57 @@ def test_a_character_that_a_fresh_model_lacks(name: str, policy: Path, tmp_path:
     tables = tables_of(policy, tmp_path / "rows.jsonl", [PLAIN, PLAIN | {name: "caf\u00e9"}])
     with pytest.raises(ConfigError, match="not in the alphabet of the fresh model"):
         read_pairs(resolve(tables), tmp_path, CharTokenizer(), max_positions=64)
+
+
+@pytest.mark.parametrize(("loss", "positions"), [("sigmoid", 40), ("kto", 40), ("kto", 128)])
+def test_a_reference_that_reads_fewer_tokens_than_the_policy_or_more(
+    loss: str, positions: int, policy: Path, tmp_path: Path
+) -> None:
+    """Nothing is read behind the positions of either: of a pair, and with KTO of a prompt with another's completion."""
+    reference = tmp_path / "reference"
+    save_model(new_model(ModelConfig(**SMALL, max_positions=positions), 101, 1), reference, char_tokenizer())
+    rows = [PLAIN | {"prompt": "p" * 28}, PLAIN | {"chosen": "y" * 50}, PLAIN | {"chosen": "y" * 34}]
+    changes = {"loss": loss, "reference": str(reference), "steps": 1}
+    short = {"generator": {"max_new_tokens": 8}}  # of RL, whose completions any reference has to read
+    tables = tables_of(policy, tmp_path / "rows.jsonl", rows, dpo=changes) | short
+    slipstream.run(tables, out=tmp_path / "run", display=False)
+    record = table(tmp_path / "run" / "dpo" / "stage.json")
+    num_fitting = 2 if positions == 40 else 3
+    assert record["num_too_long"] == 3 - num_fitting
+    assert record["num_preferences"] == num_fitting * (2 if loss == "kto" else 1)
+
+    tables = tables_of(policy, tmp_path / "rows.jsonl", rows[1:2], dpo={"reference": str(reference)}) | short
+    if positions == 40:
+        with pytest.raises(ConfigError, match="1 too long"):
+            slipstream.run(tables, out=tmp_path / "none", display=False)
+        assert not (tmp_path / "none" / "dpo").exists(), "before the stage began"
+
+
+def test_a_reference_answer_that_the_gold_model_cannot_read_has_no_win_rate(policy: Path, tmp_path: Path) -> None:
+    judge = new_scalar_model(new_model(ModelConfig(**SMALL, max_positions=40), 101, 1), head_init="reward", seed=1)
+    save_scalar_model(judge, tmp_path / "judge", char_tokenizer())
+    rows = [PLAIN | {"prompt": f"q{index}"} for index in range(4)]
+    questions = [{"prompt": f"{index}", "answer": "yes" + "!" * (50 * (index == 2))} for index in range(6)]
+    (tmp_path / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
+    tables = tables_of(policy, tmp_path / "rows.jsonl", rows, dpo={"steps": 1})
+    tables |= {
+        "stages": ["dpo", "evaluate"],
+        "prompts": {
+            "dataset": str(tmp_path / "held_out.jsonl"),
+            "num_eval": 4,
+            "max_prompt_tokens": 8,
+            "template": "{question}>",
+        },
+        "generator": {"max_new_tokens": 8, "num_slots": 8},
+        "eval": {"num_prompts": 4, "num_slots": 8},
+        "evaluation": {"num_prompts": 4},
+        "gold": {"models": [{"path": str(tmp_path / "judge"), "name": "judge"}]},
+        "rewards": {"terms": [], "models": [{"path": str(tmp_path / "judge"), "name": "judge"}]},
+    }
+    found = slipstream.run(tables, out=tmp_path / "run", display=False).summary["evaluation"]
+    assert found["references"]["num_failed"] == 1
+    assert found["after"]["gold"]["win_rate"]["count"] == 3
+    assert math.isfinite(found["references"]["reward_models"]["judge"])
 
 
 @pytest.mark.parametrize(

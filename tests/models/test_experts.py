@@ -22,7 +22,7 @@ from slipstream.core.sections import ModelConfig
 from slipstream.models import experts as module
 from slipstream.models.attention import PackedAttention
 from slipstream.models.config import TransformerConfig, config_from_hf, config_to_hf, local_config, new_config
-from slipstream.models.experts import ROWS, Experts, group, replayed, route_type
+from slipstream.models.experts import ROWS, Experts, expert_loads, group, replayed, route_type
 from slipstream.models.layout import layout
 from slipstream.models.packed import at_targets
 from slipstream.models.preflight import check_policy
@@ -224,8 +224,9 @@ def test_the_router_chooses_in_float32_at_every_precision() -> None:
     assert gates.dtype == torch.float32
     _, expected = (states(32, torch.bfloat16).double() @ experts.router.weight.double().T).topk(3)
     assert torch.equal(chosen, expected)
-    assert experts.loads is not None
-    assert torch.equal(experts.loads, torch.bincount(expected.flatten(), minlength=6))
+    assert experts.chosen is not None
+    assert torch.equal(experts.chosen, expected)
+    assert torch.equal(expert_loads(experts, 32), torch.bincount(expected.flatten(), minlength=6)[None])
 
 
 def test_export_names_are_those_of_published_checkpoints() -> None:

@@ -100,6 +100,11 @@ def test_config_round_trip(case):
     assert config_from_hf(config_to_hf(config)) == config
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if "gpt" not in case])
+def test_heads_of_a_width_of_their_own_are_written(case):
+    assert config_to_hf(config_from_hf(CASES[case].to_dict() | {"head_dim": 24}))["head_dim"] == 24
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_written_config_has_all_fields_that_transformers_would_write(case):
     ours = config_to_hf(config_from_hf(CASES[case].to_dict()))

@@ -272,6 +272,26 @@ def test_a_cache_that_lacks_the_weights_is_no_checkpoint(tmp_path: Path) -> None
         (snapshot / "model.safetensors.index.json").write_text("[]")
 
 
+def test_a_cache_that_lacks_the_tokenizer_is_filled_where_there_is_a_hub(tmp_path: Path) -> None:
+    """transformers' AutoModel leaves config and weights alone."""
+    snapshot = tmp_path / "home" / "hub" / "models--org--whole" / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    for name in ("config.json", "model.safetensors"):
+        (snapshot / name).write_bytes(SMALL[name])
+    asked = {"commit": model(f"org/whole@{COMMIT}")}
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        for environment in ({"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": f"http://127.0.0.1:{nobody.getsockname()[1]}"}):
+            assert Path(ask(tmp_path, asked, **environment)["commit"]["folders"]["model"]["path"]) == snapshot
+    assert {file.name for file in snapshot.iterdir()} == {"config.json", "model.safetensors"}
+    with hub(REPOS) as served:
+        ask(tmp_path, asked, HF_ENDPOINT=served.url)
+        assert {file.name: file.read_bytes() for file in snapshot.iterdir()} == SMALL
+        served.asked.clear()
+        ask(tmp_path, asked, HF_ENDPOINT=served.url)
+        assert served.asked == [], "it is whole"
+
+
 @pytest.mark.parametrize(
     "path",
     ["model", "./a/b", "/a/b", "a/b/c", "../a", "a/../b", "stage:sft", "~/a", "a/b@", "a/b@../c", "a b/c", "a/.."],
@@ -294,6 +314,8 @@ def test_a_node_is_built_with_the_folder_of_the_machine_that_builds_it(
     sent = json.loads(json.dumps(encode_node(Node("reader", Reader, {"config": config}))))
     assert sent["kwargs"]["config"]["$config"]["model"]["path"] == f"org/name@{COMMIT}"
     for machine in ("one", "two"):
+        (tmp_path / machine / COMMIT).mkdir(parents=True)
+        (tmp_path / machine / COMMIT / "tokenizer.json").touch()
         monkeypatch.setattr(slipstream.models.hub, "_cached", lambda wanted, files, at=machine: tmp_path / at / COMMIT)
         executor: Any = decode_node(sent).build()
         assert executor.path == str(tmp_path / machine / COMMIT)

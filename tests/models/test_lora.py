@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.lora_section import LoraConfig
 from slipstream.core.recipes import resolve
 from slipstream.core.sections import ModelConfig
+from slipstream.models.build import build_tokenizer
 from slipstream.models.flat import FlatParameters
 from slipstream.models.hf import load_model, save_model
 from slipstream.models.initialise import new_model
@@ -29,7 +31,9 @@ from slipstream.models.lora import (
 )
 from slipstream.models.peft import ADAPTER_WEIGHTS, PREFIX, base_folder, save_adapter, with_adapters
 from slipstream.models.shards import base_digest, local_parts
+from slipstream.models.tokenizer import CharTokenizer
 from slipstream.models.transformer import rope_tables
+from slipstream.stages.order import check_order
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:peft"),
@@ -340,6 +344,11 @@ def test_adapters_that_a_model_cannot_have(fields, told):
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights"),
         ({"ensure_weight_tying": True}, "ensure_weight_tying"),
+        ({"alora_invocation_tokens": [5, 6]}, "alora_invocation_tokens"),
+        ({"use_bdlora": {"nblocks": 2}}, "use_bdlora"),
+        ({"arrow_config": {"top_k": 3}}, "arrow_config"),
+        ({"kasa_config": {"beta": 0.1}}, "kasa_config"),
+        ({"monteclora_config": {"num_samples": 8}}, "monteclora_config"),
         ({"peft_type": "IA3"}, "peft_type = IA3"),
         ({"r": 4}, "of rank 4"),
         ({"r": 0}, "out of range"),
@@ -353,10 +362,10 @@ def test_other_adapters_are_refused(fields, told, tmp_path):
         load_model(folder)
 
 
-def saved(tmp_path, **fields):
+def saved(tmp_path, base="base", **fields):
     model = adapted(**fields)
-    save_model(base_of(model), tmp_path / "base")
-    save_adapter(model, tmp_path / "adapter", base=tmp_path / "base", digest=base_digest(model))
+    save_model(base_of(model), tmp_path / base)
+    save_adapter(model, tmp_path / "adapter", base=tmp_path / base, digest=base_digest(model))
     return tmp_path / "adapter"
 
 
@@ -377,15 +386,42 @@ def test_an_adapter_of_another_base_is_refused(tmp_path):
         load_model(folder)
 
 
-def test_a_base_that_moved_with_its_adapter_is_found(tmp_path):
+@pytest.mark.parametrize("base", ["base", "sft/model", "dpo/model"])
+def test_a_base_that_moved_with_its_adapter_is_found(tmp_path, base):
     (tmp_path / "run").mkdir()
-    saved(tmp_path / "run")
+    saved(tmp_path / "run", base)
     (tmp_path / "run").rename(tmp_path / "moved")
-    assert base_folder(tmp_path / "moved" / "adapter") == tmp_path / "moved" / "base"
+    assert base_folder(tmp_path / "moved" / "adapter") == tmp_path / "moved" / base
     load_model(tmp_path / "moved" / "adapter")
-    (tmp_path / "moved" / "base").rename(tmp_path / "moved" / "gone")
+    (tmp_path / "moved" / base).rename(tmp_path / "moved" / "gone")
     with pytest.raises(ConfigError, match="base of the adapter"):
         load_model(tmp_path / "moved" / "adapter")
+
+
+def test_the_config_of_the_base_beside_an_adapter_makes_no_model_of_it(tmp_path):
+    folder = saved(tmp_path)
+    shutil.copy(tmp_path / "base" / "config.json", folder)
+    assert shapes_of(load_model(folder))
+    assert with_adapters(new_model(CONFIG, vocab_size=11, seed=0), LoraConfig(path=str(folder)), seed=0)
+    shutil.copy(tmp_path / "base" / "model.safetensors", folder)
+    assert not shapes_of(load_model(folder))
+
+
+def test_the_tokenizer_of_an_adapter_to_go_on_from_is_the_policys(tmp_path):
+    folder = saved(tmp_path)
+    config = ModelConfig(path=str(tmp_path / "base"), lora=LoraConfig(path=str(folder)))
+    CharTokenizer().save_pretrained(tmp_path / "base")
+    assert build_tokenizer(config).chat_template is None
+    CharTokenizer().save_pretrained(folder)
+    (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    assert build_tokenizer(config).chat_template == "{{ messages[0]['content'] }}"
+
+
+@pytest.mark.parametrize("stages", [["sft"], ["preferences", "dpo"]])
+def test_adapters_without_the_stage_that_trains_them_are_refused(stages):
+    tables = {"stages": stages, "model": {"lora": {"rank": 2}}}
+    with pytest.raises(ConfigError, match="trained by the stage rl alone"):
+        check_order(resolve("quickstart", tables))
 
 
 def test_a_model_with_adapters_is_not_saved_as_one_without(tmp_path):

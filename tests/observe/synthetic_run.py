@@ -161,6 +161,7 @@ def step_metrics(step: int) -> dict[str, float]:
         "staleness_tokens/lag_0": 45.0 + shift,
         "staleness_tokens/lag_1": 75.0 - shift,
         "staleness_tokens/lag_2": 15.0,
+        "kl_k2": 0.002,
         "kl_k3": 0.002,
         "ess": 0.98,
         "clipped_frac": 0.01,

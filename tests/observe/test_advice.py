@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -350,6 +351,15 @@ def test_a_run_whose_step_takes_long_has_not_ended(
     run = replace(read_run(tmp_path), written_s=OLD_S)
     assert overview.status_of(run) == ("running" if is_held else "not finished")
     assert bool(overview.go_on(run)) != is_held
+
+
+def test_commands_can_be_copied_whatever_the_folder_is_called(tmp_path: Path) -> None:
+    folder = tmp_path / "a run"
+    folder.mkdir()
+    made(folder, status="interrupted", checkpoint=True)
+    run = read_run(folder)
+    for told in (overview.go_on(run), overview.watch(run), overview.put_beside(run)):
+        assert str(folder) in shlex.split(told.partition(": ")[2])
 
 
 NOTES = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -422,6 +423,12 @@ def test_names_are_escaped_and_as_short_as_they_can_be(make: Make, tmp_path: Pat
     ]
     middles = [Path(f"/r/{long}{middle}{long}") for middle in "12"]
     assert list(short_names(middles).values()) == [f"{long}1{long}", f"{long}2{long}"]
+
+
+def test_a_folder_whose_name_is_no_text_is_compared_too(make: Make, tmp_path: Path) -> None:
+    runs = [make(os.fsdecode(b"caf\xe9")), make("tea")]
+    raw = write_comparison(runs, out=tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "caf\\udce9" in raw
 
 
 def test_a_run_that_goes_on_and_one_without_steps_are_compared_too(make: Make, tmp_path: Path) -> None:

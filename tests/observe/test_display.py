@@ -191,6 +191,39 @@ def test_shares_are_those_of_the_recent_window():
     assert display.waits()["trainer"] == [("wait_rewards", 1.0)]
 
 
+def test_after_a_restart_shares_are_those_of_the_new_process():
+    display, clock, _ = make_display(is_terminal=False)
+    for totals in (
+        {"decode": 60.0, "swap": 4.0},
+        {"decode": 61.0, "swap": 4.0},
+        {"load": 1.0},
+        {"load": 1.0, "decode": 3.0},
+    ):
+        clock.advance(4.0)
+        display.counters("generator-0", {f"time/{state}": seconds for state, seconds in totals.items()})
+    assert display.waits()["generator-0"] == [("decode", 0.75), ("unlabelled", 0.25)]
+
+
+def test_a_replica_that_is_lost_has_no_row_and_no_version():
+    display, clock, _ = make_display(is_terminal=False)
+    for second in range(2):
+        clock.advance(1.0)
+        for name in ("generator-1", "generator-1@1", "generator-10", "trainer"):
+            display.counters(name, {"time/decode": float(second)})
+    for replica in (1, 10):
+        display.swapped(replica, 3)
+    display.lost(1)
+    assert list(display.waits()) == ["generator-10", "trainer"]
+    assert display._replicas == {10: 3}
+
+
+def test_commands_of_the_last_lines_can_be_copied_whatever_the_folder_is_called():
+    display, _, out = make_display(is_terminal=False)
+    display.finish(make_summary(), {name: Path("/runs/a run") / name for name in ("model", "tensorboard")})
+    assert "tensorboard --logdir '/runs/a run/tensorboard'" in out.getvalue()
+    assert "slipstream eval '/runs/a run'   slipstream serve '/runs/a run'" in out.getvalue()
+
+
 def test_rewards_that_are_ready_are_not_told_as_a_fault():
     display, clock, _ = make_display(is_terminal=False)
     for second in range(10):

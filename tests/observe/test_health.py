@@ -17,8 +17,9 @@ from slipstream.core.service_messages import Counters, Published
 from slipstream.core.types import GroupScored, ReplicaLost, Swapped
 from slipstream.observe import trends
 from slipstream.observe.display import printable
-from slipstream.observe.health import RULES, Alarm, Health, Watchman, in_a_line, read_alarms, spans
+from slipstream.observe.health import RULES, Alarm, Health, Watchman, in_a_line, read_alarms, spans, unfit
 from slipstream.observe.metrics import MetricsWriter
+from slipstream.observe.trends import History
 from slipstream.observe.vitals import Vitals
 from slipstream.observe.waste import Wasted
 from slipstream.stages.named import check_named
@@ -282,12 +283,38 @@ def test_thresholds_are_the_users():
 
 @pytest.mark.parametrize(
     ("changes", "alarm"),
-    [({"generator": {"precision": "int8"}}, "logprob_mismatch"), ({"host": "inline"}, "straggler")],
+    [
+        ({"generator": {"precision": "int8"}}, "logprob_mismatch"),
+        ({"host": "inline"}, "straggler"),
+        *(
+            ({"generator": {"top_p": 0.9}, "loss": {"name": "reinforce"}}, alarm)  # samples of less than the policy
+            for alarm in ("logprob_mismatch", "logprob_mismatch_growing", "policy_drift", "ess_collapse")
+        ),
+    ],
 )
 def test_no_run_waits_for_an_alarm_that_its_configuration_silences(changes, alarm):
     with pytest.raises(ConfigError, match=f"stop_on with '{alarm}'"):
         check_named(resolve("quickstart", overrides=changes | {"health": {"stop_on": [alarm]}}))
     check_named(resolve("quickstart", overrides={"health": {"stop_on": [alarm]}}))
+
+
+def test_samples_whose_kept_sets_are_known_silence_nothing():
+    assert not unfit(resolve("quickstart", overrides={"generator": {"top_k": 20, "top_p": 0.9, "keep_sets": True}}))
+
+
+def test_the_waits_of_a_side_are_of_the_processes_that_are_there():
+    def waits(**shares):
+        return {f"wait_frac/{name.replace('_', '-')}/wait_trainer": share for name, share in shares.items()}
+
+    history, starving = History(), RULES["starving_generator"].statistic
+    for step in range(70):
+        slow = waits(generator_2=0.6) if step % 4 == 0 else {}  # it reports once in four steps
+        history.add(waits(generator_0=0.9) | (waits(generator_1=0.3) if step < 60 else {}) | slow)
+        assert step != 59 or starving(history) == pytest.approx(0.6)
+    assert starving(history) == pytest.approx(0.75), "generator-1 has left"
+    for _ in range(10):
+        history.add(waits(generator=0.85))  # of more than 32
+    assert starving(history) == pytest.approx(0.85)
 
 
 def test_the_configuration_knows_the_names():

@@ -8,6 +8,7 @@ import re
 import shutil
 import statistics
 import time
+import tomllib
 from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
@@ -31,11 +32,12 @@ from slipstream.core.errors import ConfigError, SlipstreamError
 from slipstream.core.jsonl import JsonlWriter
 from slipstream.core.types import EpisodeRecord
 from slipstream.observe.hardware import Hardware
-from slipstream.observe.health import Alarm
+from slipstream.observe.health import RULES, Alarm
 from slipstream.observe.metrics import MetricsWriter
 from slipstream.observe.recorder import RolloutRecorder
+from slipstream.observe.report import charts as charts_module
 from slipstream.observe.report import write_report
-from slipstream.observe.report.data import READ_AHEAD, by_side, flat
+from slipstream.observe.report.data import READ_AHEAD, by_side, flat, read_run
 from slipstream.observe.report.page import differing
 from slipstream.observe.report.timing import read_row, read_window
 from slipstream.observe.samples import Sample, write_samples
@@ -739,11 +741,48 @@ def test_of_a_long_run_the_times_are_those_that_its_processes_reported(
     assert "Known when the run has ended." in "".join(body(write_report(run_dir)).itertext())
 
 
-def test_many_processes_are_added_up_by_side() -> None:
+def test_of_a_long_run_the_times_are_those_of_the_last_attempt(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It went on at step 12, whose report has the second start-up of the trainer."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_bytes().splitlines()]
+    for line in lines:
+        if "reward" in line:
+            line["time/trainer/load"] = 100.0 if line["step"] in (0, 12) else 0.0
+            line["time/trainer/forward_backward"] = 0.4
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path = run_dir / "timeline" / "trainer.jsonl"
+    records = [line for line in path.read_text().splitlines() if json.loads(line).get("args", {}).get("step", 12) >= 12]
+    path.write_text("".join(line + "\n" for line in records))
+    monkeypatch.setattr("slipstream.observe.report.data.EXACT_BYTES", 0)
+    times = read_run(run_dir).times
+    assert times.loop == {"trainer": {"load": 0.0, "forward_backward": pytest.approx(7 * 0.4)}}  # steps 13 to 19
+
+
+def test_of_many_processes_the_means_of_a_side_are_shown() -> None:
     few = {"trainer": {"optimizer": 1.0}, "generator-0": {"decode": 2.0}}
     assert by_side(few) == few
     many = few | {f"generator-{i}": {"decode": 1.0, "swap": 0.5} for i in range(1, 20)}
-    assert by_side(many) == {"trainer": {"optimizer": 1.0}, "generator (20)": {"decode": 21.0, "swap": 9.5}}
+    assert by_side(many) == {"trainer": {"optimizer": 1.0}, "generator (20)": {"decode": 1.05, "swap": 0.475}}
+
+
+def test_the_models_share_is_of_all_processes_however_they_are_shown(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accounting = {"trainer": {"collate": 4.0}} | {f"generator-{i}": {"decode": 1.0} for i in range(16)}
+    write_summary(make_summary(accounting=accounting), run_dir / "summary.json")
+    monkeypatch.setattr("slipstream.observe.report.data.EXACT_BYTES", 0)
+    times = read_run(run_dir).times
+    assert times.whole == {"trainer": {"collate": 4.0}, "generator (16)": {"decode": 1.0}}
+    assert times.model_share == 0.8
+
+
+def test_a_chart_that_says_when_an_alarm_rings_draws_what_it_watches() -> None:
+    charts = tomllib.loads(Path(charts_module.__file__).with_name("charts.toml").read_text(encoding="utf-8"))["chart"]
+    named = [chart for chart in charts if "an alarm rings" in chart.get("note", "")]
+    assert named
+    for chart in named:
+        [rule] = [RULES[name] for name in chart["alarms"]]
+        assert f"From {rule.threshold:g} on" in chart["note"]
+        assert rule.arguments[0] in {name for name, *_ in chart["lines"]}
 
 
 def test_an_accuracy_that_reads_0_throughout_is_explained(run_dir: Path) -> None:

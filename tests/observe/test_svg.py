@@ -318,6 +318,14 @@ def test_shares_in_words(share: float, name: str) -> None:
     assert percent_name(share) == name
 
 
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [(0.9123, "0.912"), (3.0, "3"), (999.4, "999"), (999.7, "1,000"), (-999.7, "-1,000"), (1234.5, "1,234")],
+)
+def test_numbers_have_the_digits_that_a_reader_needs(value: float, name: str) -> None:
+    assert svg.number(value) == name
+
+
 def test_text_is_escaped_wherever_it_comes_in() -> None:
     bad = "<script>&\"'"
     pieces = [

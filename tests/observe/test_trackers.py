@@ -22,6 +22,7 @@ import yaml
 
 import slipstream
 from slipstream.core.errors import ConfigError
+from slipstream.core.processes import open_pidfd
 from slipstream.core.recipes import resolve
 from slipstream.core.run_log import read_metrics
 from slipstream.observe.health import Alarm
@@ -170,7 +171,7 @@ def test_an_error_of_the_run_leaves_no_process_of_its_trackers(make, tmp_path):
     os.mkfifo(tmp_path / "parent")
     told = make(parent=HAS_A_CHILD)
     (feed,) = told._feeds
-    child = os.pidfd_open(int((tmp_path / "parent").read_text()))
+    child = open_pidfd(int((tmp_path / "parent").read_text()))
     with pytest.raises(KeyError), told:
         raise KeyError
     assert feed._process.returncode == -signal.SIGKILL
@@ -295,6 +296,12 @@ def track(names: list[str], run_dir: Path) -> list[str]:
                 feed._send()
             feed._pipe.close()
             assert feed._process.wait() == 0, (run_dir / "logs" / f"tracker-{feed.name}.log").read_text()
+    with (run_dir / "metrics.jsonl").open("a") as file:  # what the resume has kept
+        for line in (
+            {"step": 3, "version": 4, "wall_s": 1.5},
+            {"step": 4, "version": 4, "wall_s": 1.6, "eval_reward": 0.5},
+        ):
+            file.write(json.dumps(line) + "\n")
     with open_trackers(config, run_dir, first_step=4, note=notes.append) as told:
         for step in range(4, 8):
             told.metrics(a_line(step, reward=step / 100))
@@ -318,6 +325,7 @@ def test_tensorboard(tmp_path):
     found.Reload()
     rewards = [(event.step, round(event.value, 3)) for event in found.Scalars("run/reward")]
     assert rewards == [(0, 0.0), (1, 0.1), (2, 0.2), (3, 0.3), (4, 0.04), (5, 0.05), (6, 0.06), (7, 0.07)]
+    assert [(event.step, event.value) for event in found.Scalars("run/eval_reward")] == [(4, 0.5)]
     assert [(event.step, event.value) for event in found.Scalars("alarm/ess_collapse")] == [(3, 1.0), (7, 0.0)]
     assert found.SummaryMetadata("run/reward").summary_description == (
         "mean reward of the completions of trained groups, before advantages; "

@@ -36,6 +36,8 @@ from slipstream.models.served import ServedWeights
 
 BETWEEN: dict[str, Any] = {"weight_update": "between_batches", "max_staleness": 2}
 IN_FLIGHT: dict[str, Any] = {"weight_update": "in_flight", "max_staleness": 2}
+GENEROUS_S = 30.0
+"""On however slow a machine; below the minute after which ranks give each other up."""
 
 
 @pytest.fixture(scope="module")
@@ -272,7 +274,7 @@ def test_ranks_without_work_sleep_and_wake_at_once(ranks: RankPool, policy: str,
     for rank in slept:
         assert rank.num_rounds == 1  # the one that the command is obeyed in
         assert rank.num_steps <= 4
-        assert 0 < rank.began_s - slept[0].put_s < 2.0  # on a machine that has other things to do
+        assert 0 < rank.began_s - slept[0].put_s < GENEROUS_S
         assert rank.committed == []
     assert set(slept[0].tokens) == {("train", ordinal, sample) for ordinal in (0, 1) for sample in (0, 1)}
 
@@ -294,7 +296,7 @@ def test_a_version_that_one_rank_does_not_stage_holds_nobody_up(ranks: RankPool,
     for rank in slept:
         assert rank.committed == []
         assert rank.num_rounds == 1
-        assert 0 < rank.began_s - slept[0].put_s < 2.0  # on a machine that has other things to do
+        assert 0 < rank.began_s - slept[0].put_s < GENEROUS_S
     assert slept[0].tokens["train", 1, 0] == [(0, 0)]
 
 
@@ -327,7 +329,7 @@ def test_a_lost_rank_ends_all_others(tmp_path: Path, policy: str, transport: str
         assert status == "done", value
         error, after_s, _ = value
         assert error.startswith(f"RankError: 'generator-0@{world - 1}' did not come to round 5")
-        assert after_s < 2.0 + 3.0  # on a machine that has other things to do
+        assert after_s < GENEROUS_S
 
 
 def test_no_more_commands_are_passed_on_at_once_than_a_channel_holds() -> None:

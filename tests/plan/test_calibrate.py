@@ -19,6 +19,7 @@ from slipstream.controller.replay import replay
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import resolve
+from slipstream.core.types import CompletionFinished
 from slipstream.plan import fits
 from slipstream.plan.calibrate import calibrate, scoring
 from slipstream.plan.fits import Pieces, fit
@@ -129,6 +130,16 @@ def test_what_was_measured_is_what_happened(recorded):
     assert outcome.idle["trainer"] == pytest.approx(found.outcome.idle["trainer"], abs=0.01)
     assert outcome.idle["generator"] == pytest.approx(found.outcome.idle["generator"], abs=0.01)
     assert outcome.generated_tokens_per_s == pytest.approx(found.outcome.generated_tokens_per_s, rel=0.03)
+
+
+def test_tokens_that_a_resume_brought_were_sampled_before(run):
+    def restored(line):
+        is_news = isinstance(line.event, CompletionFinished)
+        event = msgspec.structs.replace(line.event, num_restored=line.event.num_tokens) if is_news else line.event
+        return msgspec.structs.replace(line, event=event)
+
+    assert measured(run).generated_tokens_per_s > 0
+    assert measured(replace(run, events=[restored(line) for line in run.events])).generated_tokens_per_s == 0
 
 
 def test_the_true_costs_are_found(told):

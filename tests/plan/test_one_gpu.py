@@ -24,7 +24,7 @@ from slipstream.models.build import build_tokenizer
 from slipstream.models.config import config_to_hf
 from slipstream.models.device import take_share
 from slipstream.models.preflight import check_policy
-from slipstream.plan.one_gpu import critic_bytes, generator_bytes, trainer_bytes, with_shares
+from slipstream.plan.one_gpu import costs_of, critic_bytes, generator_bytes, trainer_bytes, with_shares
 from slipstream.trainer.critic_executor import CriticModel
 from slipstream.trainer.policy import Policy
 
@@ -282,6 +282,20 @@ def test_pages_are_bounded_by_the_share(gpus: Any) -> None:
         assert backend._kv_bytes() == kv_bytes_beside(10**9, int(expected))
     backend._config = config_of(generator={"gpu_share": 0.25, "replicas": 2})
     assert backend._kv_bytes() == kv_bytes_beside(10**9, int(6e9))
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_read"),
+    [
+        ({}, False),
+        ({"kl": {"coef": 0.1}}, True),
+        ({"kl": {"coef": 0.1, "executor": "own"}}, False),
+        ({"loss": {"name": "online_dpo", "select": "best_and_worst"}}, True),  # without a penalty
+    ],
+)
+def test_a_reference_is_planned_beside_the_trainer_that_reads_it(changes: dict[str, Any], is_read: bool) -> None:
+    config = config_of(**changes)
+    assert costs_of(config, check_policy(config)).workload.reference == is_read
 
 
 def test_a_trainer_of_adapters_is_planned_by_their_rank() -> None:

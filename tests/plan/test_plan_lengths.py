@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from slipstream.core.errors import ConfigError
-from slipstream.plan.lengths import LengthSample, lengths_of_run, lengths_with_tail
+from slipstream.plan.lengths import AS_RECORDED, LengthSample, Turns, lengths_of_run, lengths_with_tail
 
 
 @pytest.mark.parametrize(
@@ -63,20 +63,37 @@ def test_lengths_that_cannot_be_are_refused(mean, p99, longest, named):
         lengths_with_tail(10, mean, p99, longest)
 
 
-def rollout(num_tokens, prompt="ab>", completion="ba"):
+def rollout(num_tokens, prompt="ab>", completion="ba", **more):
     line = {"ordinal": 0, "sample": 0, "step": 0, "outcome": "trained", "prompt_id": "", "task": "", "answer": None}
     line |= {"reward": 1.0, "parts": {}, "failure": None, "finish_reason": "stop", "versions": [], "replica": 0}
     line |= {"mean_behaviour_logprob": None, "started_s": 0.0, "finished_s": 0.0, "scored_s": 0.0}
-    return json.dumps(line | {"prompt": prompt, "completion": completion, "num_tokens": num_tokens})
+    return json.dumps(line | {"prompt": prompt, "completion": completion, "num_tokens": num_tokens} | more)
 
 
 def test_lengths_of_a_run_are_those_that_it_recorded(tmp_path):
     lines = [rollout(count) for count in (3, 3, 9, 5)]
     (tmp_path / "rollouts.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    found = lengths_of_run(tmp_path)
+    found, turns = lengths_of_run(tmp_path)
+    assert turns == AS_RECORDED
     assert found.completions == (3, 3, 5, 9)
     assert found.prompt_mean == 3.0  # a token per character: completions have at least as many tokens as characters
     assert found.mean == 5.0
+
+
+def test_given_tokens_of_episodes_are_no_lengths_and_their_turns_are_told(tmp_path):
+    def episode(environment_s):
+        return {"messages": [], "turns": 1, "turn_rewards": [], "environment_s": environment_s}
+
+    lines = [
+        rollout(20, completion="b" * 40, versions=[[0, 3], [6, -1], [14, 4]], episode=episode(4.0)),  # 12 of 20
+        rollout(5, completion="b" * 10, versions=[[0, 3]], episode=episode(2.0)),
+        rollout(0, completion="", episode=episode(0.0)),
+    ]
+    (tmp_path / "rollouts.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    found, turns = lengths_of_run(tmp_path)
+    assert found.completions == (5, 12)
+    assert found.prompt_mean == 1.5  # 3 characters, of which all tokens have 2 each
+    assert turns == Turns(turns=4 / 3, given_tokens=8, environment_s=1.5)
 
 
 def test_a_folder_without_rollouts_is_refused(tmp_path):

@@ -13,7 +13,7 @@ from slipstream.plan.layouts import Workload
 from slipstream.plan.lengths import LengthSample, lengths_with_tail
 from slipstream.plan.planner import CLOSE, PlanRow, bounds_up_to, plan_for_cluster, recommended, rehearse
 from slipstream.plan.question import ARCHITECTURES
-from slipstream.plan.reasons import constraints, staleness
+from slipstream.plan.reasons import constraints, gigabytes, staleness
 from slipstream.plan.search import Search, default_space, executors
 
 SPREAD = LengthSample(prompt_mean=256.0, completions=tuple(range(256, 769, 16)), source="test")
@@ -138,6 +138,21 @@ def test_why_names_the_constraint_that_is_active():
     roomy = replace(model.cluster.device, memory_bytes=1e13)
     rich = CostModel(model.model, replace(model.cluster, device=roomy), model.workload)
     assert "Memory is the limit" not in told_of_best(rich)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "digits", "shown"),
+    [
+        (99.7e9, 2, "100"),
+        (99.2e9, 2, "99"),
+        (1234.5e9, 3, "1,234"),
+        (5e4, 3, "0.00005"),
+        (7.25e9, 3, "7.25"),
+        (8e9, 3, "8"),
+    ],
+)
+def test_gigabytes_have_no_exponent(nbytes, digits, shown):
+    assert gigabytes(nbytes, digits) == shown
 
 
 def test_where_stragglers_ask_for_a_larger_bound_a_window_is_named():

@@ -10,6 +10,7 @@ import tomli_w
 from slipstream.core.errors import ConfigError
 from slipstream.plan.counts import counts_of
 from slipstream.plan.hardware import DEVICES
+from slipstream.plan.lengths import Turns
 from slipstream.plan.question import (
     ARCHITECTURES,
     Question,
@@ -98,6 +99,13 @@ def test_a_run_s_folder_is_its_recipe_with_its_lengths(tmp_path):
     assert (workload.groups, workload.group_size, workload.minibatches) == (32, 8, 2)
     assert assumed == ()
     assert max_new_tokens(Question(model=""), subject, workload.lengths) == 12  # the recipe's
+    assert not workload.turns.is_set
+    line |= {"num_tokens": 9, "versions": [[0, 0], [2, -1], [6, 1]]}
+    line |= {"episode": {"messages": [], "turns": 2, "turn_rewards": [], "environment_s": 3.0}}
+    (tmp_path / "rollouts.jsonl").write_text(json.dumps(line) + "\n", encoding="utf-8")
+    workload, _ = workload_of(Question(model="", given_tokens=0), subject)
+    assert workload.turns == Turns(turns=2.0, given_tokens=0, environment_s=1.5)
+    assert workload.lengths.completions == (5,)
 
 
 def test_work_that_nobody_named_is_told():
@@ -143,6 +151,11 @@ def test_a_recipe_says_what_work_there_is(tmp_path):
     assert workload.lengths.longest == 64  # generator.max_new_tokens
     workload, _ = workload_of(Question(model="", groups_per_step=12), subject)
     assert workload.groups == 12
+    pairs = {"groups_per_step": 6, "completions_per_group": 4, "prompts": recipe["prompts"]}
+    for loss, has_reference in (("online_dpo", True), ("reinforce", False)):
+        (tmp_path / "pairs.toml").write_text(tomli_w.dumps(pairs | {"loss": {"name": loss}}), encoding="utf-8")
+        workload, _ = workload_of(Question(model=""), subject_of(str(tmp_path / "pairs.toml")))
+        assert workload.reference == has_reference
 
 
 def test_clusters_by_flag_and_by_file(tmp_path):

@@ -29,6 +29,7 @@ from slipstream.prompts.dataset import between_periods
 from slipstream.prompts.rows import normalise_text, to_json_types
 from slipstream.prompts.template import Template
 from slipstream.stages.chain import check_data
+from slipstream.stages.completions import reference_completions
 from slipstream.stages.rl import FromPython
 
 _CHAT = (
@@ -221,6 +222,77 @@ def test_held_out_rows_are_kept_out_whatever_renders_them(
         texts = {made.train.prompt(ordinal).columns["question"] for ordinal in range(14)}
         assert texts == {f"Q{i}" for i in range(3, 10)}
         assert made.report.overlap == 0
+
+
+TEXT, CHAT, SYSTEM = "x", [{"role": "user", "content": "x"}], {"role": "system", "content": "s"}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("prompts", "of_set", "train", "held_out", "is_trained_on"),
+    [
+        ({}, {"template": "Q: {question}"}, TEXT, TEXT, False),
+        ({"template": "{prompt}?"}, {"template": "Q: {question}", "prompt_column": "problem"}, TEXT, TEXT, False),
+        ({"template": "{note} {question}"}, {"template": "{question}"}, TEXT, TEXT, True),
+        ({"chat": True}, {}, CHAT, TEXT, False),
+        ({"chat": True}, {"template": "Q: {question}"}, CHAT, TEXT, False),
+        ({"chat": True}, {}, TEXT, CHAT, False),
+        ({"chat": True, "system": "s"}, {}, TEXT, [SYSTEM, *CHAT], False),
+        ({"chat": True}, {}, [SYSTEM, *CHAT], TEXT, False),
+        ({"chat": True}, {}, [SYSTEM, *CHAT], [SYSTEM | {"content": "other"}, *CHAT], True),
+        ({"chat": True}, {}, CHAT, [*CHAT, {"role": "assistant", "content": "y"}, *CHAT], True),
+    ],
+)
+def test_no_row_of_a_set_is_trained_on_in_other_words_or_as_a_chat(
+    tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+    prompts: dict[str, object],
+    of_set: dict[str, str],
+    train: object,
+    held_out: object,
+    is_trained_on: bool,
+    streaming: bool,
+) -> None:
+    def numbered(form: object, number: int) -> object:
+        return json.loads(json.dumps(form).replace('"x"', f'"x{number}"'))
+
+    rows = [{"prompt": numbered(train, i), "note": "n"} for i in range(8)]
+    column = of_set.get("prompt_column", "prompt")
+    own = [{column: numbered(held_out, i)} for i in range(3)]
+    one = {"name": "own", "dataset": write_rows(tmp_path / "own.jsonl", own), "num_prompts": 3} | of_set
+    data = {"dataset": write_rows(tmp_path / "train.jsonl", rows), "streaming": streaming}
+    made = build_prompts(resolve({"prompts": data | prompts, "eval": {"sets": [one]}}), tokenizer)
+    asked = {made.train.prompt(ordinal).columns["question"] for ordinal in range(16)}
+    assert asked == {f"x{i}" for i in range(0 if is_trained_on else 3, 8)}
+    assert made.report.overlap == 0
+    assert made.report.num_eval == 3
+
+
+def test_the_overlap_counts_what_a_template_makes_of_held_out_rows_and_each_of_them_once(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    config = run_config(dataset=write_rows(tmp_path / "a.jsonl", [{"prompt": f"x{i}"} for i in range(4)]), num_eval=1)
+    trained = build_prompts(config, tokenizer).train.prompts
+    other = run_config(dataset=config.prompts.dataset, num_eval=1, template="Q: {question}")
+    asked = build_prompts(other, tokenizer)
+    assert count_overlap(trained, asked.all) == 0
+    assert count_overlap(trained, asked.all, Template.of(config.prompts)) == 3
+
+
+def test_an_end_that_is_written_out_is_not_doubled(tokenizer: PreTrainedTokenizerFast) -> None:
+    made = build_prompts(run_config(tasks=spelling(), num_train=3, num_eval=1), tokenizer)
+    plain, ended = (
+        demonstrations(
+            WarmStartConfig(demonstrations=[DemonstrationConfig(template=text)]), made.train.prompts, tokenizer, seed=0
+        )
+        for text in ("{answer}", "{answer}<eos>")
+    )
+    assert [of_ended.tolist() for _, of_ended in ended] == [of_plain.tolist() for _, of_plain in plain]
+    references = [
+        [one.segments[0].tokens.tolist() for one in reference_completions(text, made.train.prompts, tokenizer)]
+        for text in ("{answer}", "{answer}<eos>")
+    ]
+    assert references[0] == references[1] == [of_plain.tolist() for _, of_plain in plain]
 
 
 @settings(max_examples=30, deadline=None)

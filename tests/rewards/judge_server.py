@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-Answer = str | int | tuple[int, dict[str, str]] | None
-"""What the judge says; or a status, perhaps with headers; None: nothing, the connection is closed."""
+Answer = str | dict[str, Any] | int | tuple[int, dict[str, str]] | None
+"""What the judge says, or its message; or a status, perhaps with headers; None: the connection is closed."""
 
 
 @dataclass
@@ -70,13 +70,15 @@ class JudgeServer:
         if answer is None:
             return
         status, headers = (
-            (200, {}) if isinstance(answer, str) else answer if isinstance(answer, tuple) else (answer, {})
+            (200, {}) if isinstance(answer, str | dict) else answer if isinstance(answer, tuple) else (answer, {})
         )
         said = {
-            "choices": [{"message": {"content": answer}, "finish_reason": "stop"}],
+            "choices": [
+                {"message": answer if isinstance(answer, dict) else {"content": answer}, "finish_reason": "stop"}
+            ],
             "usage": self.usage,
         }
-        payload = json.dumps(said if isinstance(answer, str) else {"error": f"key {request.headers['Authorization']}"})
+        payload = json.dumps(said if status == 200 else {"error": f"key {request.headers['Authorization']}"})
         self.statuses.append(status)
         try:
             request.send_response(status)

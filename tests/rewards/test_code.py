@@ -76,6 +76,11 @@ ADD = "def add(a, b):\n    return a + b"
             1.0,
         ),
         (
+            "def f(a): return {'a': (a, {'b': (a,)})}",
+            {"fn_name": "f", "inputs": [[1]], "outputs": [{"a": [1, {"b": [1]}]}]},
+            1.0,
+        ),
+        (
             "def f(): return {(1, 2): {3}, 'a': (b'x', 1j, None, 1.5)}",
             ["assert f() == {(1, 2): {3}, 'a': (b'x', 1j, None, 1.5)}"],
             1.0,

@@ -160,6 +160,14 @@ def test_user_functions_get_trls_keywords() -> None:
     assert score(f"{path}:sees_everything", {}, job("4", prompt=chat, answer="four", level=2)) == 2.0
 
 
+@pytest.mark.parametrize("start", [b"# coding: latin-1\ncafe = 'caf\xe9'\n", b"\xef\xbb\xbfcafe = 'caf\xc3\xa9'\n"])
+def test_a_file_has_the_encoding_that_it_names(start: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "cafes.py"
+    file.write_bytes(start + b"def f(completions, **_): return [float(cafe == one) for one in completions]\n")
+    scoring = build_scoring(make_term(f"{file}:f", {}), {})
+    assert scoring.scores([job("café"), job("cafe")]) == [1.0, 0.0]
+
+
 def test_user_functions_run_in_workers(make_pool: MakePool, monkeypatch: pytest.MonkeyPatch) -> None:
     from reward_jobs import run_jobs
 

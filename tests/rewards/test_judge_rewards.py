@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from judge_server import Answer, JudgeServer
@@ -130,6 +131,8 @@ def test_a_server_that_asks_to_wait_is_asked_again_then(tmp_path: Path) -> None:
         ((429, {"Retry-After": "600"}), {}, "status 429.*asks to wait 600 s"),
         (401, {}, "refuses: status 401"),
         ("I would rather not.", {}, "no score from 1 to 10 by its pattern: ...'I would rather not.'"),
+        ({"content": None}, {}, "the reply has no score from 1 to 10 by its pattern"),
+        ({"reasoning": "Score: 7"}, {}, "the reply has no score from 1 to 10 by its pattern"),
         ("Score: 11", {}, "no score from 1 to 10"),
         ("Score: 1e400", {}, "no score"),
         ("Score: nan", {"pattern": r"Score: (\w+)"}, "no score"),
@@ -322,6 +325,23 @@ def test_a_chat_shows_all_turns() -> None:
     assert "system: Be kind.\n\nuser: Hi?\n\nassistant: Hello.\n[end" in asked
     with pytest.raises(NoScore, match="no column 'level'"):
         question("{completion} {level}", job(0, "Hello.", prompt=chat), 1000)
+
+
+def test_a_chat_shows_calls_of_tools() -> None:
+    chat = [{"role": "user", "content": "1 + 2?"}, {"role": "assistant", "content": None}]
+    calls: list[dict[str, Any]] = [
+        {"function": {"name": "add", "arguments": {"a": 1, "name": "é"}}},
+        {"function": {"name": "malformed", "arguments": {}}, "error": "malformed JSON: nested too deep"},
+    ]
+    turns = [
+        {"role": "assistant", "content": "I add.", "tool_calls": calls},
+        {"role": "assistant", "content": "", "tool_calls": calls[:1]},
+        {"role": "tool", "content": "3"},
+    ]
+    asked = question("{messages}", msgspec.structs.replace(job(0, "3", prompt=chat), messages=turns), 1000)
+    call = 'add({"a": 1, "name": "é"})'
+    said = f"user: 1 + 2?\n\nassistant: \n\nassistant: I add.\n{call}\nmalformed JSON: nested too deep"
+    assert f"{said}\n\nassistant: {call}\n\ntool: 3\n[end" in asked
 
 
 def prompts() -> list[Prompt]:

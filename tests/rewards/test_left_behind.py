@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.core.processes import open_pidfd
 from slipstream.rewards.pool import ScoringPool
 from slipstream.rewards.protocol import Term, WorkerSetup
 
@@ -42,7 +43,7 @@ def start() -> tuple[subprocess.Popen[str], list[int]]:
 
 def end(process: subprocess.Popen[str], keepers: list[int]) -> None:
     """All at once, so that nobody can clear up behind the others."""
-    ends = [os.pidfd_open(pid) for pid in keepers]
+    ends = [open_pidfd(pid) for pid in keepers]
     for pid in [process.pid, *keepers]:
         os.kill(pid, signal.SIGSTOP)
     for pid in [*keepers, process.pid]:

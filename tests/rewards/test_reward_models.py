@@ -154,6 +154,23 @@ def test_a_model_that_reads_too_few_tokens_is_refused(models: dict[str, tuple[Pa
         ModelScorer(config, terms=[], batching=collate, microbatch_tokens=64, max_tokens=33)
 
 
+def test_what_is_longer_than_the_models_read_has_failed(models: dict[str, tuple[Path, ScalarModel]]) -> None:
+    """A reference that somebody wrote, say; what counts is the text up to the token where it is cut."""
+    term = RewardModelTerm(path=str(models["help"][0]))
+    short, long, cut = completion(0), completion(1, length=29), completion(2, length=40)
+    for tokens in (short.segments[0].tokens, long.segments[0].tokens):
+        tokens[tokens == PERIOD] = PERIOD + 1
+    cut.segments[0].tokens[4] = PERIOD
+    found = scorer(RewardsConfig(terms=[], models=[term], failure_reward=-1.0, truncate_token=PERIOD)).score(
+        [Rollout(completion=one, reward=0.0) for one in (short, long, cut)]
+    )
+    assert [rollout.failure for rollout in found] == [
+        None, "33 tokens with its prompt, the reward models read 32", None,
+    ]  # fmt: skip
+    assert (found[1].reward, found[1].reward_parts) == (-1.0, {})
+    assert found[0].reward == pytest.approx(expected(models["help"][1], [short])[0], abs=1e-5)
+
+
 def test_an_episode_longer_than_a_turn_is_read_where_the_models_read_it(
     models: dict[str, tuple[Path, ScalarModel]], tmp_path: Path
 ) -> None:

@@ -47,6 +47,7 @@ class ThreadRanks(RankGroup):
     def __init__(self, rank: int, members: tuple[int, ...], meetings: Meetings) -> None:
         self.members, self.meetings = members, meetings
         self.rank, self.world, self.pg = members.index(rank), len(members), None
+        self.local_rank, self.local_world = self.rank, self.world
         self.num_meetings = 0
 
     def sum(self, values: Tensor) -> Tensor:

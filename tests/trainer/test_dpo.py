@@ -58,7 +58,8 @@ def data_for(loss, count=16, seed=0):
 
 
 def prepared(reference, preferences, dpo, **reading):
-    return preference_data(preferences, reference, loss=preference_loss(dpo), others=preferences, **(READ | reading))
+    given = {"others": preferences, "max_positions": reference.config.max_positions} | READ | reading
+    return preference_data(preferences, reference, loss=preference_loss(dpo), **given)
 
 
 def log_likelihoods(twin, prompt, completion):
@@ -95,10 +96,9 @@ def by_transformers(policy, reference, preferences, dpo):
 
 
 def mismatch(policy, reference, preferences, at):
-    """The log-ratio of the next completion that answers another prompt."""
-    prompt = preferences[at].prompt_tokens
-    ring = preferences[at + 1 :] + preferences[: at + 1]
-    other = next(one for one in ring if not np.array_equal(one.prompt_tokens, prompt))
+    """The log-ratio of the completion four places on: `singles` makes four of each prompt."""
+    prompt, other = preferences[at].prompt_tokens, preferences[(at + 4) % len(preferences)]
+    assert not np.array_equal(other.prompt_tokens, prompt)
     sample = (prompt, other.candidates[0])
     return float(log_likelihoods(policy, *sample).sum() - log_likelihoods(reference, *sample).sum())
 
@@ -169,7 +169,7 @@ def test_it_learns_a_planted_preference(loss):
     dpo = config(loss, epochs=4, steps=None, batch_size=16)
     train, held_out = data_for(loss, 112), data_for(loss, 60, seed=1)
     data = prepared(model, train, dpo)
-    unseen = preference_data(held_out, model, loss=preference_loss(dpo), others=train, **READ)
+    unseen = prepared(model, held_out, dpo, others=train)
     before = measure_preferences(model, unseen, config=dpo, **READ)
     done = list(dpo_updates(model, data, config=dpo, seed=0, **READ))
     after = measure_preferences(model, unseen, config=dpo, **READ)
@@ -192,6 +192,28 @@ def test_only_completions_count():
     assert prepared(model, [one], config("simpo")).sequences[0][0].reference_logprobs is None
 
 
+def test_kto_takes_each_completion_once_and_those_of_both_labels():
+    """Pairs taken apart stand side by side: one or two of each prompt, or the first prompt's again at the end."""
+    dpo, (model, _) = config("kto"), tiny_policy()
+
+    def made(sizes):
+        names = [name for name, size in sizes for _ in range(size)]
+        return [
+            Preference(np.full(3, name, np.int32), (np.array([6 + index], np.int32),), rating=float(index % 2 == 0))
+            for index, name in enumerate(names)
+        ]
+
+    for sizes in ([(5, 2), (6, 2), (7, 2)], [(5, 4), (6, 4)], [(5, 1), (6, 1), (7, 1), (8, 1)]):
+        preferences = made(sizes)
+        data = prepared(model, preferences, dpo)
+        taken = [int(one.tokens[-1]) - 6 for one in data.mismatched]
+        assert sorted(taken) == list(range(len(preferences)))
+        if len(sizes) < 4:
+            assert [preferences[one].rating for one in taken] == [one.rating for one in preferences]
+    preferences = made([(5, 2), (6, 2), (5, 2)])
+    assert [int(one.tokens[-1]) - 6 for one in prepared(model, preferences, dpo).mismatched] == [2, 3, 4, 5, 2, 2]
+
+
 def test_kto_takes_completions_of_other_prompts_and_cuts_them_to_fit():
     dpo, (model, _) = config("kto"), tiny_policy()
     most = model.config.max_positions
@@ -205,6 +227,8 @@ def test_kto_takes_completions_of_other_prompts_and_cuts_them_to_fit():
     assert [len(one.tokens) for one in data.mismatched] == [most, most, 4]
     assert data.mismatched[1].tokens[len(long) :].tolist() == [7, 7, 7]
     assert data.mismatched[2].tokens[2:].tolist() == [8, 8], "the first one behind it, in a circle"
+    shorter = prepared(model, preferences, dpo, max_positions=most - 1)
+    assert [len(one.tokens) for one in shorter.mismatched] == [most - 1, most - 1, 4], "what the policy reads, too"
 
 
 def test_one_kind_of_labels_has_no_accuracy():

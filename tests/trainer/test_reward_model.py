@@ -1,3 +1,5 @@
+import tracemalloc
+
 import numpy as np
 import pytest
 import torch
@@ -20,6 +22,7 @@ from slipstream.trainer.reward_model import (
     normalise_on_references,
     preference_accuracy,
     reward_model_updates,
+    share_in_order,
 )
 
 PLAIN = RewardModelConfig(normalise="none")
@@ -392,6 +395,28 @@ def ratings(count, seed=0):
 
 def rated_config(**changes):
     return RewardModelConfig(candidates=1, **changes)
+
+
+@pytest.mark.parametrize("tie", [0.0, 0.5])
+def test_pairs_in_order_are_counted_without_looking_at_each(tie):
+    rng = np.random.default_rng(0)
+    groups = [rng.integers(0, 6, size).astype(np.float64) for size in (3, 0, 7, 1, 4)]
+    pairs = [
+        (low, high)
+        for index, group in enumerate(groups)
+        for low in group
+        for high in np.concatenate(groups[index + 1 :] or [[]])
+    ]
+    expected = np.mean([1.0 if high > low else tie * (high == low) for low, high in pairs])
+    assert share_in_order(groups, tie=tie) == pytest.approx(expected)
+    assert np.isnan(share_in_order([groups[0], groups[1]], tie=tie))
+    many = [rng.normal(size=2000), rng.normal(size=2000) + 1.0]
+    tracemalloc.start()
+    share = share_in_order(many, tie=tie)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert share == pytest.approx(np.mean(many[0][:, None] < many[1]))
+    assert most < 500_000, "bytes; the pairs alone are 4,000,000 numbers"
 
 
 def test_it_learns_planted_ratings_and_ends_normalised():

@@ -4,6 +4,7 @@ import pytest
 import torch
 from heard import Heard
 from training_data import (
+    TINY,
     VOCAB_SIZE,
     hugging_face_twin,
     make_groups,
@@ -18,11 +19,18 @@ from training_data import (
 from slipstream.algorithms.logprobs import probe_logprobs
 from slipstream.batching import collate as batching
 from slipstream.core.errors import NonFiniteError, StalenessError
+from slipstream.core.rank_group import RankGroup
+from slipstream.core.spans import NoSpans
 from slipstream.core.types import Group
-from slipstream.trainer.measure import MAX_LOGITS, Auxiliary, microbatch_logprobs
+from slipstream.models.experts import Router
+from slipstream.models.flat import FlatParameters
+from slipstream.models.initialise import new_model
+from slipstream.models.packed import ROW_MULTIPLE
+from slipstream.trainer.measure import MAX_LOGITS, Auxiliary, StepContext, microbatch_logprobs
 from slipstream.trainer.optim import AdamW
 from slipstream.trainer.scores import rollout_advantages
 from slipstream.trainer.step import train_on_batch
+from slipstream.trainer.update import PlannedUpdate, Totals, Updater
 
 
 def setup(config, seed=0):
@@ -329,6 +337,28 @@ def test_reported_parts():
     assert metrics["reward_parts/length"] == -0.5
     assert metrics["failed_frac"] == 0.5
     assert metrics["reward_std"] == 0.5
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 3])
+def test_the_load_of_experts_is_of_the_rows_of_sequences(num_microbatches):
+    """Not of rows that fill a microbatch up, nor of empty microbatches, which are read while other ranks have more."""
+    mixture = {"family": "qwen3_moe", "num_experts": 8, "expert_width": 8, "head_dim": 4}
+    model = new_model(TINY.model_copy(update=mixture), VOCAB_SIZE, 0)
+    seen = []
+    for router in (module for module in model.modules() if isinstance(module, Router)):
+        router.register_forward_hook(lambda _, __, probabilities: seen.append(probabilities.detach()))
+    config, groups = run_config(), make_groups(num_groups=1)
+    optimizer = AdamW(FlatParameters(model), config.trainer.optimizer, total_updates=9)
+    [microbatch] = batching.collate(prepared(groups, config=config, step=0).of(groups), 10_000)
+    assert microbatch.num_tokens % ROW_MULTIPLE
+    updater = Updater(model, optimizer, Auxiliary(), StepContext(config, 0, batching, RankGroup.alone(), NoSpans()))
+    made = updater.make(PlannedUpdate(0, [microbatch], Totals(microbatch.num_targets, 3, num_microbatches)))
+    loads = []
+    for probabilities in seen[: TINY.num_layers]:
+        chosen = probabilities[: microbatch.num_tokens].numpy().argsort(1)[:, -2:]
+        loads.append(np.bincount(chosen.flatten(), minlength=8))
+    expected = max(load.max() / load.mean() for load in loads)
+    assert made.metrics["expert_load_max"].value() == pytest.approx(expected)
 
 
 def test_a_step_says_what_its_time_goes_to():

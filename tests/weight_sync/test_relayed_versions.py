@@ -68,11 +68,19 @@ class Parameters:
 
 
 class Replica:
-    def __init__(self, ports: Any, links: Links, number: int) -> None:
+    """A replica, or a rank of one that is of `world`."""
+
+    def __init__(self, ports: Any, links: Links, number: int, *, rank: int = 0, world: int = 1) -> None:
         self.ports, self.number = ports, number
         self.parameters = Parameters()
         self.subscriber = Subscriber(
-            ports.inputs["offers"], ports.outputs["releases"], InProcess(), replica=number, links=links
+            ports.inputs["offers"],
+            ports.outputs["releases"],
+            InProcess(),
+            replica=number,
+            rank=rank,
+            world=world,
+            links=links,
         )
         self.subscriber.open(self.parameters, lambda tokens: np.zeros(3, np.float32), 1e9, is_threaded=True)
 
@@ -89,7 +97,8 @@ class Replica:
 
 
 class Rig:
-    """A trainer on machine 't' and a replica on each of `hosts`. `delta`, `timeout_s`: of the links."""
+    """A trainer on machine 't' and a replica on each of `hosts`, or one on all of them. `delta`, `timeout_s`: of the
+    links."""
 
     def __init__(
         self,
@@ -99,6 +108,7 @@ class Rig:
         delta: bool = False,
         timeout_s: float = 20.0,
         num_slots: int = 2,
+        is_one: bool = False,
     ) -> None:
         specs = [
             spec
@@ -120,12 +130,18 @@ class Rig:
             trainer.outputs["offers"],
             trainer.inputs["releases"],
             InProcess(),
-            num_readers=len(hosts),
+            num_readers=1 if is_one else len(hosts),
+            reader_ranks=len(hosts) if is_one else 1,
             num_slots=num_slots,
             links=links("t"),
         )
         self.publisher.open(self.live, holding=holding())
-        self.replicas = [Replica(self.ports[f"g{n}"], links(host), n) for n, host in enumerate(hosts)]
+        self.replicas = [
+            Replica(self.ports[f"g{n}"], links(host), 0, rank=n, world=len(hosts))
+            if is_one
+            else Replica(self.ports[f"g{n}"], links(host), n)
+            for n, host in enumerate(hosts)
+        ]
 
     def publish(self, version: int) -> bool:
         self.live.copy_(weights_of(version))
@@ -294,6 +310,22 @@ def test_a_source_that_does_nothing_is_given_up(tmp_path: Path) -> None:
         assert second.parent == -1
         assert second.subscriber.stats.num_failed_transfers == 1
         rig.take(0, [first])
+
+
+@pytest.mark.parametrize("broken", [[0], [1], [0, 1]])
+def test_a_link_that_breaks_at_some_ranks_of_a_replica_is_made_anew_for_all(broken: list[int], tmp_path: Path) -> None:
+    with running(tmp_path, "bb", is_one=True) as rig:
+        rig.publish(0)
+        rig.take(0)
+        for rank in broken:
+            group = rig.replicas[rank].subscriber._fetch._group  # type: ignore[union-attr]
+            group.close()
+        for version in range(1, 4):
+            rig.publish(version)
+            rig.take(version)
+        assert [rank.subscriber._epoch for rank in rig.replicas] == [2, 2], "one link for all, and once"
+        assert [rank.subscriber.stats.num_failed_transfers for rank in rig.replicas][broken[0]] == 1
+        rig.until(lambda: len(rig.publisher._ledger.free_slots()) == 3)
 
 
 def test_one_that_cannot_keep_up_is_fed_by_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -221,6 +221,7 @@ def check_teacher(config: RunConfig) -> None:
 
 
 def _check_token_table(tokenizer: Tokenizer, path: Path) -> None:
+    path = tokenizer_folder(path)
     if not has_tokenizer(path):
         what = "the teacher has no tokenizer: nothing says that its token ids are the policy's"
         hint = "copy the tokenizer of the model that it was trained from"

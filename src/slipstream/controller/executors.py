@@ -2,7 +2,8 @@
 
 Whoever ends before its time, or is silent for too long, is found out here. What of it may go on is decided here, too:
 
-    reported an error                 the run ends with that error: it would only come again
+    reported an error                 the run ends with that error: it would only come again; a replica on another
+                                      machine is lost, unless the error is one of `ENDS_THE_RUN`
     lost, and nobody misses its state a child is killed for certain and started again, with a higher incarnation; a
                                       group on another machine is started by its agent (`controller/membership.py`)
     any other lost                    ExecutorLost: this attempt ends, and the run may go on from its last checkpoint
@@ -29,7 +30,14 @@ from slipstream.core.addresses import AddressBook, LocalAddresses
 from slipstream.core.channel import Ports, connect_by_book, wait
 from slipstream.core.clock import Clock
 from slipstream.core.config import RunConfig
-from slipstream.core.errors import ChannelClosed, ExecutorDied, ExecutorLost, SlipstreamError
+from slipstream.core.errors import (
+    ChannelClosed,
+    ExecutorDied,
+    ExecutorLost,
+    NonFiniteError,
+    SlipstreamError,
+    WeightSyncError,
+)
 from slipstream.core.peer_messages import Failed, Joined, Left
 from slipstream.core.ports import Turn
 from slipstream.core.ranks import RANK_MARK, split_rank_name
@@ -44,6 +52,7 @@ STOP_DEADLINE_S = 10.0
 STEPS_TO_STOP = 64  # of an executor in this process
 LET_GO_DEADLINE_S = 2.0
 CAUSE_DEADLINE_S = 2.0  # so long is a cause looked for, where an error may be the consequence of another's end
+ENDS_THE_RUN = (NonFiniteError.__name__, WeightSyncError.__name__)  # broken weights, which every replica would get
 
 
 @dataclass(frozen=True)
@@ -300,11 +309,12 @@ class Executors:
 
     def _failed(self, message: Failed) -> None:
         """Take an executor's error, which ends the run, unless it may follow from the end of another process."""
-        name = message.executor
-        if self._membership.is_remote(name) and replica_of(name) is not None:
+        name, kind = message.executor, message.error.partition(":")[0]
+        is_remote = self._membership.is_remote(name)
+        if is_remote and replica_of(name) is not None and (message.may_follow or kind not in ENDS_THE_RUN):
             self._note(f"{name} failed: {message.error}")
             self._lose_remote(name)
-        elif message.may_follow and name in self._children:
+        elif message.may_follow and (is_remote or name in self._children):
             self._suspects.setdefault(name, (message, self._clock.now_s() + CAUSE_DEADLINE_S))
         else:
             raise self._error(message)
@@ -312,7 +322,8 @@ class Executors:
     def _bury(self) -> bool:
         """Handle a child that has ended, causes before consequences; return whether there was one.
 
-        A child that only gave up because of another is left until that one is found, for `CAUSE_DEADLINE_S` at most.
+        A process that only gave up because of another is left until that one is found, for `CAUSE_DEADLINE_S` at most.
+        On another machine that may be a rank that ended without a word: the group is lost.
         """
         ended = [name for name, child in self._children.items() if child.has_ended]
         if ended and any(name not in self._suspects for name in ended):
@@ -323,6 +334,10 @@ class Executors:
                 return True
         now_s = self._clock.now_s()
         for message, end_s in self._suspects.values():
+            if end_s <= now_s and self._membership.is_remote(message.executor):
+                group = split_rank_name(message.executor)[0]
+                hint = "the logs of its ranks say why; `--resume` goes on from the last checkpoint"
+                raise ExecutorLost(f"'{group}' was lost", executor=group, got=message.error, hint=hint)
             if end_s <= now_s:
                 raise self._error(message)
         return False

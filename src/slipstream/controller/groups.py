@@ -12,6 +12,7 @@ Both stores of a group, this one and that of its processes, listen at one addres
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import os
 import socket
@@ -28,7 +29,12 @@ import torch.distributed as dist
 from torch.distributed import DistError, FileStore, Store  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters, rendezvous_handler_registry
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousStateError
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousBackend, Token
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousBackend,
+    RendezvousTimeout,
+    Token,
+)
 
 from slipstream.controller.meeting import Listen, host_store
 from slipstream.controller.pipeline import Node
@@ -39,7 +45,10 @@ from slipstream.core.keys import RunKeys
 from slipstream.core.rank_group import RankGroup
 
 LOOPBACK_DEVICE = "lo"
-GET_INTERFACE_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
+INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
+GET_ADDRESSES = 0x8912  # SIOCGIFCONF of Linux: all that are IPv4, in so many structs ifreq
+IFREQ_BYTES, MAX_ADDRESSES = 40, 1024
+IPV6_ADDRESSES = Path("/proc/net/if_inet6")
 
 
 def join_on_one_machine(
@@ -52,9 +61,9 @@ def join_on_one_machine(
     if not node.needs_group:
         return RankGroup.alone()
     if LOOPBACK_DEVICE in {name for _, name in socket.if_nameindex()}:
-        os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK_DEVICE  # whatever the machine calls itself
+        os.environ[INTERFACE_VARIABLE] = LOOPBACK_DEVICE  # whatever the machine calls itself
     store = FileStore(str(transport_dir / f"{node.name}-{incarnation}.store"), node.ranks)
-    return _join(node, rank, timeout_s=timeout_s, store=store)
+    return _join(node, rank, local=(rank, node.ranks), timeout_s=timeout_s, store=store)
 
 
 def join_under_torchrun(node: Node, address: str, *, timeout_s: float) -> RankGroup:
@@ -65,32 +74,51 @@ def join_under_torchrun(node: Node, address: str, *, timeout_s: float) -> RankGr
     """
     if not node.needs_group:
         return RankGroup.alone()
-    is_on_one_machine = os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]
-    interface = interface_of(LOOPBACK if is_on_one_machine else address)
+    local_rank, local_world = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    interface = interface_of(LOOPBACK if local_world == node.ranks else address)
     if interface is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    return _join(node, int(os.environ["RANK"]), timeout_s=timeout_s)
+        os.environ.setdefault(INTERFACE_VARIABLE, interface)
+    return _join(node, int(os.environ["RANK"]), local=(local_rank, local_world), timeout_s=timeout_s)
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface of this machine that has `address`, IPv4 or a name of one; None where that is not known."""
-    wanted = numeric_address(address).packed
-    if sys.platform != "linux":
-        return None
+    """The network interface of this machine that has `address`, or a name of one; None where that is not known."""
+    return _interfaces().get(numeric_address(address).packed) if sys.platform == "linux" else None
+
+
+def _interfaces() -> dict[bytes, str]:
+    """The interfaces of this machine by each of their addresses, which are packed."""
+    found: dict[bytes, str] = {}
+    with contextlib.suppress(OSError), IPV6_ADDRESSES.open() as lines:  # there is none without IPv6
+        for line in lines:
+            address, *_, name = line.split()
+            found[bytes.fromhex(address)] = name
+    room = ctypes.create_string_buffer(MAX_ADDRESSES * IFREQ_BYTES)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it has no address
-                found = fcntl.ioctl(any_socket, GET_INTERFACE_ADDRESS, struct.pack("256s", name.encode()))
-                if found[20:24] == wanted:  # struct ifreq: 16 bytes of name, then a sockaddr_in
-                    return name
-    return None
+        asked = struct.pack("iP", len(room), ctypes.addressof(room))
+        (size,) = struct.unpack_from("i", fcntl.ioctl(any_socket, GET_ADDRESSES, asked))
+    for at in range(0, size, IFREQ_BYTES):  # 16 bytes of name, then a sockaddr_in; a further address may be 'eth0:1'
+        name = room.raw[at : at + 16].partition(b"\0")[0].decode()
+        found[room.raw[at + 20 : at + 24]] = name.partition(":")[0]
+    return found
 
 
-def _join(node: Node, rank: int, *, timeout_s: float, store: Store | None = None) -> RankGroup:
-    backend = "gloo"
+def check_interface(address: str) -> None:
+    """Raise ConfigError where no interface has `address`, by which the ranks of a group on several machines meet."""
+    if sys.platform == "linux" and INTERFACE_VARIABLE not in os.environ and interface_of(address) is None:
+        raise ConfigError(
+            "no network interface of this machine has the address by which others are to reach it",
+            got=address,
+            allowed=f"one of this machine (--address), or {INTERFACE_VARIABLE} with the interface's name",
+        )
+
+
+def _join(node: Node, rank: int, *, local: tuple[int, int], timeout_s: float, store: Store | None = None) -> RankGroup:
+    """Join as `rank`; `local` are its rank among those of this machine, and their number."""
+    backend, (local_rank, local_world) = "gloo", local
     if node.device.startswith("cuda"):
         backend = "cpu:gloo,cuda:nccl"
-        torch.cuda.set_device(gpu_of(node, rank))  # before anything makes a context on another
+        torch.cuda.set_device(gpu_of(node, rank, local_rank))  # before anything makes a context on another
     dist.init_process_group(
         backend,
         store=store,
@@ -99,7 +127,7 @@ def _join(node: Node, rank: int, *, timeout_s: float, store: Store | None = None
         timeout=timedelta(seconds=timeout_s),
     )
     assert dist.group.WORLD is not None
-    return RankGroup.over(dist.group.WORLD)
+    return RankGroup.over(dist.group.WORLD, local_rank=local_rank, local_world=local_world)
 
 
 # The agents of a torchrun job
@@ -162,14 +190,20 @@ class Rendezvous(DynamicRendezvousHandler):
         return host_store(Listen(master_addr, master_port), timeout=timedelta(minutes=5))
 
 
-def use_rendezvous(store: Store, keys: RunKeys) -> None:
-    """Have `--rdzv-backend slipstream` mean a rendezvous over `store`, sealed with `keys`, in this process."""
-    rendezvous_handler_registry.register(BACKEND, partial(_handler, store, keys))
+def use_rendezvous(store: Store, keys: RunKeys, *, join_timeout_s: float) -> None:
+    """Have `--rdzv-backend slipstream` mean a rendezvous over `store`, sealed with `keys`, in this process.
+
+    Agents wait `join_timeout_s` for one another.
+    """
+    timeout = RendezvousTimeout(join=timedelta(seconds=join_timeout_s))
+    rendezvous_handler_registry.register(BACKEND, partial(_handler, store, keys, timeout))
 
 
-def _handler(store: Store, keys: RunKeys, parameters: RendezvousParameters) -> RendezvousHandler:
+def _handler(
+    store: Store, keys: RunKeys, timeout: RendezvousTimeout, parameters: RendezvousParameters
+) -> RendezvousHandler:
     state = SealedState(store, parameters.run_id, keys)
     handler: RendezvousHandler = Rendezvous.from_backend(
-        parameters.run_id, store, state, parameters.min_nodes, parameters.max_nodes, parameters.local_addr
+        parameters.run_id, store, state, parameters.min_nodes, parameters.max_nodes, parameters.local_addr, timeout
     )
     return handler

@@ -16,6 +16,7 @@ import os
 import secrets
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -28,12 +29,14 @@ from slipstream.controller.pipeline import Node, Pipeline, decode_channel, decod
 from slipstream.core.addresses import AddressBook, StoreAddresses, numeric_address
 from slipstream.core.channel_spec import ChannelSpec
 from slipstream.core.clock import wall_minus_clock_s
-from slipstream.core.errors import ConfigError, SlipstreamError
+from slipstream.core.errors import ConfigError, RunIsOver, SlipstreamError
 from slipstream.core.keys import RunKeys
+from slipstream.observe.summary import read_summary
 
 SPEC_KEY = "run"
 JOIN_TIMEOUT_S = 600.0
-"""Seconds that a group waits for its controller, and for others."""
+"""Seconds that controller and groups wait for one another, unless told otherwise (--join-timeout)."""
+WAITS_LONGER = "--join-timeout SECONDS waits longer"
 WAIT_FOR_FILE_S = 0.2
 READ_AGAIN_S = 5.0  # a file with an address may be of an earlier start of the controller
 
@@ -57,12 +60,14 @@ ALWAYS_REMOTE = frozenset({"trainer", "generator"})
 class Cluster:
     """A run on several machines: where its controller listens, the run's keys, and which groups join it.
 
-    `remote` are names of groups, 'generator' for all replicas; the others are the controller's children.
+    `remote` are names of groups, 'generator' for all replicas; the others are the controller's children. Each of
+    them may take `join_timeout_s` seconds to come.
     """
 
     listen: Listen
     keys: RunKeys
     remote: frozenset[str] = ALWAYS_REMOTE
+    join_timeout_s: float = JOIN_TIMEOUT_S
 
 
 @dataclass(frozen=True)
@@ -139,6 +144,10 @@ class MeetingPlace(Meeting):
         self._pipeline, self._keys, self._start = pipeline, cluster.keys, secrets.token_hex(16)
         self._channel_keys = self._keys.of_start(self._start)
         self._deadline_s, self._lease_s = deadline_s, lease_s
+        join_timeout_s = max(cluster.join_timeout_s, deadline_s)
+        groups = [node for node in pipeline.nodes if node.host == "torchrun"]
+        self.patience_s = {member: join_timeout_s for node in groups for member in node.members}
+        """Seconds that each process of a group on another machine is waited for."""
 
     def addresses(self, transport_dir: Path) -> AddressBook:
         """Return where ports listen; children of this controller meet in `transport_dir`."""
@@ -149,6 +158,7 @@ class MeetingPlace(Meeting):
             host=self.host,
             transport_dir=transport_dir,
             deadline_s=self._deadline_s,
+            patience_s=self.patience_s,
         )
 
     def child_environment(self) -> dict[str, str]:
@@ -232,11 +242,19 @@ def _not_there(listen: Listen, error: OSError) -> ConfigError:
     )
 
 
-def attend(controller: str, *, timeout_s: float, whom: str = "controller") -> Store:
+def attend(
+    controller: str,
+    *,
+    timeout_s: float,
+    whom: str = "controller",
+    is_over: Callable[[], bool] = lambda: False,
+) -> Store:
     """A group's side: the store of the controller at 'HOST:PORT', or named in a file with that; `whom` in its place may
-    host it. SlipstreamError if nobody answers in time."""
+    host it. SlipstreamError if nobody answers in time, RunIsOver once nobody will."""
     deadline_s = time.monotonic() + timeout_s
     while True:
+        if is_over():
+            raise RunIsOver("the run is done: there is nothing to join", got=controller)
         host, port = read_address(controller, timeout_s=deadline_s - time.monotonic())
         remaining_s = max(0.1, deadline_s - time.monotonic())
         try:
@@ -244,7 +262,7 @@ def attend(controller: str, *, timeout_s: float, whom: str = "controller") -> St
         except DistError as error:
             if time.monotonic() < deadline_s:
                 continue
-            hint = "is its `slipstream launch ... --group ...` running, and does it listen there?"
+            hint = f"is its `slipstream launch ... --group ...` running, and does it listen there? {WAITS_LONGER}"
             raise SlipstreamError(f"no {whom} answered for {timeout_s:g} s", got=f"{host}:{port}", hint=hint) from error
         store.set_timeout(timedelta(seconds=timeout_s))
         return store
@@ -257,21 +275,41 @@ def parse_address(text: str) -> tuple[str, int] | None:
     return (host.strip("[]"), int(port)) if is_address else None
 
 
+def is_done(run_dir: Path | None, steps: int | None) -> bool:
+    """Return whether the run in `run_dir` has done `steps` steps: no controller comes for them."""
+    if run_dir is None or steps is None:
+        return False
+    try:
+        summary = read_summary(run_dir / "summary.json")
+    except SlipstreamError:
+        return False
+    return summary.status == "done" and summary.steps >= steps
+
+
 def read_address(controller: str, *, timeout_s: float) -> tuple[str, int]:
     """(host, port) of 'HOST:PORT', or of a file with that, which is waited for."""
     found = parse_address(controller)
     if found is not None and not Path(controller).exists():
         return found
-    path, deadline_s = Path(controller), time.monotonic() + timeout_s
-    while not path.exists():  # on a network file system nothing tells that a file has appeared
+    deadline_s = time.monotonic() + timeout_s
+    while not (content := _content(Path(controller))):  # on a network file system nothing tells that there is one
         if time.monotonic() > deadline_s:
             allowed = "HOST:PORT, or the file that the controller writes (--address-file)"
-            raise SlipstreamError(f"no address of a controller for {timeout_s:g} s", got=controller, allowed=allowed)
+            what = f"no address of a controller for {timeout_s:g} s"
+            raise SlipstreamError(what, got=controller, allowed=allowed, hint=WAITS_LONGER)
         time.sleep(WAIT_FOR_FILE_S)
-    found = parse_address(path.read_text())
+    found = parse_address(content)
     if found is None:
         raise ConfigError("not the address of a controller", got=controller, allowed="a file with HOST:PORT")
     return found
+
+
+def _content(path: Path) -> str:
+    """Return what the file holds; empty where there is none, which may become so at any time."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
 
 
 def read_spec(store: Store, keys: RunKeys, *, timeout_s: float) -> RunSpec:
@@ -279,5 +317,5 @@ def read_spec(store: Store, keys: RunKeys, *, timeout_s: float) -> RunSpec:
     try:
         store.wait([SPEC_KEY], timedelta(seconds=timeout_s))
     except DistError as error:
-        raise SlipstreamError(f"the controller announced no run for {timeout_s:g} s") from error
+        raise SlipstreamError(f"the controller announced no run for {timeout_s:g} s", hint=WAITS_LONGER) from error
     return RunSpec.decode(keys.unseal(store.get(SPEC_KEY).decode(errors="replace"), SPEC_KEY))

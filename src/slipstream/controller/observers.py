@@ -25,7 +25,7 @@ from slipstream.core.config import RunConfig
 from slipstream.core.held_out import GREEDY_PREFIX, SAMPLED_PREFIX, set_prefix
 from slipstream.core.run_log import Metrics
 from slipstream.core.service_messages import Counters, Noted, Progress, Ready
-from slipstream.core.types import GroupScored, StepDone, Swapped
+from slipstream.core.types import GroupScored, ReplicaLost, StepDone, Swapped
 from slipstream.observe.display import Display, config_summary, in_numbers
 from slipstream.observe.health import Alarm, Watchman, in_a_line, unfit
 from slipstream.observe.metrics import MetricsWriter
@@ -175,7 +175,7 @@ class Alarms:
 class Screen:
     """The live display on a terminal, plain lines elsewhere."""
 
-    hears = (Noted, Alarm, Ready, Progress, Counters, Swapped, StepWritten, EvaluationDone)
+    hears = (Noted, Alarm, Ready, Progress, Counters, Swapped, ReplicaLost, StepWritten, EvaluationDone)
 
     def __init__(self, config: RunConfig, run_dir: Path) -> None:
         self._run_dir, self._steps = run_dir, config.steps
@@ -195,6 +195,8 @@ class Screen:
                 self._display.counters(executor, values)
             case Swapped(replica=replica, version=version):
                 self._display.swapped(replica, version)
+            case ReplicaLost(replica=replica):
+                self._display.lost(replica)
             case StepWritten(line=line):
                 self._display.step(line)
             case EvaluationDone(version=version, found=found) if news.temperature == GREEDY:

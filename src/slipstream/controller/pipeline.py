@@ -6,7 +6,6 @@ arguments that JSON can carry (a RunConfig counts). Nodes are what users compose
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.util
 import sys
@@ -24,21 +23,13 @@ from slipstream.core.ranks import RANK_MARK, rank_name, split_rank_name
 from slipstream.core.service_messages import WarmStart
 from slipstream.core.types import Prompt
 from slipstream.core.unfinished_messages import Unfinished
+from slipstream.core.user_code import importing
 from slipstream.models.hub import with_folders
 
 CONTROLLER = "controller"
 MEMBERSHIP = "membership"
 """The port at which processes hear who has joined and who was lost."""
 HostKind = Literal["process", "inline", "torchrun"]
-
-SCRIPTS_BEING_IMPORTED: set[str] = set()
-
-
-class ReachedRun(BaseException):
-    """A script imported for the executor it defines came to its own `slipstream.run`: no more of it is needed.
-
-    Not an Exception, so that no handler of the script takes it. This is why scripts need no main guard.
-    """
 
 
 @dataclass(frozen=True)
@@ -151,10 +142,8 @@ def resolve_import(path: str) -> Callable[..., Any]:
             raise ConfigError("no such file", got=module_name)
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module
-        SCRIPTS_BEING_IMPORTED.add(module_name)
-        with contextlib.suppress(ReachedRun):
+        with importing(module_name):
             spec.loader.exec_module(module)
-        SCRIPTS_BEING_IMPORTED.discard(module_name)
     else:
         module = importlib.import_module(module_name)
     if name not in vars(module):

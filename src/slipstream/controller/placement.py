@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine import memory_bytes, num_cores
+from slipstream.core.processes import open_pidfd
 
 PROCESSES_PER_CORE = 256
 PROCESS_BYTES = 20_000_000  # of the smallest, a reward worker's, beside what processes share
@@ -93,7 +94,7 @@ def why_no_processes() -> str:
     if not sys.platform.startswith("linux"):
         return f"this is {sys.platform}: they are watched, and end with the run, by means of Linux"
     try:
-        os.close(os.pidfd_open(os.getpid()))
+        os.close(open_pidfd(os.getpid()))
     except OSError as error:
         return f"pidfd_open is refused ({error.strerror}): Linux before 5.3, or a container that does not permit it"
     return ""
@@ -179,11 +180,12 @@ def _place_groups(config: RunConfig, cores: int) -> dict[str, Threads]:
 def thread_environment(num_threads: int) -> dict[str, str]:
     """Variables every numerical library reads when it is loaded.
 
-    Waiting OpenMP threads spin for microseconds, then sleep, and tensors of megabytes lie in large pages. Two threads,
+    OpenMP binds no thread to a core, whatever the site has set: in each process it would be the same ones. Waiting
+    threads spin for microseconds, then sleep, and tensors of megabytes lie in large pages. Two threads,
     decoding 64 x 16 tokens and one training pass in ms (`benchmarks/waiting.py`): without spinning 149 and 269, with
     OpenMP's default, which spins long, 76 and 202, so 73 and 211, with large pages besides 70 and 167; beside two busy
     processes 155 and 305, 334 and 697, 330 and 500, 341 and 517.
     """
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-    others = {"GOMP_SPINCOUNT": "10000", "THP_MEM_ALLOC_ENABLE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    return dict.fromkeys(names, str(num_threads)) | others
+    others = {"OMP_PROC_BIND": "false", "GOMP_SPINCOUNT": "10000", "THP_MEM_ALLOC_ENABLE": "1"}
+    return dict.fromkeys(names, str(num_threads)) | others | {"TOKENIZERS_PARALLELISM": "false"}

@@ -21,6 +21,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,11 +34,12 @@ from slipstream.core.addresses import LOOPBACK, LocalAddresses, StoreAddresses, 
 from slipstream.core.channel import Ports, connect_by_book
 from slipstream.core.channel_spec import ChannelSpec
 from slipstream.core.clock import ShiftedClock, WallClock, wall_minus_clock_s
-from slipstream.core.errors import ConfigError, SlipstreamError
+from slipstream.core.errors import ConfigError, RunIsOver, SlipstreamError
 from slipstream.core.interrupts import LEAVING, leave_to_the_run
 from slipstream.core.keys import RunKeys
 from slipstream.core.lease import Lease
 from slipstream.core.peer_messages import Joined
+from slipstream.core.processes import open_pidfd
 from slipstream.core.rank_group import RankGroup
 from slipstream.core.ranks import rank_name
 from slipstream.core.run_lock import inherited
@@ -52,6 +54,8 @@ LOG_TAIL_CHARS = 2000
 KILL_DEADLINE_S = 5.0
 
 MODULE = "slipstream.controller.process"
+OF_TORCHRUN = {"RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+"""Variables of a torchrun in which a run was started: they say nothing of its children, and vLLM would read them."""
 
 
 class PipeTether:
@@ -136,16 +140,17 @@ def _connect(channels: tuple[ChannelSpec, ...], name: str, transport_dir: Path, 
         host=spec["store_host"],
         transport_dir=transport_dir,
         deadline_s=spec["deadline_s"],
+        patience_s=spec["patience_s"],
     )
     return connect_by_book(channels, [name], book, spec["incarnation"])[name]
 
 
 def run_rank(options: argparse.Namespace) -> int:
     """Be one rank of a group, in a process of a torchrun job, until the run is over."""
-    agent = os.pidfd_open(os.getppid())  # before anything takes time: it may end meanwhile
+    agent = open_pidfd(os.getppid())  # before anything takes time: it may end meanwhile
     from slipstream.controller import pool
     from slipstream.controller.groups import join_under_torchrun
-    from slipstream.controller.meeting import JOIN_TIMEOUT_S, attend, read_spec
+    from slipstream.controller.meeting import attend, is_done, read_spec
     from slipstream.controller.weights import memory_of
     from slipstream.weight_sync.resharding import Place
     from slipstream.weight_sync.weight_links import Links
@@ -156,8 +161,9 @@ def run_rank(options: argparse.Namespace) -> int:
     keys = RunKeys.load(options.key_file) if options.key_file is not None else RunKeys.take()
     if keys is None:
         raise ConfigError("a group needs the run's key", allowed="--key-file, or SLIPSTREAM_RUN_KEY")
-    store = attend(options.controller, timeout_s=JOIN_TIMEOUT_S)
-    spec = read_spec(store, keys, timeout_s=JOIN_TIMEOUT_S)
+    is_over = partial(is_done, options.out, options.steps)
+    store = attend(options.controller, timeout_s=options.join_timeout, is_over=is_over)
+    spec = read_spec(store, keys, timeout_s=options.join_timeout)
     node = replace(spec.node(options.group), num_threads=options.threads, num_threads_alone=options.threads)
     group = join_under_torchrun(node, options.address, timeout_s=spec.deadline_s)
     name = rank_name(node.name, group.rank)
@@ -165,7 +171,7 @@ def run_rank(options: argparse.Namespace) -> int:
     if node.joins_later and group.is_leader and not pool.hold(store, node.name, options.claim, incarnation):
         raise ConfigError(pool.TAKEN, got=node.name, hint=pool.HINT)
     book = StoreAddresses(
-        spec.channels, store, keys.of_start(spec.start), host=options.address, deadline_s=JOIN_TIMEOUT_S
+        spec.channels, store, keys.of_start(spec.start), host=options.address, deadline_s=options.join_timeout
     )
     ports = connect_by_book(spec.channels, [name], book, incarnation)[name]
     host: Host | None = None
@@ -248,13 +254,15 @@ class Child:
             "deadline_s": deadline_s,
             "store": None if place is None else place.address,
             "store_host": None if place is None else place.host,
+            "patience_s": {} if place is None else place.patience_s,
             "started_s": WallClock().now_s(),
         }
         spec_path = transport_dir / f"{name}.json"
         spec_path.write_text(json.dumps(spec))
         log_path = run_dir / "logs" / f"{name}.log"
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        environment = os.environ | thread_environment(node.num_threads) | {"PYTHONPATH": search_path()}
+        environment = {name: value for name, value in os.environ.items() if name not in OF_TORCHRUN}
+        environment |= thread_environment(node.num_threads) | {"PYTHONPATH": search_path()}
         if place is not None:
             environment |= place.child_environment()
         stdin, line = os.pipe()
@@ -273,7 +281,7 @@ class Child:
             raise
         finally:
             os.close(stdin)
-        return cls(name, pid, os.pidfd_open(pid), line, log_path, log_start)
+        return cls(name, pid, open_pidfd(pid), line, log_path, log_start)
 
     @property
     def has_ended(self) -> bool:
@@ -339,8 +347,14 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--address", default=LOOPBACK)
     parser.add_argument("--key-file", type=Path)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--join-timeout", type=float, required=True)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--steps", type=int)
     try:
         return run_rank(parser.parse_args(argv))
+    except RunIsOver as over:
+        sys.stderr.write(f"{over}\n")
+        return 0
     except SlipstreamError as error:
         sys.stderr.write(f"{error}\n")
         return 1

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 from slipstream.controller.pipeline import Node, replica_of, weight_readers
@@ -74,17 +72,18 @@ def memory_of(node: Node, group: RankGroup) -> Memory:
     has_versions = node.name == "trainer" or replica_of(node.name) is not None
     if not has_versions or not isinstance(config, RunConfig) or not config.weights_stay_on_gpu:
         return HOST
-    return DeviceMemory(gpu_of(node, group.rank))
+    return DeviceMemory(gpu_of(node, group.rank, group.local_rank))
 
 
-def gpu_of(node: Node, rank: int) -> torch.device:
-    """Return the GPU of rank `rank`, as its executor chooses it: trainers' and users' count from the first."""
+def gpu_of(node: Node, rank: int, local_rank: int) -> torch.device:
+    """Return the GPU of rank `rank`, this machine's `local_rank`, as its executor chooses it: trainers' and users'
+    count from the first."""
     config, replica = node.kwargs.get("config"), replica_of(node.name)
     if isinstance(config, RunConfig) and replica is not None:
         return replica_device(config.generator, replica, torch.cuda.device_count(), rank)
     if isinstance(config, RunConfig) and node.name in ranks_per_copy(config):
-        return scoring_device("cuda", rank)
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())
+        return scoring_device("cuda", local_rank)
+    return torch.device("cuda", local_rank % torch.cuda.device_count())
 
 
 def transport_over(memory: Memory, run_id: str) -> Transport:

@@ -88,7 +88,8 @@ class StoreAddresses:
 
     Processes of one machine that were given the same `transport_dir` connect there, all others over TCP.
     Every process of the run makes one over the same store. `keys` secure the sockets; without them only loopback
-    addresses are allowed. `deadline_s` bounds the wait for an executor that has not announced itself.
+    addresses are allowed. `deadline_s` bounds the wait for an executor that has not announced itself, and `patience_s`
+    that for those which may take longer, by name.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class StoreAddresses:
         host: str = LOOPBACK,
         transport_dir: Path | None = None,
         deadline_s: float = 120.0,
+        patience_s: Mapping[str, float] | None = None,
     ) -> None:
         self._host = numeric_address(host)
         if keys is None and not self._host.is_loopback:
@@ -113,7 +115,7 @@ class StoreAddresses:
         self._transport_dir = transport_dir
         self._numbers = _numbered(specs)
         self._machine = "" if transport_dir is None else f"{socket.gethostname()}:{transport_dir.resolve()}"
-        self._deadline_s = deadline_s
+        self._deadline_s, self._patience_s = deadline_s, patience_s or {}
 
     def listen_at(self, port: str, incarnation: int) -> tuple[str, ...]:
         """Return the addresses to which port 'executor.port' of this process has to bind."""
@@ -156,15 +158,17 @@ class StoreAddresses:
         return Address(at, incarnation)
 
     def _get(self, key: str, executor: str, what: str) -> bytes:
+        deadline_s = self._patience_s.get(executor, self._deadline_s)
         try:
             if not self._store.check([key]):
-                run_interruptibly(lambda: self._store.wait([key], timedelta(seconds=self._deadline_s)), name="store")
+                run_interruptibly(lambda: self._store.wait([key], timedelta(seconds=deadline_s)), name="store")
             return self._store.get(key)
         except RuntimeError as error:  # c10d has DistStoreError for a wait in vain, and for a store that is gone
             raise ChannelTimeout(
-                f"'{executor}' did not come: nobody of that name {what} within {self._deadline_s:g} s",
+                f"'{executor}' did not come: nobody of that name {what} within {deadline_s:g} s",
                 got=str(error).splitlines()[0],
-                hint=f"see the log of '{executor}', and whether its machine reaches the run's store",
+                hint=f"see the log of '{executor}', and whether its machine reaches the run's store; on several"
+                " machines --join-timeout waits longer",
             ) from error
 
 
@@ -199,6 +203,15 @@ def numeric_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
         raise ConfigError(
             "no such host", got=host, allowed="a name or address of this machine", hint=str(error)
         ) from error
+
+
+def check_reachable(host: str) -> None:
+    """Raise ConfigError for a `host` that is no address, and for a name by which this machine means itself alone."""
+    address = numeric_address(host)
+    is_name = any(letter.isalpha() for letter in host) and ":" not in host
+    if address.is_loopback and is_name and "localhost" not in host:
+        what = f"'{host}' means {address} on this machine, which others do not reach"
+        raise ConfigError(what, got=host, allowed="an address of this machine in the network of the others")
 
 
 def ipc_address(path: Path) -> str:

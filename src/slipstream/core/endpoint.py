@@ -28,9 +28,9 @@ _SHOWN_CHARS = 200
 
 
 class ChatMessage(msgspec.Struct):
-    """The text of an answer."""
+    """The text of an answer; None where it has none, as of a model that was still thinking at max_tokens."""
 
-    content: str
+    content: str | None = None
 
 
 class ChatChoice(msgspec.Struct):

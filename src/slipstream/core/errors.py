@@ -14,6 +14,7 @@ SlipstreamError
   ExecutorDied         a process of the run reported an error, or was lost more often than `max_restarts` allows
     ExecutorLost         a process was lost without which this attempt cannot go on; the next one may succeed
   RankError            ranks that run one model together lost each other, or no longer do the same
+  RunIsOver            a group that would join a run finds that it is done: nothing is wrong
   AlarmError           an alarm rang that `health.stop_on` names
   NonFiniteError       NaN or inf in a loss or gradient; weights were not changed
   CheckpointError      a checkpoint is missing, torn or of another model
@@ -119,6 +120,10 @@ class ExecutorLost(ExecutorDied):
 
 class RankError(SlipstreamError):
     """Ranks that run one model together lost one of them, or no longer do the same."""
+
+
+class RunIsOver(SlipstreamError):
+    """A group would join a run that is done: it has nothing to do."""
 
 
 class AlarmError(SlipstreamError):

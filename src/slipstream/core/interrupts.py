@@ -26,6 +26,8 @@ if TYPE_CHECKING:  # `slipstream` has no handler until this module is imported: 
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LEAVING = signal.SIGUSR1  # torchrun's agent sends it to its processes when it was told to end: it ends them next
+GO_ON_VARIABLE = "SLIPSTREAM_GO_ON"
+"""The command that goes on with an interrupted run, where job files or Ray have started it."""
 ECHO_S = 0.3
 ENDING_S = 5.0
 

@@ -7,17 +7,21 @@ import os
 from pathlib import Path
 
 CGROUP_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+FIRST_CGROUP_QUOTA = (Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"), Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us"))
 CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
 def num_cores() -> int:
     """Return how many cores this process may use."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = CGROUP_QUOTA.read_text(encoding="ascii").split()
-        return min(cores, max(1, math.ceil(int(quota) / int(period))))
-    except (OSError, ValueError):  # none, or "max"
-        return cores
+    for files in ((CGROUP_QUOTA,), FIRST_CGROUP_QUOTA):
+        try:
+            quota, period = (int(word) for file in files for word in file.read_text(encoding="ascii").split())
+        except (OSError, ValueError):  # none, or "max"
+            continue
+        if quota > 0:  # -1: none
+            cores = min(cores, max(1, math.ceil(quota / period)))
+    return cores
 
 
 def memory_bytes() -> int:

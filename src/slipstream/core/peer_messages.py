@@ -244,9 +244,10 @@ class WeightsWanted(Message):
     """Rank `rank` of the `world` of replica `replica` wants versions from now on: it is new, or has lost its link.
 
     `is_linked`: over a point-to-point link; else it reads the segments itself. What was offered last is offered to it
-    again, once all ranks of the replica have asked. `host`: the machine it runs on. `in_host_memory`: nothing of that,
-    but it cannot read the trainer's GPU memory, and waits for versions in host memory. `holds_slots`: it uses versions
-    where they lie, instead of copying them one at a time.
+    again, once all ranks of a new replica have asked, or one has lost link `lost_epoch` (0: it is new), which others
+    may still have. `host`: the machine it runs on. `in_host_memory`: nothing of that, but it cannot read the trainer's
+    GPU memory, and waits for versions in host memory. `holds_slots`: it uses versions where they lie, instead of
+    copying them one at a time.
     """
 
     replica: int
@@ -256,6 +257,7 @@ class WeightsWanted(Message):
     host: str = ""
     in_host_memory: bool = False
     holds_slots: bool = False
+    lost_epoch: int = 0
 
 
 class WeightsLinked(Message):

@@ -24,13 +24,24 @@ class RankGroup:
     """This process's `rank` of `world`, and the process group `pg` of all ranks; None where there is one process only.
 
     The collectives here are for small or rare data. They wait for all ranks, at most the group's timeout; when a rank
-    stays away or dies, the others get a RankError.
+    stays away or dies, the others get a RankError. On this machine it is `local_rank` of `local_world`.
     """
 
-    def __init__(self, rank: int = 0, world: int = 1, pg: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        rank: int = 0,
+        world: int = 1,
+        pg: dist.ProcessGroup | None = None,
+        *,
+        local_rank: int | None = None,
+        local_world: int | None = None,
+    ) -> None:
+        """Take the place in a group whose ranks are all on this machine, unless `local_rank` and `local_world` say."""
         if not 0 <= rank < world or (pg is None and world > 1):
             raise ConfigError("no such rank", got=f"rank {rank} of {world}, group {pg}", allowed="0 <= rank < world")
         self.rank, self.world, self.pg = rank, world, pg
+        self.local_rank = rank if local_rank is None else local_rank
+        self.local_world = world if local_world is None else local_world
 
     @classmethod
     def alone(cls) -> RankGroup:
@@ -38,11 +49,12 @@ class RankGroup:
         return cls()
 
     @classmethod
-    def over(cls, pg: dist.ProcessGroup) -> RankGroup:
+    def over(cls, pg: dist.ProcessGroup, *, local_rank: int | None = None, local_world: int | None = None) -> RankGroup:
         """Return the group of `pg`."""
         import torch.distributed as dist
 
-        return cls(dist.get_rank(pg), dist.get_world_size(pg), pg)
+        rank, world = dist.get_rank(pg), dist.get_world_size(pg)
+        return cls(rank, world, pg, local_rank=local_rank, local_world=local_world)
 
     @property
     def is_leader(self) -> bool:

@@ -225,6 +225,29 @@ def resumed_config(run_dir: Path, overrides: Mapping[str, Any] | None = None) ->
     return config
 
 
+def changed_since(run_dir: Path, recipe: RunConfig) -> dict[str, Any]:
+    """Return the fields of RESUMED_WITH, as tables, in which `recipe` differs from what the run in `run_dir` saved.
+
+    ConfigError where it differs in others. What a run itself chooses is no difference: the commits of hub ids, and what
+    the recipe leaves open.
+    """
+    saved, wanted = (validate(one.model_dump(context=ABSOLUTE)) for one in (resolve(run_dir / "config.toml"), recipe))
+    changed = [field for field in field_paths() if _is_other(value_at(saved, field), value_at(wanted, field))]
+    chosen = [field for field in changed if value_at(wanted, field) is None or field == "model.revision"]
+    if refused := [field for field in changed if field not in (*RESUMED_WITH, *chosen)]:
+        what = f"the recipe is not that of the run in '{run_dir}', which keeps its configuration"
+        hint = "a run of that recipe needs a folder of its own"
+        raise ConfigError(what, got=", ".join(refused), allowed=f"changes of {', '.join(RESUMED_WITH)}", hint=hint)
+    return nested({field: value_at(wanted, field) for field in changed if field in RESUMED_WITH})
+
+
+def _is_other(saved: Any, wanted: Any) -> bool:
+    """Whether `wanted` says another thing than `saved`, in which hub ids have commits in place of branches."""
+    if saved == wanted:
+        return False
+    return re.sub(r"@[0-9a-f]{40}\b", "", repr(saved)) != re.sub(r"@(?![0-9a-f]{40}\b)[\w./-]+", "", repr(wanted))
+
+
 def value_at(config: BaseModel, path: str) -> Any:
     """Return the value of the field at the dotted `path`."""
     value: Any = config
@@ -296,8 +319,11 @@ def table_of(tables: object, section: str) -> Mapping[str, Any]:
 def nested(tables: Mapping[str, Any], model: type[BaseModel] = RunConfig, at: str = "") -> dict[str, Any]:
     """Return `tables` with `{"trainer.optimizer.lr": 1e-4}` as `{"trainer": {"optimizer": {"lr": 1e-4}}}`.
 
-    Keys inside of free-form tables stay as they are. ConfigError for a field that is given twice.
+    Keys inside of free-form tables stay as they are. ConfigError for a field that is given twice, and for no tables.
     """
+    if not isinstance(tables, Mapping):
+        allowed = '{"steps": 50, "trainer.optimizer.lr": 1e-4}'
+        raise ConfigError("fields are given as a table, by their names", got=shown(tables), allowed=allowed)
     found: dict[str, Any] = {}
     for name, value in tables.items():
         first, dot, rest = name.partition(".") if isinstance(name, str) else (name, "", "")

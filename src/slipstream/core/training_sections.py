@@ -56,7 +56,8 @@ class LossConfig(Section):
     reduction: Literal["token", "sequence", "constant"] = Field(
         "token",
         description="Token losses divide by tokens (DAPO), average sequence means (GRPO), or divide by "
-        "sequences x max_new_tokens (Dr. GRPO).",
+        "sequences x max_new_tokens (Dr. GRPO); with an environment x its max_episode_tokens, or max_turns x "
+        "max_new_tokens.",
     )
     advantages: Advantages = Field(
         "group_normalised",

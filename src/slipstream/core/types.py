@@ -250,7 +250,10 @@ class Swapped(Message):
 
 
 class CompletionFinished(Message):
-    """A completion left the generator (it may not be scored yet). A resume brought `num_restored` of its tokens."""
+    """A completion left the generator (it may not be scored yet). Its tokens are the sampled ones alone.
+
+    A resume brought `num_restored` of them.
+    """
 
     ordinal: int
     sample: int

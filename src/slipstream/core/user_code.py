@@ -18,6 +18,7 @@ import sysconfig
 import tokenize
 import traceback
 from collections.abc import Callable, Iterator
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -31,11 +32,31 @@ FROM_PYTHON = "python:"
 _OURS = str(Path(__file__).parents[1])
 _INSTALLED = {"site-packages", "dist-packages"}
 
+SCRIPTS_BEING_IMPORTED: set[str] = set()
+
+
+class ReachedRun(BaseException):
+    """A script imported for what it defines came to its own `slipstream.run`: no more of it is needed.
+
+    Not an Exception, so that no handler of the script takes it. This is why scripts need no main guard.
+    """
+
+
+@contextlib.contextmanager
+def importing(script: str) -> Iterator[None]:
+    """Import the file `script` within, as far as its own `slipstream.run`."""
+    SCRIPTS_BEING_IMPORTED.add(script)
+    try:
+        with contextlib.suppress(ReachedRun):
+            yield
+    finally:
+        SCRIPTS_BEING_IMPORTED.discard(script)
+
 
 def module_of(location: str, text: str | None) -> ModuleType:
     """Import the module `location`; or run `text`, which the file `location` holds, as a module.
 
-    Raises what the import raises.
+    A script runs as far as its own `slipstream.run`. Raises what the import raises.
     """
     if text is None:
         with _working_folder_on_path():
@@ -43,7 +64,8 @@ def module_of(location: str, text: str | None) -> ModuleType:
     module = ModuleType(f"slipstream_user_{Path(location).stem}")
     module.__file__ = location
     sys.modules[module.__name__] = module
-    exec(compile(text, location, "exec", dont_inherit=True), vars(module))  # else annotations were texts there
+    with importing(location):
+        exec(compile(text, location, "exec", dont_inherit=True), vars(module))  # else annotations were texts there
     return module
 
 
@@ -82,14 +104,14 @@ def imported(path: str, *, what: str, modules: dict[str, ModuleType]) -> Callabl
     location, _, name = path.rpartition(":")
     if location not in modules:
         try:
-            text = _text_of(Path(location).expanduser()) if location.endswith(".py") else None
+            text = text_of(Path(location).expanduser()) if location.endswith(".py") else None
             modules[location] = module_of(location, text)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ConfigError(f"the {what} '{path}' cannot be imported", got=describe(error)) from error
     return member(modules[location], location, name, kind=what)
 
 
-def _text_of(file: Path) -> str:
+def text_of(file: Path) -> str:
     """Return the text of a Python file in its own encoding, whatever the locale's is."""
     with tokenize.open(file) as text:
         return text.read()
@@ -151,11 +173,11 @@ def defined(path: str, *, what: str, kind: str = "function") -> tuple[Path, ast.
 
 def _parsed(file: Path, name: str) -> ast.Module:
     try:
-        return ast.parse(file.read_bytes(), filename=str(file))
-    except SyntaxError as error:
+        return ast.parse(text_of(file), filename=str(file))
+    except SyntaxError as error:  # also of the bytes in front of the first line of code, which has no number then
         raise ConfigError(
             f"{name}: {file.name} is no Python",
-            got=f"{error.msg}, line {error.lineno}",
+            got=f"{error.msg}, line {error.lineno or 1}",
             allowed="a file that Python can import",
             hint=f"`python {file}` shows the place",
         ) from error
@@ -166,9 +188,12 @@ def _parsed(file: Path, name: str) -> ast.Module:
 def _file_of(location: str, name: str) -> Path | None:
     if location.endswith(".py"):
         return Path(location).expanduser()
+    package, *parts = location.split(".")
     try:
         with _working_folder_on_path():
-            spec = importlib.util.find_spec(location)
+            spec = importlib.util.find_spec(package)
+            for part in parts:  # `find_spec` of the whole would import the package
+                spec = spec and PathFinder.find_spec(part, spec.submodule_search_locations or [])
     except (ImportError, ValueError, AttributeError):
         spec = None
     if spec is None:

@@ -13,20 +13,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import itertools
 import json
 import os
 import secrets
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from slipstream.environments.asks import Ask, Refused, Tell, TurnReply
-from slipstream.environments.protocol import EnvironmentFault
+from slipstream.environments.protocol import EnvironmentFault, called
 
 MAX_LINE_BYTES = 1 << 20
 MAX_OUTPUT_BYTES = 64 << 10  # of a program's standard output, of which the last line counts
@@ -38,8 +36,6 @@ _START_S = 90.0  # for a program to be ready: its imports
 _KEY_BYTES = 16
 
 Row = dict[str, Any]
-Call = Callable[[Callable[[], Any]], Awaitable[Any]]
-"""Runs a function that is not async in a thread of the episode's."""
 
 
 class SharedFault(EnvironmentFault):
@@ -57,7 +53,7 @@ class Agent(ABC):
         """Begin what all episodes need. Raises EnvironmentFault, or what its code raises."""
 
     @abstractmethod
-    async def run(self, row: Row, base_url: str, api_key: str, call: Call) -> Any:
+    async def run(self, row: Row, base_url: str, api_key: str) -> Any:
         """Play an episode; return its reward, or None. May raise anything, and may be cancelled at any time."""
 
     async def stop(self) -> None:  # noqa: B027
@@ -80,11 +76,8 @@ class FunctionAgent(Agent):
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
 
-    async def run(self, row: Row, base_url: str, api_key: str, call: Call) -> Any:
-        if inspect.iscoroutinefunction(self._function):
-            return await self._function(row, base_url, api_key)
-        value = await call(partial(self._function, row, base_url, api_key))
-        return await value if inspect.isawaitable(value) else value
+    async def run(self, row: Row, base_url: str, api_key: str) -> Any:
+        return await called(self._function, row, base_url, api_key)
 
 
 class ProgramAgent(Agent):
@@ -102,7 +95,7 @@ class ProgramAgent(Agent):
         if not os.access(self._command[0], os.X_OK):
             raise EnvironmentFault(f"the program '{self._command[0]}' cannot be run here")
 
-    async def run(self, row: Row, base_url: str, api_key: str, call: Call) -> Any:  # noqa: ARG002 - no thread
+    async def run(self, row: Row, base_url: str, api_key: str) -> Any:
         program = await _RunningProgram.started(self._command, {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key})
         said, errors = _Tail(MAX_OUTPUT_BYTES), _Tail(MAX_ERROR_BYTES)
         loop = asyncio.get_running_loop()
@@ -177,7 +170,7 @@ class LineAgent(Agent):
         self._tasks = set()
         await self._ready()
 
-    async def run(self, row: Row, base_url: str, api_key: str, call: Call) -> Any:  # noqa: ARG002 - no thread
+    async def run(self, row: Row, base_url: str, api_key: str) -> Any:
         line, number = await self._ready(), next(self._numbers)
         if line.failure is not None:
             raise EnvironmentFault(line.failure)

@@ -88,24 +88,20 @@ def build_chat(config: RunConfig, tokenizer: Tokenizer, tools: Schemas | None, *
     there is one; other prompts by `environment.observation`.
     """
     stop_ids, environment = stop_token_ids(tokenizer, config.generator), config.environment
-    parse = call_parser(environment.tool_format, tokenizer, tools)
     has_chats = config.prompts.chat or (bool(tokenizer.chat_template) and bool(tools))
     if not has_chats and not (for_agents and tokenizer.chat_template):
         fixed = "".join(literal for literal, _ in parsed_template(environment.observation))
         check_alphabet(tokenizer, [("environment.observation", fixed)])
+        parse = call_parser(environment.tool_format, tokenizer, tools)
         return PlainChat(tokenizer, environment.observation, stop_ids=stop_ids, parse=parse)
-    chat = TemplateChat(
-        tokenizer,
-        ChatRenderer(
-            tokenizer.chat_template,
-            tokenizer.special_tokens_map,
-            origin=tokenizer.name_or_path,
-            variables=config.prompts.chat_template_kwargs,
-        ),
-        tools or None,
-        stop_ids=stop_ids,
-        parse=parse,
+    renderer = ChatRenderer(
+        tokenizer.chat_template,
+        tokenizer.special_tokens_map,
+        origin=tokenizer.name_or_path,
+        variables=config.prompts.chat_template_kwargs,
     )
+    parse = call_parser(environment.tool_format, tokenizer, tools, renderer)
+    chat = TemplateChat(tokenizer, renderer, tools or None, stop_ids=stop_ids, parse=parse)
     prove(chat, ("tool",) if environment.tools else None)
     return chat
 
@@ -115,8 +111,13 @@ def build_chats(config: RunConfig, tokenizer: Tokenizer) -> Chats:
     return Chats(lambda tools: build_chat(config, tokenizer, tools, for_agents=True))
 
 
-def call_parser(tool_format: str, tokenizer: Tokenizer, tools: Schemas | None) -> Parse | None:
-    """Return what reads calls of tools in a turn's text; None where there are no tools."""
+def call_parser(
+    tool_format: str, tokenizer: Tokenizer, tools: Schemas | None, renderer: ChatRenderer | None = None
+) -> Parse | None:
+    """Return what reads calls of tools in a turn's text; None where there are no tools.
+
+    `renderer` is that of chats by the model's template, whose header of a turn may open a thought.
+    """
     if not tools:
         return None
     form: str | None = tool_format
@@ -126,9 +127,14 @@ def call_parser(tool_format: str, tokenizer: Tokenizer, tools: Schemas | None) -
         what = "how this model writes calls of tools cannot be told from its chat template"
         allowed = "environment.tool_format = 'hermes', 'llama3', 'smollm' or 'json_tags' (of `serve`: --tool-format)"
         raise ConfigError(what, got=tokenizer.name_or_path or "its template", allowed=allowed)
-    chosen = form
+    chosen, is_thinking = form, renderer is not None and _opens_thought(renderer, tools)
 
     def read(text: str) -> dict[str, Any]:
-        return parse_calls(text, chosen).message
+        return parse_calls(text, chosen, is_thinking=is_thinking).message
 
     return read
+
+
+def _opens_thought(renderer: ChatRenderer, tools: Schemas) -> bool:
+    [text] = renderer.render([[{"role": "user", "content": "A question."}]], tools=tools)
+    return text.rstrip().endswith("<think>")

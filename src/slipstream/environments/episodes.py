@@ -35,7 +35,7 @@ from slipstream.environments.asks import Refused, TurnReply
 from slipstream.environments.chat import Chat
 from slipstream.environments.known_episode import EpisodeLimits, Key, KnownEpisode
 from slipstream.environments.protocol import ChatMessage
-from slipstream.environments.transcript import Chats, no_tokens
+from slipstream.environments.transcript import Chats
 
 CHARGES = {True: 4, None: 1, False: 0}
 """For an environment that is lost, by whether it was its own doing; `max_restarts` are counted in whole ones."""
@@ -48,6 +48,7 @@ COUNTS = (
 """The counters of a table: of all that began, then of episodes that ended. `restored` ones went on from a state.
 `begun_again` ones were open before a process was lost or the run was resumed, and had nothing to go on from.
 """
+_NO_TURN = "environment: what reset said left no room for a turn, or reset took longer than environment.episode_limit_s"
 
 
 # Calls of environments, which the executor makes
@@ -211,7 +212,6 @@ class EpisodeTable:
         room = self._limits.room(trunk.num_tokens, episode.num_behind)
         is_late = now_s - episode.started_s > self._limits.episode_limit_s
         if room < 1 or is_late or episode.turn >= self._limits.max_turns:
-            trunk.given = no_tokens()
             episode.is_cut = True
             return self._end(episode)
         episode.phase, trunk.is_sampling, trunk.num_asked = "sampling", True, room
@@ -223,7 +223,8 @@ class EpisodeTable:
         if episode is None:
             return []
         if episode.phase == "ending":
-            return [self._close(episode, episode.record(word.reward))]
+            failure = None if episode.turn else _NO_TURN
+            return [self._close(episode, episode.record(word.reward, failure))]
         self._spent(episode, word.seconds)
         if not episode.turn:
             reason = "a limit left its first request no room" if episode.is_cut else "it ended without a turn"

@@ -45,6 +45,7 @@ from slipstream.environments.hosting import (
     ToHost,
 )
 from slipstream.environments.protocol import (
+    IN_THREAD,
     MAX_CHARS,
     MAX_COUNT,
     MAX_STATE_BYTES,
@@ -97,7 +98,9 @@ class _Lane:
             self._inbox = inbox
         settled: asyncio.Future[tuple[bool, Any]] = loop.create_future()
         self._num_calls += 1
-        self._inbox.put((copy_context(), function, settled))
+        context = copy_context()
+        context.run(IN_THREAD.set, None)  # in the thread itself there is nothing to wait for
+        self._inbox.put((context, function, settled))
         is_returned, outcome = await settled
         if not is_returned:
             raise outcome
@@ -278,6 +281,7 @@ class EpisodeHost:
     async def _answer(self, hosted: _Hosted, call: Callable[[], Awaitable[FromEpisode]]) -> None:
         """Make a call and send its answer; whatever it raises is the episode's end."""
         _current.set(hosted.number)
+        IN_THREAD.set(hosted.lane.call)
         hosted.has_begun, is_over = hosted.task is asyncio.current_task(), True
         try:
             answer = await call()
@@ -348,7 +352,7 @@ class EpisodeHost:
         assert self._gateway is not None, "there are agents"
         hosted.key = self._sessions.open(hosted.number)
         base_url = f"{self._gateway.base_url}/s/{hosted.key}/v1"
-        play = partial(agent.run, dict(columns), base_url, hosted.key, hosted.lane.call)
+        play = partial(agent.run, dict(columns), base_url, hosted.key)
         end_s = time.monotonic() + FREE_LIMIT_S
         while True:
             try:

@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import os
 import queue
-from collections.abc import Callable, Sequence
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -27,11 +28,29 @@ _MAX_ABANDONED = 8  # threads and loops that never came back; they cannot be kil
 _JOIN_S = 2.0  # for a loop that is not blocked to end, with environments that close
 
 
+@contextlib.contextmanager
+def _past_proxies() -> Iterator[None]:
+    """Let clients that are made meanwhile reach the gateway itself, where the environment names proxies."""
+    named = urllib.request.getproxies_environment()
+    if named.keys() <= {"no"} or urllib.request.proxy_bypass("127.0.0.1"):
+        yield
+        return
+    before = {name: os.environ.pop(name, None) for name in ("no_proxy", "NO_PROXY")}
+    direct = ",".join(filter(None, [named.get("no"), "127.0.0.1", "localhost"]))
+    os.environ.update(dict.fromkeys(before, direct))
+    yield
+    for name, value in before.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+
+
 class InlinePool(EpisodePool):
     """`makers` make environments, which run in one loop and in threads of this process.
 
     A call that is late and cannot be cancelled is failed, its thread abandoned (its answer is ignored). An async one
     that blocks the loop costs all episodes, and the loop is abandoned. After 8 of either no environment is opened.
+    While it is open, an agent's requests to this process pass by the proxies that the environment names.
     """
 
     def __init__(
@@ -46,6 +65,10 @@ class InlinePool(EpisodePool):
         found = [with_tools_found(make) for make in makers]
         self._makers = [make for make, _ in found]
         self._request_limit_s = request_limit_s
+        agents = [index for index, make in enumerate(self._makers) if isinstance(make, AgentMaker)]
+        self._open = contextlib.ExitStack()
+        if agents:
+            self._open.enter_context(_past_proxies())
         super().__init__(
             num_hosts=1,
             num_spares=0,
@@ -53,7 +76,7 @@ class InlinePool(EpisodePool):
             step_limit_s=step_limit_s,
             max_chars=max_chars,
             clock=clock,
-            agents=[index for index, make in enumerate(self._makers) if isinstance(make, AgentMaker)],
+            agents=agents,
         )
         self.tool_schemas = [schemas for _, schemas in found]
 
@@ -61,6 +84,10 @@ class InlinePool(EpisodePool):
     def _closed_because(self) -> str | None:
         hung = f"environments hung {self.num_restarts} times, and none is opened again"
         return hung if self.num_restarts >= _MAX_ABANDONED else None
+
+    def close(self) -> None:
+        super().close()
+        self._open.close()
 
     def _start_host(self) -> HostLink:
         return _Thread(self._makers, self._step_limit_s, self._max_chars, self._request_limit_s)

@@ -26,6 +26,7 @@ import inspect
 import math
 import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, SupportsFloat
@@ -50,6 +51,8 @@ MAX_PLAIN_NAME = 128
 MAX_STATE_BYTES = 256 << 10
 """Most bytes of an environment's state, as JSON. Of a larger one nothing is kept, and its episode begins again."""
 ROLES = ("user", "tool", "system")
+IN_THREAD: ContextVar[Callable[[Callable[[], Any]], Awaitable[Any]] | None] = ContextVar("in_thread", default=None)
+"""Calls a function in the thread of the episode whose async method runs here; None where it has none."""
 
 _STEP_FIELDS = ("messages", "done", "reward")
 _MESSAGE_FIELDS = ("role", "content", "name", "tool_call_id")
@@ -264,6 +267,17 @@ def extends_prompt(environment: Any) -> bool:
 async def settled(value: Any) -> Any:
     """Return `value`, awaited where a method was `async def`."""
     return await value if inspect.isawaitable(value) else value
+
+
+async def called(function: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    """Return the outcome of a user's function from within async code.
+
+    One that is not async runs in the thread of its episode, where there is one: it must not hold up the loop of all.
+    """
+    call, in_thread = partial(function, *given, **named), IN_THREAD.get()
+    if in_thread is None or inspect.iscoroutinefunction(function):
+        return await settled(call())
+    return await settled(await in_thread(call))
 
 
 def taken_by(function: Callable[..., Any], columns: Mapping[str, Any]) -> dict[str, Any]:

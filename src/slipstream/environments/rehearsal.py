@@ -24,6 +24,7 @@ from slipstream.environments.checks import Given, Schemas
 from slipstream.environments.episodes import Sources, columns_of
 from slipstream.environments.pool import EpisodePool
 from slipstream.environments.transcript import Chats
+from slipstream.models.build import max_positions
 
 if TYPE_CHECKING:
     from slipstream.models.tokenizer import Tokenizer
@@ -112,9 +113,13 @@ class Rehearsal:
         assert isinstance(opening, Said), "an environment answers its reset"
         assert isinstance(answer, Said), "and a turn"
         with self._telling(prompt):
-            chat.opening(prompt, opening.messages, extends_prompt=opening.extends_prompt)
+            opened = chat.opening(prompt, opening.messages, extends_prompt=opening.extends_prompt)
             if answer.messages:
                 chat.observation(prompt.tokens[:1], answer.messages)
+        longest = self._config.longest_sequence(max_positions(self._config))
+        if len(opened.tokens) >= longest:
+            what = f"what reset said leaves no room for a turn: {len(opened.tokens):,} tokens, of at most {longest:,}"
+            raise self._refused(what, prompt)
         return opening if answer.is_done else answer
 
     def _let_play(self, prompt: Prompt, chats: Chats) -> None:

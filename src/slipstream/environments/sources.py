@@ -27,7 +27,7 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from slipstream.core.errors import ConfigError, did_you_mean
-from slipstream.core.user_code import defined, describe, member, module_of
+from slipstream.core.user_code import defined, describe, member, module_of, text_of
 from slipstream.environments.agents import Agent, AgentMaker, FunctionAgent, LineAgent, ProgramAgent
 from slipstream.environments.protocol import Environment, tool_schemas
 from slipstream.environments.tools import FunctionTools, tool_of
@@ -146,10 +146,7 @@ def _checked(path: str, kind: str, texts: dict[str, str]) -> str:
     if not location.endswith(".py"):
         return path
     file = Path(location).expanduser().resolve()
-    try:
-        texts[str(file)] = file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{what} '{path}': {file.name} is not in UTF-8", got=error) from error
+    texts[str(file)] = text_of(file)
     return f"{file}:{name}"
 
 
@@ -171,7 +168,7 @@ def _checked_command(command: Sequence[str]) -> tuple[str, ...]:
             allowed="a name on PATH, or the path of a file that may be run",
             hint="a script of Python is ['python', 'my_agent.py']" if name.endswith(".py") else None,
         )
-    files = [os.path.abspath(word) if _is_file(word) else word for word in words]
+    files = [os.path.abspath(os.path.expanduser(word)) if _is_file(word) else word for word in words]
     missing = next((word for word in files if word.endswith(".py") and not _is_file(word)), None)
     if missing is not None:
         raise ConfigError(f"program '{name}': there is no such file", got=missing)

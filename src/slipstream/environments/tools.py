@@ -27,7 +27,7 @@ from typing import Any
 from slipstream.core.errors import ConfigError, did_you_mean
 from slipstream.core.plain import shortened, shown
 from slipstream.core.user_code import place_of
-from slipstream.environments.protocol import ChatMessage, Environment, Step, cut, settled
+from slipstream.environments.protocol import ChatMessage, Environment, Step, called, cut
 from slipstream.environments.tool_calls import MALFORMED
 
 _TYPES: dict[str, tuple[type, ...]] = {
@@ -277,7 +277,7 @@ class ToolEnvironment(Environment):
         text = ""
         if why is None:
             try:
-                text = self._result(await settled(self.tools[name].function(**function["arguments"])))
+                text = self._result(await called(self.tools[name].function, **function["arguments"]))
             except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a tool raises is the model's to read
                 why = error
         if why is not None:

@@ -33,7 +33,7 @@ from slipstream.environments.protocol import (
     Environment,
     EnvironmentFault,
     Step,
-    settled,
+    called,
 )
 from slipstream.environments.tools import Tool, ToolEnvironment, message_of
 
@@ -92,10 +92,10 @@ class FactoryEnvironment(Environment):
     async def reset(self, **columns: Any) -> list[ChatMessage]:
         """Begin the episode; return what the object's `reset` says, which extends the prompt. None is nothing."""
         if self._factories is not None:
-            self._make(self._chosen(self._factories, columns.pop(CHOICE, None)))
+            await called(self._make, self._chosen(self._factories, columns.pop(CHOICE, None)))
         assert self._tools is not None
         self._tools.reset()
-        said = await settled(self.environment.reset(**columns))
+        said = await called(self.environment.reset, **columns)
         if said is not None and not isinstance(said, str):
             raise EnvironmentFault(f"reset of a TRL environment returns a string or None, not a {type(said).__name__}")
         return [{"role": "user", "content": said}] if said is not None else []
@@ -114,7 +114,7 @@ class FactoryEnvironment(Environment):
     async def final_reward(self) -> Any:
         """Return what the object's `get_reward` says; None where it has none."""
         has_reward = inspect.ismethod(_member(self.environment, "get_reward"))
-        return await settled(self.environment.get_reward()) if has_reward else None
+        return await called(self.environment.get_reward) if has_reward else None
 
 
 def tool_methods(instance: Any) -> list[Callable[..., Any]]:

@@ -132,7 +132,7 @@ class ChatText:
         return text[: min(ends, default=None)]
 
     def _make(self, tools: list[dict[str, Any]] | None) -> Chat:
-        parse = call_parser(self._tool_format, self._tokenizer, tools)
+        parse = call_parser(self._tool_format, self._tokenizer, tools, self._renderer)
         if self._renderer is None:
             return PlainChat(self._tokenizer, self._template or "{content}", stop_ids=self.stop_ids, parse=parse)
         return TemplateChat(self._tokenizer, self._renderer, tools, stop_ids=self.stop_ids, parse=parse)

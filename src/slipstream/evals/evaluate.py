@@ -194,7 +194,8 @@ def evaluate(
     if name:
         chosen, config, is_whole = config.eval.sets, config.for_set(name), True
         one = next(one for one in chosen if one.name == name)
-        num_prompts, num_samples = num_prompts or one.num_prompts, num_samples or one.num_samples
+        num_prompts = one.num_prompts if num_prompts is None else num_prompts
+        num_samples = one.num_samples if num_samples is None else num_samples
         temperature = one.temperature or temperature
     num_samples = 1 if num_samples is None else num_samples
     if num_prompts is None and not is_whole:

@@ -117,7 +117,7 @@ class EndpointJudge:
                 got=str(refusal),
                 hint="check base_url (redirects are not followed), model, params, and the key in api_key_env",
             ) from refusal
-        text = answer.choices[0].message.content
+        text = answer.choices[0].message.content or ""
         verdict = parse_verdict(text)
         if verdict is None:
             raise AttemptFailed(

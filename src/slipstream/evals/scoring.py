@@ -111,13 +111,12 @@ def score_by(
         rollouts = [Rollout(completion=completion, reward=0.0) for completion in completions]
     if not rewards.models:
         return rollouts
-    lengths = (len(one.prompt.tokens) + len(one.trunk_tokens) for one in completions)
     scorer = ModelScorer(
         rewards,
         terms=terms,
         batching=collate,
         microbatch_tokens=config.trainer.microbatch_tokens,
-        max_tokens=max([config.least_sequence, *lengths]),
+        max_tokens=config.least_sequence,
     )
     return scorer.score(rollouts)
 

@@ -10,9 +10,13 @@ from typing import Any, NamedTuple
 from slipstream.core.config import RunConfig, stage_of
 from slipstream.core.errors import ConfigError
 from slipstream.core.lora_section import LoraConfig
-from slipstream.core.recipes import load_recipe, merge, nested, resolve, table_of, with_stage_paths
+from slipstream.core.recipes import load_recipe, merge, nested, resolve, table_of, with_checkpoints, with_stage_paths
+from slipstream.core.run_lock import LOCK_FILE
 from slipstream.generator.vllm.settings import check_settings
 from slipstream.models.hub import Tell, checkpoint_folder, has_checkpoint, hub_id, pinned, with_folders
+
+_OWN_FILES = (LOCK_FILE, "ledger.jsonl", "summary.json")
+"""Files of a run's folder: the first is there from its beginning, the last at its end."""
 
 
 def eval_target(
@@ -32,12 +36,10 @@ def eval_target(
     'stage:...' stands for the checkpoints of the run that `path` is or lies in. ConfigError when there
     is no checkpoint, no reward model, nothing says what to ask it, or a data set is given that would not be asked.
     """
-    if recipe is None and hub_id(str(path)) is not None:
-        raise ConfigError("a checkpoint alone does not say what to ask it", got=str(path), hint="add --recipe")
-    path = checkpoint_folder(str(path), what="MODEL", tell=tell)
-    checkpoint, is_run = _checkpoint_in(path)
+    path, is_on_hub = Path(path), hub_id(str(path)) is not None
+    checkpoint, is_run = (path, False) if is_on_hub else _checkpoint_in(path)
     if recipe is None and not is_run:
-        raise ConfigError("a checkpoint alone does not say what to ask it", hint="add --recipe")
+        raise ConfigError("a checkpoint alone does not say what to ask it", got=str(path), hint="add --recipe")
     if recipe is None:
         recipe = path / "config.toml"
     tables = recipe if isinstance(recipe, Mapping) else load_recipe(recipe)
@@ -51,6 +53,9 @@ def eval_target(
     config = resolve(tables, merge(given, over))
     _check_asked(config, table_of(given, "prompts"), data)
     check_settings(config)
+    if is_on_hub:  # only now, as a download may take long
+        path = checkpoint = checkpoint_folder(str(path), what="MODEL", tell=tell)
+        config = with_checkpoints(config, lambda field, one: str(checkpoint) if field == "model.path" else one)
     run_dir = _run_of(path)
     if run_dir is not None:
         config = with_stage_paths(config, run_dir)
@@ -130,9 +135,13 @@ def _checkpoint_in(path: Path) -> tuple[Path, bool]:
 
 
 def _run_of(path: Path) -> Path | None:
-    """The run's directory that `path` is, or in which it is a checkpoint: of RL or of a stage."""
+    """The run's directory that `path` is, or in which it is a checkpoint: of RL or of a stage.
+
+    Other programs have a config.toml, too: a folder above `path` has further files of a run's.
+    """
     path = path.resolve()
-    return next((folder for folder in (path, *path.parents[:2]) if (folder / "config.toml").is_file()), None)
+    above = [folder for folder in path.parents[:2] if any((folder / name).is_file() for name in _OWN_FILES)]
+    return next((folder for folder in (path, *above) if (folder / "config.toml").is_file()), None)
 
 
 def _check_reward_models(config: RunConfig, run_dir: Path | None) -> None:

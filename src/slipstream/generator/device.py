@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 from slipstream.core.config import RunConfig
@@ -28,8 +26,11 @@ def most_on_one(generator: GeneratorConfig, num_gpus: int) -> int:
     return -(-ranks // num_gpus) if generator.device == "cuda" else ranks
 
 
-def check_device(config: RunConfig) -> None:
-    """Raise ConfigError where this machine has not the GPUs that `generator.device` names, or they cannot do it."""
+def check_device(config: RunConfig, *, local_world: int | None = None) -> None:
+    """Raise ConfigError where this machine has not the GPUs that `generator.device` names, or they cannot do it.
+
+    `local_world` of a replica's ranks are here, where it is on several machines; None: all.
+    """
     generator = config.generator
     if generator.engine == "vllm":  # in a process of its own, on the device that it was built for
         return
@@ -43,7 +44,7 @@ def check_device(config: RunConfig) -> None:
             allowed="'cpu'" + (f", 'cuda' or 'cuda:0' to 'cuda:{num_gpus - 1}'" if num_gpus else ""),
             hint="`slipstream doctor` shows GPUs; a torch that ends in +cpu sees none",
         )
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", generator.ranks))  # of a torchrun job on several machines
+    here = generator.ranks if local_world is None else local_world
     if wanted.type == "cuda" and here > (num_gpus if wanted.index is None else 1):
         raise ConfigError(
             "ranks that share a model need a GPU each",

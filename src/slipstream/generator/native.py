@@ -162,7 +162,7 @@ class NativeBackend(Backend):
         group: RankGroup | None = None,
         parked_tokens: int | None = 0,
     ) -> None:
-        check_device(config)
+        check_device(config, local_world=None if group is None else group.local_world)
         self._group = RankGroup.alone() if group is None else group
         self.probes_prepared = self._group.world == 1
         self._stages, self._tensor = RankGroup.alone(), self._group

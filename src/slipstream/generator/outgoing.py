@@ -73,21 +73,22 @@ class Outgoing:
         if self.unsettled is None:
             return None
         completion = self.completion_of(ended, prompt)
-        num_old = num_restored
+        num_old, num_sampled_here = num_restored, 0
         for segment in completion.segments:
             num_new = max(0, len(segment.tokens) - num_old)
             num_old -= len(segment.tokens) - num_new
-            self.generated_tokens += num_new if segment.is_sampled else 0
+            num_sampled_here += num_new if segment.is_sampled else 0
+        self.generated_tokens += num_sampled_here
         if not is_settled:
             self.unsettled.add(completion)
         return CompletionFinished(
             ordinal=ordinal,
             sample=completion.sample,
             replica=self._replica,
-            num_tokens=completion.num_tokens,
+            num_tokens=completion.num_sampled,
             min_version=completion.min_version,
             max_version=completion.max_version,
-            num_restored=num_restored,
+            num_restored=completion.num_sampled - num_sampled_here,
         )
 
     def pass_on_answer(self, ended: Ended, prompt: Prompt, eval_id: int) -> None:

@@ -10,11 +10,11 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from slipstream.core.processes import module_folders
 from slipstream.core.scratch import make_claimed
 from slipstream.jail.confinement import WorkerLayout
 from slipstream.jail.isolation import Network
@@ -68,12 +68,11 @@ class Permissions:
 
 
 def _environment(also: Sequence[str]) -> dict[str, str]:
-    """Return a worker's environment: no secrets but those of `also`, one thread, the folder of this package."""
-    package_root = str(Path(__file__).resolve().parents[2])
+    """Return a worker's environment: no secrets but those of `also`, one thread, the folders of modules."""
     kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", *also) if name in os.environ}
+    kept |= module_folders()
     return kept | {
         "LANG": "C.UTF-8",
-        "PYTHONPATH": package_root,
         "PYTHONDONTWRITEBYTECODE": "1",
         "PYTHONHASHSEED": "0",
         "OMP_NUM_THREADS": "1",

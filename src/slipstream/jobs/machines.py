@@ -14,6 +14,8 @@ CONTROLLER_RESTARTS = 3
 """Times a run that failed goes on from its last checkpoint by itself. A mistake in it would come back each time."""
 GROUP_RESTARTS = 20
 """Times a group's job starts anew after failing, beside the restarts that its torchrun agent makes in place."""
+JOIN_TIMEOUT_S = 86_400
+"""Seconds that jobs wait for one another: one may wait so long in a queue, or for an image. The others' limits hold."""
 ENDING_S = 15
 """Seconds for a run whose grace period is over: its children are killed, its summary is written."""
 CPUS_PER_RANK = 8
@@ -93,9 +95,11 @@ def lay_out(config: RunConfig, remote: Collection[str] | None = None, *, ranks_p
     check_remote(config, own)
     leaving = [scorer for scorer in scorers if scorer.name in own]
     staying = [scorer for scorer in scorers if scorer.name not in own]
-    in_every_layer = trainer.context_parallel * trainer.tensor_parallel
+    in_every_layer = max(trainer.context_parallel, trainer.expert_parallel) * trainer.tensor_parallel
     groups = [
-        GroupJob("trainer", machines(trainer.ranks, in_every_layer, trainer.device, ranks_per_node)),
+        GroupJob(
+            "trainer", machines(trainer.ranks, in_every_layer, trainer.device, ranks_per_node, trainer.tensor_parallel)
+        ),
         GroupJob("generator", _generator_machines(config, ranks_per_node), config.generator.replicas),
         *(
             GroupJob(each.name, _vllm_machine(config, TEACHER_SIZE, _teacher_size(config), ranks_per_node))
@@ -121,10 +125,11 @@ def termination_s(config: RunConfig) -> int:
     return math.ceil(config.shutdown_grace_s) + ENDING_S
 
 
-def machines(ranks: int, neighbours: int, device: str, ranks_per_node: int = 8) -> Machines:
+def machines(ranks: int, neighbours: int, device: str, ranks_per_node: int = 8, inner: int = 1) -> Machines:
     """Return the fewest machines that share `ranks` evenly, at most `ranks_per_node` each.
 
-    So many `neighbours` talk in every layer: they stay on one machine, or fill whole ones. A GPU per rank on 'cuda'.
+    So many `neighbours` talk in every layer: they stay on one machine, or fill whole ones; and so do each `inner` of
+    them, which talk most. A GPU per rank on 'cuda'.
     """
     if ranks_per_node < 1:
         raise ConfigError(
@@ -133,7 +138,7 @@ def machines(ranks: int, neighbours: int, device: str, ranks_per_node: int = 8) 
     each = next(
         n
         for n in range(min(ranks, ranks_per_node), 0, -1)
-        if ranks % n == 0 and (n % neighbours == 0 or neighbours % n == 0)
+        if ranks % n == 0 and all(n % size == 0 or size % n == 0 for size in (neighbours, inner))
     )
     return Machines(ranks // each, each, each if device == "cuda" else 0, each * CPUS_PER_RANK)
 

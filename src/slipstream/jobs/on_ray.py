@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -22,10 +23,17 @@ from typing import Any
 
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError, SlipstreamError
-from slipstream.core.interrupts import Interrupts
+from slipstream.core.interrupts import GO_ON_VARIABLE, Interrupts
 from slipstream.core.keys import RunKeys
 from slipstream.core.recipes import config_toml
-from slipstream.jobs.machines import CONTROLLER_RESTARTS, GROUP_RESTARTS, Machines, lay_out, termination_s
+from slipstream.jobs.machines import (
+    CONTROLLER_RESTARTS,
+    GROUP_RESTARTS,
+    JOIN_TIMEOUT_S,
+    Machines,
+    lay_out,
+    termination_s,
+)
 
 try:
     import ray
@@ -49,6 +57,8 @@ class _Machine:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
+        self._heard: int | None = None
+        self._lock = threading.Lock()  # a signal comes in another thread
 
     def whereabouts(self) -> tuple[str, int]:
         """Return the machine's address, and a port that is free there."""
@@ -67,13 +77,18 @@ class _Machine:
             path = Path(scratch, "recipe.toml")
             path.write_text(recipe, encoding="utf-8")
             command = [sys.executable, "-m", "slipstream", *(str(path) if a == "@recipe" else a for a in arguments)]
-            self._process = subprocess.Popen(command, cwd=folder, env={**os.environ, **environment})
+            with self._lock:
+                if self._heard is not None:
+                    return 128 + self._heard
+                self._process = subprocess.Popen(command, cwd=folder, env={**os.environ, **environment})
             return self._process.wait()
 
     def signal(self, number: int) -> None:
-        """Pass a signal on to the command."""
-        if self._process is not None:
-            self._process.send_signal(number)
+        """Pass a signal on to the command; one that has not started yet does not start."""
+        with self._lock:
+            self._heard = number
+            if self._process is not None:
+                self._process.send_signal(number)
 
 
 def fate(group: str, code: int | None, restarts_left: int) -> str:
@@ -114,9 +129,11 @@ class RayRun:
     ) -> None:
         self._config, self._out, self._resumed_with = config, out.absolute(), resumed_with
         self._groups, self._remote = groups, list(remote)
-        self._environment = RunKeys.new().as_environment() | QUIET
+        go_on = f"slipstream launch --ray ADDRESS --resume {shlex.quote(str(self._out))}"
+        self._environment = RunKeys.new().as_environment() | QUIET | {GO_ON_VARIABLE: go_on}
         self._lock = threading.Condition()
         self._address: str | None = None
+        self._heard: int | None = None  # the signal that is to end the run
         self._is_over = False
         self._news: SimpleQueue[int | Exception | None] = SimpleQueue()
 
@@ -158,7 +175,7 @@ class RayRun:
 
     def _signal_controller(self, number: int) -> None:
         with self._lock:
-            actors = list(self._groups[0].actors)
+            self._heard, actors = number, list(self._groups[0].actors)
         for actor in actors:
             actor.signal.remote(number)
 
@@ -172,6 +189,8 @@ class RayRun:
                         group.is_moving = False
                         continue
                     found = fate(group.name, code, group.restarts_left)
+                    if group.name == CONTROLLER and self._heard is not None:
+                        found, code = "over", 128 + self._heard if code is None else code
                     if found == "left":
                         self._lock.wait_for(lambda: self._is_over or group.is_moving)
                         continue
@@ -229,6 +248,8 @@ class RayRun:
             )
         with self._lock:
             group.actors = actors
+            if group.name == CONTROLLER and self._heard is not None:
+                actors[0].signal.remote(self._heard)
         return actors
 
     def _commands(self, group: _Group, actors: Sequence[Any], address: str, port: int) -> list[list[str]] | None:
@@ -242,7 +263,8 @@ class RayRun:
             what = what if goes_on else ["@recipe", "--out", str(self._out)]
             remote = ["--remote", *self._remote] if self._remote else []
             self._move(f"{address}:{port}")
-            return [["launch", *what, "--group", CONTROLLER, *remote, "--listen", f"{address}:{port}"]]
+            there = ["--listen", f"{address}:{port}", "--join-timeout", str(JOIN_TIMEOUT_S)]
+            return [["launch", *what, "--group", CONTROLLER, *remote, *there]]
         with self._lock:
             self._lock.wait_for(lambda: self._address is not None or self._is_over)
             controller = self._address
@@ -279,6 +301,7 @@ def group_command(
     """Return the arguments of `slipstream` on machine `node` of a group, which is at `address`."""
     command = ["launch", "--group", group, "--controller", controller, "--address", address]
     command += ["--threads", str(machines.cpus // machines.ranks), "--shutdown-grace-s", f"{config.shutdown_grace_s:g}"]
+    command += ["--join-timeout", str(JOIN_TIMEOUT_S)]
     if machines.nodes > 1:
         command += ["--nnodes", str(machines.nodes), "--node-rank", str(node), "--rendezvous", meeting]
     return command

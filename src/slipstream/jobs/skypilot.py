@@ -9,7 +9,14 @@ from typing import Any
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import config_toml
-from slipstream.jobs.machines import CONTROLLER_RESTARTS, GROUP_RESTARTS, Machines, lay_out, termination_s
+from slipstream.jobs.machines import (
+    CONTROLLER_RESTARTS,
+    GROUP_RESTARTS,
+    JOIN_TIMEOUT_S,
+    Machines,
+    lay_out,
+    termination_s,
+)
 from slipstream.jobs.templates import filled, manifest
 
 STORE_PORT, RENDEZVOUS_PORT = 29400, 29500
@@ -41,6 +48,7 @@ def skypilot_files(
         "image": f"docker:{image}",
         "address": _FIRST,
         "port": STORE_PORT,
+        "join_s": JOIN_TIMEOUT_S,
         "recipe_file": "/tmp/slipstream/recipe.toml",
         "remote": f" --remote {' '.join(layout.remote)}" if layout.remote else "",
         "termination": f"{termination_s(config)}s",
@@ -102,5 +110,5 @@ def _group_script(group: str, machines: Machines, config: RunConfig) -> str:
         "line=$((SKYPILOT_NODE_RANK + 1))\n"
         f"exec slipstream launch --group {group} --controller controller-0.$SKYPILOT_JOBGROUP_NAME:{STORE_PORT}"
         f' --address "{_OWN}" --threads {machines.cpus // machines.ranks}'
-        f" --shutdown-grace-s {config.shutdown_grace_s:g}{meeting}\n"
+        f" --shutdown-grace-s {config.shutdown_grace_s:g} --join-timeout {JOIN_TIMEOUT_S}{meeting}\n"
     )

@@ -10,7 +10,14 @@ from pathlib import Path
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import config_toml
-from slipstream.jobs.machines import CONTROLLER_RESTARTS, GROUP_RESTARTS, Machines, lay_out, termination_s
+from slipstream.jobs.machines import (
+    CONTROLLER_RESTARTS,
+    GROUP_RESTARTS,
+    JOIN_TIMEOUT_S,
+    Machines,
+    lay_out,
+    termination_s,
+)
 from slipstream.jobs.templates import filled
 
 _LOG = "--output=logs/%x-%j.log"
@@ -58,6 +65,7 @@ def slurm_files(
         "remote": f" --remote {' '.join(layout.remote)}" if layout.remote else "",
         "grace_s": f"{config.shutdown_grace_s:g}",
         "groups": " ".join(job.kind for job in layout.groups),
+        "join_s": JOIN_TIMEOUT_S,
     }
 
     def script(template: str, kind: str, machines: Machines, *options: str, **more: object) -> str:

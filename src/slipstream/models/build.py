@@ -10,15 +10,24 @@ from slipstream.models.config import config_from_hf, local_config, new_config
 from slipstream.models.hf import load_model, read_hf_config
 from slipstream.models.initialise import new_model
 from slipstream.models.peft import tokenizer_folder
-from slipstream.models.tokenizer import CharTokenizer, Tokenizer, load_tokenizer
+from slipstream.models.tokenizer import CharTokenizer, Tokenizer, has_tokenizer, load_tokenizer
 from slipstream.models.transformer import Transformer
+
+
+def policy_tokenizer_folder(config: ModelConfig) -> Path | None:
+    """Return the folder of the policy's tokenizer: of the adapter to go on from, if it has one; None: a fresh model."""
+    adapter = config.lora.path
+    if config.path is not None and adapter is not None and has_tokenizer(adapter):
+        return Path(adapter)
+    return None if config.path is None else tokenizer_folder(config.path)
 
 
 def build_tokenizer(config: ModelConfig) -> Tokenizer:
     """The checkpoint's tokenizer, or one token per character for a fresh model; with `config`'s chat template."""
-    if config.path is None:
+    folder = policy_tokenizer_folder(config)
+    if folder is None:
         return CharTokenizer(config.alphabet)
-    tokenizer = load_tokenizer(tokenizer_folder(config.path))
+    tokenizer = load_tokenizer(folder)
     if config.chat_template is not None:
         tokenizer.chat_template = config.chat_template
     return tokenizer

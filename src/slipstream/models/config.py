@@ -384,9 +384,9 @@ def _rotary_to_hf(config: TransformerConfig) -> dict[str, Any]:
     fields: dict[str, Any] = {"rope_parameters": rope, "num_key_value_heads": config.num_kv_heads}
     if config.family in ("qwen2", "qwen3"):
         fields |= {"use_sliding_window": False, "layer_types": ["full_attention"] * config.num_layers}
+    fields["head_dim"] = config.head_dim
     if config.family == "qwen2":
         return fields
-    fields["head_dim"] = config.head_dim
     if config.family in ("mistral", "mixtral"):
         return fields | {"sliding_window": None}
     if config.family == "qwen3":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import os
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -52,8 +51,8 @@ def check_gpus(section: str, device: str, ranks_field: str, ranks: int) -> None:
         )
 
 
-def scoring_device(device: str, rank: int = 0) -> torch.device:
-    """Where rank `rank` of a group scores completions with models that it has to itself.
+def scoring_device(device: str, local_rank: int = 0) -> torch.device:
+    """Where a group's rank `local_rank` of this machine scores completions with models that it has to itself.
 
     'cuda' counts this machine's GPUs from the last, as trainer and generators count them from the first.
     """
@@ -62,5 +61,4 @@ def scoring_device(device: str, rank: int = 0) -> torch.device:
     num_gpus = torch.cuda.device_count()
     if not num_gpus:
         raise ConfigError("there is no GPU here to score on", got=f"device = '{device}'", allowed="'cpu'", hint=HINT)
-    local_rank = int(os.environ.get("LOCAL_RANK", rank))  # of a torchrun job on several machines
     return torch.device("cuda", num_gpus - 1 - local_rank % num_gpus)

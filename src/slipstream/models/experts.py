@@ -170,8 +170,8 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """Router and experts of a layer; with a `share`, those of this rank. `loads` int64 [E]: each expert's tokens in the
-    last pass with gradients, of those that this rank has.
+    """Router and experts of a layer; with a `share`, those of this rank. `chosen` int64 [N, k]: the experts of each row
+    in the last pass with gradients, of those that this rank has.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class Experts(nn.Module):
         self.router = Router(self.num_experts, hidden)
         self.up = ExpertsLinear(len(self.own), hidden, 2 * width)
         self.down = ExpertsLinear(len(self.own), width, hidden)
-        self.loads: Tensor | None = None
+        self.chosen: Tensor | None = None
 
     def forward(self, x: Tensor, choose: Choose | None = None) -> Tensor:
         """x [N, hidden] -> [N, hidden], by the experts that `choose` makes of those that the router would."""
@@ -218,18 +218,25 @@ class Experts(nn.Module):
         if self.normalises:
             gates = gates / gates.sum(-1, keepdim=True)
         if torch.is_grad_enabled():
-            with torch.no_grad():
-                counts = torch.zeros(self.num_experts, dtype=torch.int64, device=x.device)
-                counts.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen.flatten()))
-                self.loads = counts
+            self.chosen = chosen
         return gates, chosen
 
 
-def busiest_load(model: nn.Module) -> Tensor:
-    """Tokens of the busiest expert over those of an average one, in the layer of `model` where that is the most.
+def expert_loads(model: nn.Module, num_tokens: int) -> Tensor:
+    """Return the tokens of each expert in each layer of `model` that has experts, int64 [layers, E].
 
-    Of the last pass with gradients; 1 when all are equal, at most E / k, 0 without tokens. Float64, a scalar.
+    They are those of the first `num_tokens` rows in the last pass with gradients: fillers lie behind these.
     """
-    found = [module.loads for module in model.modules() if isinstance(module, Experts) and module.loads is not None]
-    loads = torch.stack(found).double()
+    found = [module for module in model.modules() if isinstance(module, Experts) and module.chosen is not None]
+    chosen = torch.stack([layer.chosen[:num_tokens].flatten() for layer in found if layer.chosen is not None])
+    counts = torch.zeros(len(found), found[0].num_experts, dtype=torch.int64, device=chosen.device)
+    return counts.scatter_add_(1, chosen, torch.ones_like(chosen))
+
+
+def busiest_load(model: nn.Module, num_tokens: int) -> Tensor:
+    """Return the busiest expert's `expert_loads` over an average one's, in the layer where that is the most.
+
+    1 when all are equal, at most E / k, 0 without tokens. Float64, a scalar.
+    """
+    loads = expert_loads(model, num_tokens).double()
     return (loads.amax(1) / loads.mean(1).clamp_min(1e-9)).amax()

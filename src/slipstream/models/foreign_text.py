@@ -29,6 +29,7 @@ from typing import Any
 
 from slipstream.core.errors import ConfigError, clip, did_you_mean
 from slipstream.core.files import read_whole
+from slipstream.core.processes import module_folders
 
 CPU_S = 10.0  # of processor time for one request
 WALL_S = 55.0  # until an answer must be there, on a machine that is busy with other things
@@ -109,14 +110,8 @@ class _Child:
 def _environment() -> dict[str, str]:
     """Return the environment of the child: no secrets, no network of Hugging Face's, where packages are."""
     kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
-    package_root = str(Path(__file__).resolve().parents[2])
-    searched = [package_root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    return kept | {
-        "LANG": "C.UTF-8",
-        "PYTHONPATH": os.pathsep.join(searched),
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-    }
+    fixed = {"LANG": "C.UTF-8", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    return kept | module_folders() | fixed
 
 
 def _end(process: subprocess.Popen[bytes], mine: socket.socket) -> None:

@@ -25,6 +25,7 @@ from slipstream.core.background import run_interruptibly
 from slipstream.core.config import RunConfig, stage_of
 from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import with_checkpoints
+from slipstream.models.tokenizer import has_tokenizer
 
 ASK_TIMEOUT_S = 10.0
 """Longest wait of the one question that finds out whether there is a hub: for connection and answer each."""
@@ -83,9 +84,9 @@ def hub_id(path: str | None) -> HubId | None:
 
 
 def is_adapter(folder: str | Path) -> bool:
-    """Tell whether a folder has an adapter instead of a model."""
+    """Tell whether a folder has an adapter and no model's weights; other programs write the base's config beside it."""
     folder = Path(folder)
-    return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
+    return (folder / ADAPTER_CONFIG).is_file() and not any((folder / name).is_file() for name in WEIGHTS)
 
 
 def has_checkpoint(folder: str | Path) -> bool:
@@ -333,14 +334,22 @@ def _located(wanted: HubId, what: str, tell: Tell | None) -> HubId:
 
 
 def _folder_of(wanted: HubId, what: str, tell: Tell | None) -> Path:
-    """Return the snapshot folder of a commit, filled where it is not."""
-    if (folder := _cached(wanted, FILES)) is not None:
+    """Return the snapshot folder of a commit, filled where it is not.
+
+    One with the weights and no tokenizer may be what another program left: the hub is asked, once, what there is.
+    """
+    folder = _cached(wanted, FILES)
+    if folder is not None and has_tokenizer(folder):
         return folder
-    if tell is not None:
+    if folder is None and tell is not None:
         tell(f"downloading {wanted.repo}, commit {str(wanted.revision)[:12]}, from {_endpoint()}")
     try:
-        return _downloaded(wanted, FILES, is_shown=tell is not None)
+        if folder is not None:
+            _ask(wanted)  # a download from a hub that is out of reach is tried for half a minute
+        return _downloaded(wanted, FILES, is_shown=folder is None and tell is not None)
     except _Refused as refused:
+        if folder is not None:
+            return folder
         raise _not_there(wanted, what, refused) from None
 
 

@@ -53,6 +53,8 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 BASE_FOLDER = "base"
 """Folder beside those of the adapters, in which a run leaves a base that it made itself."""
+MADE = (BASE_FOLDER, "sft/model", "dpo/model")
+"""Folders of a run that may have the base of its adapters, from the folder that these are in."""
 DIGEST = "base_sha256"
 """Key of the base's digest in the metadata of the weights."""
 MAX_SHOWN = 5
@@ -61,7 +63,7 @@ INITS = (True, False, "gaussian", "eva", "orthogonal")
 
 
 class AdapterFields(BaseModel):
-    """The fields of an `adapter_config.json` that are read; those below `alpha_pattern` must be off."""
+    """The fields of an `adapter_config.json` that are read; those from `rank_pattern` on must be off."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, frozen=True)
 
@@ -82,6 +84,11 @@ class AdapterFields(BaseModel):
     layer_replication: Any = None
     trainable_token_indices: Any = None
     ensure_weight_tying: bool = False
+    alora_invocation_tokens: Any = None
+    use_bdlora: Any = None
+    arrow_config: Any = None
+    kasa_config: Any = None
+    monteclora_config: Any = None
     target_parameters: list[str] | None = None
 
 
@@ -103,7 +110,8 @@ def read_fields(path: Path) -> AdapterFields:
             for name in (
                 *("rank_pattern", "alpha_pattern", "use_dora", "use_qalora", "lora_bias"),
                 *("modules_to_save", "layer_replication", "trainable_token_indices"),
-                "ensure_weight_tying",
+                *("ensure_weight_tying", "alora_invocation_tokens"),
+                *("use_bdlora", "arrow_config", "kasa_config", "monteclora_config"),
             )
         },
     }
@@ -121,19 +129,20 @@ def read_fields(path: Path) -> AdapterFields:
 def base_folder(path: str | Path) -> Path:
     """Return the folder of the model that the adapter in `path` is beside; that of a model itself is `path`.
 
-    The base is the folder or hub id in adapter_config.json; where that folder is gone, `base` beside the adapter's: the
-    run may have been moved as a whole.
+    The base is the folder or hub id in adapter_config.json; where that folder is gone, the one that ends alike beside
+    the adapter's, if a run makes such: it may have been moved as a whole.
     """
     path = Path(path)
     if not is_adapter(path):
         return path
     fields = read_fields(path)
     named = fields.base_model_name_or_path or ""
-    beside = path.resolve().parent / BASE_FOLDER
     if (Path(named) / "config.json").is_file() and named:
         return Path(named)
-    if Path(named).name == BASE_FOLDER and (beside / "config.json").is_file():
-        return beside
+    for end in MADE:
+        beside = path.resolve().parent / end
+        if f"/{Path(named).as_posix()}".endswith(f"/{end}") and (beside / "config.json").is_file():
+            return beside
     if Path(named).is_absolute() or not named:
         raise ConfigError(
             f"the base of the adapter in {path} is not there",

@@ -10,7 +10,7 @@ import torch
 
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
-from slipstream.models.build import build_tokenizer, stop_token_ids
+from slipstream.models.build import build_tokenizer, policy_tokenizer_folder, stop_token_ids
 from slipstream.models.config import TransformerConfig, config_from_hf, new_config
 from slipstream.models.expert_parallel import check_experts
 from slipstream.models.foreign_text import rehearse_tokenizer
@@ -19,7 +19,7 @@ from slipstream.models.hub import is_adapter
 from slipstream.models.layout import layout
 from slipstream.models.lora import AdapterShape
 from slipstream.models.mxfp4 import BLOCK
-from slipstream.models.peft import base_folder, planned_shapes, stored_shapes, tokenizer_folder
+from slipstream.models.peft import base_folder, planned_shapes, stored_shapes
 from slipstream.models.safetensors_file import Header, tensor_headers
 from slipstream.models.scalar import HEAD_NAME
 from slipstream.models.sizes import check_tables
@@ -41,9 +41,10 @@ def check_policy(config: RunConfig, *, is_sampled: bool = True) -> TransformerCo
     """
     path = config.first_checkpoint
     checked = None if path is None else check_checkpoint(Path(path), "language")
-    if path is not None and has_tokenizer(tokenizer_folder(path)):
-        rehearse_tokenizer(tokenizer_folder(path))
-    tokenizer = build_tokenizer(config.model.model_copy(update={"path": path}))
+    model = config.model.model_copy(update={"path": path})
+    if (folder := policy_tokenizer_folder(model)) is not None and has_tokenizer(folder):
+        rehearse_tokenizer(folder)
+    tokenizer = build_tokenizer(model)
     if path is None or checked is None:
         shape = new_config(config.model, vocab_size=len(tokenizer))
     else:

@@ -11,6 +11,7 @@ import unicodedata
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from shlex import quote
 from typing import Any, Self
 
 import msgspec
@@ -23,6 +24,7 @@ from rich.text import Text
 from slipstream.core.clock import Clock, WallClock
 from slipstream.core.config import RunConfig
 from slipstream.core.held_out import Measured
+from slipstream.core.ranks import split_rank_name
 from slipstream.observe.evaluation import MOMENTS, evaluation_rows
 from slipstream.observe.outlet import Outlet
 from slipstream.observe.samples import Sample
@@ -164,6 +166,8 @@ class Display:
         totals = {k.removeprefix(TIME_PREFIX): v for k, v in values.items() if k.startswith(TIME_PREFIX)}
         if totals:
             history = self._totals.setdefault(executor, deque(maxlen=64))
+            if history and any(totals.get(state, 0.0) < seconds for state, seconds in history[-1][1].items()):
+                history.clear()  # a new process, which counts from 0
             history.append((now_s, totals))
             while len(history) > 2 and now_s - history[1][0] >= WINDOW_S:
                 history.popleft()
@@ -173,6 +177,12 @@ class Display:
     def swapped(self, replica: int, version: int) -> None:
         """Generator `replica` samples from `version` now."""
         self._replicas[replica] = version
+
+    def lost(self, replica: int) -> None:
+        """Generator `replica` is gone."""
+        self._replicas.pop(replica, None)
+        for name in [name for name in self._totals if split_rank_name(name)[0] == f"generator-{replica}"]:
+            del self._totals[name]
 
     def note(self, text: str) -> None:
         """Something the user should read: a warning, a checkpoint."""
@@ -238,10 +248,10 @@ class Display:
             self._say("while steps were trained, without start and end:")
             self._say(summary.balance.verdict)
         for name, path in files.items():
-            look = f"   look: tensorboard --logdir {path}" if name == "tensorboard" else ""
+            look = f"   look: tensorboard --logdir {quote(str(path))}" if name == "tensorboard" else ""
             self._say(f"{name:<10} {path}{look}")
         if "model" in files:
-            out = files["model"].parent
+            out = quote(str(files["model"].parent))
             self._say(f"next: slipstream eval {out}   slipstream serve {out}   slipstream export {out} FOLDER")
 
     def close(self) -> None:

@@ -110,8 +110,11 @@ def unfit(config: RunConfig) -> frozenset[AlarmName]:
 
     In one process executors wait for each other's turns, and at staleness 0 trainer and generators take turns. A
     schedule that promises no bound has none that a replica could be behind. Weights in 4 or 8 bits are another model.
+    Samples from a part of the vocabulary are more likely than the whole policy says, by the part's probability.
     """
     found: set[AlarmName] = set()
+    if config.generator.truncates and not config.generator.keep_sets:
+        found |= {"logprob_mismatch", "logprob_mismatch_growing", "policy_drift", "ess_collapse"}
     if config.generator.precision in ("int8", "fp8", "mxfp4"):
         found.add("logprob_mismatch")
     if config.host == "inline":

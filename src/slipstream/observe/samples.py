@@ -34,6 +34,13 @@ def write_samples(samples: Sequence[Sample], path: Path) -> None:
     replace_file(path, msgspec.json.format(msgspec.json.encode(samples), indent=2) + b"\n")
 
 
+def drop_after(path: Path) -> None:
+    """Drop the answers of a last version from `path`: the run goes on behind it."""
+    none = {"after": None, "after_reward": None, "after_is_right": None, "after_turns": None}
+    if samples := read_samples(path):
+        write_samples([msgspec.structs.replace(one, **none) for one in samples], path)
+
+
 def read_samples(path: Path) -> list[Sample]:
     """The samples in `path`; empty for a missing file."""
     return load_json(path, list[Sample]) if path.exists() else []

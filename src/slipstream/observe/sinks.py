@@ -30,7 +30,10 @@ MAX_PARAMS, MAX_PARAM_CHARS = 100, 6000
 
 
 class Begin(msgspec.Struct, frozen=True, kw_only=True, tag="begin"):
-    """The first line for a tracker, about the run. `run_id` stays the same over resumes; `config` holds no secrets."""
+    """The first line for a tracker, about the run. `run_id` stays the same over resumes; `config` holds no secrets.
+
+    `kept` are lines at `first_step` that a resume does not take back: evaluations of the policy that it goes on with.
+    """
 
     run_id: str
     name: str
@@ -44,6 +47,7 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True, tag="begin"):
     is_resumed: bool
     first_step: int
     deadline_s: float
+    kept: list[MetricsLine] = []
 
 
 class MetricsLine(msgspec.Struct, frozen=True, kw_only=True, tag="metrics"):
@@ -93,7 +97,7 @@ class Sink(Protocol):
 
 
 class TensorBoard:
-    """Event files in `RUN/tensorboard`. A resume hides the points of the steps that it takes back."""
+    """Event files in `RUN/tensorboard`. A resume hides the points from its first step on, and writes `kept` again."""
 
     def __init__(self, begin: Begin) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -118,6 +122,8 @@ class TensorBoard:
         self._writer = EventFileWriter(str(Path(begin.folder) / "tensorboard"))
         if begin.is_resumed:
             self._writer.add_event(Event(step=begin.first_step, session_log=SessionLog(status=SessionLog.START)))
+            for line in begin.kept:
+                self.metrics(line)
         self._add_text("config", _as_code(begin.config), begin.first_step, None)
 
     def metrics(self, line: MetricsLine) -> None:

@@ -448,7 +448,7 @@ def tick_name(tick: float, gap: float) -> str:
 
 def number(value: float) -> str:
     """`value` with the digits a reader needs: 1,234 and 0.912 and 3."""
-    if value == round(value) or abs(value) >= 1000:
+    if value == round(value) or abs(value) >= 999.5:
         return f"{value:,.0f}"
     return f"{value:.3g}"
 

@@ -34,7 +34,7 @@ from slipstream.core.disk import disk_errors, replacing
 from slipstream.core.errors import ConfigError
 from slipstream.core.files import load_json
 from slipstream.core.observe_sections import TrackersConfig
-from slipstream.core.run_log import Metrics
+from slipstream.core.run_log import Metrics, read_metrics
 from slipstream.observe.health import Alarm, in_a_line
 from slipstream.observe.sinks import AlarmLine, Begin, End, MetricsLine, TrackerLine
 
@@ -76,6 +76,7 @@ def open_trackers(config: RunConfig, run_dir: Path, *, first_step: int, note: Ca
         is_resumed=is_resumed,
         first_step=first_step,
         deadline_s=chosen.deadline_s,
+        kept=[_in_numbers(line) for line in read_metrics(run_dir / "metrics.jsonl") if line["step"] == first_step],
     )
     feeds = []
     for name in chosen.names:
@@ -94,6 +95,12 @@ def _run_id(run_dir: Path) -> str:
             with replacing(path) as temporary:
                 temporary.write_bytes(msgspec.json.encode({"run_id": uuid.uuid4().hex[:8]}))
         return str(load_json(path, dict[str, str])["run_id"])
+
+
+def _in_numbers(line: Metrics) -> MetricsLine:
+    numbers = {name: value for name, value in line.items() if isinstance(value, int | float)}
+    values = {name: float(value) for name, value in numbers.items() if name != "step"}
+    return MetricsLine(step=line["step"], day_s=time.time(), values=values)
 
 
 def without_secrets(value: Any, name: str = "") -> Any:
@@ -206,9 +213,7 @@ class Trackers:
 
     def metrics(self, line: Metrics) -> None:
         """A line of metrics.jsonl. What is no number is left out."""
-        numbers = {name: value for name, value in line.items() if isinstance(value, int | float)}
-        values = {name: float(value) for name, value in numbers.items() if name != "step"}
-        self._put(MetricsLine(step=line["step"], day_s=time.time(), values=values))
+        self._put(_in_numbers(line))
 
     def alarm(self, alarm: Alarm) -> None:
         self._put(

@@ -26,12 +26,16 @@ class History:
 
     def __init__(self) -> None:
         self._recent: dict[str, deque[float]] = {}
+        self._when: dict[str, deque[int]] = {}  # the lines that had them, by number
         self._first: dict[str, list[float]] = {}
+        self._num_lines = 0
 
     def add(self, metrics: Mapping[str, Any]) -> None:
+        self._num_lines += 1
         for name, value in metrics.items():
             if isinstance(value, int | float) and math.isfinite(value):
                 self._recent.setdefault(name, deque(maxlen=MAX_HISTORY)).append(float(value))
+                self._when.setdefault(name, deque(maxlen=MAX_HISTORY)).append(self._num_lines)
                 first = self._first.setdefault(name, [])
                 if len(first) < BASELINE:
                     first.append(float(value))
@@ -40,6 +44,10 @@ class History:
         """The last `count` values of `name`; None while there are fewer."""
         values = self._recent.get(name, ())
         return list(values)[-count:] if len(values) >= count else None
+
+    def line_of(self, name: str, count: int) -> int:
+        """The number of the line that had the first of the last `count` values of `name`, which has so many."""
+        return self._when[name][-count]
 
     def baseline(self, name: str) -> float | None:
         """The median of the first values of `name`; None while there are as few."""
@@ -95,10 +103,13 @@ def without_signal(history: History, count: int) -> float | None:
 def waiting(history: History, process: str, state: str, count: int) -> float | None:
     """The mean share of time that the processes whose names begin with `process` were in `state`, of `count` reports.
 
-    Of several, the mean over them: one that is idle among busy ones is no bottleneck elsewhere.
+    Of several, the mean over them: one that is idle among busy ones is no bottleneck elsewhere. One that is silent
+    while another makes `count` reports has left.
     """
-    found = [history.last(name, count) for name in history.names(f"wait_frac/{process}", f"/{state}")]
-    means = [fmean(values) for values in found if values is not None]
+    names = history.names(f"wait_frac/{process}", f"/{state}")
+    found = {name: fmean(values) for name in names if (values := history.last(name, count)) is not None}
+    since = max((history.line_of(name, count) for name in found), default=0)
+    means = [mean for name, mean in found.items() if history.line_of(name, 1) >= since]
     return fmean(means) if means else None
 
 

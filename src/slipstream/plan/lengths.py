@@ -100,22 +100,26 @@ def lengths_with_tail(prompt_mean: float, mean: float, p99: float, longest: int,
     return LengthSample(prompt_mean, completions, f"lognormal, mean {mean:g}, p99 {p99:g}", longest)
 
 
-def lengths_of_run(run_dir: Path) -> LengthSample:
-    """Return the lengths in a run's `rollouts.jsonl`, dropped groups included: all that was generated.
+def lengths_of_run(run_dir: Path) -> tuple[LengthSample, Turns]:
+    """Return the lengths in a run's `rollouts.jsonl`, dropped groups included: all that was sampled; and its turns.
 
     Prompt lengths are not recorded in tokens; they are taken to be as long per character as completions are.
     """
     path = run_dir / "rollouts.jsonl"
     if not path.is_file():
         raise ConfigError(f"'{run_dir}' has no rollouts.jsonl", allowed="the folder of a run that trained a step")
-    lines = [(line.num_tokens, len(line.prompt), len(line.completion)) for line in read_rollouts(path)]
-    completions, prompt_chars, completion_chars = zip(*lines, strict=True) if lines else ((), (), ())
-    positive = sorted(count for count in completions if count > 0)
+    found = [
+        (line.num_tokens, num_sampled(line), recorded_turns(line), len(line.prompt), len(line.completion))
+        for line in read_rollouts(path)
+    ]
+    tokens, sampled, episodes, prompt_chars, completion_chars = zip(*found, strict=True) if found else ((),) * 5
+    positive = sorted(count for count, total in zip(sampled, tokens, strict=True) if total > 0)
     if not positive:
         raise ConfigError(f"'{path}' has no completions", allowed="the folder of a run that trained a step")
-    tokens_per_char = sum(positive) / max(sum(completion_chars), 1)
-    prompt_mean = max(1.0, sum(prompt_chars) / len(completions) * min(tokens_per_char, 1.0))
-    return LengthSample(prompt_mean, tuple(positive), f"{len(positive)} completions of {path.parent}")
+    tokens_per_char = sum(tokens) / max(sum(completion_chars), 1)
+    prompt_mean = max(1.0, sum(prompt_chars) / len(found) * min(tokens_per_char, 1.0))
+    lengths = LengthSample(prompt_mean, tuple(positive), f"{len(positive)} completions of {path.parent}")
+    return lengths, mean_turns([turns for turns in episodes if turns])
 
 
 @lru_cache(maxsize=4096)
@@ -272,3 +276,22 @@ def recorded_turns(line: RolloutLine) -> tuple[SimulatedTurn, ...]:
         turns = [[1, 0]]
     each_s = line.episode.environment_s / len(turns)
     return tuple(SimulatedTurn(sampled, given, each_s) for sampled, given in turns)
+
+
+def num_sampled(line: RolloutLine) -> int:
+    """Return the sampled tokens of a recorded completion, in an episode those of its turns."""
+    turns = recorded_turns(line)
+    return sum(turn.sampled for turn in turns) if turns else line.num_tokens
+
+
+def mean_turns(episodes: Sequence[Sequence[SimulatedTurn]]) -> Turns:
+    """Return the means of recorded episodes; nothing is set where there are none."""
+    if not episodes:
+        return AS_RECORDED
+    num_turns = sum(map(len, episodes))
+    given = sum(turn.given for turns in episodes for turn in turns[:-1])
+    return Turns(
+        turns=num_turns / len(episodes),
+        given_tokens=round(given / max(num_turns - len(episodes), 1)),
+        environment_s=sum(turn.environment_s for turns in episodes for turn in turns) / num_turns,
+    )

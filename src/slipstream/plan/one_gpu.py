@@ -26,6 +26,7 @@ from slipstream.plan.counts import NO_ADAPTERS, adapters_of
 from slipstream.plan.hardware import GpuCluster, cluster
 from slipstream.plan.layouts import GeneratorLayout, Parts, TrainerLayout, Workload
 from slipstream.plan.lengths import LengthSample
+from slipstream.trainer.loss_checks import needs_reference
 
 DIVIDED = 0.95
 """Share of a GPU that is divided where no shares are given: CUDA's contexts take the rest, outside of any share."""
@@ -147,7 +148,7 @@ def costs_of(config: RunConfig, shape: TransformerConfig, on: GpuCluster | None 
         groups=config.groups_per_step,
         group_size=config.samples_per_group,
         lengths=LengthSample(longest - completion, (completion,), "the longest"),
-        reference=config.kl.coef > 0 and config.kl.executor == "trainer",
+        reference=needs_reference(config) and config.kl.executor == "trainer",
         critic=config.has_critic and config.critic.model == "own" and not config.has_own_critic,
         adapters=NO_ADAPTERS
         if rank is None

@@ -25,8 +25,9 @@ from slipstream.models.tokenizer import CharTokenizer
 from slipstream.plan.counts import NO_ADAPTERS, Adapters, adapters_of
 from slipstream.plan.hardware import IN_GB, GpuCluster, device_fields, device_named
 from slipstream.plan.layouts import Workload
-from slipstream.plan.lengths import LengthSample, Turns, lengths_of_run, lengths_with_tail
+from slipstream.plan.lengths import AS_RECORDED, LengthSample, Turns, lengths_of_run, lengths_with_tail
 from slipstream.plan.pipeline import MOST_STAGES
+from slipstream.trainer.loss_checks import needs_reference
 
 GROUPS, GROUP_SIZE = 512, 4  # a batch where none is given: LlamaRL's (section 8)
 PROMPT_TOKENS, COMPLETION_TOKENS = 512.0, 1024.0  # mean lengths where none are given
@@ -229,19 +230,24 @@ def workload_of(question: Question, subject: Subject) -> tuple[Workload, tuple[s
     elif groups is None and group_size is None:
         assumed.append(f"{GROUPS} prompts x {GROUP_SIZE} completions")
     groups, group_size = groups or GROUPS, group_size or GROUP_SIZE
-    lengths, told = _lengths(question, subject)
+    lengths, recorded, told = _lengths(question, subject)
     assumed += told
+    named: dict[str, Any] = {
+        "turns": question.turns,
+        "given_tokens": question.given_tokens,
+        "environment_s": question.environment_s,
+    }
     workload = Workload(
         groups=groups,
         group_size=group_size,
         lengths=lengths,
         epochs=1 if config is None else config.trainer.epochs,
         minibatches=1 if config is None else config.trainer.minibatches,
-        reference=question.reference or (config is not None and config.kl.coef > 0),
+        reference=question.reference or (config is not None and needs_reference(config)),
         critic=question.critic or (config is not None and config.has_critic),
         reward_model=_reward_model(question, config),
         adapters=_adapters(question, subject),
-        turns=Turns(turns=question.turns, given_tokens=question.given_tokens, environment_s=question.environment_s),
+        turns=replace(recorded, **{name: value for name, value in named.items() if value is not None}),
         sessions=question.sessions,
     )
     longest = max_new_tokens(question, subject, lengths)
@@ -284,7 +290,8 @@ def _adapters(question: Question, subject: Subject) -> Adapters:
     return adapters_of(subject.shape, rank, given.targets, given.adapter_precision, given.base_precision)
 
 
-def _lengths(question: Question, subject: Subject) -> tuple[LengthSample, list[str]]:
+def _lengths(question: Question, subject: Subject) -> tuple[LengthSample, Turns, list[str]]:
+    """Return the lengths, the turns of the run that they are of, and in words what was assumed."""
     given = [_flag(name) for name in LENGTHS if getattr(question, name) is not None]
     run = question.lengths
     if run is not None and given:
@@ -292,7 +299,7 @@ def _lengths(question: Question, subject: Subject) -> tuple[LengthSample, list[s
     if run is None and not given:
         run = subject.run
     if run is not None:
-        return lengths_of_run(run), []
+        return *lengths_of_run(run), []
     assumed: list[str] = []
 
     def either(value: float | None, default: float, words: str) -> float:
@@ -311,7 +318,8 @@ def _lengths(question: Question, subject: Subject) -> tuple[LengthSample, list[s
     mean = either(question.completion_tokens, min(COMPLETION_TOKENS, most), "completions of {:g} tokens in the mean")
     tail = min(TAIL * mean, math.inf if longest is None else longest)
     p99 = either(question.p99_tokens, tail, "one in a hundred above {:g}")
-    return lengths_with_tail(prompt, mean, p99, math.ceil(2 * p99) if longest is None else longest), assumed
+    lengths = lengths_with_tail(prompt, mean, p99, math.ceil(2 * p99) if longest is None else longest)
+    return lengths, AS_RECORDED, assumed
 
 
 def max_new_tokens(question: Question, subject: Subject, lengths: LengthSample) -> int:

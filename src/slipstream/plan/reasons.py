@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from decimal import Decimal
 from pathlib import Path
 
 from slipstream.core.recipes import read_toml
@@ -144,7 +145,7 @@ def misfit_line(misfit: Misfit, usable_bytes: float, unit: str = "GPU") -> str:
 def gigabytes(nbytes: float, digits: int = 3) -> str:
     """Write bytes in GB, with so many digits and no exponent."""
     amount = nbytes / GB
-    return f"{amount:,.0f}" if amount >= 100 else f"{amount:.{digits}g}"
+    return f"{amount:,.0f}" if amount >= 100 else f"{Decimal(f'{amount:.{digits}g}'):f}"
 
 
 def _over(what: str, held: Parts, costs: CostModel) -> str:

@@ -33,7 +33,7 @@ from slipstream.core.training_sections import GROUP_RELATIVE
 from slipstream.core.types import CompletionFinished
 from slipstream.observe.accounting import RunAccounting, read_accounting
 from slipstream.observe.timeline import Record, process_files, read_timeline
-from slipstream.plan.lengths import recorded_turns
+from slipstream.plan.lengths import num_sampled, recorded_turns
 from slipstream.plan.simulated_run import GroupWork, RunOutcome, SimulatedTurn, for_environments
 
 NEARBY_STEPS = 2
@@ -123,7 +123,7 @@ def measured(run: RecordedRun) -> RunOutcome:
             if name.startswith("staleness_tokens/"):
                 lags[int(name.rpartition("_")[2])] += int(value)
     within = [line.event for line in run.events if start_s <= line.time_s <= end_s]
-    generated = sum(event.num_tokens for event in within if isinstance(event, CompletionFinished))
+    generated = sum(event.num_tokens - event.num_restored for event in within if isinstance(event, CompletionFinished))
     idle = {side: run.accounting.idle[side] for side in ("trainer", "generator")}
     idle |= for_environments(run.accounting.accounting, end_s - start_s)
     return RunOutcome.of(run.num_steps, end_s - start_s, lags, generated, idle)
@@ -141,7 +141,7 @@ def groups_of(run: RecordedRun) -> list[RecordedGroup]:
                 ordinal=ordinal,
                 step=(ordinal - num_dropped) // run.config.groups_per_step,
                 prompt_chars=len(lines[0].prompt),
-                lengths=tuple(max(_num_sampled(line), 1) for line in lines),
+                lengths=tuple(max(num_sampled(line), 1) for line in lines),
                 rewards=tuple(line.reward for line in lines),
                 has_signal=not is_dropped,
                 turns=() if lines[0].episode is None else tuple(map(recorded_turns, lines)),
@@ -149,11 +149,6 @@ def groups_of(run: RecordedRun) -> list[RecordedGroup]:
         )
         num_dropped += is_dropped
     return groups
-
-
-def _num_sampled(line: RolloutLine) -> int:
-    turns = recorded_turns(line)
-    return sum(turn.sampled for turn in turns) if turns else line.num_tokens
 
 
 def learning_exponent(runs: Sequence[RecordedRun]) -> float:

@@ -19,7 +19,7 @@ from slipstream.core.stage_sections import WarmStartConfig
 from slipstream.core.types import Prompt
 from slipstream.models.tokenizer import check_alphabet
 from slipstream.prompts.dataset import read_rows
-from slipstream.prompts.rows import PromptRow, id_of, row_key, split_hash
+from slipstream.prompts.rows import PromptRow, id_of, row_key, split_hash, without_system
 from slipstream.prompts.stream import PromptStream
 from slipstream.prompts.streamed import StreamedPrompts
 from slipstream.prompts.tasks import TaskSource, task_table
@@ -97,9 +97,15 @@ class _Collector:
         held_out = f", {self.num_held_out} of them held out" * (self.num_held_out > 0)
         return f"{self.num_candidates} rows ({self.num_duplicates} repeated{held_out}, {self.num_too_long} too long)"
 
-    def hold_out(self, prompts: Iterable[Prompt]) -> None:
-        """Take none of these for training."""
-        self.held_out = {prompt.prompt_id for prompt in prompts}
+    def hold_out(self, prompts: Iterable[Prompt], template: Template) -> None:
+        """Take none of these for training, in their own words or in those of `template`, the training data's."""
+        self.held_out = {held for prompt in prompts for held in _ids(prompt, template)}
+
+    def holds_out(self, key: str, row: PromptRow) -> bool:
+        """Tell whether a row of the training data is held out, with its system message or without."""
+        if id_of(key) in self.held_out or row.messages is None:
+            return id_of(key) in self.held_out
+        return id_of(row_key(row.text, without_system(row.messages))) in self.held_out
 
     def take(self, rows: Iterable[PromptRow], limit: int) -> list[tuple[str, Prompt]]:
         """Up to `limit` (key, prompt) of the rows that are new and fit; over-long ones are never reconsidered."""
@@ -108,7 +114,7 @@ class _Collector:
             row = self.encoder.shortened(candidate)
             self.num_candidates += 1
             key = row_key(row.text, row.messages)
-            is_held_out = id_of(key) in self.held_out
+            is_held_out = self.holds_out(key, row)
             if is_held_out or key in self.seen:
                 self.num_duplicates += 1
                 self.num_held_out += is_held_out
@@ -142,7 +148,7 @@ def build_prompts(
         one.name: held_out_prompts(config.for_set(one.name), tokenizer, tools, one.num_prompts, needed)
         for one in config.eval.sets
     }
-    collector.hold_out(chain.from_iterable(sets.values()))
+    collector.hold_out(chain.from_iterable(sets.values()), Template.of(settings))
     if settings.streaming:
         return _streamed(settings, collector, config.seed, sets)
     if tasks:
@@ -160,7 +166,7 @@ def build_prompts(
         num_candidates=collector.num_candidates,
         num_duplicates=collector.num_duplicates,
         num_too_long=collector.num_too_long,
-        overlap=count_overlap(train, [*held_out, *chain.from_iterable(sets.values())]),
+        overlap=_overlap(train, held_out, sets, settings),
         num_held_out=collector.num_held_out,
         max_tokens=settings.max_prompt_tokens or 0,
         longest=max(len(prompt.tokens) for prompt in chain(train, held_out, *sets.values())),
@@ -203,9 +209,8 @@ def _streamed(settings: PromptsConfig, collector: _Collector, seed: int, sets: d
     limit = HELD_OUT_SHARE * 2**64 if settings.eval_dataset is None and not sets else 0
 
     def is_held_out(key: str) -> bool:
-        return id_of(key) in ids or int.from_bytes(split_hash(key, seed), "little") < limit
+        return int.from_bytes(split_hash(key, seed), "little") < limit
 
-    ids = set(collector.held_out)
     held_out: list[Prompt] = list(next(iter(sets.values()), []))
     for rows in (
         ()
@@ -222,19 +227,21 @@ def _streamed(settings: PromptsConfig, collector: _Collector, seed: int, sets: d
         _check_num_eval(settings, settings.eval_dataset or source, len(held_out), collector)
         held_out = held_out[: settings.num_eval]
         encoder.check(held_out)
-    ids |= {prompt.prompt_id for prompt in held_out}
+    collector.held_out |= {prompt.prompt_id for prompt in held_out}
 
     def batches() -> Iterator[list[Prompt]]:
         for rows in _batched(read_rows(source, settings, template=template, needed=collector.needed), _STREAMED):
             shorter = [encoder.shortened(row) for row in rows]
-            given = [row for row in shorter if not is_held_out(row_key(row.text, row.messages))]
+            keys = [row_key(row.text, row.messages) for row in shorter]
+            keyed = zip(keys, shorter, strict=True)
+            given = [row for key, row in keyed if not (is_held_out(key) or collector.holds_out(key, row))]
             fitting = [prompt for prompt in encoder.encode(given) if encoder.fits(prompt)]
             encoder.check(fitting)
             yield fitting
 
     train, most = StreamedPrompts(batches, seed, settings.shuffle_buffer), settings.max_prompt_tokens or 0
     counts = (collector.num_candidates, collector.num_duplicates, collector.num_too_long)
-    overlap = count_overlap(train.prompts, [*held_out, *chain.from_iterable(sets.values())])
+    overlap = _overlap(train.prompts, held_out, sets, settings)
     report = PromptReport(len(train), len(held_out), *counts, overlap, most, most)
     report = replace(report, sets={name: len(prompts) for name, prompts in sets.items()})
     return PromptSet(train, held_out, report, {}, sets)
@@ -249,10 +256,34 @@ def prompts_that_fit(config: RunConfig) -> PromptsConfig:
     return config.prompts.model_copy(update={"max_prompt_tokens": config.longest_prompt(max_positions(config))})
 
 
-def count_overlap(train: Iterable[Prompt], held_out: Iterable[Prompt]) -> int:
-    """Held-out prompts whose normalised text is also a training prompt's; computed from the prompts alone."""
-    seen = {_prompt_key(prompt) for prompt in train}
-    return sum(_prompt_key(prompt) in seen for prompt in held_out)
+def count_overlap(train: Iterable[Prompt], held_out: Iterable[Prompt], template: Template | None = None) -> int:
+    """Held-out prompts whose normalised text is also a training prompt's; computed from the prompts alone.
+
+    With the training data's `template` also those whose row has such a text in its words.
+    """
+    seen = {one for prompt in train for one in _ids(prompt)}
+    return sum(not seen.isdisjoint(_ids(prompt, template)) for prompt in held_out)
+
+
+def _overlap(
+    train: Iterable[Prompt], held_out: list[Prompt], sets: Mapping[str, list[Prompt]], settings: PromptsConfig
+) -> int:
+    if not sets:
+        return count_overlap(train, held_out)
+    return count_overlap(train, chain.from_iterable(sets.values()), Template.of(settings))
+
+
+def _ids(prompt: Prompt, template: Template | None = None) -> set[str]:
+    """Return the id of a prompt, and that of what another `template` makes of its row.
+
+    That makes something of a text, or of a chat of one message, whose row has the template's columns.
+    """
+    said = without_system(prompt.messages)
+    is_text = said is None or (len(said) == 1 and id_of(row_key(prompt.text, said)) == prompt.prompt_id)
+    ids = {id_of(row_key(prompt.text, None)) if said is None else prompt.prompt_id}
+    if template is not None and is_text and template.columns <= {PROMPT, *prompt.columns}:
+        ids.add(id_of(row_key(template.render(prompt.columns), None)))
+    return ids
 
 
 def _demonstrated(config: RunConfig) -> dict[str, str]:
@@ -264,10 +295,6 @@ def _demonstrated(config: RunConfig) -> dict[str, str]:
 
 def _of_demonstration(text: str, index: int, prompt_column: str) -> Template:
     return Template(text, field=f"warm_start.demonstrations[{index}].template", prompt_column=prompt_column)
-
-
-def _prompt_key(prompt: Prompt) -> str:
-    return row_key(prompt.text, prompt.messages)
 
 
 def demonstrations(
@@ -304,7 +331,8 @@ def demonstrations(
     eos = [tokenizer.eos_token_id]
     completions = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
     return [
-        (prompt.tokens, np.asarray(ids + eos, dtype=np.int32)) for prompt, ids in zip(chosen, completions, strict=True)
+        (prompt.tokens, np.asarray(ids if ids[-1:] == eos else ids + eos, dtype=np.int32))
+        for prompt, ids in zip(chosen, completions, strict=True)
     ]
 
 

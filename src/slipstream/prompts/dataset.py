@@ -243,6 +243,8 @@ def row_of(record: Mapping[str, Any], config: PromptsConfig, *, template: Templa
             text=template.render(columns, where=where), task="dataset", answer=answer_text, columns=columns
         )
     messages = _messages(prompt, where=where)
+    if len(messages) > 1 and messages[0]["role"] == "system" and messages[0]["content"] == config.system:
+        messages = messages[1:]  # the run gives it to every chat
     columns["question"] = messages[-1]["content"]
     return PromptRow(
         text=messages[-1]["content"], task="dataset", answer=answer_text, messages=messages, columns=columns

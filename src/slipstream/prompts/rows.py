@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import unicodedata
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,8 +48,19 @@ def message_text(messages: Iterable[Mapping[str, Any]]) -> str:
 
 
 def row_key(text: str, messages: Iterable[Mapping[str, Any]] | None) -> str:
-    """The normalised text by which prompts are told apart, within a split and between splits."""
-    return normalise_text(text if messages is None else message_text(messages))
+    """The normalised text by which prompts are told apart, within a split and between splits.
+
+    Identity: a chat of one user's message has the key of that text.
+    """
+    chat = None if messages is None else list(messages)
+    if chat is None or [message["role"] for message in chat] != ["user"]:
+        return normalise_text(text if chat is None else message_text(chat))
+    return normalise_text(chat[0]["content"])
+
+
+def without_system(messages: Sequence[Mapping[str, Any]] | None) -> Sequence[Mapping[str, Any]] | None:
+    """Return a chat without its system messages; one that has no others as it is."""
+    return messages and ([one for one in messages if one["role"] not in ("system", "developer")] or messages)
 
 
 def id_of(key: str) -> str:

@@ -271,6 +271,8 @@ def _call(name: str, arguments: Any, expected: Any) -> str:
     values = [expected, *(expected if isinstance(expected, list) and len(expected) == 1 else [])]
     return (
         "def _plain(value):\n"
+        "    if isinstance(value, dict):\n"
+        "        return {key: _plain(item) for key, item in value.items()}\n"
         "    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value\n"
         "try:\n"
         f"    _function = {name}\n"

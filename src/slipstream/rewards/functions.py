@@ -21,7 +21,7 @@ import regex  # like `re`, with a deadline
 from slipstream.core.errors import ConfigError, did_you_mean
 from slipstream.core.plain import shortened, shown
 from slipstream.core.task_library import reasoning_gym
-from slipstream.core.user_code import FROM_PYTHON
+from slipstream.core.user_code import FROM_PYTHON, text_of
 from slipstream.rewards.calls import Scoring, call_function, import_function
 from slipstream.rewards.code import Programs, Scorer, code_reward
 from slipstream.rewards.protocol import Per, RewardJob, Task, Term
@@ -350,7 +350,7 @@ def make_term(function: str, params: Mapping[str, Any], per: Per = "completion")
     if not location.endswith(".py"):
         return term
     path = Path(location).expanduser().resolve()
-    source = path.read_text(encoding="utf-8")
+    source = text_of(path)
     return msgspec.structs.replace(term, function=f"{path}:{function.rpartition(':')[2]}", source=source)
 
 

@@ -155,7 +155,7 @@ class Judge:
         self.counts["output_tokens"] += written
         self.counts["cost"] += (read * term.input_price + written * term.output_price) / 1e6
         choice = answer.choices[0]
-        return self._read(choice.message.content, is_cut=choice.finish_reason == "length")
+        return self._read(choice.message.content or "", is_cut=choice.finish_reason == "length")
 
     def _read(self, reply: str, *, is_cut: bool) -> float:
         """The reward that a reply names; NoScore for any other reply."""
@@ -207,7 +207,17 @@ def _texts_of(job: RewardJob) -> dict[str, str]:
 
 
 def _chat(messages: Sequence[Mapping[str, Any]]) -> str:
-    return "\n\n".join(f"{message.get('role')}: {message.get('content')}" for message in messages)
+    return "\n\n".join(f"{message.get('role')}: {_said(message)}" for message in messages)
+
+
+def _said(message: Mapping[str, Any]) -> str:
+    """Return a message's text, and under it each call of a tool: name(arguments), or why it could not be read."""
+    calls = [(call.get("error"), call.get("function") or {}) for call in message.get("tool_calls") or ()]
+    lines = [
+        f"{of.get('name')}({json.dumps(of.get('arguments'), ensure_ascii=False)})" if error is None else str(error)
+        for error, of in calls
+    ]
+    return "\n".join([message["content"], *lines] if message.get("content") else lines)
 
 
 def _field_of(text: str, name: str) -> float | None:

@@ -48,17 +48,17 @@ class ModelScorer:
         microbatch_tokens: int,
         max_tokens: int,
         holders: Holders | None = None,
-        rank: int = 0,
+        local_rank: int = 0,
     ) -> None:
         """Load the models. ConfigError for one that is not there or reads fewer than `max_tokens` tokens.
 
-        On CUDA, `rank` chooses the GPU. The `holders` of a copy, where there are several, score together.
+        On CUDA, `local_rank` chooses the GPU. The `holders` of a copy, where there are several, score together.
         """
         self._config = config
         self._terms: list[RewardTerm | RewardModelTerm] = [*terms, *config.models]
         self._batching = batching
         self._microbatch_tokens = microbatch_tokens
-        division = Division(device=scoring_device(config.device, rank), stored=config.precision)
+        division = Division(device=scoring_device(config.device, local_rank), stored=config.precision)
         if holders is not None:
             division = replace(division, data_parallel=holders.data_parallel, tensor_parallel=holders.tensor_parallel)
         self._ranks = division.data_parallel
@@ -80,7 +80,9 @@ class ModelScorer:
         return min(model.config.max_positions for _, model in self._models)
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """Return the rollouts with every part and their reward; one whose sum is not finite has failed."""
+        """Return the rollouts with every part and their reward; one that is longer than a model reads, or whose sum is
+        not finite, has failed."""
+        rollouts = [self._if_read(rollout) for rollout in rollouts]
         sound = [rollout for rollout in rollouts if rollout.failure is None]
         samples = [self._sample(rollout.completion) for rollout in sound]
         parts = {
@@ -99,6 +101,17 @@ class ModelScorer:
         )
         return [rollout if rollout.failure is not None else next(scored) for rollout in rollouts]
 
+    def _if_read(self, rollout: Rollout) -> Rollout:
+        length = sum(map(len, self._sample(rollout.completion)))
+        if rollout.failure is not None or length <= self.max_positions:
+            return rollout
+        failure = f"{length} tokens with its prompt, the reward models read {self.max_positions}"
+        return self._failed(rollout, failure)
+
+    def _failed(self, rollout: Rollout, failure: str) -> Rollout:
+        reward = self._config.failure_reward
+        return msgspec.structs.replace(rollout, reward=reward, reward_parts={}, failure=failure)
+
     def _sample(self, completion: Completion) -> Sample:
         end, after = self._config.truncate_token, self._config.truncate_after
         return completion.prompt.tokens, truncate_at_token(completion.trunk_tokens, end, after=after)
@@ -108,8 +121,7 @@ class ModelScorer:
         try:
             reward = combined_reward(self._terms, list(parts.values()), violation_cap=self._config.violation_cap)
         except ValueError as error:
-            reward = self._config.failure_reward
-            return msgspec.structs.replace(rollout, reward=reward, reward_parts={}, failure=str(error))
+            return self._failed(rollout, str(error))
         return msgspec.structs.replace(rollout, reward=reward, reward_parts=parts)
 
 
@@ -159,7 +171,7 @@ class RewardModels(Executor):
             microbatch_tokens=self._microbatch_tokens,
             max_tokens=self._max_tokens,
             holders=self._holders,
-            rank=context.group.rank,
+            local_rank=context.group.local_rank,
         )
         self._limits = Limits(
             vocab_size=self._scorer.vocab_size,

@@ -35,7 +35,7 @@ from slipstream.stages.named import check_conflicts
 from slipstream.stages.one_process import run_stage
 from slipstream.stages.order import check_asked
 from slipstream.stages.preference_data import dpo_positions, read_pairs
-from slipstream.stages.progress import Quiet, read_record, record_path, watch
+from slipstream.stages.progress import read_record, record_path, watch
 from slipstream.stages.reward_model import read_preferences
 from slipstream.stages.rl import FromPython, resume_rl, run_rl, tell
 from slipstream.stages.run_folder import is_rl_done
@@ -111,7 +111,7 @@ def check_data(config: RunConfig, run_dir: Path, given: FromPython) -> None:
     if "dpo" in config.stages and config.dpo.preferences is not None:
         read_pairs(config, run_dir, tokenizer, max_positions=dpo_positions(config))
     if "reward_model" in config.stages and config.reward_model.preferences is not None:
-        read_preferences(config, run_dir, tokenizer, Quiet())
+        read_preferences(config, run_dir, tokenizer)
 
 
 def _call_rewards(config: RunConfig, prompts: PromptSet, run_dir: Path, given: FromPython) -> None:

@@ -68,7 +68,7 @@ def reference_completions(reference: str, prompts: Sequence[Prompt], tokenizer: 
             ordinal=ordinal,
             sample=-1,
             prompt=prompt,
-            segments=(Segment(tokens=np.asarray(tokens + ends, dtype=np.int32)),),
+            segments=(Segment(tokens=np.asarray(tokens if tokens[-1:] == ends else tokens + ends, dtype=np.int32)),),
             text=text,
             finish_reason="stop",
         )

@@ -27,20 +27,20 @@ from slipstream.trainer.metric_names import dpo_names
 
 def run_dpo(config: RunConfig, run_dir: Path, progress: StageProgress) -> dict[str, Any]:
     """Train on the preferences of `config.dpo`; writes `dpo/model`, `dpo/metrics.jsonl` and `dpo/stage.json`."""
-    times = StageTimes()
-    dpo = config.dpo
+    times, dpo = StageTimes(), config.dpo
     reading: dict[str, Any] = {"microbatch_tokens": config.trainer.microbatch_tokens, "batching": collate}
     with times.span("start_up"):
         folder = fresh_folder(run_dir, "dpo")
         start = config.model.model_copy(update={"path": dpo.path or config.model.path})
         model, tokenizer = build_policy(start, seed=config.seed)
-        found = read_pairs(config, run_dir, tokenizer, max_positions=model.config.max_positions)
-        progress.note(f"preferences: {found}")
         reference = model if dpo.reference is None else load_model(Path(dpo.reference))
+        most = min(model.config.max_positions, reference.config.max_positions)
+        found = read_pairs(config, run_dir, tokenizer, max_positions=most)
+        progress.note(f"preferences: {found}")
     with times.span("reference"):  # once: neither the data nor the reference changes
+        shared = reading | {"loss": preference_loss(dpo), "others": found.train, "max_positions": most}
         train, held_out = (
-            preference_data(part, reference, loss=preference_loss(dpo), others=found.train, **reading) if part else None
-            for part in (found.train, found.held_out)
+            preference_data(part, reference, **shared) if part else None for part in (found.train, found.held_out)
         )
         del reference
     assert train is not None, "read_pairs refuses nothing to train on"

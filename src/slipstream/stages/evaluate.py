@@ -96,7 +96,7 @@ def run_evaluation(config: RunConfig, run_dir: Path, progress: StageProgress) ->
         found[moment]["lengths"] = asdict(completion_lengths(written[moment]))
         if config.environment.is_set:
             found[moment]["episodes"] = _episodes(written[moment])
-    found["references"] = {"reward_models": _means(proxy["references"], models) if models and references else None}
+    found["references"] = _of_references(gold["references"], proxy["references"], models)
     found |= times.so_far()
     replace_file(run_dir / EVALUATION_FILE, msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")
     return found
@@ -185,11 +185,21 @@ def _gold(rollouts: Sequence[Rollout], references: Sequence[Rollout], num_sample
 
 
 def _means(rollouts: Sequence[Rollout], models: Sequence[RewardModelTerm]) -> dict[str, float]:
-    """Return the mean score by each reward model that RL maximises."""
+    """Return the mean score by each reward model that RL maximises, over what they could score; nothing without any."""
+    sound = [rollout.reward_parts for rollout in rollouts if rollout.failure is None]
     return {
-        model.name: math.fsum(float(rollout.reward_parts[model.name] or 0.0) for rollout in rollouts) / len(rollouts)
+        model.name: math.fsum(float(parts[model.name] or 0.0) for parts in sound) / len(sound)
         for model in models
+        if sound
     }
+
+
+def _of_references(
+    gold: Sequence[Rollout], proxy: Sequence[Rollout], models: Sequence[RewardModelTerm]
+) -> dict[str, Any]:
+    """Return the references' mean scores by the reward models, and how many of them gold could not score."""
+    num_failed = sum(rollout.failure is not None for rollout in gold)
+    return {"reward_models": _means(proxy, models) if models and proxy else None, "num_failed": num_failed}
 
 
 def _judged(config: JudgeConfig, completions: Sequence[Completion], references: Sequence[Completion]) -> dict[str, Any]:

@@ -14,6 +14,12 @@ def check_order(config: RunConfig) -> None:
         raise ConfigError("stages have one order", got=stages, allowed=f"some of {', '.join(STAGES)}")
     _check_paths(config)
     _check_shape(config)
+    if config.model.lora.is_set and "rl" not in stages:
+        raise ConfigError(
+            "adapters are trained by the stage rl alone",
+            got=f"{config.model.lora.in_words} (model.lora) with stages = {stages}",
+            allowed="'rl' among stages, or no model.lora",
+        )
     if "reward_model" in stages and "preferences" not in stages and config.reward_model.preferences is None:
         allowed = "the stage 'preferences' before it, or reward_model.preferences"
         raise ConfigError("a reward model needs preferences", got=f"stages = {stages}", allowed=allowed)

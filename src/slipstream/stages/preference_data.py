@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from slipstream.core.config import RunConfig
+from slipstream.core.config import RunConfig, stage_of
 from slipstream.core.errors import ConfigError
 from slipstream.core.jsonl import read_jsonl
 from slipstream.core.recipes import stage_dir
@@ -63,12 +63,9 @@ def read_lines(path: Path, tokenizer: Tokenizer) -> tuple[list[Preference], list
     return train, held_out
 
 
-# For the stage `dpo`
-
-
 @dataclass(frozen=True)
 class FoundPreferences:
-    """Hold what the stage `dpo` learns from and is measured on, and count the pairs that were left out, by reason."""
+    """Hold what a stage learns from and is measured on, and count the preferences that were left out, by reason."""
 
     train: list[Preference]
     held_out: list[Preference]
@@ -82,10 +79,26 @@ class FoundPreferences:
         )
 
 
+def positions_from(config: RunConfig, *paths: str | None) -> int:
+    """Return the tokens that the models of all `paths` read, before the stages that make them; None: `model.path`."""
+    found = []
+    for one in paths:
+        path = (config.dpo.path if stage_of(one) == "dpo" else one) or config.model.path
+        found.append(max_positions(config.model_copy(update={"model": config.model.model_copy(update={"path": path})})))
+    return min(found)
+
+
+def that_fit(preferences: Sequence[Preference], max_positions: int) -> list[Preference]:
+    """Return the preferences of which every completion has at most `max_positions` tokens with its prompt."""
+    return [one for one in preferences if len(one.prompt_tokens) + max(map(len, one.candidates)) <= max_positions]
+
+
+# For the stage `dpo`
+
+
 def dpo_positions(config: RunConfig) -> int:
-    """Return the positions of the model that the stage `dpo` starts from, before it is there too."""
-    path = config.dpo.path or config.model.path
-    return max_positions(config.model_copy(update={"model": config.model.model_copy(update={"path": path})}))
+    """Return the tokens that both models of the stage `dpo` read: that which it starts from, and its reference."""
+    return positions_from(config, config.dpo.path, config.dpo.reference or config.dpo.path)
 
 
 def read_pairs(config: RunConfig, run_dir: Path, tokenizer: Tokenizer, *, max_positions: int) -> FoundPreferences:
@@ -107,7 +120,7 @@ def read_pairs(config: RunConfig, run_dir: Path, tokenizer: Tokenizer, *, max_po
         share = config.dpo.held_out
         parts = [*split_by_prompt(found, lambda one: one.prompt_tokens, share=share, seed=config.seed)]
     every = sum(map(len, parts))
-    parts = [[one for one in part if _length(one) <= max_positions] for part in parts]
+    parts = [that_fit(part, max_positions) for part in parts]
     num_fitting = sum(map(len, parts))
     parts = [[one for one in part if not _is_equal(one, source or path)] for part in parts]
     num_equal = num_fitting - sum(map(len, parts))
@@ -121,10 +134,6 @@ def read_pairs(config: RunConfig, run_dir: Path, tokenizer: Tokenizer, *, max_po
     if is_kto:
         _check_labelled(told.train)
     return told
-
-
-def _length(preference: Preference) -> int:
-    return len(preference.prompt_tokens) + max(map(len, preference.candidates))
 
 
 def _is_equal(preference: Preference, source: str | Path) -> bool:

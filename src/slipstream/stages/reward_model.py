@@ -32,7 +32,13 @@ from slipstream.stages.completions import (
     scored_tokens,
     split_by_prompt,
 )
-from slipstream.stages.preference_data import has_candidates, read_lines
+from slipstream.stages.preference_data import (
+    FoundPreferences,
+    has_candidates,
+    positions_from,
+    read_lines,
+    that_fit,
+)
 from slipstream.stages.preferences import FILE
 from slipstream.stages.progress import StageProgress, StageTimes, fresh_folder, recent_mean, write_record
 from slipstream.trainer.metric_names import reward_model_names
@@ -46,13 +52,14 @@ def run_reward_model(config: RunConfig, run_dir: Path, progress: StageProgress) 
     with times.span("start_up"):
         folder = fresh_folder(run_dir, "reward_model")
         policy, tokenizer = build_policy(config.model, seed=config.seed)
-        train, held_out = read_preferences(config, run_dir, tokenizer, progress)
+        found = read_preferences(config, run_dir, tokenizer)
+        progress.note(f"preferences: {found}")
+        train, held_out = found.train, found.held_out
         path = settings.path or config.model.path
         start = partial(new_scalar_model, policy) if path is None else partial(load_scalar_model, path)
         model = start(head_init=settings.head_init, seed=config.seed)
-    _check_lengths([*train, *held_out], model.config.max_positions)
     with times.span("decode"):
-        samples = _samples(config, policy, tokenizer)
+        samples = _samples(config, policy, tokenizer, model.config.max_positions, progress)
     total = settings.steps or settings.epochs * math.ceil(len(train) / settings.batch_size)
     accuracies = []
     with times.span("train"), closing(JsonlWriter(folder / "metrics.jsonl")) as metrics:
@@ -89,6 +96,8 @@ def run_reward_model(config: RunConfig, run_dir: Path, progress: StageProgress) 
         times=times,
         num_preferences=len(train),
         num_held_out=len(held_out),
+        num_equal=found.num_equal,
+        num_too_long=found.num_too_long,
         steps=total,
         train_accuracy=recent_mean(accuracies),
         held_out_accuracy=accuracy,
@@ -98,33 +107,28 @@ def run_reward_model(config: RunConfig, run_dir: Path, progress: StageProgress) 
     )
 
 
-def _check_lengths(preferences: Sequence[Preference], max_positions: int) -> None:
-    """Raise ConfigError for a preference that is longer than the model reads."""
-    longest = max(len(one.prompt_tokens) + max(map(len, one.candidates)) for one in preferences)
-    if longest > max_positions:
-        what = "a preference is longer than the reward model reads"
-        raise ConfigError(what, got=f"{longest} tokens", allowed=f"at most {max_positions}")
-
-
-def read_preferences(
-    config: RunConfig, run_dir: Path, tokenizer: Tokenizer, progress: StageProgress
-) -> tuple[list[Preference], list[Preference]]:
-    """(training, held-out) preferences: the stage's, or those of `reward_model.preferences`.
+def read_preferences(config: RunConfig, run_dir: Path, tokenizer: Tokenizer) -> FoundPreferences:
+    """Return the stage's preferences, or those of `reward_model.preferences`, that the reward model can read.
 
     That is a file of the stage's own form (lines with `candidates`, as tokens), or a dataset of pairs or rated texts.
+    ConfigError where nothing is left to train on.
     """
-    source = config.reward_model.preferences
+    source, most = config.reward_model.preferences, positions_from(config, config.reward_model.path)
     path = stage_dir(run_dir, "preferences") / FILE if source is None else Path(source).expanduser()
-    if source is not None and not has_candidates(path):
-        return _from_dataset(config, tokenizer, progress)
-    return read_lines(path, tokenizer)
+    if source is None or has_candidates(path):
+        parts = read_lines(path, tokenizer)
+        train, held_out = (that_fit(part, most) for part in parts)
+        num_too_long = sum(map(len, parts)) - len(train) - len(held_out)
+        found = FoundPreferences(train, held_out, num_equal=0, num_too_long=num_too_long)
+    else:
+        found = _from_dataset(config, source, tokenizer, most)
+    if not found.train:
+        hint = "see preferences.held_out, prompts.max_prompt_tokens and rewards.truncate_token"
+        raise ConfigError(f"'{source or path}' has no preferences to train on", got=str(found), hint=hint)
+    return found
 
 
-def _from_dataset(
-    config: RunConfig, tokenizer: Tokenizer, progress: StageProgress
-) -> tuple[list[Preference], list[Preference]]:
-    source = config.reward_model.preferences
-    assert source is not None
+def _from_dataset(config: RunConfig, source: str, tokenizer: Tokenizer, max_positions: int) -> FoundPreferences:
     template = Template.of(config.prompts)
     reading = prompts_that_fit(config).model_copy(
         update={"prompt_column": "prompt", "messages_column": None, "between_periods": False}
@@ -163,23 +167,21 @@ def _from_dataset(
         for prompt, (candidates, rating) in zip(prompts, labels, strict=True)
         if encoder.fits(prompt)
     ]
+    found = that_fit(found, max_positions)
     decided = [one for one in found if is_rated or not np.array_equal(one.candidates[0], one.candidates[1])]
     train, held_out = split_by_prompt(
         decided, lambda one: one.prompt_tokens, share=config.preferences.held_out, seed=config.seed
     )
-    told = (
-        f"{len(held_out)} held out, {len(found) - len(decided)} of equal texts dropped, "
-        f"{len(rows) - len(found)} whose prompts are too long"
-    )
-    progress.note(f"preferences: {len(train)} to train on, {told}")
-    if not train:
-        hint = "see preferences.held_out, prompts.max_prompt_tokens and rewards.truncate_token"
-        raise ConfigError(f"'{source}' has no preferences to train on", got=told, hint=hint)
-    return train, held_out
+    return FoundPreferences(train, held_out, len(found) - len(decided), len(rows) - len(found))
 
 
-def _samples(config: RunConfig, policy: Any, tokenizer: Tokenizer) -> Sequence[Sample]:
-    """Return the samples that scores are normalised on: the policy's, or references (N, items 20 and 21)."""
+def _samples(
+    config: RunConfig, policy: Any, tokenizer: Tokenizer, max_positions: int, progress: StageProgress
+) -> Sequence[Sample]:
+    """Return the samples that scores are normalised on: the policy's, or references (N, items 20 and 21).
+
+    Those of more than `max_positions` tokens are left out.
+    """
     settings = config.reward_model
     if settings.normalise == "none":
         return []
@@ -188,4 +190,8 @@ def _samples(config: RunConfig, policy: Any, tokenizer: Tokenizer) -> Sequence[S
         completions = reference_completions(config.prompts.reference, prompts, tokenizer)
     else:
         completions = sampled(config, policy, tokenizer, prompts, stream=NORMALISATION_STREAM)
-    return [(completion.prompt.tokens, scored_tokens(completion.tokens, config.rewards)) for completion in completions]
+    every = [(one.prompt.tokens, scored_tokens(one.tokens, config.rewards)) for one in completions]
+    found = [sample for sample in every if sum(map(len, sample)) <= max_positions]
+    if len(found) < len(every):
+        progress.note(f"{len(every) - len(found)} of {len(every)} samples to normalise on are too long")
+    return found

@@ -33,7 +33,7 @@ from slipstream.core.disk import HeldFolder
 from slipstream.core.errors import CheckpointError, ConfigError, DiskError, ExecutorLost, SlipstreamError, reason
 from slipstream.core.files import open_regular
 from slipstream.core.hooks import Hooks, load_callbacks
-from slipstream.core.interrupts import Interrupted, Interrupts
+from slipstream.core.interrupts import GO_ON_VARIABLE, Interrupted, Interrupts
 from slipstream.core.recipes import resolve, save_config, with_stage_paths
 from slipstream.core.run_log import Snapshot, read_metrics
 from slipstream.core.staleness import oldest_version, place_of
@@ -47,6 +47,7 @@ from slipstream.observe.chrome_trace import merge_timelines
 from slipstream.observe.evaluation import EVALUATION_FILE
 from slipstream.observe.hardware import describe
 from slipstream.observe.metrics import flatten
+from slipstream.observe.samples import drop_after
 from slipstream.observe.summary import Data, Summary, read_summary, write_summary
 from slipstream.observe.trackers import Trackers, open_trackers
 from slipstream.prompts import PromptReport, PromptSet, task_table
@@ -97,6 +98,8 @@ class FromPython:
         if same:
             return f"slipstream.run(resume={str(run_dir)!r}, ...) with the same {' and '.join(same)}"
         folder = shlex.quote(str(run_dir))
+        if self.cluster is not None and GO_ON_VARIABLE in os.environ:
+            return os.environ[GO_ON_VARIABLE]
         if self.cluster is not None:
             return f"slipstream launch --group controller --resume {folder}, with the other flags as before"
         return f"slipstream run --resume {folder}"
@@ -243,6 +246,8 @@ def _tally(config: RunConfig, run_dir: Path, restarts: Counter[str], report: Pro
         tally.restore(cut.run)
         for line in read_metrics(run_dir / "metrics.jsonl"):
             tally.recall(line)
+        if cut.schedule.steps_done < config.steps:
+            drop_after(run_dir / "samples.json")
     return tally
 
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from shlex import quote
 
 from slipstream.controller.best import EarlyStopping
 from slipstream.core.config import RunConfig
@@ -94,7 +95,7 @@ def _check_unused(run_dir: Path) -> None:
         )
     if is_used:
         what = "the run's directory is not empty"
-        hint = f"choose another --out, or continue that run with --resume {run_dir}"
+        hint = f"choose another --out, or continue that run with --resume {quote(str(run_dir))}"
         raise ConfigError(what, got=str(run_dir), allowed="a new or empty directory", hint=hint)
 
 
@@ -105,12 +106,13 @@ def check_goes_on(config: RunConfig, run_dir: Path) -> None:
     summary, more = read_summary(run_dir / "summary.json"), f"--steps {2 * config.steps}"
     if (cause := summary.stopped_because) in ("stop_at", "patience"):
         more = f"another --eval.{cause}, or none (null),"
-    page = "" if (run_dir / "report.html").exists() else f"; its page is missing: `slipstream report {run_dir}`"
+    folder, model = (quote(str(path)) for path in (run_dir, run_dir / "model"))
+    page = "" if (run_dir / "report.html").exists() else f"; its page is missing: `slipstream report {folder}`"
     raise ConfigError(
         "the run is already complete",
         got=f"{summary.steps} of {config.steps} steps" + (f", ended by {cause}" if cause else ""),
         allowed="a run that was stopped before its last step, or more steps",
-        hint=f"{more} goes on with it; a new run from its policy takes --model.path {run_dir / 'model'}{page}",
+        hint=f"{more} goes on with it; a new run from its policy takes --model.path {model}{page}",
     )
 
 

@@ -116,7 +116,7 @@ class CriticModel(Executor):
 
     @cached_property
     def _division(self) -> Division:
-        device = scoring_device(self._config.critic.device, self._context.group.rank)
+        device = scoring_device(self._config.critic.device, self._context.group.local_rank)
         take_share(self._config.critic.gpu_share, device)
         return trained_division(self._config, self._holders.data_parallel, self._holders.tensor_parallel, device)
 

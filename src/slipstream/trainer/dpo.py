@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from slipstream.models.flat import FlatParameters
 from slipstream.models.transformer import Transformer
 from slipstream.trainer.measure import measure, microbatch_logprobs, reads_logprobs, with_columns
 from slipstream.trainer.optim import AdamW, require_finite_loss
-from slipstream.trainer.reward_model import Preference, shuffled_batches
+from slipstream.trainer.reward_model import Preference, share_in_order, shuffled_batches
 
 TEMPERATURE = 1.0
 
@@ -58,13 +59,14 @@ def preference_data(
     *,
     loss: Loss,
     others: Sequence[Preference],
+    max_positions: int,
     microbatch_tokens: int,
     batching: Batching,
 ) -> PreferenceData:
     """Return `preferences` for `loss`, with logprobs under `reference` where it takes them: measured here, once.
 
     Completions are whole and end as they came; logprobs are at temperature 1. KTO's mismatched completions come from
-    `others`: of those with another prompt the first one behind the same place, cut where the model's positions end.
+    `others`, and are cut at `max_positions` tokens, those that policy and reference read (`_mismatched`).
     ConfigError without preferences, for pairs where single completions are needed, and the other way round.
     """
     _check(preferences, loss)
@@ -72,12 +74,7 @@ def preference_data(
         tuple(_sequence((index, rank), *sample) for rank, sample in enumerate(preference.samples))
         for index, preference in enumerate(preferences)
     ]
-    mismatched: list[TrainSequence] = []
-    if "reference_kl" in loss.requires:
-        most = reference.config.max_positions
-        for index, one in enumerate(preferences):
-            completion = _of_another_prompt(one, others, index)[: most - len(one.prompt_tokens)]
-            mismatched.append(_sequence((index, 0), one.prompt_tokens, completion))
+    mismatched = _mismatched(preferences, others, max_positions) if "reference_kl" in loss.requires else []
     if "reference_logprobs" in loss.requires:
 
         def with_reference(some: Sequence[TrainSequence]) -> list[TrainSequence]:
@@ -110,9 +107,26 @@ def _sequence(key: tuple[int, int], prompt: np.ndarray, completion: np.ndarray) 
     return TrainSequence.read_only(key, tokens, np.arange(len(tokens)) >= len(prompt))
 
 
+def _mismatched(
+    preferences: Sequence[Preference], others: Sequence[Preference], max_positions: int
+) -> list[TrainSequence]:
+    """Return the prompt of each of `preferences` with a completion of another prompt, cut at `max_positions` tokens.
+
+    It is that of `others` as many places on as preferences of the same prompt stand side by side, so that of pairs
+    taken apart desirable ones go with desirable ones, and each with one of its own; or the first behind that place.
+    """
+    found: list[TrainSequence] = []
+    for _, same in groupby(preferences, key=lambda one: one.prompt_tokens.tobytes()):
+        run = list(same)
+        for one in run:
+            other = _of_another_prompt(one, others, len(found) + len(run))
+            found.append(_sequence((len(found), 0), one.prompt_tokens, other[: max_positions - len(one.prompt_tokens)]))
+    return found
+
+
 def _of_another_prompt(one: Preference, others: Sequence[Preference], place: int) -> np.ndarray:
-    """Return the completion of the first of `others` behind `place`, in a circle, that has another prompt."""
-    for offset in range(1, len(others) + 1):
+    """Return the completion of the first of `others` from `place` on, in a circle, that has another prompt."""
+    for offset in range(len(others)):
         other = others[(place + offset) % len(others)]
         if not np.array_equal(other.prompt_tokens, one.prompt_tokens):
             return other.candidates[0]
@@ -140,9 +154,11 @@ class PreferenceMeasure:
     def of(cls, loss: float, rewards: np.ndarray, is_chosen: np.ndarray, *, is_paired: bool) -> PreferenceMeasure:
         """Summarise `rewards` float64 [S] with their labels `is_chosen` bool [S]; pairs are in one order on both."""
         chosen, rejected = rewards[is_chosen], rewards[~is_chosen]
-        better = chosen - rejected if is_paired else (chosen[:, None] - rejected[None, :]).ravel()
         of_chosen, of_rejected = (float(part.mean()) if len(part) else math.nan for part in (chosen, rejected))
-        accuracy = float(((better > 0) + 0.5 * (better == 0)).mean()) if len(better) else math.nan
+        if is_paired:
+            accuracy = float(((chosen > rejected) + 0.5 * (chosen == rejected)).mean())
+        else:
+            accuracy = share_in_order((rejected, chosen), tie=0.5)
         return cls(loss, accuracy, of_chosen - of_rejected, of_chosen, of_rejected)
 
 

@@ -9,7 +9,6 @@ from slipstream.algorithms.losses.table import Loss
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.other_names import sentence_of_value
-from slipstream.core.teacher_section import DISTILL
 
 PROPORTIONAL = ("reinforce", "cispo", "aipo", "aipo_masked", "rloo", "copg")
 """Losses whose gradient is the advantage times something that does not depend on it (`aipo` without PPO's clip)."""
@@ -52,6 +51,7 @@ def check_loss(config: RunConfig) -> None:
         raise ConfigError(what, got=got, allowed=" or ".join(f"loss.select = '{select}'" for select in selects))
     takers = [f"loss '{config.loss.name}'"] * bool({"behaviour_logprobs", "proximal_logprobs"} & set(loss.requires))
     takers += ["trainer.ess_scaling"] * (config.trainer.ess_scaling != "no")
+    takers += ["kl.corrected"] * (config.kl.corrected and config.kl.coef > 0)
     if takers and config.generator.truncates and not config.generator.keep_sets:
         raise ConfigError(
             f"the ratios of {takers[0]} would compare a policy over the whole vocabulary with samples from a part "
@@ -63,7 +63,7 @@ def check_loss(config: RunConfig) -> None:
     if loss.atom == "pair" and config.loss.advantages == "greedy_baseline":
         what = f"loss '{config.loss.name}' has no use for a baseline: a greedy completion would be sampled for nothing"
         raise ConfigError(what, got="loss.advantages = 'greedy_baseline'", allowed="any other")
-    _check_teacher(config)
+    _check_teacher(config, loss)
     _check_beside(config, loss)
     if config.loss.baseline == "min_variance":
         _check_min_variance(config, loss)
@@ -75,14 +75,14 @@ def check_loss(config: RunConfig) -> None:
         try_loss(loss, config.loss.name, carried, reduction=config.loss.reduction)
 
 
-def _check_teacher(config: RunConfig) -> None:
+def _check_teacher(config: RunConfig, loss: Loss) -> None:
     """Raise ConfigError for a teacher without a loss that learns from it, or the reverse."""
     teacher, name = config.teacher, config.loss.name
-    is_alone = name == DISTILL
+    is_alone = "teacher_divergences" in loss.requires  # without teacher.coef
     if teacher.path is None and (is_alone or teacher.given):
         raise ConfigError(
             "there is no teacher to learn from",
-            got="loss.name = 'distill' without teacher.path" if is_alone else f"{', '.join(teacher.given)} alone",
+            got=f"loss.name = '{name}' without teacher.path" if is_alone else f"{', '.join(teacher.given)} alone",
             allowed="teacher.path = a folder, the id of a model on the hub, or 'stage:sft'",
         )
     if teacher.path is not None and is_alone == bool(teacher.coef):
@@ -91,8 +91,8 @@ def _check_teacher(config: RunConfig) -> None:
             got=f"teacher.coef = {teacher.coef:g} with loss.name = '{name}'",
             allowed="loss.name = 'distill' with teacher.coef = 0, or another loss with teacher.coef > 0",
         )
-    if is_alone and config.loss.advantages in ("gae", "greedy_baseline"):
-        what = "loss 'distill' takes no advantages: a critic, or a greedy completion, would be computed for nothing"
+    if is_alone and "advantages" not in loss.requires and config.loss.advantages in ("gae", "greedy_baseline"):
+        what = f"loss '{name}' takes no advantages: a critic, or a greedy completion, would be computed for nothing"
         raise ConfigError(what, got=f"loss.advantages = '{config.loss.advantages}'", allowed="any other")
 
 

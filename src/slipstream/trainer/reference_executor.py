@@ -75,7 +75,7 @@ class ReferencePolicy(Executor):
         division = Division(
             self._holders.data_parallel,
             self._holders.tensor_parallel,
-            device=scoring_device(self._config.kl.device, self._context.group.rank),
+            device=scoring_device(self._config.kl.device, self._context.group.local_rank),
             stored=self._config.kl.precision,
         )
         return build_frozen(

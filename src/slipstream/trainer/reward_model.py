@@ -224,9 +224,26 @@ def _accuracy(scores: np.ndarray, preferences: Sequence[Preference]) -> float:
     if scores.shape[1] > 1:
         return float(np.mean(scores[:, 0] > scores[:, 1:].max(axis=1)))
     ratings = np.array([one.rating for one in preferences], dtype=np.float64)
-    is_better = ratings[:, None] > ratings[None, :]
-    is_above = scores > scores.T
-    return float(is_above[is_better].mean()) if is_better.any() else math.nan
+    order = np.argsort(ratings)
+    return share_in_order(np.split(scores[order, 0], np.flatnonzero(np.diff(ratings[order])) + 1), tie=0.0)
+
+
+def share_in_order(groups: Sequence[np.ndarray], *, tie: float) -> float:
+    """Return the share of the pairs of numbers from two of `groups` in which that of the later group is the larger one.
+
+    A pair of equal numbers counts as `tie`. NaN without pairs. The pairs themselves are never in memory.
+    """
+    num_pairs = (sum(map(len, groups)) ** 2 - sum(len(group) ** 2 for group in groups)) // 2
+    return _num_in_order(groups, tie) / num_pairs if num_pairs else math.nan
+
+
+def _num_in_order(groups: Sequence[np.ndarray], tie: float) -> float:
+    if len(groups) < 2:
+        return 0.0
+    lower, upper = groups[: len(groups) // 2], groups[len(groups) // 2 :]
+    known, asked = np.sort(np.concatenate(lower)), np.concatenate(upper)
+    below, up_to = (int(np.searchsorted(known, asked, side).sum()) for side in ("left", "right"))
+    return below + tie * (up_to - below) + _num_in_order(lower, tie) + _num_in_order(upper, tie)
 
 
 def preference_accuracy(

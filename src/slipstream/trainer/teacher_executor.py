@@ -114,7 +114,7 @@ class TeacherModel(Executor):
         division = Division(
             self._holders.data_parallel,
             self._holders.tensor_parallel,
-            device=scoring_device(teacher.device, self._context.group.rank),
+            device=scoring_device(teacher.device, self._context.group.local_rank),
             stored=teacher.precision,
         )
         shape = self._config.model.model_copy(update={"path": teacher.path, "lora": LoraConfig()})

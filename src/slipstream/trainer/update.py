@@ -357,8 +357,9 @@ class Updater:
             losses[1] = value_loss
         metrics["entropy"] = masked_mean(entropies.detach(), inputs.mask)
         if self._model.config.num_experts and self._model.passes is None:
-            has_tokens = torch.full((), int(microbatch.num_tokens > 0), device=states.device)
-            metrics["expert_load_max"] = Mean(busiest_load(self._model), has_tokens)
+            has_targets = torch.full((), int(microbatch.num_targets > 0), device=states.device)
+            load = busiest_load(self._model, microbatch.num_tokens)
+            metrics["expert_load_max"] = Mean(load * has_targets, has_targets)
         if self._is_scaled:
             metrics |= sequence_weight_metrics(inputs)
         if self._teacher is not None:

@@ -353,7 +353,8 @@ class Publisher:
         return took
 
     def _want(self, message: WeightsWanted) -> None:
-        """Once all ranks of a replica have asked: link it, and offer again what it may have lost.
+        """Once all ranks of a replica have asked, or one has lost their link: link it, and offer again what it may
+        have lost.
 
         The first time it has lost nothing: whoever was there from the start finds every offer in its channel.
         """
@@ -362,13 +363,17 @@ class Publisher:
                 self._relay.put(message)
             self._mirror()
             return
-        replica, wanting = message.replica, self._wanting.setdefault(message.replica, {})
+        replica = message.replica
+        if message.lost_epoch not in (0, self._epochs.get(replica)):
+            return  # another rank has lost that link, too: it was replaced
+        wanting = self._wanting.setdefault(replica, {})
         wanting[message.rank] = message
-        if len(wanting) < message.world or replica in self._lost:
+        is_complete = len(wanting) == message.world or message.lost_epoch > 0
+        if not is_complete or replica in self._lost:
             return
         del self._wanting[replica]
         if message.is_linked:
-            self._link(replica, wanting[0].host, message.world)
+            self._link(replica, wanting.get(0, message).host, message.world)
         elif not message.holds_slots:
             self._copying.add(replica)
         if replica in self._greeted:

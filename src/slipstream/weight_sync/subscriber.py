@@ -94,7 +94,7 @@ class Subscriber:
     that is ready are released when another has taken its place, so what reads them may read them again.
 
     One on each rank `rank` of the `world` of a replica, with channels of its own. It maps segments by `transport`; with
-    `links` versions come over a link to the trainer, which is asked for again whenever a transfer over it fails.
+    `links` versions come over a link to the trainer; all ranks get another whenever a transfer over it fails at one.
     """
 
     def __init__(
@@ -117,6 +117,7 @@ class Subscriber:
         self._shelf: Shelf | None = None
         self._wake = WakeUp()
         self._newest_seen = -1
+        self._epoch = 0  # of the link
         self._waiting: WeightsOffered | None = None
         self._staging: Staging | None = None
         self._thread: threading.Thread | None = None
@@ -378,6 +379,7 @@ class Subscriber:
                 host="" if self._links is None else self._links.place.host,
                 in_host_memory=in_host_memory,
                 holds_slots=self._holds_slots,
+                lost_epoch=self._epoch,
             )
         )
 
@@ -396,6 +398,7 @@ class Subscriber:
         if self._fetch is not None:
             self._fetch.close()
         self._fetch = self._links.receive(linked, self._rank, self._shelf)
+        self._epoch = linked.epoch
 
     def _forget_offers(self) -> None:
         """The trainer no longer counts on their release, and offers the last version again."""

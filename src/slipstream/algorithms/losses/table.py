@@ -225,6 +225,8 @@ def _from_file(name: str, changed_ns: int) -> Loss:
     del changed_ns  # a file that was written anew is read again
     defined(name, what="loss", kind="loss")
     loss = imported(name, what="loss", modules={})
+    if isinstance(loss, Loss):
+        _check_words(loss, name)
     unknown = sorted(set(loss.requires) - set(get_args(InputName))) if isinstance(loss, Loss) else []
     if not isinstance(loss, Loss) or unknown or loss.cutoff is not None or "cutoff" in loss.requires:
         raise ConfigError(
@@ -234,6 +236,16 @@ def _from_file(name: str, changed_ns: int) -> Loss:
             + ", ".join(name for name in get_args(InputName) if name != "cutoff"),
         )
     return loss
+
+
+def _check_words(loss: Loss, name: str) -> None:
+    """Raise ConfigError for a unit or kind that there is none of, and for `requires` that is no tuple."""
+    for what, word, known in (("unit", loss.unit, Unit), ("kind", loss.kind, Kind)):
+        if word not in get_args(known):
+            raise ConfigError.unknown(f"loss '{name}' has a {what} that is none", str(word), get_args(known), got=word)
+    if not isinstance(loss.requires, tuple | list):
+        allowed = "names of inputs, as in ('policy_logprobs',)"
+        raise ConfigError(f"loss '{name}' has a `requires` that is no tuple", got=repr(loss.requires), allowed=allowed)
 
 
 @cache

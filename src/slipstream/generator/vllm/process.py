@@ -22,6 +22,7 @@ from slipstream.core.channel import make_transport_dir
 from slipstream.core.clock import WallClock
 from slipstream.core.errors import ChannelError, ChannelTimeout, ExecutorDied
 from slipstream.core.links import is_readable
+from slipstream.core.processes import open_pidfd
 from slipstream.core.scratch import claim
 from slipstream.generator.vllm import protocol
 
@@ -74,7 +75,7 @@ class WorkerProcess:
                 env=dict(launch.environment),
                 start_new_session=True,
             )
-        self._pidfd = os.pidfd_open(self._process.pid)
+        self._pidfd = open_pidfd(self._process.pid)
 
     @property
     def pid(self) -> int:

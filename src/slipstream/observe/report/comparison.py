@@ -13,7 +13,8 @@ from typing import Literal, NamedTuple
 
 from slipstream.core.disk import replace_file
 from slipstream.core.errors import ConfigError
-from slipstream.observe.display import duration, plural
+from slipstream.core.plain import MAX_PATH_BYTES
+from slipstream.observe.display import duration, plural, printable
 from slipstream.observe.noise import ERRORS, LEAST_TREND, Estimate, mean_of
 from slipstream.observe.report.charts import against_kl, chart_card, gained, overlaid, overlays, spots_of, three_clocks
 from slipstream.observe.report.data import Compared, RunData, as_saved, meaning, read_run, shown
@@ -51,6 +52,7 @@ def write_comparison(run_dirs: Sequence[Path], *, out: Path | None = None) -> Pa
     names, beside = labels(runs) or folders, folders
     if not any(is_name_by_time(place.name) for place in places):  # somebody has called them so
         names, beside = folders, names
+    names, beside = ([printable(name, limit=MAX_PATH_BYTES) for name in some] for some in (names, beside))
     compared = [Compared(*one, i) for i, one in enumerate(zip(runs, names, beside, strict=True))]
     path = Path(COMPARISON_FILE) if out is None else out
     replace_file(path, comparison_page(compared).encode())

@@ -33,10 +33,18 @@ from slipstream.observe.evaluation import EVALUATION_FILE
 from slipstream.observe.health import ALARMS_FILE, AlarmSpan, read_alarms, spans
 from slipstream.observe.noise import Estimate, mean_of, share
 from slipstream.observe.samples import Sample, read_samples
-from slipstream.observe.states import side_of, totals_of
+from slipstream.observe.states import model_share, side_of, totals_of
 from slipstream.observe.summary import Evaluations, Summary, read_summary
 from slipstream.observe.svg import Point
-from slipstream.observe.timeline import TIME_PREFIX, process_files, process_order, read_timeline, times_ns
+from slipstream.observe.timeline import (
+    TIME_PREFIX,
+    TRAINED,
+    Instant,
+    process_files,
+    process_order,
+    read_timeline,
+    times_ns,
+)
 from slipstream.observe.transcript import TranscriptPart, transcript_of
 from slipstream.observe.waste import WASTE
 
@@ -46,7 +54,7 @@ MAX_SAMPLES = 12
 STALENESS = "staleness_tokens/lag_"
 READ_AHEAD = 1 << 18  # bytes that records of a timeline may lie apart from their order in time
 EXACT_BYTES = 1 << 27  # of decisions and timelines: of longer runs the times are those that the processes reported
-MAX_PROCESSES = 12  # of more, those of a side are added up
+MAX_PROCESSES = 12  # of more, the mean of a side's
 
 Seconds = Mapping[str, float]  # by state
 
@@ -119,7 +127,8 @@ class StepTimes:
 class RunTimes:
     """The seconds of a run by process and state. `whole`: from start to end. `balance`: None where it is not known yet.
 
-    Exact times are read from every decision and every slice (`observe/accounting.py`), tens of megabytes a second.
+    `model_share` is the model's part of the work of all processes, `model_cpu_share` that of their CPU time. Exact
+    times are read from every decision and every slice (`observe/accounting.py`), tens of megabytes a second.
     """
 
     whole: Mapping[str, Seconds]
@@ -127,6 +136,7 @@ class RunTimes:
     balance: Balance | None
     wall_s: float
     is_exact: bool
+    model_share: float = 0.0
     model_cpu_share: float | None = None
 
     @cached_property
@@ -376,21 +386,38 @@ def _earlier_s(run_dir: Path) -> float | None:
 def _read_times(run_dir: Path, history: MetricsHistory, summary: Summary | None) -> RunTimes:
     """Return exact times where that is quick, else those that processes reported and `summary.json` kept."""
     if accounting_bytes(run_dir) > EXACT_BYTES:
-        spans = list(_reported(history))
+        spans = list(_reported(run_dir, history))
         if summary is None:
             return RunTimes({}, spans, None, 0.0, is_exact=False)
-        whole, share = by_side(summary.accounting), summary.model_cpu_share
-        return RunTimes(whole, spans, summary.balance, summary.wall_s, is_exact=False, model_cpu_share=share)
+        return RunTimes(
+            by_side(summary.accounting),
+            spans,
+            summary.balance,
+            summary.wall_s,
+            is_exact=False,
+            model_share=model_share(summary.accounting),
+            model_cpu_share=summary.model_cpu_share,
+        )
     found = read_accounting(run_dir)
     began_s = found.steps[0].start_s if found.steps else 0.0
     spans = [StepTimes(step.start_s - began_s, step.end_s - began_s, by_side(step.states)) for step in found.steps]
-    whole, share = by_side(found.accounting), found.model_cpu_share
-    return RunTimes(whole, spans, found.balance, found.wall_s, is_exact=True, model_cpu_share=share)
+    return RunTimes(
+        by_side(found.accounting),
+        spans,
+        found.balance,
+        found.wall_s,
+        is_exact=True,
+        model_share=model_share(found.accounting),
+        model_cpu_share=found.model_cpu_share,
+    )
 
 
-def _reported(history: MetricsHistory) -> Iterator[StepTimes]:
-    """Yield reported times from the second step on: the first report has everything since the process started."""
-    for before, line in pairwise(history.steps):
+def _reported(run_dir: Path, history: MetricsHistory) -> Iterator[StepTimes]:
+    """Yield the reported times of the last attempt, from its second step on: the first report has its start in it."""
+    records = (one for path in process_files(run_dir) if path.stem == "trainer" for one in read_timeline(path))
+    trained = (int(one.args["step"]) for one in records if isinstance(one, Instant) and one.name == TRAINED)
+    first = next(trained, 0)
+    for before, line in pairwise(line for line in history.steps if line["step"] >= first):
         seconds: dict[str, dict[str, float]] = {}
         for name, value in line.items():
             if name.startswith(TIME_PREFIX) and value is not None:
@@ -401,13 +428,18 @@ def _reported(history: MetricsHistory) -> Iterator[StepTimes]:
 
 
 def by_side(processes: Mapping[str, Seconds]) -> dict[str, Seconds]:
-    """`processes` where they are few, else those of a side added up, with how many these were."""
+    """`processes` where they are few, else the means of a side's, with how many these were."""
     if len(processes) <= MAX_PROCESSES:
         return dict(processes)
     sides: dict[str, list[Seconds]] = {}
     for process, seconds in processes.items():
         sides.setdefault(side_of(process), []).append(seconds)
-    return {f"{side} ({len(own)})" if len(own) > 1 else side: totals_of(own) for side, own in sides.items()}
+    return {
+        f"{side} ({len(own)})" if len(own) > 1 else side: {
+            state: seconds / len(own) for state, seconds in totals_of(own).items()
+        }
+        for side, own in sides.items()
+    }
 
 
 def is_number(value: Any) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from shlex import quote
 from statistics import fmean, median
 
 from slipstream.core.held_out import Measured
@@ -319,7 +320,7 @@ def go_on(run: RunData) -> str:
     is_over = status_of(run) not in ("failed", "interrupted", "not finished")
     if is_over or is_refused or not has_checkpoint:
         return ""
-    return f"Go on from the last checkpoint: slipstream run --resume {run.path}"
+    return f"Go on from the last checkpoint: slipstream run --resume {quote(str(run.path))}"
 
 
 def alarming(run: RunData) -> str:
@@ -363,11 +364,11 @@ def open_timeline(run: RunData) -> str:
 
 
 def watch(run: RunData) -> str:
-    return f"Go through it in the browser, rollouts token by token: slipstream watch {run.path}"
+    return f"Go through it in the browser, rollouts token by token: slipstream watch {quote(str(run.path))}"
 
 
 def put_beside(run: RunData) -> str:
-    return f"Put it beside another run: slipstream report {run.path} OTHER"
+    return f"Put it beside another run: slipstream report {quote(str(run.path))} OTHER"
 
 
 SENTENCES: tuple[Callable[[RunData], str], ...] = (learned, taught, aged, starved, wasted, shared, rang)

@@ -11,7 +11,7 @@ from slipstream.observe import svg_blocks as blocks
 from slipstream.observe.report.charts import charts, clock_axis
 from slipstream.observe.report.data import READ_AHEAD, RunData
 from slipstream.observe.report.html import card, cards, folded, part, table, text
-from slipstream.observe.states import WAITING, in_words, model_share, shares, side_of, waited_for
+from slipstream.observe.states import WAITING, in_words, shares, side_of, waited_for
 from slipstream.observe.svg import ORANGE, empty, number
 from slipstream.observe.timeline import TRAINED, Instant, Slice, process_files, read_timeline, times_ns
 
@@ -55,7 +55,7 @@ def _bars(run: RunData) -> str:
     first = card("While it trained", note, chart, details=_seconds_table(times.loop))
     note = "The same from start to end, with loading, warm start, evaluation of the result and export."
     if times.whole:
-        note += f" The model takes {blocks.percent_name(model_share(times.whole))} of the time in which processes work"
+        note += f" The model takes {blocks.percent_name(times.model_share)} of the time in which processes work"
         share = times.model_cpu_share
         note += "." if share is None else f", and {blocks.percent_name(share)} of their CPU time."
     missing = "The run has no timelines." if times.is_exact else "Known when the run has ended."
