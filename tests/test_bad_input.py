@@ -1233,6 +1233,7 @@ ABSURD = [
     refused("run recipe.toml tldr_mini", "tldr_mini"),
     refused("launch quickstart --group trainer --controller h:1", "from the controller", "recipe with --group trainer"),
     refused("launch --group trainer --controller h:1 --steps 5", "from the controller", "steps with --group trainer"),
+    refused("launch --group trainer --controller h:1 --out runs/a", "from the controller", "out with --group trainer"),
     wrong("nested groups", pattern("(" * 500 + "a" + ")" * 500), "pattern of reward", "nested too deep"),
     wrong("a long pattern", pattern("(a)" * 50_000), "too large to be compiled", "10,000 characters"),
     wrong("a copied pattern", pattern("(?:(?:a{1000}){1000}){1000}"), "too large to be compiled", "multiply to"),

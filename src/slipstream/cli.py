@@ -255,15 +255,16 @@ def _on_ray(config: RunConfig, options: LaunchOptions) -> int:
 
 
 def _job(options: LaunchOptions) -> Job:
-    """Return how the group of `options` joins; of the run's fields it takes --max-restarts and --shutdown-grace-s."""
+    """Return how the group of `options` joins; of the run's fields it takes a few, and --steps with --out alone."""
     from slipstream.launch import Job
 
     names = [field.name for field in dataclasses.fields(Job)]
+    if (options.out is None) != ("steps" not in options.overrides):
+        names = [name for name in names if name not in ("out", "steps")]
     if options.remote is not None:
         raise ConfigError("the controller is told which groups join it", got=f"--remote with --group {options.group}")
-    not_ours = [name for name in ("recipe", "preset", "resume") if getattr(options, name) is not None]
-    not_ours += [name for name in options.overrides if name not in names]
-    if not_ours:
+    of_runs = [name for name in ("recipe", "preset", "out", "resume") if vars(options)[name] is not None]
+    if not_ours := [name for name in (*of_runs, *options.overrides) if name not in names]:
         raise ConfigError(
             "a group takes its configuration from the controller",
             got=f"{', '.join(not_ours)} with --group {options.group}",
